@@ -51,6 +51,20 @@ EDITS = [
         ("tests/jobs/test_products.py::test_kernels_are_not_built_where_they_cannot_be_used",),
     ),
     Edit(
+        "pages that an interrupted step was to compute are found",
+        "argosy/infer/engine.py",
+        "            self.scheduler.forget_all()\n            raise",
+        "            raise",
+        ("tests/infer/test_engine.py::test_pages_that_an_interrupted_step_was_to_compute_are_not_found",),
+    ),
+    Edit(
+        "equal prompts that come at once are computed each for itself",
+        "argosy/infer/schedule.py",
+        "        self.publish(sequence)\n        sequence.ahead += ends",
+        "        sequence.ahead += ends",
+        ("tests/infer/test_scheduler.py::test_a_beginning_is_shared_within_the_step_that_computes_it",),
+    ),
+    Edit(
         "the two codes of a byte change places",
         "argosy/ops/native/blocks.cc",
         "return widened(c < HALF ? both & 15 : both >> 4);",

@@ -6,7 +6,8 @@ position is the first draft. For further drafts it reads its own output, as vLLM
 is published; of a chain of modules the first is used.
 
 The cache of the last token that a sequence found in the prefix cache belongs to that page's first owner, whose next token may have
-been another. Drafts may agree less often for it, answers stay the same.
+been another. Of a page that was found in the step that computes it, this module's part is missing if its first owner left before its
+own next step. Drafts may agree less often for both, answers stay the same.
 """
 
 from functools import lru_cache

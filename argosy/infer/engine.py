@@ -348,11 +348,16 @@ class Engine:
     def step(self) -> list[Event]:
         """Starts the next step, and returns the events of the previous one; with speculation, its own events."""
         self._look_for_new_weights()
-        plan = self.scheduler.plan(self.speculation and self.speculation.room, self._steps())
-        if plan:
-            self._flying.append(self._dispatch(plan))
-        if self._flying and (len(self._flying) > 1 or not plan or self.speculation):
-            self._land(*self._flying.pop(0))
+        try:
+            plan = self.scheduler.plan(self.speculation and self.speculation.room, self._steps())
+            if plan:
+                self._flying.append(self._dispatch(plan))
+            if self._flying and (len(self._flying) > 1 or not plan or self.speculation):
+                self._land(*self._flying.pop(0))
+        except BaseException:
+            # Pages are found from the plan on that is to compute them, and this one may not have.
+            self.scheduler.forget_all()
+            raise
         events, self._events = self._events, []
         if not self.busy and not self.keeps:
             self._weights = None

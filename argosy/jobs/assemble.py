@@ -314,7 +314,7 @@ def _assembled(
     return kind(
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
         stated, places, tuple(adapted), base, whole, beneath, roles, teacher=teacher,
-        products=products_of(run, decided.precision, mesh),
+        multiplies=products_of(run, decided.products, decided.precision, mesh),
     )  # fmt: skip
 
 

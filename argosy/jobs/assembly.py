@@ -64,8 +64,8 @@ class Assembly:
     frozen: dict[str, Any] = field(default_factory=dict)
     # The model to learn from, in distillation.
     teacher: Teacher | Served | None = None
-    # The implementation of products with weights.
-    products: str = "xla"
+    # The implementation of products with weights, and why it is not what was decided.
+    multiplies: tuple[str, str] = ("xla", "")
 
     # ---------------------------------------------------------------- states
 
@@ -181,7 +181,7 @@ class Assembly:
     def tracing(self) -> Iterator[None]:
         """Programs of this run are traced inside: under its mesh, with the implementations its settings name."""
         how = self.run.execution
-        chosen = implementations(attention=how.attention, experts=how.experts, products=self.products)
+        chosen = implementations(attention=how.attention, experts=how.experts, products=self.multiplies[0])
         with scope(self.mesh, self.run.mesh.table()), chosen:
             yield
 

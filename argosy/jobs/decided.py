@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from argosy.core.errors import BadInput
+from argosy.jobs.products import decided_products
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import Execution, Scan, Unroll
 from argosy.train.step import Precision
@@ -25,6 +26,8 @@ class Decided:
     base_dtype: Precision = "float32"
     # In how many arrays scanned layers are stored.
     rounds: int = 1
+    # What multiplies with weights (`ops.matmul`). Runs that do not say were made before there was a choice.
+    products: str = "xla"
 
     @classmethod
     def here(cls, run: Run) -> "Decided":
@@ -37,7 +40,8 @@ class Decided:
         precision = run.precision
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"
-        return cls(layers, precision, base_dtype(run) if precision == "bfloat16" else "float32", rounds)
+        products = decided_products(run, precision, jax.device_count(), "cpu" if cpu else "other")
+        return cls(layers, precision, base_dtype(run) if precision == "bfloat16" else "float32", rounds, products)
 
     @property
     def dtype(self) -> Any:

@@ -33,7 +33,7 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
         "device": a.mesh.devices.flat[0].device_kind,
         "precision": a.decided.precision,
         "layers": a.decided.layers,
-        "products": a.products,
+        "products": a.multiplies[0],
         **grid.told(a.mesh, a.shapes.params | a.shapes.rest),
         **stages.told(a.model.layers.run),
         **diloco.told(settings, a.mesh),

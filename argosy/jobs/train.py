@@ -287,6 +287,10 @@ class Training:
         restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
         self.resumed = step
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
+        now, reason = self.assembly.multiplies
+        if reason:
+            before = self.assembly.decided.products
+            self.view.say(f"products were computed by `{before}` until step {step}, and are by `{now}` from here: `{before}` {reason}")
         return restored
 
     def say_what_changed(self, meta: Mapping[str, Any]) -> None:

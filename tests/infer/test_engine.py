@@ -188,6 +188,24 @@ def test_a_common_beginning_is_computed_once(lm: LM, engine: Engine):
     assert [second] == first == [other]
 
 
+TOGETHER = EngineSettings(slots=9, page=8, context=96, pages=100, budget=64, beside=32)
+
+
+def test_pages_that_an_interrupted_step_was_to_compute_are_not_found(lm: LM, monkeypatch: pytest.MonkeyPatch):
+    engine, prompt = Engine(lm.module, TOGETHER), prompts(lm.config.vocab, (40,))[0]
+    expected = [event.token for event in Engine(lm.module, TOGETHER).generate([Request(prompt, 5)])[0]]
+
+    def interrupted(plan: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_dispatch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([Request(prompt, 5)])
+    assert [event.token for event in engine.generate([Request(prompt, 5)])[0]] == expected
+    assert engine.stats.reused_tokens == 0
+
+
 def together(lm: LM, settings: EngineSettings) -> int:
     """Groups of equal prompts that come at once, some longer than a step: checks their answers, and returns the tokens reused."""
     engine, given = Engine(lm.module, settings), prompts(lm.config.vocab, (40, 41, 80))
@@ -198,9 +216,6 @@ def together(lm: LM, settings: EngineSettings) -> int:
         whole = lm.logits([[*prompt, *first]])[0].argmax(-1)
         assert first == whole[len(prompt) - 1 : -1].tolist()
     return engine.stats.reused_tokens
-
-
-TOGETHER = EngineSettings(slots=9, page=8, context=96, pages=100, budget=64, beside=32)
 
 
 def test_equal_prompts_that_come_at_once_are_computed_once(lm: LM):

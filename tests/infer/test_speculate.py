@@ -271,6 +271,23 @@ def test_a_module_that_predicts_as_the_model_does_is_always_right():
     assert accepted(engine) == engine.speculation.drafted > 20
 
 
+@pytest.mark.slow
+def test_followers_of_a_request_that_left_before_the_module_computed_its_pages():
+    """They found its pages in the step that computed them; what the module keeps for these is then whatever was in memory."""
+    lm = with_mtp()
+    prompt = np.random.default_rng(0).integers(0, lm.config.vocab, 40).tolist()
+    expected = [event.token for event in Engine(lm.module, TIGHT).generate([Request(prompt, 8)])[0]]
+    engine = Engine(lm.module, with_(how.MTP(tokens=2)))
+    drafter = engine.speculation.drafter
+    drafter.caches = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), drafter.caches)
+    first, *others = [engine.add(Request(prompt, 8)) for _ in range(3)]
+    events = engine.step()
+    assert engine.abort(first)
+    events += list(engine.run())
+    for number in others:
+        assert [event.token for event in events if event.id == number] == expected
+
+
 def test_what_depends_on_the_answer_is_not_drafted_and_decodes_beside(lm: LM, plain: Engine, speculative: Engine):
     requests = asked(lm.config.vocab)
     for i, sampling in ((0, {"bad_words": ((8, 9), (5, 9, 3)), "temperature": 3.0}), (1, {"min_tokens": 9, "temperature": 1.0})):

@@ -11,7 +11,8 @@ import pytest
 
 from argosy.core.errors import Unsupported
 from argosy.jobs.compose import compose
-from argosy.jobs.products import products_of
+from argosy.jobs.decided import Decided
+from argosy.jobs.products import decided_products, products_of
 from argosy.jobs.run import Run
 from argosy.ops.native import library
 from tests.helpers import numbers
@@ -45,21 +46,34 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+def decided(*words: str, precision: str = "float32", devices: int = 1, platform: str = "cpu") -> str:
+    return decided_products(run_of(*words), precision, devices, platform)
+
+
 def test_a_run_takes_the_units_there_are(loads: list[str], monkeypatch: pytest.MonkeyPatch):
-    assert products_of(run_of(), "float32", mesh_of()) == "amx"
-    assert products_of(run_of("execution.products=amx3"), "float32", mesh_of()) == "amx3"
+    assert decided() == "amx"
+    assert decided("execution.products=amx3") == "amx3"
     monkeypatch.setattr(library, "has_amx", lambda: False)
-    assert products_of(run_of(), "float32", mesh_of()) == "xla"
+    assert decided() == "xla"
     monkeypatch.setattr(library, "load", lambda *_: "no compiler")
-    assert products_of(run_of(), "float32", mesh_of()) == "xla"
+    assert decided() == "xla"
 
 
 def test_kernels_are_not_built_where_they_cannot_be_used(loads: list[str]):
-    assert products_of(run_of("model.width=64", "model.ffn=64"), "float32", mesh_of()) == "xla"
-    assert products_of(run_of(), "bfloat16", mesh_of()) == "xla"
-    assert products_of(run_of(), "float32", mesh_of(2)) == "xla"
-    assert products_of(run_of("execution.products=xla"), "float32", mesh_of()) == "xla"
+    assert decided("model.width=64", "model.ffn=64") == "xla"
+    assert decided(precision="bfloat16") == "xla"
+    assert decided(devices=2) == "xla"
+    assert decided(platform="tpu") == "xla"
+    assert decided("execution.products=xla") == "xla"
     assert loads == []
+
+
+def test_what_was_decided_stays_or_it_is_said(loads: list[str], monkeypatch: pytest.MonkeyPatch):
+    assert products_of(run_of(), "amx", "float32", mesh_of()) == ("amx", "")
+    assert products_of(run_of(), "xla", "float32", mesh_of()) == ("xla", ""), "a run that began with it keeps it"
+    monkeypatch.setattr(library, "load", lambda *_: "no compiler")
+    assert products_of(run_of(), "amx", "float32", mesh_of()) == ("xla", "needs the kernels of CPUs: no compiler")
+    assert Decided(**{"layers": "scan", "precision": "float32"}).products == "xla", "as old runs were"
 
 
 @pytest.mark.parametrize(
@@ -71,15 +85,16 @@ def test_what_is_named_and_cannot_run_is_a_mistake(
 ):
     monkeypatch.setattr(library, "has_amx", lambda: False)
     with pytest.raises(Unsupported, match=said):
-        products_of(run_of("execution.products=amx"), precision, mesh_of(devices))  # pyright: ignore[reportArgumentType]
+        products_of(run_of("execution.products=amx"), "amx", precision, mesh_of(devices))
 
 
-def train(recipe: str, *words: str) -> None:
-    """In a process with one device."""
-    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+def train(recipe: str, *words: str, **how: str) -> str:
+    """In a process with one device: what it said."""
+    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | how
     command = [sys.executable, "-m", "argosy", "train", recipe, *words]
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr
 
 
 @pytest.mark.slow
@@ -94,9 +109,11 @@ def test_a_run_on_matrix_units(tmp_path: Path):
     train("tiny", *words, f"dir={runs['xla']}", "execution.products=xla", "steps=6")
     train("tiny", *words, f"dir={runs['amx']}", "steps=6")
     train("tiny", *words, f"dir={runs['resumed']}", "steps=4")
-    train(str(runs["resumed"]), "steps=6")
+    assert "products were" not in train(str(runs["resumed"]), "steps=6")
     losses = {name: numbers(run, "loss") for name, run in runs.items()}
     assert len(losses["amx"]) == 6
     np.testing.assert_allclose([*losses["amx"].values()], [*losses["xla"].values()], rtol=2e-5)
     assert losses["amx"] != losses["xla"], "other products, other rounding"
     assert losses["resumed"] == losses["amx"]
+    said = train(str(runs["resumed"]), "steps=7", ARGOSY_NATIVE="0")
+    assert "products were computed by `amx` until step 6, and are by `xla` from here: `amx` needs the kernels of CPUs" in said

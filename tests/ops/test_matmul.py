@@ -1,6 +1,7 @@
 """Products on matrix units against float64, XLA's own, and what they refuse."""
 
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,11 @@ def operands(M: int, N: int, K: int, order: tuple[int, int]) -> tuple[np.ndarray
     return np.ascontiguousarray(a if order[0] else a.T), np.ascontiguousarray(b.T if order[1] else b), exact
 
 
+def compiled(*order: int) -> Any:
+    """A function of its own, because programs of one function are shared, whatever implementation they were traced with."""
+    return jax.jit(lambda a, b: matmul(a, b, *order))
+
+
 def off(y: object, exact: np.ndarray) -> float:
     return float(np.sqrt(np.mean((np.asarray(y, np.float64) - exact) ** 2) / np.mean(exact**2)))
 
@@ -56,7 +62,7 @@ def test_a_product_is_that_of_its_matrices(name: str, order: tuple[int, int]):
     for M, N, K in [(32, 32, 32), (64, 96, 128), (33, 70, 65), (300, 47, 1700), (35, 4200, 40), (4130, 33, 50)]:
         a, b, exact = operands(M, N, K, order)
         with implementations(products=name):
-            y = jax.jit(lambda a, b: matmul(a, b, *order))(a, b)
+            y = compiled(*order)(a, b)
         assert y.shape == (M, N)
         assert off(y, exact) < BOUND[name], (M, N, K)
         if name == "amx3":
@@ -85,7 +91,7 @@ def test_a_row_depends_on_no_other_and_on_no_thread():
     """Bit for bit. NaN in one row stays there, and an infinity becomes one."""
     a, b, _ = operands(300, 200, 900, (1, 0))
     with implementations(products="amx"):
-        product = jax.jit(matmul)
+        product = compiled()
         whole = np.asarray(product(a, b))
         for _ in range(3):
             assert (np.asarray(product(a, b)) == whole).all()
@@ -97,6 +103,31 @@ def test_a_row_depends_on_no_other_and_on_no_thread():
     assert (spoilt[rest] == whole[rest]).all()
 
 
+@pytest.mark.parametrize("shift", [0.0, 3.0], ids=["normal", "positive"])
+@pytest.mark.usefixtures("units")
+def test_errors_do_not_grow_with_the_summed_axis(shift: float):
+    """Gradients of weights are summed over all tokens. In one chain of additions the error would be 1e-6."""
+    a, b = numbers(1, 20_000, 64) + np.float32(shift), numbers(2, 20_000, 64) + np.float32(shift)
+    exact, errors = a.T.astype(np.float64) @ b.astype(np.float64), {}
+    for name in ("xla", "amx"):
+        with implementations(products=name):
+            errors[name] = off(compiled(0, 0)(a, b), exact)
+    assert errors["amx"] < 3e-7
+    assert errors["amx"] != errors["xla"], "the units multiply"
+
+
+@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFF8000, 0x7FFFFFFF, 0xFFFF8000, 0xFFFFFFFF])
+@pytest.mark.usefixtures("units", "of_any_size")
+def test_no_kind_of_nan_becomes_a_number(name: str, bits: int):
+    a, b = np.ones((64, 64), np.float32), np.ones((64, 64), np.float32)
+    a[5, 7] = np.array([bits], np.uint32).view(np.float32)[0]
+    with implementations(products=name):
+        y = np.asarray(compiled()(a, b))
+    assert np.isnan(y[5]).all()
+    assert np.isfinite(np.delete(y, 5, 0)).all()
+
+
 @pytest.mark.usefixtures("units", "of_any_size")
 def test_products_at_the_same_time_do_not_share_memory():
     cases = [operands(200 + 30 * i, 150, 700, (1, 0)) for i in range(4)]
@@ -104,7 +135,7 @@ def test_products_at_the_same_time_do_not_share_memory():
 
     def work(a: np.ndarray, b: np.ndarray, exact: np.ndarray) -> None:
         with implementations(products="amx"):
-            product = jax.jit(matmul)
+            product = compiled()
             worst.extend(off(product(a, b), exact) for _ in range(10))
 
     threads = [threading.Thread(target=work, args=case) for case in cases]
@@ -120,7 +151,7 @@ def test_products_at_the_same_time_do_not_share_memory():
 def test_rows_of_a_batch_one_after_the_other():
     a, b = numbers(1, 3, 40, 50), numbers(2, 50, 60)
     with implementations(products="amx"):
-        y = jax.jit(jax.vmap(matmul, (0, None)))(a, b)
+        y = jax.jit(jax.vmap(lambda a, b: matmul(a, b), (0, None)))(a, b)
     np.testing.assert_allclose(y, a @ b, atol=1e-4)
 
 
@@ -128,7 +159,7 @@ def test_rows_of_a_batch_one_after_the_other():
 def test_small_products_and_other_types_are_those_of_xla():
     def program(*arrays: jax.Array) -> str:
         with implementations(products="amx"):
-            return jax.jit(matmul).lower(*arrays).as_text()
+            return compiled().lower(*arrays).as_text()
 
     large = jnp.zeros((512, 512))
     assert "argosy_matrix_product" in program(large, large)

@@ -3,7 +3,8 @@
 // than a tile has, a part of a panel in a buffer of the first-level cache.
 //
 // scale * (code - zero) is exact in float32 for every type of GGUF, and no type has both a zero and a minimum. So w is rounded once
-// and has the bits of the float32 weight, and the sums have the order of `argosy_product`: the results are the same, bit for bit.
+// and has the bits of the float32 weight, and the sums have the order of `argosy_product`: the results are the same, bit for bit, for
+// finite scales.
 
 #include <algorithm>
 #include <cstdint>

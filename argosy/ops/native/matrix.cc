@@ -84,8 +84,10 @@ class Scratch {
     if (held_.data) madvise(held_.data, bytes, MADV_HUGEPAGE);
   }
   ~Scratch() {
+    if (!held_.data) return;
     std::lock_guard<std::mutex> lock(mutex());
     auto& free = kept();
+    free.reserve(8);
     free.push_back(held_);
     if (free.size() > 4) {  // the smallest goes
       const auto least = std::min_element(free.begin(), free.end(), [](const Held& a, const Held& b) { return a.count < b.count; });
@@ -121,10 +123,13 @@ inline __m512 first_floats(const float* p, int64_t n) {
   return n >= 16 ? _mm512_loadu_ps(p) : n <= 0 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p);
 }
 
-// The nearest bfloat16, as a float: its lower half is zero. What is left without it is exact, and of an infinity NaN.
+// The nearest bfloat16, as a float: its lower half is zero. What is left without it is exact, and of an infinity NaN. NaN stays NaN:
+// adding to its bits might carry over into the sign.
 inline __m512 rounded(__m512 x) {
-  const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
-  return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000)));
+  const __m512i bits = _mm512_castps_si512(x), quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const __m512i more = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+  const __m512i found = _mm512_mask_mov_epi32(more, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
+  return _mm512_castsi512_ps(_mm512_and_si512(found, _mm512_set1_epi32(0xffff0000)));
 }
 
 // The parts of two vectors of numbers: each pair has one of the first, and one of the second.
@@ -187,16 +192,11 @@ void lay_out(const Side& side, int64_t n, int64_t k, uint16_t* out) {
   }
 }
 
-// y [32, 32] = the blocks of a strip of rows times those of a strip of columns, or added to it.
+// y [32, 32] = the blocks of a strip of rows times those of a strip of columns.
 template <int P>
-void tile(const uint16_t* a, const uint16_t* b, int64_t blocks, float* y, int64_t y_row, bool add) {
+void tile(const uint16_t* a, const uint16_t* b, int64_t blocks, float* y, int64_t y_row) {
   const int64_t bytes = y_row * sizeof(float);
-  if (add) {
-    _tile_loadd(0, y, bytes); _tile_loadd(1, y + 16, bytes);
-    _tile_loadd(2, y + 16 * y_row, bytes); _tile_loadd(3, y + 16 * y_row + 16, bytes);
-  } else {
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-  }
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   for (int64_t i = 0; i < blocks; i++, a += P * BLOCK, b += P * BLOCK)
     for (int q = P - 1; q >= 0; q--) {
       _tile_loadd(6, b + q * BLOCK, 64); _tile_loadd(7, b + q * BLOCK + TILE, 64);
@@ -210,14 +210,20 @@ void tile(const uint16_t* a, const uint16_t* b, int64_t blocks, float* y, int64_
   _tile_stored(2, y + 16 * y_row, bytes); _tile_stored(3, y + 16 * y_row + 16, bytes);
 }
 
-// As `tile`, for a part of y that is smaller.
+// As `tile`, for a part of y that is smaller, or added to it. Each part of the summed axis has a sum of its own: in one chain of all
+// additions, errors would grow with the root of the summed axis.
 template <int P>
 void edge(const uint16_t* a, const uint16_t* b, int64_t blocks, float* y, int64_t y_row, int64_t m, int64_t n, bool add) {
   alignas(64) float whole[SIDE * SIDE];
-  if (add)
-    for (int64_t i = 0; i < m; i++) std::memcpy(whole + i * SIDE, y + i * y_row, n * sizeof(float));
-  tile<P>(a, b, blocks, whole, SIDE, add);
-  for (int64_t i = 0; i < m; i++) std::memcpy(y + i * y_row, whole + i * SIDE, n * sizeof(float));
+  tile<P>(a, b, blocks, whole, SIDE);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < n; j += 16) {
+      const __mmask16 there = n - j < 16 ? __mmask16((1u << (n - j)) - 1) : __mmask16(-1);
+      float* to = y + i * y_row + j;
+      __m512 sum = _mm512_load_ps(whole + i * SIDE + j);
+      if (add) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(there, to));
+      _mm512_mask_storeu_ps(to, there, sum);
+    }
 }
 
 inline int64_t strips(int64_t n) { return (n + SIDE - 1) / SIDE; }
@@ -262,15 +268,16 @@ ffi::Error product(ffi::ThreadPool& pool, Side a, Side b, float* y, int64_t M, i
             return;
           }
           // Tasks are begun in their order, so the others that lay out are being done.
-          while (ready.load(std::memory_order_acquire) < before) _mm_pause();
+          for (int spins = 0; ready.load(std::memory_order_acquire) < before; spins++)
+            spins > 4096 ? std::this_thread::yield() : _mm_pause();
           const Tiles tiles;
           const int64_t top = (task - before) / across * ROWS, first = (task - before) % across * COLUMNS;
           for (int64_t n = first; n < std::min(first + COLUMNS, columns); n += SIDE)
             for (int64_t m = top; m < std::min(top + ROWS, rows); m += SIDE) {
               const uint16_t *ours = as + m / SIDE * blocks * P * BLOCK, *theirs = bs + n / SIDE * blocks * P * BLOCK;
               float* to = y + (m0 + m) * N + n0 + n;
-              if (m + SIDE <= rows && n + SIDE <= columns)
-                tile<P>(ours, theirs, blocks, to, N, k > 0);
+              if (k == 0 && m + SIDE <= rows && n + SIDE <= columns)
+                tile<P>(ours, theirs, blocks, to, N);
               else
                 edge<P>(ours, theirs, blocks, to, N, std::min(SIDE, rows - m), std::min(SIDE, columns - n), k > 0);
             }
