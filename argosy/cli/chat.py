@@ -106,7 +106,7 @@ def opened(model: str, settings: ChatSettings) -> Iterator[tuple[Talk, Any]]:
         from argosy.serve.settings import Limits, ServeSettings
 
         doing(f"loading {model}")
-        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.context, blocks=True)
+        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.context, blocks="auto")
         plain = settings.plain or not getattr(lm.tokenizer, "chat_templates", None)
         context = settings.context or min(lm.config.context, CONTEXT)
         engine = EngineSettings(slots=1, context=context, speculative=settings.engine.speculative)

@@ -105,7 +105,7 @@ def generate(
         from argosy.jobs.public import load
 
         doing(f"loading {model}")
-        lm = load(model, dtype=how.dtype, adapter=how.adapter, engine=with_adapters(how.engine), blocks=True)
+        lm = load(model, dtype=how.dtype, adapter=how.adapter, engine=with_adapters(how.engine), blocks="auto")
     lm.check_predicts()
     sampling = chosen_sampling(how, lm.generation)
     if how.n > 1 and not sampling.get("temperature"):

@@ -66,7 +66,7 @@ def serve(
         doing(f"loading {model}")
         how: Any = {"dtype": settings.dtype, "adapter": settings.adapter, "tensor": settings.tensor}
         # Copies share the memory of their weights, which packed ones cannot.
-        how["blocks"] = settings.copies == 1
+        how["blocks"] = "auto" if settings.copies == 1 else False
         lm = load(model, **how, context=settings.engine.context)
         name = settings.name or Path(model).resolve().name
         draft = draft_of(settings.engine, settings.dtype, settings.tensor)

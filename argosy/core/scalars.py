@@ -58,7 +58,11 @@ def _whole(text: str) -> int | float:
 
 
 def written(value: Any) -> str:
-    """A plain value as one line of YAML that this module and any other YAML reader read back the same."""
+    """A plain value as one line of YAML that this module and any other YAML reader read back the same.
+
+    Raises:
+        TypeError: it is no plain value.
+    """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{written(str(k))}: {written(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -74,7 +78,10 @@ def written(value: Any) -> str:
 
 
 def _flow(value: Any, **style: Any) -> str:
-    return yaml.safe_dump([value], default_flow_style=True, width=float("inf"), **style).strip()[1:-1]
+    try:
+        return yaml.safe_dump([value], default_flow_style=True, width=float("inf"), **style).strip()[1:-1]
+    except yaml.YAMLError:
+        raise TypeError(f"{type(value).__name__} is no plain value") from None
 
 
 def document(value: Any) -> str:

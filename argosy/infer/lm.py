@@ -19,10 +19,12 @@ from argosy.infer.answers import Answers, Completion, Prompt, beam_search, check
 from argosy.infer.engine import Engine
 from argosy.infer.grammar import Grammar, Grammars, structure_of
 from argosy.infer.held import Held, Parts
+from argosy.infer.panels import kept_in_blocks
 from argosy.infer.repetition import Repetition
 from argosy.infer.sample import Seed
 from argosy.infer.sequences import BATCH, Sequences, batches
 from argosy.infer.settings import EngineSettings
+from argosy.models.parts.weight import split
 
 # A server compiles grammars in several threads.
 _MAKING = threading.Lock()
@@ -63,9 +65,14 @@ class LM:
 
     def __repr__(self) -> str:
         words = "no tokenizer" if self.tokenizer is None else f"{self.tokenizer.vocab:,} tokens"
-        return (
-            f"LM({type(self.config).__name__}, {self.config.parameters():,} parameters in {self.module.dtype}, {words})"
-        )
+        held = f", {plural(self.in_blocks, 'weight')} in blocks" if self.in_blocks else ""
+        name = type(self.config).__name__
+        return f"LM({name}, {self.config.parameters():,} parameters in {self.module.dtype}{held}, {words})"
+
+    @property
+    def in_blocks(self) -> int:
+        """How many weights are kept in the blocks of their file (`argosy.load(FILE, blocks=True)`)."""
+        return kept_in_blocks(split(self.module)[1])[0]
 
     # ---------------------------------------------------------------- numbers
 

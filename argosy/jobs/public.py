@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from argosy.core.errors import BadInput
 from argosy.core.scalars import written
@@ -29,7 +29,7 @@ def load(
     context: int | None = None,
     tensor: int = 1,
     engine: EngineSettings | Mapping[str, Any] | None = None,
-    blocks: bool = False,
+    blocks: bool | Literal["auto"] = False,
 ) -> "LM":
     """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
     instead of `.logits` and `.generate`.
@@ -49,7 +49,8 @@ def load(
             {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
             of the argument above, unless that is given.
         blocks: on a CPU, keep the weights of a .gguf file as they are there, in blocks of 4 to 8 bits, which takes a third of the
-            memory or less and gives the same answers. Such a model is neither trained, changed nor saved.
+            memory or less and gives the same answers. Such a model is neither trained, changed nor saved. Where nothing can be kept
+            so, that is said; "auto": it is not.
 
     Raises:
         UnknownName, BadInput, SettingsError, Damaged: there is no such model, it is not one, so many devices cannot share it, or the
@@ -78,8 +79,11 @@ def load(
         return _checked(lm)
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
-    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "blocks": blocks}
-    return _checked(loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more))
+    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "blocks": bool(blocks)}
+    lm = loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more)
+    if blocks is True and not lm.in_blocks:
+        _say(f"{model}: no weight is kept in blocks: that is for .gguf files with blocks, in float32, on one CPU device with kernels")
+    return _checked(lm)
 
 
 def _checked(lm: "LM") -> "LM":
@@ -140,7 +144,11 @@ def _word(key: str, value: Any) -> str:
         value = os.fspath(value)
     if isinstance(value, Mapping):
         value = dict(value)
-    return f"{key}={written(value)}"
+    try:
+        return f"{key}={written(value)}"
+    except TypeError:
+        what = f"`{key}` cannot be an object of type {type(value).__name__}"
+        raise BadInput(what, hint="settings are text, numbers, paths and mappings of these") from None
 
 
 def _say(text: str) -> None:

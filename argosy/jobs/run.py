@@ -100,7 +100,7 @@ class Execution(Settings):
     products: str | None = None
     """Implementation of products with weights: `xla`; `amx` (float32 on the matrix units of Intel's processors, one CPU device), as
     exact; or `amx3`, 1.6 times as fast as `amx`, with a relative error of 4e-6 where float32 has 3e-7. None: `amx` where it can be
-    had, otherwise `xla`. Stored with the run."""
+    had and the model has a million parameters, otherwise `xla`. Stored with the run."""
     experts: str | None = None
     """Implementation of the experts' matrix products: `ragged_dot`, `blocked`, `megablox` or `tokamax`. None: the fastest known
     for the device."""

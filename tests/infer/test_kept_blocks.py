@@ -169,7 +169,7 @@ def test_a_server_keeps_blocks_unless_copies_share_the_weights(copies: int, one:
     monkeypatch.setattr(serving, "bound", lambda settings: None)
     with pytest.raises(BadInput, match="enough"):
         cli.serve(str(one), ["port=0", f"copies={copies}"])
-    assert given == [copies == 1]
+    assert given == ["auto" if copies == 1 else False]
 
 
 def test_it_is_not_saved(one: Path, tmp_path: Path):
@@ -182,6 +182,14 @@ def test_it_is_not_quantized_again(one: Path):
     lm = load(one, blocks=True)
     with pytest.raises(BadInput, match="packed for answers alone"):
         swap(lm.module, ".*", int8)
+
+
+def test_it_says_what_is_in_blocks(one: Path, capsys: pytest.CaptureFixture[str]):
+    lm = argosy.load(one, blocks=True)
+    assert f", {lm.in_blocks} weights in blocks," in repr(lm)
+    assert "no weight is kept in blocks" not in capsys.readouterr().err
+    assert not argosy.load(one, blocks=True, dtype="bfloat16").in_blocks
+    assert "no weight is kept in blocks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", [{}, {"blocks": True, "dtype": "bfloat16"}, {"blocks": True, "tensor": 2}])

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import argosy
-from argosy.core.errors import SettingsError, UserError
+from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.jobs import public
 from argosy.jobs.compose import compose
 from argosy.jobs.outcome import Outcome
@@ -124,3 +124,8 @@ def test_a_compilation_cache_that_is_set_stays(compilation_cache, monkeypatch, t
     with pytest.raises(UserError):
         argosy.load("nowhere")
     assert [getattr(jax.config, name) for name in compilation_cache] == [str(tmp_path / "own"), 7.0, 77]
+
+
+def test_an_object_is_no_setting():
+    with pytest.raises(BadInput, match="`model` cannot be an object of type object"):
+        argosy.fit("tiny", model=object())

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from argosy.core.errors import Unsupported
 from argosy.ops.attention import UNSEEN, Score
 from argosy.ops.native import library
 from argosy.ops.native.paged import NATIVE
@@ -53,6 +54,13 @@ def test_a_product_is_that_of_the_weight(kind: str, summed: int, columns: int, f
         y = np.asarray(jax.jit(product)(jnp.asarray(x), p), np.float64)
         exact, size = x.astype(np.float64) @ w.astype(np.float64), np.abs(x) @ np.abs(w.astype(np.float64))
         assert (np.abs(y - exact) <= 1e-6 * size).all()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_gradient_is_refused():
+    p = packed(jnp.asarray(numbers(0, 40, 64)), 1, True)
+    with pytest.raises(Unsupported, match="no gradient"):
+        jax.grad(lambda x: product(x, p).sum())(jnp.ones((2, 40)))
 
 
 @pytest.mark.usefixtures("kernels")

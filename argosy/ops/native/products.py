@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from argosy.core.errors import Unsupported
+
 # Columns of a panel; `PANEL` in kernels.cc.
 PANEL = 32
 # Smaller weights stay as they are: a call costs as much as their product.
@@ -139,10 +141,26 @@ def fits_bfloat16(w: np.ndarray) -> bool:
 
 
 def product(x: Float[Array, "M K"], w: Panels) -> Float[Array, "M N"]:
-    """x times a packed weight, summed in float32 in the order of the summed axis; a row's result does not depend on other rows."""
+    """x times a packed weight, summed in float32 in the order of the summed axis; a row's result does not depend on other rows.
+
+    Raises:
+        Unsupported: a gradient is asked for.
+    """
+    return _product(x, w)
+
+
+@jax.custom_vjp
+def _product(x: Array, w: Panels) -> Array:
     out = jax.ShapeDtypeStruct((x.shape[0], math.prod(w.kept)), jnp.float32)
     x = x.astype(jnp.float32)
     if w.scale is None:
         return jax.ffi.ffi_call("argosy_product", out)(x, w.values)
     minimum = jnp.zeros(0, jnp.float32) if w.minimum is None else w.minimum
     return jax.ffi.ffi_call("argosy_blocks_product", out)(x, w.values, w.scale, minimum, zero=np.int64(w.zero))
+
+
+def _forward(x: Array, w: Panels) -> Any:
+    raise Unsupported("packed weights answer alone, and have no gradient", hint="load the model without blocks=True")
+
+
+_product.defvjp(_forward, lambda *_: None)
