@@ -83,7 +83,7 @@ pools that hold keys and values joined, the others pools of their own; the engin
 
 PRODUCTS = """\
 A training step in float32 on one CPU device takes `amx` where the processor has matrix units, everything else `xla`. Each float32 is \
-split into three bfloat16, whose sum it is exactly, and six products of the parts are summed: errors are no larger than those of \
+split into three bfloat16, whose sum it is exactly, and six products of the parts are summed: errors are of the size of those of \
 XLA's float32. Infinities and numbers above 3.38e38 become NaN, and numbers below 1e-33 lose digits. Small products stay with XLA."""
 
 
