@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -239,7 +240,10 @@ def connected(settings: Ray) -> Iterator[None]:
     if not address and settings.processes * settings.cpus > (os.cpu_count() or 1):
         own["num_cpus"] = settings.processes * settings.cpus
     try:
-        ray().init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
+        with warnings.catch_warnings():
+            # Ray forks to start its own programs, which replace the copy of this process at once: JAX has no part in them.
+            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+            ray().init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
     except Exception as error:
         said = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise BadInput(f"no Ray cluster at {address or 'this machine'}: {said}", hint="address=HOST:PORT names it") from None
