@@ -14,7 +14,7 @@ from contextlib import suppress
 
 
 class HeldPort:
-    """A free port of this machine, which nobody else is given until it is closed. number: the port."""
+    """A free port of this machine, which nobody else is given until it is closed. host: empty: on every address. number: the port."""
 
     def __init__(self, host: str = "127.0.0.1"):
         self._socket = bound(host, 0)

@@ -56,7 +56,7 @@ class Host:
 
     def address(self) -> tuple[str, int]:
         """Of this machine, and a port that this actor holds."""
-        self._port = self._port or HeldPort()
+        self._port = self._port or HeldPort("")
         return ray().util.get_node_ip_address(), self._port.number
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> None:

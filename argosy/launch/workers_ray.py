@@ -36,7 +36,7 @@ class Keeper:
 
     def address(self) -> tuple[str, int]:
         """Of this machine, and a port that this actor holds."""
-        self._port = self._port or HeldPort()
+        self._port = self._port or HeldPort("")
         return engine.ray().util.get_node_ip_address(), self._port.number
 
     def start(

@@ -34,8 +34,9 @@ def any_port(port: int, to: tuple[str, int] | None = None) -> int:
         return one.getsockname()[1]
 
 
-def test_nobody_else_is_given_a_port_that_is_held():
-    held = HeldPort()
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_nobody_else_is_given_a_port_that_is_held(host: str):
+    held = HeldPort(host)
     with socket.create_server(("127.0.0.1", 0)) as server:
         with pytest.raises(OSError) as caught:
             any_port(held.number)
@@ -49,7 +50,7 @@ def test_nobody_else_is_given_a_port_that_is_held():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
 def test_what_is_held_is_free_for_its_coordinator_and_what_is_listened_on_is_not(host: str):
-    held = HeldPort()
+    held = HeldPort(host)
     place = Place("argosy", f"127.0.0.1:{held.number}", 2, 0)
     check_free(place, host)
     with socket.socket() as other:
