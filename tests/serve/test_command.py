@@ -1,5 +1,6 @@
 """`argosy serve`: its flags, what it refuses before it loads a model, and its life as a process."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -150,6 +151,26 @@ def test_an_address_in_use_is_a_mistake():
             run.bound(ServeSettings(port=taken.getsockname()[1]))
     with pytest.raises(BadInput, match="cannot listen"):
         run.bound(ServeSettings(host="no such host", api_key="k"))
+
+
+def test_answers_do_not_wait_for_acknowledgements():
+    """Without TCP_NODELAY, the first token on a connection that is kept comes 40 ms late."""
+
+    async def delays() -> int:
+        found = asyncio.get_running_loop().create_future()
+
+        def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with run.bound(ServeSettings(port=0)) as listener:
+            async with await asyncio.start_server(accepted, sock=listener):
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.close()
+                return await found
+
+    assert asyncio.run(delays()) != 0
 
 
 def test_defaults_come_from_the_generation_config():
