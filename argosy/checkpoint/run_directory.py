@@ -29,10 +29,11 @@ from uuid import uuid4
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.resume import Difference, differences
+from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.explain import annotated
 from argosy.core.settings import Reading, Settings, SettingsLayer, dump, flatten, yaml_layer, yaml_text_layer
-from argosy.core.storage import LOCK, ReadOnly, Store, is_address
+from argosy.core.storage import LOCK, ReadOnly, Store
 from argosy.observe.backlog import Backlog
 from argosy.observe.life import FOLDER as LIFE
 
@@ -81,7 +82,7 @@ class RunDirectory:
         warn: Callable[[str], None] = lambda _: None,
         writes: bool = True,
     ):
-        self.store = (Store if writes else ReadOnly)(str(address).removeprefix("file://"))
+        self.store = (Store if writes else ReadOnly)(local_path(address))
         self.settings, self.warn, self.writes = settings, warn, writes
 
     def __str__(self) -> str:
@@ -356,7 +357,7 @@ class RunDirectory:
 def is_run(place: str | Path) -> bool:
     """Whether this is a run directory, on this machine or at an address: a folder with a settings.yml."""
     if not is_address(place):
-        return Path(str(place).removeprefix("file://"), SETTINGS).is_file()
+        return Path(local_path(place), SETTINGS).is_file()
     return Store(place).exists(SETTINGS)
 
 

@@ -14,6 +14,7 @@ from argosy.checkpoint import manifest
 from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER
 from argosy.checkpoint.step_reader import StepReader
 from argosy.checkpoint.store import META, Checkpoints, read_meta
+from argosy.core.addresses import local_path
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats import Arrays, Reader
@@ -69,7 +70,7 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         BadInput: there is nothing at the path, or it is not a model.
         Damaged: its files differ from what was written.
     """
-    path = str(path).removeprefix("file://")
+    path = local_path(path)
     if "://" in path:
         from argosy.checkpoint.objects import fetch_model
 

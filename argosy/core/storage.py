@@ -32,11 +32,6 @@ REWRITE_S = 10.0
 _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
-def is_address(place: str | Path) -> bool:
-    """Whether this names something that is reached through fsspec, and not a path of this machine."""
-    return "://" in str(place) and not str(place).startswith("file://")
-
-
 class Missing(BadInput):
     """There is no such file."""
 

@@ -24,6 +24,7 @@ from typing import Annotated, Any, TypeVar
 
 from argosy.checkpoint.run_directory import settings_elsewhere
 from argosy.core import mistakes
+from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import BadInput, SettingsError, UnknownName, UserError, mistakes_of, problems_of
 from argosy.core.explain import json_schema
 from argosy.core.settings import (
@@ -38,7 +39,6 @@ from argosy.core.settings import (
     words_layer,
     yaml_layer,
 )
-from argosy.core.storage import is_address
 from argosy.core.words import SELF
 from argosy.data.sources import is_prepared
 from argosy.jobs.mesh_presets import with_mesh
@@ -213,7 +213,7 @@ def recipe_layers(recipe: str | Path, configs: Path = CONFIGS) -> list[SettingsL
     """A recipe after everything it extends, oldest first."""
     if is_address(recipe):
         return [settings_elsewhere(str(recipe))]
-    recipe = str(recipe).removeprefix("file://")
+    recipe = local_path(recipe)
     return _chain(_recipe_file(recipe, configs), lambda name: _recipe_file(name, configs), configs)
 
 

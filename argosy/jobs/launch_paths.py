@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from argosy.core.addresses import is_address
 from argosy.core.errors import some
 from argosy.core.plain import dump, flatten
-from argosy.core.storage import is_address
 from argosy.data.sources import CORPORA, SOURCES
 from argosy.jobs.address import is_endpoint
 from argosy.jobs.launched import Launch

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.run_directory import ID, RunDirectory, is_run
+from argosy.core.addresses import is_address
 from argosy.core.command import command as as_run
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UserError, mistakes_of, problems_of, refuse
 from argosy.core.settings import Reading, read_settings, words_layer
-from argosy.core.storage import is_address
 from argosy.jobs.compose import compose, recipes, run_folder
 from argosy.jobs.preflight import check_experts, check_rows, directory_of, settled
 from argosy.jobs.run import Run

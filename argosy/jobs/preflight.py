@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.run_directory import RunDirectory, is_run
+from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import BadInput, SettingsError, UserError, mistakes_of, problems_of, refuse
 from argosy.core.settings import COMMAND_LINE, Reading
-from argosy.core.storage import is_address
 from argosy.core.words import CALL
 from argosy.data.settings import DataSettings
 from argosy.data.sources import check_readable
@@ -149,7 +149,7 @@ def directory_of(reading: Reading[Run], recipe: str) -> str:
     """
     directory = reading.value.dir
     if is_run(recipe) and reading.origin["dir"] not in (COMMAND_LINE, CALL):
-        return recipe.rstrip("/") if is_address(recipe) else str(Path(recipe.removeprefix("file://")))
+        return recipe.rstrip("/") if is_address(recipe) else str(Path(local_path(recipe)))
     if directory is None:
         return run_folder(recipe)
     if not directory.strip():

@@ -19,6 +19,7 @@ from typing import Any
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.run_directory import CHECKPOINTS, SETTINGS, RunDirectory, check_run
+from argosy.core.addresses import local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.explain import value_text
 from argosy.core.settings import diff, flatten, yaml_text_layer
@@ -151,7 +152,7 @@ def compare(paths: Sequence[str | Path]) -> dict[str, Any]:
 
 
 def store_of(path: str | Path) -> Store:
-    return Store(str(path).removeprefix("file://"))
+    return Store(local_path(path))
 
 
 def require(path: str | Path) -> Path | str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from argosy.core.addresses import is_address
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.core.storage import is_address
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from argosy.core.addresses import local_path
 from argosy.core.errors import FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.launch.rendered import Check, Command, Devices, as_argument, deliver
@@ -97,7 +98,7 @@ def checks(command: Command, settings: Slurm) -> list[Check]:
     """What the script could not do."""
 
     def folder() -> None:
-        directory = command.folder.removeprefix("file://")
+        directory = local_path(command.folder)
         if "://" in directory:
             what = f"a job script does not see the checkpoints in {directory}, which tell whether the run goes on"
             raise BadInput(what, hint="dir=FOLDER on a file system of the cluster")
@@ -147,7 +148,7 @@ def render(command: Command, settings: Slurm, folder: Path) -> str:
     for check in checks(command, settings):
         if "submit" not in check.needs:
             check.run()
-    program, directory = program_of(settings), command.folder.removeprefix("file://")
+    program, directory = program_of(settings), local_path(command.folder)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(settings)), ""]
     lines += ["# Written by `argosy launch engine=slurm`.", f"cd -- {shlex.quote(str(folder))} || exit 1"]
     lines += [settings.setup] if settings.setup else []

@@ -1,0 +1,27 @@
+"""Names of places: paths of this machine, and addresses that fsspec knows, such as gs://BUCKET/RUN."""
+
+from pathlib import Path
+
+from argosy.core.errors import BadInput
+
+LOCAL = "file://"
+
+
+def is_address(place: str | Path) -> bool:
+    """Whether this names something that is reached through fsspec, and not a path of this machine."""
+    return "://" in str(place) and not str(place).startswith(LOCAL)
+
+
+def local_path(place: str | Path) -> str:
+    """The path in `file:///PATH` or `file://localhost/PATH` (RFC 8089). Anything else is returned as it is.
+
+    Raises:
+        BadInput: what follows `file://` is the name of another machine, or nothing.
+    """
+    if not str(place).startswith(LOCAL):
+        return str(place)
+    machine, _, path = str(place).removeprefix(LOCAL).partition("/")
+    if machine in ("", "localhost") and path:
+        return f"/{path}"
+    what = f"{place} names the machine `{machine}`" if machine else f"{place} names no path"
+    raise BadInput(what, hint=f"three slashes for a path of this machine: {LOCAL}/{machine or 'PATH'}{path and '/'}{path}")
