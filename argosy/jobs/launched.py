@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,10 @@ def read_verb(what: Verb, words: Sequence[str], sees_files: bool) -> None:
         raise BadInput("launch needs a command", hint=f"`{as_run()} launch processes=2 -- train tiny`")
     if words[0] not in LAUNCHED:
         is_recipe = words[0] in recipes() or words[0].endswith((".yml", ".yaml"))
-        hint = f"`-- train {words[0]}` trains by this recipe" if is_recipe else f"they run {', '.join(LAUNCHED)}"
+        meant = get_close_matches(words[0], LAUNCHED, n=1)
+        hint = f"did you mean `{meant[0]}`?" if meant else f"they run {', '.join(LAUNCHED)}"
+        if is_recipe:
+            hint = f"`-- train {words[0]}` trains by this recipe"
         raise BadInput(f"several processes cannot run `{words[0]}`", hint=hint)
     rest = [word for word in words[1:] if not word.startswith("-")]
     if not rest:

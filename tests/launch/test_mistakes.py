@@ -79,6 +79,19 @@ def test_a_recipe_in_the_place_of_the_verb_is_answered(here: Path, capsys: pytes
     assert "hint: `-- train tiny` trains by this recipe" in said(capsys, "processes=2", "--", "tiny")
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["slices=2", "--", "train", "tiny"], "it is a setting of engine=jobset"),
+        ([*PODS, "processes=2", *TINY], "it is a setting of engine=local and engine=ray"),
+        (["proceses=2", *TINY], "did you mean `processes`?"),
+        (["--", "trian", "tiny"], "did you mean `train`?"),
+    ],
+)
+def test_a_name_of_another_place_is_answered_with_the_place(words: list[str], hint: str, here: Path, capsys: pytest.CaptureFixture):
+    assert f"hint: {hint}" in said(capsys, *words)
+
+
 def test_options_may_come_before_the_recipe(here: Path, capsys: pytest.CaptureFixture):
     assert "unknown setting `stepz`" in said(capsys, *PODS, "--", "train", "--json", "tiny", "stepz=3", "dir=/runs/a")
     assert said(capsys, *PODS, "write=job", "--", "train", "--json", "tiny", "dir=/runs/a", code=0)
