@@ -98,9 +98,9 @@ class Execution(Settings):
     """Implementation of attention: `reference`, `blocked` (CPUs), `splash` (TPUs) or `cudnn` (NVIDIA GPUs, bfloat16). None: the best
     known for the device, docs/reference/kernels.md. It is an error if the implementation cannot do what the model needs."""
     products: str | None = None
-    """Implementation of products with weights: `xla`; `amx` (float32 on the matrix units of Intel's processors, one CPU device), as
-    exact; or `amx3`, 1.6 times as fast as `amx`, with a relative error of 4e-6 where float32 has 3e-7. None: `amx` where it can be
-    had and the model has a million parameters, otherwise `xla`. Stored with the run."""
+    """Implementation of products with weights: `xla`; `amx` (float32 on the matrix units of Intel's processors, one CPU device),
+    whose errors are of the size of XLA's; or `amx3`, 1.6 times as fast as `amx`, with a relative error of 4e-6 where float32 has
+    3e-7. None: `amx` where it can be had and the model has a million parameters, otherwise `xla`. Stored with the run."""
     experts: str | None = None
     """Implementation of the experts' matrix products: `ragged_dot`, `blocked`, `megablox` or `tokamax`. None: the fastest known
     for the device."""

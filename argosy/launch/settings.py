@@ -265,12 +265,15 @@ ENGINES.add("jobset", JobSet)
 ENGINES.add("skypilot", SkyPilot)
 ENGINES.add("ray", Ray)
 
-# A setting of another engine is answered with that engine's name.
-_names = {key for schema in ENGINES.values() for key in schema.model_fields}
-_owners = {key: [name for name, schema in ENGINES.items() if key in schema.model_fields] for key in _names}
-for _name, _schema in ENGINES.items():
-    _schema.elsewhere = {
-        key: f"it is a setting of {' and '.join(f'engine={owner}' for owner in owners)}"
-        for key, owners in _owners.items()
-        if _name not in owners
-    }
+
+def _tell_of_each_other() -> None:
+    """A setting of another engine is answered with that engine's name."""
+    for name, schema in ENGINES.items():
+        others = {other: set(one.model_fields) - set(schema.model_fields) for other, one in ENGINES.items() if other != name}
+        schema.elsewhere = {
+            key: f"it is a setting of {' and '.join(f'engine={other}' for other, has in others.items() if key in has)}"
+            for key in set().union(*others.values())
+        }
+
+
+_tell_of_each_other()

@@ -44,7 +44,8 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch):
 @needs_ray
 @pytest.mark.slow
 def test_workers_on_ray():
-    """Calls, moves, deaths of a process and of an actor, and the end of all."""
+    """Calls, moves, deaths of a process and of an actor, and the end of all. JAX is in use here, which warns of the forks of Ray."""
+    jax.devices()
     with open_workers(GROUPS, engine="ray") as workers:
         pair, one = workers["pair"], workers["one"]
         state = pair.run(functions.everything)
