@@ -15,12 +15,14 @@ import os
 import shutil
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from argosy.checkpoint import manifest, peers, shards
+from argosy.checkpoint.copies import Copies, Memory
 from argosy.checkpoint.saving import Saving
 from argosy.checkpoint.several import describes
 from argosy.checkpoint.store import DATA, META, STATE, WEIGHTS, Arrays, catalog, read_meta
@@ -53,6 +55,7 @@ class LocalCheckpoints(Saving):
         copies: on how many hosts each shard is kept at least.
         place: the host and its disk, as others tell it apart.
         belongs: (step, its meta) -> whether the run made it on its way to where it is now.
+        memory: for the copies of a save.
     """
 
     def __init__(
@@ -62,8 +65,9 @@ class LocalCheckpoints(Saving):
         warn: Any = lambda _: None,
         place: str | None = None,
         belongs: Callable[[int, Mapping[str, Any]], bool] = lambda step, meta: True,
+        memory: Memory | None = None,
     ):
-        super().__init__(warn, "a local checkpoint")
+        super().__init__(warn, "a local checkpoint", memory)
         self.belongs = belongs
         self.root, self.copies = root, copies
         self.folder = root / str(processes.rank())
@@ -235,12 +239,16 @@ class LocalCheckpoints(Saving):
         """Starts a save and returns when the shards are copied off the devices."""
         self.settle(step)
         items = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
-        mine = shards.split_all(items, True, copies=True)
-        job = (step, mine, json.dumps(dict(meta), indent=1))
+        copies = self.memory.copies()
+        mine = shards.split_all(items, copies, True, every=True)
+        job = (step, mine, copies, json.dumps(dict(meta), indent=1))
         self._writing = threading.Thread(target=self._write, args=job, name=f"local-checkpoint-{step}")
         self._writing.start()
 
-    def _write(self, step: int, items: dict[str, dict[str, shards.Split]], meta: str) -> None:
+    def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
+        return shards.sizes({WEIGHTS: weights, STATE: state}, every=True)
+
+    def _write(self, step: int, items: dict[str, dict[str, shards.Split]], copies: Copies, meta: str) -> None:
         folder = self.folder / str(step)
         try:
             meta = processes.told("local meta", lambda: meta)
@@ -251,6 +259,7 @@ class LocalCheckpoints(Saving):
             if self.copies > 1:
                 self._copy(folder, every, found)
             processes.together("local committed", lambda: manifest.commit(folder, dict(sorted(found.items()))))
+            copies.release()
             self.retire(step)
         except BaseException as failure:
             self._failure = failure

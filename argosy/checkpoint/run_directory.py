@@ -118,7 +118,8 @@ class RunDirectory:
         from argosy.checkpoint.tiers import Tiers
 
         root = Path(self.settings.local).expanduser() / processes.told("run id", lambda: self.id)
-        return Tiers(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn, belongs=self._belongs))
+        shared = {"belongs": self._belongs, "memory": persistent.memory}
+        return Tiers(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn, **shared))
 
     def _belongs(self, step: int, meta: Mapping[str, Any]) -> bool:
         """Whether a step was made after the rollbacks that went back to before it."""

@@ -3,8 +3,11 @@
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
+from argosy.checkpoint.copies import Memory
 from argosy.core.errors import ArgosyError
 from argosy.parallel import processes
 
@@ -15,12 +18,22 @@ class Saving:
     Args:
         warn: called with a sentence.
         what: is saved, with an article.
+        memory: for the copies of a save; tiers share it.
     """
 
-    def __init__(self, warn: Callable[[str], None], what: str = "a checkpoint"):
+    def __init__(self, warn: Callable[[str], None], what: str = "a checkpoint", memory: Memory | None = None):
         self.warn, self._what = warn, what
+        self.memory = Memory() if memory is None else memory
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
+
+    def reserve(self, weights: dict[str, Any], state: dict[str, Any]) -> threading.Thread:
+        """Takes memory for the copies of such a state, in a thread, so that the first save need not."""
+        return self.memory.reserve(self.copied(weights, state))
+
+    def copied(self, weights: dict[str, Any], state: dict[str, Any]) -> Counter[int]:
+        """{bytes of an array: how many} of what this process copies in a save of such a state."""
+        raise NotImplementedError
 
     def settle(self, step: int) -> None:
         """Waits for the previous save, and reports it if it failed. step: of the save that follows."""

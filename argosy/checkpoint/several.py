@@ -10,12 +10,14 @@ save is tried again. The folder must be one that every process sees; object stor
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 from argosy.checkpoint import manifest, shards
+from argosy.checkpoint.copies import Copies
 from argosy.checkpoint.store import DATA, META, STATE, WEIGHTS, Arrays, Checkpoints, catalog
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.formats.files import File, of_text
@@ -37,18 +39,23 @@ class CheckpointsOfSeveral(Checkpoints):
         if processes.told("saved", lambda: self._seems_committed(step)):
             return
         items = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
-        mine = shards.split_all(items, processes.leads())
-        job = (step, mine, json.dumps(dict(meta), indent=1))
+        copies = self.memory.copies()
+        mine = shards.split_all(items, copies, processes.leads())
+        job = (step, mine, copies, json.dumps(dict(meta), indent=1))
         self._writing = threading.Thread(target=self._write_together, args=job, name=f"checkpoint-{step}")
         self._writing.start()
 
-    def _write_together(self, step: int, items: Items, meta: str) -> None:
+    def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
+        return shards.sizes({WEIGHTS: weights, STATE: state})
+
+    def _write_together(self, step: int, items: Items, copies: Copies, meta: str) -> None:
         files = [file for item, own in items.items() for file in shards.files_of(item, own)]
         try:
             processes.told("checkpoint begins", lambda: self._begin(step))
             written = processes.together("checkpoint shards", lambda: self._put(step, files))
             every = processes.collected("checkpoint hashes", written)
             processes.told("checkpoint committed", lambda: self._commit(step, items, meta, every))
+            copies.release()
         except BaseException as failure:
             self._failure = failure
             # It takes space that the next save may need. Where it cannot be removed either, it stays, without a manifest.

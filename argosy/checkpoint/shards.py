@@ -9,6 +9,7 @@ of one process it would take longer and read everything again for the hashes (00
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 
 from argosy.checkpoint import manifest
+from argosy.checkpoint.copies import Copies
 from argosy.core.errors import Unsupported
 from argosy.core.formats import Entry, Shape
 from argosy.core.formats.files import File, sync, write_all
@@ -46,43 +48,48 @@ class Split:
     own: dict[tuple[int, ...], np.ndarray]
 
 
-def split_all(items: Mapping[str, Mapping[str, Any]], leads: bool, copies: bool = False) -> dict[str, dict[str, Split]]:
-    """Copies the shards that this process writes off its devices. Of copies of a shard, one process writes the first; an array of the
-    host, which all processes have, the leader. copies: every process writes each shard that its devices hold."""
-    for own in items.values():
-        for array in own.values():
-            _start_copies(array, copies)
-    return for_each(items, lambda array: _split(array, leads, copies))
+def split_all(items: Mapping[str, Mapping[str, Any]], copies: Copies, leads: bool, every: bool = False) -> dict[str, dict[str, Split]]:
+    """Copies the shards that this process writes off its devices. Of several that are equal, one process writes the first; an array of
+    the host, which all processes have, the leader. every: every process writes each shard that its devices hold."""
+    for shard in (shard for array in _arrays_of(items) for shard in _shards_of(array, every).values()):
+        shard.data.copy_to_host_async()
+    return for_each(items, lambda array: _split(array, copies, leads, every))
 
 
 def for_each(items: Mapping[str, Mapping[str, Any]], copy: Callable[[Any], T]) -> dict[str, dict[str, T]]:
-    """Copies arrays, {item: {name: array}}, some at once: training stands still meanwhile, and new memory costs more than copying."""
-    flat = [array for own in items.values() for array in own.values()]
+    """Copies arrays, {item: {name: array}}, some at once: training stands still meanwhile."""
     with ThreadPoolExecutor(min(COPIES_AT_ONCE, os.cpu_count() or 1), "copy") as pool:
-        made = iter(list(pool.map(copy, flat)))
+        made = iter(list(pool.map(copy, _arrays_of(items))))
     return {item: {name: next(made) for name in own} for item, own in items.items()}
 
 
-def _split(array: Any, leads: bool, copies: bool) -> Split:
+def _split(array: Any, copies: Copies, leads: bool, every: bool) -> Split:
     if not isinstance(array, jax.Array):
-        return Split(array.shape, array.dtype, array.shape, {(0,) * array.ndim: array} if leads else {})
-    each = tuple(array.sharding.shard_shape(array.shape))
-    own = {}
+        return Split(array.shape, array.dtype, array.shape, {(0,) * array.ndim: copies.of(array)} if leads else {})
+    # The loop donates the array to the next step.
+    own = {at: copies.of(shard.data) for at, shard in _shards_of(array, every).items()}
+    return Split(tuple(array.shape), np.dtype(array.dtype), tuple(array.sharding.shard_shape(array.shape)), own)
+
+
+def sizes(items: Mapping[str, Mapping[str, Any]], every: bool = False) -> Counter[int]:
+    """{bytes of a shard: how many} of those that `split_all` copies off the devices."""
+    return Counter(shard.data.nbytes for array in _arrays_of(items) for shard in _shards_of(array, every).values())
+
+
+def _arrays_of(items: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
+    return (array for own in items.values() for array in own.values())
+
+
+def _shards_of(array: Any, every: bool) -> dict[tuple[int, ...], Any]:
+    """The shards of an array on this process's devices that it writes, by their place in the grid of shards."""
+    if not isinstance(array, jax.Array):
+        return {}
+    each, own = array.sharding.shard_shape(array.shape), dict[tuple[int, ...], Any]()
     for shard in array.addressable_shards:
         at = tuple((part.start or 0) // size if size else 0 for part, size in zip(shard.index, each, strict=True))
-        if at not in own and (copies or shard.replica_id == 0):
-            # A copy: the loop donates the array to the next step.
-            own[at] = np.array(shard.data)
-    return Split(tuple(array.shape), np.dtype(array.dtype), each, own)
-
-
-def _start_copies(array: Any, copies: bool) -> None:
-    seen = set()
-    for shard in array.addressable_shards if isinstance(array, jax.Array) else ():
-        at = tuple((part.start, part.stop) for part in shard.index)
-        if at not in seen and (copies or shard.replica_id == 0):
-            seen.add(at)
-            shard.data.copy_to_host_async()
+        if every or shard.replica_id == 0:
+            own.setdefault(at, shard)
+    return own
 
 
 def whole_files(items: Mapping[str, Mapping[str, np.ndarray]]) -> list[File]:

@@ -20,6 +20,7 @@ import re
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from argosy.checkpoint import manifest, objects, shards
+from argosy.checkpoint.copies import Copies, Memory
 from argosy.checkpoint.saving import Saving, root_of
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.errors import ArgosyError, BadInput, Damaged
@@ -54,6 +56,7 @@ class Checkpoints(Saving):
         place: "checkpoints" of a run directory: a local folder, or a `Store`.
         settings: what to keep. None for readers, which never remove or rename anything.
         warn: called with a sentence when damage is found.
+        memory: for the copies of a save.
     """
 
     def __init__(
@@ -61,8 +64,9 @@ class Checkpoints(Saving):
         place: str | Path | Store,
         settings: CheckpointSettings | None = None,
         warn: Callable[[str], None] = lambda _: None,
+        memory: Memory | None = None,
     ):
-        super().__init__(warn)
+        super().__init__(warn, memory=memory)
         self.store = place if isinstance(place, Store) else Store(place)
         self.settings = settings
         self._fetched = objects.Fetched(self.store)
@@ -180,10 +184,14 @@ class Checkpoints(Saving):
             return
         arrays = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
         _start_copies(arrays)
-        on_host = shards.for_each(arrays, _off_device)
-        job = (step, on_host, json.dumps(dict(meta), indent=1))
+        copies = self.memory.copies()
+        on_host = shards.for_each(arrays, copies.of)
+        job = (step, on_host, copies, json.dumps(dict(meta), indent=1))
         self._writing = threading.Thread(target=self._write, args=job, name=f"checkpoint-{step}")
         self._writing.start()
+
+    def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
+        return Counter(array.nbytes for array in (weights | state).values())
 
     def wait(self) -> None:
         """Waits until the save under way is committed.
@@ -193,7 +201,7 @@ class Checkpoints(Saving):
         """
         self.wait_for(self.store.root)
 
-    def _write(self, step: int, arrays: dict[str, Arrays], meta: str) -> None:
+    def _write(self, step: int, arrays: dict[str, Arrays], copies: Copies, meta: str) -> None:
         try:
             self._sweep()
             # What a kill left between the files and their manifest.
@@ -204,6 +212,7 @@ class Checkpoints(Saving):
                 with tempfile.TemporaryDirectory() as scratch:
                     pack_step(Path(scratch, str(step)), arrays, meta)
                     objects.upload(Path(scratch, str(step)), self.store, str(step))
+            copies.release()
             self._retire_or_say(step)
         except BaseException as failure:
             self._failure = failure
@@ -427,8 +436,3 @@ def _start_copies(items: Mapping[str, Arrays]) -> None:
         for a in arrays.values():
             if hasattr(a, "copy_to_host_async") and getattr(a, "is_fully_addressable", True):
                 a.copy_to_host_async()
-
-
-def _off_device(array: Any) -> Any:
-    """A host copy of an array whose shards are all on this process, so that the loop may donate the original."""
-    return np.array(array) if getattr(array, "is_fully_addressable", True) else array

@@ -7,6 +7,7 @@ A run resumes from the newest step that is good in any tier. A step is in one ti
 the local one as well. Signals and the end of a run save to the persistent tier, after which the local one is emptied.
 """
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -86,6 +87,10 @@ class Tiers:
 
     def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
         self._tier(step).prepare(step, wanted)
+
+    def reserve(self, weights: Arrays, state: Arrays) -> threading.Thread:
+        """Takes memory for the copies of a save, in a thread. The tiers share it."""
+        return self.persistent.memory.reserve(self.persistent.copied(weights, state) | self.local.copied(weights, state))
 
     def save(
         self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None

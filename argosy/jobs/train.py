@@ -380,6 +380,7 @@ class Training:
                 need.check()
                 return update, need
 
+            self.directory.checkpoints.reserve(*a.packed(state))
             with self.clock("compile"), telling(self.view.say, "compiling the training step ..."):
                 # One that is slow to compile would let the others wait in a step, where Gloo gives up after 30 s.
                 update, need = processes.together("compiled", compiled)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from argosy.checkpoint import shards
+from argosy.checkpoint.copies import Memory
 from argosy.checkpoint.store import WEIGHTS, catalog
 from argosy.core.errors import Damaged
 from argosy.core.formats import zarr, zarr_parts
@@ -38,7 +39,8 @@ def step(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         both = {"rows": P("a", "b"), "half": P("b"), "odd": P(None, "a")}
         axes = both if request.param == "shards" else {"rows": P(None, "b"), "half": P(None, "a")}
         place = {n: NamedSharding(MESH, axes.get(n, P())) for n in ARRAYS}
-        split = shards.split_all({WEIGHTS: {n: jax.device_put(a, place[n]) for n, a in ARRAYS.items()}}, True)[WEIGHTS]
+        placed = {n: jax.device_put(a, place[n]) for n, a in ARRAYS.items()}
+        split = shards.split_all({WEIGHTS: placed}, Memory().copies(), True)[WEIGHTS]
         files = [*shards.files_of(WEIGHTS, split), *(f._replace(name=f"{WEIGHTS}/{f.name}") for f in shards.described(split))]
     shards.write(tmp_path / "1", [*files, *catalog({WEIGHTS: ARRAYS})])
     return tmp_path / "1"

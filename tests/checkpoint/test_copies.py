@@ -1,0 +1,145 @@
+"""Copies of a state: what they hold, which memory they take, and when that memory is used again."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from argosy.checkpoint import copies, shards
+from argosy.checkpoint.copies import Memory
+from argosy.checkpoint.local import LocalCheckpoints
+from argosy.checkpoint.several import CheckpointsOfSeveral
+from argosy.checkpoint.store import STATE, WEIGHTS, Checkpoints, load_weights
+from argosy.checkpoint.tiers import Tiers
+
+MIB = 1 << 20
+TIERS = {"persistent": Checkpoints, "several": CheckpointsOfSeveral, "local": LocalCheckpoints}
+
+
+def state(seed: int, types: Any = (jnp.float32, jnp.bfloat16, jnp.int8)) -> dict[str, jax.Array]:
+    """Arrays of at least 1 MiB and a small one, of these types, laid out over two devices."""
+    two = NamedSharding(Mesh(np.array(jax.devices()[:2]), "a"), P("a"))
+    draw = np.random.default_rng(seed)
+    large = {f"w{i}": jnp.asarray(draw.integers(-100, 100, (4, MIB)), dtype) for i, dtype in enumerate(types)}
+    return {n: jax.device_put(a, two) for n, a in large.items()} | {"small": jnp.asarray(draw.standard_normal(3))}
+
+
+def is_saved(folder: Path, weights: dict[str, jax.Array]) -> bool:
+    found = load_weights(folder)
+    return all(found[n].dtype == a.dtype and np.array_equal(found[n], a) for n, a in weights.items())
+
+
+def addresses(memory: Memory) -> list[int]:
+    return sorted(block.ctypes.data for free in memory._free.values() for block in free)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_second_save_copies_into_the_memory_of_the_first(tmp_path: Path, tier: str):
+    memory = Memory()
+    saves: Any = TIERS[tier](tmp_path, memory=memory)
+    saved = {1: state(1), 2: state(2)}
+    for step, weights in saved.items():
+        saves.save(step, weights, {"step": jnp.asarray(step)}, {})
+        taken = addresses(memory)
+        saves.join()
+        assert saves._failure is None
+        if step == 1:
+            first = addresses(memory)
+            assert taken == []
+            assert len(first) == (3 if tier == "persistent" else 6), "whole arrays, or the shards of two devices"
+        else:
+            assert addresses(memory) == first
+    folders = tmp_path / "0" if tier == "local" else tmp_path
+    for step, weights in saved.items():
+        assert is_saved(folders / str(step), weights)
+
+
+def test_memory_is_not_used_again_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two tiers share the memory, and one saves while the other still writes."""
+    memory, may_go_on, real = Memory(), threading.Event(), shards.write
+    tiers = Tiers(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
+
+    def held(folder: Path, files: Any) -> Any:
+        assert may_go_on.wait(60)
+        return real(folder, files)
+
+    tiers.save(1, state(1), {}, {})
+    tiers.join()
+    monkeypatch.setattr(shards, "write", held)
+    tiers.save_local(2, state(2), {}, {})
+    tiers.save(3, state(3), {}, {})
+    may_go_on.set()
+    tiers.join()
+    for folder, seed in ((tmp_path / "near" / "0" / "2", 2), (tmp_path / "far" / "3", 3)):
+        assert is_saved(folder, state(seed))
+
+
+def test_a_save_that_fails_keeps_nothing_and_the_next_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    saves = Checkpoints(tmp_path, warn=said.append)
+    with monkeypatch.context() as broken:
+        broken.setattr(shards, "write", lambda folder, files: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        saves.save(1, state(1), {}, {})
+        saves.join()
+    assert addresses(saves.memory) == []
+    saves.save(2, state(2), {}, {})
+    saves.wait()
+    assert len(addresses(saves.memory)) == 3
+    assert "No space left" in said[0]
+
+
+def test_where_the_machine_has_no_room_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    free = 10 * MIB
+    monkeypatch.setattr(copies, "memory_bytes", lambda: (1 << 40, free))
+    saves = Checkpoints(tmp_path)
+    saves.reserve(state(1), {}).join()
+    saves.save(1, state(1), {}, {})
+    saves.wait()
+    assert addresses(saves.memory) == [], "28 MiB were copied, and 10 are free"
+    assert is_saved(tmp_path / "1", state(1))
+    free = 60 * MIB
+    saves.save(2, state(2), {}, {})
+    saves.wait()
+    assert len(addresses(saves.memory)) == 3
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_is_reserved_is_what_the_first_save_takes(tmp_path: Path, tier: str):
+    saves: Any = TIERS[tier](tmp_path)
+    saves.reserve(state(1), {"step": jnp.asarray(1)}).join()
+    reserved = addresses(saves.memory)
+    assert reserved
+    saves.save(1, state(1), {"step": jnp.asarray(1)}, {})
+    assert addresses(saves.memory) == []
+    saves.join()
+    assert addresses(saves.memory) == reserved
+
+
+def test_tiers_reserve_once_what_both_copy(tmp_path: Path):
+    memory = Memory()
+    tiers = Tiers(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
+    one = {name: jax.device_put(a, jax.devices()[0]) for name, a in state(1).items()}
+    tiers.reserve(one, {}).join()
+    assert len(addresses(memory)) == 3
+
+
+def test_reserving_stops_where_another_state_would_no_longer_fit(monkeypatch: pytest.MonkeyPatch):
+    # As other processes take theirs: room for the first block, then for none.
+    left = iter([100 * MIB, 100 * MIB, 20 * MIB])
+    monkeypatch.setattr(copies, "memory_bytes", lambda: (1 << 40, next(left)))
+    memory = Memory()
+    memory.reserve({8 * MIB: 3, 100: 5}).join()
+    assert len(addresses(memory)) == 1
+
+
+def test_of_copies_of_a_shard_one_is_counted():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    array = jax.device_put(jnp.zeros((4, MIB)), NamedSharding(Mesh(devices, ("a", "b")), P("a")))
+    items = {WEIGHTS: {"w": array}, STATE: {}}
+    assert shards.sizes(items) == shards.sizes(items, every=True) == {8 * MIB: 2}
