@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -241,9 +240,7 @@ class LocalCheckpoints(Saving):
         items = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
         copies = self.memory.copies()
         mine = shards.split_all(items, copies, True, every=True)
-        job = (step, mine, copies, json.dumps(dict(meta), indent=1))
-        self._writing = threading.Thread(target=self._write, args=job, name=f"local-checkpoint-{step}")
-        self._writing.start()
+        self.start(self._write, step, mine, copies, json.dumps(dict(meta), indent=1))
 
     def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
         return shards.sizes({WEIGHTS: weights, STATE: state}, every=True)
@@ -253,7 +250,7 @@ class LocalCheckpoints(Saving):
         try:
             meta = processes.told("local meta", lambda: meta)
             processes.together("local clean", lambda: self._begin(folder))
-            written = processes.together("local shards", lambda: shards.write(folder, _files(items, meta)))
+            written = processes.together("local shards", lambda: shards.write(folder, _files(items, meta), self._pace))
             every = processes.collected("local hashes", written)
             found = processes.together("local equal", lambda: _merged(every))
             if self.copies > 1:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from argosy.checkpoint.copies import Memory
+from argosy.checkpoint.pace import Pace
 from argosy.core.errors import ArgosyError
 from argosy.parallel import processes
 
 
 class Saving:
-    """What the tiers of checkpoints share. Subclasses put a started thread into `_writing`, which puts its error into `_failure`.
+    """What the tiers of checkpoints share. Subclasses `start` what writes a step, which puts its error into `_failure`.
 
     Args:
         warn: called with a sentence.
@@ -25,6 +26,7 @@ class Saving:
         self.warn, self._what = warn, what
         self.memory = Memory() if memory is None else memory
         self._writing: threading.Thread | None = None
+        self._pace = Pace()
         self._failure: BaseException | None = None
 
     def reserve(self, weights: dict[str, Any], state: dict[str, Any]) -> threading.Thread:
@@ -34,6 +36,12 @@ class Saving:
     def copied(self, weights: dict[str, Any], state: dict[str, Any]) -> Counter[int]:
         """{bytes of an array: how many} of what this process copies in a save of such a state."""
         raise NotImplementedError
+
+    def start(self, write: Callable[..., None], *job: Any) -> None:
+        """Writes a step, the first of `job`, in a thread."""
+        self._pace = Pace()
+        self._writing = threading.Thread(target=write, args=job, name=f"{self._what.removeprefix('a ')} {job[0]}")
+        self._writing.start()
 
     def settle(self, step: int) -> None:
         """Waits for the previous save, and reports it if it failed. step: of the save that follows."""
@@ -45,6 +53,7 @@ class Saving:
     def join(self) -> None:
         """Waits until nothing is being written. A failure is raised by `wait`, not here."""
         if self._writing is not None:
+            self._pace.hurry()
             self._writing.join()
             self._writing = None
 

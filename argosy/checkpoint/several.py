@@ -9,7 +9,6 @@ save is tried again. The folder must be one that every process sees; object stor
 """
 
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -41,9 +40,7 @@ class CheckpointsOfSeveral(Checkpoints):
         items = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
         copies = self.memory.copies()
         mine = shards.split_all(items, copies, processes.leads())
-        job = (step, mine, copies, json.dumps(dict(meta), indent=1))
-        self._writing = threading.Thread(target=self._write_together, args=job, name=f"checkpoint-{step}")
-        self._writing.start()
+        self.start(self._write_together, step, mine, copies, json.dumps(dict(meta), indent=1))
 
     def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
         return shards.sizes({WEIGHTS: weights, STATE: state})
@@ -77,7 +74,7 @@ class CheckpointsOfSeveral(Checkpoints):
 
     def _put(self, step: int, files: Iterable[File]) -> shards.Described:
         """Writes files of a step; returns their sizes and hashes."""
-        return shards.write(self.path(step), files)
+        return shards.write(self.path(step), files, self._pace)
 
     def _seal(self, step: int, files: dict[str, Any]) -> None:
         """Writes the manifest of a step, whose files are all there."""

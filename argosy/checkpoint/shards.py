@@ -21,6 +21,7 @@ import numpy as np
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.copies import Copies
+from argosy.checkpoint.pace import Pace
 from argosy.core.errors import Unsupported
 from argosy.core.formats import Entry, Shape
 from argosy.core.formats.files import File, sync, write_all
@@ -128,24 +129,27 @@ def described(arrays: Mapping[str, Split]) -> list[File]:
     return [described_shards(name, array.shape, array.each, array.dtype) for name, array in arrays.items()]
 
 
-def write(folder: Path, files: Iterable[File]) -> Described:
-    """Writes files, hashing them meanwhile, and returns the size and hash of each, {name: ...}. They are on disk on return."""
+def write(folder: Path, files: Iterable[File], pace: Pace | None = None) -> Described:
+    """Writes files, hashing them meanwhile, and returns the size and hash of each, {name: ...}. They are on disk on return. pace: to
+    be kept beside training."""
     files = list(files)
     for parent in {(folder / file.name).parent for file in files}:
         parent.mkdir(parents=True, exist_ok=True)
-    found = {file.name: _write(folder / file.name, file) for file in files}
+    found = {file.name: _write(folder / file.name, file, pace) for file in files}
     # Most of a small file's time is waiting for the disk, which takes in one go what was written before and is waited for together.
     with ThreadPoolExecutor(manifest.THREADS, "sync") as pool:
         list(pool.map(sync, (folder / file.name for file in files if file.bytes < SMALL_BYTES)))
     return found
 
 
-def _write(path: Path, file: File) -> dict[str, Any]:
+def _write(path: Path, file: File, pace: Pace | None) -> dict[str, Any]:
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as stream:
         for slab in file.slabs(np.ascontiguousarray):
             digest.update(slab.data)
             write_all(stream, slab)
+            if pace is not None:
+                pace.worked()
         if file.bytes >= SMALL_BYTES:
             os.fsync(stream.fileno())
     return {"bytes": file.bytes, "sha256": digest.hexdigest()}

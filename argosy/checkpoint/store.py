@@ -19,7 +19,6 @@ import json
 import re
 import shutil
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -32,6 +31,7 @@ from jax.sharding import SingleDeviceSharding
 
 from argosy.checkpoint import manifest, objects, shards
 from argosy.checkpoint.copies import Copies, Memory
+from argosy.checkpoint.pace import Pace
 from argosy.checkpoint.saving import Saving, root_of
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.errors import ArgosyError, BadInput, Damaged
@@ -186,9 +186,7 @@ class Checkpoints(Saving):
         _start_copies(arrays)
         copies = self.memory.copies()
         on_host = shards.for_each(arrays, copies.of)
-        job = (step, on_host, copies, json.dumps(dict(meta), indent=1))
-        self._writing = threading.Thread(target=self._write, args=job, name=f"checkpoint-{step}")
-        self._writing.start()
+        self.start(self._write, step, on_host, copies, json.dumps(dict(meta), indent=1))
 
     def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
         return Counter(array.nbytes for array in (weights | state).values())
@@ -207,7 +205,7 @@ class Checkpoints(Saving):
             # What a kill left between the files and their manifest.
             self.store.remove(str(step))
             if self.store.is_local:
-                write_step(self.path(step), arrays, meta)
+                write_step(self.path(step), arrays, meta, self._pace)
             else:
                 with tempfile.TemporaryDirectory() as scratch:
                     pack_step(Path(scratch, str(step)), arrays, meta)
@@ -285,12 +283,12 @@ class Checkpoints(Saving):
 # ---------------------------------------------------------------- one checkpoint
 
 
-def write_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
+def write_step(folder: Path, arrays: dict[str, Arrays], meta: str, pace: Pace | None = None) -> None:
     """Writes a step as a folder for each array, beside where it will be, and renames it."""
     pending = folder.with_name(folder.name + WRITING)
     files = [*shards.whole_files(arrays), *catalog(arrays), of_text(META, meta)]
     pending.mkdir(parents=True)
-    manifest.commit(pending, dict(sorted(shards.write(pending, files).items())))
+    manifest.commit(pending, dict(sorted(shards.write(pending, files, pace).items())))
     _name(pending, folder)
 
 

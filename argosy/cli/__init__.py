@@ -40,15 +40,18 @@ VERBS = {
 # What other trainers call the recipe.
 _RECIPE_OPTIONS = ("--config", "-c", "--recipe", "--config-file", "--config_file", "--config-name", "--job.config_file")
 
-COMPUTING = ("quickstart", "train", "sweep", "generate", "eval", "serve", "chat", "run-batch")
+TRAINING = ("quickstart", "train", "sweep")
+COMPUTING = (*TRAINING, "generate", "eval", "serve", "chat", "run-batch")
 
 
 def main(words: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; `words` default to those of the process."""
     if words is not None:
         return _answered(words)
-    from argosy.core import signals
+    from argosy.core import allocator, signals
 
+    if sys.argv[1:2] and sys.argv[1] in TRAINING:
+        allocator.share_one_arena()
     signals.take_over()
     forgive(sys.stdout, sys.stderr)
     code = _answered(sys.argv[1:])

@@ -4,7 +4,8 @@ XLA on a CPU allocates its temporaries anew in every run of a program. glibc giv
 they are freed, so the kernel clears every page of them again in the next step: 26 % of the CPU time of a step of GRPO
 (docs/log.md, 2026-11-24). Kept, the process holds its largest step's memory until it ends.
 
-    share_one_arena()     before jax starts its threads: other arenas cannot hold blocks of more than 64 MB
+    share_one_arena()     before the process has a second thread: another arena, once there, is used by all threads in turn, and
+                          gives blocks of more than 64 MB back whatever is set
     keep_freed_memory()   before the first step, where there is memory for it
 
 The environment comes first: where $GLIBC_TUNABLES or a $MALLOC_ variable sets one of these options, both do nothing.

@@ -70,3 +70,24 @@ def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(allocator.sys, "platform", "darwin")
     assert not allocator.share_one_arena()
     assert not allocator.keep_freed_memory()
+
+
+ARENAS = """
+import ctypes, sys
+from argosy.cli import main
+
+code = main()
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+file = ctypes.c_void_p(libc.fopen(b"/dev/stdout", b"a"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.parametrize(("verb", "arenas"), [("train", 1), ("models", 2)])
+def test_training_has_one_arena_from_its_first_thread_on(verb: str, arenas: int):
+    """A second one would hold half of a step's memory, and give it back (`share_one_arena`). Its own thread waits for signals."""
+    kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", ARENAS, verb, "--help"], env=kept, capture_output=True, text=True, check=True)
+    assert done.stdout.count("<heap nr=") == arenas

@@ -1,0 +1,39 @@
+"""How fast a save is written while training needs every core: its share of a core is taken from the step's.
+
+Where the process keeps all cores busy, the thread that writes rests six times as long as it works, so a step beside it takes a tenth
+longer at most on two cores, and not half. Nothing rests once somebody waits for the save: the next one, the end of the run, a signal.
+On a machine with a core to spare, and on accelerators' hosts, that is never.
+"""
+
+import threading
+import time
+
+from argosy.observe.environment import cores
+
+# Rest for each second of work.
+REST = 6.0
+# With less than this of a core idle, training and the save wait for each other.
+SPARE = 0.5
+
+
+class Pace:
+    """Of one save. `worked` is called by the thread that writes, every few milliseconds of its work."""
+
+    def __init__(self) -> None:
+        self._awaited = threading.Event()
+        self._cores = cores()
+        # Seconds of the clock, of the process on all cores, of the thread that writes.
+        self._last: tuple[float, float, float] | None = None
+
+    def hurry(self) -> None:
+        """Somebody waits for the save."""
+        self._awaited.set()
+
+    def worked(self) -> None:
+        """Rests, unless somebody waits or a core was idle since the last call."""
+        last, self._last = self._last, (time.perf_counter(), time.process_time(), time.thread_time())
+        if last is None:
+            return
+        wall, process, own = (now - then for now, then in zip(self._last, last, strict=True))
+        if process > (self._cores - SPARE) * wall:
+            self._awaited.wait(REST * own)

@@ -1,0 +1,86 @@
+"""How fast a save is written: when it rests, for how long, and what ends a rest."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from argosy.checkpoint import pace as module
+from argosy.checkpoint import shards
+from argosy.checkpoint.local import LocalCheckpoints
+from argosy.checkpoint.pace import Pace
+from argosy.checkpoint.store import Checkpoints, load_weights
+
+
+def rests(monkeypatch: pytest.MonkeyPatch, cores: float, at: list[tuple[float, float, float]]) -> list[float]:
+    """The rests of a pace that is called at these times: seconds of the clock, of the process, of the thread."""
+    clock, rested = iter(at), list[float]()
+    now: list[tuple[float, float, float]] = []
+
+    def wall() -> float:
+        now[:] = [next(clock)]
+        return now[0][0]
+
+    times = SimpleNamespace(perf_counter=wall, process_time=lambda: now[0][1], thread_time=lambda: now[0][2])
+    monkeypatch.setattr(module, "time", times)
+    monkeypatch.setattr(module, "cores", lambda: cores)
+    pace: Any = Pace()
+    pace._awaited = SimpleNamespace(wait=rested.append)
+    for _ in at:
+        pace.worked()
+    return rested
+
+
+def test_it_rests_six_times_as_long_as_it_worked_while_all_cores_are_busy(monkeypatch: pytest.MonkeyPatch):
+    assert rests(monkeypatch, 2, [(0.0, 5.0, 1.0), (0.1, 5.2, 1.08), (0.7, 6.4, 1.1)]) == pytest.approx([0.48, 0.12])
+
+
+@pytest.mark.parametrize("cores", [3, 16])
+def test_it_does_not_rest_where_a_core_is_idle(monkeypatch: pytest.MonkeyPatch, cores: int):
+    assert rests(monkeypatch, cores, [(0.0, 5.0, 1.0), (0.1, 5.2, 1.08), (0.7, 6.4, 1.1)]) == []
+
+
+def test_it_rests_again_when_training_goes_on(monkeypatch: pytest.MonkeyPatch):
+    # An evaluation's data were waited for, between the first two calls.
+    assert rests(monkeypatch, 2, [(0.0, 5.0, 1.0), (1.0, 6.0, 1.9), (1.1, 6.2, 2.0)]) == pytest.approx([0.6])
+
+
+@pytest.mark.parametrize("tier", [Checkpoints, LocalCheckpoints])
+@pytest.mark.parametrize("waiter", ["join", "save"])
+def test_whoever_waits_for_a_save_ends_its_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: Any, waiter: str):
+    saves, rested = tier(tmp_path), list[bool]()
+    # For ever, where nobody waits.
+    monkeypatch.setattr(Pace, "worked", lambda self: rested.append(self._awaited.wait(60)))
+    weights = {"w": jnp.arange(1000.0)}
+    saves.save(1, weights, {}, {})
+    if waiter == "join":
+        saves.join()
+    else:
+        saves.save(2, weights, {}, {})
+    saves.join()
+    assert rested
+    assert all(rested)
+    assert saves.steps() == ([1] if waiter == "join" else [1, 2])
+
+
+def test_what_is_written_at_a_pace_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "cores", lambda: 0)
+    monkeypatch.setattr(module, "REST", 0.01)
+    draw = np.random.default_rng(0)
+    weights = {"w": jnp.asarray(draw.standard_normal((3, 1 << 20), np.float32))}
+    saves, slabs, real = Checkpoints(tmp_path), list[int](), Pace.worked
+    monkeypatch.setattr(Pace, "worked", lambda self: (slabs.append(1), real(self))[1])
+    saves.save(1, weights, {}, {})
+    saves.wait()
+    assert len(slabs) > 1
+    assert Checkpoints(tmp_path).latest_good() == 1
+    assert np.array_equal(load_weights(tmp_path / "1")["w"], weights["w"])
+
+
+def test_a_conversion_has_no_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Pace, "worked", lambda self: pytest.fail("nobody trains beside it"))
+    written = shards.write(tmp_path, shards.whole_files({"weights": {"w": np.zeros(10, np.float32)}}))
+    assert sorted(written) == ["weights/w/c/0", "weights/w/zarr.json"]
