@@ -65,9 +65,9 @@ def test_memory_is_not_used_again_while_it_is_written(tmp_path: Path, monkeypatc
     memory, may_go_on, real = Memory(), threading.Event(), shards.write
     tiers = Tiers(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
 
-    def held(folder: Path, files: Any) -> Any:
+    def held(folder: Path, files: Any, pace: Any) -> Any:
         assert may_go_on.wait(60)
-        return real(folder, files)
+        return real(folder, files, pace)
 
     tiers.save(1, state(1), {}, {})
     tiers.join()
@@ -84,7 +84,7 @@ def test_a_save_that_fails_keeps_nothing_and_the_next_one_does(tmp_path: Path, m
     said: list[str] = []
     saves = Checkpoints(tmp_path, warn=said.append)
     with monkeypatch.context() as broken:
-        broken.setattr(shards, "write", lambda folder, files: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        broken.setattr(shards, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         saves.save(1, state(1), {}, {})
         saves.join()
     assert addresses(saves.memory) == []

@@ -127,9 +127,9 @@ def test_a_full_local_disk_is_reported_and_persistent_saves_go_on(tmp_path: Path
     said: list[str] = []
     tiers, write = two(tmp_path, said), shards.write
 
-    def full(folder: Path, files: Any) -> Any:
+    def full(folder: Path, files: Any, pace: Any) -> Any:
         if "local" not in folder.parts:
-            return write(folder, files)
+            return write(folder, files, pace)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shards, "write", full)

@@ -144,10 +144,10 @@ weights = {
 state = {"step": made(np.int32(5))}
 checkpoints = CheckpointsOfSeveral(folder / "run", CheckpointSettings(keep=2), said.append)
 write, full = shards.write, [True]
-def failing(folder, files):
+def failing(folder, files, pace):
     if rank == 1 and full[0]:
         raise OSError(28, "No space left on device")
-    return write(folder, files)
+    return write(folder, files, pace)
 shards.write = failing
 checkpoints.save(1, weights, state, {"a": 1})
 checkpoints.join()

@@ -84,10 +84,10 @@ def test_a_full_disk_and_a_flipped_bit_of_one_host(tmp_path: Path):
     """The save fails in all, is said in all, and the next one is good; a damaged copy is read from the other host."""
     code = """
 local, write, full = tier(2), shards.write, [False]
-def failing(folder, files):
+def failing(folder, files, pace):
     if rank == 1 and full[0]:
         raise OSError(28, "No space left on device")
-    return write(folder, files)
+    return write(folder, files, pace)
 shards.write = failing
 save(local, 1)
 full[0] = True
