@@ -13,7 +13,6 @@ it stays taken until the run ends, where the machine has room for that.
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,17 +33,15 @@ class Memory:
     def copies(self) -> "Copies":
         return Copies(self)
 
-    def reserve(self, sizes: Mapping[int, int]) -> threading.Thread:
+    def reserve(self, sizes: Counter[int]) -> threading.Thread:
         """Takes memory for the first save in a thread, while enough for another state stays free. sizes: {bytes: how many arrays}."""
-        thread = threading.Thread(target=self._reserve, args=(dict(sizes),), name="checkpoint memory", daemon=True)
+        thread = threading.Thread(target=self._reserve, args=(sizes,), name="checkpoint memory", daemon=True)
         thread.start()
         return thread
 
-    def _reserve(self, sizes: Mapping[int, int]) -> None:
+    def _reserve(self, sizes: Counter[int]) -> None:
         whole = sum(size * count for size, count in sizes.items())
-        for size in Counter(sizes).elements():
-            if size < LEAST:
-                continue
+        for size in (n for n in sizes.elements() if n >= LEAST):
             # Other processes of the machine take theirs meanwhile.
             if not _has_room(size + whole):
                 return

@@ -1,8 +1,9 @@
 """How fast a save is written while training needs every core: its share of a core is taken from the step's.
 
-Where the process keeps all cores busy, the thread that writes rests six times as long as it works, so a step beside it takes a tenth
-longer at most on two cores, and not half. Nothing rests once somebody waits for the save: the next one, the end of the run, a signal.
-On a machine with a core to spare, and on accelerators' hosts, that is never.
+Where this process keeps all cores busy, the thread that writes to a disk rests six times as long as it works: on two cores a step
+beside it takes a tenth longer, and not half, and the save is committed four times later (docs/log.md, 2026-11-25). Nothing rests once
+somebody waits for the save: the next one, the end of the run, a signal. Where a core is idle, as on most hosts of accelerators, nothing
+rests.
 """
 
 import threading

@@ -50,6 +50,7 @@ def main(words: list[str] | None = None) -> int:
         return _answered(words)
     from argosy.core import allocator, signals
 
+    # Before the thread that waits for signals starts.
     if sys.argv[1:2] and sys.argv[1] in TRAINING:
         allocator.share_one_arena()
     signals.take_over()

@@ -1,6 +1,7 @@
 """Copies of a state: what they hold, which memory they take, and when that memory is used again."""
 
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_reserving_stops_where_another_state_would_no_longer_fit(monkeypatch: py
     left = iter([100 * MIB, 100 * MIB, 20 * MIB])
     monkeypatch.setattr(copies, "memory_bytes", lambda: (1 << 40, next(left)))
     memory = Memory()
-    memory.reserve({8 * MIB: 3, 100: 5}).join()
+    memory.reserve(Counter({8 * MIB: 3, 100: 5})).join()
     assert len(addresses(memory)) == 1
 
 
