@@ -300,6 +300,15 @@ def test_a_machine_path_is_found(text: str):
     assert MACHINE.search(text)
 
 
+def test_no_two_test_files_share_a_name():
+    """Pytest imports them by it: of two that share one, it refuses the second where it collects both."""
+    seen: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name != "conftest.py":
+            seen.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert not [paths for paths in seen.values() if len(paths) > 1]
+
+
 def test_locks_name_no_host():
     names = {path.name for path in files()}
     assert not names & {"uv.lock", "pylock.toml", "poetry.lock"}, "these lock files hold the registry's host name"
