@@ -5,6 +5,7 @@ import contextlib
 import gc
 import hashlib
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -22,6 +23,10 @@ os.environ["XLA_FLAGS"] = (
 ).strip()
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell starts what runs in the background without Ctrl-C, and Python then has no handler for it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
 

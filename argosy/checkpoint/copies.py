@@ -2,19 +2,23 @@
 
 Training stands still while a save copies the state. 480 MB are copied in 0.04 s into memory that the process has, and in 0.1 to 0.5 s
 into new memory, whose pages the system clears first (docs/log.md, 2026-11-25). A save takes memory for a second state either way; here
-it stays taken until the run ends, where the machine has room for that.
+it stays taken until the run ends, where the machine has room for that. What the host has, such as a position in the data, may have
+another size in each save, and takes new memory.
 
     memory = Memory()
     memory.reserve(sizes)            before the first save, in a thread
     copies = memory.copies()         of one save
     copies.of(array)                 from several threads
     copies.release()                 once they are written
+    memory.free()                    when no other save follows
 """
 
 import threading
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
+import jax
 import numpy as np
 
 from argosy.observe.environment import memory_bytes
@@ -29,23 +33,31 @@ class Memory:
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = {}
         self._lock = threading.Lock()
+        self._reserving = True
 
     def copies(self) -> "Copies":
+        # A save that comes first takes what it lacks itself, and keeps it.
+        self._reserving = False
         return Copies(self)
 
     def reserve(self, sizes: Counter[int]) -> threading.Thread:
         """Takes memory for the first save in a thread, while enough for another state stays free. sizes: {bytes: how many arrays}."""
         thread = threading.Thread(target=self._reserve, args=(sizes,), name="checkpoint memory", daemon=True)
-        thread.start()
+        # The first save is slower then.
+        with suppress(RuntimeError):
+            thread.start()
         return thread
 
     def _reserve(self, sizes: Counter[int]) -> None:
         whole = sum(size * count for size, count in sizes.items())
         for size in (n for n in sizes.elements() if n >= LEAST):
             # Other processes of the machine take theirs meanwhile.
-            if not _has_room(size + whole):
+            if not self._reserving or not _has_room(size + whole):
                 return
-            block = np.empty(size, np.uint8)
+            try:
+                block = np.empty(size, np.uint8)
+            except MemoryError:
+                return
             # The system gives a page when it is first written.
             block.fill(0)
             self.give([block])
@@ -63,6 +75,12 @@ class Memory:
                 for block in blocks:
                     self._free.setdefault(block.nbytes, []).append(block)
 
+    def free(self) -> None:
+        """Frees what nobody uses."""
+        self._reserving = False
+        with self._lock:
+            self._free.clear()
+
 
 class Copies:
     """The copies of one save. Those that are never released, since the save failed, are freed with it."""
@@ -74,7 +92,7 @@ class Copies:
     def of(self, array: Any) -> np.ndarray:
         """A copy of an array of the host, or of one whose shards are all on this process."""
         values = np.asarray(array)
-        if values.nbytes < LEAST:
+        if values.nbytes < LEAST or not isinstance(array, jax.Array):
             return np.array(values)
         block = self._memory.take(values.nbytes)
         self._blocks.append(block)

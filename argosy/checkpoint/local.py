@@ -256,11 +256,12 @@ class LocalCheckpoints(Saving):
             if self.copies > 1:
                 self._copy(folder, every, found)
             processes.together("local committed", lambda: manifest.commit(folder, dict(sorted(found.items()))))
-            copies.release()
-            self.retire(step)
         except BaseException as failure:
             self._failure = failure
             shutil.rmtree(folder, ignore_errors=True)
+            return
+        copies.release()
+        self.retire_or_say(step)
 
     def _begin(self, folder: Path) -> None:
         shutil.rmtree(self.folder / RESTORED, ignore_errors=True)

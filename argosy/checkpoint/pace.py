@@ -2,8 +2,8 @@
 
 Where this process keeps all cores busy, the thread that writes to a disk rests six times as long as it works: on two cores a step
 beside it takes a tenth longer, and not half, and the save is committed four times later (docs/log.md, 2026-11-25). Nothing rests once
-somebody waits for the save: the next one, the end of the run, a signal. Where a core is idle, as on most hosts of accelerators, nothing
-rests.
+training waits for the save: before the next one, or at its end. Each time that a save has to be waited for, later ones rest half as long.
+Where a core is idle, as on most hosts of accelerators, nothing rests.
 """
 
 import threading
@@ -11,16 +11,21 @@ import time
 
 from argosy.observe.environment import cores
 
-# Rest for each second of work.
+# Seconds of rest for each of work.
 REST = 6.0
 # With less than this of a core idle, training and the save wait for each other.
 SPARE = 0.5
 
 
 class Pace:
-    """Of one save. `worked` is called by the thread that writes, every few milliseconds of its work."""
+    """Of one save. `worked` is called by the thread that writes, every few milliseconds of its work.
 
-    def __init__(self) -> None:
+    Args:
+        rest: for each second of work.
+    """
+
+    def __init__(self, rest: float = REST) -> None:
+        self._rest = rest
         self._awaited = threading.Event()
         self._cores = cores()
         # Seconds of the clock, of the process on all cores, of the thread that writes.
@@ -37,4 +42,4 @@ class Pace:
             return
         wall, process, own = (now - then for now, then in zip(self._last, last, strict=True))
         if process > (self._cores - SPARE) * wall:
-            self._awaited.wait(REST * own)
+            self._awaited.wait(self._rest * own)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from argosy.checkpoint.copies import Memory
-from argosy.checkpoint.pace import Pace
+from argosy.checkpoint.pace import REST, Pace
 from argosy.core.errors import ArgosyError
 from argosy.parallel import processes
 
@@ -26,7 +26,8 @@ class Saving:
         self.warn, self._what = warn, what
         self.memory = Memory() if memory is None else memory
         self._writing: threading.Thread | None = None
-        self._pace = Pace()
+        self._rest = REST
+        self._pace = Pace(self._rest)
         self._failure: BaseException | None = None
 
     def reserve(self, weights: dict[str, Any], state: dict[str, Any]) -> threading.Thread:
@@ -39,12 +40,25 @@ class Saving:
 
     def start(self, write: Callable[..., None], *job: Any) -> None:
         """Writes a step, the first of `job`, in a thread."""
-        self._pace = Pace()
+        self._pace = Pace(self._rest)
         self._writing = threading.Thread(target=write, args=job, name=f"{self._what.removeprefix('a ')} {job[0]}")
         self._writing.start()
 
+    def retire(self, newest: int) -> None:
+        """Removes what is not kept once a step is committed."""
+        raise NotImplementedError
+
+    def retire_or_say(self, newest: int) -> None:
+        """`retire`, after a step that is saved whatever becomes of older ones."""
+        try:
+            self.retire(newest)
+        except Exception as error:
+            self.warn(f"older checkpoints could not be removed: {root_of(error)}; after the next save this is tried again")
+
     def settle(self, step: int) -> None:
         """Waits for the previous save, and reports it if it failed. step: of the save that follows."""
+        if self._writing is not None and self._writing.is_alive():
+            self._rest /= 2
         self.join()
         if self._failure is not None:
             self.warn(f"{self._what} could not be written: {root_of(self._failure)}; trying again with step {step}")
@@ -54,8 +68,15 @@ class Saving:
         """Waits until nothing is being written. A failure is raised by `wait`, not here."""
         if self._writing is not None:
             self._pace.hurry()
-            self._writing.join()
+            # Where the system had no thread left, it was never started.
+            if self._writing.ident is not None:
+                self._writing.join()
             self._writing = None
+
+    def close(self) -> None:
+        """Waits until nothing is being written, and frees what was kept for the next save."""
+        self.join()
+        self.memory.free()
 
     def settle_last(self) -> None:
         """Waits for the previous save, and reports it if it failed; no other follows."""

@@ -46,8 +46,8 @@ class CheckpointsOfSeveral(Checkpoints):
         return shards.sizes({WEIGHTS: weights, STATE: state})
 
     def _write_together(self, step: int, items: Items, copies: Copies, meta: str) -> None:
-        files = [file for item, own in items.items() for file in shards.files_of(item, own)]
         try:
+            files = [file for item, own in items.items() for file in shards.files_of(item, own)]
             processes.told("checkpoint begins", lambda: self._begin(step))
             written = processes.together("checkpoint shards", lambda: self._put(step, files))
             every = processes.collected("checkpoint hashes", written)
@@ -70,7 +70,7 @@ class CheckpointsOfSeveral(Checkpoints):
         described = [file._replace(name=f"{item}/{file.name}") for item, own in items.items() for file in shards.described(own)]
         described += [*catalog(items), of_text(META, meta)]
         self._seal(step, dict(sorted((found | self._put(step, described)).items())))
-        self._retire_or_say(step)
+        self.retire_or_say(step)
 
     def _put(self, step: int, files: Iterable[File]) -> shards.Described:
         """Writes files of a step; returns their sizes and hashes."""

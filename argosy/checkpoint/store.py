@@ -189,7 +189,7 @@ class Checkpoints(Saving):
         self.start(self._write, step, on_host, copies, json.dumps(dict(meta), indent=1))
 
     def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
-        return Counter(array.nbytes for array in (weights | state).values())
+        return Counter(array.nbytes for array in (weights | state).values() if isinstance(array, jax.Array))
 
     def wait(self) -> None:
         """Waits until the save under way is committed.
@@ -211,7 +211,7 @@ class Checkpoints(Saving):
                     pack_step(Path(scratch, str(step)), arrays, meta)
                     objects.upload(Path(scratch, str(step)), self.store, str(step))
             copies.release()
-            self._retire_or_say(step)
+            self.retire_or_say(step)
         except BaseException as failure:
             self._failure = failure
             # It takes space that the next save may need. Where it cannot be removed either, it stays, without a manifest.
@@ -228,13 +228,6 @@ class Checkpoints(Saving):
                 shutil.rmtree(left, ignore_errors=True)
         else:
             objects.sweep(self.store)
-
-    def _retire_or_say(self, newest: int) -> None:
-        """`retire`, after a step that is saved whatever becomes of older ones."""
-        try:
-            self.retire(newest)
-        except Exception as error:
-            self.warn(f"older checkpoints could not be removed: {root_of(error)}; after the next save this is tried again")
 
     def retire(self, newest: int) -> None:
         """Removes checkpoints that the settings do not keep, except one that is being read: that one is removed next time.

@@ -111,6 +111,10 @@ class Tiers:
         self.local.join()
         self.persistent.join()
 
+    def close(self) -> None:
+        self.local.close()
+        self.persistent.close()
+
     def wait(self) -> None:
         """Waits for both, and empties the local tier if the persistent one has its newest step or a newer one.
 

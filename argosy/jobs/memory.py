@@ -107,8 +107,12 @@ def estimated_need(
     return replace(need, host=host_bytes(shapes, places, mesh), host_limit=memory_bytes()[0])
 
 
-def compiled_need(assembly: Any, program: Any) -> Need:
-    """The need of a compiled update: XLA's temporaries are gradients and activations."""
+def compiled_need(assembly: Any, program: Any, there: Any = ()) -> Need:
+    """The need of a compiled update: XLA's temporaries are gradients and activations.
+
+    Args:
+        there: arrays that exist already, of the state and of frozen models. What the process holds besides is its own need.
+    """
     state = _state_bytes(assembly.shapes, assembly.places, assembly.mesh, assembly.roles)
     analysis = program.memory_analysis()
     times = assembly.mesh.size if _shared(assembly.mesh) else 1
@@ -117,7 +121,7 @@ def compiled_need(assembly: Any, program: Any) -> Need:
     rest = argument + output + temp - alias - state["parameters"] - state["optimizer"]
     trained = state["gradients"]
     state["gradients"] = min(trained, max(rest, 0))
-    need = _need(state, trained, max(rest - state["gradients"], 0), assembly.run, assembly.mesh)
+    need = _need(state, trained, max(rest - state["gradients"], 0), assembly.run, assembly.mesh, _bytes_here(there))
     return replace(need, host=host_bytes(assembly.shapes, assembly.places, assembly.mesh), host_limit=memory_bytes()[0])
 
 
@@ -246,6 +250,12 @@ def _bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def _bytes_here(tree: Any) -> int:
+    """Bytes of arrays on this process's devices, of each array once."""
+    each = {id(a): a for a in jax.tree.leaves(tree) if isinstance(a, jax.Array)}.values()
+    return sum(shard.data.nbytes for a in each for shard in a.addressable_shards)
+
+
 def _shared(mesh: Any) -> bool:
     """Whether the devices compute in the machine's own memory."""
     return mesh.devices.flat[0].platform == "cpu"
@@ -258,7 +268,7 @@ def _limit(mesh: Any) -> tuple[int | None, str]:
     return (device.memory_stats() or {}).get("bytes_limit"), f"each {device.device_kind}"
 
 
-def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh: Any) -> Need:
+def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh: Any, there: int = 0) -> Need:
     limit, where = _limit(mesh)
     sizes = sizes | {"activations": activations}
     if run.guard.replay:
@@ -266,7 +276,7 @@ def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh:
     if _shared(mesh):
         # Gradients are as large as what is trained, which is what is saved.
         saved = sizes["parameters"] if run.adapter.trains_base else sizes["gradients"]
-        sizes |= {"checkpoint": saved + sizes["optimizer"], "process": resident_bytes()}
+        sizes |= {"checkpoint": saved + sizes["optimizer"], "process": max(0, resident_bytes() - there)}
     changes = []
     if activations > sizes["parameters"]:
         changes.append("a smaller data.batch, or accumulate=N: the same update in N parts")

@@ -376,14 +376,15 @@ class Training:
 
             def compiled() -> tuple[Any, Any]:
                 update = a.compile()
-                need = compiled_need(a, update)
+                need = compiled_need(a, update, (state, a.frozen))
                 need.check()
                 return update, need
 
-            self.directory.checkpoints.reserve(*a.packed(state))
             with self.clock("compile"), telling(self.view.say, "compiling the training step ..."):
                 # One that is slow to compile would let the others wait in a step, where Gloo gives up after 30 s.
                 update, need = processes.together("compiled", compiled)
+                # Not before: it is a need of its own, and would count as the process's too.
+                self.directory.checkpoints.reserve(*a.packed(state))
                 if need.leaves_room:
                     keep_freed_memory()
             self.view.say(f"memory      {memory_words(need.document())}")
@@ -434,7 +435,7 @@ class Training:
                     self.view.say(f"step {settings.steps} is saved, but its evaluation is missing: {failed.what}")
         finally:
             # Before the lock on the directory is released.
-            self.directory.checkpoints.join()
+            self.directory.checkpoints.close()
             a.close()
             for lines in (metrics, answers, self.directory.log_lines):
                 lines.close()

@@ -98,8 +98,14 @@ def memory_bytes() -> tuple[int | None, int | None]:
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
     if limit.isdecimal() and (total is None or int(limit) < total):
         total = int(limit)
-        free = min(free or total, total - int(used)) if used.isdecimal() else free
+        free = min(free or total, total - int(used) + _droppable()) if used.isdecimal() else free
     return total, free
+
+
+def _droppable() -> int:
+    """Bytes of files in memory that count as used by the control group, and that the system drops where it needs room."""
+    fields = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
+    return int(fields.get("inactive_file", 0))
 
 
 def check_fits(needed: int, what: str) -> None:

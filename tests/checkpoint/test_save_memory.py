@@ -139,6 +139,69 @@ def test_reserving_stops_where_another_state_would_no_longer_fit(monkeypatch: py
     assert len(addresses(memory)) == 1
 
 
+def test_a_save_that_comes_first_ends_the_reserving(monkeypatch: pytest.MonkeyPatch):
+    """It takes what it lacks itself, and gives that back: with what came later, two states would be kept."""
+    memory, asked, may_go_on = Memory(), threading.Event(), threading.Event()
+
+    def room() -> tuple[int, int]:
+        asked.set()
+        assert may_go_on.wait(60)
+        return 1 << 40, 1 << 40
+
+    monkeypatch.setattr(copies, "memory_bytes", room)
+    thread = memory.reserve(Counter({8 * MIB: 3}))
+    assert asked.wait(60)
+    first = memory.copies()
+    may_go_on.set()
+    thread.join()
+    for _ in range(3):
+        first.of(jnp.zeros(2 * MIB))
+    first.release()
+    assert len(addresses(memory)) <= 4, "three of the save, and the one that was being taken"
+
+
+def test_a_machine_that_gives_no_memory_or_thread_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    def no_thread(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    memory = Memory()
+    with monkeypatch.context() as small:
+        small.setattr(copies.np, "empty", no_memory)
+        memory.reserve(Counter({8 * MIB: 3})).join()
+    assert addresses(memory) == []
+    saves = Checkpoints(tmp_path)
+    with monkeypatch.context() as small:
+        small.setattr(threading.Thread, "start", no_thread)
+        saves.reserve(state(1), {})
+        with pytest.raises(RuntimeError, match="new thread"):
+            saves.save(1, {"step": jnp.asarray(1)}, {}, {})
+    saves.join()
+    assert addresses(saves.memory) == []
+
+
+def test_what_has_another_size_in_each_save_is_not_kept(tmp_path: Path):
+    """The position in the data, which is in the host's memory: texts that wait, answers that were collected."""
+    saves = Checkpoints(tmp_path)
+    for step in range(1, 4):
+        saves.save(step, {"w": jnp.zeros(MIB)}, {}, {}, {"waiting": np.zeros(step * MIB, np.int32)})
+        saves.join()
+    assert len(addresses(saves.memory)) == 1
+    saves.reserve({"w": np.zeros(MIB, np.float32)}, {}).join()
+    assert len(addresses(saves.memory)) == 1
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_end_of_a_run_frees_the_memory(tmp_path: Path, tier: str):
+    saves: Any = TIERS[tier](tmp_path)
+    saves.save(1, state(1), {}, {})
+    saves.close()
+    assert saves.steps() == [1]
+    assert addresses(saves.memory) == []
+
+
 def test_of_copies_of_a_shard_one_is_counted():
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     array = jax.device_put(jnp.zeros((4, MIB)), NamedSharding(Mesh(devices, ("a", "b")), P("a")))

@@ -66,6 +66,23 @@ def test_whoever_waits_for_a_save_ends_its_rests(tmp_path: Path, monkeypatch: py
     assert saves.steps() == ([1] if waiter == "join" else [1, 2])
 
 
+def test_saves_that_had_to_be_waited_for_rest_half_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saves, rests = Checkpoints(tmp_path), list[float]()
+
+    def until_awaited(pace: Any) -> None:
+        rests.append(pace._rest)
+        assert pace._awaited.wait(60)
+
+    monkeypatch.setattr(Pace, "worked", until_awaited)
+    for step in (1, 2, 3):
+        saves.save(step, {"w": jnp.arange(1000.0)}, {}, {})
+    saves.wait()
+    monkeypatch.setattr(Pace, "worked", lambda pace: rests.append(pace._rest))
+    saves.save(4, {"w": jnp.arange(1000.0)}, {}, {})
+    saves.wait()
+    assert sorted({*rests}, reverse=True) == [module.REST, module.REST / 2, module.REST / 4], "the last was not waited for by a save"
+
+
 def test_what_is_written_at_a_pace_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "cores", lambda: 0)
     monkeypatch.setattr(module, "REST", 0.01)

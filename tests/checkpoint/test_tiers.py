@@ -52,6 +52,19 @@ def two(folder: Path, said: list[str] | None = None) -> Tiers:
     return Tiers(Checkpoints(folder / "run" / "checkpoints", CheckpointSettings(keep=2), warn), local)
 
 
+def test_a_step_is_kept_where_an_older_one_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said = list[str]()
+    tiers = two(tmp_path, said)
+    with monkeypatch.context() as failing:
+        failing.setattr("argosy.checkpoint.local._remove", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        for step in (1, 2, 3):
+            saved(tiers, step, local=True)
+    assert tiers.local.own_steps() == [1, 2, 3]
+    assert [line for line in said if "Input/output" in line and "older checkpoints could not be removed" in line]
+    saved(tiers, 4, local=True)
+    assert tiers.local.own_steps() == [3, 4]
+
+
 def check(tiers: Tiers, step: int) -> None:
     """The arrays of the step, read as a run reads them."""
     _, _, places = arrays(step)

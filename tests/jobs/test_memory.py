@@ -1,11 +1,17 @@
 """Memory asked before the first step: the estimate from a trace, the compiler's figure, and what each counts."""
 
+from pathlib import Path
+
+import jax
+import numpy as np
 import pytest
 
+import argosy
+from argosy.checkpoint.copies import Memory
 from argosy.jobs.assemble import assemble
 from argosy.jobs.compose import compose
 from argosy.jobs.decided import Decided
-from argosy.jobs.memory import KINDS, TRACED, TRUST, activation_bytes, compiled_need, training_bytes
+from argosy.jobs.memory import KINDS, TRACED, TRUST, Need, activation_bytes, compiled_need, training_bytes
 from argosy.jobs.run import Run
 
 WORDS = [
@@ -46,6 +52,34 @@ def test_the_state_is_counted_exactly_and_the_estimate_is_below_the_compiled_fig
     assert sizes["checkpoint"] == sizes["parameters"] + sizes["optimizer"]
     assert TRUST * traced(run) < sizes["activations"]
     assert need.document()["total"] == sum(sizes.values())
+
+
+def test_what_exists_already_is_counted_once(monkeypatch: pytest.MonkeyPatch):
+    """The process holds the state when the program is compiled, and the state has kinds of its own."""
+    run = run_of()
+    assembly = assemble(run, Decided.here(run))
+    monkeypatch.setattr("argosy.jobs.memory.resident_bytes", lambda: 100_000_000)
+    try:
+        program = assembly.compile()
+        shapes, places = ((one.params, one.optimizer) for one in (assembly.shapes, assembly.places))
+        state = jax.tree.map(lambda s, place: jax.device_put(np.zeros(s.shape, s.dtype), place), shapes, places)
+        alone, beside = compiled_need(assembly, program), compiled_need(assembly, program, (state, {"again": state}))
+    finally:
+        assembly.close()
+    held = alone.sizes["parameters"] + alone.sizes["optimizer"]
+    assert alone.sizes["process"] == 100_000_000
+    assert beside.sizes == alone.sizes | {"process": pytest.approx(100_000_000 - held, abs=1000)}
+
+
+def test_the_copy_for_a_save_is_not_counted_as_the_process_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its memory is taken before the first save, and not before the need is known."""
+    order = list[str]()
+    real, reserve = Need.check, Memory.reserve
+    monkeypatch.setattr(Need, "check", lambda self: (order.append("need"), real(self))[1])
+    monkeypatch.setattr(Memory, "reserve", lambda self, sizes: (order.append("reserve"), reserve(self, sizes))[1])
+    argosy.fit("tiny", *WORDS, f"dir={tmp_path / 'run'}", "steps=2")
+    assert order[-2:] == ["need", "reserve"]
+    assert order.count("reserve") == 1
 
 
 def test_accumulation_and_recomputation_need_less():
