@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from argosy.checkpoint import manifest, peers, shards
 from argosy.checkpoint.copies import Copies, Memory
+from argosy.checkpoint.pace import Pace, emptied
 from argosy.checkpoint.saving import Saving
 from argosy.checkpoint.several import describes
 from argosy.checkpoint.store import DATA, META, STATE, WEIGHTS, Arrays, catalog, read_meta
@@ -289,7 +290,7 @@ class LocalCheckpoints(Saving):
         """Keeps the newest steps of this process; removes those of ranks that the run no longer has."""
         steps = self.own_steps()
         for step in set(steps) - set(steps[-KEEP:]) - {newest}:
-            _remove(self.folder / str(step))
+            _remove(self.folder / str(step), self._pace)
         self._remove_higher_ranks()
 
     def clear(self) -> None:
@@ -377,6 +378,8 @@ def _link(path: Path, to: Path) -> None:
         shutil.copyfile(path, to)
 
 
-def _remove(step: Path) -> None:
+def _remove(step: Path, pace: Pace | None = None) -> None:
     (step / manifest.NAME).unlink(missing_ok=True)
+    if pace is not None:
+        emptied(step, pace)
     shutil.rmtree(step, ignore_errors=True)

@@ -6,8 +6,10 @@ training waits for the save: before the next one, or at its end. Each time that 
 as long. Where a core is idle, as on most hosts of accelerators, nothing rests.
 """
 
+import os
 import threading
 import time
+from pathlib import Path
 
 from argosy.observe.environment import cores
 
@@ -35,11 +37,19 @@ class Pace:
         """Somebody waits for the save."""
         self._awaited.set()
 
-    def worked(self) -> None:
-        """Rests, unless somebody waits or a core was idle since the last call."""
+    def worked(self) -> bool:
+        """Rests, unless somebody waits or a core was idle since the last call. Returns whether training needs every core, and nobody
+        waits."""
         last, self._last = self._last, (time.perf_counter(), time.process_time(), time.thread_time())
         if last is None:
-            return
+            return not self._awaited.is_set()
         wall, process, own = (now - then for now, then in zip(self._last, last, strict=True))
-        if process > (self._cores - SPARE) * wall:
-            self._awaited.wait(self._rest * own)
+        return process > (self._cores - SPARE) * wall and not self._awaited.wait(self._rest * own)
+
+
+def emptied(folder: Path, pace: Pace) -> None:
+    """Removes all files of a folder, at this pace."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            Path(parent, name).unlink()
+            pace.worked()

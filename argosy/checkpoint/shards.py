@@ -133,17 +133,19 @@ def write(folder: Path, files: Iterable[File], pace: Pace | None = None) -> Desc
     """Writes files, hashing them meanwhile, and returns the size and hash of each, {name: ...}. They are on disk on return. pace: to
     be kept beside training."""
     files = list(files)
-    for parent in {(folder / file.name).parent for file in files}:
-        parent.mkdir(parents=True, exist_ok=True)
     found = {file.name: _write(folder / file.name, file, pace) for file in files}
+    small = [folder / file.name for file in files if file.bytes < SMALL_BYTES]
+    while small and pace is not None and pace.worked():
+        sync(small.pop())
     # Most of a small file's time is waiting for the disk, which takes in one go what was written before and is waited for together.
     with ThreadPoolExecutor(manifest.THREADS, "sync") as pool:
-        list(pool.map(sync, (folder / file.name for file in files if file.bytes < SMALL_BYTES)))
+        list(pool.map(sync, small))
     return found
 
 
 def _write(path: Path, file: File, pace: Pace | None) -> dict[str, Any]:
     digest = hashlib.sha256()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb", buffering=0) as stream:
         for slab in file.slabs(np.ascontiguousarray):
             digest.update(slab.data)

@@ -31,7 +31,7 @@ from jax.sharding import SingleDeviceSharding
 
 from argosy.checkpoint import manifest, objects, shards
 from argosy.checkpoint.copies import Copies, Memory
-from argosy.checkpoint.pace import Pace
+from argosy.checkpoint.pace import Pace, emptied
 from argosy.checkpoint.saving import Saving, root_of
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.errors import ArgosyError, BadInput, Damaged
@@ -250,6 +250,7 @@ class Checkpoints(Saving):
             elif not manifest.is_held(self.path(step)):
                 going = self.store.local_path(f"{step}{REMOVED}")
                 self.path(step).rename(going)
+                emptied(going, self._pace)
                 shutil.rmtree(going)
 
     def _eval_loss(self, step: int) -> float | None:

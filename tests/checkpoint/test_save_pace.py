@@ -1,5 +1,6 @@
 """How fast a save is written: when it rests, for how long, and what ends a rest."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from argosy.checkpoint import pace as module
 from argosy.checkpoint import shards
 from argosy.checkpoint.local import LocalCheckpoints
 from argosy.checkpoint.pace import Pace
+from argosy.checkpoint.settings import CheckpointSettings
 from argosy.checkpoint.store import Checkpoints, load_weights
 
 
@@ -28,7 +30,7 @@ def rests(monkeypatch: pytest.MonkeyPatch, cores: float, at: list[tuple[float, f
     monkeypatch.setattr(module, "time", times)
     monkeypatch.setattr(module, "cores", lambda: cores)
     pace: Any = Pace()
-    pace._awaited = SimpleNamespace(wait=rested.append)
+    pace._awaited = SimpleNamespace(wait=rested.append, is_set=lambda: False)
     for _ in at:
         pace.worked()
     return rested
@@ -95,6 +97,45 @@ def test_what_is_written_at_a_pace_is_the_same(tmp_path: Path, monkeypatch: pyte
     assert len(slabs) > 1
     assert Checkpoints(tmp_path).latest_good() == 1
     assert np.array_equal(load_weights(tmp_path / "1")["w"], weights["w"])
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_small_files_are_forced_to_disk_one_by_one_while_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited: bool
+):
+    """Together they would take all cores from a step at once."""
+    where, pace = list[str](), Pace(0.0)
+    monkeypatch.setattr(shards, "sync", lambda path: where.append(threading.current_thread().name))
+    monkeypatch.setattr(pace, "_cores", 0)
+    if waited:
+        pace.hurry()
+    shards.write(tmp_path, shards.whole_files({"weights": {f"w{i}": np.zeros(10, np.float32) for i in range(20)}}), pace)
+    assert len(where) == 40
+    assert all(name.startswith("sync") == waited for name in where)
+
+
+@pytest.mark.parametrize(("tier", "kept"), [(Checkpoints, 1), (LocalCheckpoints, 2)])
+def test_older_steps_are_removed_file_by_file_at_a_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: Any, kept: int):
+    saves = tier(tmp_path, CheckpointSettings(keep=1)) if tier is Checkpoints else tier(tmp_path)
+    folder = tmp_path if tier is Checkpoints else tmp_path / "0"
+    weights, newest = {"w": jnp.arange(1000.0)}, kept + 1
+    for step in range(1, newest):
+        saves.save(step, weights, {}, {})
+        saves.join()
+    files, left, real = sum(one.is_file() for one in (folder / "1").rglob("*")), list[int](), Pace.worked
+
+    def worked(pace: Any) -> bool:
+        if (folder / str(newest) / "manifest.json").exists():
+            left.append(sum(one.is_file() for one in folder.rglob("*") if "1" in one.parts or "1.removed" in one.parts))
+        return real(pace)
+
+    monkeypatch.setattr(Pace, "worked", worked)
+    saves.save(newest, weights, {}, {})
+    saves.join()
+    assert saves._failure is None
+    assert saves.steps() == list(range(2, newest + 1))
+    # The local tier removes the manifest first, by itself.
+    assert left == list(reversed(range(files - (tier is LocalCheckpoints))))
 
 
 def test_a_conversion_has_no_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

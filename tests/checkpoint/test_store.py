@@ -174,19 +174,19 @@ def test_damage_to_an_old_one_does_not_stop_a_new_one(tmp_path: Path):
 
 
 def test_a_kill_while_removing_leaves_nothing_that_looks_complete(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    real = shutil.rmtree
+    real = store.emptied
 
-    def killed(path: Path, **_: object) -> None:
+    def killed(path: Path, *_: object) -> None:
         next(f for f in sorted(Path(path).rglob("*")) if f.is_file()).unlink()
         raise KeyboardInterrupt("killed here")
 
-    monkeypatch.setattr(store.shutil, "rmtree", killed)
+    monkeypatch.setattr(store, "emptied", killed)
     with pytest.raises(ArgosyError, match="killed here"):
         saved(copy, [8], keep=1)
     assert Checkpoints(copy).steps() == [4, 6, 8]
     for step in (4, 6, 8):
         manifest.verify(copy / str(step))
-    monkeypatch.setattr(store.shutil, "rmtree", real)
+    monkeypatch.setattr(store, "emptied", real)
     saved(copy, [10], keep=1)
     assert [d.name for d in copy.iterdir()] == ["10"]
 

@@ -56,7 +56,7 @@ def test_a_step_is_kept_where_an_older_one_cannot_be_removed(tmp_path: Path, mon
     said = list[str]()
     tiers = two(tmp_path, said)
     with monkeypatch.context() as failing:
-        failing.setattr("argosy.checkpoint.local._remove", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        failing.setattr("argosy.checkpoint.local._remove", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         for step in (1, 2, 3):
             saved(tiers, step, local=True)
     assert tiers.local.own_steps() == [1, 2, 3]
