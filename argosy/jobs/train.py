@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory
+from argosy.core import garbage
 from argosy.core.allocator import keep_freed_memory, share_one_arena
 from argosy.core.command import command as as_run
 from argosy.core.counts import plural
@@ -403,7 +404,7 @@ class Training:
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
             here = [one for one in a.mesh.devices.flat if one.process_index == jax.process_index()]
             comparing: Any = settings.stragglers, here, self.clock, lambda: life.step or 0, self.view.say, metrics.write
-            with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch, paced(*comparing) as measured:
+            with garbage.set_aside(), asked_to_stop(STOPPING) as signaled, watched(signaled) as watch, paced(*comparing) as measured:
                 hooks: list[Any] = []
                 if settings.rollout is not None:
                     hooks += self.begin_rollouts(saver, metrics, answers, watch.between)
