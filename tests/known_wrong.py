@@ -44,6 +44,34 @@ GANGS = "tests/launch/test_gangs.py::test_"
 DILOCO = "tests/train/test_diloco.py::test_"
 EDITS = [
     Edit(
+        "memory of a save used again while a tier still writes it",
+        "argosy/checkpoint/copies.py",
+        "                return free.pop()\n",
+        "                return free[-1]\n",
+        ("tests/checkpoint/test_save_memory.py",),
+    ),
+    Edit(
+        "arrays of a save that are views of what the next step overwrites",
+        "argosy/checkpoint/copies.py",
+        "        np.copyto(copy, values)\n        return copy",
+        "        return values",
+        ("tests/checkpoint/test_save_memory.py::test_a_step_that_overwrites_the_state_changes_nothing_of_what_is_saved",),
+    ),
+    Edit(
+        "a state that counts as the process's need too",
+        "argosy/jobs/memory.py",
+        "resident_bytes() - there)",
+        "resident_bytes())",
+        ("tests/jobs/test_memory.py::test_what_exists_already_is_counted_once",),
+    ),
+    Edit(
+        "cached files of a container that count as used",
+        "argosy/observe/environment.py",
+        " + _droppable())",
+        ")",
+        ("tests/observe/test_environment.py",),
+    ),
+    Edit(
         "matrix units for float32 multiply in a run of bfloat16",
         "argosy/jobs/products.py",
         'if precision != "float32":',

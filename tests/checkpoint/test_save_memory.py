@@ -81,6 +81,32 @@ def test_memory_is_not_used_again_while_it_is_written(tmp_path: Path, monkeypatc
         assert is_saved(folder, state(seed))
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_step_that_overwrites_the_state_changes_nothing_of_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+):
+    """The loop donates the state to the next step, which computes in its memory while the save is written."""
+    may_go_on, real = threading.Event(), shards.write
+
+    def held(folder: Path, files: Any, pace: Any) -> Any:
+        assert may_go_on.wait(60)
+        return real(folder, files, pace)
+
+    monkeypatch.setattr(shards, "write", held)
+    saves: Any = TIERS[tier](tmp_path)
+    weights = state(1) | {"alone": jax.device_put(jnp.arange(float(MIB)), jax.devices()[0])}
+    addresses = [shard.data.unsafe_buffer_pointer() for shard in weights["w0"].addressable_shards]
+    one = weights.pop("alone")
+    saves.save(1, weights | {"alone": one}, {}, {})
+    step = jax.jit(lambda state: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), state), donate_argnums=0)
+    after, _ = step(weights), jax.block_until_ready(step(one))
+    assert [shard.data.unsafe_buffer_pointer() for shard in after["w0"].addressable_shards] == addresses, "in place"
+    may_go_on.set()
+    saves.join()
+    saved = tmp_path / "0" / "1" if tier == "local" else tmp_path / "1"
+    assert is_saved(saved, state(1) | {"alone": jnp.arange(float(MIB))})
+
+
 def test_a_save_that_fails_keeps_nothing_and_the_next_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     saves = Checkpoints(tmp_path, warn=said.append)
