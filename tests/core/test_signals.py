@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,15 @@ from argosy.core import signals
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals of Unix")
+
+
+@pytest.fixture(autouse=True)
+def not_under_nohup() -> Iterator[None]:
+    """Programs that the tests start inherit what nohup ignores, and would wait for a SIGHUP for ever."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
 
 READY = "print('ready', flush=True)"
 # C code that lets go of the lock on the interpreter, as XLA does while it compiles, and does not look for signals.
