@@ -3,6 +3,7 @@
 import os
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from argosy.core.errors import ArgosyError
 from argosy.parallel import processes
 
 
-class Saving:
+class Saving(ABC):
     """What the tiers of checkpoints share. Subclasses `start` what writes a step, which puts its error into `_failure`.
 
     Args:
@@ -34,9 +35,9 @@ class Saving:
         """Takes memory for the copies of such a state, in a thread, so that the first save need not."""
         return self.memory.reserve(self.copied(weights, state))
 
+    @abstractmethod
     def copied(self, weights: dict[str, Any], state: dict[str, Any]) -> Counter[int]:
         """{bytes of an array: how many} of what this process copies in a save of such a state."""
-        raise NotImplementedError
 
     def start(self, write: Callable[..., None], *job: Any) -> None:
         """Writes a step, the first of `job`, in a thread."""
@@ -44,9 +45,9 @@ class Saving:
         self._writing = threading.Thread(target=write, args=job, name=f"{self._what.removeprefix('a ')} {job[0]}")
         self._writing.start()
 
+    @abstractmethod
     def retire(self, newest: int) -> None:
         """Removes what is not kept once a step is committed."""
-        raise NotImplementedError
 
     def retire_or_say(self, newest: int) -> None:
         """`retire`, after a step that is saved whatever becomes of older ones."""

@@ -178,10 +178,10 @@ def test_a_save_that_comes_first_ends_the_reserving(monkeypatch: pytest.MonkeyPa
     thread = memory.reserve(Counter({8 * MIB: 3}))
     assert asked.wait(60)
     first = memory.copies()
-    may_go_on.set()
-    thread.join()
     for _ in range(3):
         first.of(jnp.zeros(2 * MIB))
+    may_go_on.set()
+    thread.join()
     first.release()
     assert len(addresses(memory)) <= 4, "three of the save, and the one that was being taken"
 
