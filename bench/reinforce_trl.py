@@ -1,10 +1,12 @@
 """A step of GRPO beside TRL's: the same model, prompts, numbers and lengths of answers, on this machine.
 
-    ./run python bench/reinforce_trl.py MODEL TRL_PYTHON [STEPS]
+    ./run python bench/reinforce_trl.py MODEL TRL_PYTHON [problems=FILE.jsonl] [prompts=8] [each=4] [tokens=32] [steps=6] [SETTING=VALUE ...]
 
-MODEL: a Hub folder. TRL_PYTHON: the Python of an environment with torch, transformers and trl (`./run reference` makes one). 8 prompts,
-4 answers each of exactly 32 tokens, float32, AdamW, one update a rollout, no KL. Printed: median wall and CPU seconds of a step after
-the first two. TRL generates with transformers, without gradient checkpointing.
+MODEL: a Hub folder. TRL_PYTHON: the Python of an environment with torch, transformers and trl (`./run reference` makes one). problems:
+its rows have a `question`, which is asked in the model's chat template; without it prompts are 8 tokens of plain text. Every prompt gets
+`each` answers of exactly `tokens` tokens: float32, AdamW, one update a rollout, no KL. Other words are settings of argosy's run, such as
+`rollout.share_prompts=false`. Printed: median wall and CPU seconds of a step after the first two, and how long the prompts are. TRL
+generates with transformers, without gradient checkpointing.
 """
 
 import json
@@ -24,11 +26,18 @@ from argosy.core.storage import Store
 from argosy.jobs.train import Quiet
 from argosy.observe.metrics import read
 
-PROMPTS, EACH, TOKENS, STEPS, WARM = 8, 4, 32, 6, 2
+WARM = 2
+SIZES = {"prompts": 8, "each": 4, "tokens": 32, "steps": 6}
+# Tokens of a row: a prompt of the usual length with all of its answers.
+LONGEST_PROMPT = 192
 TOPICS = ["the sea", "a small town", "bread", "winter", "an old clock", "the moon", "a long road", "music"]
-REWARD = "def score(completions, **columns):\n    return [float(text.count('e')) for text in completions]\n"
+REWARD = """
+def score(completions, **columns):
+    said = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [float(text.count("e")) for text in said]
+"""
 TRL = """
-import json, resource, sys, time
+import json, resource, runpy, sys, time
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -49,10 +58,12 @@ config = GRPOConfig(
     logging_steps=1, save_strategy="no", disable_tqdm=True, generation_kwargs={"min_new_tokens": how["tokens"]},
 )
 net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-score = lambda completions, **columns: [float(text.count("e")) for text in completions]
+score = runpy.run_path(how["reward"])["score"]
 trainer = GRPOTrainer(net, score, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Clock()])
 trainer.train()
-print("TIMES", json.dumps(times))
+ids = lambda prompt: tokenizer(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(
+    prompt, add_generation_prompt=True, return_dict=True)
+print("FOUND", json.dumps({"times": times, "lengths": [len(ids(row["prompt"])["input_ids"]) for row in rows]}))
 """
 
 
@@ -74,29 +85,42 @@ def per_step(at: list[Any]) -> tuple[float, float]:
     return float(wall), float(cpu)
 
 
+def asked(problems: str | None, count: int) -> list[dict[str, Any]]:
+    """Prompts in the form that both read."""
+    if problems is None:
+        return [{"prompt": f"Here is a story about {topic}:"} for topic in TOPICS[:count]]
+    lines = Path(problems).read_text(encoding="utf-8").splitlines()[:count]
+    return [{"prompt": [{"role": "user", "content": json.loads(line)["question"]}]} for line in lines]
+
+
 def main() -> None:
     model, python = sys.argv[1], sys.argv[2]
-    steps = int(sys.argv[3]) if len(sys.argv) > 3 else STEPS
+    words = dict(word.split("=", 1) for word in sys.argv[3:])
+    prompts, each, tokens, steps = (int(words.pop(name, size)) for name, size in SIZES.items())
+    # Each step asks all of them.
+    rows = asked(words.pop("problems", None), prompts)
+    chat = not isinstance(rows[0]["prompt"], str)
     folder = Path(tempfile.mkdtemp())
-    rows = [{"prompt": f"Here is a story about {topic}:"} for topic in TOPICS]
     try:
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "reward.py").write_text(REWARD)
-        how = {"dir": str(folder / "trl"), "batch": PROMPTS * EACH, "each": EACH, "tokens": TOKENS, "steps": steps}
+        how = {"dir": str(folder / "trl"), "reward": str(folder / "reward.py"), "batch": len(rows) * each, "each": each, "tokens": tokens, "steps": steps}
         done = subprocess.run([python, "-c", TRL, model, json.dumps(rows), json.dumps(how)], capture_output=True, text=True)
-        found = [line for line in done.stdout.splitlines() if line.startswith("TIMES ")]
+        found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
         if not found:
             raise SystemExit(done.stderr[-2000:])
-        theirs = per_step(json.loads(found[0].removeprefix("TIMES ")))
+        told = json.loads(found[0].removeprefix("FOUND "))
+        theirs, lengths = per_step(told["times"]), told["lengths"]
         view, run = Times(), folder / "run"
-        words = [f"model={model}", f"data.source={folder / 'prompts.jsonl'}", f"reward={folder / 'reward.py'}:score", f"dir={run}"]
-        words += [f"data.batch={PROMPTS * EACH}", f"rollout.completions={EACH}", f"rollout.tokens={TOKENS}", "data.sequence=128"]
-        words += ["eval.batches=0", "data.held_out=0", f"steps={steps}", "checkpoint.every=10000", "rollout.ignore_eos=true"]
-        argosy.fit("grpo", *words, view=view)
+        sequence = LONGEST_PROMPT + each * (tokens + 1) if chat else 128
+        ours_ = {"model": model, "data.source": folder / "prompts.jsonl", "reward": f"{folder / 'reward.py'}:score", "dir": run}
+        ours_ |= {"data.batch": len(rows) * each, "rollout.completions": each, "rollout.tokens": tokens, "data.sequence": sequence}
+        ours_ |= {"eval.batches": 0, "data.held_out": 0, "steps": steps, "checkpoint.every": 10000, "rollout.ignore_eos": "true"}
+        argosy.fit("grpo", *(f"{name}={value}" for name, value in (ours_ | words).items()), view=view)
         ours = per_step(view.at)
         lines = [line for line in read(Store(run)) if "loss" in line][WARM:]
         rewarded = float(np.median([line["reward_s"] for line in lines]))
-        print(f"{PROMPTS * EACH} answers of {TOKENS} tokens, {steps} steps\n")
+        print(f"{each} answers of {tokens} tokens to each of {len(rows)} prompts of {min(lengths)} to {max(lengths)} tokens, {steps} steps\n")
         print("| | wall s a step | CPU s a step |\n|---|---|---|")
         print(f"| TRL | {theirs[0]:.2f} | {theirs[1]:.2f} |\n| argosy | {ours[0]:.2f} | {ours[1]:.2f} |")
         print(f"\n{theirs[0] / ours[0]:.2f} times as fast (CPU {theirs[1] / ours[1]:.2f}); rewards took {rewarded:.4f} s of a step")

@@ -30,7 +30,9 @@ import httpx
 import jsonschema
 from helpers import shared
 
-SERVER = ["port=0", "engine.slots=6", "engine.context=192", "engine.page=8", "engine.pages=40", "limits.seconds=120"]
+from argosy.infer.grammar import COMPILING
+
+SERVER = ["port=0", "engine.slots=6", "engine.context=192", "engine.page=8", "engine.pages=30", "limits.seconds=120"]
 SERVER += ["warm_up_prompt_logprobs=true", "limits.prompt_logprobs_tokens=192"]
 GROWTH = 0.1
 PLAIN = 60  # requests whose answers are known
@@ -146,6 +148,13 @@ class Soak:
             answer.raise_for_status()
             self.known.append((body, texts_of(answer.json()["choices"])))
 
+    async def fill_threads(self, client: httpx.AsyncClient) -> None:
+        """As many grammars at once as the server compiles, each slow and new: its pool of threads is full from here on."""
+        kinds = [{f"key{i}x{j}": {"type": "integer"} for j in range(600)} for i in range(2 * COMPILING)]
+        bodies = [{"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": {"properties": kind}}} for kind in kinds]
+        for answer in await asyncio.gather(*(client.post(self.url, json=body) for body in bodies)):
+            answer.raise_for_status()
+
     async def whole(self, client: httpx.AsyncClient) -> None:
         body, expected = self.rng.choice(self.known)
         answer = await client.post(self.url, json=body)
@@ -254,6 +263,7 @@ class Soak:
         async with httpx.AsyncClient(timeout=180) as client:
             await self.ask_known(client)
             await self.scored(client)
+            await self.fill_threads(client)
         until, states = time.monotonic() + 60 * minutes, []
         await asyncio.gather(self.watch(until, states), *(self.client(until) for _ in range(clients)))
         return states

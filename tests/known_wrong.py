@@ -550,9 +550,30 @@ EDITS = [
     Edit(
         "packed texts see each other",
         "argosy/ops/attention.py",
-        "seen &= self.q_segment[:, :, None] == self.k_segment[:, None, :]",
+        "seen &= of_segments(self.q_segment, self.k_segment, self.q_prefix)",
         "pass",
         ("tests/ops/test_attention.py",),
+    ),
+    Edit(
+        "answers do not see the prompt that they share",
+        "argosy/ops/attention.py",
+        "return own if prefix is None else own | ((prefix[:, :, None] == k[:, None, :]) & (prefix > 0)[:, :, None])",
+        "return own",
+        ("tests/ops/test_attention.py::test_a_query_sees_its_segment_and_the_prefix_of_it",),
+    ),
+    Edit(
+        "answers that share a prompt are at positions from 0",
+        "argosy/rl/experience.py",
+        "positions[row, here] = position + np.arange(len(ids))",
+        "positions[row, here] = np.arange(len(ids))",
+        ("tests/rl/test_policy.py::test_answers_that_share_their_prompt_teach_what_they_do_alone[40]",),
+    ),
+    Edit(
+        "the window of answers that share a prompt counts places of the row",
+        "argosy/models/parts/attend.py",
+        "see = replace(see, q_at=self.at, k_at=self.at, aligned=False)",
+        "pass",
+        ("tests/rl/test_policy.py::test_each_family_sees_a_shared_prompt_as_its_own",),
     ),
     Edit(
         "positions off by one in decoding",
@@ -890,8 +911,8 @@ EDITS = [
     Edit(
         "the last tokens of prompts learned as answers",
         "argosy/rl/experience.py",
-        "begin = row * shape.sequence + at + asked - 1",
-        "begin = row * shape.sequence + at + asked - 2",
+        "begin = row * shape.sequence + at + len(asked) - shared - 1",
+        "begin = row * shape.sequence + at + len(asked) - shared - 2",
         ("tests/rl/test_policy.py::test_log_probabilities_are_those_of_each_answer_alone[blocks-1.0]",),
     ),
     Edit(

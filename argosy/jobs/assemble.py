@@ -202,7 +202,7 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     if run.rollout is not None:
         from argosy.jobs.reinforce import Reinforced, rollouts_of
 
-        return _assembled(Reinforced, run, decided, mesh, tokenizer, rollouts_of(run, mesh, tokenizer), None)
+        return _assembled(Reinforced, run, decided, mesh, tokenizer, rollouts_of(run, decided, mesh, tokenizer), None)
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
     share, shares = rows_here(mesh, run.data.batch)
     common |= {"process": share, "processes": shares, "source": source}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from argosy.core.errors import BadInput
 from argosy.jobs.products import decided_products
 from argosy.jobs.run import Run
+from argosy.jobs.sharing import decided_sharing
 from argosy.models.parts.stack import Execution, Scan, Unroll
 from argosy.train.step import Precision
 
@@ -28,6 +29,8 @@ class Decided:
     rounds: int = 1
     # What multiplies with weights (`ops.matmul`). Runs that do not say were made before there was a choice.
     products: str = "xla"
+    # Whether answers share prompts in gradients.
+    shared_prompts: bool = False
 
     @classmethod
     def here(cls, run: Run) -> "Decided":
@@ -41,7 +44,8 @@ class Decided:
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"
         products = decided_products(run, precision, jax.device_count(), "cpu" if cpu else "other")
-        return cls(layers, precision, base_dtype(run) if precision == "bfloat16" else "float32", rounds, products)
+        base = base_dtype(run) if precision == "bfloat16" else "float32"
+        return cls(layers, precision, base, rounds, products, decided_sharing(run, backend()))
 
     @property
     def dtype(self) -> Any:

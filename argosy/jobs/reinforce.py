@@ -20,10 +20,11 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.data.batch import Batch
+from argosy.data.batch import Batch, Fields
 from argosy.data.prompts import Prompt, lengths_of, prompts_of
 from argosy.jobs import reference
 from argosy.jobs.assembly import Assembly
+from argosy.jobs.decided import Decided
 from argosy.jobs.hooks import Saver, is_stopping
 from argosy.jobs.memory import shapes_of
 from argosy.jobs.rollout_engine import RolloutEngine
@@ -38,7 +39,7 @@ from argosy.parallel.place import batch_sharding, row_shares
 from argosy.rl.environment_settings import described, open_table
 from argosy.rl.experience import Experience, Shape
 from argosy.rl.policies import Rollout
-from argosy.rl.policy import ROWS, gathered, logps_of, values_of
+from argosy.rl.policy import ROWS, gathered, logps_of, shared_of, values_of
 from argosy.rl.reward_functions import open_rewards
 from argosy.rl.rolled import NoRewards, Told, Trainer
 from argosy.rl.rollouts import Rollouts
@@ -88,15 +89,25 @@ class Reinforced(Assembly):
 
     # ---------------------------------------------------------------- shapes
 
+    @property
+    def fields(self) -> Fields:
+        """The arrays of a part."""
+        return {**self.run.objective.reads(), **shared_of(self.rollouts.shape)}
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        """Those that a part's log-probabilities are computed from."""
+        return (*ROWS, *shared_of(self.rollouts.shape), "places")
+
     def part_shapes(self, only: Sequence[str] | None = None) -> dict[str, Any]:
         """The arrays of a part: rows are split over devices, numbers of answers are everywhere."""
-        shape, fields = self.rollouts.shape, self.run.objective.reads()
-        chosen = {name: fields[name] for name in only or fields}
+        shape = self.rollouts.shape
+        chosen = {name: self.fields[name] for name in only or self.fields}
         made = shapes_of(chosen, shape.rows, shape.sequence, 1, shape.sizes, None)
         return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place_of(name)) for name, a in made.items()}
 
     def _place_of(self, name: str) -> Any:
-        field = self.run.objective.reads().get(name)
+        field = self.fields.get(name)
         return batch_sharding(self.mesh) if field is not None and field.axes.startswith("B") else self.places.step
 
     def _placed(self, part: Batch) -> dict[str, Any]:
@@ -179,8 +190,7 @@ class Reinforced(Assembly):
 
     def logps(self, params: Any, rest: Any, part: Batch) -> np.ndarray:
         """The log-probabilities of the tokens of a part's answers by these weights, [S L]."""
-        names = (*ROWS, "places")
-        return np.asarray(self._scorer(params, rest, self._placed({name: part[name] for name in names})))
+        return np.asarray(self._scorer(params, rest, self._placed({name: part[name] for name in self.scored})))
 
     @cached_property
     def _scorer(self) -> Any:
@@ -190,7 +200,7 @@ class Reinforced(Assembly):
             return logps_of(how, model_for(graph, self.decided.precision, params, rest), part)[0]
 
         with self.tracing():
-            shapes = self.shapes.params, self.shapes.rest, self.part_shapes((*ROWS, "places"))
+            shapes = self.shapes.params, self.shapes.rest, self.part_shapes(self.scored)
             return jax.jit(logps, out_shardings=self.places.step).lower(*shapes).compile()
 
     def reference_of(self, state: TrainState) -> tuple[Any, Any]:
@@ -200,7 +210,7 @@ class Reinforced(Assembly):
 
     def values(self, state: TrainState, rows: Batch) -> tuple[np.ndarray, np.ndarray]:
         """The critic's values of the tokens of a part's answers [S L], and after their last token [S]."""
-        found = self._values(state.params, state.rest, self._placed({name: rows[name] for name in (*ROWS, "places", "ends")}))
+        found = self._values(state.params, state.rest, self._placed({name: rows[name] for name in (*self.scored, "ends")}))
         return np.asarray(found[0]), np.asarray(found[1])
 
     @cached_property
@@ -213,7 +223,7 @@ class Reinforced(Assembly):
 
         with self.tracing():
             ends = jax.ShapeDtypeStruct((self.rollouts.shape.answers,), jnp.int32, sharding=place)
-            shapes = self.shapes.params, self.shapes.rest, self.part_shapes((*ROWS, "places")) | {"ends": ends}
+            shapes = self.shapes.params, self.shapes.rest, self.part_shapes(self.scored) | {"ends": ends}
             return jax.jit(values, out_shardings=(place, place)).lower(*shapes).compile()
 
     # ---------------------------------------------------------------- evaluation
@@ -265,8 +275,8 @@ class Update:
         return SimpleNamespace(**sizes)
 
 
-def shape_of(run: Run, mesh: Any) -> Shape:
-    """The shape of the parts that answers are packed into.
+def shape_of(run: Run, mesh: Any, shared: bool = False) -> Shape:
+    """The shape of the parts that answers are packed into. shared: answers to one prompt share it.
 
     Raises:
         BadInput: their rows do not divide over the devices.
@@ -277,16 +287,16 @@ def shape_of(run: Run, mesh: Any) -> Shape:
     if rows % shares:
         what = f"rollout.rows = {rows} does not divide over {plural(shares, 'device')}"
         raise BadInput(what, hint=f"make it a multiple of {shares}")
-    return Shape(rows, run.data.sequence, how.tokens)
+    return Shape(rows, run.data.sequence, how.tokens, shared=shared)
 
 
-def rollouts_of(run: Run, mesh: Any, tokenizer: Any) -> Rollouts:
+def rollouts_of(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> Rollouts:
     """The rollouts of a run. Everything is checked, nothing is sampled.
 
     Raises:
         UserError: a mistake in prompts, rewards or settings.
     """
-    how, shape = run.rollout, shape_of(run, mesh)
+    how, shape = run.rollout, shape_of(run, mesh, decided.shared_prompts)
     assert how is not None
     prompts, held_out = prompts_of(run.data, tokenizer, run.seed)
     workers = how.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)

@@ -60,6 +60,11 @@ class FamilyConfig(Settings):
     """Uses the embedding as the output head (tied embeddings)."""
 
     @property
+    def recurrent(self) -> bool:
+        """Whether a layer carries a state from token to token."""
+        return False
+
+    @property
     def scored(self) -> int:
         """How many scores the head gives for a token, in place of logits; 0 for a language model."""
         return getattr(self, "scores", 0)

@@ -150,6 +150,10 @@ class Qwen3NextConfig(DecoderConfig):
         return super().resolved().model_copy(update={"pattern": shortest_pattern(self.spans)})
 
     @property
+    def recurrent(self) -> bool:
+        return "R" in self.spans
+
+    @property
     def kinds(self) -> list[str]:
         """How each layer mixes tokens, and its feed-forward part."""
         mixes = ("delta" if span == "R" else "attention" for span in self.spans)

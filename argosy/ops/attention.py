@@ -51,6 +51,7 @@ class See:
     """Which keys a query sees: those of its own segment and, if causal, none after it.
 
     aligned: queries and keys are the same tokens in the same order, at positions 0..T-1. picked: of those keys, only these.
+    q_prefix: a segment that the query sees as well as its own, 0: none.
     """
 
     q_at: Int[Array, "B T"]
@@ -60,6 +61,7 @@ class See:
     causal: bool = True
     aligned: bool = False
     picked: Bool[Array, "B T S"] | None = None
+    q_prefix: Int[Array, "B T"] | None = None
 
     def dense(self, window: int | None) -> Bool[Array, "B T S"]:
         ahead = self.q_at[:, :, None] - self.k_at[:, None, :]
@@ -69,8 +71,14 @@ class See:
         if window is not None:
             seen &= (ahead if self.causal else jnp.abs(ahead)) < window
         if self.q_segment is not None and self.k_segment is not None:
-            seen &= self.q_segment[:, :, None] == self.k_segment[:, None, :]
+            seen &= of_segments(self.q_segment, self.k_segment, self.q_prefix)
         return seen if self.picked is None else seen & self.picked
+
+
+def of_segments(q: Int[Array, "B T"], k: Int[Array, "B S"], prefix: Int[Array, "B T"] | None) -> Bool[Array, "B T S"]:
+    """Which keys are of the query's segment, or of the one that is its prefix. The prefix 0 is none, also where padding has it."""
+    own = q[:, :, None] == k[:, None, :]
+    return own if prefix is None else own | ((prefix[:, :, None] == k[:, None, :]) & (prefix > 0)[:, :, None])
 
 
 class Implementation(NamedTuple):

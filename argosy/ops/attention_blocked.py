@@ -14,8 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import Implementation, Score, See
+from argosy.ops.attention import Implementation, Score, See, of_segments
 from argosy.ops.precision import sums_in, wide
+
+# The segment of each token, and the one that is its prefix; None: a row is one segment, and there are no prefixes.
+Segments = tuple[Int[Array, "B T"] | None, Int[Array, "B T"] | None]
 
 # Rows; measured best of 32, 64, 128 at 256 tokens.
 BLOCK = 64
@@ -36,10 +39,7 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
 
 
 def _run(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool = False) -> Array:
-    segments = see.q_segment
-    if segments is None:
-        segments = jnp.zeros(q.shape[:2], jnp.int32)
-    return _attend(q, k, v, segments, score.scale, score.window, see.q_segment is not None)
+    return _attend(q, k, v, (see.q_segment, see.q_prefix), score.scale, score.window)
 
 
 BLOCKED = Implementation(_run, _refuses)
@@ -63,14 +63,13 @@ def blocks(T: int, window: int | None) -> list[_Block]:
     return [_Block(a, min(a + size, T), 0 if window is None else max(0, a - window + 1)) for a in starts]
 
 
-def _masked(
-    s: Array, block: _Block, segments: Int[Array, "B T"], window: int | None, packed: bool, groups: int
-) -> Array:
+def _masked(s: Array, block: _Block, segments: Segments, window: int | None, groups: int) -> Array:
     """Scores [B K rows keys], with `UNSEEN` for keys that a row does not see. Rows are (query head of the group, time)."""
     see = jnp.asarray(block.visible(window))[None]
-    if packed:
-        mine, theirs = segments[:, block.start : block.stop], segments[:, block.low : block.stop]
-        see = see & (mine[:, :, None] == theirs[:, None, :])
+    own, prefix = segments
+    if own is not None:
+        mine, theirs = own[:, block.start : block.stop], own[:, block.low : block.stop]
+        see = see & of_segments(mine, theirs, prefix if prefix is None else prefix[:, block.start : block.stop])
     B, K, rows, keys = s.shape
     apart = s.reshape(B, K, groups, rows // groups, keys)
     return jnp.where(see[:, None, None], apart, -1e30).reshape(s.shape)
@@ -97,12 +96,12 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     return jax.lax.dot_general(a, b, axes, preferred_element_type=sums_in(a.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attend(q: Array, k: Array, v: Array, segments: Array, scale: float, window: int | None, packed: bool) -> Array:
-    return _forward(q, k, v, segments, scale, window, packed)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(q: Array, k: Array, v: Array, segments: Segments, scale: float, window: int | None) -> Array:
+    return _forward(q, k, v, segments, scale, window)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, window: int | None, packed: bool) -> Any:
+def _forward(q: Array, k: Array, v: Array, segments: Segments, scale: float, window: int | None) -> Any:
     T, N, K = q.shape[1], q.shape[2], k.shape[2]
     kt, vt = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     outs, kept = [], []
@@ -110,19 +109,19 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, window
         rows = _rows(q * scale, K, block)
         keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
         s = _dot(rows, keys, (3, 3))
-        s = _masked(s, block, segments, window, packed, N // K)
+        s = _masked(s, block, segments, window, N // K)
         p = jnp.exp(s - jnp.max(s, -1, keepdims=True))
         z = 1 / jnp.sum(p, -1, keepdims=True)
         p = p.astype(v.dtype)
         out = (_dot(p, values, (3, 2)) * z).astype(v.dtype)
         outs.append(out)
         kept.append((rows, p, z, out))
-    return _unrows(outs, N), (kt, vt, kept)
+    return _unrows(outs, N), (kt, vt, kept, segments)
 
 
-def _backward(scale: float, window: int | None, packed: bool, kept: Any, g: Array) -> Any:
-    kt, vt, saved = kept
-    B, T, N, _ = g.shape
+def _backward(scale: float, window: int | None, kept: Any, g: Array) -> Any:
+    kt, vt, saved, segments = kept
+    T, N = g.shape[1:3]
     K = kt.shape[1]
     dq, dk, dv = [], [], []
     for block, (rows, p, z, out) in zip(blocks(T, window), saved):
@@ -135,7 +134,7 @@ def _backward(scale: float, window: int | None, packed: bool, kept: Any, g: Arra
         dv.append((block, _dot(p, go, (2, 2))))
     back = partial(_gather, T=T)
     typed = (_unrows(dq, N), back(dk), back(dv))
-    return *(d.astype(g.dtype) for d in typed), np.zeros((B, T), jax.dtypes.float0)
+    return *(d.astype(g.dtype) for d in typed), jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), segments)
 
 
 def _gather(parts: list[tuple[_Block, Array]], T: int) -> Float[Array, "B T K H"]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.ops.attention import Implementation, Score, See
+from argosy.ops.attention import Implementation, Score, See, of_segments
 from argosy.ops.attention_split import cannot_split, split
 from argosy.parallel.scope import platform
 
@@ -43,7 +43,9 @@ def cudnn(
         kernel: xla computes the same call without a GPU, for tests.
     """
     call = partial(_call, score=score, causal=see.causal, kernel=kernel)
-    return split(call, q, k, v, see.q_segment, None)
+    # A segment's prefix goes with it.
+    segments = see.q_segment if see.q_prefix is None else jnp.stack([see.q_segment, see.q_prefix], -1)
+    return split(call, q, k, v, segments, None)
 
 
 def _call(
@@ -58,8 +60,9 @@ def _call(
         # With a mask the kernel wants an even length. No token has the segment of the padding.
         behind = (0, T % 2)
         own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
-        own = jnp.pad(own, ((0, 0), behind), constant_values=-1)
-        mask = own[:, :, None] == own[:, None, :]
+        own = jnp.pad(own, ((0, 0), behind, *[(0, 0)] * (own.ndim - 2)), constant_values=-1)
+        own, prefix = (own, None) if own.ndim == 2 else (own[..., 0], own[..., 1])
+        mask = of_segments(own, own, prefix)
         if window is not None:
             at = jnp.arange(T + T % 2)
             mask &= jnp.abs(at[:, None] - at[None, :]) < window

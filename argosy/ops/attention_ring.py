@@ -108,6 +108,8 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
         return "only sequences that are split over devices (mesh.context)"
     if not see.aligned or see.picked is not None:
         return "only a pass over whole sequences, in which queries do not choose their keys"
+    if see.q_prefix is not None:
+        return "no prefixes of segments"
     n = axis_sizes()[AXIS]
     if not isinstance(q.shape[1], int) or q.shape[1] % (2 * n):
         return f"only a length that divides into {2 * n} pieces, twice mesh.context, and not {q.shape[1]}"

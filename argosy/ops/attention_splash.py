@@ -140,6 +140,8 @@ def cannot(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> s
         return "only a pass over whole sequences, in which queries do not choose their keys"
     if not isinstance(q.shape[1], int):
         return "only a length that is known when the program is made"
+    if see.q_prefix is not None:
+        return "no prefixes of segments"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"no {q.dtype.name}"
     return cannot_split(q, k)

@@ -24,12 +24,12 @@ def split(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K U"],
-    segments: Int[Array, "B T"] | None,
+    segments: Int[Array, "B T"] | Int[Array, "B T 2"] | None,
     sinks: Float[Array, "N"] | None,
     *,
     lse: bool = False,
 ) -> Any:
-    """What the kernel gives, computed by the devices of the mesh in scope."""
+    """What the kernel gives, computed by the devices of the mesh in scope. segments: also with the prefix of each, [B T 2]."""
     if not on_several_devices():
         return kernel(q, k, v, segments, sinks)
     rows, _, heads, _ = activation_spec("B T N H", q.shape)

@@ -3,6 +3,9 @@
 A part has R rows of T tokens. Prompts with their answers are packed into rows by best fit, rows into parts in that order; a part is
 closed when its rows or its S places for answers are full. How many parts there are depends on the lengths, so the number of programs
 does not, and little is computed for padding. See `rl.policy` for the arrays.
+
+Where the shape says that prompts are shared, answers to one prompt that stand in one row follow a single copy of it (Liu et al. 2025,
+arXiv:2506.05433). The prompt's last token is repeated before each, because it has another target for each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +27,13 @@ SHORTER = 8
 @dataclass(frozen=True)
 class Shape:
     """The shape of a part: rows, tokens of a row, the longest answer, and how many answers there is room for. beside: tokens of a row
-    by another tokenizer, a teacher's; 0: none reads it."""
+    by another tokenizer, a teacher's; 0: none reads it. shared: answers to one prompt share it."""
 
     rows: int
     sequence: int
     longest: int
     beside: int = 0
+    shared: bool = False
 
     @property
     def answers(self) -> int:
@@ -99,15 +103,44 @@ def packed(
         raise BadInput(f"a prompt and its answer have {sizes.max()} tokens", where=f"data.sequence = {shape.sequence}")
     if room is not None:
         sizes = np.minimum(room[list(numbers)], shape.sequence)
-    return [part_of(answers, shape, [[numbers[i] for i in row] for row in rows]) for rows in in_parts(sizes, shape)]
+    if shape.shared:
+        together = families([answers[i] for i in numbers], shape.sequence)
+        sizes = np.array([tokens_of([answers[numbers[i]] for i in own]) for own in together], np.int64)
+    else:
+        together = [[i] for i in range(len(numbers))]
+    rows = [[numbers[i] for family in row for i in together[family]] for row in grouped(sizes, shape.sequence)]
+    return [part_of(answers, shape, part) for part in in_parts(rows, shape)]
 
 
-def in_parts(sizes: np.ndarray, shape: Shape) -> Iterator[list[list[int]]]:
+def grouped(sizes: np.ndarray, room: int) -> list[list[int]]:
+    """Which items share a bin of this room, by best fit."""
+    bin_of = best_fit_decreasing(sizes, room)
+    bins: list[list[int]] = [[] for _ in range(int(bin_of.max(initial=-1)) + 1)]
+    for item, own in enumerate(bin_of.tolist()):
+        bins[own].append(item)
+    return bins
+
+
+def families(answers: Sequence[Answer], room: int) -> list[list[int]]:
+    """Answers to one prompt, as many as fit into a row beside it."""
+    of: dict[tuple[int, ...], list[int]] = {}
+    for i, answer in enumerate(answers):
+        of.setdefault(tuple(answer.prompt.tokens), []).append(i)
+    found = []
+    for prompt, own in of.items():
+        # Each with the prompt's last token, after the others.
+        sizes = np.array([1 + len(answers[i].tokens) for i in own], np.int64)
+        found += [[own[j] for j in row] for row in grouped(sizes, room - len(prompt) + 1)]
+    return found
+
+
+def tokens_of(family: Sequence[Answer]) -> int:
+    """The tokens that answers to one prompt take in a row, with it."""
+    return len(family[0].prompt.tokens) - 1 + sum(1 + len(one.tokens) for one in family)
+
+
+def in_parts(rows: Sequence[list[int]], shape: Shape) -> Iterator[list[list[int]]]:
     """The answers of each row of each part."""
-    row_of = best_fit_decreasing(sizes, shape.sequence)
-    rows: list[list[int]] = [[] for _ in range(int(row_of.max(initial=-1)) + 1)]
-    for answer, row in enumerate(row_of.tolist()):
-        rows[row].append(answer)
     part: list[list[int]] = []
     held = 0
     for row in rows:
@@ -123,26 +156,52 @@ def in_parts(sizes: np.ndarray, shape: Shape) -> Iterator[list[list[int]]]:
 
 
 def part_of(answers: Sequence[Answer], shape: Shape, rows: list[list[int]]) -> Part:
-    """One part: the answers of each of its rows. The last token of an answer is an input too, without a target."""
-    tokens, targets, segments = np.zeros((3, shape.rows, shape.sequence), np.int32)
+    """One part: the answers of each of its rows. The last token of an answer is an input too, without a target. Where prompts are
+    shared, answers that follow each other in a row and have the same prompt share it."""
+    tokens, targets, segments, prefixes, positions = np.zeros((5, shape.rows, shape.sequence), np.int32)
     places, ends = np.zeros((shape.answers, shape.longest), np.int32), np.zeros(shape.answers, np.int32)
     owners = np.full(shape.answers, -1, np.int32)
     slot = 0
     for row, own in enumerate(rows):
-        at = 0
-        for segment, number in enumerate(own, 1):
-            answer = answers[number]
-            asked, length = len(answer.prompt.tokens), len(answer.tokens)
-            ids = [*answer.prompt.tokens, *answer.tokens]
-            tokens[row, at : at + len(ids)], segments[row, at : at + len(ids)] = ids, segment
+        at = segment = 0
+
+        def put(ids: Sequence[int], prefix: int = 0, position: int = 0, row: int = row) -> None:
+            """Writes the next segment of the row."""
+            nonlocal at, segment
+            segment, here = segment + 1, slice(at, at + len(ids))
+            tokens[row, here], segments[row, here], prefixes[row, here] = ids, segment, prefix
             targets[row, at : at + len(ids) - 1] = ids[1:]
-            # The target of the prompt's last token is the first of the answer.
-            begin = row * shape.sequence + at + asked - 1
-            places[slot, :length], ends[slot] = begin + np.arange(length), begin + length
-            owners[slot] = number
-            at, slot = at + len(ids), slot + 1
-    rows_ = {"tokens": tokens, "targets": targets, "segments": segments, "places": places, "ends": ends}
-    return Part(rows_, owners)
+            positions[row, here] = position + np.arange(len(ids))
+            at += len(ids)
+
+        for family in runs([answers[number].prompt.tokens for number in own], shape.shared):
+            asked = answers[own[family[0]]].prompt.tokens
+            # A prompt of one token is repeated whole.
+            shared = len(asked) - 1 if len(family) > 1 else 0
+            if shared:
+                put(asked[:-1])
+            prefix = segment if shared else 0
+            for i in family:
+                answer, length = answers[own[i]], len(answers[own[i]].tokens)
+                # The target of the prompt's last token is the first of the answer.
+                begin = row * shape.sequence + at + len(asked) - shared - 1
+                places[slot, :length], ends[slot] = begin + np.arange(length), begin + length
+                owners[slot] = own[i]
+                put([*asked[shared:], *answer.tokens], prefix, shared)
+                slot += 1
+    made = {"tokens": tokens, "targets": targets, "segments": segments, "places": places, "ends": ends}
+    return Part(made | ({"prefixes": prefixes, "positions": positions} if shape.shared else {}), owners)
+
+
+def runs(prompts: Sequence[Sequence[int]], shared: bool) -> list[list[int]]:
+    """Places that follow each other and have the same prompt; each alone where prompts are not shared."""
+    found: list[list[int]] = []
+    for i, prompt in enumerate(prompts):
+        if shared and i and list(prompt) == list(prompts[i - 1]):
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found
 
 
 def density(parts: Sequence[Batch]) -> float:

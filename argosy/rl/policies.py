@@ -27,8 +27,8 @@ from argosy.train.settings import OfTokens
 Advantage = Literal["group", "leave_one_out", "batch", "group_batch", "greedy", "useful", "length"]
 TokenLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
 Average = Literal["tokens", "answers", "sums"]
-# Settings of rollouts that decide where they are sampled, not what they are.
-NOT_MADE = ("workers", "devices", "processes", "stuck")
+# Settings of rollouts that decide where they are sampled and how they are computed, not what they are.
+NOT_MADE = ("workers", "devices", "processes", "stuck", "share_prompts")
 
 
 class Correction(Settings):
@@ -329,6 +329,11 @@ class Rollout(Settings):
     """Rows of `data.sequence` tokens that are computed at once. Answers are packed into rows, rows into parts of so many; gradients
     of all parts of an update are summed, so this decides memory and speed, not the result. None: at least 4,
     and one for each device that rows are split over."""
+    share_prompts: Annotated[bool | None, Also("use_prefix_grouper")] = None
+    """Computes a prompt once for those of its answers that stand in one row, in place of once for each (arXiv:2506.05433): the same
+    gradients, up to rounding, for fewer tokens. So it pays to make `data.sequence` long enough for a prompt with all of its answers.
+    None: on CPUs and GPUs, unless the model has recurrent layers or windows shorter than a row, or `mesh.context` splits rows. On TPUs
+    no kernel has such masks: all scores of a row are then in memory."""
     resample: Annotated[int, Also("max_num_gen_batches", "dynamic_sampling")] = Field(0, ge=0)
     """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing, and are replaced by groups of other prompts, in at
     most so many further rounds of generation. 0: off."""

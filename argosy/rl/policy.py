@@ -5,6 +5,7 @@ answer by answer, [S L]: S answers of at most L tokens, in no order. `places` sa
 as a target. So packing, padding and the order of answers change no number of `rl.losses`.
 
     tokens, targets, segments  [B T]  as in language modeling
+    prefixes, positions        [B T]  where answers share prompts: the segment before the token's own, and where it stands (`Branched`)
     places                     [S L]  the token's place among B T targets; 0 where there is none
     ends                       [S]    the place of the answer's last token as an input
     live                       [S L]  1 on tokens of the policy, 0 on what an environment wrote, and where there is none
@@ -26,10 +27,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.data.batch import Field, Fields
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attend import Attend, Branched, Packed
 from argosy.models.parts.stack import Aux
 from argosy.ops.precision import wide
 from argosy.rl.correction import correction
+from argosy.rl.experience import Shape
 from argosy.rl.kl import kl_loss
 from argosy.rl.losses import ConstantLength, SequenceMean, TokenLoss, TokenMean, ratio_metrics
 from argosy.rl.losses.cispo import cispo
@@ -49,10 +51,16 @@ ROWS: Fields = {
     "targets": Field("B T", np.int32),
     "segments": Field("B T", np.int32),
 }
+SHARED: Fields = {"prefixes": Field("B T", np.int32), "positions": Field("B T", np.int32)}
 OF_ANSWERS = Field("S L", np.float32)
 PLACES = Field("S L", np.int32)
 
 Answers = Float[Array, "S L"]
+
+
+def shared_of(shape: Shape) -> Fields:
+    """The arrays that parts of this shape have besides what an objective reads."""
+    return SHARED if shape.shared else {}
 
 
 def fields_of(how: Policy) -> Fields:
@@ -62,10 +70,17 @@ def fields_of(how: Policy) -> Fields:
     return {**ROWS, "places": PLACES, **dict.fromkeys(answers, OF_ANSWERS)}
 
 
+def attend_of(batch: dict[str, Array]) -> Attend:
+    """Who sees whom in the rows of a part."""
+    if "prefixes" in batch:
+        return Branched(batch["segments"], batch["prefixes"], batch["positions"])
+    return Packed(batch["segments"])
+
+
 def logps_of(how: Policy, model: Any, batch: dict[str, Array]) -> tuple[Answers, Float[Array, "B T D"], Aux]:
     """The log-probability of each token of the answers at the policy's temperature, the last hidden states, and the aux outputs of
     the layers. Numbers outside the answers are those of place 0."""
-    x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
+    x, _, aux = model.hidden(batch["tokens"], attend_of(batch))
     nll, _ = losses(how, model, x, batch["targets"], temperature=how.temperature)
     return gathered(-nll, batch["places"]), x, aux
 
@@ -74,7 +89,7 @@ def values_of(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"],
     """The value of the model's critic at each token of the rows: what it expects once that token is there."""
     critic = model.critic
     critic.dtype = model.dtype
-    x, _, aux = critic.hidden(batch["tokens"], Packed(batch["segments"]))
+    x, _, aux = critic.hidden(batch["tokens"], attend_of(batch))
     return critic.unembed(x)[..., 0], aux
 
 

@@ -28,6 +28,7 @@ from argosy.rl.kl import in_reward
 from argosy.rl.metrics import Metrics, mean_where, numbers
 from argosy.rl.played import played_numbers
 from argosy.rl.policies import NOT_MADE, Policy, Rollout
+from argosy.rl.policy import shared_of
 from argosy.rl.queued import Queued, check_sizes
 from argosy.rl.rewards import reward_metrics, total
 from argosy.rl.rolled import Judge, Told, Trainer
@@ -193,7 +194,8 @@ class Rollouts(Queued):
         columns |= {"old": known["old"] if how.updates > 1 else np.full(live.shape, np.nan, np.float32)}
         columns |= {name: known[name] for name in ("reference", "values") if name in known}
         columns |= {} if by.returns is None else {"returns": by.returns}
-        filled = [[picked(part.filled(columns), self.policy.reads()) for part in own] for own in parts]
+        fields = {**self.policy.reads(), **shared_of(self.shape)}
+        filled = [[picked(part.filled(columns), fields) for part in own] for own in parts]
         self.keep(self.told(made, by))
         told = self.numbers(made, by._replace(metrics=by.metrics | metrics), counted)
         if told.get("groups/useless") == 1:

@@ -1,5 +1,7 @@
 """Every implementation equals the reference, in value and gradient; the reference equals plain NumPy."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,6 +12,9 @@ from helpers import relative
 
 from argosy.core.errors import Unsupported
 from argosy.ops.attention import IMPLEMENTATIONS, PREFERENCE, SPLIT, Score, See, attention
+from argosy.ops.attention_splash import cannot
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.scope import scope
 
 B, T, N, K, H = 2, 150, 6, 2, 10
 # Kernels for other devices, which have tests of their own: test_attention_NAME.py.
@@ -77,6 +82,63 @@ def test_implementations_equal_the_reference(name, window, packed, length):
     assert abs(float(value - expected)) < 1e-4 * max(1, abs(float(expected)))
     for got, wanted in zip(grads, expected_grads):
         assert np.abs(got - wanted).max() < 5e-6 * max(1, np.abs(wanted).max())     # all zero where only itself is seen
+
+
+def branches(T=150):
+    """Rows with two prefixes, branches of them, a segment without one, and padding."""
+    segments, prefixes = np.zeros((2, B, T), np.int32)
+    for b in range(B):
+        ends = np.linspace(0, T - 3 - b, 8).astype(int)
+        for segment, prefix in enumerate((0, 1, 1, 0, 4, 4, 0), 1):
+            here = slice(ends[segment - 1], ends[segment])
+            segments[b, here], prefixes[b, here] = segment, prefix
+    return segments, prefixes
+
+
+def test_a_query_sees_its_segment_and_the_prefix_of_it():
+    q, k, v, _, at = inputs(T=40)
+    segments, prefixes = branches(40)
+    see = See(*map(jnp.asarray, (at, at, segments, segments)), aligned=True, q_prefix=jnp.asarray(prefixes))
+    got = attention(*map(jnp.asarray, (q, k, v)), see, Score(0.3), "reference")
+    mask = np.zeros((B, 40, 40), bool)
+    for b, t, s in np.ndindex(mask.shape):
+        own = segments[b, t] == segments[b, s] or (prefixes[b, t] > 0 and segments[b, s] == prefixes[b, t])
+        mask[b, t, s] = s <= t and own
+    assert mask.sum() > (segments[:, :, None] == segments[:, None, :]).sum() / 2
+    assert relative(got, oracle(q, k, v, mask, Score(0.3))) < 1e-6
+
+
+@pytest.mark.parametrize("length", [40, 150])
+def test_blocks_of_rows_see_prefixes(length):
+    q, k, v, _, at = inputs(1, length)
+    segments, prefixes = branches(length)
+    see = See(*map(jnp.asarray, (at, at, segments, segments)), aligned=True, q_prefix=jnp.asarray(prefixes))
+
+    def of(implementation):
+        loss = lambda *a: jnp.sum(jnp.sin(attention(*a, see, Score(0.3), implementation)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*map(jnp.asarray, (q, k, v)))
+
+    value, grads = of("blocked")
+    expected, expected_grads = of("reference")
+    assert abs(float(value - expected)) < 1e-4 * abs(float(expected))
+    for got, wanted in zip(grads, expected_grads):
+        assert np.abs(got - wanted).max() < 5e-6 * max(1, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", ["splash", "ring"])
+def test_kernels_without_prefixes_say_so(name):
+    """Where the platform and the mesh are theirs, so that the reference takes over."""
+    q, k, v, _, at = inputs(T=40)
+    segments, prefixes = map(jnp.asarray, branches(40))
+    see = See(jnp.asarray(at), jnp.asarray(at), segments, segments, aligned=True)
+    arrays = tuple(map(jnp.asarray, (q, k, v)))
+    refuses = IMPLEMENTATIONS[name].refuses
+    found = {}
+    for prefix in (None, prefixes):
+        with scope(MeshSettings(context=2, fsdp=4).build()) if name == "ring" else nullcontext():
+            asked = (*arrays, replace(see, q_prefix=prefix), Score(0.3), False)
+            found[prefix is None] = cannot(*asked) if name == "splash" else refuses(*asked)
+    assert found == {True: None, False: "no prefixes of segments"}
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -22,12 +22,14 @@ from argosy.parallel.scope import scope
 BENCH = Path(__file__).parents[2] / "bench"
 
 
-def given(T=37, N=6, K=2, H=12, U=10, packed=True, causal=True, B=2):
+def given(T=37, N=6, K=2, H=12, U=10, packed=True, causal=True, B=2, branched=False):
     rng = np.random.default_rng(T)
     q, k, v = (jnp.asarray(rng.standard_normal((B, T, n, h)), jnp.float32) for n, h in ((N, H), (K, H), (K, U)))
     segments = jnp.asarray(np.sort(rng.integers(0, 4, (B, T)), 1), jnp.int32) if packed else None
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    return (q, k, v), See(at, at, segments, segments, causal=causal, aligned=True)
+    # Each segment but the first has the one before it as its prefix.
+    prefix = jnp.maximum(segments - 1, 0) if branched else None
+    return (q, k, v), See(at, at, segments, segments, causal=causal, aligned=True, q_prefix=prefix)
 
 
 def grown(run, arrays, see, score):
@@ -50,8 +52,17 @@ def test_its_call_equals_the_reference(window, packed, causal):
     same(grown(partial(cudnn, kernel="xla"), arrays, see, score), grown(reference, arrays, see, score))
 
 
-def test_devices_share_rows_and_heads():
-    arrays, see = given(B=4, N=4)
+def test_a_query_sees_the_prefix_of_its_segment():
+    arrays, see = given(branched=True)
+    found = grown(partial(cudnn, kernel="xla"), arrays, see, Score(0.3))
+    same(found, grown(reference, arrays, see, Score(0.3)))
+    alone = grown(reference, *given()[:2], Score(0.3))
+    assert float(abs(found[0] - alone[0])) > 1e-2
+
+
+@pytest.mark.parametrize("branched", [False, True])
+def test_devices_share_rows_and_heads(branched):
+    arrays, see = given(B=4, N=4, branched=branched)
     expected = grown(reference, arrays, see, Score(0.3))
     with scope(MeshSettings(data=2, fsdp=2, tensor=2).build()):
         same(grown(partial(cudnn, kernel="xla"), arrays, see, Score(0.3)), expected)

@@ -1,20 +1,23 @@
 """The loss of a policy: packing, parts and order change nothing, and it is what each answer alone gives."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relative
-from laws.families import CASES, built
+from laws.families import CASES, built, marked
 
+from argosy.core.errors import BadInput, Unsupported
 from argosy.data.prompts import Prompt
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Unroll
 from argosy.rl.answers import Answer
-from argosy.rl.experience import Experience, Shape, in_parts, packed, per_token, restored, stored
+from argosy.rl.experience import Experience, Shape, grouped, in_parts, packed, per_token, restored, stored
 from argosy.rl.losses.entropy import entropy_of
 from argosy.rl.policies import CISPO, GRPO, GSPO, PPO, RLOO, Correction, Critic, DrGRPO
-from argosy.rl.policy import gathered, logps_of
+from argosy.rl.policy import gathered, logps_of, shared_of
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
@@ -52,9 +55,16 @@ def columns(of: list[Answer]) -> dict[str, np.ndarray]:
     return {name: np.where(live > 0, a, garbage.get(name, 0.0)).astype(np.float32) for name, a in made.items()}
 
 
-def stepped(objective, shape: Shape, order: list[int] | None = None, model=None):
+def groups() -> list[Answer]:
+    """The answers of `answers` as groups of 4, 2 and 1 with one prompt each, of 5 tokens, 1 token and 3."""
+    rng = np.random.default_rng(4)
+    prompts = [Prompt(str(n), rng.integers(3, CASE.vocab, n).tolist(), {}, "") for n in (5, 1, 3)]
+    return [replace(one, prompt=prompts[whose]) for one, whose in zip(answers(), (0, 0, 0, 0, 1, 1, 2), strict=True)]
+
+
+def stepped(objective, shape: Shape, order: list[int] | None = None, model=None, of: list[Answer] | None = None):
     """Gradients and metrics of an update over these answers, in parts of this shape."""
-    of = answers()
+    of = of or answers()
     own = columns(of)
     parts = [part.filled(own) for part in packed(of, order or list(range(len(of))), shape)]
     model = model or built(CASE, Unroll())
@@ -64,7 +74,7 @@ def stepped(objective, shape: Shape, order: list[int] | None = None, model=None)
     add, finish = make_parts(graph, objective, optimizer, rate)
     sums = None
     for part in parts:
-        arrays = {name: jnp.asarray(part[name]) for name in objective.reads()}
+        arrays = {name: jnp.asarray(part[name]) for name in {**objective.reads(), **shared_of(shape)}}
         sums = jax.jit(add)(params, rest, {}, arrays, KEY) if sums is None else jax.jit(add)(params, rest, {}, arrays, KEY, sums)
     state = TrainState.start(params, rest, optimizer.init(params), 0)
     after, told = jax.jit(finish)(state, sums)
@@ -81,6 +91,81 @@ def test_parts_packing_and_order_change_no_loss_and_no_gradient(name):
         assert float(told_again[metric]) == pytest.approx(float(told[metric]), rel=2e-5, abs=1e-6), metric
     for address, change in moved.items():
         assert relative(again[address], change) < 2e-4, address
+
+
+@pytest.mark.parametrize("row", [40, 17])
+def test_answers_that_share_their_prompt_teach_what_they_do_alone(row):
+    """In rows that hold several groups, and in some that split one."""
+    of = groups()
+    alone, told, _ = stepped(KINDS["grpo"], Shape(4, 24, LONGEST), of=of)
+    moved, told_again, _ = stepped(KINDS["grpo"], Shape(2, row, LONGEST, shared=True), [3, 6, 1, 0, 5, 2, 4], of=of)
+    for metric in told:
+        assert float(told_again[metric]) == pytest.approx(float(told[metric]), rel=2e-5, abs=1e-6), metric
+    for address, change in alone.items():
+        assert relative(moved[address], change) < 2e-4, address
+
+
+def test_a_prompt_stands_once_before_its_answers():
+    of = groups()
+    (part,) = packed(of, range(len(of)), Shape(1, 64, LONGEST, shared=True))
+    rows, lengths = part.rows, [len(one.tokens) for one in of]
+    # The group of 4: 4 tokens of the prompt, its last one before each answer. That of 2 has a prompt of one token.
+    assert np.sum(rows["segments"] > 0) == 4 + 4 + 2 + 3 + sum(lengths)
+    assert np.sum(rows["prefixes"] > 0) == 4 + sum(lengths[:4])
+    for slot, owner in enumerate(part.owners[part.owners >= 0].tolist()):
+        answer, places = of[owner], rows["places"][slot, : lengths[owner]]
+        asked = answer.prompt.tokens
+        assert rows["targets"].reshape(-1)[places].tolist() == answer.tokens
+        assert rows["positions"].reshape(-1)[places].tolist() == list(range(len(asked) - 1, len(asked) - 1 + len(answer.tokens)))
+        # What a token of the answer sees, by segment and prefix, is the prompt and the answer up to there.
+        own, prefix = (rows[name].reshape(-1)[places[-1]] for name in ("segments", "prefixes"))
+        seen = np.flatnonzero(np.isin(rows["segments"][0], [own] + [prefix] * bool(prefix)))
+        seen = seen[seen <= places[-1]]
+        assert rows["tokens"][0, seen].tolist() == [*asked, *answer.tokens[:-1]]
+        assert rows["tokens"].reshape(-1)[rows["ends"][slot]] == answer.tokens[-1]
+
+
+def test_a_group_that_is_longer_than_a_row_is_split_and_no_answer_is_lost():
+    of = groups()
+    parts = packed(of, range(len(of)), Shape(1, 11, LONGEST, shared=True))
+    owners = [owner for part in parts for owner in part.owners.tolist() if owner >= 0]
+    assert sorted(owners) == list(range(len(of)))
+    with pytest.raises(BadInput, match="11 tokens"):
+        packed(of, range(len(of)), Shape(1, 10, LONGEST, shared=True))
+
+
+@pytest.mark.parametrize("name", marked(CASES, ("gemma", "deepseek", "qwen3_next")))
+def test_each_family_sees_a_shared_prompt_as_its_own(name):
+    """Log-probabilities in rows that share prompts against those of each answer alone, for every family: windows, chunks, latent and
+    sparse attention, positions that scale queries. Recurrent layers refuse."""
+    config = CASES[name]
+    if not config.causal or config.scored:
+        return
+    rng = np.random.default_rng(8)
+    asked = Prompt("", rng.integers(3, config.vocab, 9).tolist(), {}, "")
+    said = [rng.integers(3, config.vocab, n).tolist() for n in (6, 3, 5)]
+    of = [Answer(asked, one, [True] * len(one), [0.0] * len(one), True, "") for one in said]
+    model, how = built(config, Unroll()), GRPO()
+    found = {}
+    for shared, row in ((True, 27), (False, 17)):
+        (part,) = packed(of, range(len(of)), Shape(3, row, LONGEST, shared=shared))
+        batch = {name: jnp.asarray(a) for name, a in part.rows.items()}
+        if shared and config.recurrent:
+            with pytest.raises(Unsupported, match="recurrent"):
+                logps_of(how, model, batch)
+            return
+        assert shared == ("prefixes" in batch)
+        found[shared] = np.zeros((len(of), LONGEST), np.float32)
+        part.spread(np.asarray(logps_of(how, model, batch)[0]), found[shared])
+    live = per_token(of, LONGEST, "live") > 0
+    assert relative(found[True][live], found[False][live]) < 1e-5
+
+
+def test_what_recurs_is_known_from_the_settings():
+    for name, config in CASES.items():
+        if config.causal:
+            states = any(spec.row for spec, _ in config.build(Unroll()).layers.holds().values())
+            assert config.recurrent == states, name
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -165,7 +250,7 @@ def test_a_part_is_closed_when_its_rows_or_its_places_are_full():
     shape = Shape(2, 20, 20)
     assert shape.answers == 16
     sizes = np.full(50, 2)
-    made = list(in_parts(sizes, shape))
+    made = list(in_parts(grouped(sizes, shape.sequence), shape))
     assert sorted(i for part in made for row in part for i in row) == list(range(50))
     assert [sum(map(len, part)) for part in made] == [10, 10, 10, 10, 10]
     assert max(len(part) for part in made) <= 2

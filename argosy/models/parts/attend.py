@@ -9,6 +9,7 @@ and reads `attend.positions` for rope. A strategy is a pytree whose arrays all h
 split over devices and pipelines without knowing the strategy. A model has no second version for decoding, and no mode.
 
     Packed(segments)                        training: whole sequences, several to a row
+    Branched(segments, prefixes, at)        training: the same, where sequences share how they begin
     Contiguous(at, live)                    evaluation and decoding: one buffer a row, rows of any length
     Paged(table, slots, lengths, new, t)    serving: rows own pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
     Ragged(groups)                          serving: rows of several widths in one call (`parts.ragged`)
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from argosy.core.errors import Unsupported
 from argosy.models.parts.cache import (
     JOINED,
     RING,
@@ -257,6 +259,44 @@ class Packed(Recurs):
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
         return cache
+
+
+@_strategy()
+class Branched:
+    """Sequences that begin alike, with what they share computed once: a tree of segments, causal along each branch. Segment 0 is
+    padding (arXiv:2506.05433).
+
+    segments: of each token. prefixes: the segment that comes before the token's own, 0: none; it stands earlier in the row, and has no
+    prefix itself. at: positions, counted from the start of the prefix.
+    """
+
+    segments: Int[Array, "B T"]
+    prefixes: Int[Array, "B T"]
+    at: Int[Array, "B T"]
+    angles: Angled = None
+
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        return self.at
+
+    @property
+    def live(self) -> Bool[Array, "B T"]:
+        return self.segments > 0
+
+    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        rows, whose = _rows(self.segments), (self.segments, self.segments)
+        see = See(rows, rows, *whose, aligned=True, q_prefix=self.prefixes)
+        if score.window is not None and score.window >= q.shape[1]:
+            score = replace(score, window=None)
+        elif score.window is not None:
+            # Places in the row are no distances between tokens of different segments.
+            see = replace(see, q_at=self.at, k_at=self.at, aligned=False)
+            chunk = self.at // score.window
+            see = replace(see, picked=chunk[:, :, None] == chunk[:, None, :]) if score.chunked else see
+        return meet(q, held, read, score, see, None), cache
+
+    def recur(self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
+        raise Unsupported("a recurrent layer, in a row whose sequences share how they begin")
 
 
 @_strategy()
