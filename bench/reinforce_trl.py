@@ -1,35 +1,34 @@
 """A step of GRPO beside TRL's: the same model, prompts, numbers and lengths of answers, on this machine.
 
-    ./run python bench/reinforce_trl.py MODEL TRL_PYTHON [problems=FILE.jsonl] [prompts=8] [each=4] [tokens=32] [steps=6] [SETTING=VALUE ...]
+    ./run python bench/reinforce_trl.py MODEL TRL_PYTHON [problems=FILE.jsonl] [prompts=8] [each=4] [tokens=32] [steps=6] [bf16=false]
+        [SETTING=VALUE ...]
 
-MODEL: a Hub folder. TRL_PYTHON: the Python of an environment with torch, transformers and trl (`./run reference` makes one). problems:
-its rows have a `question`, which is asked in the model's chat template; without it prompts are 8 tokens of plain text. Every prompt gets
-`each` answers of exactly `tokens` tokens: float32, AdamW, one update a rollout, no KL. Other words are settings of argosy's run, such as
-`rollout.share_prompts=false`. Printed: median wall and CPU seconds of a step after the first two, and how long the prompts are. TRL
-generates with transformers, without gradient checkpointing.
+MODEL: a Hub folder. TRL_PYTHON: the Python of an environment with torch, transformers and trl (`./run reference` makes one); `none`
+measures argosy alone. problems: its rows have a `question`, which is asked in the model's chat template; without it prompts are 8
+tokens of plain text. Every prompt gets `each` answers of exactly `tokens` tokens: float32, AdamW, one update a rollout, no KL. bf16:
+TRL computes in bfloat16, as its defaults do. Other words are settings of argosy's run, such as `rollout.share_prompts=false`. Printed:
+median wall and CPU seconds of a step after the first two, and how long the prompts are. TRL generates with transformers, without
+gradient checkpointing.
 """
 
 import json
-import resource
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import argosy
 from argosy.core.storage import Store
-from argosy.jobs.train import Quiet
 from argosy.observe.metrics import read
 
 WARM = 2
 SIZES = {"prompts": 8, "each": 4, "tokens": 32, "steps": 6}
-# Tokens of a row: a prompt of the usual length with all of its answers.
-LONGEST_PROMPT = 192
+# A row holds a prompt of so many tokens with all of its answers; longer prompts have their answers in two rows.
+PROMPT = 128
 TOPICS = ["the sea", "a small town", "bread", "winter", "an old clock", "the moon", "a long road", "music"]
 REWARD = """
 def score(completions, **columns):
@@ -54,8 +53,8 @@ class Clock(TrainerCallback):
         times.append(now())
 config = GRPOConfig(
     output_dir=how["dir"], per_device_train_batch_size=how["batch"], num_generations=how["each"], max_completion_length=how["tokens"],
-    beta=0.0, learning_rate=1e-6, max_steps=how["steps"], use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-    logging_steps=1, save_strategy="no", disable_tqdm=True, generation_kwargs={"min_new_tokens": how["tokens"]},
+    beta=0.0, learning_rate=1e-6, max_steps=how["steps"], use_cpu=True, bf16=how["bf16"], gradient_checkpointing=False,
+    report_to="none", logging_steps=1, save_strategy="no", disable_tqdm=True, generation_kwargs={"min_new_tokens": how["tokens"]},
 )
 net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 score = runpy.run_path(how["reward"])["score"]
@@ -65,17 +64,30 @@ ids = lambda prompt: tokenizer(prompt) if isinstance(prompt, str) else tokenizer
     prompt, add_generation_prompt=True, return_dict=True)
 print("FOUND", json.dumps({"times": times, "lengths": [len(ids(row["prompt"])["input_ids"]) for row in rows]}))
 """
-
-
+# As `argosy train` does, before the process has a second thread.
+ARGOSY = """
+import json, resource, sys, time
+from argosy.core.allocator import share_one_arena
+share_one_arena()
+import argosy
+from argosy.jobs.train import Quiet
 class Times(Quiet):
-    """When each step was reported: wall and CPU seconds of this process and its children."""
-
-    def __init__(self) -> None:
-        self.at: list[tuple[float, float]] = []
-
-    def step(self, step: int, numbers: Any) -> None:
+    at = []
+    def step(self, step, numbers):
         used = resource.getrusage(resource.RUSAGE_SELF)
         self.at.append((time.monotonic(), used.ru_utime + used.ru_stime))
+argosy.fit("grpo", *sys.argv[1:], view=Times())
+print("FOUND", json.dumps({"times": Times.at}))
+"""
+
+
+def found_by(command: list[str]) -> dict[str, Any]:
+    """What a process prints last, as JSON. Its malloc takes huge pages, as that of `argosy train` does by itself."""
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    if not found:
+        raise SystemExit(done.stderr[-2000:])
+    return json.loads(found[0].removeprefix("FOUND "))
 
 
 def per_step(at: list[Any]) -> tuple[float, float]:
@@ -97,6 +109,7 @@ def main() -> None:
     model, python = sys.argv[1], sys.argv[2]
     words = dict(word.split("=", 1) for word in sys.argv[3:])
     prompts, each, tokens, steps = (int(words.pop(name, size)) for name, size in SIZES.items())
+    bf16 = words.pop("bf16", "false") == "true"
     # Each step asks all of them.
     rows = asked(words.pop("problems", None), prompts)
     chat = not isinstance(rows[0]["prompt"], str)
@@ -104,26 +117,31 @@ def main() -> None:
     try:
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "reward.py").write_text(REWARD)
-        how = {"dir": str(folder / "trl"), "reward": str(folder / "reward.py"), "batch": len(rows) * each, "each": each, "tokens": tokens, "steps": steps}
-        done = subprocess.run([python, "-c", TRL, model, json.dumps(rows), json.dumps(how)], capture_output=True, text=True)
-        found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-        if not found:
-            raise SystemExit(done.stderr[-2000:])
-        told = json.loads(found[0].removeprefix("FOUND "))
-        theirs, lengths = per_step(told["times"]), told["lengths"]
-        view, run = Times(), folder / "run"
-        sequence = LONGEST_PROMPT + each * (tokens + 1) if chat else 128
-        ours_ = {"model": model, "data.source": folder / "prompts.jsonl", "reward": f"{folder / 'reward.py'}:score", "dir": run}
-        ours_ |= {"data.batch": len(rows) * each, "rollout.completions": each, "rollout.tokens": tokens, "data.sequence": sequence}
-        ours_ |= {"eval.batches": 0, "data.held_out": 0, "steps": steps, "checkpoint.every": 10000, "rollout.ignore_eos": "true"}
-        argosy.fit("grpo", *(f"{name}={value}" for name, value in (ours_ | words).items()), view=view)
-        ours = per_step(view.at)
+        theirs = None
+        if python != "none":
+            how = {"dir": str(folder / "trl"), "reward": str(folder / "reward.py"), "batch": len(rows) * each, "each": each}
+            how |= {"tokens": tokens, "steps": steps, "bf16": bf16}
+            told = found_by([python, "-c", TRL, model, json.dumps(rows), json.dumps(how)])
+            theirs = per_step(told["times"])
+            print(f"prompts of {min(told['lengths'])} to {max(told['lengths'])} tokens")
+        run = folder / "run"
+        sequence = PROMPT + each * (tokens + 1) if chat else 128
+        own: dict[str, Any] = {"model": model, "data.source": folder / "prompts.jsonl", "reward": f"{folder / 'reward.py'}:score"}
+        own |= {"dir": run, "data.batch": len(rows) * each, "data.sequence": sequence, "data.held_out": 0, "eval.batches": 0}
+        own |= {"rollout.completions": each, "rollout.tokens": tokens, "rollout.ignore_eos": "true"}
+        own |= {"steps": steps, "checkpoint.every": 10000}
+        settings = [f"{name}={value}" for name, value in (own | words).items()]
+        ours = per_step(found_by([sys.executable, "-c", ARGOSY, *settings])["times"])
         lines = [line for line in read(Store(run)) if "loss" in line][WARM:]
-        rewarded = float(np.median([line["reward_s"] for line in lines]))
-        print(f"{each} answers of {tokens} tokens to each of {len(rows)} prompts of {min(lengths)} to {max(lengths)} tokens, {steps} steps\n")
+        spent = {name: float(np.median([line[name] for line in lines])) for name in ("generate_s", "logps_s", "reward_s")}
+        print(f"{each} answers of {tokens} tokens to each of {len(rows)} prompts, {steps} steps\n")
         print("| | wall s a step | CPU s a step |\n|---|---|---|")
-        print(f"| TRL | {theirs[0]:.2f} | {theirs[1]:.2f} |\n| argosy | {ours[0]:.2f} | {ours[1]:.2f} |")
-        print(f"\n{theirs[0] / ours[0]:.2f} times as fast (CPU {theirs[1] / ours[1]:.2f}); rewards took {rewarded:.4f} s of a step")
+        if theirs is not None:
+            print(f"| TRL | {theirs[0]:.2f} | {theirs[1]:.2f} |")
+        print(f"| argosy | {ours[0]:.2f} | {ours[1]:.2f} |\n")
+        print(f"of argosy's step, s: {', '.join(f'{name} {value:.4f}' for name, value in spent.items())}")
+        if theirs is not None:
+            print(f"{theirs[0] / ours[0]:.2f} times as fast (CPU {theirs[1] / ours[1]:.2f})")
     finally:
         shutil.rmtree(folder)
 

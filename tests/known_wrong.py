@@ -566,7 +566,7 @@ EDITS = [
         "argosy/rl/experience.py",
         "positions[row, here] = position + np.arange(len(ids))",
         "positions[row, here] = np.arange(len(ids))",
-        ("tests/rl/test_policy.py::test_answers_that_share_their_prompt_teach_what_they_do_alone[40]",),
+        ("tests/rl/test_policy.py::test_answers_that_share_their_prompt_teach_what_they_do_alone[40-unroll]",),
     ),
     Edit(
         "the window of answers that share a prompt counts places of the row",

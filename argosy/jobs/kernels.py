@@ -75,7 +75,8 @@ they leave for the backward pass is kept under every `execution.remat`, so they 
 own rows and heads; a number of devices that neither divides the key heads nor is a multiple of them is refused."""
 BLOCKS = """\
 `cudnn` reads segments as a mask of [B T T] numbers, shared by the heads. `splash` skips blocks that causality or a window hides, but \
-computes those between segments. Sides of its blocks, bfloat16, chosen for the least instructions in the programs that libtpu \
+computes those between segments. Rows whose segments share a prefix (`rollout.share_prompts`) are computed by `reference`, `blocked` \
+and `cudnn`. Sides of its blocks, bfloat16, chosen for the least instructions in the programs that libtpu \
 compiled (`argosy/ops/splash_blocks.py`); not measured:"""
 PAGES = """\
 `blocked` can do everything. `native` is a library for CPUs: queries and pools in float32 or bfloat16, without chunks. `ragged` reads \

@@ -240,7 +240,9 @@ class Reinforced(Assembly):
     def told(self) -> dict[str, str]:
         """The rollouts and rewards of the run, for its header."""
         assert self.run.rollout is not None
-        return told(self.run, self.run.rollout) | self.processes()
+        made = told(self.run, self.run.rollout)
+        made["rollout"] += "; answers in one row share their prompt" if self.rollouts.shape.shared else ""
+        return made | self.processes()
 
 
 @dataclass(frozen=True)

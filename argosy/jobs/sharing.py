@@ -1,6 +1,8 @@
 """Whether answers of a rollout that have one prompt share it in gradients. It is decided once and stored with the run, because parts
 that are packed either way agree only to rounding."""
 
+from typing import Any
+
 from argosy.core.errors import BadInput, Unsupported
 from argosy.jobs.run import Run
 from argosy.jobs.teacher import kind_of as taught
@@ -28,11 +30,11 @@ def decided_sharing(run: Run, platform: str) -> bool:
 
 def why_not(run: Run) -> Unsupported | BadInput | None:
     """Why prompts cannot be shared; None if they can."""
-    where = "set by rollout.share_prompts"
+    why: dict[str, Any] = {"where": "set by rollout.share_prompts", "hint": "leave rollout.share_prompts out"}
     if taught(run.objective):
-        return BadInput("answers that a teacher is compared on do not share prompts", where=where)
+        return BadInput("answers that a teacher is compared on cannot share prompts", **why)
     if run.model.recurrent:
-        return Unsupported("a model with recurrent layers, whose states are those of one sequence", where=where)
+        return Unsupported("answers cannot share prompts in a model with recurrent layers: a state is that of one sequence", **why)
     if run.mesh.splits("context"):
-        return Unsupported("sequences that are split over devices (mesh.context)", where=where)
+        return Unsupported("answers cannot share prompts where mesh.context splits rows over devices", **why)
     return None

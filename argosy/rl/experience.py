@@ -209,6 +209,12 @@ def density(parts: Sequence[Batch]) -> float:
     return float(np.mean([np.mean(part["segments"] > 0) for part in parts])) if parts else 0.0
 
 
+def spared(parts: Sequence[Part], answers: Sequence[Answer]) -> float:
+    """The share of the tokens of prompts and answers that parts do not repeat, because answers share prompts."""
+    alone = sum(len(answers[i].prompt.tokens) + len(answers[i].tokens) for part in parts for i in part.owners.tolist() if i >= 0)
+    return 1 - sum(int(np.sum(part.rows["segments"] > 0)) for part in parts) / alone if alone else 0.0
+
+
 def stored(experiences: Sequence[Experience]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """Experiences as arrays by name, and as JSON what else they are. Parts that several share, as epochs do, are stored once."""
     own: dict[int, int] = {}

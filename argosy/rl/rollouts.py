@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.order import picked
@@ -23,7 +24,7 @@ from argosy.rl.ahead import Ahead
 from argosy.rl.answers import Answer, Interrupted, SamplersLost
 from argosy.rl.collect import Collected, Collector, given_back, kept
 from argosy.rl.compare import Compared, compared
-from argosy.rl.experience import Experience, Part, Shape, density, packed, per_token
+from argosy.rl.experience import Experience, Part, Shape, density, packed, per_token, spared
 from argosy.rl.kl import in_reward
 from argosy.rl.metrics import Metrics, mean_where, numbers
 from argosy.rl.played import played_numbers
@@ -202,7 +203,17 @@ class Rollouts(Queued):
             what = f"all answers to each prompt of rollout {made.number + 1} have the same reward, so the rewards teach nothing"
             self.collector.complain(f"{what}: groups/useless tells how many groups are so", "equal")
         told |= {"part_density": density([part for own in filled for part in own])}
+        if self.shape.shared:
+            told |= {"tokens_spared": self.spared([part for own in parts for part in own], answers)}
         return [Experience(own, told) for _ in range(how.epochs) for own in filled]
+
+    def spared(self, parts: Sequence[Part], answers: Sequence[Answer]) -> float:
+        """The share of tokens that shared prompts spare. Says once where they were asked for and spare none."""
+        found = spared(parts, answers)
+        if self.rollout.share_prompts and not found:
+            what = f"no two answers to a prompt fit into a row of {plural(self.shape.sequence, 'token')}, so that none share it"
+            self.collector.complain(f"{what}: raise data.sequence, or leave out rollout.share_prompts", "apart")
+        return found
 
     def known(self, state: Any, parts: Sequence[Part], count: int) -> dict[str, np.ndarray]:
         """What the models of the run say of the answers before the first update, [B L] each; `after` [B]."""

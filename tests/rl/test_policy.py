@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import relative
-from laws.families import CASES, built, marked
+from laws.families import CASES, RUNS, built, marked
 
 from argosy.core.errors import BadInput, Unsupported
 from argosy.data.prompts import Prompt
@@ -93,12 +93,13 @@ def test_parts_packing_and_order_change_no_loss_and_no_gradient(name):
         assert relative(again[address], change) < 2e-4, address
 
 
-@pytest.mark.parametrize("row", [40, 17])
-def test_answers_that_share_their_prompt_teach_what_they_do_alone(row):
+@pytest.mark.parametrize(("row", "run"), [(40, "unroll"), (17, "unroll"), pytest.param(40, "scan", marks=pytest.mark.slow)])
+def test_answers_that_share_their_prompt_teach_what_they_do_alone(row, run):
     """In rows that hold several groups, and in some that split one."""
-    of = groups()
-    alone, told, _ = stepped(KINDS["grpo"], Shape(4, 24, LONGEST), of=of)
-    moved, told_again, _ = stepped(KINDS["grpo"], Shape(2, row, LONGEST, shared=True), [3, 6, 1, 0, 5, 2, 4], of=of)
+    of, model = groups(), built(CASE, RUNS[run])
+    alone, told, _ = stepped(KINDS["grpo"], Shape(4, 24, LONGEST), model=model, of=of)
+    order = [3, 6, 1, 0, 5, 2, 4]
+    moved, told_again, _ = stepped(KINDS["grpo"], Shape(2, row, LONGEST, shared=True), order, model, of)
     for metric in told:
         assert float(told_again[metric]) == pytest.approx(float(told[metric]), rel=2e-5, abs=1e-6), metric
     for address, change in alone.items():
