@@ -55,7 +55,7 @@ from argosy.infer.schedule import Sequence as Scheduled
 from argosy.infer.settings import MTP, ROW, EngineSettings
 from argosy.infer.speculate import Verified, speculation_of
 from argosy.infer.views import viewable
-from argosy.models.parts.cache import Caches, bytes_of
+from argosy.models.parts.cache import Caches, bytes_of, with_pages_copied
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
 from argosy.observe.readable import sized
@@ -134,7 +134,9 @@ class Engine:
             self.row,
             None if self.shares else 1,
             [Pool(window, Pages(count, reuse=reuse), windows[window].filling) for window, count in extent.windows.items()],
+            copies=self.shares and self.speculation is None,
         )
+        self._copied = Program(partial(with_pages_copied, specs), donate=0)
         self._empty = lambda: self.needs.empty(slots, extent)
         self._caches: Caches | None = None
         if not viewable(weights):
@@ -513,6 +515,8 @@ class Engine:
                 self._computed(step)
             self.speculation.drafter.warm_up(self.slots)
         nobody = self.settings.slots
+        if self.scheduler.copies:
+            self._copy_pages([(-1, -1)])
         for rows in sorted({power(n, 2) for n in range(1, nobody + 1)}):
             self._biased(np.full(rows, nobody, np.int32), np.zeros((rows, self.vocab), np.float32))
         for rows in sorted({sampled_rows(n) for n in range(1, nobody + 1)}):
@@ -522,17 +526,29 @@ class Engine:
     # ---------------------------------------------------------------- dispatch
 
     def _dispatch(self, plan: Plan) -> tuple[Packed, Sampled | Verified]:
-        for piece in plan.pieces:
-            if piece.sequence.what.slot != (piece.sequence.slot, piece.sequence.preemptions):
-                self._settle(piece.sequence)
-                self.stats.reused_tokens += piece.start
-            self.stats.prompt_tokens += len(piece.tokens)
+        begun = [(piece.sequence, piece.start) for piece in plan.pieces]
+        begun += [(sequence, len(sequence.tokens) - 1) for sequence in plan.decodes if sequence.copied]
+        for sequence, start in begun:
+            if sequence.what.slot != (sequence.slot, sequence.preemptions):
+                self._settle(sequence)
+                self.stats.reused_tokens += start
+                self.stats.prompt_tokens += sequence.copied
+        self.stats.prompt_tokens += sum(len(piece.tokens) for piece in plan.pieces)
+        self._copy_pages(plan.copies)
         step = self.packing(plan) if self.speculation is None else self.speculation.packed(plan, self.slots)
         found = self._computed(step)
         for a in (found.sampled if isinstance(found, Verified) else found)[:3]:
             a.copy_to_host_async()
         self.stats.steps += step.sizes.steps
         return step, found
+
+    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages of the cache, before a step reads the copies or writes where they came from."""
+        if not copies:
+            return
+        pages = np.full((2, self.settings.slots), -1, np.int32)
+        pages[:, : len(copies)] = np.transpose(copies)
+        self.caches = self._run("copies of pages", self._copied, ("pages",), self.caches, *pages)
 
     def _computed(self, step: Packed) -> Sampled | Verified:
         """The forward pass of a step, then the sampler."""

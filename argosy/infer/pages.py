@@ -4,6 +4,9 @@ A full page is identified by a hash of its tokens and of all tokens before it, s
 the earlier pages: automatic prefix caching, as in vLLM (Kwon et al. 2023, arXiv:2309.06180). A salt goes into the hash, and
 sequences with different salts share nothing. Pages are reference-counted. A page without references keeps its tokens until it is
 allocated again, least recently used first.
+
+The page in which a prompt ends is not full, and its owner writes its answer behind the prompt. It is found by a hash of the whole
+prompt, to be copied: what it holds of the prompt does not change until it is allocated again.
 """
 
 from collections import OrderedDict
@@ -30,6 +33,17 @@ def page_hashes(tokens: Sequence[int], page: int, salt: str = "", first: Hash | 
     return found
 
 
+def tail_hash(tokens: Sequence[int], page: int, salt: str, full: Sequence[Hash]) -> Hash:
+    """The hash of a sequence that ends within a page.
+
+    Args:
+        page: tokens per page. full: the hashes of its full pages, as `page_hashes` gives them.
+    """
+    before = full[-1] if full else blake2b(salt.encode(), digest_size=16).digest()
+    # Another length than that of a page's hash, so that none is the other.
+    return blake2b(before + np.asarray(tokens[len(full) * page :], np.int64).tobytes(), digest_size=20).digest()
+
+
 class Pages:
     """The pages of a pool.
 
@@ -45,6 +59,9 @@ class Pages:
         self._free: OrderedDict[int, None] = OrderedDict((page, None) for page in range(count))
         self._hash_of: dict[int, Hash] = {}
         self._page_of: dict[Hash, int] = {}
+        # Of pages in which a prompt ends.
+        self._tail_of: dict[int, Hash] = {}
+        self._tails: dict[Hash, int] = {}
 
     @property
     def free(self) -> int:
@@ -89,6 +106,8 @@ class Pages:
         for _ in range(new):
             page, _none = self._free.popitem(last=False)
             self._forget(page)
+            if (tail := self._tail_of.pop(page, None)) is not None:
+                del self._tails[tail]
             self.owners[page] = 1
             fresh.append(page)
         return [*shared, *fresh]
@@ -98,6 +117,15 @@ class Pages:
         if self.reuse and holds not in self._page_of:
             self._forget(page)
             self._hash_of[page], self._page_of[holds] = holds, page
+
+    def publish_tail(self, page: int, holds: Hash) -> None:
+        """Registers a page in which a prompt ends. If there is one for this prompt already, that one keeps being found."""
+        if self.reuse and holds not in self._tails and page not in self._tail_of:
+            self._tail_of[page], self._tails[holds] = holds, page
+
+    def tail(self, holds: Hash) -> int | None:
+        """The page in which the prompt with this hash ends, to be copied before the next step."""
+        return self._tails.get(holds)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Removes one owner of each page. Later pages of a sequence are allocated again before earlier ones, because other prompts
@@ -113,8 +141,8 @@ class Pages:
 
     def forget_all(self) -> None:
         """Clears the prefix cache, because the weights have changed."""
-        self._hash_of.clear()
-        self._page_of.clear()
+        for known in (self._hash_of, self._page_of, self._tail_of, self._tails):
+            known.clear()
 
     def _forget(self, page: int) -> None:
         if (old := self._hash_of.pop(page, None)) is not None:

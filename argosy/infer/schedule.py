@@ -8,6 +8,10 @@ A step is planned before the tokens of the previous step are known, so a sequenc
 (`ahead`). With speculation the tokens of the previous step are known, and a decoding sequence may have drafts after them: the step
 computes these too, and `verified` counts those that agree. Pages for drafts are taken only if they are free.
 
+A prompt that is equal to an earlier one reuses all of it but its last token: its full pages are shared, the page in which it ends is
+copied, and the last token is computed as a decoding one. So of equal prompts that come at once, the first is computed and the others
+wait for the step after it.
+
 Layers with a window have pools of their own (`Pool`). There a sequence keeps the pages that its next query sees, and gives the earlier
 ones back. A prompt is found in the prefix cache up to where every pool still has the pages that its next token sees.
 """
@@ -19,7 +23,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy.infer.pages import Hash, Pages, page_hashes
+from argosy.infer.pages import Hash, Pages, page_hashes, tail_hash
 from argosy.models.parts.cache import Window
 
 
@@ -52,7 +56,7 @@ class Sequence:
     tokens that dispatched steps wrote into the cache. ahead: tokens that dispatched steps sample and the host has not read yet.
     behind: tokens besides the last that the next decode step computes again, because recurrent states were rolled back.
     windows: its pages in the pools of windows. published: pages registered for prefix caching. reused: prompt tokens found in the
-    prefix cache. what: the caller's own data.
+    prefix cache. copied: all but the last token of the prompt was found there. what: the caller's own data.
     """
 
     tokens: list[int]
@@ -69,6 +73,7 @@ class Sequence:
     windows: list[Kept] = field(default_factory=list)
     published: int = 0
     reused: int = 0
+    copied: bool = False
     preemptions: int = 0
     done: bool = False
     what: Any = None
@@ -76,6 +81,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt = self.prompt or len(self.tokens)
         self._hashes: list[Hash] = []
+        self._tail: tuple[int, Hash] | None = None
 
     @property
     def length(self) -> int:
@@ -90,7 +96,7 @@ class Sequence:
     @property
     def is_filling(self) -> bool:
         """Whether it is prefilled, the first time or after a preemption, and does not decode yet."""
-        return self.computed + self.behind < self.length - 1 or self.made == 0
+        return self.computed + self.behind < self.length - 1 or (self.made == 0 and not self.copied)
 
     @property
     def last(self) -> int:
@@ -104,6 +110,15 @@ class Sequence:
             first = self._hashes[-1] if done else None
             self._hashes += page_hashes(self.tokens[done * page :], page, self.salt, first)
         return self._hashes
+
+    def tail(self, page: int) -> Hash | None:
+        """The hash of its known tokens but the last one; None if these end with a page."""
+        known = len(self.tokens) - 1
+        if known % page == 0:
+            return None
+        if self._tail is None or self._tail[0] != known:
+            self._tail = known, tail_hash(self.tokens[:known], page, self.salt, self.hashes(page)[: known // page])
+        return self._tail[1]
 
 
 @dataclass(frozen=True)
@@ -119,12 +134,14 @@ class Piece:
 @dataclass(frozen=True)
 class Plan:
     """One step: the sequences that decode, and the chunks of prompts. room: the most drafts for each that decodes; empty without
-    speculation. counts: tokens that are sampled for each that decodes, one after the other; empty if it is one."""
+    speculation. counts: tokens that are sampled for each that decodes, one after the other; empty if it is one. copies: pages that are
+    copied before the step, each with the page that it is copied to."""
 
     decodes: list[Sequence]
     pieces: list[Piece]
     room: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.pieces)
@@ -146,6 +163,7 @@ class Scheduler:
         row: prompts are computed in rows of this many tokens, each row of one sequence; both budgets count full rows.
         pieces: the most chunks in a step; None: no limit.
         pools: of layers with windows.
+        copies: whether pages may be copied.
     """
 
     def __init__(
@@ -158,6 +176,7 @@ class Scheduler:
         row: int,
         pieces: int | None = None,
         pools: Many[Pool] = (),
+        copies: bool = False,
     ):
         self.pages, self.page, self.row, self.pools = pages, page, row, pools
         self.budget, self.beside, self.most_pieces = budget, beside, pieces
@@ -167,6 +186,10 @@ class Scheduler:
         heapq.heapify(self._slots)
         self._order = itertools.count()
         self.preemptions = 0
+        self.copies = copies and pages.reuse and not pools
+        # Of the step that is being planned: the pages that are copied, and the prompts whose last page it writes.
+        self._copies: list[tuple[int, int]] = []
+        self._ending: dict[Hash, int] = {}
 
     # ---------------------------------------------------------------- coming and going
 
@@ -233,13 +256,18 @@ class Scheduler:
             steps: decode steps that may be one, if no prompt is computed.
         """
         decodes = self._decodes()
-        pieces = self._pieces(self.beside if decodes else self.budget)
+        self._copies, self._ending = [], {}
+        pieces, more = self._pieces(self.beside if decodes else self.budget)
+        decodes += more
+        for tail, page in self._ending.items():
+            self.pages.publish_tail(page, tail)
         room = [] if drafts is None else [self._room(sequence, drafts(sequence)) for sequence in decodes]
-        counts = [] if pieces or steps == 1 else [self._count(sequence, steps) for sequence in decodes]
+        # Whoever asked for several steps has not seen those that begin now.
+        counts = [] if pieces or steps == 1 else [1 if s in more else self._count(s, steps) for s in decodes]
         for sequence, count in zip(decodes, counts or [1] * len(decodes), strict=True):
             sequence.computed = sequence.length + count - 1
             sequence.ahead += count
-        return Plan(decodes, pieces, room, counts if max(counts, default=1) > 1 else [])
+        return Plan(decodes, pieces, room, counts if max(counts, default=1) > 1 else [], self._copies)
 
     def _count(self, sequence: Sequence, steps: int) -> int:
         """The number of tokens, at most so many, that are sampled for it in a step; nobody is preempted for more than one."""
@@ -306,22 +334,35 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.computed = sequence.behind = 0
+        sequence.copied = False
         sequence.preemptions += 1
         self.preemptions += 1
         heapq.heappush(self._waiting, (sequence.priority, sequence.order, sequence))
 
-    def _pieces(self, budget: int) -> list[Piece]:
+    def _pieces(self, budget: int) -> tuple[list[Piece], list[Sequence]]:
+        """The chunks of prompts, and the sequences that begin to decode because their prompts are known already."""
         pieces: list[Piece] = []
+        known: list[Sequence] = []
+        later: list[tuple[int, int, Sequence]] = []
         for sequence in sorted(self.running, key=_rank):
             if sequence.is_filling and not sequence.ahead and not self._full(pieces, budget):
                 budget -= self._piece(sequence, budget, pieces)
         while self._waiting and self._slots and not self._full(pieces, budget):
             sequence = self._waiting[0][2]
+            if self._ending and sequence.tail(self.page) in self._ending:
+                # This step computes its prompt, and the next one may copy it.
+                later.append(heapq.heappop(self._waiting))
+                continue
             if not self._admit(sequence):
                 break
             heapq.heappop(self._waiting)
-            budget -= self._piece(sequence, budget, pieces)
-        return pieces
+            if sequence.copied:
+                known.append(sequence)
+            else:
+                budget -= self._piece(sequence, budget, pieces)
+        for item in later:
+            heapq.heappush(self._waiting, item)
+        return pieces, known
 
     def _full(self, pieces: Many[Piece], budget: int) -> bool:
         return budget < self.row or (self.most_pieces is not None and len(pieces) >= self.most_pieces)
@@ -338,6 +379,7 @@ class Scheduler:
             return False
         owned, *windows = [pages.take(new, shared) or [] for pages, shared, new in asked]
         sequence.pages, sequence.computed = owned, len(found.pages) * self.page
+        self._copy(sequence, len(found.pages))
         firsts = [kept.first for kept in found.windows] or [0] * len(windows)
         sequence.windows = [Kept(first, own) for first, own in zip(firsts, windows, strict=True)]
         sequence.published = len(found.pages)
@@ -345,6 +387,18 @@ class Scheduler:
         sequence.slot = heapq.heappop(self._slots)
         self.running.append(sequence)
         return True
+
+    def _copy(self, sequence: Sequence, full: int) -> None:
+        """Has the rest of a prompt copied, of which so many full pages were found, if it is known but for its last token."""
+        known = len(sequence.tokens) - 1
+        if not self.copies or known // self.page != full or known == 0:
+            return
+        if (tail := sequence.tail(self.page)) is not None:
+            source = self.pages.tail(tail)
+            if source is None:
+                return
+            self._copies.append((source, sequence.pages[full]))
+        sequence.computed, sequence.copied = known, True
 
     def _found(self, hashes: list[Hash]) -> "_Found":
         """The longest beginning with these hashes of which every pool has what the next token sees."""
@@ -373,6 +427,8 @@ class Scheduler:
         # Found from here on: a step writes all of its keys and values before it reads any, and steps run in order.
         self.publish(sequence)
         sequence.ahead += ends
+        if ends and self.copies and (tail := sequence.tail(self.page)) is not None:
+            self._ending.setdefault(tail, sequence.pages[(len(sequence.tokens) - 1) // self.page])
         return -(-count // self.row) * self.row
 
     def verified(self, sequence: Sequence, tokens: int, *, rolled_back: bool) -> None:

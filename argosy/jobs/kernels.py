@@ -76,8 +76,8 @@ own rows and heads; a number of devices that neither divides the key heads nor i
 BLOCKS = """\
 `cudnn` reads segments as a mask of [B T T] numbers, shared by the heads. `splash` skips blocks that causality or a window hides, but \
 computes those between segments. Rows whose segments share a prefix (`rollout.share_prompts`) are computed by `reference`, `blocked` \
-and `cudnn`. Sides of its blocks, bfloat16, chosen for the least instructions in the programs that libtpu \
-compiled (`argosy/ops/splash_blocks.py`); not measured:"""
+and `cudnn`, with windows shorter than a row by `reference` alone. Sides of the blocks of `splash`, bfloat16, chosen for the \
+least instructions in the programs that libtpu compiled (`argosy/ops/splash_blocks.py`); not measured:"""
 PAGES = """\
 `blocked` can do everything. `native` is a library for CPUs: queries and pools in float32 or bfloat16, without chunks. `ragged` reads \
 pools that hold keys and values joined, the others pools of their own; the engine allocates what is read."""

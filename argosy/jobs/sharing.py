@@ -25,7 +25,14 @@ def decided_sharing(run: Run, platform: str) -> bool:
     # The kernel for TPUs has no such masks, and attention with windows would keep all scores.
     window, T = getattr(run.model, "window", None), run.data.sequence
     near = window is not None and window < T and "L" in getattr(run.model, "spans", "L")
-    return reason is None and platform in ("cpu", "gpu") and not near and how.completions > 1
+    return reason is None and platform in ("cpu", "gpu") and not near
+
+
+def elsewhere(shared: bool, platform: str) -> str:
+    """What is said where a run that shares prompts goes on on another platform than it began on; "" for nothing."""
+    if not shared or platform != "tpu":
+        return ""
+    return "answers share their prompts, as the run began; no kernel for TPUs has these masks, so all scores of a row are in memory"
 
 
 def why_not(run: Run) -> Unsupported | BadInput | None:
@@ -35,6 +42,6 @@ def why_not(run: Run) -> Unsupported | BadInput | None:
         return BadInput("answers that a teacher is compared on cannot share prompts", **why)
     if run.model.recurrent:
         return Unsupported("answers cannot share prompts in a model with recurrent layers: a state is that of one sequence", **why)
-    if run.mesh.splits("context"):
-        return Unsupported("answers cannot share prompts where mesh.context splits rows over devices", **why)
+    if run.rollout is not None and run.rollout.completions == 1:
+        return BadInput("each prompt has one answer (rollout.completions), which shares it with none", **why)
     return None

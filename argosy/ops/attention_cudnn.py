@@ -43,8 +43,9 @@ def cudnn(
         kernel: xla computes the same call without a GPU, for tests.
     """
     call = partial(_call, score=score, causal=see.causal, kernel=kernel)
-    # A segment's prefix goes with it.
-    segments = see.q_segment if see.q_prefix is None else jnp.stack([see.q_segment, see.q_prefix], -1)
+    segments: Any = see.q_segment
+    if see.q_prefix is not None:
+        segments = jnp.stack([segments, see.q_prefix], -1)
     return split(call, q, k, v, segments, None)
 
 

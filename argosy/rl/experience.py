@@ -103,12 +103,14 @@ def packed(
         raise BadInput(f"a prompt and its answer have {sizes.max()} tokens", where=f"data.sequence = {shape.sequence}")
     if room is not None:
         sizes = np.minimum(room[list(numbers)], shape.sequence)
+    ways = [grouped(sizes, shape.sequence)]
     if shape.shared:
-        together = families([answers[i] for i in numbers], shape.sequence)
-        sizes = np.array([tokens_of([answers[numbers[i]] for i in own]) for own in together], np.int64)
-    else:
-        together = [[i] for i in range(len(numbers))]
-    rows = [[numbers[i] for family in row for i in together[family]] for row in grouped(sizes, shape.sequence)]
+        asked = [tuple(answers[i].prompt.tokens) for i in numbers]
+        said = np.array([len(answers[i].tokens) for i in numbers], np.int64)
+        # Whole groups waste what is left of a row, other ways repeat prompts: which one needs fewer parts depends on the lengths.
+        alone = [sorted(row, key=lambda i: asked[i]) for row in ways[0]]
+        ways = [by_families(asked, said, shape.sequence), one_after_the_other(asked, said, shape.sequence), alone]
+    rows = min(([[numbers[i] for i in row] for row in way] for way in ways), key=lambda rows: len(list(in_parts(rows, shape))))
     return [part_of(answers, shape, part) for part in in_parts(rows, shape)]
 
 
@@ -121,22 +123,44 @@ def grouped(sizes: np.ndarray, room: int) -> list[list[int]]:
     return bins
 
 
-def families(answers: Sequence[Answer], room: int) -> list[list[int]]:
-    """Answers to one prompt, as many as fit into a row beside it."""
-    of: dict[tuple[int, ...], list[int]] = {}
-    for i, answer in enumerate(answers):
-        of.setdefault(tuple(answer.prompt.tokens), []).append(i)
-    found = []
-    for prompt, own in of.items():
+Prompts = Sequence[tuple[int, ...]]
+
+
+def by_families(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+    """The answers of each row: groups, as many answers of each as fit beside their prompt, by best fit.
+
+    Args:
+        asked: the prompt of each answer. said: the tokens of each answer.
+    """
+    families, sizes = list[list[int]](), list[int]()
+    for prompt, own in by_prompt(asked).items():
         # Each with the prompt's last token, after the others.
-        sizes = np.array([1 + len(answers[i].tokens) for i in own], np.int64)
-        found += [[own[j] for j in row] for row in grouped(sizes, room - len(prompt) + 1)]
+        for row in grouped(said[own] + 1, room - len(prompt) + 1):
+            families.append([own[i] for i in row])
+            sizes.append(len(prompt) - 1 + int(sum(said[i] + 1 for i in families[-1])))
+    return [[i for family in row for i in families[family]] for row in grouped(np.array(sizes, np.int64), room)]
+
+
+def one_after_the_other(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+    """The same, each row filled to its end: a group goes on in the next row, with another copy of its prompt."""
+    rows, left = list[list[int]](), 0
+    for prompt, own in by_prompt(asked).items():
+        begun = False
+        for i in sorted(own, key=lambda i: -said[i]):
+            size = int(said[i]) + 1 + (0 if begun else len(prompt) - 1)
+            if size > left:
+                rows.append([])
+                size, left = int(said[i]) + len(prompt), room
+            rows[-1].append(i)
+            left, begun = left - size, True
+    return rows
+
+
+def by_prompt(asked: Prompts) -> dict[tuple[int, ...], list[int]]:
+    found: dict[tuple[int, ...], list[int]] = {}
+    for i, prompt in enumerate(asked):
+        found.setdefault(prompt, []).append(i)
     return found
-
-
-def tokens_of(family: Sequence[Answer]) -> int:
-    """The tokens that answers to one prompt take in a row, with it."""
-    return len(family[0].prompt.tokens) - 1 + sum(1 + len(one.tokens) for one in family)
 
 
 def in_parts(rows: Sequence[list[int]], shape: Shape) -> Iterator[list[list[int]]]:
@@ -144,13 +168,14 @@ def in_parts(rows: Sequence[list[int]], shape: Shape) -> Iterator[list[list[int]
     part: list[list[int]] = []
     held = 0
     for row in rows:
-        # A row of very short answers may have more of them than a part has places for.
-        for begin in range(0, len(row), shape.answers):
-            piece = row[begin : begin + shape.answers]
-            if part and (len(part) == shape.rows or held + len(piece) > shape.answers):
+        begin = 0
+        while begin < len(row):
+            if len(part) == shape.rows or held == shape.answers:
                 yield part
                 part, held = [], 0
-            part, held = [*part, piece], held + len(piece)
+            # A row of very short answers may have more of them than there are places left: the rest is a row of the next part.
+            piece = row[begin : begin + shape.answers - held]
+            part, held, begin = [*part, piece], held + len(piece), begin + len(piece)
     if part:
         yield part
 

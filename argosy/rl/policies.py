@@ -332,8 +332,8 @@ class Rollout(Settings):
     share_prompts: Annotated[bool | None, Also("use_prefix_grouper")] = None
     """Computes a prompt once for those of its answers that stand in one row, in place of once for each (arXiv:2506.05433): the same
     gradients, up to rounding, for fewer tokens; routers of experts count its tokens once. It pays to make `data.sequence` long enough
-    for a prompt with all of its answers. None: on CPUs and GPUs, unless the model has recurrent layers or windows shorter than a row,
-    or `mesh.context` splits rows. On TPUs no kernel has such masks: all scores of a row are then in memory."""
+    for a prompt with all of its answers. None: on CPUs and GPUs, unless the model has recurrent layers or windows shorter than a row.
+    On TPUs, and with such windows, no kernel has these masks: all scores of a row are then in memory."""
     resample: Annotated[int, Also("max_num_gen_batches", "dynamic_sampling")] = Field(0, ge=0)
     """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing, and are replaced by groups of other prompts, in at
     most so many further rounds of generation. 0: off."""

@@ -210,7 +210,8 @@ class Rollouts(Queued):
     def spared(self, parts: Sequence[Part], answers: Sequence[Answer]) -> float:
         """The share of tokens that shared prompts spare. Says once where they were asked for and spare none."""
         found = spared(parts, answers)
-        if self.rollout.share_prompts and not found:
+        several = any(len(one.prompt.tokens) > 1 for one in answers) and self.rollout.completions > 1
+        if self.rollout.share_prompts and several and not found:
             what = f"no two answers to a prompt fit into a row of {plural(self.shape.sequence, 'token')}, so that none share it"
             self.collector.complain(f"{what}: raise data.sequence, or leave out rollout.share_prompts", "apart")
         return found

@@ -184,7 +184,7 @@ def test_a_common_beginning_is_computed_once(lm: LM, engine: Engine):
     first = answers(engine, [Request(prompt, 6)])
     before = engine.stats.reused_tokens
     second, other = answers(engine, [Request(prompt, 6), Request(prompt, 6, salt="other")])
-    assert engine.stats.reused_tokens - before == 56, "of 60 tokens in pages of 8; nothing under another salt"
+    assert engine.stats.reused_tokens - before == 59, "all but the last of 60 tokens; nothing under another salt"
     assert [second] == first == [other]
 
 
@@ -219,7 +219,36 @@ def together(lm: LM, settings: EngineSettings) -> int:
 
 
 def test_equal_prompts_that_come_at_once_are_computed_once(lm: LM):
-    assert together(lm, TOGETHER) == 2 * (32 + 40 + 72), "full pages of 8, never the last token"
+    assert together(lm, TOGETHER) == 2 * (39 + 40 + 79), "all but the last token"
+
+
+def test_an_equal_prompt_is_one_decoding_row_and_its_copy_is_its_own(lm: LM):
+    """The page in which a prompt ends is copied: both answers go on in pages of their own, and a third one begins as they did, though
+    the first has ended and its answer stands behind the prompt."""
+    engine, (prompt, other) = Engine(lm.module, TOGETHER), prompts(lm.config.vocab, (13, 14))
+    how = Sampling(temperature=1.0)
+    alone = [answers(Engine(lm.module, TOGETHER), [Request(prompt, 12, how, seed=seed)])[0] for seed in (1, 2, 3)]
+    assert alone[0] != alone[1]
+    seen: list[tuple[int, list[int]]] = []
+    dispatch = engine._dispatch
+
+    def looking(plan: Any) -> Any:
+        seen.append((len(plan.copies), [len(piece.tokens) for piece in plan.pieces]))
+        return dispatch(plan)
+
+    engine._dispatch = looking
+    asked = [Request(prompt, 12, how, seed=1), Request(prompt, 12, how, seed=2), Request(other, 12, how)]
+    found = answers(engine, asked)
+    assert seen[:2] == [(0, [13, 14]), (1, [])], "the second waits for the step after the first"
+    assert found[:2] == alone[:2]
+    assert answers(engine, [Request(prompt, 12, how, seed=3)])[0] == alone[2]
+    assert engine.stats.reused_tokens == 2 * 12
+    # A prompt that ends with a page, but for its last token, needs no copy.
+    (even,) = prompts(lm.config.vocab, (17,))
+    seen.clear()
+    first, second = answers(engine, [Request(even, 5, salt="even") for _ in range(2)])
+    assert (first == second, sum(copies for copies, _ in seen)) == (True, 0)
+    assert engine.stats.reused_tokens == 2 * 12 + 16
 
 
 @pytest.mark.slow

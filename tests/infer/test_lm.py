@@ -254,9 +254,9 @@ def test_a_changed_weight_changes_the_next_answer():
 
 def test_a_second_size_shares_the_programs_of_the_first(lm):
     """Another max_tokens, prompt length or filter within the same room compiles nothing."""
-    for _ in range(2):
-        # The second time, beginnings are found in the prefix cache.
-        lm.generate([[3] * 40, *PROMPTS], 60, temperature=1.0, ignore_eos=True)
+    for length in (40, 40, 39):
+        # The second time, the prompts are found in the prefix cache; the third time, only a beginning of the first one.
+        lm.generate([[3] * length, *PROMPTS], 60, temperature=1.0, ignore_eos=True)
     engine = lm._held._engine
     before = engine.stats.compilations
     lm.generate([[3] * 33, *PROMPTS], 50, temperature=0.5, top_p=0.9, frequency_penalty=0.1, ignore_eos=True)

@@ -10,7 +10,7 @@ from jobs.test_reinforce_runs import fit, prompts_and_rewards
 from argosy.core.errors import ArgosyError
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
-from argosy.jobs.sharing import decided_sharing
+from argosy.jobs.sharing import decided_sharing, elsewhere
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -39,7 +39,6 @@ CASES: dict[str, tuple[list[str], dict[str, Any], bool]] = {
     "windows, asked for": ([*WINDOWS, "rollout.share_prompts=true"], {}, True),
     "a window longer than a row": (["model.window=64"], {}, True),
     "recurrent": ([RECURRENT], {}, False),
-    "rows split over devices": (["mesh.context=2"], {}, False),
 }
 
 
@@ -50,11 +49,16 @@ def test_prompts_are_shared_where_it_is_faster(name: str):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [([RECURRENT], "recurrent"), (["mesh.context=2"], "splits rows over devices")], ids=["recurrent", "context"]
+    ("words", "message"), [([RECURRENT], "recurrent"), (["rollout.completions=1"], "shares it with none")], ids=["recurrent", "one"]
 )
 def test_what_cannot_share_is_refused_where_it_is_asked_for(words: list[str], message: str):
     with pytest.raises(ArgosyError, match=message):
         decided(*words, "rollout.share_prompts=true")
+
+
+def test_a_run_that_goes_on_on_a_tpu_says_what_its_masks_cost():
+    assert "no kernel for TPUs" in elsewhere(True, "tpu")
+    assert elsewhere(True, "gpu") == elsewhere(False, "tpu") == ""
 
 
 def test_a_run_that_shares_prompts_has_the_numbers_of_one_that_does_not(data: Path, tmp_path: Path):
@@ -81,3 +85,14 @@ def test_a_row_that_has_no_room_for_two_answers_is_told(data: Path, tmp_path: Pa
     assert "no two answers to a prompt fit into a row of 13 tokens" in said
     assert numbers(tmp_path / "asked", "tokens_spared") == {1: 0.0}
     assert "no two answers" not in fit("grpo", data, tmp_path / "default", *words, steps=1)
+
+
+@pytest.mark.slow
+def test_devices_share_rows_whose_answers_share_prompts(data: Path, tmp_path: Path):
+    how = ["rollout.epochs=2", "objective.kl=0.1", "data.sequence=40", "mesh.fsdp=2", "mesh.tensor=2"]
+    fit("ppo", data, tmp_path / "shared", *how, steps=2)
+    fit("ppo", data, tmp_path / "alone", *how, "rollout.share_prompts=false", steps=2)
+    assert numbers(tmp_path / "shared", "tokens_spared")[1] > 0.1
+    for metric in ("loss", "reward", "grad_norm", "value/error"):
+        one, other = numbers(tmp_path / "shared", metric), numbers(tmp_path / "alone", metric)
+        assert one == pytest.approx(other, rel=1e-4, abs=2e-6), metric

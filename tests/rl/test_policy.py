@@ -135,6 +135,25 @@ def test_a_group_that_is_longer_than_a_row_is_split_and_no_answer_is_lost():
         packed(of, range(len(of)), Shape(1, 10, LONGEST, shared=True))
 
 
+@pytest.mark.parametrize(("row", "groups", "size"), [(512, 16, 3), (1024, 32, 4), (2048, 64, 8), (1024, 8, 8)])
+def test_sharing_prompts_never_needs_more_parts(row, groups, size):
+    """Also where groups fill a little more than half of a row, and where rows hold more answers than a part has places for."""
+    rng, parts = np.random.default_rng(1), {True: 0, False: 0}
+    for least, most in ((80, 255), (20, 60), (100, 101), (1, 30)):
+        of: list[Answer] = []
+        for i in range(groups):
+            asked = Prompt(str(i), [i] * int(rng.integers(20, 60)), {}, "")
+            lengths = rng.integers(least, most, size)
+            of += [Answer(asked, [1] * n, [True] * n, [0.0] * n, True, "") for n in lengths.tolist()]
+        found = {shared: packed(of, range(len(of)), Shape(4, row, row // 2, shared=shared)) for shared in (True, False)}
+        for shared, own in found.items():
+            owners = [owner for part in own for owner in part.owners.tolist() if owner >= 0]
+            assert sorted(owners) == list(range(len(of)))
+            parts[shared] += len(own)
+        assert len(found[True]) <= len(found[False])
+    assert parts[True] < parts[False]
+
+
 @pytest.mark.parametrize("name", marked(CASES, ("gemma", "deepseek", "qwen3_next")))
 def test_each_family_sees_a_shared_prompt_as_its_own(name):
     """Log-probabilities in rows that share prompts against those of each answer alone, for every family: windows, chunks, latent and

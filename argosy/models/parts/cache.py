@@ -33,7 +33,7 @@ from argosy.ops.attention import NOWHERE
 from argosy.ops.narrow import Narrow, empty
 from argosy.ops.paged_attention import reads_joined
 from argosy.ops.precision import sums_in
-from argosy.parallel.scope import activation_spec
+from argosy.parallel.scope import activation_spec, on_several_devices
 
 # Of one layer: arrays, or `Narrow`.
 Cache = dict[str, Any]
@@ -276,6 +276,28 @@ def restore(specs: Specs, caches: Caches, copies: Caches, rows: Int[Array, "B"])
         return out
 
     return {name: one(name, cache) for name, cache in caches.items()}
+
+
+def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: Int[Array, "B"]) -> Caches:
+    """The pools with these pages copied, all at once: a page that is both copied and copied to is read before it is written.
+
+    Args:
+        to: the page that each is copied to; one that is out of range, including -1, is dropped.
+    """
+
+    def one(name: str, cache: Cache) -> Cache:
+        stacked = specs[name][1] is not None
+
+        def copied(a: Array) -> Array:
+            count = a.shape[int(stacked)]
+            rows = jnp.take(a, jnp.clip(pages, 0, count - 1), int(stacked))
+            where = nobodys(to, count)
+            return (a.at[:, where] if stacked else a.at[where]).set(rows, mode="drop")
+
+        return jax.tree.map(copied, cache)
+
+    made = {name: one(name, cache) for name, cache in caches.items()}
+    return laid_out(specs, made) if on_several_devices() else made
 
 
 def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
