@@ -149,6 +149,11 @@ class Held:
         self._engine.say = say
         return self._engine
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the beginnings of prompts, so that what is answered next is as if nothing had been asked before."""
+        if self._engine is not None:
+            self._engine.reset_prefix_cache()
+
     def sleep(self) -> None:
         """Frees the cache of an engine that has nothing to do, until its next step."""
         if self._engine is not None:

@@ -380,6 +380,10 @@ class LM:
         """Frees the cache of earlier answers."""
         self._held.forget()
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the beginnings of prompts. A prompt that is found there is computed in other parts, which changes rounding."""
+        self._held.reset_prefix_cache()
+
     def sleep(self) -> None:
         """Frees the cache as `forget` does, and keeps the programs that answer, so that the next answers compile nothing."""
         self._held.sleep()

@@ -37,6 +37,7 @@ class RolloutWorker:
         device = jax.local_devices()[0]
         self.weights |= {a: jax.device_put(leaf, device) for a, leaf in moved.items()}
         self.lm = self.engine(self.weights)
+        self.lm.reset_prefix_cache()
         return np.asarray(checksums([self.weights[a] for a in sorted(self.weights)]))
 
     def answer(self, tokens: np.ndarray, lengths: np.ndarray, first: int, how: Mapping[str, Any]) -> dict[str, np.ndarray]:

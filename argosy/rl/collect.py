@@ -134,6 +134,8 @@ class Collector(Complaining):
         """
         before = self.place
         made = Collected(self.number, seen)
+        if isinstance(lm, LM):
+            lm.reset_prefix_cache()
         try:
             made.found = self.rounds(lm, made)
             if not isinstance(lm, LM):
