@@ -555,6 +555,27 @@ EDITS = [
         ("tests/ops/test_attention.py",),
     ),
     Edit(
+        "the page in which an equal prompt ends is not copied",
+        "argosy/infer/engine.py",
+        "self._copy_pages(plan.copies)",
+        "pass",
+        ("tests/infer/test_engine.py::test_an_equal_prompt_is_one_decoding_row_and_its_copy_is_its_own",),
+    ),
+    Edit(
+        "several steps of a request that begins with them",
+        "argosy/infer/schedule.py",
+        "[1 if s in more else self._count(s, steps) for s in decodes]",
+        "[self._count(s, steps) for s in decodes]",
+        ("tests/infer/test_engine.py::test_several_steps_are_one_dispatch_until_somebody_needs_each_token",),
+    ),
+    Edit(
+        "groups packed whole, whatever that wastes",
+        "argosy/rl/experience.py",
+        "ways = [by_families(asked, said, shape.sequence), one_after_the_other(asked, said, shape.sequence), alone]",
+        "ways = [by_families(asked, said, shape.sequence)]",
+        ("tests/rl/test_policy.py::test_sharing_prompts_never_needs_more_parts",),
+    ),
+    Edit(
         "answers do not see the prompt that they share",
         "argosy/ops/attention.py",
         "return own if prefix is None else own | ((prefix[:, :, None] == k[:, None, :]) & (prefix > 0)[:, :, None])",
