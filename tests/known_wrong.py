@@ -562,6 +562,13 @@ EDITS = [
         ("tests/infer/test_engine.py::test_an_equal_prompt_is_one_decoding_row_and_its_copy_is_its_own",),
     ),
     Edit(
+        "equal prompts decode beside more prompt tokens than there are programs for",
+        "argosy/infer/schedule.py",
+        "known if decodes or whole - budget <= self.beside else []",
+        "known",
+        ("tests/infer/test_engine.py::test_equal_prompts_beside_long_ones_compile_nothing",),
+    ),
+    Edit(
         "several steps of a request that begins with them",
         "argosy/infer/schedule.py",
         "[1 if s in more else self._count(s, steps) for s in decodes]",

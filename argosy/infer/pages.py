@@ -136,7 +136,7 @@ class Pages:
             self.owners[page] -= 1
             if not self.owners[page]:
                 self._free[page] = None
-                if page not in self._hash_of:
+                if page not in self._hash_of and page not in self._tail_of:
                     self._free.move_to_end(page, last=False)
 
     def forget_all(self) -> None:

@@ -257,7 +257,7 @@ class Scheduler:
         """
         decodes = self._decodes()
         self._copies, self._ending = [], {}
-        pieces, more = self._pieces(self.beside if decodes else self.budget)
+        pieces, more = self._pieces(self.beside if decodes else self.budget, decodes=bool(decodes))
         decodes += more
         for tail, page in self._ending.items():
             self.pages.publish_tail(page, tail)
@@ -339,8 +339,13 @@ class Scheduler:
         self.preemptions += 1
         heapq.heappush(self._waiting, (sequence.priority, sequence.order, sequence))
 
-    def _pieces(self, budget: int) -> tuple[list[Piece], list[Sequence]]:
-        """The chunks of prompts, and the sequences that begin to decode because their prompts are known already."""
+    def _pieces(self, budget: int, *, decodes: bool) -> tuple[list[Piece], list[Sequence]]:
+        """The chunks of prompts, and the sequences that begin to decode because their prompts are known already.
+
+        Args:
+            decodes: whether sequences decode in this step.
+        """
+        whole = budget
         pieces: list[Piece] = []
         known: list[Sequence] = []
         later: list[tuple[int, int, Sequence]] = []
@@ -362,7 +367,8 @@ class Scheduler:
                 budget -= self._piece(sequence, budget, pieces)
         for item in later:
             heapq.heappush(self._waiting, item)
-        return pieces, known
+        # Beside more prompt tokens than that nothing decodes: then these begin with the next step.
+        return pieces, known if decodes or whole - budget <= self.beside else []
 
     def _full(self, pieces: Many[Piece], budget: int) -> bool:
         return budget < self.row or (self.most_pieces is not None and len(pieces) >= self.most_pieces)

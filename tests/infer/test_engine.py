@@ -251,6 +251,21 @@ def test_an_equal_prompt_is_one_decoding_row_and_its_copy_is_its_own(lm: LM):
     assert engine.stats.reused_tokens == 2 * 12 + 16
 
 
+def test_equal_prompts_beside_long_ones_compile_nothing(lm: LM):
+    """A step with as many prompt tokens as one without decoding rows has none."""
+    engine = Engine(lm.module, TOGETHER.model_copy(update={"budget": 96, "beside": 32}))
+    before = engine.warm_up()
+    known, *others = prompts(lm.config.vocab, (13, 30, 31, 32, 29))
+    answers(engine, [Request(known, 3)])
+    asked = [*others[:2], known, *others[2:], known]
+    found = answers(engine, [Request(p, 5) for p in asked])
+    for prompt, answer in zip(asked, found, strict=True):
+        whole = lm.logits([[*prompt, *answer]])[0].argmax(-1)
+        assert answer == whole[len(prompt) - 1 : -1].tolist()
+    assert engine.stats.compilations == before
+    assert engine.stats.reused_tokens == 2 * 12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family, example", [*STRUCTURES, *(case[:2] for case in WINDOWED[1:])])
 def test_equal_prompts_that_come_at_once(family: str, example: str):
