@@ -5,8 +5,8 @@ the earlier pages: automatic prefix caching, as in vLLM (Kwon et al. 2023, arXiv
 sequences with different salts share nothing. Pages are reference-counted. A page without references keeps its tokens until it is
 allocated again, least recently used first.
 
-The page in which a prompt ends is not full, and its owner writes its answer behind the prompt. It is found by a hash of the whole
-prompt, to be copied: what it holds of the prompt does not change until it is allocated again.
+The page in which a prompt ends is not full, and its owner writes its answer behind the prompt. It is found by a hash of all tokens of
+the prompt but the last, to be copied: what it holds of the prompt does not change until it is allocated again.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ def page_hashes(tokens: Sequence[int], page: int, salt: str = "", first: Hash | 
 
 
 def tail_hash(tokens: Sequence[int], page: int, salt: str, full: Sequence[Hash]) -> Hash:
-    """The hash of a sequence that ends within a page.
+    """The hash of tokens that end within a page.
 
     Args:
         page: tokens per page. full: the hashes of its full pages, as `page_hashes` gives them.

@@ -262,7 +262,7 @@ class Scheduler:
         for tail, page in self._ending.items():
             self.pages.publish_tail(page, tail)
         room = [] if drafts is None else [self._room(sequence, drafts(sequence)) for sequence in decodes]
-        # Whoever asked for several steps has not seen those that begin now.
+        # Those that begin now take one: whether they may take several (`Engine._steps`) was asked of the running ones.
         counts = [] if pieces or steps == 1 else [1 if s in more else self._count(s, steps) for s in decodes]
         for sequence, count in zip(decodes, counts or [1] * len(decodes), strict=True):
             sequence.computed = sequence.length + count - 1

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from argosy.core.errors import BadInput
 from argosy.jobs.products import decided_products
 from argosy.jobs.run import Run
-from argosy.jobs.sharing import decided_sharing
+from argosy.jobs.shared_prompts import decided_sharing
 from argosy.models.parts.stack import Execution, Scan, Unroll
 from argosy.train.step import Precision
 

@@ -22,10 +22,10 @@ from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
 from argosy.core.storage import Store
-from argosy.jobs import sharing
 from argosy.jobs.outcome import Outcome, ending
 from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
+from argosy.jobs.shared_prompts import resumed_on
 from argosy.jobs.view import Quiet, View
 from argosy.observe.goodput import Clock
 from argosy.observe.life import Life
@@ -289,7 +289,7 @@ class Training:
         restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
         self.resumed = step
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
-        if said := sharing.elsewhere(self.assembly.decided.shared_prompts, self.assembly.mesh.devices.flat[0].platform):
+        if said := resumed_on(self.assembly.decided.shared_prompts, self.assembly.mesh.devices.flat[0].platform):
             self.view.say(said)
         now, reason = self.assembly.multiplies
         if reason:

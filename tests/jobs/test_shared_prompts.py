@@ -10,7 +10,7 @@ from jobs.test_reinforce_runs import fit, prompts_and_rewards
 from argosy.core.errors import ArgosyError
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
-from argosy.jobs.sharing import decided_sharing, elsewhere
+from argosy.jobs.shared_prompts import decided_sharing, resumed_on
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -56,9 +56,9 @@ def test_what_cannot_share_is_refused_where_it_is_asked_for(words: list[str], me
         decided(*words, "rollout.share_prompts=true")
 
 
-def test_a_run_that_goes_on_on_a_tpu_says_what_its_masks_cost():
-    assert "no kernel for TPUs" in elsewhere(True, "tpu")
-    assert elsewhere(True, "gpu") == elsewhere(False, "tpu") == ""
+def test_a_run_that_resumes_on_a_tpu_says_what_its_masks_cost():
+    assert "no kernel for TPUs" in resumed_on(True, "tpu")
+    assert resumed_on(True, "gpu") == resumed_on(False, "tpu") == ""
 
 
 def test_a_run_that_shares_prompts_has_the_numbers_of_one_that_does_not(data: Path, tmp_path: Path):
@@ -89,7 +89,7 @@ def test_a_row_that_has_no_room_for_two_answers_is_told(data: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_devices_share_rows_whose_answers_share_prompts(data: Path, tmp_path: Path):
-    how = ["rollout.epochs=2", "objective.kl=0.1", "data.sequence=40", "mesh.fsdp=2", "mesh.tensor=2"]
+    how = ["rollout.epochs=2", "objective.kl=0.1", "data.sequence=40", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
     fit("ppo", data, tmp_path / "shared", *how, steps=2)
     fit("ppo", data, tmp_path / "alone", *how, "rollout.share_prompts=false", steps=2)
     assert numbers(tmp_path / "shared", "tokens_spared")[1] > 0.1

@@ -28,8 +28,8 @@ def decided_sharing(run: Run, platform: str) -> bool:
     return reason is None and platform in ("cpu", "gpu") and not near
 
 
-def elsewhere(shared: bool, platform: str) -> str:
-    """What is said where a run that shares prompts goes on on another platform than it began on; "" for nothing."""
+def resumed_on(shared: bool, platform: str) -> str:
+    """What a run that shares prompts says when it resumes on this platform; "" for nothing."""
     if not shared or platform != "tpu":
         return ""
     return "answers share their prompts, as the run began; no kernel for TPUs has these masks, so all scores of a row are in memory"
