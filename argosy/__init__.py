@@ -8,18 +8,18 @@ argosy.fit("tiny", "steps=100")
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from argosy.infer.answers import Completion
+    from argosy.infer.completions import Completion
     from argosy.infer.lm import LM
-    from argosy.jobs.outcome import Outcome
-    from argosy.jobs.public import fit, load
+    from argosy.jobs.api import fit, load
+    from argosy.run.outcome import Outcome
 
 # Public names, and the module each is imported from when it is first asked for: `import argosy` imports nothing else.
 _NAMES = {
     "LM": "argosy.infer.lm",
-    "Completion": "argosy.infer.answers",
-    "Outcome": "argosy.jobs.outcome",
-    "fit": "argosy.jobs.public",
-    "load": "argosy.jobs.public",
+    "Completion": "argosy.infer.completions",
+    "Outcome": "argosy.run.outcome",
+    "fit": "argosy.jobs.api",
+    "load": "argosy.jobs.api",
 }
 
 __all__ = ["LM", "Completion", "Outcome", "fit", "load"]

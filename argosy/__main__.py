@@ -1,6 +1,6 @@
 """`python -m argosy` is `argosy`.
 
-Signals wait until `core.signals` takes them: a Ctrl-C during the first imports would end in a traceback.
+Signals wait until `core.process.signals` takes them: a Ctrl-C during the first imports would end in a traceback.
 """
 
 import signal

@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from paged_cuda import H100
 
-from argosy.models.parts.remat import rematerialised
+from argosy.models.parts.stack.remat import rematerialised
 from argosy.ops.attention import Score, See, attention
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope

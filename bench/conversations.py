@@ -9,8 +9,8 @@ import json
 import time
 from pathlib import Path
 
-from argosy.data import chat_mask
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.chat import mask as chat_mask
+from argosy.data.tokenizers.load import load_tokenizer
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 TEMPLATES = ("SmolLM2-135M-Instruct", "Qwen-Qwen3-0.6B", "meta-llama-Llama-3.1-8B-Instruct")

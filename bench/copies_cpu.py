@@ -31,7 +31,7 @@ def started(model: str, copies: int, slots: int, context: int) -> dict[str, floa
     """Starts the engines of a server; figures of this process."""
     import argosy
     from argosy.infer.settings import EngineSettings
-    from argosy.serve.engines import front_of
+    from argosy.serve.engine.engines import front_of
     from argosy.serve.settings import ServeSettings
 
     lm = argosy.load(model, random=None if Path(model).exists() else 0)
@@ -70,7 +70,7 @@ def starts(model: str, slots: str, context: str) -> None:
 
 async def talk(front: Any, clients: int) -> tuple[float, list[int]]:
     """The share of prompt tokens that caches had, and the tokens that each copy made."""
-    from argosy.infer.request import Request
+    from argosy.infer.engine.request import Request
 
     rng = random.Random(0)
     idle: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
@@ -99,9 +99,9 @@ def routed(model: str) -> None:
     os.environ["XLA_FLAGS"] = f"{FLAG}=2"
     from argosy.infer.load import load
     from argosy.infer.settings import EngineSettings
-    from argosy.serve import copies
-    from argosy.serve.copies import Copies
-    from argosy.serve.engines import front_of
+    from argosy.serve.engine import replicas as copies
+    from argosy.serve.engine.engines import front_of
+    from argosy.serve.engine.replicas import Copies
     from argosy.serve.settings import ServeSettings
 
     engine = EngineSettings(slots=16, context=512, pages=1024)

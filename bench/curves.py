@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from seeds import half
 
-from argosy.observe.svg import Series, chart
+from argosy.observe.report.charts import Series, chart
 
 COLORS = ("#0b66c3", "#d9730d", "#14805e", "#8250b8", "#b8374a", "#7a6a12", "#4d6b8a", "#a3acb5")
 STYLE = """

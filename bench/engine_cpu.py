@@ -22,17 +22,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from argosy.data.tokenize import find_tokenizer
-from argosy.infer import sampler
-from argosy.infer.engine import Engine
-from argosy.infer.forward import ByLayer, Whole, cut
-from argosy.infer.layers import pass_of
+from argosy.data.tokenizers.load import find_tokenizer
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.forward import ByLayer, Whole, cut
+from argosy.infer.engine.layers import pass_of
+from argosy.infer.engine.programs import Programs, described
+from argosy.infer.engine.request import Request
 from argosy.infer.load import load, random
-from argosy.infer.programs import Programs, described
-from argosy.infer.request import Request
-from argosy.infer.sample import Sampling, table
+from argosy.infer.sampling import sampler
+from argosy.infer.sampling.sample import Sampling, table
 from argosy.infer.settings import EngineSettings, NGram
-from argosy.jobs.public import preset_config
+from argosy.jobs.api import preset_config
 from argosy.models.parts.attend import Paged
 from argosy.models.parts.cache import bytes_of, paged
 from argosy.models.parts.weight import split
@@ -340,7 +340,7 @@ def counts(engine: Engine) -> tuple[int, int, int]:
 
 def counted(spent: list[float]) -> None:
     """Adds the wall time of each call of `masks` to the list."""
-    from argosy.infer import constrain
+    from argosy.infer.engine import masks as constrain
 
     inner = constrain.masks
 

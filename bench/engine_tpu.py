@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from argosy.infer.forward import Sizes, Whole
-from argosy.jobs.public import preset_config
+from argosy.infer.engine.forward import Sizes, Whole
+from argosy.jobs.api import preset_config
 from argosy.models.parts.cache import paged
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.infer.load import random
-from argosy.infer.sample import Sampling, choose, table
-from argosy.jobs.public import preset_config
+from argosy.infer.sampling.sample import Sampling, choose, table
+from argosy.jobs.api import preset_config
 from argosy.models.parts.stack import Scan, Unroll
 
 SETTINGS = {

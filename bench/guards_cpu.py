@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 import jax
 
-from argosy.jobs import assemble, assembly
-from argosy.jobs.compose import compose
-from argosy.jobs.decided import Decided
-from argosy.jobs.replay import Replay
-from argosy.jobs.run import Run
+from argosy.run import assemble, assembly
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.replay import Replay
+from argosy.run.settings import Run
 
 DATA = ["data.source=synthetic", "data.sequence=128", "data.batch=16", "eval.batches=0"]
 WIDE = [

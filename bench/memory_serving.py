@@ -12,12 +12,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from argosy.core.resident import trim
+from argosy.core.process.resident import trim
 from argosy.core.settings import read_settings, words_layer
-from argosy.infer.engine import Engine
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.program_store import open_store
+from argosy.infer.engine.request import Request
 from argosy.infer.load import load
-from argosy.infer.program_store import open_store
-from argosy.infer.request import Request
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.machine import programs_folder, start_jax
 from argosy.observe.memory import peak_bytes

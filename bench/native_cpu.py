@@ -20,7 +20,7 @@ from argosy.ops.attention import Score
 from argosy.ops.choice import implementations
 from argosy.ops.native import library
 from argosy.ops.native.products import packed, product
-from argosy.ops.paged_attention import IMPLEMENTATIONS
+from argosy.ops.paged.attention import IMPLEMENTATIONS
 
 LAYERS, WIDTH, FFN, VOCAB, TURNS = 30, 576, 1536, 49152, 15
 MATRICES = ((WIDTH, 960), (WIDTH, WIDTH), (WIDTH, FFN), (WIDTH, FFN), (FFN, WIDTH))

@@ -19,10 +19,10 @@ WAYS = ("none", "optimizer", "weights")
 def main() -> None:
     from jax.experimental import topologies
 
-    from argosy.jobs.devices import config_of, lowered_step
     from argosy.models.parts.stack import Scan
     from argosy.parallel.mesh import MeshSettings
     from argosy.train.optim import AdamW
+    from tools.devices import config_of, lowered_step
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     print("| chips | remat | offload | arguments, device | temporaries, device | arguments, host | temporaries, host |")

@@ -25,9 +25,9 @@ WARM = 10  # steps that are not counted
 SLEEPS = """
 import os, runpy, sys, time
 from dataclasses import replace
-from argosy.core import signals
+from argosy.core.process import signals
 signals.take_over()
-from argosy.jobs.assembly import Assembly
+from argosy.run.assembly import Assembly
 made = Assembly.with_frozen
 def sleeping(self, program):
     import jax
@@ -48,9 +48,9 @@ runpy.run_module("argosy", run_name="__main__")
 # As `argosy launch` does.
 SUPERVISES = """
 import sys
-from argosy.core import signals
+from argosy.core.process import signals
 signals.take_over()
-from argosy.jobs.launched import prepared, progress_of
+from argosy.jobs.launch import prepared, progress_of
 from argosy.launch import local
 from argosy.launch.settings import Local
 count, program, *words = sys.argv[1:]

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from argosy.ops.attention import Score
-from argosy.ops.paged_triton import triton
+from argosy.ops.paged.triton import triton
 
 # NVIDIA's data sheet of the H100 SXM, in the form of XLA's `GpuTargetConfigProto`.
 H100 = """gpu_device_info {

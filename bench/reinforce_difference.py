@@ -14,12 +14,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import argosy
 from argosy.core.settings import dump
 from argosy.core.storage import Store
-from argosy.jobs.run import Run
-from argosy.jobs.seams import examples
 from argosy.observe.metrics import by_step, read
+from argosy.run.settings import Run
+from tools.seams import examples
 
 STORIES = Path(__file__).parents[2] / "shared" / "data" / "models" / "stories260k"
 STRUCTURES = {

@@ -67,7 +67,7 @@ print("FOUND", json.dumps({"times": times, "lengths": [len(ids(row["prompt"])["i
 # As `argosy train` does, before the process has a second thread.
 ARGOSY = """
 import json, resource, sys, time
-from argosy.core.allocator import share_one_arena
+from argosy.core.process.allocator import share_one_arena
 share_one_arena()
 import argosy
 from argosy.jobs.train import Quiet

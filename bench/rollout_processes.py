@@ -33,7 +33,7 @@ def digits(completions):
 # A run's clock at each logged step is the time of its line.
 PROGRAM = """
 import sys, time, json, argosy
-from argosy.jobs.view import Quiet
+from argosy.run.view import Quiet
 times = []
 class View(Quiet):
     def step(self, step, numbers):

@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu python bench/splash_blocks.py [v5e v5p v6e]      # where libtpu is installed
 
 Prints, for a kind of TPU, a size of heads and a side of blocks, the instructions (VLIW bundles) of the forward kernel and the two
-backward ones, and of those how many store or load spilled registers. `argosy/ops/splash_blocks.py` holds the sums. A compilation
-writes 400 MB of listings to a folder for temporary files; all take about 20 minutes of one core.
+backward ones, and of those how many store or load spilled registers. `argosy/ops/attention/splash_blocks.py` holds the sums. A
+compilation writes 400 MB of listings to a folder for temporary files; all take about 20 minutes of one core.
 """
 
 import os
@@ -26,8 +26,8 @@ def compiled(device: Any, side: int, head: int) -> None:
     import jax
     import jax.numpy as jnp
 
-    from argosy.ops import attention_splash
     from argosy.ops.attention import Score, See
+    from argosy.ops.attention import splash as attention_splash
 
     attention_splash.block_of = lambda *_: side
     on = jax.sharding.SingleDeviceSharding(device)

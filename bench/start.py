@@ -83,14 +83,14 @@ def stages(model: str) -> None:
     lap("Python, settings")
     machine.start_jax()
     lap("import jax")
-    from argosy.infer.program_store import open_store
-    from argosy.jobs.public import load
+    from argosy.infer.engine.program_store import open_store
+    from argosy.jobs.api import load
     from argosy.serve import run
 
     lap("import the rest")
     lm = load(model)
     lap("model, weights, tokenizer")
-    from argosy.infer.engine import Engine
+    from argosy.infer.engine.engine import Engine
 
     engine = Engine(lm.module, ServeSettings().engine, keeps=True)
     lap("engine")

@@ -3,7 +3,7 @@
     ./run python bench/stragglers_cpu.py [steps=60] [seconds=1.0] [processes=2]
 
 A step is a sleep of so many seconds, so what a loop takes beside is what was put around the step. Each process makes `steps` steps
-without and with `jobs.pace.Pace`, in turns of ten. Prints, for the first process: seconds that a step takes longer (mean, with the
+without and with `run.pace.Pace`, in turns of ten. Prints, for the first process: seconds that a step takes longer (mean, with the
 timings of the device in it), CPU seconds of the process a step (and before there was a thread), and both as shares of the step.
 """
 
@@ -46,9 +46,9 @@ def measure(steps: int, seconds: float) -> None:
     import jax
     import jax.numpy as jnp
 
-    from argosy.jobs.pace import Pace
     from argosy.observe.goodput import Clock
     from argosy.parallel import processes
+    from argosy.run.pace import Pace
     from argosy.train.straggler_settings import StragglerSettings
 
     clock, ready = Clock(), {"loss": jnp.zeros(())}

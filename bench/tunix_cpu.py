@@ -24,11 +24,11 @@ from flax import nnx
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig  # type: ignore[import-not-found]
 
 from argosy.adapt.tunix import ForTunix
-from argosy.jobs.assemble import assemble
-from argosy.jobs.compose import compose
-from argosy.jobs.decided import Decided
-from argosy.jobs.initial import weights_for
-from argosy.jobs.run import Run
+from argosy.run.assemble import assemble
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.initial import weights_for
+from argosy.run.settings import Run
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 MODEL, DATA = SHARED / "models" / "stories260k", SHARED / "instruct" / "instruction_1100.jsonl"

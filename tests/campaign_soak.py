@@ -30,7 +30,7 @@ import httpx
 import jsonschema
 from helpers import shared
 
-from argosy.infer.grammar import COMPILING
+from argosy.infer.tools.grammar import COMPILING
 
 SERVER = ["port=0", "engine.slots=6", "engine.context=192", "engine.page=8", "engine.pages=30", "limits.seconds=120"]
 SERVER += ["warm_up_prompt_logprobs=true", "limits.prompt_logprobs_tokens=192"]

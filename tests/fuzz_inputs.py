@@ -474,7 +474,7 @@ def lists_good() -> list[Files]:
 
 def read_tokenizer(folder: Path) -> None:
     """A stream joins to the whole, whatever the file says."""
-    from argosy.data.tokenize import find_tokenizer
+    from argosy.data.tokenizers.load import find_tokenizer
 
     tokenizer = find_tokenizer(next(folder.glob("*.gguf"), folder))
     if tokenizer is None:
@@ -505,7 +505,7 @@ def templates_good() -> list[Files]:
 
 
 def read_template(folder: Path) -> None:
-    from argosy.data.chat_mask import render_with_mask
+    from argosy.data.chat.mask import render_with_mask
 
     messages = [
         {"role": "system", "content": "x"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"},
@@ -533,7 +533,7 @@ def records_good() -> list[Files]:
 
 def read_records(folder: Path) -> None:
     """Whatever is accepted becomes tokens of the vocabulary, with a mask of equal length."""
-    from argosy.data.sequences import encoder_for
+    from argosy.data.rows.sequences import encoder_for
     from argosy.data.sources.text import JsonLines
     from argosy.data.tokenizers.byte import ByteTokenizer
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.jobs.view import Quiet
+from argosy.run.view import Quiet
 
 Clock = Callable[[str], AbstractContextManager[None]]
 """What the fixture `clock` is."""

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "argosy"
 ROOMS = [
     *("core", "observe", "data", "parallel", "ops", "models", "adapt", "checkpoint"),
-    *("train", "infer", "rl", "export", "serve", "launch", "jobs", "cli"),
+    *("train", "infer", "evals", "rl", "export", "serve", "client", "launch", "run", "jobs", "cli"),
 ]
 MODELS_ON = frozenset(ROOMS[ROOMS.index("models") :])
 DOORS = {
@@ -190,7 +190,7 @@ def test_every_folder_is_a_room():
     ],
 )
 def test_a_wrong_import_is_found_however_it_is_spelt(room: str, source: str):
-    assert list(faults(room, imports(source, f"argosy.{room}", {"fit": "argosy.jobs.public"})))
+    assert list(faults(room, imports(source, f"argosy.{room}", {"fit": "argosy.jobs.api"})))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 int8 is symmetric and rounds to nearest (Jacob et al. 2017, arXiv:1712.05877, section 2, without zero points), with a float32 scale
 for each output channel of a contraction and each row of an embedding. nf4 (Dettmers et al. 2023, arXiv:2305.14314) and int4 have a
 float32 scale for each block along the last summed axis, the block's largest magnitude, and two codes in a byte: an eighth of
-float32, and 0.5 bit more for the scales of blocks of 64. On a CPU the engine packs int8 weights (`infer.panels`); 4-bit weights, and
-int8 without the compiled kernels, in training, and in `logits` and `score`, are slower than float32 there, because XLA first widens
+float32, and 0.5 bit more for the scales of blocks of 64. On a CPU the engine packs int8 weights (`infer.cpu.panels`); 4-bit weights,
+and int8 without the compiled kernels, in training, and in `logits` and `score`, are slower than float32 there, because XLA first widens
 them.
 """
 

@@ -29,8 +29,8 @@ from argosy.checkpoint.step_reader import read_array
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Arrays, Over, Reader, View
-from argosy.core.schema import Choice
-from argosy.data.tokenize import matching
+from argosy.core.settings.schema import Choice
+from argosy.data.tokenizers.load import matching
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll, stored_as
 from argosy.models.parts.weight import put, variables

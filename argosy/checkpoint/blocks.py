@@ -17,7 +17,7 @@ from argosy.checkpoint.hub import Mapped
 from argosy.core.formats import Shape
 from argosy.core.formats.gguf import GGUF
 from argosy.core.formats.quants import BY_NAME, CODES, Blocks, blocks
-from argosy.core.resident import drop
+from argosy.core.process.resident import drop
 from argosy.ops.native.blocks import packed_blocks, packed_bytes
 from argosy.ops.native.products import Panels
 

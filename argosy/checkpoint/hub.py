@@ -22,7 +22,7 @@ from argosy.core.formats.files import File, of_bytes, of_text, write_file
 from argosy.core.formats.quants import FP8_BLOCK
 from argosy.core.formats.safetensors import Folder, folder_files
 from argosy.core.keymap import IGNORED, How, KeyMap, Row
-from argosy.data.tokenize import matching
+from argosy.data.tokenizers.load import matching
 from argosy.models import FAMILIES
 from argosy.models.family import SCORING, FamilyConfig, with_scores
 from argosy.models.parts.weight import exact

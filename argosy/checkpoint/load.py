@@ -221,7 +221,7 @@ def tokenizer_of(stored: Stored) -> Any:
     """The tokenizer that came with a model, or None."""
     if stored.companions is None:
         return None
-    from argosy.data.tokenize import find_tokenizer
+    from argosy.data.tokenizers.load import find_tokenizer
 
     return find_tokenizer(stored.companions)
 

@@ -6,8 +6,8 @@ A run is compared with the settings in its checkpoint, which nobody edits, and n
 from collections.abc import Mapping
 from typing import Any
 
-from argosy.core.schema import MayChange, Settings, marks, shape_of
 from argosy.core.settings import dump, flatten
+from argosy.core.settings.schema import MayChange, Settings, marks, shape_of
 
 # Key, the checkpoint's value, the value asked for.
 Difference = tuple[str, Any, Any]

@@ -31,8 +31,8 @@ from argosy.checkpoint import manifest
 from argosy.checkpoint.resume import Difference, differences
 from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
-from argosy.core.explain import annotated
 from argosy.core.settings import Reading, Settings, SettingsLayer, dump, flatten, yaml_layer, yaml_text_layer
+from argosy.core.settings.explain import annotated
 from argosy.core.storage import LOCK, ReadOnly, Store
 from argosy.observe.backlog import Backlog
 from argosy.observe.life import FOLDER as LIFE

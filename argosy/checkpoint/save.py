@@ -22,9 +22,9 @@ from argosy.checkpoint.stream import in_order
 from argosy.core.errors import BadInput
 from argosy.core.formats import Entry, Reader, is_apart, read_part
 from argosy.core.formats.files import File, of_text
-from argosy.core.schema import Choice
 from argosy.core.settings import dump
-from argosy.data.tokenize import is_vocabulary
+from argosy.core.settings.schema import Choice
+from argosy.data.tokenizers.load import is_vocabulary
 from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.weight import variables

@@ -18,9 +18,9 @@ from argosy.core.addresses import local_path
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats import Arrays, Reader
-from argosy.core.schema import Choice
 from argosy.core.settings import dump
-from argosy.data.tokenize import BESIDE, VOCABULARIES, matching
+from argosy.core.settings.schema import Choice
+from argosy.data.tokenizers.load import BESIDE, VOCABULARIES, matching
 from argosy.models import FAMILIES
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import layer_addresses, stored_addresses, stored_as

@@ -13,7 +13,7 @@ from types import ModuleType
 from argosy.cli.output import fail, forgive
 from argosy.core.command import command
 from argosy.core.errors import ArgosyError, BadInput, Elsewhere, UnknownName
-from argosy.core.streams import silence
+from argosy.core.process.streams import silence
 
 # Verb -> the module whose `app` runs it, and its description.
 VERBS = {
@@ -48,7 +48,7 @@ def main(words: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; `words` default to those of the process."""
     if words is not None:
         return _answered(words)
-    from argosy.core import allocator, signals
+    from argosy.core.process import allocator, signals
 
     # Before the thread that waits for signals starts.
     if sys.argv[1:2] and sys.argv[1] in TRAINING:
@@ -122,7 +122,7 @@ def _run_app(module: ModuleType, verb: str, words: list[str]) -> int:
             raise
         what, hint = _lower(message().rstrip(".")), f"`{name} --help` shows what it takes"
         if verb in ("train", "sweep") and what.lower().startswith("missing argument 'recipe'"):
-            from argosy.jobs.compose import recipes, recipes_named
+            from argosy.run.compose import recipes, recipes_named
 
             raise BadInput(f"{verb} needs a recipe", where=recipes_named(recipes()), hint=f"`{name} tiny`") from None
         if set(getattr(error, "possibilities", None) or ()) <= {"--help"}:  # Typer has no option of a similar name
@@ -146,7 +146,7 @@ def _without_dashes(verb: str, option: str, words: list[str]) -> str | None:
     )
     key = option.removeprefix("--").replace("-", "_")
     if verb in ("train", "sweep", "config"):
-        from argosy.jobs.compose import key_meant
+        from argosy.run.compose import key_meant
 
         key = key_meant(key)
     return f"settings have no dashes: `{key}={value}`"

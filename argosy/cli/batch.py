@@ -12,15 +12,15 @@ import typer
 from argosy.cli.bench import key_of
 from argosy.cli.flags import RUN_BATCH, translated
 from argosy.cli.output import Doing, as_typed, conclude, say
-from argosy.core import signals
+from argosy.client import batch
+from argosy.client.batch_files import Output, fingerprint, rows, stamp
+from argosy.client.client import Inside, Transport, is_url
+from argosy.client.http import Http
+from argosy.client.settings import BatchSettings
 from argosy.core.errors import BadInput
+from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
 from argosy.jobs import machine
-from argosy.serve import batch
-from argosy.serve.batch_files import Output, fingerprint, rows, stamp
-from argosy.serve.client import Inside, Transport, is_url
-from argosy.serve.client_settings import BatchSettings
-from argosy.serve.http import Http
 
 # Seconds between updates of the progress line; between lines where there is no terminal.
 PROGRESS_S, PROGRESS_LOG_S = 1.0, 30.0
@@ -68,7 +68,7 @@ def run_batch(
     if answers.exists() and requests.exists() and answers.samefile(requests):
         raise BadInput("IN and OUT are the same file")
     if not is_url(model) and "://" not in model and not Path(model).exists():
-        from argosy.jobs.compose import no_model
+        from argosy.run.compose import no_model
 
         raise no_model(model)
     begun = begun_with(model, requests, settings)
@@ -113,7 +113,7 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[Transport, 
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
-        from argosy.jobs.public import draft_of, load
+        from argosy.jobs.api import draft_of, load
         from argosy.serve import run
         from argosy.serve.app import App
         from argosy.serve.settings import Limits, ServeSettings

@@ -10,10 +10,10 @@ import typer
 
 from argosy.cli.flags import BENCH_SERVE, translated
 from argosy.cli.output import Doing, answer, as_typed, say
+from argosy.client.http import Http
+from argosy.client.settings import BenchSettings
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
-from argosy.serve.client_settings import BenchSettings
-from argosy.serve.http import Http
 
 # The first one that is set is the key of a server.
 KEYS = ("ARGOSY_API_KEY", "OPENAI_API_KEY")
@@ -59,9 +59,9 @@ def serve(
     urls = [Http(one).url for one in (url, settings.against) if one is not None]
     if settings.save and not Path(settings.save).absolute().parent.is_dir():
         raise BadInput(f"`save`: no folder {Path(settings.save).parent}")
-    from argosy.serve import bench_report as report
-    from argosy.serve.bench import Server, run
-    from argosy.serve.bench_data import Source
+    from argosy.client import bench_report as report
+    from argosy.client.bench import Server, run
+    from argosy.client.bench_data import Source
 
     source = Source(settings)
     with Doing() as doing:

@@ -13,14 +13,14 @@ from argosy.cli.bench import key_of
 from argosy.cli.flags import CHAT, translated
 from argosy.cli.lines import Lines, history_file, several
 from argosy.cli.output import Doing, as_typed, can_color, fail, say
-from argosy.core import signals
+from argosy.client.client import Inside, Refused, is_url
+from argosy.client.conversation import Talk, first_model, too_long
+from argosy.client.http import Http
+from argosy.client.settings import ChatSettings, Sampled
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
+from argosy.core.process import signals
 from argosy.core.settings import SettingsLayer, read_settings, words_layer
 from argosy.jobs import machine
-from argosy.serve.client import Inside, Refused, is_url
-from argosy.serve.client_settings import ChatSettings, Sampled
-from argosy.serve.http import Http
-from argosy.serve.talk import Talk, first_model, too_long
 
 # Default limit on the tokens of a conversation: a cache of 128k tokens takes gigabytes.
 CONTEXT = 8192
@@ -100,7 +100,7 @@ def opened(model: str, settings: ChatSettings) -> Iterator[tuple[Talk, Any]]:
         doing("loading jax")
         machine.start_jax()
         from argosy.infer.settings import EngineSettings
-        from argosy.jobs.public import draft_of, load
+        from argosy.jobs.api import draft_of, load
         from argosy.serve import run
         from argosy.serve.app import App
         from argosy.serve.settings import Limits, ServeSettings

@@ -9,14 +9,14 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 OWN_SETTINGS = {  # verb -> the settings that are its own
     "generate": "argosy.cli.generate:Generate",
-    "eval": "argosy.infer.evals.settings:EvalSettings",
+    "eval": "argosy.evals.settings:EvalSettings",
     "convert": "argosy.cli.convert:Convert",
     "quickstart": "argosy.cli.quickstart:Quickstart",
     "data": "argosy.data.settings:DataSettings",
     "serve": "argosy.serve.settings:ServeSettings",
-    "chat": "argosy.serve.client_settings:ChatSettings",
-    "run-batch": "argosy.serve.client_settings:BatchSettings",
-    "bench": "argosy.serve.client_settings:BenchSettings",
+    "chat": "argosy.client.settings:ChatSettings",
+    "run-batch": "argosy.client.settings:BatchSettings",
+    "bench": "argosy.client.settings:BenchSettings",
 }
 
 

@@ -8,9 +8,9 @@ import typer
 
 from argosy.cli.output import answer, conclude, say
 from argosy.core.errors import BadInput, SettingsError
-from argosy.core.explain import annotated, explain, reference, value_text
 from argosy.core.settings import Settings, diff, dump, flatten
-from argosy.jobs.compose import compose, editor_schema
+from argosy.core.settings.explain import annotated, explain, reference, value_text
+from argosy.run.compose import compose, editor_schema
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -88,7 +88,7 @@ def new(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Writes a recipe to start from: every setting in a comment with its meaning, and a schema for editors."""
-    from argosy.core.explain import commented
+    from argosy.core.settings.explain import commented
 
     path = Path(name if name.endswith((".yml", ".yaml")) else f"{name}.yml")
     if path.exists():
@@ -119,7 +119,7 @@ def show_schema() -> None:
 
 def root() -> type[Settings]:
     """The settings of a run; imported late, because they import every room's."""
-    from argosy.jobs.run import Run
+    from argosy.run.settings import Run
 
     return Run
 

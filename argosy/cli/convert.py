@@ -12,8 +12,8 @@ from pydantic import Field
 from argosy.cli.output import answer, conclude, say
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.core.process.streams import Unfailing
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.core.streams import Unfailing
 from argosy.observe.readable import lasted
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from argosy.cli.output import Doing, answer, conclude, say
-from argosy.core import signals
+from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
-from argosy.infer.evals.settings import EvalSettings
+from argosy.evals.settings import EvalSettings
 from argosy.jobs import evaluate, machine
 from argosy.observe.readable import columns, one_line
-from argosy.observe.report import metrics_of, shown
+from argosy.observe.report.page import metrics_of, shown
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -42,8 +42,8 @@ def evaluates(
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
-        from argosy.infer.evals.run import check
-        from argosy.jobs.public import load
+        from argosy.evals.run import check
+        from argosy.jobs.api import load
 
         doing(f"loading {model}")
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter)

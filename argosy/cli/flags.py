@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from argosy.client.settings import BatchSettings
 from argosy.core.errors import BadInput, nearest
-from argosy.serve.client_settings import BatchSettings
 from argosy.serve.settings import ServeSettings
 
 # The first part of a setting's name, which no adapter in `--lora-modules NAME=FOLDER` may have.

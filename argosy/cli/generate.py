@@ -102,7 +102,7 @@ def generate(
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
-        from argosy.jobs.public import load
+        from argosy.jobs.api import load
 
         doing(f"loading {model}")
         lm = load(model, dtype=how.dtype, adapter=how.adapter, engine=with_adapters(how.engine), blocks="auto")

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from argosy.cli.output import say
-from argosy.core.explain import default_text, summary, type_text
-from argosy.core.schema import documented
+from argosy.core.settings.explain import default_text, summary, type_text
+from argosy.core.settings.schema import documented
 from argosy.launch.settings import ENGINES, WRITTEN
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -46,11 +46,11 @@ def launch(
     at = next((i for i, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
     own, verb = words[:at], words[at + (words[at : at + 1] == ["--"]) :]
     if words[at : at + 1] in (["--help"], ["-h"]):
-        from argosy.jobs.launched import named
+        from argosy.jobs.launch import named
 
         sys.stdout.write(help_of(named(own)))
         return 0
-    from argosy.jobs.launched import prepared, progress_of
+    from argosy.jobs.launch import prepared, progress_of
 
     made = prepared(own, verb)
     if made.engine in WRITTEN:

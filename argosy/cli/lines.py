@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from argosy.core import signals
 from argosy.core.errors import BadInput
+from argosy.core.process import signals
 
 MOST = 1000
 FENCE = '"""'

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from argosy.core.command import command
 from argosy.core.errors import ArgosyError
-from argosy.core.streams import Unfailing, is_gone, silence
+from argosy.core.process.streams import Unfailing, is_gone, silence
 
 
 def answer(text: str, document: Any, as_json: bool) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from argosy.cli.output import conclude, say
+from argosy.core.process.streams import Unfailing
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.core.streams import Unfailing
 from argosy.jobs import machine
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -33,7 +33,7 @@ def quickstart(
     machine.start_jax()
     from argosy.jobs.quickstart import Stage
     from argosy.jobs.quickstart import quickstart as job
-    from argosy.observe.terminal import Terminal
+    from argosy.observe.terminal.live import Terminal
 
     out: Any = Unfailing(sys.stderr if as_json else sys.stdout)
 

@@ -11,7 +11,7 @@ import typer
 
 from argosy.cli.flags import translated
 from argosy.cli.output import Doing, say
-from argosy.core import signals
+from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
 from argosy.jobs import machine
 from argosy.serve.settings import ServeSettings
@@ -57,8 +57,8 @@ def serve(
     with Doing() as doing, uncollected():
         doing("loading jax")
         machine.start_jax()
-        from argosy.infer.program_store import open_store
-        from argosy.jobs.public import draft_of, load
+        from argosy.infer.engine.program_store import open_store
+        from argosy.jobs.api import draft_of, load
         from argosy.serve import run
 
         run.check(settings)

@@ -30,7 +30,7 @@ def sweep(
     say(f"{len(found)} runs of {recipe}; loading jax ...")
     machine.start_jax()
     from argosy.jobs.train import train
-    from argosy.observe.terminal import Terminal
+    from argosy.observe.terminal.live import Terminal
 
     def run(one: Combination) -> int:
         with Terminal() as view:

@@ -8,11 +8,11 @@ import typer
 
 from argosy.cli.output import as_typed, conclude, say
 from argosy.core.counts import plural
-from argosy.core.signals import before_leaving
+from argosy.core.process.signals import before_leaving
 from argosy.jobs import machine
-from argosy.jobs.compose import about, recipes
-from argosy.jobs.view import Quiet
 from argosy.launch.cluster import found, join, lost_peers
+from argosy.run.compose import about, recipes
+from argosy.run.view import Quiet
 
 RECIPES = "\n".join(f"  {name:12}{about(name)}" for name in recipes())
 HELP = f"""Trains by a recipe, or resumes: the run directory (dir=, by default runs/RECIPE) continues from its last good checkpoint.
@@ -43,8 +43,8 @@ def train(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    from argosy.jobs.preflight import directory_of, settled
     from argosy.observe.life import counts_from_process_start
+    from argosy.run.preflight import directory_of, settled
 
     counts_from_process_start()
     place = found(os.environ)
@@ -54,9 +54,9 @@ def train(
     if place is None or not place.rank:
         say(f"training {recipe} for {plural(reading.value.steps, 'step')} in {where}; loading jax ...")
     machine.start_jax()
-    from argosy.jobs.outcome import kept, next_start
     from argosy.jobs.train import command_of, run
-    from argosy.observe.terminal import Terminal
+    from argosy.observe.terminal.live import Terminal
+    from argosy.run.outcome import kept, next_start
 
     if place is not None:
         join(place)

@@ -17,7 +17,7 @@ from argosy.data.pack import Encoded
 from argosy.data.sources import Document
 
 if TYPE_CHECKING:
-    from argosy.data.tokenize import Tokenizer
+    from argosy.data.tokenizers.load import Tokenizer
 
 # Characters encoded at once: the 16 parts of a group of 1 MiB keep 8 cores busy.
 PART_CHARACTERS = 1 << 16

@@ -12,8 +12,8 @@ from argosy.core.counts import plural
 from argosy.data.batch import Batch
 
 if TYPE_CHECKING:
-    from argosy.data.prompts import Prompt
-    from argosy.data.tokenize import Tokenizer
+    from argosy.data.rows.prompts import Prompt
+    from argosy.data.tokenizers.load import Tokenizer
 
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 # The text may be hostile: no control character but tab and line break may reach the terminal.

@@ -12,12 +12,12 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, Fingerprint, check_fields
-from argosy.data.conversations import shown_template
+from argosy.data.chat.conversations import shown_template
 from argosy.data.encode import Encoder
 from argosy.data.order import Order, ordered, picked, whole_numbers
 from argosy.data.pack import Rows, corpus_of
 from argosy.data.prepare import HeldOut, grouped
-from argosy.data.sequences import encoder_for
+from argosy.data.rows.sequences import encoder_for
 from argosy.data.settings import DataSettings, encoding
 from argosy.data.sources import Document, Source
 from argosy.data.summary import CorpusSummary
@@ -26,7 +26,7 @@ from argosy.data.tables import described, identity_of, packed
 if TYPE_CHECKING:
     from grain.experimental import ThreadPrefetchDatasetIterator
 
-    from argosy.data.tokenize import Tokenizer
+    from argosy.data.tokenizers.load import Tokenizer
 
 
 class OnlineBatches(Batches):

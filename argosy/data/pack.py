@@ -32,7 +32,7 @@ class Corpus:
     tokens: [n] unsigned integers.  starts: [documents + 1] int64, where each document begins, then n.
     weights: [n] of each token in the loss, uint8 where all are 0 or 1, else float32; None means 1.
     columns: further numbers for each token, [n] each, such as advantages; they come out of every packing beside the targets.
-    values: numbers of each document, [documents] each; only rows of sequences have them (`data.sequences`).
+    values: numbers of each document, [documents] each; only rows of sequences have them (`data.rows.sequences`).
     """
 
     tokens: np.ndarray

@@ -28,7 +28,7 @@ from argosy.data.summary import CorpusSummary
 from argosy.data.tables import ENDLESS, Data, Table, find, fitting, holds_out, summary_of, table_of, tokenizer_for
 
 if TYPE_CHECKING:
-    from argosy.data.tokenize import Tokenizer
+    from argosy.data.tokenizers.load import Tokenizer
 
 __all__ = ["build", "eval_batches", "find", "fitting", "holds_out", "summary_of", "tokenizer_for"]
 

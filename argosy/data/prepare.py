@@ -32,15 +32,15 @@ from argosy.core.caches import one_at_a_time
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
-from argosy.data.conversations import counted, made_by, nothing_to_learn
+from argosy.data.chat.conversations import counted, made_by, nothing_to_learn
 from argosy.data.encode import Encoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
-from argosy.data.sequences import encoder_for
+from argosy.data.rows.sequences import encoder_for
 from argosy.data.sources import Capped, Document, Source, is_prepared
 from argosy.data.sources.records import GROUPS
 
 if TYPE_CHECKING:
-    from argosy.data.tokenize import Tokenizer
+    from argosy.data.tokenizers.load import Tokenizer
 
 FORMAT, VERSION = "argosy corpus", 1
 SPLITS = ("train", "held_out")

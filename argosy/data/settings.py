@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from argosy.core.schema import Also, BelongsTo, MayChange
 from argosy.core.settings import Settings
+from argosy.core.settings.schema import Also, BelongsTo, MayChange
 
 MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "format", "columns", "bos", "special", "learn",
              "template")  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 from argosy.core.caches import cache_home
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.batch import Fingerprint
-from argosy.data.conversations import template_hash, with_template
+from argosy.data.chat.conversations import template_hash, with_template
 from argosy.data.order import of_records, of_sequences, packing_of, too_long_of
 from argosy.data.pack import Corpus, Rows, corpus_of, counts_of, rows_of
 from argosy.data.prepare import (
@@ -29,13 +29,13 @@ from argosy.data.prepare import (
     open_prepared,
     prepare,
 )
-from argosy.data.sequences import SequenceRows, encoder_for
+from argosy.data.rows.sequences import SequenceRows, encoder_for
 from argosy.data.settings import ENCODED_BY, MADE_WITH, DataSettings, encoding
 from argosy.data.sources import RowSource, Source, find_source, is_prepared
 from argosy.data.summary import CorpusSummary
 
 if TYPE_CHECKING:
-    from argosy.data.tokenize import Tokenizer
+    from argosy.data.tokenizers.load import Tokenizer
 
 # Larger corpora must be prepared beforehand, not when a run starts.
 CORPUS_BYTES = 10**9
@@ -108,7 +108,7 @@ def check_template(prepared: Prepared, settings: DataSettings) -> None:
     """
     if settings.template is None or prepared.tokenizer is None:
         return
-    from argosy.data.tokenize import load_tokenizer
+    from argosy.data.tokenizers.load import load_tokenizer
 
     made = prepared.fingerprint.get("template")
     if made is None or template_hash(load_tokenizer(prepared.tokenizer), settings.template) != made:
@@ -127,7 +127,7 @@ def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
     Raises:
         UserError: there is no such tokenizer or template.
     """
-    from argosy.data.tokenize import load_tokenizer
+    from argosy.data.tokenizers.load import load_tokenizer
 
     if settings.source.partition(":")[0] == "synthetic":
         return None

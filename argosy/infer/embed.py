@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.progress import Say, telling
 from argosy.data.tokenizers.config import read_object, read_text
-from argosy.infer.answers import Prompt
+from argosy.infer.completions import Prompt
+from argosy.infer.engine.sequences import bucket
 from argosy.infer.lm import LM
-from argosy.infer.sequences import bucket
 from argosy.models.parts.weight import merge
 
 POOLINGS = ("mean", "cls", "max")

@@ -14,16 +14,16 @@ from argosy.checkpoint.blocks import Origin
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.adapters import Loaded
-from argosy.infer.answers import Answers, Completion, Prompt, beam_search, check_prompts, ids_of
-from argosy.infer.engine import Engine
-from argosy.infer.grammar import Grammar, Grammars, structure_of
-from argosy.infer.held import Held, Parts
-from argosy.infer.panels import kept_in_blocks
-from argosy.infer.repetition import Repetition
-from argosy.infer.sample import Seed
-from argosy.infer.sequences import BATCH, Sequences, batches
+from argosy.infer.completions import Answers, Completion, Prompt, beam_search, check_prompts, ids_of
+from argosy.infer.cpu.panels import kept_in_blocks
+from argosy.infer.engine.adapters import Loaded
+from argosy.infer.engine.cached_engine import Held, Parts
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.sequences import BATCH, Sequences, batches
+from argosy.infer.sampling.repetition import Repetition
+from argosy.infer.sampling.sample import Seed
 from argosy.infer.settings import EngineSettings
+from argosy.infer.tools.grammar import Grammar, Grammars, structure_of
 from argosy.models.parts.weight import split
 
 # A server compiles grammars in several threads.
@@ -146,10 +146,11 @@ class LM:
             top: number of likeliest tokens to return with each token, at most 20.
             structured: what every answer must match, by the names of vLLM's `structured_outputs`: {"json": schema}, {"regex": ...},
                 {"choice": [...]}, {"grammar": Lark or GBNF} or {"json_object": True}; a schema may be a pydantic class. See
-                `infer.grammar.structure_of`. An answer that `max_tokens` cuts short is a beginning of what matches.
-            repetition: ends answers that repeat themselves, such as `argosy.infer.repetition.Repetition(longest=20, count=4)`.
+                `infer.tools.grammar.structure_of`. An answer that `max_tokens` cuts short is a beginning of what matches.
+            repetition: ends answers that repeat themselves, such as `argosy.infer.sampling.repetition.Repetition(longest=20, count=4)`.
             adapter: the name of a loaded adapter (`load_adapter`); None: the model alone.
-            sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so on.
+            sampling: the settings of `infer.sampling.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so
+            on.
                 `bad_words` may be texts too.
 
         There may be any number of prompts: 32 are continued at a time, and the others wait.
@@ -188,7 +189,7 @@ class LM:
         ignore_eos: bool = False,
         adapter: str | None = None,
     ) -> list[list[Completion]]:
-        """The `beam_width` continuations of each prompt with the highest scores, best first (`infer.beam`).
+        """The `beam_width` continuations of each prompt with the highest scores, best first (`infer.sampling.beam`).
 
         Args:
             max_tokens: the most tokens of each answer.
@@ -243,7 +244,7 @@ class LM:
             raise BadInput(
                 "this model has no chat template", hint="generate without --chat, or give messages as one text"
             )
-        from argosy.data.chat import choose_template, render
+        from argosy.data.chat.template import choose_template, render
 
         how: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         chosen = template if template is not None else choose_template(templates, tools=bool(tools))
@@ -278,7 +279,7 @@ class LM:
         Raises:
             BadInput: the model has no head of scores, or as `chat_prompt` and `score`.
         """
-        from argosy.infer.rewards import rewards
+        from argosy.infer.scores import rewards
 
         return rewards(self, conversations, batch)
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from argosy.checkpoint import load as loading
+from argosy.infer.cpu.panels import forms_in_blocks
 from argosy.infer.lm import LM
-from argosy.infer.panels import forms_in_blocks
 from argosy.infer.settings import EngineSettings
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Execution

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from argosy.core.errors import ArgosyError
-from argosy.core.schema import Choice, Settings, members, shape_of
-from argosy.jobs.compose import compose, presets, recipes
+from argosy.core.settings.schema import Choice, Settings, members, shape_of
+from argosy.run.compose import compose, presets, recipes
 
 OF_A_RECIPE = ("train", "sweep")
 
@@ -44,7 +44,7 @@ def complete(words: Sequence[str], verbs: Mapping[str, type[Settings] | None]) -
 
 def _tasks(last: str) -> list[str]:
     """Tasks of `argosy eval`, after those that are named already."""
-    from argosy.infer.evals.tasks import TASKS
+    from argosy.evals.tasks import TASKS
 
     before, _, _ = last.rpartition("," if "," in last else "=")
     start = last[: len(before) + 1]
@@ -52,7 +52,7 @@ def _tasks(last: str) -> list[str]:
 
 
 def _settings_of_a_run(recipe: str, last: str) -> list[str]:
-    from argosy.jobs.run import Run
+    from argosy.run.settings import Run
 
     if last.startswith("model="):
         return _beginning(last, [f"model={name}" for name in presets()])

@@ -27,10 +27,10 @@ from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.core.signals import before_leaving
-from argosy.data.tokenize import matching
-from argosy.jobs.compose import no_model
+from argosy.core.process.signals import before_leaving
+from argosy.data.tokenizers.load import matching
 from argosy.observe import memory
+from argosy.run.compose import no_model
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # The interpreter with its libraries takes 210 MB of it, slabs being written 130 MB.

@@ -10,12 +10,12 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.core.settings import dump, read_settings, words_layer
 from argosy.data import pipeline
-from argosy.data.conversations import with_template
+from argosy.data.chat.conversations import with_template
 from argosy.data.prepare import Progress, open_prepared
 from argosy.data.settings import ENCODED_BY, MADE_WITH, DataSettings
 from argosy.data.sources import Source, find_source, is_prepared
-from argosy.data.tokenize import load_tokenizer
-from argosy.jobs.compose import compose, recipes
+from argosy.data.tokenizers.load import load_tokenizer
+from argosy.run.compose import compose, recipes
 
 Say = Callable[[str], None]
 
@@ -32,7 +32,7 @@ def data_settings(name: str, words: Iterable[str]) -> DataSettings:
         UserError: any mistake in them.
     """
     if is_recipe(name):
-        from argosy.jobs.run import Run
+        from argosy.run.settings import Run
 
         return compose(Run, name, words).value.data
     words = [word.removeprefix("data.") for word in words]
@@ -98,7 +98,7 @@ def inspect(
         UserError: anything that would prevent the run from starting on its data.
     """
     from argosy.data import inspect
-    from argosy.jobs.run import Run
+    from argosy.run.settings import Run
 
     run = compose(Run, recipe, words).value
     tokenizer = pipeline.tokenizer_for(run.data)
@@ -123,7 +123,7 @@ def train_tokenizer(settings: DataSettings, vocab: int, target: Path) -> dict[st
     Raises:
         BadInput: the folder is not empty, the source has no text, or the vocabulary is too small.
     """
-    from argosy.data.bpe import train
+    from argosy.data.tokenizers.train import train
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"`{target}` is not empty", hint="name a new folder; nothing is ever overwritten")

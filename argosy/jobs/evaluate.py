@@ -12,13 +12,13 @@ from typing import Any
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.core.errors import BadInput
 from argosy.core.settings import dump
-from argosy.infer.evals.plan import Planned, plan
-from argosy.infer.evals.prompts import examples
-from argosy.infer.evals.rows import read_rows
-from argosy.infer.evals.settings import EvalSettings
-from argosy.infer.evals.statistics import Row, paired
+from argosy.evals.plan import Planned, plan
+from argosy.evals.prompts import examples
+from argosy.evals.rows import read_rows
+from argosy.evals.settings import EvalSettings
+from argosy.evals.statistics import Row, paired
 from argosy.jobs import runs
-from argosy.jobs.compose import no_model
+from argosy.run.compose import no_model
 
 Others = Mapping[str, Sequence[Row]]
 
@@ -76,8 +76,8 @@ def evaluate(
 
     Writes the file of `settings.rows` task by task.
     """
-    from argosy.infer.evals.run import Stopped
-    from argosy.infer.evals.run import evaluate as results
+    from argosy.evals.run import Stopped
+    from argosy.evals.run import evaluate as results
 
     tasks: dict[str, Any] = {}
     if settings.rows:

@@ -14,10 +14,10 @@ from typing import Any
 
 from argosy.core.addresses import is_address
 from argosy.core.errors import some
-from argosy.core.plain import dump, flatten
+from argosy.core.settings.plain import dump, flatten
 from argosy.data.sources import CORPORA, SOURCES
-from argosy.jobs.address import is_endpoint
-from argosy.jobs.launched import Launch
+from argosy.jobs.launch import Launch
+from argosy.run.distillation.address import is_endpoint
 
 # Settings that name a file or a folder of any model.
 MODELS = ("init.weights", "init.state", "objective.teacher")

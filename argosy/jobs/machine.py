@@ -10,9 +10,9 @@ import platform
 import sys
 from pathlib import Path
 
-from argosy.core import signals
 from argosy.core.caches import cache_home
 from argosy.core.counts import plural
+from argosy.core.process import signals
 
 TUNABLE = "glibc.malloc.hugetlb=1"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -55,7 +55,7 @@ def cache_folder(name: str = "xla") -> Path | None:
 
 
 def programs_folder() -> Path | None:
-    """The folder of a server's programs (`infer.program_store`), beside that of JAX's compilation cache."""
+    """The folder of a server's programs (`infer.engine.program_store`), beside that of JAX's compilation cache."""
     return cache_folder("programs")
 
 

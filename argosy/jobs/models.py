@@ -13,9 +13,9 @@ from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 from argosy.core.settings import dump
-from argosy.jobs.compose import preset_config, presets, recipe_layers, recipes
 from argosy.models import FAMILIES
 from argosy.models.settings import Experts
+from argosy.run.compose import preset_config, presets, recipe_layers, recipes
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 # Recurrent states are float32, whatever the type of the cache.
@@ -56,7 +56,7 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
     Raises:
         BadInput, UnknownName, Damaged: there is no such model.
     """
-    from argosy.jobs.memory import training_bytes
+    from argosy.run.memory import training_bytes
 
     config = config_named(name)
     tokens = context or config.context

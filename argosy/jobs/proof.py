@@ -16,8 +16,8 @@ from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.checkpoint.store import load_weights
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
+from argosy.core.process.signals import before_leaving
 from argosy.core.progress import Say
-from argosy.core.signals import before_leaving
 from argosy.core.storage import Store
 from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read

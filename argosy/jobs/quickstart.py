@@ -16,12 +16,12 @@ from typing import Any
 from argosy.checkpoint.run_directory import STORY
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.core.signals import before_leaving
+from argosy.core.process.signals import before_leaving
 from argosy.core.storage import Store
-from argosy.jobs.compose import compose
-from argosy.jobs.run import Run
 from argosy.jobs.train import View
 from argosy.jobs.train import run as train_run
+from argosy.run.compose import compose
+from argosy.run.settings import Run
 
 RECIPE = "quickstart"
 VOCABULARY = 1024
@@ -122,9 +122,9 @@ def fresh(directory: str | None) -> Path:
 
 def make_vocabulary(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
     """Trains a byte-pair tokenizer into the run's `tokenizer/`."""
-    from argosy.data.bpe import train as train_bpe
     from argosy.data.settings import DataSettings
     from argosy.data.sources import Source, find_source
+    from argosy.data.tokenizers.train import train as train_bpe
 
     source = find_source(DataSettings(source="stdlib", max_bytes=TOKENIZER_BYTES))
     assert isinstance(source, Source)

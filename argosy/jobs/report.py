@@ -1,6 +1,6 @@
 """`argosy report RUN`: writes a page about a run into its directory.
 
-This module collects what is on disk; `observe.report` draws it. What cannot be read, because it is damaged or was never written,
+This module collects what is on disk; `observe.report.page` draws it. What cannot be read, because it is damaged or was never written,
 is left out: reports are needed most for runs that went wrong.
 """
 
@@ -14,16 +14,16 @@ from typing import Any
 from argosy.checkpoint.run_directory import CHECKPOINTS, REPORT, STORY, RunDirectory
 from argosy.core.command import command as as_run
 from argosy.core.errors import ArgosyError
-from argosy.core.explain import value_text
 from argosy.core.settings import COMMAND_LINE, Choice
+from argosy.core.settings.explain import value_text
+from argosy.core.settings.words import CALL
 from argosy.core.storage import Store
-from argosy.core.words import CALL
 from argosy.jobs import runs
 from argosy.models import FAMILIES
 from argosy.observe import environment, metrics
 from argosy.observe.life import account
 from argosy.observe.readable import sized
-from argosy.observe.report import Evaluated, Record, Saved, render
+from argosy.observe.report.page import Evaluated, Record, Saved, render
 
 STATES = {runs.CAN_RESUME: "stopped", runs.DAMAGED: "damaged"}
 

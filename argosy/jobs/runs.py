@@ -21,8 +21,8 @@ from argosy.checkpoint import manifest
 from argosy.checkpoint.run_directory import CHECKPOINTS, SETTINGS, RunDirectory, check_run
 from argosy.core.addresses import local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
-from argosy.core.explain import value_text
 from argosy.core.settings import diff, flatten, yaml_text_layer
+from argosy.core.settings.explain import value_text
 from argosy.core.storage import LEASE_S, LOCK, Missing, Store
 from argosy.observe import metrics
 from argosy.observe.life import Account, account

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.core.errors import ArgosyError, BadInput, UserError
-from argosy.jobs.compose import run_folder
-from argosy.jobs.preflight import settled
+from argosy.run.compose import run_folder
+from argosy.run.preflight import settled
 
 OPEN, CLOSE, QUOTES = "[{", "]}", "\"'"
 

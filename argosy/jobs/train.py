@@ -13,30 +13,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory
-from argosy.core import garbage
-from argosy.core.allocator import keep_freed_memory, share_one_arena
 from argosy.core.command import command as as_run
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, Unsupported
+from argosy.core.process import garbage
+from argosy.core.process.allocator import keep_freed_memory, share_one_arena
+from argosy.core.process.signals import asked_to_stop
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
-from argosy.core.signals import asked_to_stop
 from argosy.core.storage import Store
-from argosy.jobs.outcome import Outcome, ending
-from argosy.jobs.preflight import directory_of, settled
-from argosy.jobs.run import Run
-from argosy.jobs.shared_prompts import resumed_on
-from argosy.jobs.view import Quiet, View
 from argosy.observe.goodput import Clock
 from argosy.observe.life import Life
 from argosy.observe.log import Logged
 from argosy.observe.metrics import ANSWERS, Metrics, read
-from argosy.observe.picture import memory_words
 from argosy.observe.readable import lasted
+from argosy.observe.terminal.picture import memory_words
 from argosy.observe.whereabouts import WHERE, Whereabouts
+from argosy.run.outcome import Outcome, ending
+from argosy.run.preflight import directory_of, settled
+from argosy.run.settings import Run
+from argosy.run.shared_prompts import resumed_on
+from argosy.run.view import Quiet, View
 
 if TYPE_CHECKING:
-    from argosy.jobs.assembly import Assembly
+    from argosy.run.assembly import Assembly
 
 STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
 
@@ -74,8 +74,8 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
         UserError: a mistake found before work began.
         Busy: another process holds the run.
     """
-    from argosy.jobs import several
     from argosy.parallel import processes
+    from argosy.run import several
 
     share_one_arena()
     reading = replace(reading, value=reading.value.model_copy(update={"dir": str(path)}))
@@ -110,11 +110,11 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
 
 def checked(settings: Run) -> "Assembly":
     """Everything that a new run needs, built; all mistakes are found. Of several processes the first fills caches of the data."""
-    from argosy.jobs.assemble import assemble
-    from argosy.jobs.decided import Decided
-    from argosy.jobs.initial import check_source
-    from argosy.jobs.served import check_served
     from argosy.parallel import processes
+    from argosy.run.assemble import assemble
+    from argosy.run.decided import Decided
+    from argosy.run.distillation.served import check_served
+    from argosy.run.initial import check_source
 
     def build() -> "Assembly":
         made = assemble(settings, Decided.here(settings))
@@ -228,9 +228,9 @@ class Training:
         assembly: "Assembly | None" = None,
     ) -> "Training":
         """Builds everything that is not built yet. meta: of the checkpoint to resume from; its layout and precision are kept."""
-        from argosy.jobs.assemble import assemble
-        from argosy.jobs.decided import Decided
         from argosy.parallel import processes
+        from argosy.run.assemble import assemble
+        from argosy.run.decided import Decided
 
         settings = reading.value
         decided = Decided.here(settings) if meta is None else Decided(**meta["decided"])
@@ -253,13 +253,13 @@ class Training:
         """The state with which the run begins."""
         init = self.settings.init
         if init.weights:
-            from argosy.jobs.initial import base_described, weights_for
+            from argosy.run.initial import base_described, weights_for
 
             state, self.origin = weights_for(self.assembly, init.weights, self.view.say)
             self.hub, self.base = dict(self.origin.hub), base_described(self.assembly, self.origin, init.weights)
             return state
         if init.state:
-            from argosy.jobs.initial import state_from
+            from argosy.run.initial import state_from
 
             state, self.origin = state_from(self.assembly, init.state, self.view.say)
             self.hub = dict(self.origin.hub)
@@ -271,11 +271,11 @@ class Training:
         """The state of a checkpoint, on this run's devices. frozen: the weights of a base, where they are there already; without them
         they are read."""
         from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
-        from argosy.jobs.diloco import check_replicas
+        from argosy.run.diloco import check_replicas
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
         if frozen is None and self.assembly.base:
-            from argosy.jobs.initial import base_of
+            from argosy.run.initial import base_of
 
             self.base = dict(meta["base"])
             frozen = base_of(self.assembly, self.base, self.view.say)
@@ -299,7 +299,7 @@ class Training:
 
     def say_what_changed(self, meta: Mapping[str, Any]) -> None:
         """Reports what another number of steps does to the learning rate, if anything."""
-        from argosy.jobs.assemble import scheduled
+        from argosy.run.assemble import scheduled
 
         before, step = int(meta["settings"]["steps"]), int(meta["step"])
         if before == self.settings.steps:
@@ -329,14 +329,14 @@ class Training:
 
     def settle_reference(self, state: Any, fresh: bool) -> None:
         """Finds the reference that the objective compares with, if it has one."""
-        from argosy.jobs import reference
+        from argosy.run.frozen import reference
 
         weights = reference.Weights(self.assembly, state, fresh, self.view.say)
         reference.settle(self.assembly, self.directory, weights, self.view.say)
 
     def settle_teacher(self) -> None:
         """Finds the teacher that the objective learns from, if it has one."""
-        from argosy.jobs import teacher
+        from argosy.run.distillation import teacher
 
         if self.assembly.teacher is not None:
             teacher.settle(self.assembly, self.assembly.teacher, self.directory, self.view.say)
@@ -347,14 +347,14 @@ class Training:
         """Trains until the last step, the end of the data, or a signal."""
         import jax
 
-        from argosy.jobs import diloco
-        from argosy.jobs.guarded import Guarded
-        from argosy.jobs.hooks import Between, Evaluation, Every, Sampling, Saver
-        from argosy.jobs.memory import compiled_need
-        from argosy.jobs.offload import ON_CPU
-        from argosy.jobs.pace import paced
-        from argosy.jobs.several import watched
         from argosy.parallel import processes
+        from argosy.run import diloco
+        from argosy.run.guarded import Guarded
+        from argosy.run.hooks import Between, Evaluation, Every, Sampling, Saver
+        from argosy.run.memory import compiled_need
+        from argosy.run.offload import ON_CPU
+        from argosy.run.pace import paced
+        from argosy.run.several import watched
         from argosy.train.loop import Meter, fit
 
         a, settings, store = self.assembly, self.settings, self.directory.store
@@ -372,7 +372,7 @@ class Training:
             self.view.step(step, numbers)
 
         try:
-            from argosy.jobs.header import header_of
+            from argosy.run.header import header_of
 
             header = header_of(self.assembly, self.command, self.resumed)
             self.view.header(header)
@@ -467,8 +467,8 @@ class Training:
 
     def begin_rollouts(self, saver: Any, metrics: Metrics, answers: Metrics, stop: Callable[[], bool]) -> list[Any]:
         """Lends the rollouts what they need of the run; returns their hooks. answers: where some of theirs go."""
-        from argosy.jobs.hooks import Every
-        from argosy.jobs.reinforce import AnswersEvaluation, Reinforced, keeper
+        from argosy.run.hooks import Every
+        from argosy.run.rl.reinforce import AnswersEvaluation, Reinforced, keeper
 
         a = self.assembly
         assert isinstance(a, Reinforced)
@@ -487,7 +487,7 @@ class Training:
         if self.resumed is not None:
             return
         if self.settings.rollout is not None:
-            from argosy.jobs.reinforce import Reinforced
+            from argosy.run.rl.reinforce import Reinforced
 
             assert isinstance(self.assembly, Reinforced)
             first = self.assembly.first_prompt()

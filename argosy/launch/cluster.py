@@ -28,8 +28,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.core import signals
 from argosy.core.errors import ATTEMPT, FINAL, ArgosyError, BadInput
+from argosy.core.process import signals
 from argosy.launch.ports import is_taken
 
 # A process that cannot be reached for this long counts as dead, and the others end, within 10 s where it is cut off.

@@ -15,7 +15,7 @@ from typing import Any
 
 from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
-from argosy.core.scalars import document
+from argosy.core.settings.scalars import document
 from argosy.launch.cluster import PORT
 from argosy.launch.rendered import Check, Command, Devices, as_argument, check_inside, deliver
 from argosy.launch.settings import TPUS, JobSet

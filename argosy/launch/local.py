@@ -27,8 +27,8 @@ from typing import Any
 
 from argosy.core.counts import plural
 from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
+from argosy.core.process.signals import Stop, asked_to_stop
 from argosy.core.progress import Say
-from argosy.core.signals import Stop, asked_to_stop
 from argosy.launch.cluster import ABORTED, LOST, NATIVE, PARENT, STACKS, STUCK
 from argosy.launch.logs import Log, show
 from argosy.launch.ports import HeldPort

@@ -22,8 +22,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from argosy.core import signals
 from argosy.core.errors import ATTEMPT, SUPERVISED, ArgosyError, BadInput, Unsupported
+from argosy.core.process import signals
 from argosy.core.progress import Say
 from argosy.launch.cluster import PARENT, STACKS, STUCK, with_port
 from argosy.launch.local import Gang, Member, supervise

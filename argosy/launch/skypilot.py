@@ -14,7 +14,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.core.scalars import document
+from argosy.core.settings.scalars import document
 from argosy.launch.rendered import Check, Command, Devices, as_argument, check_inside, deliver
 from argosy.launch.settings import SkyPilot
 

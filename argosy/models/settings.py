@@ -12,7 +12,7 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Also, Choice, Settings
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-# What layers mark by name, so that rematerialization can keep it (`parts.remat`).
+# What layers mark by name, so that rematerialization can keep it (`parts.stack.remat`).
 Kept = Literal["qkv", "attention", "attention_out", "ffn", "experts"]
 
 

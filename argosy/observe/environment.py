@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.core.signals import before_leaving
+from argosy.core.process.signals import before_leaving
 from argosy.observe.readable import sized
 
 PACKAGES = ("argosy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_dtypes", "safetensors",

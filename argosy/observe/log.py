@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from argosy.observe.picture import evaluated, headed, stepped
 from argosy.observe.readable import one_line
+from argosy.observe.terminal.picture import evaluated, headed, stepped
 
 
 class Logged:

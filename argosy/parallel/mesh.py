@@ -21,8 +21,8 @@ from pydantic import Field, field_validator, model_validator
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.core.schema import Also
 from argosy.core.settings import Settings
+from argosy.core.settings.schema import Also
 from argosy.parallel.rules import DEFAULT, Rules, edited
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ class Rules:
 # Rows are split over `data`, `fsdp` and `expert`. Experts are split over `expert`, and rows are sent to them (GShard,
 # arXiv:2006.16668). Weights, gradients and optimizer state are split over `fsdp` and gathered where they are used (FSDP, ZeRO-3,
 # arXiv:1910.02054). Heads, features and vocabulary are split over `tensor` (Megatron, arXiv:1909.08053). Stacked layers are split
-# over `stage`, where each part runs its own (`models.parts.pipeline`); before and after them, rows are split over it too, so that
+# over `stage`, where each part runs its own (`models.parts.stack.pipeline`); before and after them, rows are split over it too, so that
 # no stage repeats the work of another on embeddings and logits.
 DEFAULT = Rules(
     weights=(

@@ -19,16 +19,16 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.data.across import Across, Aligned, Group, Opened, beside, full
 from argosy.data.batch import Batch, Fingerprint
-from argosy.data.chat import choose_template, render
-from argosy.data.conversations import CLOCK
-from argosy.data.prompts import Prompt
+from argosy.data.chat.conversations import CLOCK
+from argosy.data.chat.template import choose_template, render
+from argosy.data.distillation.across import Across, Aligned, Group, Opened, beside, full
+from argosy.data.rows.prompts import Prompt
 from argosy.rl.answers import Answer
 from argosy.rl.experience import Part
 
 if TYPE_CHECKING:
-    from argosy.data.tokenize import Tokenizer
+    from argosy.data.tokenizers.load import Tokenizer
 
 # Words whose end shows what ends a turn; none of them is in a template.
 PROBE = "argosy probes this"

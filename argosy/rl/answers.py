@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from argosy.core.errors import ArgosyError
-from argosy.data.prompts import Prompt
+from argosy.data.rows.prompts import Prompt
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.request import Request
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 
 # Kinds of random streams of a run, which never overlap.
 ROLLOUT, EVALUATION = 0, 1

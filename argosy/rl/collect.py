@@ -13,9 +13,9 @@ import numpy as np
 
 from argosy.core.errors import ArgosyError
 from argosy.core.progress import Complaining, Say
-from argosy.data.prompts import Prompt, Prompts
+from argosy.data.rows.prompts import Prompt, Prompts
 from argosy.infer.lm import LM
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.observe.goodput import Clock
 from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Elsewhere, Played, sampled
 from argosy.rl.compare import Judgment, useful_groups

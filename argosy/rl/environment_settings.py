@@ -16,7 +16,7 @@ from argosy.core.settings import Also, MayChange, Repeats, Settings
 from argosy.rl.reward_sources import text_of_file
 
 if TYPE_CHECKING:
-    from argosy.data.prompts import Prompts
+    from argosy.data.rows.prompts import Prompts
     from argosy.rl.trajectories import Table
 
 ENVIRONMENTS = Registry(
@@ -246,7 +246,7 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
     Raises:
         UserError: it cannot be used, or does not fit the prompts.
     """
-    from argosy.infer.notations import KNOWN, notation_of
+    from argosy.infer.tools.notations import KNOWN, notation_of
     from argosy.rl.environment_pool import Environments
     from argosy.rl.trajectories import Table
     from argosy.rl.turns import Turns

@@ -19,13 +19,13 @@ import numpy as np
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.progress import Complaining
-from argosy.data.across import Aligned
-from argosy.data.answered import Answered, AnsweredPrompts
 from argosy.data.batch import Batch
+from argosy.data.distillation.across import Aligned
 from argosy.data.order import picked
+from argosy.data.rows.answered import Answered, AnsweredPrompts
 from argosy.data.summary import CorpusSummary
 from argosy.infer.lm import LM
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.observe.goodput import Clock
 from argosy.rl.across import Reread
 from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Elsewhere, Interrupted, SamplersLost, sampled

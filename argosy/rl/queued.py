@@ -12,7 +12,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batches
 from argosy.data.order import whole_numbers
-from argosy.data.prompts import Prompt
+from argosy.data.rows.prompts import Prompt
 from argosy.rl.answers import Interrupted, SamplersLost
 from argosy.rl.experience import Experience, Shape, restored, stored
 from argosy.rl.policies import Rollout

@@ -35,7 +35,7 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[np.ndarray, list[tuple[str, str]]]:
         """The scores [n], NaN where a conversation cannot be scored (longer than the model's context, for example), and for each of
         these the kind of failure and a message."""
-        from argosy.infer.rewards import ids_of
+        from argosy.infer.scores import ids_of
 
         scores, failed = np.full(len(completions), np.nan, np.float32), list[tuple[str, str]]()
         rows: dict[int, list[int]] = {}

@@ -18,7 +18,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.order import picked
-from argosy.data.prompts import Prompts
+from argosy.data.rows.prompts import Prompts
 from argosy.data.summary import CorpusSummary
 from argosy.rl.ahead import Ahead
 from argosy.rl.answers import Answer, Interrupted, SamplersLost

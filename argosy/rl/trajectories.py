@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.data.prompts import Prompt
-from argosy.infer.engine import Engine
+from argosy.data.rows.prompts import Prompt
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.request import Event, Request
 from argosy.infer.lm import LM
-from argosy.infer.request import Event, Request
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.rl import environment_pool
 from argosy.rl.answers import Answer, Interrupted, Played
 from argosy.rl.environment_pool import Environments

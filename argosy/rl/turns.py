@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.data.prompts import Prompt, Prompts
-from argosy.infer.calls import ids_of
-from argosy.infer.channels import written_in
-from argosy.infer.notations import notation_of
+from argosy.data.rows.prompts import Prompt, Prompts
+from argosy.infer.tools.calls import ids_of
+from argosy.infer.tools.channels import written_in
+from argosy.infer.tools.notations import notation_of
 
 OPEN, CLOSE = "<think>", "</think>"
 # What is rendered to try a template. Letters alone, which no template changes.

@@ -19,15 +19,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from argosy.core.errors import ArgosyError
-from argosy.infer.adapters import Factors, NoAdapter
-from argosy.infer.copies import on_devices
-from argosy.infer.engine import Engine
-from argosy.infer.updates import Update
+from argosy.infer.engine.adapters import Factors, NoAdapter
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.replicas import on_devices
+from argosy.infer.engine.updates import Update
 from argosy.models.parts.weight import Leaves
 from argosy.serve.body import read_json
+from argosy.serve.engine.front import PauseMode
 from argosy.serve.errors import ApiError, Json, of_input
-from argosy.serve.fields import Fields
-from argosy.serve.front import PauseMode
+from argosy.serve.openai.fields import Fields
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings
 

@@ -16,21 +16,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from argosy.infer.grammar import COMPILING
-from argosy.serve import chat, completions, embeddings, messages, playground, responses
+from argosy.infer.tools.grammar import COMPILING
+from argosy.serve import playground
 from argosy.serve.admin import Admin
-from argosy.serve.admission import died, shutting_down
-from argosy.serve.answer import Job
+from argosy.serve.anthropic import messages
 from argosy.serve.body import read_json
-from argosy.serve.choice import Names
-from argosy.serve.encoder import EncoderFront, EncoderService
+from argosy.serve.engine.admission import died, shutting_down
+from argosy.serve.engine.encoder import EncoderFront, EncoderService
 from argosy.serve.errors import ApiError, Json
-from argosy.serve.fields import Detokenize, Tokenize
 from argosy.serve.guard import Guard
 from argosy.serve.metrics import CONTENT_TYPE
+from argosy.serve.openai import chat, completions, embeddings, responses
+from argosy.serve.openai.fields import Detokenize, Tokenize
+from argosy.serve.openai.response_store import Store
+from argosy.serve.response.choice import Names
+from argosy.serve.response.writer import Job
 from argosy.serve.service import Served, Service
 from argosy.serve.sse import while_connected
-from argosy.serve.store import Store
 
 
 class App:

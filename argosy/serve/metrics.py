@@ -13,9 +13,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from argosy.infer.engine import Engine
-    from argosy.infer.prompts import Prompts
-    from argosy.infer.speculate import Speculation
+    from argosy.infer.engine.engine import Engine
+    from argosy.infer.prompt_logprobs import Prompts
+    from argosy.infer.speculation.speculate import Speculation
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

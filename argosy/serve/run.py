@@ -16,22 +16,22 @@ import uvicorn
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.channels import MARKS, marks_of
-from argosy.infer.copies import check_devices
 from argosy.infer.embed import Encoder
+from argosy.infer.engine.program_store import ProgramStore
+from argosy.infer.engine.replicas import check_devices
 from argosy.infer.lm import LM, check_draft
-from argosy.infer.program_store import ProgramStore
+from argosy.infer.tools.channels import MARKS, marks_of
 from argosy.serve.admin import Admin
-from argosy.serve.admission import Admission
 from argosy.serve.app import App, admin_app
-from argosy.serve.encoder import EncoderFront, EncoderService, shapes_of
-from argosy.serve.engines import front_of
+from argosy.serve.engine.admission import Admission
+from argosy.serve.engine.encoder import EncoderFront, EncoderService, shapes_of
+from argosy.serve.engine.engines import front_of
 from argosy.serve.guard import HEADER_BYTES, is_local
-from argosy.serve.reasoning import parser_of
+from argosy.serve.openai.response_store import Store
+from argosy.serve.response.reasoning import parser_of
 from argosy.serve.sampling import defaults_of
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
-from argosy.serve.store import Store
 
 # Responses that are being written when the drain is over.
 LAST_BYTES_S = 5
@@ -210,7 +210,7 @@ def _config(app: Any, settings: ServeSettings, **tls: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="h11",
-        # uvloop takes the process's one wake-up descriptor for signals from `core.signals`: SIGTERM would do nothing.
+        # uvloop takes the process's one wake-up descriptor for signals from `core.process.signals`: SIGTERM would do nothing.
         loop="asyncio",
         ws="none",
         lifespan="off",

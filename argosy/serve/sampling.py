@@ -6,10 +6,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.infer.sample import Sampling
-from argosy.infer.text import spellings
+from argosy.infer.detokenize import spellings
+from argosy.infer.sampling.sample import Sampling
 from argosy.serve.errors import ApiError, of_input
-from argosy.serve.fields import Generation
+from argosy.serve.openai.fields import Generation
 
 # The fields of the sampler, and its name where that differs from the API's.
 FIELDS = (

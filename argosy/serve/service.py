@@ -8,25 +8,25 @@ from typing import Any, Generic, TypeVar
 
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
-from argosy.data.chat import choose_template
-from argosy.infer.grammar import Crowded, Grammar
+from argosy.data.chat.template import choose_template
+from argosy.infer.cpu.panels import kept_in_blocks
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.notations import taught_by
-from argosy.infer.panels import kept_in_blocks
-from argosy.infer.request import Request
+from argosy.infer.tools.grammar import Crowded, Grammar
+from argosy.infer.tools.notations import taught_by
 from argosy.observe.readable import sized
 from argosy.ops.native import library
-from argosy.serve.admission import Admission
-from argosy.serve.choice import Choice, Ending
-from argosy.serve.copies import Copies
+from argosy.serve.engine.admission import Admission
+from argosy.serve.engine.front import Front
+from argosy.serve.engine.replicas import Copies
 from argosy.serve.errors import ApiError, no_model, of_input, unavailable
-from argosy.serve.fields import Generation, Rendered
-from argosy.serve.front import Front
-from argosy.serve.reasoning import variables_of
+from argosy.serve.openai.fields import Generation, Rendered
+from argosy.serve.openai.response_store import Store
+from argosy.serve.openai.structured import Wanted, refused
+from argosy.serve.response.choice import Choice, Ending
+from argosy.serve.response.reasoning import variables_of
 from argosy.serve.sampling import sampling_of
 from argosy.serve.settings import Limits, Parser
-from argosy.serve.store import Store
-from argosy.serve.structured import Wanted, refused
 
 MANY = "context_length_exceeded"
 # The version of weights that no update has named. vLLM's.

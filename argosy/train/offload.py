@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from argosy.models.parts.hosted import Space, on_host
+from argosy.models.parts.stack.hosted import Space, on_host
 
 # The kind of memory where the state lies.
 HOST = "pinned_host"

@@ -1,8 +1,8 @@
 """The settings of objectives that learn from comparisons and labels of whole answers, without jax: DPO and relatives, KTO, reward
 models. Each is also the objective's function.
 
-Their data are sequences of a prompt and a completion, of which only the completion counts (`data.conversations`). A preference pair
-is two rows of a batch, which are never split.
+Their data are sequences of a prompt and a completion, of which only the completion counts (`data.chat.conversations`). A preference
+pair is two rows of a batch, which are never split.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

@@ -16,7 +16,7 @@ def attach(model: Any, objective: Any, roles: Any) -> None:
     """Gives a student's module the projection that its objective needs, without its weights; nothing where it needs none.
 
     Args:
-        roles: the frozen models by role (`jobs.frozen.Role`), the teacher among them.
+        roles: the frozen models by role (`run.frozen.role.Role`), the teacher among them.
     """
     if getattr(objective, "hidden", "none") == "none":
         return

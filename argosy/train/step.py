@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array
 
 from argosy.adapt.lora import dropping
-from argosy.models.parts.hosted import on_host, slots, with_slots
+from argosy.models.parts.stack.hosted import on_host, slots, with_slots
 from argosy.models.parts.weight import Leaves, merge
 from argosy.parallel.gather import Once
 from argosy.train.objectives import Loss, Mean, Models, Objective

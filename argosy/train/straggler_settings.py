@@ -1,4 +1,4 @@
-"""The settings of how slow processes are found, without jax (`observe.stragglers` compares, `jobs.pace` measures)."""
+"""The settings of how slow processes are found, without jax (`observe.stragglers` compares, `run.pace` measures)."""
 
 from pydantic import Field
 

@@ -17,8 +17,8 @@ from argosy.checkpoint.load import tokenizer_of
 from argosy.checkpoint.save import write
 from argosy.checkpoint.stored import COMPANIONS, open_model
 from argosy.core.formats import Arrays
-from argosy.data.tokenize import Tokenizer, find_tokenizer, load_tokenizer, matching
 from argosy.data.tokenizers.byte import byte_names
+from argosy.data.tokenizers.load import Tokenizer, find_tokenizer, load_tokenizer, matching
 from argosy.models.llama import LlamaConfig
 
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -98,7 +98,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 def talk(tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that a user sees of a tokenizer."""
-    from argosy.data.chat import render
+    from argosy.data.chat.template import render
 
     ids = [tokenizer.encode(text, special) for text in TEXTS for special in (False, True)]
     return {

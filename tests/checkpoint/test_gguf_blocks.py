@@ -13,7 +13,7 @@ from argosy.checkpoint.hub import Mapped
 from argosy.checkpoint.stored import open_model
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap, Row
-from argosy.infer.panels import forms_of
+from argosy.infer.cpu.panels import forms_of
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.family import FamilyConfig
 from argosy.models.llama import LlamaConfig

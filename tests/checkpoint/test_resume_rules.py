@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint.resume import differences, may_change
-from argosy.core.schema import Settings, shape_of
 from argosy.core.settings import dump, flatten
-from argosy.jobs.compose import compose
-from argosy.jobs.run import Run
+from argosy.core.settings.schema import Settings, shape_of
+from argosy.run.compose import compose
+from argosy.run.settings import Run
 
 MAY_CHANGE = re.compile(
     r"dir|steps|execution\.(microbatches|gather|offload)|(mesh|checkpoint|eval|guard|stragglers|log|sample)\..*|data\.(cache|prefetch|epochs)"

@@ -8,7 +8,7 @@ import pytest
 
 from argosy.cli import main
 from argosy.data.prepare import open_prepared
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.tokenizers.load import load_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 400
 

@@ -17,8 +17,8 @@ from argosy.checkpoint.run_directory import RunDirectory
 from argosy.cli import eval as verb
 from argosy.cli import main
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.infer.evals.settings import EvalSettings
-from argosy.infer.evals.tasks import TASKS
+from argosy.evals.settings import EvalSettings
+from argosy.evals.tasks import TASKS
 from argosy.infer.lm import LM
 from argosy.jobs.train import Quiet
 from argosy.models.parts.stack import Unroll

@@ -23,11 +23,11 @@ from argosy.cli import main
 from argosy.cli.convert import Progress
 from argosy.cli.output import Doing, answer, as_typed, can_color, conclude, fail, forgive
 from argosy.core.errors import BadInput, Damaged
+from argosy.core.process.streams import silence
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings, read_settings, words_layer
-from argosy.core.streams import silence
 from argosy.jobs.complete import SCRIPTS
-from argosy.jobs.compose import recipes
+from argosy.run.compose import recipes
 
 ROOT = Path(argosy.cli.__file__).parents[2]
 

@@ -17,12 +17,12 @@ import argosy
 from argosy.checkpoint import manifest
 from argosy.cli import main
 from argosy.jobs import doctor, runs
-from argosy.jobs.compose import presets
+from argosy.jobs.api import preset_config
 from argosy.jobs.models import describe
-from argosy.jobs.public import preset_config
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import abstract, count
 from argosy.observe import environment
+from argosy.run.compose import presets
 
 MODEL = {
     "family": "llama",

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from argosy.core import allocator
+from argosy.core.process import allocator
 
 BLOCK = 64 * 2**20
 # Allocates, touches and frees blocks above glibc's threshold for mmap, in a thread, as XLA does; prints faults of the last ones.
 PROGRAM = f"""
 import resource, sys, threading
-from argosy.core import allocator
+from argosy.core.process import allocator
 done = [getattr(allocator, name)() for name in sys.argv[1:]]
 
 n_bytes = {BLOCK}

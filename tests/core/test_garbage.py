@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from argosy.core import garbage
+from argosy.core.process import garbage
 
 
 class Node:

@@ -9,8 +9,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from argosy.core.errors import SettingsError
-from argosy.core.explain import annotated, explain, json_schema, reference
 from argosy.core.settings import Repeats, Settings, dump, read_settings, words_layer, yaml_text_layer
+from argosy.core.settings.explain import annotated, explain, json_schema, reference
 
 
 class Reward(Settings):

@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from argosy.core import schema
 from argosy.core.errors import BadInput, SettingsError
-from argosy.core.explain import annotated, explain, json_schema, reference
 from argosy.core.registry import Registry
-from argosy.core.schema import documented, shape_of
 from argosy.core.settings import (
     Also,
     Choice,
@@ -26,9 +23,12 @@ from argosy.core.settings import (
     dump,
     flatten,
     read_settings,
+    schema,
     words_layer,
     yaml_layer,
 )
+from argosy.core.settings.explain import annotated, explain, json_schema, reference
+from argosy.core.settings.schema import documented, shape_of
 
 
 class AdamW(Settings):

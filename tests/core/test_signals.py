@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.core import signals
+from argosy.core.process import signals
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals of Unix")
@@ -30,7 +30,7 @@ BUSY = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 
 def run(body: str, *numbers: int, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """The exit code and stderr of a program that is sent signals, each when it has written another line to stdout."""
-    head = "import os, sys, time\nfrom argosy.core import signals\nsignals.take_over()\n"
+    head = "import os, sys, time\nfrom argosy.core.process import signals\nsignals.take_over()\n"
     process = subprocess.Popen(
         [sys.executable, "-c", head + body],
         stdout=subprocess.PIPE,
@@ -141,7 +141,7 @@ def test_during_teardown_a_signal_no_longer_changes_the_exit_code():
 
 
 def test_in_somebody_elses_program_handlers_are_borrowed():
-    from argosy.core.signals import asked_to_stop
+    from argosy.core.process.signals import asked_to_stop
 
     before = signal.getsignal(signal.SIGINT)
     with asked_to_stop() as stop:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.core.errors import BadInput, SettingsError
-from argosy.core.scalars import number, scalar, written
-from argosy.core.words import SELF, words_layer, yaml_layer
+from argosy.core.settings.scalars import number, scalar, written
+from argosy.core.settings.words import SELF, words_layer, yaml_layer
 
 PLAIN = st.recursive(
     st.none()
@@ -148,7 +148,7 @@ def test_an_empty_file_says_nothing(tmp_path):
 
 @pytest.mark.parametrize("depth", [60, 100_000])
 def test_nesting_has_a_limit(depth):
-    code = f"from argosy.core.words import words_layer; words_layer(['a=' + '[' * {depth} + ']' * {depth}])"
+    code = f"from argosy.core.settings.words import words_layer; words_layer(['a=' + '[' * {depth} + ']' * {depth}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1  # an exception, where composing such nodes ends the process by a signal
     assert "nested too deeply" in done.stderr

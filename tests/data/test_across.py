@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from helpers import shared
 
-from argosy.data.across import Across, Aligned, BothTokenizers, Group, align, whole_characters
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.distillation.across import Across, Aligned, BothTokenizers, Group, align, whole_characters
+from argosy.data.tokenizers.load import load_tokenizer
 
 TEXT = "Once upon a time, Zoë's café sold 12,345 crêpes… 日本語 and\n\n  tabs\tx."
 NAMES = ["byte", "tokenizers/smollm2", "models/stories260k", "tokenizers/mistral_v1.model"]

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from helpers import default, shared
 
+import argosy
 from argosy.core.errors import BadInput
-from argosy.data import chat
-from argosy.data.chat import choose_template, render
+from argosy.data.chat import template as chat
+from argosy.data.chat.template import choose_template, render
 
 NAMES = [
     "SmolLM2-135M-Instruct", "HuggingFaceTB-SmolLM3-3B", "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen3.5-4B",
@@ -256,7 +257,7 @@ def test_threads_get_their_own_answers():
 
 PARENT = """
 import os, sys
-from argosy.data import chat
+from argosy.data.chat import template as chat
 chat.render("x", [], {})
 print(chat.CHILD._process.pid, flush=True)
 if sys.argv[1] == "fork":
@@ -274,7 +275,7 @@ else:
 
 
 def parent(word: str) -> list[int]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(chat.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(argosy.__file__).parents[1])}
     words = [sys.executable, "-W", "error", "-c", PARENT, word]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == (0 if word == "fork" else 9)

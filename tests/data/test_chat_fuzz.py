@@ -12,9 +12,9 @@ from hostile_templates import CHAINS, COSTS, OBJECTS, PROOF, STATEMENTS, hostile
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy.core.errors import BadInput
-from argosy.data import chat
-from argosy.data.chat import render
-from argosy.data.chat_mask import render_with_mask
+from argosy.data.chat import template as chat
+from argosy.data.chat.mask import render_with_mask
+from argosy.data.chat.template import render
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -91,7 +91,7 @@ def test_every_known_escape_and_cost():
 
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *without: str) -> chat.Child:
     """A rendering process whose sandbox lets everything through. without: the walls behind it that are taken away too."""
-    text = Path(chat.__file__).with_name("chat_child.py").read_text()
+    text = Path(chat.__file__).with_name("child.py").read_text()
     changes = {
         "    def is_safe_attribute(self, obj, attr, value):\n": "    def is_safe_callable(self, obj):\n        return True\n\n"
         "    def is_safe_attribute(self, obj, attr, value):\n        return True\n",
@@ -104,9 +104,9 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *without: str) -> chat
     for old, new in changes.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    (folder / "chat_child.py").write_text(text)
+    (folder / "child.py").write_text(text)
     child = chat.Child()
-    monkeypatch.setattr(chat, "__file__", str(folder / "chat.py"))
+    monkeypatch.setattr(chat, "__file__", str(folder / "template.py"))
     monkeypatch.setattr(chat, "CHILD", child)
     return child
 

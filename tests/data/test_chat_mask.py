@@ -10,12 +10,12 @@ from helpers import default, shared
 from test_chat import NAMES, SPECIAL
 
 from argosy.core.errors import BadInput
-from argosy.data import chat
-from argosy.data.chat import render
-from argosy.data.chat_mask import encode_with_mask, render_with_mask
-from argosy.data.tokenize import Tokenizer, load_tokenizer
+from argosy.data.chat import template as chat
+from argosy.data.chat.mask import encode_with_mask, render_with_mask
+from argosy.data.chat.template import render
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.fast import FastTokenizer
+from argosy.data.tokenizers.load import Tokenizer, load_tokenizer
 
 NOW = datetime(2025, 1, 2, 3, 4, 5)
 HI = [{"role": "user", "content": "hi"}]

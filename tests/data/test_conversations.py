@@ -13,17 +13,18 @@ from test_tokenize import tokenizer_of
 
 from argosy.cli.data import prepared_text
 from argosy.core.errors import BadInput
-from argosy.data import chat, chat_mask
-from argosy.data.chat_mask import Conversation, Way, encode_all, encode_with_mask
-from argosy.data.conversations import CLOCK, ConversationEncoder
+from argosy.data.chat import mask as chat_mask
+from argosy.data.chat import template as chat
+from argosy.data.chat.conversations import CLOCK, ConversationEncoder
+from argosy.data.chat.mask import Conversation, Way, encode_all, encode_with_mask
 from argosy.data.inspect import render
 from argosy.data.pipeline import build, eval_batches, find
 from argosy.data.pipeline import tokenizer_for as tokenizer_in
 from argosy.data.prepare import fingerprint_of, open_prepared
-from argosy.data.sequences import encoder_for
+from argosy.data.rows.sequences import encoder_for
 from argosy.data.settings import DataSettings
 from argosy.data.sources.text import JsonLines
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.jobs import data as job
 

@@ -8,9 +8,9 @@ from gguf_files import converted_vocabulary, write_vocabulary
 from helpers import shared
 
 from argosy.core.errors import Damaged
-from argosy.data.tokenize import load_tokenizer
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
+from argosy.data.tokenizers.load import load_tokenizer
 from argosy.data.tokenizers.pieces import PieceTokenizer
 from argosy.data.tokenizers.proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, write_model
 

@@ -8,9 +8,9 @@ from test_prepare import Bytes
 
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Field
-from argosy.data.groups import Example, Examples, Group, GroupRows
 from argosy.data.pack import Corpus, Encoded, corpus_of
 from argosy.data.pipeline import build, eval_batches
+from argosy.data.rows.groups import Example, Examples, Group, GroupRows
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Document
 from argosy.data.sources.text import Memory

@@ -9,7 +9,7 @@ from helpers import shared
 from test_encoder import CHAT
 
 from argosy.core.settings import read_settings, words_layer
-from argosy.data.chat_mask import encode_with_mask
+from argosy.data.chat.mask import encode_with_mask
 from argosy.data.pack import Encoded, corpus_of
 from argosy.data.pipeline import build, tokenizer_for
 from argosy.data.settings import DataSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.data.likeliest import Likeliest, Row, bytes_per_target
+from argosy.data.distillation.likeliest import Likeliest, Row, bytes_per_target
 
 ROWS, K = 5, 3
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from helpers import shared
 
-from argosy.data.matched import matched
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.tokenizers.load import load_tokenizer
+from argosy.data.tokenizers.matched import matched
 
 NAMES = ["byte", "tokenizers/smollm2", "models/stories260k", "tokenizers/mistral_v1.model"]
 

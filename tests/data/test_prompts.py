@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from argosy.core.errors import BadInput
-from argosy.data import prompts as under_test
 from argosy.data.order import Order
-from argosy.data.prompts import LOOKED_AT, Prompts, lengths_of
+from argosy.data.rows import prompts as under_test
+from argosy.data.rows.prompts import LOOKED_AT, Prompts, lengths_of
 from argosy.data.sources import Record
 from argosy.data.tokenizers.byte import ByteTokenizer
 

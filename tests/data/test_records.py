@@ -80,7 +80,7 @@ def test_openai_and_sharegpt_write_the_same_conversation(tmp_path):
 
 
 def test_messages_are_read_as_the_server_reads_them(tmp_path):
-    from argosy.serve.chat import plain
+    from argosy.serve.openai.chat import plain
 
     given = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},

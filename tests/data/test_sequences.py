@@ -10,13 +10,13 @@ from test_prepare import Bytes
 from test_records import HI, HO, written
 
 from argosy.core.errors import BadInput
-from argosy.data import chat
 from argosy.data.batch import Field
+from argosy.data.chat import template as chat
 from argosy.data.inspect import example, render
 from argosy.data.pack import corpus_of
 from argosy.data.pipeline import build, eval_batches
 from argosy.data.prepare import prepare
-from argosy.data.sequences import SequenceRows
+from argosy.data.rows.sequences import SequenceRows
 from argosy.data.settings import DataSettings
 from argosy.data.sources.text import JsonLines
 from argosy.train.objectives.sequences import FIELDS, PER_SEQUENCE, PER_TOKEN

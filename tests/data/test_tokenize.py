@@ -17,15 +17,15 @@ from tokenizers import Tokenizer as Library
 
 from argosy.core.errors import BadInput, Damaged, Unsupported
 from argosy.core.formats.gguf import GGUF
-from argosy.data.bpe import train
-from argosy.data.tokenize import Tokenizer, find_tokenizer, load_tokenizer
 from argosy.data.tokenizers.byte import tokenizer_json
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.convert import byte_bpe
 from argosy.data.tokenizers.decoders import BYTES, decoding
 from argosy.data.tokenizers.fast import FastTokenizer
 from argosy.data.tokenizers.gguf import Tables, byte_level, sentence_pieces
+from argosy.data.tokenizers.load import Tokenizer, find_tokenizer, load_tokenizer
 from argosy.data.tokenizers.rules import RULES, Rule, pre_tokenizer
+from argosy.data.tokenizers.train import train
 
 FILES = {  # name in golden.json -> what `load_tokenizer` is given
     "smollm2": "tokenizers/smollm2",

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from helpers import shared
 
-from argosy.data.tokenize import load_tokenizer
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import tokenizer_json
-from argosy.infer.notations import NOTATIONS
-from argosy.infer.notations.gpt_oss import GptOss
+from argosy.data.tokenizers.load import load_tokenizer
+from argosy.infer.tools.notations import NOTATIONS
+from argosy.infer.tools.notations.gpt_oss import GptOss
 
 VOCAB = 288
 # The ways of Mistral's tokenizers from v11 on; the template of v3 (Nemo) and that of Kimi K2 are in the shared data.

@@ -21,17 +21,17 @@ from argosy.checkpoint.load import random
 from argosy.checkpoint.peft import put_adapter
 from argosy.checkpoint.peft_sites import Adapter, sites
 from argosy.core.errors import BadInput, Unsupported
-from argosy.infer import prompts as prompts_module
-from argosy.infer.adapters import Adapters, NoAdapter
-from argosy.infer.engine import Engine
-from argosy.infer.forward import Whole, _whole
-from argosy.infer.held import Room
+from argosy.infer import prompt_logprobs as prompts_module
+from argosy.infer.cpu.views import viewable
+from argosy.infer.engine.adapters import Adapters, NoAdapter
+from argosy.infer.engine.cached_engine import Room
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.forward import Whole, _whole
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
 from argosy.infer.load import load
-from argosy.infer.prompts import Prompts
-from argosy.infer.request import Request
+from argosy.infer.prompt_logprobs import Prompts
 from argosy.infer.settings import EngineSettings
-from argosy.infer.views import viewable
 from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Einsum, Route
 from argosy.models.parts.stack import Scan, Unroll, from_layers
@@ -256,7 +256,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("family, example, run, by_layer, below", CASES)
 def test_every_structure_and_layout(monkeypatch, family: str, example: str, run: Any, by_layer: bool, below: str):
-    monkeypatch.setattr("argosy.infer.forward.viewable", lambda weights: by_layer)
+    monkeypatch.setattr("argosy.infer.engine.forward.viewable", lambda weights: by_layer)
     served, modules = module_of(family, example, run), {None: module_of(family, example), "x": module_of(family, example)}
     for module in (served, *modules.values()) if below else ():
         swap(module, r"layers\..*(up|q)", int8)

@@ -6,9 +6,9 @@ from helpers import default
 from laws.families import CASES, built
 
 from argosy.core.errors import BadInput
-from argosy.infer.beam import Beam, Beams
+from argosy.infer.engine.request import Event
 from argosy.infer.lm import LM
-from argosy.infer.request import Event
+from argosy.infer.sampling.beam import Beam, Beams
 from argosy.models.parts.stack import Unroll
 
 PROMPTS = [[5, 9, 33], [7, 1, 80, 80, 21, 3, 4, 60, 11]]

@@ -18,13 +18,13 @@ from ops.test_narrow import rounded
 from argosy.checkpoint.load import places, random
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
-from argosy.infer import memory
-from argosy.infer.engine import Engine
-from argosy.infer.memory import Extent, mesh_in, needs_of
-from argosy.infer.request import Request
-from argosy.infer.sampler import sample
+from argosy.infer.engine import memory
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.memory import Extent, mesh_in, needs_of
+from argosy.infer.engine.request import Request
+from argosy.infer.sampling.sampler import sample
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
-from argosy.infer.speculate import verify
+from argosy.infer.speculation.speculate import verify
 from argosy.models import FAMILIES
 from argosy.models.parts import attend
 from argosy.models.parts.attend import Packed, Paged

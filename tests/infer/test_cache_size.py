@@ -10,10 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from argosy.core.errors import BadInput
-from argosy.infer.engine import Engine
-from argosy.infer.forward import Sizes, Tables, Whole
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.forward import Sizes, Tables, Whole
+from argosy.infer.engine.memory import Needs, allocated, needs_of, reserved
 from argosy.infer.load import random
-from argosy.infer.memory import Needs, allocated, needs_of, reserved
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.cache import Window, bytes_of

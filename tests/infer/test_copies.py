@@ -10,12 +10,12 @@ from infer.test_tensor import SMALL, requests, split_over, tokens
 
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
-from argosy.infer import sampler
-from argosy.infer.copies import check_devices, copies_of, on_devices
-from argosy.infer.engine import Engine
-from argosy.infer.memory import home_of, room_for_cache
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.memory import home_of, room_for_cache
+from argosy.infer.engine.replicas import check_devices, copies_of, on_devices
+from argosy.infer.sampling import sampler
 from argosy.infer.settings import MTP, DraftModel, NGram
-from argosy.infer.speculate import verify
+from argosy.infer.speculation.speculate import verify
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import put, split
 
@@ -76,7 +76,7 @@ def test_too_few_devices_are_a_mistake():
 
 
 def test_copies_share_the_memory_that_caches_may_take_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("argosy.infer.memory.memory_bytes", lambda: (16e9, 8e9))
+    monkeypatch.setattr("argosy.infer.engine.memory.memory_bytes", lambda: (16e9, 8e9))
     weights = split(made())[1]
     assert [room_for_cache(weights, copies) for copies in (1, 2, 4)] == [2e9, 1e9, 0.5e9]
 
@@ -86,7 +86,7 @@ def test_a_cache_has_the_same_size_though_free_memory_differs_a_little(monkeypat
     weights = split(made())[1]
     found = []
     for free in (20e9, 12.3e9, 12.2e9, 10.1e9, 9.9e9, 1.3e9, 1.25e9, 1e8):
-        monkeypatch.setattr("argosy.infer.memory.memory_bytes", lambda free=free: (24e9, free))
+        monkeypatch.setattr("argosy.infer.engine.memory.memory_bytes", lambda free=free: (24e9, free))
         found.append(room_for_cache(weights))
     assert found == [4e9, 3e9, 3e9, 2.5e9, 2e9, 3e8, 3e8, 2.5e7]
 

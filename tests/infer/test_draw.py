@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.infer.draw import BLOCK, largest, one_of
-from argosy.infer.sample import Sampling, choose, streams, table
+from argosy.infer.sampling.draw import BLOCK, largest, one_of
+from argosy.infer.sampling.sample import Sampling, choose, streams, table
 
 DRAWS = 40_000
 

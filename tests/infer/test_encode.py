@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from argosy.core.errors import BadInput
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 
 BOS = 1

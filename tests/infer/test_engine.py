@@ -13,13 +13,14 @@ from helpers import default
 
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
-from argosy.infer import engine as engine_module
-from argosy.infer import memory, sampler
-from argosy.infer.engine import Engine
-from argosy.infer.forward import ByLayer, Whole, forward_of
+from argosy.infer.engine import engine as engine_module
+from argosy.infer.engine import memory
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.forward import ByLayer, Whole, forward_of
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.request import Request
-from argosy.infer.sample import Sampling, choose, penalized, streams, table
+from argosy.infer.sampling import sampler
+from argosy.infer.sampling.sample import Sampling, choose, penalized, streams, table
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.cache import bytes_of, paged

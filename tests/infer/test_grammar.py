@@ -18,19 +18,19 @@ from pydantic import BaseModel
 
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
-from argosy.data.tokenize import find_tokenizer
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.fast import FastTokenizer
-from argosy.infer import grammar as grammars
-from argosy.infer import sampler
-from argosy.infer.engine import Engine
-from argosy.infer.grammar import Grammars, Matcher, masks, structure_of, token_bytes, unpacked
+from argosy.data.tokenizers.load import find_tokenizer
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.request import Event, Request
 from argosy.infer.lm import LM
-from argosy.infer.request import Event, Request
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling import sampler
+from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import EngineSettings
+from argosy.infer.tools import grammar as grammars
+from argosy.infer.tools.grammar import Grammars, Matcher, masks, structure_of, token_bytes, unpacked
 from argosy.models import FAMILIES
 
 EOS = frozenset({ByteTokenizer.eos})
@@ -191,7 +191,7 @@ TEXTS = {
 @pytest.mark.parametrize("kind", TEXTS)
 def test_answers_decode_to_the_very_bytes_that_the_grammar_saw(kind: str):
     """A random walk through the allowed tokens, of a regex that one text matches: decoded after a prompt, and after `bos` alone."""
-    from argosy.infer.text import Text
+    from argosy.infer.detokenize import Text
 
     make, texts = TEXTS[kind]
     tokenizer, chance = make(), Random(1)

@@ -20,14 +20,14 @@ from argosy.cli import serve as cli
 from argosy.core.errors import BadInput
 from argosy.core.formats.gguf import GGUF
 from argosy.infer import load as loading
-from argosy.infer import panels
-from argosy.infer.engine import Engine
+from argosy.infer.cpu import panels
+from argosy.infer.cpu.panels import kept_in_blocks
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.request import Request
+from argosy.infer.engine.updates import Update
 from argosy.infer.lm import LM
 from argosy.infer.load import load
-from argosy.infer.panels import kept_in_blocks
-from argosy.infer.request import Request
-from argosy.infer.updates import Update
-from argosy.jobs import public
+from argosy.jobs import api as public
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import put, split
 from argosy.observe import environment

@@ -9,9 +9,9 @@ from laws.families import CASES, FULL_OF, STRUCTURES, built
 
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
-from argosy.infer.forward import ByLayer
+from argosy.infer.cpu.views import Views, viewable
+from argosy.infer.engine.forward import ByLayer
 from argosy.infer.lm import LM
-from argosy.infer.views import Views, viewable
 from argosy.models.parts.stack import Scan, Unroll, to_layers
 from argosy.models.parts.weight import split, variables
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from argosy.infer.layers import runs
+from argosy.infer.engine.layers import runs
 
 
 @pytest.mark.parametrize(

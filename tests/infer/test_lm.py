@@ -18,12 +18,14 @@ from argosy.adapt.surgery import swap
 from argosy.checkpoint.load import as_dtype, random
 from argosy.core import progress
 from argosy.core.errors import BadInput, SettingsError
-from argosy.infer import answers, held, sequences
-from argosy.infer import engine as engine_module
+from argosy.infer import completions as answers
 from argosy.infer import load as load_module
+from argosy.infer.engine import cached_engine as held
+from argosy.infer.engine import engine as engine_module
+from argosy.infer.engine import sequences
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
 from argosy.infer.load import load
-from argosy.infer.request import Request
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Scan, Unroll

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from infer.marked import NAMES, VOCAB, marked, template
 
 from argosy.core.errors import BadInput
-from argosy.data.chat import render
+from argosy.data.chat.template import render
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.infer.calls import Call, Calls, InText, Notation, Said
-from argosy.infer.grammar import Grammars, Structure, masks, structure_of, unpacked
-from argosy.infer.notations import notation_of
-from argosy.infer.notations.deepseek import DeepSeek
-from argosy.infer.notations.gemma import Gemma
-from argosy.infer.notations.hermes import Hermes
-from argosy.infer.notations.kimi import Kimi
-from argosy.infer.notations.llama3 import Llama3
-from argosy.infer.notations.mistral import Mistral
-from argosy.infer.notations.qwen_xml import QwenXml
-from argosy.infer.notations.schemas import kinds_of
+from argosy.infer.tools.calls import Call, Calls, InText, Notation, Said
+from argosy.infer.tools.grammar import Grammars, Structure, masks, structure_of, unpacked
+from argosy.infer.tools.notations import notation_of
+from argosy.infer.tools.notations.deepseek import DeepSeek
+from argosy.infer.tools.notations.gemma import Gemma
+from argosy.infer.tools.notations.hermes import Hermes
+from argosy.infer.tools.notations.kimi import Kimi
+from argosy.infer.tools.notations.llama3 import Llama3
+from argosy.infer.tools.notations.mistral import Mistral
+from argosy.infer.tools.notations.qwen_xml import QwenXml
+from argosy.infer.tools.notations.schemas import kinds_of
 
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
 TOOLS: list[dict[str, Any]] = [

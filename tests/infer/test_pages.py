@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from argosy.infer.pages import Pages, page_hashes
+from argosy.infer.engine.pages import Pages, page_hashes
 
 
 def test_a_page_is_known_by_all_tokens_up_to_its_end_and_by_the_salt():

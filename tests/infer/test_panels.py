@@ -11,10 +11,10 @@ from test_engine import TIGHT, alone, answers, lm_of, prompts
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.checkpoint.load import random
-from argosy.infer import panels
-from argosy.infer.engine import Engine
-from argosy.infer.forward import ByLayer
-from argosy.infer.request import Request
+from argosy.infer.cpu import panels
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.forward import ByLayer
+from argosy.infer.engine.request import Request
 from argosy.models.parts.weight import split, variable
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels, packed

@@ -18,13 +18,13 @@ import pytest
 from test_house import ROOMS
 
 from argosy.checkpoint.load import random
-from argosy.infer import fingerprint as names
-from argosy.infer import program_store
-from argosy.infer.engine import Engine
-from argosy.infer.fingerprint import LATER, NoFingerprint, fingerprint, of_environment
-from argosy.infer.program_store import ENDING, ProgramStore, Stored, open_store
-from argosy.infer.programs import Program, Programs, described
-from argosy.infer.request import Request
+from argosy.infer.engine import fingerprint as names
+from argosy.infer.engine import program_store
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.fingerprint import LATER, NoFingerprint, fingerprint, of_environment
+from argosy.infer.engine.program_store import ENDING, ProgramStore, Stored, open_store
+from argosy.infer.engine.programs import Program, Programs, described
+from argosy.infer.engine.request import Request
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import split
@@ -63,7 +63,7 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 
 def program_of(function: Any, **how: Any) -> Program:
     """As if it were defined in the package: a function of a test has no name."""
-    function.__module__ = "argosy.infer.forward"
+    function.__module__ = "argosy.infer.engine.forward"
     return Program(function, **how)
 
 

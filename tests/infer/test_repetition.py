@@ -7,7 +7,7 @@ from laws.families import CASES, built
 
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
-from argosy.infer.repetition import Repetition
+from argosy.infer.sampling.repetition import Repetition
 from argosy.models.parts.stack import Unroll
 
 

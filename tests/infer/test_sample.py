@@ -7,7 +7,7 @@ import pytest
 from helpers import relative
 
 from argosy.core.errors import BadInput
-from argosy.infer.sample import (
+from argosy.infer.sampling.sample import (
     COLUMNS,
     Sampling,
     choose,

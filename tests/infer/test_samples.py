@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from laws.families import CASES, built
 
-from argosy.jobs.samples import Sampler
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import split
+from argosy.run.samples import Sampler
 
 
 @pytest.fixture(scope="module")

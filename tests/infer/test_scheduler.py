@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from argosy.infer.pages import Pages
-from argosy.infer.schedule import Plan, Pool, Scheduler, Sequence
+from argosy.infer.engine.pages import Pages
+from argosy.infer.engine.scheduler import Plan, Pool, Scheduler, Sequence
 from argosy.models.parts.cache import Window
 
 

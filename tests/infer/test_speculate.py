@@ -17,17 +17,17 @@ from argosy.cli.generate import is_setting
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.infer import engine as engine_module
 from argosy.infer import settings as how
-from argosy.infer.drafts import Drafter, found
-from argosy.infer.drafts import NGram as NGrams
-from argosy.infer.engine import Engine
-from argosy.infer.forward import Whole, forward_of
+from argosy.infer.engine import engine as engine_module
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.forward import Whole, forward_of
+from argosy.infer.engine.request import Event, Request
+from argosy.infer.engine.scheduler import Sequence
 from argosy.infer.lm import LM
-from argosy.infer.request import Event, Request
-from argosy.infer.sample import Sampling
-from argosy.infer.schedule import Sequence
+from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import EngineSettings
+from argosy.infer.speculation.drafts import Drafter, found
+from argosy.infer.speculation.drafts import NGram as NGrams
 from argosy.models import FAMILIES
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan, from_layers

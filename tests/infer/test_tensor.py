@@ -9,15 +9,17 @@ import pytest
 
 from argosy.checkpoint import load as loading
 from argosy.core.errors import BadInput
-from argosy.infer import layers, prompts, sampler
-from argosy.infer.engine import Engine
+from argosy.infer import prompt_logprobs as prompts
+from argosy.infer.engine import layers
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.memory import mesh_of
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
 from argosy.infer.load import load
-from argosy.infer.memory import mesh_of
-from argosy.infer.request import Request
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling import sampler
+from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
-from argosy.infer.speculate import verify
+from argosy.infer.speculation.speculate import verify
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import put, split
 

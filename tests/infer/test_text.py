@@ -6,7 +6,7 @@ import pytest
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.infer.text import Text
+from argosy.infer.detokenize import Text
 
 BYTES = ByteTokenizer()
 

@@ -26,16 +26,16 @@ from argosy.checkpoint.stored import open_model, weights_of
 from argosy.core.errors import ArgosyError, BadInput, UserError
 from argosy.core.settings import dump
 from argosy.core.storage import Store
-from argosy.jobs.assemble import assemble
-from argosy.jobs.compose import compose
 from argosy.jobs.convert import convert
-from argosy.jobs.decided import Decided
-from argosy.jobs.initial import weights_for
 from argosy.jobs.proof import digest
-from argosy.jobs.run import Run
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, merge, split, variables
 from argosy.observe.metrics import by_step, read
+from argosy.run.assemble import assemble
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.initial import weights_for
+from argosy.run.settings import Run
 
 WORDS = [word for word in SMALL if not word.startswith("model.")]
 WORDS += ["checkpoint.every=2", "optimizer.learning_rate=1e-2"]

@@ -12,8 +12,8 @@ from schema_check import check
 from argosy.core.errors import BadInput, SettingsError, UnknownName
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
-from argosy.jobs.compose import CONFIGS, compose, editor_schema, preset_config, presets, recipes
-from argosy.jobs.run import Run as TrainingRun
+from argosy.run.compose import CONFIGS, compose, editor_schema, preset_config, presets, recipes
+from argosy.run.settings import Run as TrainingRun
 
 
 class Llama(Settings):
@@ -254,7 +254,7 @@ def test_composing_has_no_side_effects(configs, tmp_path):
 import os, sys
 from pathlib import Path
 from argosy.core.settings import Settings
-from argosy.jobs.compose import compose
+from argosy.run.compose import compose
 
 class Run(Settings):
     steps: int = 1

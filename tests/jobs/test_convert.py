@@ -19,7 +19,7 @@ from argosy.checkpoint.partial import JOURNAL
 from argosy.cli import main
 from argosy.cli.convert import Progress
 from argosy.core.errors import ArgosyError, BadInput, Damaged
-from argosy.data.tokenize import find_tokenizer
+from argosy.data.tokenizers.load import find_tokenizer
 from argosy.jobs.compare import compare
 from argosy.jobs.convert import REST_BYTES, convert
 

@@ -12,14 +12,14 @@ from helpers import Heard, default, numbers
 
 from argosy.checkpoint.store import STATE, load_item, load_weights
 from argosy.core.errors import ArgosyError
-from argosy.jobs import assemble, diloco
-from argosy.jobs.compose import compose
-from argosy.jobs.decided import Decided
-from argosy.jobs.devices import config_of
-from argosy.jobs.run import Run
 from argosy.jobs.train import train
 from argosy.models.parts.stack import Unroll
 from argosy.parallel.mesh import MeshSettings
+from argosy.run import assemble, diloco
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.settings import Run
+from tools.devices import config_of
 
 REPLICAS = ["mesh.data=2", "mesh.fsdp=1", "diloco.every=4"]
 WORDS = [*SMALL, "steps=12", "checkpoint.every=6", "checkpoint.keep=9"]

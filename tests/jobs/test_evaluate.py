@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from argosy.jobs import samples
-from argosy.jobs.hooks import Evaluation
-from argosy.jobs.samples import Sampler
 from argosy.observe.goodput import Clock
+from argosy.run import samples
+from argosy.run.hooks import Evaluation
+from argosy.run.samples import Sampler
 from argosy.train.objectives import Mean
 from argosy.train.settings import NextToken
 

@@ -8,9 +8,9 @@ from jobs.test_train import WORDS
 
 import argosy
 from argosy.core.errors import BadInput
-from argosy.jobs.compose import compose
-from argosy.jobs.preflight import check_experts
-from argosy.jobs.run import Run
+from argosy.run.compose import compose
+from argosy.run.preflight import check_experts
+from argosy.run.settings import Run
 
 SMALL = [word for word in WORDS if not word.startswith("model.")]
 EXPERTS = ["model.family=mixtral", "model.vocab=258", "model.width=32", "model.layers=2", "model.heads=2", "model.ffn=32"]

@@ -8,15 +8,15 @@ import pytest
 from helpers import described_tpus
 
 from argosy.core.errors import UserError
-from argosy.jobs.assemble import assemble
-from argosy.jobs.compose import compose
-from argosy.jobs.decided import Decided
-from argosy.jobs.devices import config_of, lowered_step
-from argosy.jobs.run import Run
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import abstract
 from argosy.observe.hlo import Cost, cost
 from argosy.parallel.mesh import MeshSettings
+from argosy.run.assemble import assemble
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.settings import Run
+from tools.devices import config_of, lowered_step
 
 PARTS = 4
 WORDS = [

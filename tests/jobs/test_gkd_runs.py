@@ -14,8 +14,8 @@ from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.errors import UserError
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
-from argosy.jobs.view import Quiet
 from argosy.observe.metrics import read
+from argosy.run.view import Quiet
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

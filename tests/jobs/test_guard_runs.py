@@ -17,12 +17,12 @@ from argosy.checkpoint.store import stored_shapes
 from argosy.core.errors import ArgosyError
 from argosy.core.storage import Store
 from argosy.data.pipeline import RowBatches
-from argosy.jobs import initial
 from argosy.jobs.proof import digest
 from argosy.jobs.report import report
 from argosy.jobs.train import train
 from argosy.observe.life import account
 from argosy.observe.metrics import read
+from argosy.run import initial
 from argosy.train.guard import Diverged
 from argosy.train.objectives import next_token
 

@@ -15,13 +15,13 @@ from argosy.checkpoint.store import STATE, load_item
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, Damaged, SettingsError, UserError
 from argosy.core.storage import Store
-from argosy.jobs.compose import compose
-from argosy.jobs.initial import relaid
-from argosy.jobs.preflight import settled
-from argosy.jobs.run import Run
 from argosy.models.parts.stack import Scan, Unroll, from_layers, to_layers
 from argosy.models.parts.weight import split
 from argosy.observe.metrics import by_step, read
+from argosy.run.compose import compose
+from argosy.run.initial import relaid
+from argosy.run.preflight import settled
+from argosy.run.settings import Run
 
 LAYERS = "model.layers=2"  # so that scan has something to stack
 WORDS = [*SMALL, LAYERS, "checkpoint.every=4"]

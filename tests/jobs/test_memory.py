@@ -8,11 +8,11 @@ import pytest
 
 import argosy
 from argosy.checkpoint.copies import Memory
-from argosy.jobs.assemble import assemble
-from argosy.jobs.compose import compose
-from argosy.jobs.decided import Decided
-from argosy.jobs.memory import KINDS, TRACED, TRUST, Need, activation_bytes, compiled_need, training_bytes
-from argosy.jobs.run import Run
+from argosy.run.assemble import assemble
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.memory import KINDS, TRACED, TRUST, Need, activation_bytes, compiled_need, training_bytes
+from argosy.run.settings import Run
 
 WORDS = [
     "model.width=32",
@@ -58,7 +58,7 @@ def test_what_exists_already_is_counted_once(monkeypatch: pytest.MonkeyPatch):
     """The process holds the state when the program is compiled, and the state has kinds of its own."""
     run = run_of()
     assembly = assemble(run, Decided.here(run))
-    monkeypatch.setattr("argosy.jobs.memory.resident_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("argosy.run.memory.resident_bytes", lambda: 100_000_000)
     try:
         program = assembly.compile()
         shapes, places = ((one.params, one.optimizer) for one in (assembly.shapes, assembly.places))
@@ -92,7 +92,7 @@ def test_accumulation_and_recomputation_need_less():
 def test_long_sequences_are_extrapolated_near_what_a_trace_says(monkeypatch: pytest.MonkeyPatch):
     run = run_of("model.context=512", "data.sequence=512")
     whole = traced(run, 512)
-    monkeypatch.setattr("argosy.jobs.memory.TRACED", 128)
+    monkeypatch.setattr("argosy.run.memory.TRACED", 128)
     assert traced(run, 512) == pytest.approx(whole, rel=0.25)
     assert TRACED > 128
 

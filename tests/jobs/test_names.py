@@ -5,14 +5,13 @@ import typing
 
 import pytest
 
-from argosy.cli.pages import names_of
-from argosy.core import mistakes
 from argosy.core.errors import SettingsError, UserError, problems_of
-from argosy.core.schema import Choice, shape_of
-from argosy.core.settings import Settings
-from argosy.jobs.compose import compose, key_meant
-from argosy.jobs.elsewhere import ELSEWHERE
-from argosy.jobs.run import Run
+from argosy.core.settings import Settings, mistakes
+from argosy.core.settings.schema import Choice, shape_of
+from argosy.run.compose import compose, key_meant
+from argosy.run.other_trainers import ELSEWHERE
+from argosy.run.settings import Run
+from tools.pages import names_of
 
 SENTENCE = None  # what is expected of a name that no key stands for
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from argosy.jobs.pace import Pace, paced
 from argosy.observe.goodput import Clock
 from argosy.observe.stragglers import DATA, HOST, STALLS
 from argosy.parallel.probe import Probe
+from argosy.run.pace import Pace, paced
 from argosy.train.straggler_settings import StragglerSettings
 
 

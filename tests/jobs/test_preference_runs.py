@@ -13,12 +13,12 @@ import argosy
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, UserError
 from argosy.core.storage import Store
-from argosy.jobs import reference
 from argosy.jobs.convert import convert
 from argosy.jobs.proof import digest
 from argosy.observe.metrics import by_step, read
 from argosy.rl.reward_models import RewardModel
 from argosy.rl.settings import Reward
+from argosy.run.frozen import reference
 
 # A model of a few thousand weights; 8 updates of 8 pairs, resumed after the fourth.
 STEPS, EVERY = 8, 4

@@ -10,11 +10,11 @@ from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.core.storage import Store
 from argosy.jobs import proof
-from argosy.jobs.assemble import assemble
-from argosy.jobs.compose import compose
-from argosy.jobs.decided import Decided
-from argosy.jobs.preflight import directory_of, settled
-from argosy.jobs.run import Run
+from argosy.run.assemble import assemble
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.preflight import directory_of, settled
+from argosy.run.settings import Run
 
 
 @pytest.fixture

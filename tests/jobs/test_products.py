@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import Unsupported
-from argosy.jobs.compose import compose
-from argosy.jobs.decided import Decided
-from argosy.jobs.products import decided_products, products_of
-from argosy.jobs.run import Run
 from argosy.ops.native import library
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.products import decided_products, products_of
+from argosy.run.settings import Run
 from tests.helpers import numbers
 
 SMALL = ["data.source=synthetic", "model.layers=2", "model.vocab=512", "model.width=256", "model.ffn=512"]

@@ -8,10 +8,10 @@ import pytest
 
 import argosy
 from argosy.core.errors import BadInput, SettingsError, UserError
-from argosy.jobs import public
-from argosy.jobs.compose import compose
-from argosy.jobs.outcome import Outcome
-from argosy.jobs.run import Run
+from argosy.jobs import api as public
+from argosy.run.compose import compose
+from argosy.run.outcome import Outcome
+from argosy.run.settings import Run
 from argosy.train.optim import Muon
 
 

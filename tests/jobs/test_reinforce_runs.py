@@ -14,9 +14,9 @@ import argosy
 from argosy.checkpoint.store import STATE, load_item
 from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
-from argosy.jobs import rollout_engine
 from argosy.jobs.proof import digest
 from argosy.observe.metrics import read
+from argosy.run.rl import rollout_engine
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

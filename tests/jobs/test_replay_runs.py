@@ -9,10 +9,10 @@ import pytest
 from campaign_kill import SMALL
 from helpers import Heard, default, flipped
 
-from argosy.jobs.assembly import Assembly
 from argosy.jobs.proof import digest
-from argosy.jobs.replay import Corrupted
 from argosy.jobs.train import train
+from argosy.run.assembly import Assembly
+from argosy.run.replay import Corrupted
 
 WORDS = [*SMALL, "checkpoint.every=2", "steps=8", "data.batch=16"]
 # Every device holds all weights; by default they are split, and there are no copies.
@@ -83,11 +83,11 @@ def test_a_step_that_does_not_give_the_same_twice_is_found(monkeypatch: pytest.M
 
 
 def test_the_copy_is_counted(tmp_path: Path):
-    from argosy.jobs.assemble import assemble
-    from argosy.jobs.compose import compose
-    from argosy.jobs.decided import Decided
-    from argosy.jobs.memory import compiled_need
-    from argosy.jobs.run import Run
+    from argosy.run.assemble import assemble
+    from argosy.run.compose import compose
+    from argosy.run.decided import Decided
+    from argosy.run.memory import compiled_need
+    from argosy.run.settings import Run
 
     settings = compose(Run, "tiny", [*WORDS, "guard.replay=3", "mesh.data=1"]).value
     a = assemble(settings, Decided.here(settings))

@@ -14,7 +14,7 @@ import argosy
 from argosy.checkpoint.store import Checkpoints, load_weights
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput
-from argosy.core.signals import asked_to_stop
+from argosy.core.process.signals import asked_to_stop
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
 from argosy.jobs.report import report
@@ -149,10 +149,10 @@ def test_a_run_in_an_object_store_resumes_bit_for_bit(alone: Path, tmp_path: Pat
 
 def test_data_resumes_where_it_was(tmp_path: Path):
     """Each row is its own number, so what the steps saw can be read off the batches."""
-    from argosy.jobs.assemble import assemble
-    from argosy.jobs.compose import compose
-    from argosy.jobs.decided import Decided
-    from argosy.jobs.run import Run
+    from argosy.run.assemble import assemble
+    from argosy.run.compose import compose
+    from argosy.run.decided import Decided
+    from argosy.run.settings import Run
 
     settings = compose(Run, "tiny", [*WORDS, "steps=6"]).value
     whole = assemble(settings, Decided.here(settings)).batches

@@ -19,13 +19,13 @@ from argosy.checkpoint.stored import open_model, weights_of
 from argosy.core.errors import BadInput, Unsupported, UserError
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.storage import Store
-from argosy.jobs.compose import compose
 from argosy.jobs.convert import convert
 from argosy.jobs.proof import digest
-from argosy.jobs.run import Run
 from argosy.models.parts.stack import Unroll, layer_addresses
 from argosy.models.parts.weight import fill
 from argosy.observe.metrics import by_step, read
+from argosy.run.compose import compose
+from argosy.run.settings import Run
 
 WORDS = [word for word in SMALL if not word.startswith(("model.", "optimizer"))]
 WORDS += ["checkpoint.every=2", "optimizer=adamw", "optimizer.learning_rate=1e-2", "schedule=constant"]

@@ -9,10 +9,10 @@ from laws.families import CASES, built
 from argosy.adapt.quant import QuantizedEinsum
 from argosy.adapt.settings import LAYERS
 from argosy.adapt.surgery import find
-from argosy.jobs.rollout_engine import RolloutEngine, checksums
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, split, variables
 from argosy.rl.policies import Rollout
+from argosy.run.rl.rollout_engine import RolloutEngine, checksums
 from argosy.train.state import TrainState
 
 CASE = CASES["llama-plain"]

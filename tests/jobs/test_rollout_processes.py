@@ -20,17 +20,17 @@ from launch.test_workers import is_alive
 from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
 from argosy.infer.load import random
-from argosy.infer.sample import Sampling
-from argosy.jobs import rollout_workers
+from argosy.infer.sampling.sample import Sampling
 from argosy.jobs.proof import digest
-from argosy.jobs.rollout_engine import RolloutEngine, checksums
-from argosy.jobs.rollout_worker import RolloutWorker, apart
 from argosy.launch.workers import Workers
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import split
 from argosy.observe.metrics import read
 from argosy.rl.answers import Asked, drawn
 from argosy.rl.policies import Rollout
+from argosy.run.rl import rollout_workers
+from argosy.run.rl.rollout_engine import RolloutEngine, checksums
+from argosy.run.rl.rollout_worker import RolloutWorker, apart
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

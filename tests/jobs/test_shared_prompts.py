@@ -8,9 +8,9 @@ from helpers import numbers
 from jobs.test_reinforce_runs import fit, prompts_and_rewards
 
 from argosy.core.errors import ArgosyError
-from argosy.jobs.compose import compose
-from argosy.jobs.run import Run
-from argosy.jobs.shared_prompts import decided_sharing, resumed_on
+from argosy.run.compose import compose
+from argosy.run.settings import Run
+from argosy.run.shared_prompts import decided_sharing, resumed_on
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -16,11 +16,11 @@ from argosy.checkpoint.peft import read_contents
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.storage import Store
-from argosy.jobs.compose import compose
 from argosy.jobs.convert import convert
 from argosy.jobs.proof import digest
-from argosy.jobs.run import Run
 from argosy.observe.metrics import by_step, read
+from argosy.run.compose import compose
+from argosy.run.settings import Run
 
 WORDS = [word for word in SMALL if not word.startswith(("model.", "optimizer"))]
 WORDS += ["checkpoint.every=2", "optimizer=adamw", "optimizer.learning_rate=1e-2", "schedule=constant"]

@@ -12,10 +12,10 @@ from test_adapter_runs import saved
 import argosy
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import ArgosyError, BadInput, Unsupported
-from argosy.jobs.compose import compose
 from argosy.jobs.convert import convert
-from argosy.jobs.run import Run
 from argosy.jobs.train import Quiet, train
+from argosy.run.compose import compose
+from argosy.run.settings import Run
 
 # Adam would make of a gradient's rounding a step of full size.
 WORDS = [*SMALL, "model.layers=4", "data.batch=16", "mesh.data=-1", "mesh.fsdp=1", "checkpoint.every=2"]

@@ -22,15 +22,15 @@ from argosy.cli.train import train as trains
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged, UserError
 from argosy.core.settings import Reading
 from argosy.core.storage import Store
-from argosy.data.tokenize import find_tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.jobs import decided
-from argosy.jobs.compose import compose
-from argosy.jobs.header import tokenizer_of
-from argosy.jobs.outcome import ending
-from argosy.jobs.run import Run
+from argosy.data.tokenizers.load import find_tokenizer
 from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
+from argosy.run import decided
+from argosy.run.compose import compose
+from argosy.run.header import tokenizer_of
+from argosy.run.outcome import ending
+from argosy.run.settings import Run
 
 STEPS, EVERY = 4, 2
 WORDS = [*SMALL, f"checkpoint.every={EVERY}"]
@@ -361,7 +361,7 @@ def test_a_directory_that_may_not_be_written():
 
 
 def test_a_run_that_does_not_fit_is_refused_with_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("argosy.jobs.memory.memory_bytes", lambda: (1 << 16, 1 << 16))
+    monkeypatch.setattr("argosy.run.memory.memory_bytes", lambda: (1 << 16, 1 << 16))
     with pytest.raises(BadInput, match=r"training needs .* this machine has 64\.0 KiB") as told:
         fit(tmp_path / "run", "steps=2")
     text = str(told.value)
@@ -393,7 +393,7 @@ def test_the_best_evaluation_is_saved_between_checkpoints(tmp_path: Path):
 def test_the_best_three_are_saved_and_kept(tmp_path: Path):
     from types import SimpleNamespace
 
-    from argosy.jobs.hooks import Saver
+    from argosy.run.hooks import Saver
 
     saved: list[int] = []
     checkpoints = SimpleNamespace(eval_losses=lambda: {10: 2.0, 20: 1.0})

@@ -308,9 +308,9 @@ def test_a_signal_to_one_process_saves_the_same_step_in_all(text: Path, tmp_path
 # Longer than Gloo waits for another process.
 SLOW_TO_COMPILE = """
 import os, runpy, sys, time
-from argosy.core import signals
+from argosy.core.process import signals
 signals.take_over()
-from argosy.jobs.assembly import Assembly
+from argosy.run.assembly import Assembly
 for name in ("compile", "compile_evaluation"):
     def slow(self, make=getattr(Assembly, name)):
         if os.environ["ARGOSY_RANK"] == "1":
@@ -340,7 +340,7 @@ def later():
     metrics = Path(os.environ["TEST_RUN"], "metrics.jsonl")
     while not metrics.exists() or metrics.read_text().count("grad_norm") < 5:
         time.sleep(0.05)
-    sys.modules["argosy.jobs.assembly"].place_batch = get_stuck
+    sys.modules["argosy.run.assembly"].place_batch = get_stuck
 if os.environ.get("ARGOSY_RANK") == "1" and os.environ.get("ARGOSY_ATTEMPT") == "0":
     threading.Thread(target=later, daemon=True).start()
 """

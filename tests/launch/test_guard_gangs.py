@@ -12,7 +12,7 @@ from test_gangs import SMALL, environment, logged
 # Batch 5 is bad in the second half of its rows, which rank 1 reads.
 # As the command does before it imports jax, so that its own exit function runs after those of jax.
 FIRST = """
-from argosy.core import signals
+from argosy.core.process import signals
 signals.take_over()
 """
 
@@ -73,7 +73,7 @@ def test_two_processes_do_as_one(tmp_path: Path, action: str, code: int):
 
 
 TWICE = """
-from argosy.jobs import replay
+from argosy.run import replay
 check = replay.Replay.check
 def differs(self, step, sums):
     import numpy as np

@@ -10,8 +10,8 @@ import yaml
 from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
 
 from argosy.core.errors import BadInput, SettingsError
-from argosy.core.scalars import document
 from argosy.core.settings import read_settings, words_layer
+from argosy.core.settings.scalars import document
 from argosy.launch import jobset
 from argosy.launch.cluster import Place, found
 from argosy.launch.rendered import Command

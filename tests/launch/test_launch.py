@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from argosy.cli import main
-from argosy.core.scalars import document
-from argosy.core.schema import documented
+from argosy.core.settings.scalars import document
+from argosy.core.settings.schema import documented
 from argosy.launch.settings import ENGINES
 
 TEXT = Path(__file__)

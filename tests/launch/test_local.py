@@ -141,7 +141,7 @@ def test_a_folder_of_logs_that_is_a_file_is_a_mistake(tmp_path: Path):
 
 COMMAND = """
 import sys
-from argosy.core import signals
+from argosy.core.process import signals
 signals.take_over()
 from argosy.launch.local import run
 from argosy.launch.settings import Local

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from argosy.core.errors import BadInput, SettingsError
-from argosy.core.scalars import document
 from argosy.core.settings import read_settings, words_layer
+from argosy.core.settings.scalars import document
 from argosy.launch import skypilot
 from argosy.launch.cluster import Place, found
 from argosy.launch.rendered import Command

@@ -15,12 +15,12 @@ from launch.test_workers import is_alive
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.launch.logs import Log
-from argosy.launch.worker_errors import WorkerLost
-from argosy.launch.worker_gang import Gang
-from argosy.launch.worker_member import Member
-from argosy.launch.worker_moves import Source
 from argosy.launch.workers import Group, Workers, open_workers
-from argosy.launch.workers_inline import Inline
+from argosy.launch.workers.errors import WorkerLost
+from argosy.launch.workers.gang import Gang
+from argosy.launch.workers.inline import Inline
+from argosy.launch.workers.member import Member
+from argosy.launch.workers.transfers import Source
 
 TWO = {"one": Group(start=(functions.start, 1)), "two": Group()}
 
@@ -185,7 +185,7 @@ class Slow:
 
 
 def test_only_calls_count_as_stuck(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("argosy.launch.worker_gang.ALONE_S", 0.1)
+    monkeypatch.setattr("argosy.launch.workers.gang.ALONE_S", 0.1)
     source = Source("far", 1, b"", [], [])
 
     def gang(*late: dict[str, Any]) -> Gang:

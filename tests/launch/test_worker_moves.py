@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from argosy.checkpoint import peers
 from argosy.checkpoint.peers import MOST_AT_ONCE, Listener
 from argosy.core.errors import ArgosyError, Damaged
-from argosy.launch import worker_moves as moves
-from argosy.launch.worker_offers import Offers
-from argosy.launch.worker_trees import described
+from argosy.launch.workers import transfers as moves
+from argosy.launch.workers.offers import Offers
+from argosy.launch.workers.trees import described
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from launch import worker_functions as functions
 
 from argosy.core.errors import BadInput, UnknownName, Unsupported
-from argosy.launch.worker_gang import Gang
 from argosy.launch.workers import Group, Ref, WorkerError, WorkerLost, Workers, here, open_workers
-from argosy.launch.workers_inline import Inline
+from argosy.launch.workers.gang import Gang
+from argosy.launch.workers.inline import Inline
 
 HERE = "launch.worker_functions"
 GROUPS = {

@@ -13,8 +13,8 @@ from launch import worker_functions as functions
 from launch.test_workers import is_alive
 
 from argosy.core.errors import ArgosyError
-from argosy.launch import worker_gang
 from argosy.launch.workers import Group, WorkerError, WorkerLost, open_workers
+from argosy.launch.workers import gang as worker_gang
 
 TESTS = Path(__file__).parents[1]
 

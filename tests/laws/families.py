@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.jobs.seams import RUNS, build, examples, fullest
-from argosy.jobs.seams import call as forward
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import put, split
+from tools.seams import RUNS, build, examples, fullest
+from tools.seams import call as forward
 
 CASES = examples()
 FULLEST = fullest()
@@ -52,7 +52,7 @@ def weights_of(config: Any, run: Any) -> dict[str, np.ndarray]:
 
 
 def built(config: Any, run: Any, dtype: Any = np.float32) -> Any:
-    """A model with noise on every weight, the same in either layout (argosy/jobs/seams.py)."""
+    """A model with noise on every weight, the same in either layout (tools/seams.py)."""
     model = config.build(run)
     put(model, {address: jnp.array(w.astype(dtype)) for address, w in weights_of(config, run).items()})
     return model

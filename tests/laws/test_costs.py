@@ -7,7 +7,6 @@ import pytest
 from helpers import default, relative
 from laws.families import CASES, FULLEST, RUNS, built, marked, tokens_of
 
-from argosy.jobs.devices import COMMON, EXPERTS
 from argosy.models.gemma import GemmaConfig
 from argosy.models.mixtral import MixtralConfig
 from argosy.models.parts.attend import Contiguous, Packed, Paged
@@ -20,6 +19,7 @@ from argosy.ops.narrow import FORMS
 from argosy.train.objectives.next_token import losses as losses_of
 from argosy.train.settings import NextToken
 from argosy.train.state import trained
+from tools.devices import COMMON, EXPERTS
 
 ROWS, LENGTH = 4, 512
 DEEP = GemmaConfig(

@@ -10,22 +10,9 @@ import pytest
 from helpers import default, described_tpus, relative
 from laws.families import built
 
-from argosy.jobs.devices import (
-    COMMON,
-    LENGTH,
-    MESHES,
-    MICROBATCHES,
-    MODELS,
-    ROWS,
-    STAGED,
-    config_of,
-    lowered_step,
-    staged_cost,
-    step_cost,
-)  # fmt: skip
 from argosy.models import FAMILIES
-from argosy.models.parts.pipeline import Pipeline
 from argosy.models.parts.stack import Scan, Unroll, to_layers
+from argosy.models.parts.stack.pipeline import Pipeline
 from argosy.models.parts.weight import abstract, logical, merge, split
 from argosy.observe.hlo import cost
 from argosy.parallel.gather import Once
@@ -38,6 +25,19 @@ from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
 from argosy.train.step import make_step
+from tools.devices import (
+    COMMON,
+    LENGTH,
+    MESHES,
+    MICROBATCHES,
+    MODELS,
+    ROWS,
+    STAGED,
+    config_of,
+    lowered_step,
+    staged_cost,
+    step_cost,
+)  # fmt: skip
 
 KINDS = default("dense", of=MODELS)
 

@@ -41,7 +41,8 @@ from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses
 from argosy.models.parts.weight import abstract, count, fill, kept_in, merge, split, undrawn, variables
 from argosy.observe.flops import contraction_flops
 from argosy.ops import attention as ops_attention
-from argosy.ops import grouped, paged_blocked
+from argosy.ops import grouped
+from argosy.ops.paged import blocked as paged_blocked
 
 TOLERANCE = 1e-10  # of the largest number, float64
 

@@ -21,8 +21,8 @@ from argosy.checkpoint.peft import read_adapter
 from argosy.checkpoint.peft_sites import sites
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.settings import dump
+from argosy.jobs.api import preset_config
 from argosy.jobs.convert import convert
-from argosy.jobs.public import preset_config
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.parts import indexer
 from argosy.models.parts.attend import Contiguous, Packed, Paged

@@ -22,11 +22,11 @@ import argosy
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, Damaged, SettingsError
 from argosy.infer.embed import pool, read_steps
-from argosy.jobs.compose import compose
 from argosy.jobs.convert import convert
 from argosy.jobs.models import describe
-from argosy.jobs.run import Run
 from argosy.models.parts.attend import Bidirectional
+from argosy.run.compose import compose
+from argosy.run.settings import Run
 
 MINILM = "models/minilm"
 ROWS = [[5, 9, 31, 23, 7], [17, 3], [4] * 40, [8, 8, 1]]

@@ -10,7 +10,7 @@ from models.test_moe import HOWS, WIDTH, inputs, made
 from argosy.adapt.lora import DoRA, LoRA
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
-from argosy.models.parts import exchange
+from argosy.models.parts.moe import exchange
 from argosy.models.parts.weight import fill, merge, put, split, variables
 from argosy.models.settings import Experts
 from argosy.parallel.mesh import MeshSettings

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from laws.families import CASES
 
-from argosy.jobs.public import preset_config
+from argosy.jobs.api import preset_config
 from argosy.models.parts import weight
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses, to_layers
 from argosy.models.parts.weight import fill, split

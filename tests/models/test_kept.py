@@ -10,15 +10,15 @@ from helpers import relative
 from laws.families import CASES, FULLEST
 
 from argosy.core.errors import BadInput, UserError
-from argosy.jobs.assemble import assemble
-from argosy.jobs.compose import compose
-from argosy.jobs.decided import Decided
-from argosy.jobs.devices import config_of
-from argosy.jobs.run import Run
 from argosy.models.parts.attend import Packed
-from argosy.models.parts.remat import NAMES, check_kept
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack.remat import NAMES, check_kept
 from argosy.models.parts.weight import abstract, fill, merge, split
+from argosy.run.assemble import assemble
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.settings import Run
+from tools.devices import config_of
 
 B, T = 4, 128
 OTHERS = {

@@ -11,7 +11,7 @@ from models.test_parity import GOLDENS
 import argosy
 from argosy.checkpoint.hub import config_from
 from argosy.core.errors import BadInput
-from argosy.jobs.public import preset_config
+from argosy.jobs.api import preset_config
 from argosy.models.parts.attend import Contiguous, Packed
 from argosy.models.parts.heads import tempered, turned
 from argosy.models.parts.weight import put, split

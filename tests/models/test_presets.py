@@ -2,9 +2,9 @@
 
 import pytest
 
-from argosy.jobs.compose import presets
-from argosy.jobs.public import preset_config
+from argosy.jobs.api import preset_config
 from argosy.models.parts.weight import abstract, count
+from argosy.run.compose import presets
 
 # Parameters as the Hub's safetensors index of each model counts them; of experts, what the paper says are active, in billions.
 PUBLISHED = {

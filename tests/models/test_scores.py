@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 import argosy
 from argosy.checkpoint.hub import config_from
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.jobs.seams import examples
 from argosy.models.parts.weight import abstract, count, variables
+from tools.seams import examples
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "preferences.json").read_text(encoding="utf-8"))["scores"]
 SCORED = {name: config for name, config in examples().items() if "scores" in type(config).model_fields}

@@ -10,7 +10,7 @@ from laws.families import CASES, STRUCTURES, built, tokens_of
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.rope import angles, apply_rope
 from argosy.models.parts.stack import Scan, Unroll
-from argosy.models.parts.watch import KEYS, OUTPUT, QUERIES, VALUES, Listening, Watched
+from argosy.models.parts.stack.watch import KEYS, OUTPUT, QUERIES, VALUES, Listening, Watched
 
 SEGMENTS = jnp.asarray(np.repeat([[1] * 5 + [2] * 4 + [0] * 2], 2, 0), jnp.int32)
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from argosy.observe import curve
 from argosy.observe.readable import ago, columns, counted, flops, harmless, lasted, one_line, sized
+from argosy.observe.terminal import curve
 
 BITS = [(0x01, 0, 0), (0x02, 0, 1), (0x04, 0, 2), (0x40, 0, 3), (0x08, 1, 0), (0x10, 1, 1), (0x20, 1, 2), (0x80, 1, 3)]
 

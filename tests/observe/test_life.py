@@ -13,7 +13,7 @@ from argosy.core.storage import Store
 from argosy.observe import goodput, life
 from argosy.observe.goodput import Clock
 from argosy.observe.life import Life, account
-from argosy.observe.report import Record, render
+from argosy.observe.report.page import Record, render
 
 
 def line(start: str, began: float, step: int | None, seconds: dict[str, float], **more: Any) -> dict[str, Any]:

@@ -8,10 +8,22 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from argosy.observe.page import SCRIPT
 from argosy.observe.readable import decimals
-from argosy.observe.report import Evaluated, Record, Saved, numbers, render, seconds_by_cause, sentence
-from argosy.observe.svg import BOTTOM, COLUMNS, LEFT, RIGHT, TOP, WIDTH, Series, bar, chart, running_mean, thinned
+from argosy.observe.report.charts import (
+    BOTTOM,
+    COLUMNS,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Series,
+    bar,
+    chart,
+    running_mean,
+    thinned,
+)
+from argosy.observe.report.page import Evaluated, Record, Saved, numbers, render, seconds_by_cause, sentence
+from argosy.observe.report.style import SCRIPT
 
 VOID = {"meta", "br", "line", "rect", "path", "circle"}
 

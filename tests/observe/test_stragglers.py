@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from argosy.observe.report import Record, render
+from argosy.observe.report.page import Record, render
 from argosy.observe.stragglers import (
     DATA,
     DEVICE,

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import argosy
-from argosy.jobs.view import Quiet
 from argosy.observe.log import Logged
-from argosy.observe.picture import POINTS, Picture, headed, preferred
-from argosy.observe.terminal import REDRAWS_PER_S, Terminal, can_redraw
+from argosy.observe.terminal.live import REDRAWS_PER_S, Terminal, can_redraw
+from argosy.observe.terminal.picture import POINTS, Picture, headed, preferred
+from argosy.run.view import Quiet
 
 FACTS = {
     "parameters": 90368, "steps": 200, "tokens_per_step": 1024, "flops_per_step": 640_000_000,
@@ -259,14 +259,15 @@ def test_facts_that_are_not_known_beforehand_are_reported():
 
 
 def test_importing_it_does_not_import_rich():
-    code = "import json, sys, argosy.observe.terminal; print(json.dumps([m for m in sys.modules if m in ('rich', 'jax', 'numpy')]))"
+    listed = "[m for m in sys.modules if m in ('rich', 'jax', 'numpy')]"
+    code = f"import json, sys, argosy.observe.terminal.live; print(json.dumps({listed}))"
     environment = {**os.environ, "PYTHONPATH": str(Path(argosy.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert json.loads(done.stdout) == []
 
 
 def test_the_load_of_experts_is_reported():
-    from argosy.observe.picture import stepped
+    from argosy.observe.terminal.picture import stepped
 
     assert stepped({"loss": 1.0, "expert_load_max": 1.74, "experts_dropped": 0.143}) == (
         "loss 1.0000  fullest expert 1.7x  dropped 14.3%"

@@ -12,7 +12,7 @@ from helpers import relative
 
 from argosy.core.errors import Unsupported
 from argosy.ops.attention import IMPLEMENTATIONS, PREFERENCE, SPLIT, Score, See, attention
-from argosy.ops.attention_splash import cannot
+from argosy.ops.attention.splash import cannot
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 

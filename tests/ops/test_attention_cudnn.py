@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import Unsupported
-from argosy.ops import attention_cudnn
 from argosy.ops.attention import IMPLEMENTATIONS, Score, See, attention, reference
-from argosy.ops.attention_cudnn import PLUGINS, cannot, cudnn
+from argosy.ops.attention import cudnn as attention_cudnn
+from argosy.ops.attention.cudnn import PLUGINS, cannot, cudnn
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 

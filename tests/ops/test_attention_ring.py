@@ -7,9 +7,9 @@ import pytest
 from helpers import relative
 
 from argosy.core.errors import Unsupported
-from argosy.ops import attention_ring
 from argosy.ops.attention import Score, See, attention
-from argosy.ops.attention_ring import _routes
+from argosy.ops.attention import ring as attention_ring
+from argosy.ops.attention.ring import _routes
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 

@@ -11,10 +11,10 @@ from helpers import default, relative
 from jax._src.mesh import AbstractDevice
 
 from argosy.core.errors import Unsupported
-from argosy.ops import attention_splash
 from argosy.ops.attention import IMPLEMENTATIONS, Score, See, reference
-from argosy.ops.attention_splash import cannot, splash
-from argosy.ops.splash_blocks import INSTRUCTIONS, block_of, computed, sizes_of
+from argosy.ops.attention import splash as attention_splash
+from argosy.ops.attention.splash import cannot, splash
+from argosy.ops.attention.splash_blocks import INSTRUCTIONS, block_of, computed, sizes_of
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 

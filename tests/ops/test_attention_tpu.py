@@ -15,16 +15,16 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 
 from argosy.core.errors import Unsupported
-from argosy.jobs.devices import config_of, lowered_step
-from argosy.jobs.seams import examples, fullest
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, logical, merge, split
 from argosy.ops.attention import Score, See, attention
-from argosy.ops.attention_splash import splash
+from argosy.ops.attention.splash import splash
 from argosy.ops.choice import implementations
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
+from tools.devices import config_of, lowered_step
+from tools.seams import examples, fullest
 
 KINDS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 # Why training does not take the kernels.

@@ -10,9 +10,9 @@ import pytest
 from helpers import described_tpus, relative
 
 from argosy.core.errors import UnknownName, Unsupported
-from argosy.ops import grouped_blocked
 from argosy.ops.grouped import IMPLEMENTATIONS, PREFERENCE, grouped_matmul
-from argosy.ops.grouped_kernels import MEGABLOX
+from argosy.ops.grouped import blocked as grouped_blocked
+from argosy.ops.grouped.kernels import MEGABLOX
 
 # Rows, weights [D M], and how many rows each expert has.
 CASES = {

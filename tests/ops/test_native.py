@@ -17,7 +17,7 @@ from argosy.ops.attention import UNSEEN, Score
 from argosy.ops.native import library
 from argosy.ops.native.paged import NATIVE
 from argosy.ops.native.products import PANEL, Panels, fits_bfloat16, packed, product
-from argosy.ops.paged_attention import reference
+from argosy.ops.paged.attention import reference
 
 
 @pytest.fixture

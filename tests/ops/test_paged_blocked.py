@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.ops import paged_blocked, paged_rows
 from argosy.ops.attention import Score, See
-from argosy.ops.paged_attention import reference
+from argosy.ops.paged import blocked as paged_blocked
+from argosy.ops.paged import rows as paged_rows
+from argosy.ops.paged.attention import reference
 
 SCORES = {
     "plain": {},

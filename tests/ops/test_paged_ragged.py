@@ -10,14 +10,14 @@ from helpers import described_tpus
 from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.core.errors import Unsupported
-from argosy.infer.forward import Sizes, Tables, Whole
+from argosy.infer.engine.forward import Sizes, Tables, Whole
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.cache import Window, layouts, paged
 from argosy.models.parts.weight import abstract, logical, split
-from argosy.ops import paged_ragged
 from argosy.ops.attention import Score
 from argosy.ops.choice import implementations
-from argosy.ops.paged_attention import apart, joined, paged_attention, reference
+from argosy.ops.paged import ragged as paged_ragged
+from argosy.ops.paged.attention import apart, joined, paged_attention, reference
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.ops import paged_triton
 from argosy.ops.attention import Score
-from argosy.ops.paged_attention import reference
-from argosy.ops.paged_triton import cannot, triton
+from argosy.ops.paged import triton as paged_triton
+from argosy.ops.paged.attention import reference
+from argosy.ops.paged.triton import cannot, triton
 
 SCORES = {
     "plain": {},

@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from argosy.core.errors import BadInput, SettingsError, UnknownName
-from argosy.jobs.compose import CONFIGS, compose
-from argosy.jobs.grid import told
-from argosy.jobs.mesh_presets import mesh_presets
-from argosy.jobs.run import Run
 from argosy.parallel.mesh import BetweenSettings, MeshSettings, rows_follow
+from argosy.run.compose import CONFIGS, compose
+from argosy.run.grid import told
+from argosy.run.mesh_presets import mesh_presets
+from argosy.run.settings import Run
 
 
 @dataclass(frozen=True)

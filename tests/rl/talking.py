@@ -9,13 +9,13 @@ from typing import Any
 from laws.families import CASES, built
 
 from argosy.data.order import Order
-from argosy.data.prompts import Prompts
+from argosy.data.rows.prompts import Prompts
 from argosy.data.sources import Record
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
-from argosy.infer.engine import Engine
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.request import Event
 from argosy.infer.lm import LM
-from argosy.infer.request import Event
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.stack import Unroll
 from argosy.rl.environment_settings import Custom, open_table

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from argosy.jobs.run import OBJECTIVES
 from argosy.rl.advantages.gae import gae
 from argosy.rl.advantages.gdpo import gdpo
 from argosy.rl.advantages.gpg import gpg
@@ -17,6 +16,7 @@ from argosy.rl.advantages.rloo import rloo
 from argosy.rl.compare import Judgment, compared
 from argosy.rl.policies import CISPO, DAPO, GPG, GRPO, GSPO, OPO, PPO, RLOO, DrGRPO, Policy, ReinforcePP, ReMax
 from argosy.rl.rewards import at_last, total
+from argosy.run.settings import OBJECTIVES
 
 GROUPS, EACH, LONGEST = 3, 4, 6
 WEIGHTS = (1.0, 0.5)

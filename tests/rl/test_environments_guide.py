@@ -7,7 +7,7 @@ import pytest
 from rl.talking import Scripted, ids, language_model, prompts
 
 from argosy.infer.lm import LM
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.rl.environment_settings import ENVIRONMENTS, Custom, EnvironmentSettings, Tools, open_table
 from argosy.rl.trajectories import Conversed, How
 

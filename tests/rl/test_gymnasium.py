@@ -7,7 +7,7 @@ from rl.talking import Scripted, language_model, prompts
 
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.rl.environment_settings import Gymnasium, open_table
 from argosy.rl.trajectories import Conversed, How
 

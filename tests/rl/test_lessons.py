@@ -7,12 +7,12 @@ import pytest
 from laws.families import CASES, built
 
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.data.answered import Answered, AnsweredPrompts
-from argosy.data.conversations import ConversationEncoder
+from argosy.data.chat.conversations import ConversationEncoder
 from argosy.data.order import Order
-from argosy.data.prompts import Prompts
+from argosy.data.rows.answered import Answered, AnsweredPrompts
+from argosy.data.rows.prompts import Prompts
 from argosy.data.sources import Record
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
 from argosy.rl.experience import Shape

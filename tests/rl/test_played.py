@@ -13,9 +13,8 @@ from rl.talking import CASE, language_model, prompts, table
 from rl.test_rollouts import Found
 
 from argosy.core.errors import BadInput
-from argosy.data.prompts import Prompt, Prompts
+from argosy.data.rows.prompts import Prompt, Prompts
 from argosy.infer.lm import LM
-from argosy.jobs.run import OBJECTIVES
 from argosy.models.parts.stack import Unroll
 from argosy.rl.answers import Answer, Played
 from argosy.rl.collect import given_back, kept
@@ -24,6 +23,7 @@ from argosy.rl.played import environment_rewards, failed, played_numbers
 from argosy.rl.policies import GRPO, Policy, Rollout
 from argosy.rl.rolled import NoRewards, Told, Trainer
 from argosy.rl.rollouts import Rollouts
+from argosy.run.settings import OBJECTIVES
 
 NAMES = [name for name in OBJECTIVES if issubclass(OBJECTIVES[name], Policy)]
 LONGEST = 20

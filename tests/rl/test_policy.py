@@ -10,7 +10,7 @@ from helpers import relative
 from laws.families import CASES, RUNS, built, marked
 
 from argosy.core.errors import BadInput, Unsupported
-from argosy.data.prompts import Prompt
+from argosy.data.rows.prompts import Prompt
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Unroll
 from argosy.rl.answers import Answer

@@ -7,9 +7,9 @@ import pytest
 from helpers import shared
 
 from argosy.core.errors import BadInput
-from argosy.data.across import Across
-from argosy.data.prompts import Prompt
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.distillation.across import Across
+from argosy.data.rows.prompts import Prompt
+from argosy.data.tokenizers.load import load_tokenizer
 from argosy.rl.across import Asking, Reread
 from argosy.rl.answers import Answer
 from argosy.rl.experience import Shape, packed

@@ -12,11 +12,11 @@ from laws.families import CASES, built
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.data.order import Order
-from argosy.data.prompts import Prompts
+from argosy.data.rows.prompts import Prompts
 from argosy.data.sources import Record
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.models.parts.stack import Unroll
 from argosy.rl.answers import Interrupted, sampled
 from argosy.rl.experience import Shape

@@ -16,7 +16,7 @@ from rl.talking import CASE, CHAT, EOS, ids, language_model, prompts
 
 from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.infer.lm import LM
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.models.parts.stack import Unroll
 from argosy.rl.environment_settings import Calculator, Python, open_table
 from argosy.rl.environment_settings import Tools as Settings

@@ -11,7 +11,7 @@ from rl.talking import BOS, EOS, Scripted, ids, language_model, prompts, table
 
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.rl.answers import Answer, Interrupted
 from argosy.rl.trajectories import Conversed, How, Table, seeds_of
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from argosy.data.prompts import Prompt
+from argosy.data.rows.prompts import Prompt
 from argosy.rl.advantages.gae import gae
 from argosy.rl.advantages.grpo import grpo
 from argosy.rl.advantages.turns import Turned, mixed, to_go

@@ -11,7 +11,7 @@ from helpers import DATA
 from rl.talking import CHAT
 
 from argosy.core.errors import BadInput
-from argosy.data.chat import render
+from argosy.data.chat.template import render
 from argosy.rl.turns import Rewritten, between, check_template
 
 # That of the renders by transformers.

@@ -14,16 +14,16 @@ import pytest
 from argosy.checkpoint.load import random
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
-from argosy.infer.engine import Engine
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.request import Event, Request
 from argosy.infer.lm import LM
-from argosy.infer.request import Event, Request
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
-from argosy.serve.encoder import EncoderService
-from argosy.serve.front import Front
+from argosy.serve.engine.encoder import EncoderService
+from argosy.serve.engine.front import Front
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import Limits, ServeSettings

@@ -23,16 +23,16 @@ from argosy.core.errors import BadInput
 from argosy.core.formats import Entry
 from argosy.core.formats.files import write_file
 from argosy.core.formats.safetensors import tensors_file
-from argosy.infer.engine import Engine
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.request import Request
 from argosy.models.parts.stack import to_layers
 from argosy.models.parts.weight import split
 from argosy.serve import run
 from argosy.serve.admin import Admin
 from argosy.serve.app import App, admin_app
+from argosy.serve.engine.front import Front
 from argosy.serve.errors import ApiError
-from argosy.serve.front import Front
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings, ServeSettings
@@ -238,7 +238,7 @@ def test_prompts_keep_their_adapter_until_they_are_scored_or_left(
     monkeypatch: pytest.MonkeyPatch, lm: LM, service: Service, ask: Callable, end: str
 ):
     """Unloaded between two passes of a long prompt; another adapter gets the place only once the prompt is done with."""
-    monkeypatch.setattr("argosy.infer.prompts.PASS", 16)
+    monkeypatch.setattr("argosy.infer.prompt_logprobs.PASS", 16)
     ask("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"})
     front, ids = service.front, list(range(3, 43))
     adapters, score, free = front.engine.adapters, front.prompts.score, []
@@ -617,7 +617,7 @@ def test_an_update_that_fails_leaves_the_old_weights(service: Service, ask: Call
 
 @pytest.mark.slow
 def test_a_prompt_that_is_half_scored_begins_again_with_the_new_weights(service: Service, ask: Callable, monkeypatch):
-    monkeypatch.setattr("argosy.infer.prompts.PASS", 32)
+    monkeypatch.setattr("argosy.infer.prompt_logprobs.PASS", 32)
     prompts, ids = service.front.prompts, list(range(60))
     assert prompts.score([ids]) is None, "one of two passes"
     assert update(ask, "next").status_code == 200

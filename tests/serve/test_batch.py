@@ -22,14 +22,14 @@ from serve.conftest import LIMITS, serving
 from serve.fakes import fake, response
 
 from argosy.cli import main
+from argosy.client import batch
+from argosy.client.batch_files import Output, fingerprint, rows, stamp
+from argosy.client.client import Failed, Inside, Reply, ask
+from argosy.client.settings import BatchSettings
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged
 from argosy.core.settings import read_settings, words_layer
 from argosy.infer.lm import LM
-from argosy.serve import batch
 from argosy.serve.app import App
-from argosy.serve.batch_files import Output, fingerprint, rows, stamp
-from argosy.serve.client import Failed, Inside, Reply, ask
-from argosy.serve.client_settings import BatchSettings
 
 BEGUN = {"input": {"address": "in", "sha256": "1"}, "model": {"address": "m", "step": 3}, "settings": {"seed": 0}}
 
@@ -295,7 +295,7 @@ def test_a_server_without_time_is_asked_again_and_its_refusal_is_no_answer(
         await send(response(b'{"id": "x"}', "429 Too Many Requests" if busy else "200 OK"))
 
     async def go() -> None:
-        from argosy.serve.http import Http
+        from argosy.client.http import Http
 
         async with fake(script) as server, Http(server.url) as http:
             with Output(files[1], BEGUN) as out:

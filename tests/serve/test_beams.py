@@ -12,12 +12,12 @@ from serve.conftest import LIMITS, SIZES, inside, serving
 from serve.test_front import PROMPT, forever, settled
 from serve.test_several_copies import serving as serving_copies
 
-from argosy.infer.answers import Completion
+from argosy.infer.completions import Completion
 from argosy.infer.lm import LM
-from argosy.serve import completions
-from argosy.serve.answer import Job
 from argosy.serve.app import App
 from argosy.serve.errors import ApiError
+from argosy.serve.openai import completions
+from argosy.serve.response.writer import Job
 from argosy.serve.service import Service
 
 Ask = Callable[..., httpx.Response]

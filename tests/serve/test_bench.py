@@ -14,12 +14,12 @@ from serve.fakes import END, MODELS, STREAM, Hangup, chunk, event, fake, respons
 from argosy.cli import main
 from argosy.cli.bench import address
 from argosy.cli.flags import BENCH_SERVE, CHAT, RUN_BATCH, Flags, translated
+from argosy.client.bench import Outcome, Round, Server, arrivals, run, said
+from argosy.client.bench_data import Sample, Source
+from argosy.client.bench_report import compared, comparison, details, figures, table
+from argosy.client.settings import BatchSettings, BenchSettings, ChatSettings
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.serve.bench import Outcome, Round, Server, arrivals, run, said
-from argosy.serve.bench_data import Sample, Source
-from argosy.serve.bench_report import compared, comparison, details, figures, table
-from argosy.serve.client_settings import BatchSettings, BenchSettings, ChatSettings
 
 
 def settings_of(*words: str) -> BenchSettings:
@@ -202,7 +202,7 @@ def test_arrivals_have_the_rate_and_the_spread_that_were_asked(burstiness: float
 
 
 def test_requests_are_sent_when_they_are_due(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("argosy.serve.bench.arrivals", lambda *_: [0.0, 0.1, 0.25])
+    monkeypatch.setattr("argosy.client.bench.arrivals", lambda *_: [0.0, 0.1, 0.25])
     [round], _ = loaded(good, "num_prompts=3", "input_len=3", "output_len=2")
     starts = [one.start for one in round.outcomes]
     assert starts[1] >= 0.1

@@ -14,7 +14,7 @@ from serve.conftest import Says, listening, serving
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer.lm import LM
-from argosy.serve.choice import Choice, Piece
+from argosy.serve.response.choice import Choice, Piece
 from argosy.serve.service import Service
 
 pytestmark = [

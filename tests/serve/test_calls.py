@@ -8,20 +8,20 @@ import pytest
 from helpers import shared
 
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.infer.calls import Calls, InText
-from argosy.infer.notations import notation_of, taught_by
-from argosy.infer.notations.deepseek import DeepSeek
-from argosy.infer.notations.gemma import Gemma
-from argosy.infer.notations.gpt_oss import GptOss
-from argosy.infer.notations.hermes import Hermes
-from argosy.infer.notations.kimi import Kimi
-from argosy.infer.notations.llama3 import Llama3
-from argosy.infer.notations.mistral import Mistral
-from argosy.infer.notations.qwen_xml import QwenXml
-from argosy.serve.chat import Completion
-from argosy.serve.choice import Choice, Ending, Piece
-from argosy.serve.fields import Chat
-from argosy.serve.reading import Reader, Reading
+from argosy.infer.tools.calls import Calls, InText
+from argosy.infer.tools.notations import notation_of, taught_by
+from argosy.infer.tools.notations.deepseek import DeepSeek
+from argosy.infer.tools.notations.gemma import Gemma
+from argosy.infer.tools.notations.gpt_oss import GptOss
+from argosy.infer.tools.notations.hermes import Hermes
+from argosy.infer.tools.notations.kimi import Kimi
+from argosy.infer.tools.notations.llama3 import Llama3
+from argosy.infer.tools.notations.mistral import Mistral
+from argosy.infer.tools.notations.qwen_xml import QwenXml
+from argosy.serve.openai.chat import Completion
+from argosy.serve.openai.fields import Chat
+from argosy.serve.response.choice import Choice, Ending, Piece
+from argosy.serve.response.parsing import Reader, Reading
 
 ONE = '{"name": "weather", "arguments": {"city": "Köln"}}'
 TWO = '{"name": "time", "arguments": {}}'

@@ -12,16 +12,16 @@ from serve.test_reasoning import TALK, say
 
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
-from argosy.data.tokenize import load_tokenizer
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
-from argosy.infer.channels import MARKS, Channels, framed, marks_of
-from argosy.infer.grammar import Grammars, Structure, masks, structure_of
+from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
-from argosy.infer.notations import notation_of
+from argosy.infer.tools.channels import MARKS, Channels, framed, marks_of
+from argosy.infer.tools.grammar import Grammars, Structure, masks, structure_of
+from argosy.infer.tools.notations import notation_of
 from argosy.models import FAMILIES
-from argosy.serve.chat import asked
-from argosy.serve.fields import Chat
+from argosy.serve.openai.chat import asked
+from argosy.serve.openai.fields import Chat
 from argosy.serve.run import service_of
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings

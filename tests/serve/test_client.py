@@ -13,11 +13,11 @@ import pytest
 from serve.conftest import listening, serving
 from serve.fakes import END, MODELS, STREAM, Hangup, chunk, event, fake, response, says
 
+from argosy.client.client import Failed, Inside, Refused, Reply, ask, documents
+from argosy.client.http import Http
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.lm import LM
 from argosy.serve.app import App
-from argosy.serve.client import Failed, Inside, Refused, Reply, ask, documents
-from argosy.serve.http import Http
 from argosy.serve.service import Service
 
 
@@ -44,7 +44,7 @@ def test_events_are_the_same_however_they_are_cut(size: int, end: str):
 
 
 def test_a_line_without_end_is_not_collected_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("argosy.serve.client.LINE", 1000)
+    monkeypatch.setattr("argosy.client.client.LINE", 1000)
     with pytest.raises(Failed, match="longer than 1,000 bytes"):
         read([b"data: " + b"x" * 900, b"x" * 200])
 

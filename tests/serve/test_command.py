@@ -24,7 +24,7 @@ from argosy.core.errors import ArgosyError, BadInput, SettingsError
 from argosy.core.settings import Choice, read_settings, words_layer
 from argosy.infer.lm import LM
 from argosy.infer.settings import SPECULATIVE, EngineSettings, NGram
-from argosy.jobs.public import draft_of
+from argosy.jobs.api import draft_of
 from argosy.serve import run
 from argosy.serve.sampling import defaults_of
 from argosy.serve.settings import ServeSettings
@@ -200,9 +200,9 @@ def test_settings_are_documented():
 
 
 def test_fields_are_documented():
-    from argosy.serve.fields import IGNORED, NEUTRAL, Chat, Completions
-    from argosy.serve.messages import Messages
-    from argosy.serve.responses import Responses
+    from argosy.serve.anthropic.messages import Messages
+    from argosy.serve.openai.fields import IGNORED, NEUTRAL, Chat, Completions
+    from argosy.serve.openai.responses import Responses
 
     text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
     fields = {*IGNORED, *NEUTRAL, *Chat.model_fields, *Completions.model_fields}

@@ -18,13 +18,13 @@ from serve.conftest import inside, listening, serving
 import argosy
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
-from argosy.data.tokenize import find_tokenizer
+from argosy.data.tokenizers.load import find_tokenizer
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
-from argosy.serve.encoder import EncoderService, Texts, next_pass, rows_of, shapes_of
+from argosy.serve.engine.encoder import EncoderService, Texts, next_pass, rows_of, shapes_of
 from argosy.serve.errors import ApiError
 from argosy.serve.settings import Limits, ServeSettings
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from serve.conftest import LIMITS, SIZES, alone, serving
 
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.request import Request
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import DraftModel
-from argosy.serve.answers import Answers
+from argosy.serve.engine.front import Front
 from argosy.serve.errors import ApiError
-from argosy.serve.front import Front
+from argosy.serve.response.streams import Answers
 from argosy.serve.service import Service
 
 PROMPT = list(b"It was a dark and stormy night")

@@ -11,10 +11,10 @@ from serve.conftest import LIMITS, Says, Spoken, inside, listening, serving
 from serve.test_reasoning import OPENED, QWEN, with_template
 
 from argosy.infer.lm import LM
-from argosy.serve.admission import timed_out
+from argosy.serve.anthropic.blocks import messages_of, written
+from argosy.serve.anthropic.messages import Conversation, Messages
 from argosy.serve.app import App
-from argosy.serve.blocks import messages_of, written
-from argosy.serve.messages import Conversation, Messages
+from argosy.serve.engine.admission import timed_out
 from argosy.serve.service import Service
 
 BARE = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
@@ -125,7 +125,7 @@ def test_a_demanded_call_and_a_format_bind_the_answer(real: anthropic.Anthropic,
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     found = real.messages.create(output_config={"format": {"type": "json_schema", "schema": schema}}, extra_body=few, **HI)
     assert json.loads(found.content[0].text)["a"] in (1, 2)  # pyright: ignore
-    from argosy.serve import messages
+    from argosy.serve.anthropic import messages
 
     for choice, has in (({"type": "any"}, True), ({"type": "tool", "name": "f"}, True), ({"type": "auto"}, False)):
         job = messages.prepare(said, HI | {"tools": [TOOL], "tool_choice": choice})

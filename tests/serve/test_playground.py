@@ -12,7 +12,7 @@ from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer.lm import LM
 from argosy.serve.app import App
-from argosy.serve.fields import Chat, Completions
+from argosy.serve.openai.fields import Chat, Completions
 from argosy.serve.playground import FOLDER, TYPES, files
 from argosy.serve.service import Service
 

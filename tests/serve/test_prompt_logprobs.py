@@ -14,10 +14,10 @@ from helpers import default
 from serve.conftest import LIMITS, SIZES, alone, inside, serving
 
 from argosy.checkpoint.load import random
-from argosy.infer import prompts as prompts_module
+from argosy.infer import prompt_logprobs as prompts_module
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.prompts import PASS, Prompts
-from argosy.infer.request import Request
+from argosy.infer.prompt_logprobs import PASS, Prompts
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App

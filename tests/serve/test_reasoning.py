@@ -11,16 +11,16 @@ import pytest
 from serve.conftest import Says, inside, listening, serving
 
 from argosy.core.errors import BadInput
-from argosy.data.chat import render
+from argosy.data.chat.template import render
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
-from argosy.infer.grammar import Grammars, Structure, masks, structure_of
 from argosy.infer.lm import LM
-from argosy.infer.notations.hermes import Hermes
+from argosy.infer.tools.grammar import Grammars, Structure, masks, structure_of
+from argosy.infer.tools.notations.hermes import Hermes
 from argosy.serve.app import App
-from argosy.serve.choice import Piece, Scored
-from argosy.serve.reading import Reader, Reading
-from argosy.serve.reasoning import Start, Thoughts, after_thoughts, parser_of, start_of, thinks
+from argosy.serve.response.choice import Piece, Scored
+from argosy.serve.response.parsing import Reader, Reading
+from argosy.serve.response.reasoning import Start, Thoughts, after_thoughts, parser_of, start_of, thinks
 from argosy.serve.service import Service
 
 # As Qwen 3: the model opens its thoughts itself, and a switch writes an empty pair into the prompt.
@@ -288,8 +288,8 @@ def test_an_answer_is_free_in_its_thoughts_and_bound_behind_them(
 
 
 def test_a_request_is_bound_behind_its_thoughts(grammars: Grammars, qwen: Service):
-    from argosy.serve.chat import asked
-    from argosy.serve.fields import Chat
+    from argosy.serve.openai.chat import asked
+    from argosy.serve.openai.fields import Chat
 
     body = TALK | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}}
     wanted = asked(qwen, Chat.of(body)).wanted

@@ -9,10 +9,10 @@ import httpx
 import pytest
 from serve.conftest import LIMITS, inside
 
+from argosy.serve.anthropic.messages import Messages
 from argosy.serve.app import App
-from argosy.serve.fields import IGNORED, NEUTRAL, OF_RENDERING, Chat, Completions
-from argosy.serve.messages import Messages
-from argosy.serve.responses import Responses
+from argosy.serve.openai.fields import IGNORED, NEUTRAL, OF_RENDERING, Chat, Completions
+from argosy.serve.openai.responses import Responses
 from argosy.serve.service import Service
 
 TOOL = {"type": "function", "function": {"name": "f"}}

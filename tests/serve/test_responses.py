@@ -15,11 +15,11 @@ from serve.test_reasoning import with_template
 from argosy.infer.lm import LM
 from argosy.serve.app import App
 from argosy.serve.errors import ApiError
-from argosy.serve.fields import Fields
-from argosy.serve.items import messages_of, with_instructions
-from argosy.serve.responses import Responses
+from argosy.serve.openai.fields import Fields
+from argosy.serve.openai.response_store import Store, Stored
+from argosy.serve.openai.responses import Responses
+from argosy.serve.openai.responses_input import messages_of, with_instructions
 from argosy.serve.service import Service
-from argosy.serve.store import Store, Stored
 
 # A call in a conversation is shown as its name; thoughts as (...).
 TEMPLATE = (
@@ -436,7 +436,7 @@ def test_only_what_is_in_the_background_can_be_cancelled(said: Service, client: 
 def test_a_failure_under_way_is_told(said: Service, monkeypatch: pytest.MonkeyPatch):
     from serve.conftest import Spoken
 
-    from argosy.serve.admission import timed_out
+    from argosy.serve.engine.admission import timed_out
 
     says(said, "Hello")
     whole = Spoken.__aiter__

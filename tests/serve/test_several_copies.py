@@ -21,17 +21,17 @@ from serve.test_front import PROMPT, breaks, settled, tokens
 from argosy.checkpoint.load import random
 from argosy.checkpoint.peft_write import write_adapter
 from argosy.core.errors import BadInput
-from argosy.infer.copies import copies_of
-from argosy.infer.engine import Engine
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.replicas import copies_of
+from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.request import Request
-from argosy.infer.sample import Sampling
+from argosy.infer.sampling.sample import Sampling
 from argosy.serve import run
 from argosy.serve.admin import Admin
 from argosy.serve.app import App
-from argosy.serve.copies import Copies
+from argosy.serve.engine.front import Front
+from argosy.serve.engine.replicas import Copies
 from argosy.serve.errors import ApiError
-from argosy.serve.front import Front
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings, Limits, ServeSettings

@@ -17,17 +17,17 @@ from serve.conftest import LIMITS, inside, listening, serving
 
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
-from argosy.infer import grammar as grammars
-from argosy.infer.calls import Notation
-from argosy.infer.grammar import Grammars, Structure, masks, structure_of, unpacked
 from argosy.infer.lm import LM
-from argosy.infer.notations.hermes import Hermes
-from argosy.infer.notations.llama3 import Llama3
+from argosy.infer.tools import grammar as grammars
+from argosy.infer.tools.calls import Notation
+from argosy.infer.tools.grammar import Grammars, Structure, masks, structure_of, unpacked
+from argosy.infer.tools.notations.hermes import Hermes
+from argosy.infer.tools.notations.llama3 import Llama3
 from argosy.serve.app import App
 from argosy.serve.errors import ApiError
+from argosy.serve.openai.structured import checked
 from argosy.serve.service import Service
 from argosy.serve.settings import Limits
-from argosy.serve.structured import checked
 
 HERMES = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

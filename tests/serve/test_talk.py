@@ -23,15 +23,15 @@ from serve.fakes import END, STREAM, Hangup, endless, event, fake, response
 from argosy.cli import main
 from argosy.cli.chat import COMMANDS, Session, opened
 from argosy.cli.lines import Lines, several
+from argosy.client.client import Failed, Inside, Refused
+from argosy.client.conversation import Answer, Talk
+from argosy.client.http import Http
+from argosy.client.settings import ChatEngineSettings, ChatSettings, Sampled
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.lm import LM
 from argosy.infer.settings import NGram
 from argosy.serve.app import App
-from argosy.serve.client import Failed, Inside, Refused
-from argosy.serve.client_settings import ChatEngineSettings, ChatSettings, Sampled
-from argosy.serve.http import Http
 from argosy.serve.service import Service
-from argosy.serve.talk import Answer, Talk
 
 GREEDY = Sampled(temperature=0.0, max_tokens=4)
 

@@ -17,12 +17,12 @@ from serve.conftest import LIMITS, listening, serving
 import argosy
 from argosy.core.errors import ArgosyError, BadInput, UserError
 from argosy.core.storage import Store
-from argosy.data.tokenize import load_tokenizer
+from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
-from argosy.jobs.endpoint import WAITS_S, Endpoint, message_of, waited
 from argosy.jobs.proof import digest
-from argosy.jobs.served import texts
 from argosy.observe.metrics import by_step, read
+from argosy.run.distillation.endpoint import WAITS_S, Endpoint, message_of, waited
+from argosy.run.distillation.served import texts
 
 TOP = 16
 IDS = list(b"Once")

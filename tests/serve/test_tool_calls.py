@@ -12,10 +12,10 @@ from serve.test_reasoning import TALK, say
 
 from argosy.checkpoint.load import random
 from argosy.infer.lm import LM
-from argosy.infer.notations.mistral import fitting
+from argosy.infer.tools.notations.mistral import fitting
 from argosy.models import FAMILIES
-from argosy.serve.chat import asked
-from argosy.serve.fields import Chat
+from argosy.serve.openai.chat import asked
+from argosy.serve.openai.fields import Chat
 from argosy.serve.service import Service
 
 # The template of Kimi K2 writes 300 bytes of its own.

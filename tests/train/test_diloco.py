@@ -14,7 +14,6 @@ from helpers import default, relative
 from jax.sharding import NamedSharding
 from laws.families import built
 
-from argosy.jobs.devices import config_of
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import abstract, logical
 from argosy.observe.hlo import CALL, SHAPE, computations
@@ -29,6 +28,7 @@ from argosy.train.optim import SGD, AdamW, Muon
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
 from argosy.train.step import make_step
+from tools.devices import config_of
 
 ROWS, LENGTH = 8, 24
 ADAMW = AdamW(learning_rate=1e-2, clip=0.5)

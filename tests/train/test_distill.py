@@ -12,10 +12,10 @@ from laws.families import CASES, built, in_float64
 
 from argosy.core.errors import SettingsError
 from argosy.core.settings import read_settings, words_layer
-from argosy.jobs.frozen import Role
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, merge, put, split
 from argosy.ops.divergence import over, top
+from argosy.run.frozen.role import Role
 from argosy.train.distillation import GKD, Distill
 from argosy.train.objectives.distill import HIDDEN, of_logits
 from argosy.train.optim import SGD

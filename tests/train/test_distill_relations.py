@@ -10,11 +10,11 @@ from laws.families import CASES, built
 
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
-from argosy.jobs.related import check_relations, layers_told
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan, Unroll
-from argosy.models.parts.watch import KEYS, QUERIES, VALUES, Watched
+from argosy.models.parts.stack.watch import KEYS, QUERIES, VALUES, Watched
 from argosy.models.parts.weight import merge
+from argosy.run.frozen.related import check_relations, layers_told
 from argosy.train.distillation import Distill
 from argosy.train.state import trained
 

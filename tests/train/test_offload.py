@@ -13,20 +13,20 @@ from helpers import Heard, default, described_tpus, numbers
 from argosy.checkpoint.store import STATE, load_item, load_weights
 from argosy.core.errors import BadInput, Unsupported, UserError
 from argosy.data.pipeline import RowBatches
-from argosy.jobs.assemble import assemble
-from argosy.jobs.compose import compose
-from argosy.jobs.decided import Decided
-from argosy.jobs.devices import config_of, lowered_step
-from argosy.jobs.run import Run
 from argosy.jobs.train import train
 from argosy.models.parts.stack import Scan
 from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
+from argosy.run.assemble import assemble
+from argosy.run.compose import compose
+from argosy.run.decided import Decided
+from argosy.run.settings import Run
 from argosy.train import offload
 from argosy.train.offload import HOST, pieces_for
 from argosy.train.optim import SGD, AdamW, Lion, Muon, Optimizer
 from argosy.train.state import meanings_of
+from tools.devices import config_of, lowered_step
 
 WORDS = ["model.width=32", "model.ffn=96", "model.vocab=64", "model.layers=2", "model.heads=2", "data.source=synthetic", "data.batch=8"]
 WORDS += ["data.sequence=32", "eval.batches=0", "steps=4", "schedule=constant", "log.every=1", "execution.run=scan", "mesh.fsdp=-1"]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from laws.families import CASES
 
-from argosy.data.across import Aligned, BothTokenizers, Group, align
 from argosy.data.batch import Around
-from argosy.data.matched import Matched
+from argosy.data.distillation.across import Aligned, BothTokenizers, Group, align
+from argosy.data.tokenizers.matched import Matched
 from argosy.ops.sorted_distance import sorted_distance
 from argosy.train.distillation import GOLD, ULD
 from argosy.train.objectives.uld import hybrid

@@ -18,7 +18,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import Damaged, Unsupported
 from argosy.core.formats import Shape, damaged, map_file, quoted
 from argosy.core.formats.quants import TYPES, Type, dequantize
-from argosy.core.resident import drop
+from argosy.core.process.resident import drop
 
 # The limit of ggml.
 MOST_AXES = 4

@@ -5,7 +5,7 @@
     data.source=text:server.log   a reader by name, and what it reads
 
 A source of documents yields the same documents in the same order every time. A source of rows makes any row from its
-number. Neither knows the tokenizer: a source of conversations yields records, which `data.conversations` renders.
+number. Neither knows the tokenizer: a source of conversations yields records, which `data.chat.conversations` renders.
 """
 
 import json

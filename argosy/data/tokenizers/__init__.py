@@ -5,7 +5,7 @@ into characters: a character split over several tokens appears once it is comple
 to `decode` of all ids.
 
 A long text may be encoded in parts, in parallel or as it is read, without changing a token: `cut_pattern` finds places where
-no token can span. The file formats are the other files of this folder; `data.tokenize` chooses among them.
+no token can span. The file formats are the other files of this folder; `data.tokenizers.load` chooses among them.
 """
 
 import codecs

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 from argosy.models.parts.ahead import Ahead, Depth
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.remat import rematerialised
 from argosy.models.parts.stack import Execution, Layer
+from argosy.models.parts.stack.remat import rematerialised
 from argosy.models.parts.weight import Leaves, merge, split
 from argosy.models.settings import Reach
 

@@ -41,8 +41,8 @@ from argosy.models.parts.cache import (
 )
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.narrow import written
-from argosy.ops.paged_attention import apart, gathered, joined, paged_attention, token_positions
-from argosy.ops.paged_blocked import fits_one_block, over_blocks
+from argosy.ops.paged.attention import apart, gathered, joined, paged_attention, token_positions
+from argosy.ops.paged.blocked import fits_one_block, over_blocks
 
 # Cosines and sines of the tokens by `Rope.key`, computed once by a stack for all its layers.
 Angled = dict[str, Any] | None
@@ -399,7 +399,7 @@ class Paged(Recurs):
     how a prompt was cut into calls.
     """
 
-    # Arrays, or descriptions of them (`infer.programs`).
+    # Arrays, or descriptions of them (`infer.engine.programs`).
     table: Int[Any, "B P"]
     slots: Int[Any, "B"]
     lengths: Int[Any, "B"]

@@ -8,7 +8,7 @@ it. An entry is of one of four kinds, which is part of its array's name in a lay
     "window.k"   window  for the same layers, pages of a pool of which a sequence keeps those that its window still reaches
     "row.state"  row     one per sequence: the state of a recurrent layer
 
-Keys and values of one shape may share a pool, `"kv"`, where a kernel of the platform reads them so (`ops.paged_attention`).
+Keys and values of one shape may share a pool, `"kv"`, where a kernel of the platform reads them so (`ops.paged.attention`).
 
 A pool of pages may be quantized: then its entries are `ops.narrow.Narrow`, in eight bits with a scale for each token and head, so that
 page tables, copies and rollbacks need to know nothing of it. Rings and states keep their type: a ring is as short as its window, and a
@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Int
 
 from argosy.ops.attention import NOWHERE
 from argosy.ops.narrow import Narrow, empty
-from argosy.ops.paged_attention import reads_joined
+from argosy.ops.paged.attention import reads_joined
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import activation_spec, on_several_devices
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from argosy.ops.attention import Implementation, Score
 from argosy.ops.narrow import Narrow
 from argosy.ops.native import library
-from argosy.ops.paged_attention import Pools
+from argosy.ops.paged.attention import Pools
 
 
 def attend(

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.data.batch import Field, Fields
 from argosy.models.parts.attend import Packed
-from argosy.models.parts.watch import KEYS, OUTPUT, QUERIES, VALUES, Watched
+from argosy.models.parts.stack.watch import KEYS, OUTPUT, QUERIES, VALUES, Watched
 from argosy.ops.cross_entropy import by_chunks
 from argosy.ops.divergence import DIVERGENCES, Top, coarse, forward, log_probs, over
 from argosy.ops.precision import wide

@@ -2,12 +2,12 @@
 
     c cross-entropy(labels) + w W(teacher, student)
 
-W compares sorted probabilities (`ops.sorted_distance`) where tokens of both end at the same byte (`data.across`). Of a group of
-several tokens, the distribution over the last one is multiplied by the probabilities of the earlier ones, as they are in the text: by
-the chain rule these are joint probabilities of the text so far and the last token. TRL calls this `bayesian` (GOLD,
+W compares sorted probabilities (`ops.sorted_distance`) where tokens of both end at the same byte (`data.distillation.across`). Of a
+group of several tokens, the distribution over the last one is multiplied by the probabilities of the earlier ones, as they are in the
+text: by the chain rule these are joint probabilities of the text so far and the last token. TRL calls this `bayesian` (GOLD,
 `uld_token_merge_strategy`). Both sums are divided by the number of targets.
 
-With `hybrid` tokens that both vocabularies have (`data.matched`) are compared as themselves, and the others sorted:
+With `hybrid` tokens that both vocabularies have (`data.tokenizers.matched`) are compared as themselves, and the others sorted:
 
     W = m D(teacher, student over the tokens of both) + (1 - m) sorted distance of the others
 
@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from argosy.data.across import FIELDS as OF_BOTH
 from argosy.data.batch import Field, Fields
-from argosy.data.matched import Matched
+from argosy.data.distillation.across import FIELDS as OF_BOTH
+from argosy.data.tokenizers.matched import Matched
 from argosy.models.parts.attend import Packed
 from argosy.ops.cross_entropy import by_chunks
 from argosy.ops.divergence import DIVERGENCES

@@ -10,11 +10,11 @@ import pytest
 from helpers import shared
 
 from argosy.core.errors import BadInput, UnknownName
-from argosy.infer.evals.ifeval import judged, versions
-from argosy.infer.evals.instructions import CHECKS, check_instructions, follows
-from argosy.infer.evals.language import KNOWN, language_of
-from argosy.infer.evals.rows import read_rows
-from argosy.infer.evals.sentences import sentences_of, words_apart
+from argosy.evals.ifeval import judged, versions
+from argosy.evals.instructions import CHECKS, check_instructions, follows
+from argosy.evals.language import KNOWN, language_of
+from argosy.evals.rows import read_rows
+from argosy.evals.sentences import sentences_of, words_apart
 
 LEAST, LESS = "at least", "less than"
 SECTION = {"section_spliter": "Section", "num_sections": 2}

@@ -15,15 +15,15 @@ import argosy
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
-from argosy.infer import sequences
-from argosy.infer.evals import generation, perplexity, run
-from argosy.infer.evals.choice import continuation, multiple_choice
-from argosy.infer.evals.likelihood import Pair, likelihoods, pair
-from argosy.infer.evals.plan import Planned, plan
-from argosy.infer.evals.settings import EvalSettings
-from argosy.infer.evals.tasks import PERPLEXITY, TASKS
+from argosy.evals import generation, perplexity, run
+from argosy.evals.choice import continuation, multiple_choice
+from argosy.evals.likelihood import Pair, likelihoods, pair
+from argosy.evals.plan import Planned, plan
+from argosy.evals.settings import EvalSettings
+from argosy.evals.tasks import PERPLEXITY, TASKS
+from argosy.infer.engine import sequences
+from argosy.infer.engine.sequences import batches, bucket
 from argosy.infer.lm import LM
-from argosy.infer.sequences import batches, bucket
 from argosy.models.parts.stack import Unroll
 
 STORIES = "models/stories260k"

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from argosy.infer.evals.run import with_perplexity
-from argosy.infer.evals.statistics import Mean, Row, mean, means, paired
+from argosy.evals.run import with_perplexity
+from argosy.evals.statistics import Mean, Row, mean, means, paired
 
 
 def test_equal_weights_give_the_standard_error_of_the_mean():

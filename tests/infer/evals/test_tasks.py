@@ -8,12 +8,12 @@ import pytest
 from helpers import shared
 
 from argosy.core.errors import BadInput, UnknownName
-from argosy.infer.evals import extract
-from argosy.infer.evals.plan import find, names, plan
-from argosy.infer.evals.prompts import choices, example, examples, question
-from argosy.infer.evals.rows import LAYOUTS, read_rows
-from argosy.infer.evals.settings import EvalSettings
-from argosy.infer.evals.tasks import PLAIN, TASKS
+from argosy.evals import extract
+from argosy.evals.plan import find, names, plan
+from argosy.evals.prompts import choices, example, examples, question
+from argosy.evals.rows import LAYOUTS, read_rows
+from argosy.evals.settings import EvalSettings
+from argosy.evals.tasks import PLAIN, TASKS
 
 CHOICES = [{"query": f"Question: number {i}", "choices": ["a", "b", "c"], "gold": i % 3} for i in range(12)]
 

@@ -1,0 +1,115 @@
+"""Answers the rows of a file through a server, or through the application of one in this process.
+
+Up to `concurrent` rows are queued at a time: the engine batches thousands as it steps. No jax here: a server is a `Transport`.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from argosy.client.batch_files import Output, Row, refused, rows
+from argosy.client.client import Failed, Inside, Transport
+from argosy.client.settings import BatchSettings
+
+# Routes whose requests take a seed, at any server and at ours.
+SEEDED = ("/v1/completions", "/v1/chat/completions")
+SEEDED_HERE = (*SEEDED, "/v1/responses", "/v1/messages")
+# Statuses of a server that has no time. They are never an answer: the request is sent again, or the run stops and can be resumed.
+NO_TIME = (429, 503)
+# Times a request is sent to a server over a network, and the longest wait between them.
+TRIES, LONGEST_WAIT_S = 6, 30.0
+
+async def answer(
+    source: Path,
+    out: Output,
+    server: Transport,
+    settings: BatchSettings,
+    *,
+    tries: int = 1,
+    stop: Callable[[], Any],
+    say: Callable[[], Any] = lambda: None,
+) -> None:
+    """Answers the rows that `out` lacks. Returns when all are there, or soon after `stop()` is true.
+
+    Args:
+        tries: how often a request is sent to a server that has no time for it, or hangs up.
+        say: called ten times a second.
+
+    Raises:
+        Failed: the server has no time for a request, or is gone. What is answered by then is written.
+    """
+    work = asyncio.create_task(_answer_all(source, out, server, settings, tries))
+    while not work.done():
+        await asyncio.wait({work}, timeout=0.1)
+        say()
+        if stop():
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+            return
+    work.result()
+
+
+async def _answer_all(source: Path, out: Output, server: Transport, settings: BatchSettings, tries: int) -> None:
+    gate = asyncio.Semaphore(settings.concurrent)
+
+    async def one(row: Row) -> None:
+        try:
+            out.write(await _answered(row, server, seed_of(row, server, settings), tries))
+        finally:
+            gate.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for row in rows(source):
+                if row.line in out.done:
+                    continue
+                if row.fault is not None:
+                    out.write(refused(row))
+                    continue
+                await gate.acquire()
+                group.create_task(one(row))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def seed_of(row: Row, server: Transport, settings: BatchSettings) -> dict[str, int]:
+    """The `seed` to add to a row: none if it has one, or if the API that it is sent to has no such field."""
+    if row.url not in (SEEDED_HERE if isinstance(server, Inside) else SEEDED) or row.body.get("seed") is not None:
+        return {}
+    return {"seed": settings.seed * 2**32 + row.line}
+
+
+async def _answered(row: Row, server: Transport, more: Mapping[str, Any], tries: int) -> dict[str, Any]:
+    body = json.dumps(row.body | more).encode()
+    for left in reversed(range(tries)):
+        wait = 1.0
+        try:
+            async with server.send("POST", row.url, body) as reply:
+                content = await reply.read()
+        except Failed:
+            if not left:
+                raise
+        else:
+            if reply.status not in NO_TIME:
+                return _document(row, reply.status, content)
+            if not left:
+                raise Failed(f"no time for line {row.line}: {content[:200].decode('utf-8', 'replace')}")
+            with suppress(ValueError):
+                wait = float(reply.headers.get("retry-after", "1"))
+        await asyncio.sleep(min(max(wait, 0.0), LONGEST_WAIT_S))
+    raise AssertionError("unreachable")
+
+
+def _document(row: Row, status: int, content: bytes) -> dict[str, Any]:
+    try:
+        # NaN, which is no JSON, becomes null.
+        body = json.loads(content, parse_constant=lambda _: None) if content else None
+    except ValueError:
+        body = {"error": {"message": content[:200].decode("utf-8", "replace")}}
+    name = body.get("id") if isinstance(body, dict) else None
+    response = {"status_code": status, "request_id": name or f"batch_req_{row.line}", "body": body}
+    return {"id": f"batch_req_{row.line}", "custom_id": row.custom_id, "response": response, "error": None}

@@ -1,0 +1,255 @@
+"""Loads a server with streamed requests, and measures each on the client's clock.
+
+The clock of a request starts when it is sent and stops at its last token. A token's time is that of the event that carried it; token
+counts are the server's own `usage`. What the client itself costs is measured too: a client that is busy all the time measures
+itself.
+"""
+
+import asyncio
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from argosy.client.bench_data import OUTPUT_LEN, Sample, Source, prepared
+from argosy.client.client import Failed, ask, documents
+from argosy.client.http import Http
+from argosy.client.settings import BenchSettings
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+# Vocabulary of a server that does not report one: no tokenizer has fewer than 256 bytes.
+LEAST_VOCAB = 256
+
+
+@dataclass
+class Outcome:
+    """One request. Times in seconds.
+
+    start: since the round began. ttft: from start to the first token. itls: between events with tokens. latency: from start to the
+    last token. asked: the most output tokens. error: why it failed, None if it did not.
+    """
+
+    start: float
+    asked: int = 0
+    ttft: float = 0.0
+    itls: list[float] = field(default_factory=list)
+    latency: float = 0.0
+    input_len: int = 0
+    output_len: int = 0
+    cached: int = 0
+    text: str = ""
+    error: str | None = None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first; None if there is no second one."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
+
+
+@dataclass
+class Round:
+    """All requests of one round. server: 0, or 1 for the second one of a comparison. cpu: CPU seconds of this process meanwhile."""
+
+    server: int
+    url: str
+    model: str
+    outcomes: list[Outcome]
+    duration: float
+    cpu: float
+
+
+class Server:
+    """A server under load.
+
+    Args:
+        say: called with the number of requests that have ended.
+    """
+
+    def __init__(self, url: str, settings: BenchSettings, key: str | None, say: Callable[[str], None] | None = None):
+        self.http = Http(url, key=key, seconds=settings.timeout)
+        self.settings, self.say = settings, say
+        self.model, self.vocab = settings.model or "", settings.vocab or LEAST_VOCAB
+
+    async def find(self) -> None:
+        """Asks for the name of the model, and the size of its vocabulary.
+
+        Raises:
+            Failed, Refused: the server cannot be reached, or refuses.
+        """
+        if self.settings.model and self.settings.vocab:
+            return
+        with self._named():
+            found = await ask(self.http, "GET", "/v1/models")
+        cards = found.get("data") if isinstance(found, dict) else None
+        if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
+            raise Failed(f"{self.http.url} lists no models at /v1/models", hint="is it a server of OpenAI's API?")
+        card = next((c for c in cards if self.settings.model in (None, c.get("id"))), {})
+        self.model = self.settings.model or str(card.get("id", ""))
+        meta = card.get("meta")
+        vocab = meta.get("n_vocab") if isinstance(meta, dict) else None
+        if self.settings.vocab is None and isinstance(vocab, int) and vocab > 1:
+            self.vocab = vocab
+
+    async def round(self, source: Source, seed: int, vocab: int, place: int = 0) -> Round:
+        """One round: a first request, warm-ups, then the requests that count. Equal seeds ask the same.
+
+        Raises:
+            Failed, Refused: the first request fails.
+        """
+        settings = self.settings
+        extra = 1 + settings.num_warmups
+        samples = source.samples(extra + settings.num_prompts, seed, vocab, place)
+        samples = await prepared(self.http, source, samples, self.model, settings.api)
+        with self._named():
+            await self._asked(Outcome(0.0), samples[0], time.perf_counter(), source)
+        await self._sent(samples[1:extra], [0.0] * (extra - 1), source)
+        delays = arrivals(settings, np.random.default_rng([settings.seed, seed, 1]))
+        # A collection in the middle of the round would be measured as the server's.
+        gc.collect()
+        cpu, start = time.process_time(), time.perf_counter()
+        outcomes = await self._sent(samples[extra:], delays, source)
+        spent, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return Round(place, self.http.url, self.model, outcomes, spent, cpu)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Says in an error which server it comes from."""
+        try:
+            yield
+        except ArgosyError as error:
+            error.where = error.where or (None if self.http.url in error.what else f"said {self.http.url}")
+            raise
+
+    async def _sent(self, samples: Sequence[Sample], delays: Sequence[float], source: Source) -> list[Outcome]:
+        """Sends each sample at its time, in seconds from now."""
+        most = self.settings.max_concurrency
+        gate = asyncio.Semaphore(most) if most else None
+        start, ended = time.perf_counter(), 0
+
+        async def one(sample: Sample) -> Outcome:
+            nonlocal ended
+            if gate is not None:
+                await gate.acquire()
+            outcome = Outcome(time.perf_counter() - start)
+            try:
+                await self._asked(outcome, sample, start + outcome.start, source)
+            except ArgosyError as error:
+                outcome.error = error.what
+            finally:
+                if gate is not None:
+                    gate.release()
+            ended += 1
+            if self.say is not None:
+                self.say(f"{ended:,} of {plural(len(samples), 'request')} to {self.http.url}")
+            return outcome
+
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for sample, delay in zip(samples, delays):
+                if (wait := start + delay - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                tasks.append(group.create_task(one(sample)))
+        return [task.result() for task in tasks]
+
+    async def _asked(self, outcome: Outcome, sample: Sample, began: float, source: Source) -> None:
+        """Sends one request and fills in its outcome.
+
+        Raises:
+            Failed, Refused: there is no whole answer.
+        """
+        last, usage = began, None
+        body = self.body(sample, source)
+        outcome.asked = body["max_tokens"]
+        async with (
+            self.http.send("POST", PATHS[self.settings.api], body) as reply,
+            aclosing(documents(reply)) as stream,
+        ):
+            async for document in stream:
+                usage = document.get("usage") or usage
+                text = said(document)
+                if text is None:
+                    continue
+                now = time.perf_counter()
+                if last == began:
+                    outcome.ttft = now - began
+                else:
+                    outcome.itls.append(now - last)
+                last = now
+                outcome.text += text
+        outcome.latency = last - began
+        usage = usage if isinstance(usage, dict) else {}
+        prompt, answer = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if not isinstance(prompt, int) or not isinstance(answer, int):
+            raise Failed("the server sent no `usage`, so tokens cannot be counted")
+        outcome.input_len, outcome.output_len = prompt, answer
+        outcome.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        if last == began:
+            raise Failed("the stream held no token")
+
+    def body(self, sample: Sample, source: Source) -> dict[str, Any]:
+        """The request."""
+        settings = self.settings
+        body: dict[str, Any] = {"model": self.model, "temperature": settings.temperature, "stream": True}
+        body |= {"max_tokens": sample.output_len or OUTPUT_LEN, "stream_options": {"include_usage": True}}
+        if settings.api == "completions":
+            body["prompt"] = sample.prompt
+        else:
+            chat = isinstance(sample.prompt, list)
+            body["messages"] = sample.prompt if chat else [{"role": "user", "content": sample.prompt}]
+        if source.is_random if settings.ignore_eos is None else settings.ignore_eos:
+            body["ignore_eos"] = True
+        for name in ("top_p", "top_k"):
+            if (value := getattr(settings, name)) is not None:
+                body[name] = value
+        return body
+
+
+def said(document: dict[str, Any]) -> str | None:
+    """The text of a stream's event; None if no token came with it, as in the event that opens a chat's answer."""
+    choices = document.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        return None
+    if "delta" not in choices[0]:
+        text = choices[0].get("text")
+        return text if isinstance(text, str) else ""
+    delta = choices[0]["delta"] or {}
+    text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+    if text or delta.get("tool_calls") or choices[0].get("finish_reason"):
+        return text if isinstance(text, str) else ""
+    # An event with a role and nothing else comes before the first token.
+    return None if "role" in delta or not delta else ""
+
+
+def arrivals(settings: BenchSettings, random: np.random.Generator) -> list[float]:
+    """When each request is sent, in seconds: gamma distributed gaps, scaled so that the last one comes when the rate says, as in vLLM.
+    Otherwise two seeds would measure two rates."""
+    count, rate = settings.num_prompts, settings.request_rate
+    if math.isinf(rate):
+        return [0.0] * count
+    gaps = random.gamma(settings.burstiness, 1 / (rate * settings.burstiness), count)
+    times = np.cumsum(gaps)
+    return (times * (count / rate / times[-1])).tolist()
+
+
+async def run(servers: Sequence[Server], source: Source, rounds: int) -> list[Round]:
+    """Rounds of each server, in the order A B B A A B B A ..., with equal requests for all in each."""
+    try:
+        for server in servers:
+            await server.find()
+        vocab = min(server.vocab for server in servers)
+        found = []
+        for k in range(rounds):
+            places = range(len(servers))
+            for place in places if k % 2 == 0 else reversed(places):
+                found.append(await servers[place].round(source, k, vocab, place))
+        return found
+    finally:
+        for server in servers:
+            await server.http.close()

@@ -1,0 +1,182 @@
+"""The figures of a benchmark, under the names of vLLM's: of one round, and of two servers side by side."""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from argosy.client.bench import Outcome, Round
+from argosy.client.settings import BenchSettings
+from argosy.observe.readable import columns
+
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token, after the first",
+    "itl": "time between events with tokens",
+    "e2el": "end to end",
+}
+# In a comparison more of these is better; of the times, less.
+RATES = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
+
+
+def figures(round: Round, settings: BenchSettings) -> dict[str, Any]:
+    """All of a round, by vLLM's names. Times are in milliseconds, but `duration`; failed requests count in `failed` only."""
+    done = [one for one in round.outcomes if one.error is None]
+    failed = [one for one in round.outcomes if one.error is not None]
+    inputs, outputs = sum(one.input_len for one in done), sum(one.output_len for one in done)
+    seconds = round.duration
+    goods = settings.goods
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "backend": "openai" if settings.api == "completions" else "openai-chat",
+        "base_url": round.url,
+        "model_id": round.model,
+        "num_prompts": len(round.outcomes),
+        # JSON has no infinity; vLLM writes this word too.
+        "request_rate": "inf" if math.isinf(settings.request_rate) else settings.request_rate,
+        "burstiness": settings.burstiness,
+        "max_concurrency": settings.max_concurrency,
+        "duration": seconds,
+        "completed": len(done),
+        "failed": len(failed),
+        "first_error": failed[0].error if failed else None,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "total_cached_tokens": sum(one.cached for one in done),
+        "request_throughput": len(done) / seconds,
+        "request_goodput": sum(is_good(one, goods) for one in done) / seconds if goods else None,
+        "output_throughput": outputs / seconds,
+        "total_token_throughput": (inputs + outputs) / seconds,
+        "max_output_tokens_per_s": busiest_second(done),
+        "max_concurrent_requests": most_at_once(done),
+        "client_cpu": round.cpu / seconds,
+    }
+    for name in settings.metrics:
+        found |= spread(name, samples_of(done, name), settings.percentiles)
+    return found
+
+
+def samples_of(done: Sequence[Outcome], name: str) -> list[float]:
+    """One metric of all requests, in milliseconds."""
+    if name == "itl":
+        values = [gap for one in done for gap in one.itls]
+    elif name == "tpot":
+        values = [one.tpot for one in done if one.tpot is not None]
+    else:
+        values = [one.ttft if name == "ttft" else one.latency for one in done]
+    return [1000 * value for value in values]
+
+
+def spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    """Mean, median, standard deviation and percentiles; 0 where there is nothing, as in vLLM."""
+    array = np.asarray(values or [0.0])
+    found = {f"mean_{name}_ms": float(array.mean()), f"median_{name}_ms": float(np.median(array))}
+    found[f"std_{name}_ms"] = float(array.std())
+    return found | {f"p{p:g}_{name}_ms": float(np.percentile(array, p)) for p in percentiles}
+
+
+def is_good(one: Outcome, goods: dict[str, float]) -> bool:
+    """Whether a request keeps every limit of `goodput`."""
+    times = {"ttft": one.ttft, "tpot": one.tpot or 0.0, "e2el": one.latency}
+    return all(1000 * times[name] <= limit for name, limit in goods.items())
+
+
+def busiest_second(done: Sequence[Outcome]) -> float:
+    """The most tokens within a second of the clock. An answer's tokens are spread evenly over its events."""
+    buckets: dict[int, float] = {}
+    for one in done:
+        at, each = one.start + one.ttft, one.output_len / (1 + len(one.itls))
+        for gap in (0.0, *one.itls):
+            at += gap
+            buckets[int(at)] = buckets.get(int(at), 0.0) + each
+    return max(buckets.values(), default=0.0)
+
+
+def most_at_once(done: Sequence[Outcome]) -> int:
+    """The most requests that were open together."""
+    ends = sorted([(one.start, 1) for one in done] + [(one.start + one.latency, -1) for one in done])
+    return int(max(np.cumsum([step for _, step in ends]), default=0))
+
+
+def details(round: Round) -> dict[str, list[Any]]:
+    """What each request did, by vLLM's names; times in seconds."""
+    ones = round.outcomes
+    return {
+        "input_lens": [one.input_len for one in ones],
+        "output_lens": [one.output_len for one in ones],
+        "ttfts": [one.ttft for one in ones],
+        "itls": [one.itls for one in ones],
+        "latencies": [one.latency for one in ones],
+        "start_times": [one.start for one in ones],
+        "generated_texts": [one.text for one in ones],
+        "errors": [one.error or "" for one in ones],
+    }
+
+
+# ---------------------------------------------------------------- for people
+
+
+def table(found: dict[str, Any], settings: BenchSettings) -> str:
+    """A round as text."""
+    goodput = found["request_goodput"]
+    facts = [
+        ("requests", f"{found['completed']:,} of {found['num_prompts']:,}, {found['failed']:,} failed"),
+        ("seconds", f"{found['duration']:.2f}"),
+        ("input tokens", f"{found['total_input_tokens']:,}, {found['total_cached_tokens']:,} of them cached"),
+        ("output tokens", f"{found['total_output_tokens']:,}"),
+        ("requests/s", f"{found['request_throughput']:.2f}"),
+        *([("goodput, requests/s", f"{goodput:.2f}")] if goodput is not None else []),
+        ("output tokens/s", f"{found['output_throughput']:.1f}, {found['max_output_tokens_per_s']:.0f} in the busiest second"),
+        ("all tokens/s", f"{found['total_token_throughput']:.1f}"),
+        ("open at once", f"{found['max_concurrent_requests']:,}"),
+        ("CPU of this client", f"{found['client_cpu']:.1%} of a core"),
+    ]
+    width = max(len(name) for name, _ in facts)
+    lines = [f"{found['base_url']}  {found['model_id']}", "", *(f"{name:{width}}  {value}" for name, value in facts), ""]
+    kinds = ["mean", "median", "std", *(f"p{p:g}" for p in settings.percentiles)]
+    rows = [(TITLES[m], *(f"{found[f'{kind}_{m}_ms']:.1f}" for kind in kinds)) for m in settings.metrics]
+    return "\n".join([*lines, ""]) + columns(("milliseconds", *kinds), rows, figures=range(1, len(kinds) + 1))
+
+
+def compared(rounds: Sequence[dict[str, Any]], first: str, second: str) -> dict[str, Any]:
+    """The median of each figure over the rounds of two servers, and first by second.
+
+    Args:
+        rounds: the figures of all rounds, by `base_url` of either server.
+    """
+    names = [name for name in rounds[0] if name in RATES or name.endswith("_ms") or name in ("duration", "failed")]
+    names = [name for name in names if all(one[name] is not None for one in rounds)]
+
+    def medians(which: int) -> dict[str, float]:
+        own = [one for one in rounds if one["server"] == which]
+        return {name: statistics.median(one[name] for one in own) for name in names}
+
+    a, b = medians(0), medians(1)
+    ratios = {name: a[name] / b[name] if b[name] else None for name in names if name != "failed"}
+    return {"url": first, "against": second, "median": a, "median_against": b, "ratio": ratios, "rounds": list(rounds)}
+
+
+def comparison(found: dict[str, Any], settings: BenchSettings) -> str:
+    """Two servers as text: medians over the rounds, and lowest and highest round."""
+    rounds = found["rounds"]
+    names = [name for name in found["ratio"] if name != "duration"]
+    names = [n for n in names if n in RATES or n.startswith(("median_", *(f"p{p:g}_" for p in settings.percentiles)))]
+
+    def cell(which: int, name: str) -> str:
+        values = [one[name] for one in rounds if one["server"] == which]
+        return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+    def ratio(name: str) -> str:
+        value = found["ratio"][name]
+        return "" if value is None else f"{value:.3f}"
+
+    rows = [(name, cell(0, name), cell(1, name), ratio(name)) for name in names]
+    failed = [sum(one["failed"] for one in rounds if one["server"] == which) for which in (0, 1)]
+    rows.append(("failed", f"{failed[0]:,}", f"{failed[1]:,}", ""))
+    busy = max(one["client_cpu"] for one in rounds)
+    each = len(rounds) // 2
+    head = f"A  {found['url']}\nB  {found['against']}\n\nmedian of {each} rounds (lowest to highest), in the order A B B A\n\n"
+    return head + columns(("", "A", "B", "A / B"), rows, figures=(1, 2, 3)) + f"\n\nCPU of this client: at most {busy:.1%} of a core"

@@ -1,0 +1,256 @@
+"""A conversation with a server of OpenAI's API: its messages, and how one more answer is streamed.
+
+Messages change only together: a question and its answer are both there, or neither. An answer that is stopped keeps the part that was
+read; one that fails, or was stopped before its first word, takes its question with it.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.client.client import Failed, Refused, Transport, ask, documents
+from argosy.client.settings import Sampled
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+
+# Tokens of an answer where plain text is continued: a model without a template rarely ends one.
+PLAIN_TOKENS = 64
+
+
+@dataclass
+class Answer:
+    """One answer. tokens, prompt_tokens, cached: the server's counts; None if it was stopped before they arrived. first, seconds: from
+    the request to the first text, and to the end."""
+
+    text: str = ""
+    finish: str | None = None
+    tokens: int | None = None
+    prompt_tokens: int | None = None
+    cached: int = 0
+    first: float = 0.0
+    seconds: float = 0.0
+    stopped: bool = False
+
+    def __str__(self) -> str:
+        if self.tokens is None or self.prompt_tokens is None:
+            return f"stopped after {self.seconds:.1f} s" + ("" if self.text else ", before its first word: not kept")
+        after = self.seconds - self.first
+        speed = f", {(self.tokens - 1) / after:.1f} tokens/s" if self.tokens > 1 and after > 0 else ""
+        cached = f", {self.cached:,} cached" if self.cached else ""
+        cut = ", cut at max_tokens or the context" if self.finish == "length" else ""
+        return f"{plural(self.tokens, 'token')}{speed}, first after {self.first:.2f} s, {self.prompt_tokens:,} of prompt{cached}{cut}"
+
+
+@dataclass
+class Totals:
+    """Counts since the session began."""
+
+    answers: int = 0
+    prompt_tokens: int = 0
+    cached: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, answer: Answer) -> None:
+        self.answers += 1
+        self.prompt_tokens += answer.prompt_tokens or 0
+        self.cached += answer.cached
+        self.tokens += answer.tokens or 0
+        self.seconds += answer.seconds
+
+    def __str__(self) -> str:
+        return (
+            f"{plural(self.answers, 'answer')}, {plural(self.tokens, 'token')} in {self.seconds:.1f} s; "
+            f"{self.prompt_tokens:,} prompt tokens, {self.cached:,} of them cached"
+        )
+
+
+class Talk:
+    """A conversation.
+
+    Args:
+        model: its name at the server.
+        plain: the conversation is continued as one text, without a chat template.
+    """
+
+    def __init__(self, server: Transport, model: str, how: Sampled, *, system: str | None = None, plain: bool = False):
+        self.server, self.model, self.how, self.plain = server, model, how, plain
+        # Called with the reasoning before an answer, which is not kept in the messages.
+        self.aside: Callable[[str], Any] = lambda text: None
+        self.messages: list[dict[str, str]] = []
+        self.totals = Totals()
+        self.system = system
+
+    # ---------------------------------------------------------------- the messages
+
+    @property
+    def system(self) -> str | None:
+        """The system message."""
+        first = self.messages[0] if self.messages else {}
+        return first["content"] if first.get("role") == "system" else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        if text is not None and self.plain:
+            raise BadInput("plain text has no system message")
+        del self.messages[: self.system is not None]
+        self.messages[:0] = [] if text is None else [{"role": "system", "content": text}]
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        del self.messages[self.system is not None :]
+
+    def undo(self) -> str:
+        """Removes the last question with its answer; returns the question.
+
+        Raises:
+            BadInput: there is none.
+        """
+        places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not places:
+            raise BadInput("nothing was asked yet")
+        question = self.messages[places[-1]]["content"]
+        del self.messages[places[-1] :]
+        return question
+
+    def save(self, path: Path) -> None:
+        """Writes the messages and the sampling settings as JSON.
+
+        Raises:
+            BadInput: the file cannot be written, or is there and holds something else.
+        """
+        if path.exists():
+            _messages_of(path)
+        how = {name: value for name, value in self.how.model_dump().items() if name in Sampled.model_fields}
+        try:
+            path.write_text(json.dumps({"messages": self.messages, "settings": how}, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"cannot write {path}: {(error.strerror or '').lower()}") from None
+
+    def load(self, path: Path) -> None:
+        """Replaces the messages by those of a file: a saved conversation, or any list of messages. Sampling settings stay.
+
+        Raises:
+            BadInput: there are none.
+        """
+        messages = _messages_of(path)
+        if self.plain and any(message["role"] == "system" for message in messages):
+            raise BadInput("plain text has no system message", where=str(path))
+        self.messages = messages
+
+    # ---------------------------------------------------------------- answers
+
+    async def ask(self, text: str, write: Callable[[str], Any], stop: Callable[[], Any] = lambda: False) -> Answer:
+        """Asks, hands the answer to `write` as it comes, and keeps both. Soon after `stop()` is true the answer is cut.
+
+        Raises:
+            Failed, Refused: there is no answer; the messages are those of before.
+        """
+        before = list(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        answer = Answer()
+        try:
+            await self._stoppable(answer, write, stop)
+        except BaseException:
+            self.messages = before
+            raise
+        if answer.stopped and not answer.text:
+            self.messages = before
+        else:
+            self.messages.append({"role": "assistant", "content": answer.text})
+        self.totals.add(answer)
+        return answer
+
+    async def _stoppable(self, answer: Answer, write: Callable[[str], Any], stop: Callable[[], Any]) -> None:
+        work = asyncio.create_task(self._streamed(answer, write))
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=0.05)
+                if stop() and not work.done():
+                    answer.stopped = True
+                    break
+        finally:
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+
+    async def _streamed(self, answer: Answer, write: Callable[[str], Any]) -> None:
+        path, body = self.request()
+        start, usage = time.perf_counter(), None
+        try:
+            async with self.server.send("POST", path, body) as reply, aclosing(documents(reply)) as stream:
+                async for document in stream:
+                    usage = document.get("usage") or usage
+                    text, reasoning, finish = _piece(document)
+                    answer.finish = finish or answer.finish
+                    if text or reasoning:
+                        answer.first = answer.first or time.perf_counter() - start
+                        answer.text += text
+                        self.aside(reasoning) if reasoning else write(text)
+        finally:
+            answer.seconds = time.perf_counter() - start
+        if isinstance(usage, dict):
+            answer.tokens, answer.prompt_tokens = usage.get("completion_tokens"), usage.get("prompt_tokens")
+            answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def request(self) -> tuple[str, dict[str, Any]]:
+        """The route and the body that ask for the next answer."""
+        given = {name: getattr(self.how, name) for name in Sampled.model_fields}
+        body: dict[str, Any] = {"model": self.model} | {name: value for name, value in given.items() if value is not None}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if not self.plain:
+            return "/v1/chat/completions", body | {"messages": self.messages}
+        text = ""
+        for message in self.messages:
+            text += ("\n" if text and message["role"] == "user" else "") + message["content"]
+        return "/v1/completions", {"max_tokens": PLAIN_TOKENS} | body | {"prompt": text}
+
+
+async def first_model(server: Transport) -> str:
+    """The name of the first model that a server lists.
+
+    Raises:
+        Failed, Refused: it lists none.
+    """
+    found = await ask(server, "GET", "/v1/models")
+    with suppress(LookupError, TypeError):
+        return str(found["data"][0]["id"])
+    raise Failed("the server lists no models at /v1/models", hint="is it a server of OpenAI's API? `model=NAME` names one")
+
+
+def too_long(error: Refused) -> bool:
+    """Whether the conversation no longer fits into the context."""
+    return error.code == "context_length_exceeded" or "context length" in error.what
+
+
+def _piece(document: dict[str, Any]) -> tuple[str, str, str | None]:
+    """The text of an event, its reasoning, and why the answer ended."""
+    choices = document.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    delta = choice.get("delta") or {}
+    text, reasoning = delta.get("content") or choice.get("text"), delta.get("reasoning_content") or delta.get("reasoning")
+    return text or "", "" if text else reasoning or "", choice.get("finish_reason")
+
+
+def _messages_of(path: Path) -> list[dict[str, str]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {(error.strerror or '').lower()}") from None
+    except ValueError:
+        raise BadInput(f"{path} holds no conversation") from None
+    found = found.get("messages") if isinstance(found, dict) else found
+    roles = ("system", "user", "assistant")
+    if not isinstance(found, list) or not all(
+        isinstance(m, dict) and m.get("role") in roles and isinstance(m.get("content"), str) for m in found
+    ):
+        raise BadInput(f"{path} holds no conversation", hint="`/save` writes one: {\"messages\": [...]}")
+    messages = [{"role": m["role"], "content": m["content"]} for m in found]
+    if any(m["role"] == "system" for m in messages[1:]):
+        raise BadInput(f"{path}: a system message that is not the first")
+    return messages

@@ -1,0 +1,74 @@
+"""Layered, typed settings that catch typos: YAML files, then `key=value` words, read into one frozen tree that records who set
+each key.
+
+    reading = read_settings(Run, yaml_layer("base.yml"), yaml_layer("tiny.yml"), words_layer(["optimizer=muon"]))
+    reading.value.optimizer.ns_steps       reading.origin["optimizer.name"] == "command line"
+
+Layers apply in order. Groups and mappings merge key by key; everything else is replaced. A layer that changes the tag of a
+`Choice` discards what earlier layers set for it: a learning rate for AdamW is wrong for Muon. The mistakes of all layers are
+reported at once. Other rooms import from here what schema, words and plain define.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from argosy.core.errors import SettingsError
+from argosy.core.settings import mistakes
+from argosy.core.settings.plain import diff, dump, flatten
+from argosy.core.settings.reader import DEFAULT, Given, Reader
+from argosy.core.settings.repeats import Repeats
+from argosy.core.settings.schema import Also, Choice, MayChange, Settings
+from argosy.core.settings.words import COMMAND_LINE, Mark, SettingsLayer, words_layer, yaml_layer, yaml_text_layer
+
+__all__ = [
+    "COMMAND_LINE",
+    "DEFAULT",
+    "Also",
+    "Choice",
+    "Mark",
+    "MayChange",
+    "Reading",
+    "Repeats",
+    "Settings",
+    "SettingsLayer",
+    "diff",
+    "dump",
+    "flatten",
+    "read_settings",
+    "words_layer",
+    "yaml_layer",
+    "yaml_text_layer",
+]
+
+T = TypeVar("T", bound=Settings)
+
+
+@dataclass(frozen=True)
+class Reading(Generic[T]):
+    """A typed tree of settings and where each value comes from.
+
+    origin: dotted leaf key -> who set it. tried: dotted key -> what every layer gave for it, oldest first.
+    choices: dotted key -> the choice at that key and its name. names: the names from which unknown keys are answered.
+    """
+
+    value: T
+    origin: dict[str, str]
+    tried: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
+    choices: dict[str, tuple[Choice, str]] = field(default_factory=dict)
+    names: mistakes.Names = field(default_factory=mistakes.Names)
+
+
+def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
+    """Reads layers into a typed tree; later layers win.
+
+    Raises:
+        SettingsError: every mistake of every layer at once.
+    """
+    reader = Reader()
+    value = reader.group(schema, "", [Given(layer, layer.values) for layer in layers])
+    names = mistakes.Names(reader.known, reader.choices, reader.also, reader.notes, schema.elsewhere)
+    unknown = [mistakes.unknown(key, where, names) for key, where in reader.unknown]
+    if problems := unknown + reader.problems:
+        raise SettingsError(problems, reader.good)
+    origin = {key: reader.setter[key].origin if key in reader.setter else DEFAULT for key in flatten(value)}
+    return Reading(value, origin, reader.tried, reader.choices, names)

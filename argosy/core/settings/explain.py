@@ -1,0 +1,267 @@
+"""Text generated from settings classes: the reference page, the JSON schema for editors, and who set what in one run."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticUndefined
+
+from argosy.core.registry import Registry
+from argosy.core.settings import DEFAULT, Reading, dump, flatten, mistakes
+from argosy.core.settings.scalars import written
+from argosy.core.settings.schema import Choice, Settings, Shape, documented, members, shape, shape_of
+
+_BOUNDS = (("gt", "> "), ("ge", "≥ "), ("lt", "< "), ("le", "≤ "), ("multiple_of", "multiple of "))
+_HUMAN_NUMBER = r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?([kKMBT]|[KMGT]i)?$"
+
+
+# ---- the reference page
+
+
+def reference(schema: type[Settings]) -> str:
+    """All settings as Markdown tables: key, type, default, meaning. A choice lists its classes, each with its own keys."""
+    return "\n".join(["# Settings", "", *_section(schema, "", "The run itself")]).rstrip() + "\n"
+
+
+def tables(registry: Registry, title: str) -> str:
+    """The settings of each class of a registry as sections of such a page. title: of a section, with NAME for the class's name."""
+    sections = (_section(registry[name], "", title.replace("NAME", name), summary(registry[name])) for name in registry)
+    return "\n".join(line for section in sections for line in section).rstrip() + "\n"
+
+
+def _section(cls: type[Settings], prefix: str, title: str, about: str = "") -> list[str]:
+    lines = [f"## {title}", "", *([about, ""] if about else [])]
+    rows, below = [], []
+    for name, info in documented(cls).items():
+        key, kind = f"{prefix}{name}", shape_of(info)
+        if kind.kind in ("leaf", "list", "dict"):
+            cells = [f"`{key}`", type_text(info), default_text(info), info.description]
+            rows.append(f"| {' | '.join(map(_cell, cells))} |")
+            below += _item_sections(kind, key, info)
+        elif kind.kind == "group":
+            about = _cell(info.description) or summary(kind.of)
+            below.append(_section(kind.of, f"{key}.", f"`{key}`", about))
+        elif kind.kind == "choice":
+            below += _choice_sections(kind.of, key, info)
+    if rows:
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+    return lines + [line for section in below for line in section]
+
+
+def _choice_sections(choice: Choice, key: str, info: FieldInfo) -> Iterator[list[str]]:
+    names = ", ".join(f"`{name}`" for name in choice.registry)
+    about = [_cell(info.description), ""] if info.description else []
+    line = f"`{key}.{choice.tag}`, the {choice.registry.noun}: {names}; {_started(info)}."
+    yield [f"## `{key}`", "", *about, line, ""]
+    for name in choice.registry:
+        cls = choice.pick(name)
+        yield _section(cls, f"{key}.", f"`{key}.{choice.tag}={name}`", summary(cls))
+
+
+def _item_sections(kind: Shape, key: str, info: FieldInfo) -> Iterator[list[str]]:
+    item = shape(kind.of) if kind.kind != "leaf" else kind
+    if item.kind == "choice":
+        yield from _choice_sections(item.of, f"{key}.*", info)
+    elif item.kind == "group":
+        yield _section(item.of, f"{key}.*.", f"`{key}.*`", summary(item.of))
+
+
+def _started(info: FieldInfo) -> str:
+    default = default_text(info)
+    return default if default == "required" else f"default {default}"
+
+
+def summary(cls: type[Settings]) -> str:
+    """The first paragraph of what a class says of itself."""
+    own = cls.__dict__.get("__doc__") or ""
+    return " ".join(own.strip().split("\n\n")[0].split())
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").replace("|", "\\|").split())
+
+
+def type_text(info: FieldInfo) -> str:
+    """A key's type as users read it: `float > 0`, `int | none`, `split | fit`."""
+    choice = shape_of(info)
+    if choice.kind == "choice":
+        return " | ".join(choice.of.registry)
+    pairs = [(mark, name, sign) for mark in info.metadata for name, sign in _BOUNDS if hasattr(mark, name)]
+    bounds = [f"{sign}{getattr(mark, name):g}" for mark, name, sign in pairs]
+    return ", ".join([" ".join([_type(info.annotation), *bounds[:1]]), *bounds[1:]])
+
+
+def _type(hint: Any) -> str:
+    if len(members(hint)) > 1:
+        return " | ".join(map(_type, members(hint)))
+    if get_origin(hint) is Annotated:
+        return type_text(FieldInfo.from_annotation(hint))
+    if get_origin(hint) is Literal:
+        return " | ".join(written(option) for option in get_args(hint))
+    if hint is type(None):
+        return "none"
+    args = [_type(arg) for arg in get_args(hint) if arg is not Ellipsis]
+    name = {"str": "text", "Path": "path"}.get(getattr(hint, "__name__", ""), getattr(hint, "__name__", str(hint)))
+    return f"{name}[{', '.join(args)}]" if args else name
+
+
+def default_text(info: FieldInfo) -> str:
+    """A key's default as users write it; `required` where there is none."""
+    if info.is_required():
+        return "required"
+    default = info.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return ""
+    if isinstance(default, Settings):
+        return f"`{written(dump(default))}`"
+    plain = isinstance(default, int | float | str | None | list | tuple | dict)
+    return f"`{value_text(default if plain else str(default))}`"
+
+
+# ---- the schema for editors
+
+
+class _AsWritten(GenerateJsonSchema):
+    """Accepts in editors what `core.settings` accepts: `25k` as a number, `none`, `off` as a switch, `lang: no` as text."""
+
+    def model_schema(self, schema: Any) -> dict[str, Any]:
+        found = super().model_schema(schema)
+        for name, info in documented(schema["cls"]).items():
+            if info.description and name in (properties := found.get("properties", {})):
+                properties[name] = {"description": info.description} | properties[name]
+        return found
+
+    def str_schema(self, schema: Any) -> dict[str, Any]:
+        return super().str_schema(schema) | {"type": ["string", "number", "boolean"]}
+
+    def bool_schema(self, schema: Any) -> dict[str, Any]:
+        return {"anyOf": [super().bool_schema(schema), {"enum": ["yes", "no", "on", "off"]}]}
+
+    def nullable_schema(self, schema: Any) -> dict[str, Any]:
+        return {"anyOf": [super().nullable_schema(schema), {"enum": ["none"]}]}
+
+    def int_schema(self, schema: Any) -> dict[str, Any]:
+        return {"anyOf": [super().int_schema(schema), {"type": "string", "pattern": _HUMAN_NUMBER}]}
+
+    def float_schema(self, schema: Any) -> dict[str, Any]:
+        return {"anyOf": [super().float_schema(schema), {"type": "string", "pattern": _HUMAN_NUMBER}]}
+
+
+def json_schema(schema: type[Settings]) -> dict[str, Any]:
+    """JSON Schema (2020-12) of one layer of these settings: valid without the keys that other layers set."""
+    found = schema.model_json_schema(schema_generator=_AsWritten)
+    return _without_required({"$schema": "https://json-schema.org/draft/2020-12/schema", **found})
+
+
+def _without_required(node: Any) -> Any:
+    """Drops `required` everywhere, except for the tag of a choice, which tells the options apart."""
+    if isinstance(node, list):
+        return [_without_required(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tags = {name for name, item in node.get("properties", {}).items() if isinstance(item, dict) and "const" in item}
+    kept = {key: item for key, item in node.items() if key != "required" or not isinstance(item, list)}
+    kept = {key: _without_required(item) for key, item in kept.items()}
+    return kept | ({"required": sorted(tags)} if tags else {})
+
+
+# ---- one run
+
+
+def explain(reading: Reading, key: str) -> str:
+    """One key of a run: its value, type, default and meaning, who set it, and what every layer set it to. For a group, its keys.
+
+    Raises:
+        BadInput: the run has no such key.
+    """
+    leaves = flatten(reading.value)
+    if key not in leaves:
+        return _explain_group(reading, key, leaves)
+    lines = [f"{key} = {value_text(leaves[key])}"]
+    info = _field(reading.value, key.split("."))
+    if isinstance(info, Choice):
+        lines.append(f"  {info.registry.noun}: {' | '.join(info.registry)}")
+    elif info is not None:
+        lines.append(f"  {type_text(info)}, {_started(info).replace('`', '')}")
+        lines += [f"  {line}" for line in (info.description or "").splitlines()]
+    lines += ["", f"set by {reading.origin[key]}"]
+    tried = reading.tried.get(key, [])
+    if len(tried) > 1:
+        width = max(len(origin) for origin, _ in tried)
+        lines += [f"  {origin:{width}}  {value_text(value)}" for origin, value in tried]
+    return "\n".join(lines)
+
+
+def value_text(value: Any) -> str:
+    """A value as it is written in a `key=value` word."""
+    value = dump(value) if isinstance(value, Settings) else value
+    return "none" if value is None else written(value)
+
+
+def _explain_group(reading: Reading, key: str, leaves: dict[str, Any]) -> str:
+    inside = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
+    if not inside:
+        groups = {leaf[:i] for leaf in leaves for i, letter in enumerate(leaf) if letter == "."}
+        raise mistakes.unknown(key, None, replace(reading.names, known=[*leaves, *groups]))
+    return aligned((f"{leaf} = {value_text(leaves[leaf])}", reading.origin[leaf]) for leaf in inside)
+
+
+def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
+    """The field that a dotted key names; its choice if the key is a tag; None inside a plain mapping."""
+    info: FieldInfo | None = None
+    for i, name in enumerate(path):
+        if not isinstance(tree, Settings):
+            tree = tree[int(name) if isinstance(tree, list | tuple) else name] if tree else None
+            continue
+        if name not in type(tree).model_fields:
+            found = shape_of(info) if info else None
+            return found.of if found and found.kind == "choice" and i == len(path) - 1 else None
+        info, tree = documented(type(tree))[name], getattr(tree, name)
+    return info
+
+
+def annotated(reading: Reading) -> str:
+    """The resolved settings as YAML, each key commented with who set it: the `settings.yml` of a run directory."""
+    return aligned(_lines(dump(reading.value), "", "", reading.origin)) + "\n"
+
+
+def commented(reading: Reading) -> str:
+    """Every setting of a run as a YAML comment with the first sentence of its documentation: a recipe to start from."""
+    lines = []
+    for line, key in _lines(dump(reading.value), "", "", _Itself()):
+        info = _field(reading.value, key.split(".")) if key else None
+        about = mistakes.sentence(info.description) if isinstance(info, FieldInfo) else None
+        lines.append((f"# {line}", about))
+    return aligned(lines) + "\n"
+
+
+class _Itself(dict[str, str]):
+    """A mapping that returns every key itself."""
+
+    def get(self, key: str, default: Any = None) -> str:
+        return key
+
+
+def aligned(lines: Iterable[tuple[str, str | None]]) -> str:
+    """Lines with their comments aligned in one column; very long lines do not move the column."""
+    lines = list(lines)
+    width = max((len(line) for line, _ in lines if len(line) <= 60), default=0)
+    return "\n".join(f"{line:{width}}  # {who}" if who else line for line, who in lines)
+
+
+def _lines(values: Any, key: str, indent: str, origin: dict[str, str]) -> Iterator[tuple[str, str | None]]:
+    for name, value in values.items():
+        path = f"{key}.{name}" if key else name
+        if isinstance(value, dict) and value:
+            yield f"{indent}{written(name)}:", None
+            yield from _lines(value, path, indent + "  ", origin)
+        elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
+            yield f"{indent}{written(name)}:", None
+            for i, item in enumerate(value):
+                first, *rest = _lines(item, f"{path}.{i}", indent + "    ", origin)
+                yield f"{indent}  - {first[0].lstrip()}", first[1]
+                yield from rest
+        else:
+            yield f"{indent}{written(name)}: {written(value)}", origin.get(path, DEFAULT)

@@ -1,0 +1,284 @@
+"""The messages for every mistake in settings: what is wrong with which key, who set it, and how to fix it.
+
+The hint for an unknown key comes from the keys that this run could have: the key for which another trainer uses that name, a key
+of a choice's other classes (`b1` belongs to `name: adamw`), the most similar key, or the same name in another group.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher, get_close_matches
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from argosy.core.errors import BadInput, UserError, nearest, some
+from argosy.core.settings.plain import dotted
+from argosy.core.settings.scalars import written
+from argosy.core.settings.schema import Also, Choice, Refused, Settings, marks, members
+from argosy.core.settings.words import SELF, SettingsLayer
+
+Setter = Callable[[str], SettingsLayer | None]
+
+NOBODY = "set by nobody"
+
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list",
+    "dict": "a mapping",
+    "path": "a path",
+    "none": "none",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+    "multiple_of": ("multiple_of", "a multiple of"),
+}
+_HINTS = {
+    "int": "whole numbers may be written 1000, 4_096, 1e5, 25k, 4M, 1.5B",
+    "float": "numbers may be written 0.1, 3e-4, 1_000, 25k",
+    "bool": "write true or false, on or off, yes or no",
+    "list": "write a list as [1, 2, 3]",
+    "dict": "write a mapping as {name: value}",
+}
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names that an unknown key may stand for.
+
+    known: every dotted key of this run. choices: key -> choice, and its name. also: a name that other trainers use -> our keys.
+    notes: such a name -> how its value differs from ours, empty if it does not.
+    elsewhere: a name that no key stands for -> a sentence about it.
+    """
+
+    known: Sequence[str] = ()
+    choices: Mapping[str, tuple[Choice, str]] = field(default_factory=dict)
+    also: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+
+
+def unknown(key: str, where: str | None, names: Names) -> UserError:
+    """The error for a key that does not exist."""
+    return BadInput(f"unknown setting `{key}`", where=where, hint=_nearest_key(key, names))
+
+
+def _nearest_key(key: str, names: Names) -> str:
+    known, choices = sorted(set(names.known)), names.choices
+    group, _, leaf = key.rpartition(".")
+    if key in known:
+        return f"in a file, write `{leaf}` under `{group}`, without the dot"
+    if group in known and not any(other.startswith(f"{group}.") for other in known):
+        return f"`{group}` is one value, without keys of its own"
+    if answer := _of_other_trainers(key, names):
+        return answer
+    if owner := _other_owner(group, leaf, choices):
+        return owner
+    likest = max(known, key=lambda other: _likeness(key, other), default="")
+    if _likeness(key, likest) > 0:
+        return f"did you mean `{likest}`?"
+    if same := [other for other in known if other.rpartition(".")[2] == leaf]:
+        return f"did you mean `{same[0]}`?"
+    leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
+    if close := get_close_matches(leaf, leaves, n=1, cutoff=0.75):
+        return f"did you mean `{leaves[close[0]]}`?"
+    if beside := [other for other in known if other.rpartition(".")[0] == group]:
+        return nearest(leaf, (other.rpartition(".")[2] for other in beside)) or ""
+    return "`argosy config reference` lists every setting"
+
+
+def _of_other_trainers(key: str, names: Names) -> str | None:
+    """The answer to a name that another trainer uses. A match of the whole dotted name wins over one of a name without what is before
+    it (verl's `actor_rollout_ref.rollout.n`), that over a match of its last part, and a key of the same group over others."""
+    plain = key.lower().replace("-", "_")
+    group, _, leaf = plain.rpartition(".")
+    parts = plain.split(".")
+    ends = [".".join(parts[i:]) for i in range(len(parts))]
+    for name in ends:
+        if ours := names.also.get(name):
+            meant = f"did you mean `{next((k for k in ours if k.rpartition('.')[0] == group), ours[0])}`?"
+            return f"{meant} {note}" if (note := names.notes.get(name)) else meant
+        if sentence := names.elsewhere.get(name):
+            return sentence
+        if name in names.known and "." in name:
+            return f"did you mean `{name}`?"
+    # A key of what is chosen comes before one that another choice would have.
+    if not group and len(same := [key for key in names.known if key.rpartition(".")[2] == leaf and "." in key]) == 1:
+        return f"did you mean `{same[0]}`?"
+    return next(filter(None, (_of_another_choice(name, names) for name in ends)), None)
+
+
+def _of_another_choice(name: str, names: Names) -> str | None:
+    """The answer to a name for a key that only another class of a choice has: `lora_r` where `adapter` is none."""
+    for key, (choice, chosen) in names.choices.items():
+        # Classes of model families import jax.
+        for other in choice.registry if choice.tag == "name" else ():
+            for field_name, info in choice.pick(other).model_fields.items() if other != chosen else ():
+                for mark in marks(info, Also):
+                    if name in mark.names:
+                        return f"did you mean `{key}={other} {key}.{field_name}=...`? {mark.note}".rstrip()
+    return None
+
+
+def _likeness(key: str, other: str) -> float:
+    """How likely `other` is the key that was meant, 0 if it cannot be. Groups and leaves are compared separately."""
+    group, _, leaf = key.rpartition(".")
+    its_group, _, its_leaf = other.rpartition(".")
+    groups = 1.0 if group == its_group else SequenceMatcher(None, group, its_group).ratio()
+    initials = "".join(part[:1] for part in its_leaf.split("_"))
+    leaves = 0.9 if leaf == initials and len(leaf) > 1 else SequenceMatcher(None, leaf, its_leaf).ratio()
+    return groups * leaves if min(groups, leaves) > 0.6 else 0.0
+
+
+def _other_owner(group: str, leaf: str, choices: Mapping[str, tuple[Choice, str]]) -> str | None:
+    if group not in choices:
+        return None
+    choice, name = choices[group]
+    for other in choice.registry:
+        if other != name and leaf in choice.pick(other).model_fields:
+            return f"`{leaf}` belongs to `{choice.tag}: {other}`, and `{group}` is {name}"
+    return None
+
+
+def unnamed(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
+    """The error for a choice without a name."""
+    names = ", ".join(list(choice.registry)[:8])
+    what = f"`{key}` names no {choice.registry.noun}"
+    return BadInput(what, where=_by(layer, key), hint=f"write `{key}=NAME`, one of {names}")
+
+
+def not_that(what: str, value: Any, layer: SettingsLayer, key: str, hint: str | None = None) -> UserError:
+    """The error for a value of the wrong kind, such as a number where a group belongs."""
+    return BadInput(f"{what}, not {shown(value)}", where=_by(layer, key), hint=hint)
+
+
+def in_group(cls: type[Settings], key: str, value: Any) -> str:
+    """The hint for a value given to a group: the settings that take it, or its first ones."""
+    fields = cls.model_fields
+    takes = [name for name, info in fields.items() if isinstance(value, str) and value in _choices(info.annotation)]
+    if takes:
+        return " or ".join(f"`{key}.{name}={value}`" for name in takes)
+    return f"it has {some((f'`{key}.{name}`' for name in fields), 4)}"
+
+
+def _choices(annotation: Any) -> list[Any]:
+    return [choice for member in members(annotation) if get_origin(member) is Literal for choice in get_args(member)]
+
+
+def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[UserError]:
+    """The errors Pydantic found in one key or in its items. `setter`: dotted key -> the layer that set it."""
+    if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
+        about = f": {sentence(info.description)}" if sentence(info.description) else ""
+        return [BadInput(f"`{key}` is required", where=NOBODY, hint=f"add `{key}={(info.examples or ['...'])[0]}`{about}")]
+    options = [member for member in members(info.annotation) if member is not type(None)]
+    # Pydantic reports each member of the union; the key is reported once.
+    if len(options) > 1:
+        first = next((e for e in errors if e["type"] == "finite_number"), errors[0])
+        noun = _WANTED["finite"] if first["type"] == "finite_number" else wanted(info.annotation)
+        return [_wrong_item(key, key, noun, first, options, setter)]
+    return [_wrong_part(key, info, error, setter) for error in errors]
+
+
+def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserError:
+    path = ".".join([key, *map(str, error["loc"][1:])])
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in ("value_error", "assertion_error"):
+        where = _by(_setter(setter, path, key), path)
+        return BadInput(f"`{path}`: {message(error)}", where=where, hint=sentence(info.description))
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, sentence(info.description))
+    if kind in ("literal_error", "enum"):
+        return _wrong_item(path, key, f"one of {context['expected']}", error, [info.annotation], setter)
+    if kind == "missing":
+        return BadInput(f"`{key}` lacks `{path}`", where=_by(_setter(setter, path, key), key))
+    noun = wanted(info.annotation) if path == key and kind != "finite_number" else _WANTED.get(_kind(error), "")
+    return _wrong_item(path, key, noun or f"valid ({message(error)})", error, [], setter)
+
+
+def _wrong_item(
+    path: str, key: str, wish: str, error: Any, hints: list[Any], setter: Setter, about: str | None = None
+) -> UserError:
+    layer = _setter(setter, path, key)
+    text = (layer.text(path) if layer else None) or error["input"]
+    hint = about or _close_literal(text, hints) or _HINTS.get(_kind(error))
+    return BadInput(f"`{path}` should be {wish}, not {shown(text)}", where=_by(layer, path), hint=hint)
+
+
+def broken_rule(key: str, leaves: Iterable[str], what: str, setter: Setter, hint: str | None = None) -> UserError:
+    """A broken rule between several keys of the group at `key`; the `leaves` that the message mentions are listed with who set
+    them."""
+    words = {dotted(key, word) for word in re.findall(r"\w+(?:\.\w+)*", what)}
+    inside = [leaf for leaf in leaves if leaf.startswith(f"{key}." if key else "")]
+    setters = [f"`{leaf}` {_by(setter(leaf), leaf)}" for leaf in inside if leaf in words]
+    others = dict.fromkeys(layer.origin for leaf in inside if (layer := setter(leaf)))
+    where = ", ".join(setters) or f"set by {', '.join(others) or 'default'}"
+    return BadInput(f"`{key}`: {what}" if key else what, where=where, hint=hint)
+
+
+def message(error: Any) -> str:
+    """The message of a Pydantic error in one line, without Pydantic's prefix."""
+    return " ".join(str(error.get("ctx", {}).get("error", error["msg"])).split())
+
+
+def _setter(setter: Setter, path: str, key: str) -> SettingsLayer | None:
+    return setter(path) or setter(key)
+
+
+def _by(layer: SettingsLayer | None, key: str) -> str:
+    return f"set by {layer.where(key)}" if layer else "set by default"
+
+
+def _kind(error: Any) -> str:
+    return error["type"].split("_")[0]
+
+
+def wanted(hint: Any) -> str:
+    """A type in plain words: `a whole number or none`."""
+    names = dict.fromkeys(_wanted(member) for member in members(hint))
+    return " or ".join(names)
+
+
+def _wanted(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(written(option) for option in get_args(hint))
+    kind = get_origin(hint) or hint
+    if kind not in (int, float, bool, str, list, tuple, dict, type(None)) and get_args(hint):
+        return wanted(get_args(hint)[0])
+    name = {str: "string", type(None): "none"}.get(kind, getattr(kind, "__name__", "")).lower()
+    return _WANTED.get(name, f"a {name}")
+
+
+def shown(value: Any) -> str:
+    """A value as it was written, shortened to 60 characters."""
+    if isinstance(value, Mapping) and SELF in value:
+        value = value[SELF]
+    if isinstance(value, Refused):
+        value = value.value
+    is_yaml = isinstance(value, int | float | list | tuple | dict)
+    text = "none" if value is None else written(value) if is_yaml else " ".join(str(value).split())
+    return f"`{text if len(text) <= 60 else text[:57] + '...'}`"
+
+
+def _close_literal(value: Any, hints: Iterable[Any]) -> str | None:
+    literals = [get_args(hint) for hint in hints if get_origin(hint) is Literal]
+    options = [str(option) for options in literals for option in options]
+    close = get_close_matches(str(value), options, n=1, cutoff=0.6)
+    return f"did you mean `{close[0]}`?" if close else None
+
+
+def sentence(text: str | None) -> str | None:
+    """The first sentence of a key's documentation, to serve as a hint."""
+    if not text:
+        return None
+    first = re.split(r"(?<=[.:;])\s", " ".join(text.split()))[0].rstrip(".:;")
+    return first if len(first) <= 100 else None

@@ -1,0 +1,311 @@
+"""Reads layers into a settings tree in one pass: layers are merged on the way down, the tree is built on the way up.
+
+Pydantic builds each group after its children, so one pass finds every mistake at every depth. Rules between the keys of a group
+are checked only if each key is valid by itself; otherwise they would blame the wrong key.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from argosy.core.errors import BadInput, UnknownName, UserError
+from argosy.core.settings import mistakes
+from argosy.core.settings.plain import dotted
+from argosy.core.settings.repeats import Repeats
+from argosy.core.settings.schema import (
+    Also,
+    BelongsTo,
+    Choice,
+    Settings,
+    Shape,
+    documented,
+    item_hint,
+    marks,
+    meant,
+    shape,
+    shape_of,
+    takes,
+)
+from argosy.core.settings.words import SELF, SettingsLayer
+
+DEFAULT = "default"
+
+# Marks a value whose mistakes have been recorded.
+_FAILED: Any = object()
+# Among the failed keys of a group: the group itself was given as something else.
+_WHOLE = ""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The value that one layer gives to one key."""
+
+    layer: SettingsLayer
+    value: Any
+
+
+class Reader:
+    """Reads one schema. By key, it collects what was wrong, unknown, known and chosen, which layer set the key, which layers
+    tried to, and which names of other trainers stand for it."""
+
+    def __init__(self):
+        self.problems: list[UserError] = []
+        self.unknown: list[tuple[str, str]] = []
+        self.known: list[str] = []
+        self.also: dict[str, list[str]] = {}
+        self.notes: dict[str, str] = {}
+        self.choices: dict[str, tuple[Choice, str]] = {}
+        self.setter: dict[str, SettingsLayer] = {}
+        self.tried: dict[str, list[tuple[str, Any]]] = {}
+        # The root's own settings that have no mistakes.
+        self.good: dict[str, Any] = {}
+
+    def group(self, cls: type[Settings], key: str, given: list[Given], tag: str | None = None) -> Any:
+        """Reads one group of settings. Returns `_FAILED` if it has mistakes."""
+        hint = lambda value: mistakes.in_group(cls, key, value)  # noqa: E731
+        given, all_good = self._mappings(f"`{key}` is a group of settings", key, given, hint)
+        for one in given:
+            for name in [name for name in one.value if name not in cls.model_fields and name != tag]:
+                self._unknown(dotted(key, name), one, one.value[name])
+        values: dict[str, Any] = {}
+        failed = set() if all_good else {_WHOLE}
+        for name, info in cls.model_fields.items():
+            path = dotted(key, name)
+            recent = given[_since_changed(cls, info, given) :]
+            its = [Given(one.layer, one.value[name]) for one in recent if name in one.value]
+            self.known.append(path)
+            for also, note in ((also, mark.note) for mark in marks(info, Also) for also in mark.names):
+                self.also.setdefault(also, []).append(path)
+                self.notes.setdefault(also, note)
+            if its or shape_of(info).kind in ("group", "choice"):
+                values[name] = self._part(info, path, _default(info) + its)
+            if values.get(name) is _FAILED:
+                failed.add(name)
+        good = {name: value for name, value in values.items() if name not in failed}
+        if not key:
+            self.good = good
+        return self._build(cls, key, good, failed)
+
+    def _part(self, info: FieldInfo, key: str, given: list[Given]) -> Any:
+        kind = shape_of(info)
+        for mark in marks(info, Repeats):
+            if wrong := [problem for one in given for problem in mark.misplaced(key, one.layer)]:
+                self.problems += wrong
+                return _FAILED
+            given = [Given(*mark.given(key, one.layer, one.value)) for one in given]
+        return self._leaf(info.annotation, key, given) if kind.kind == "leaf" else self._read(kind, key, given)
+
+    def _read(self, kind: Shape, key: str, given: list[Given]) -> Any:
+        """Reads a value that has parts. None discards what earlier layers gave."""
+        if kind.can_be_none:
+            last = max((i for i, one in enumerate(given) if one.value is None), default=-1)
+            if last == len(given) - 1:
+                self._set(key, given)
+                return None
+            given = given[last + 1 :]
+        read = {"group": self.group, "choice": self._choice, "list": self._list, "dict": self._dict}[kind.kind]
+        return read(kind.of, key, given)
+
+    def _choice(self, choice: Choice, key: str, given: list[Given]) -> Any:
+        noun, tag = choice.registry.noun, f"{key}.{choice.tag}"
+        for one in given:
+            if isinstance(value := one.value, Mapping) and {SELF, choice.tag} <= value.keys():
+                alone, named = value[SELF], value[choice.tag]
+                if isinstance(alone, str) and choice.named(alone).get(choice.tag) != named:
+                    what = f"`{key}` is {alone}, and `{tag}` is {named}"
+                    self.problems.append(BadInput(what, where=f"set by {one.layer.where(key)}", hint="leave one of both out"))
+        given, all_good = self._mappings(
+            f"`{key}` should name the {noun}", key, [_tagged(choice, one) for one in given]
+        )
+        self.known.append(tag)
+        if not all_good:
+            return _FAILED
+        namers = [Given(one.layer, one.value[choice.tag]) for one in given if one.value.get(choice.tag) is not None]
+        if not namers:
+            self.problems.append(mistakes.unnamed(key, choice, given[-1].layer if given else None))
+            return _FAILED
+        self._set(tag, namers)
+        try:
+            cls = choice.pick(name := namers[-1].value)
+        except UnknownName as error:
+            layer = namers[-1].layer
+            where = f"set by {layer.where(tag if tag in layer.marks else key)}"
+            self.problems.append(BadInput(f"{error.what} for `{key}`", where=where, hint=error.hint))
+            self._as_nearest(choice, str(namers[-1].value), key, given)
+            return _FAILED
+        self.choices[key] = (choice, name)
+        return self.group(cls, key, _since_named(given, choice.tag), choice.tag)
+
+    def _as_nearest(self, choice: Choice, name: str, key: str, given: list[Given]) -> None:
+        """Reads a choice of an unknown name as the nearest one, so that its other mistakes are found too. Its names are known even
+        where none is near: `lr` beside `optimizer=sophia` still means the learning rate."""
+        close = get_close_matches(name, choice.registry, n=1)
+        nearest = close[0] if close else next(iter(choice.registry))
+        self.choices[key] = (choice, nearest)
+        before = len(self.problems)
+        its = _since_named(given, choice.tag) if close else []
+        self.group(choice.pick(nearest), key, its, choice.tag)
+        # Nothing is missing from a group whose name is not known.
+        self.problems[before:] = [p for p in self.problems[before:] if close and p.where != mistakes.NOBODY]
+
+    def _list(self, item: Any, key: str, given: list[Given]) -> Any:
+        layer, value = given[-1].layer, given[-1].value
+        if not isinstance(value, list | tuple):
+            self.problems.append(mistakes.not_that(f"`{key}` is a list", value, layer, key))
+            return _FAILED
+        self._set(key, given)
+        items = [self._read(shape(item), f"{key}.{i}", [Given(layer, part)]) for i, part in enumerate(value)]
+        return _FAILED if any(part is _FAILED for part in items) else items
+
+    def _dict(self, item: Any, key: str, given: list[Given]) -> Any:
+        given, all_good = self._mappings(f"`{key}` is a mapping", key, given)
+        values: dict[str, Any] = {}
+        for name in dict.fromkeys(name for one in given for name in one.value):
+            its = [Given(one.layer, one.value[name]) for one in given if name in one.value]
+            values[name] = self._read(shape(item), dotted(key, name), its)
+        return values if all_good and all(value is not _FAILED for value in values.values()) else _FAILED
+
+    def _leaf(self, hint: Any, key: str, given: list[Given]) -> Any:
+        """Reads a leaf by its type; the last layer wins. Mappings are merged; none removes a name from a mapping whose values
+        cannot be none."""
+        can_be_mapping = takes(hint, {})
+        own = []
+        for one in given:
+            if isinstance(one.value, Mapping) and not can_be_mapping:
+                for name in [name for name in one.value if name != SELF]:
+                    self._unknown(dotted(key, name), one, one.value[name])
+                own += [Given(one.layer, one.value[SELF])] if SELF in one.value else []
+            else:
+                own.append(one)
+        if not own:
+            return _FAILED
+        self._set(key, own)
+        merged: Any = None
+        for one in own:
+            value = meant(hint, one.value, one.layer.text, key)
+            merged = self._merged(hint, key, merged, Given(one.layer, value))
+        return merged
+
+    def _merged(self, hint: Any, key: str, old: Any, new: Given) -> Any:
+        if not isinstance(new.value, Mapping):
+            return new.value
+        merged = dict(old) if isinstance(old, Mapping) else {}
+        for name, value in new.value.items():
+            path, item = dotted(key, name), item_hint(hint)
+            if value is None and not takes(item, None):
+                merged.pop(name, None)
+                continue
+            self._set(path, [Given(new.layer, value)], added=True)
+            merged[name] = self._merged(item, path, merged.get(name), Given(new.layer, value))
+        return merged
+
+    def _build(self, cls: type[Settings], key: str, values: dict[str, Any], failed: set[str]) -> Any:
+        try:
+            built = cls.model_validate(values)
+            return _FAILED if failed else built
+        except ValidationError as error:
+            errors = error.errors()
+        # Raised by a validator, with a message of its own.
+        except UserError as error:
+            if not failed:
+                self.problems.append(mistakes.broken_rule(key, self._leaves(), error.what, self.setter.get, error.hint))
+            return _FAILED
+        wrong = [e for e in errors if e["loc"] and e["loc"][0] not in failed]
+        # Nothing is missing from a group that was never given.
+        if _WHOLE in failed:
+            wrong = [e for e in wrong if e["type"] != "missing"]
+        for name in dict.fromkeys(str(e["loc"][0]) for e in wrong):
+            its = [e for e in wrong if e["loc"][0] == name]
+            self.problems += mistakes.wrong(dotted(key, name), documented(cls)[name], its, self.setter.get)
+        if not (failed or wrong):
+            leaves = self._leaves()
+            self.problems += [mistakes.broken_rule(key, leaves, mistakes.message(e), self.setter.get) for e in errors]
+        return _FAILED
+
+    def _leaves(self) -> list[str]:
+        groups = {path.rpartition(".")[0] for path in self.known}
+        return [path for path in self.known if path not in groups]
+
+    def _mappings(
+        self, what: str, key: str, given: list[Given], hint: Callable[[Any], str | None] = lambda value: None
+    ) -> tuple[list[Given], bool]:
+        """The mappings among `given`, and whether all are mappings; the others are recorded as mistakes."""
+        good: list[Given] = []
+        all_good = True
+        for one in given:
+            value = _explicit(one.value) if isinstance(one.value, Settings) else one.value
+            if value is None and one.layer.text(key) == "":
+                # A heading in a file with nothing under it.
+                continue
+            if isinstance(value, Mapping) and SELF not in value:
+                good.append(Given(one.layer, value))
+            else:
+                all_good = False
+                self.problems.append(mistakes.not_that(what, value, one.layer, key, hint(value)))
+        return good, all_good
+
+    def _unknown(self, key: str, one: Given, value: Any) -> None:
+        """Records an unknown key; for an unknown group with a single leaf, the leaf."""
+        while isinstance(value, Mapping) and len(value) == 1:
+            name, value = next(iter(value.items()))
+            key = dotted(key, name)
+        self.unknown.append((key, f"set by {one.layer.where(key)}"))
+
+    def _set(self, key: str, given: list[Given], added: bool = False) -> None:
+        before = self.tried.get(key, []) if added else []
+        self.tried[key] = before + [(one.layer.origin, one.value) for one in given]
+        if given and given[-1].layer.origin != DEFAULT:
+            self.setter[key] = given[-1].layer
+
+
+def _default(info: FieldInfo) -> list[Given]:
+    if info.is_required():
+        return []
+    return [Given(SettingsLayer(DEFAULT, {}), info.get_default(call_default_factory=True))]
+
+
+def _tagged(choice: Choice, one: Given) -> Given:
+    """Expands a choice's shorthand: a name alone, or a name beside keys, is the tag. Where a choice has the name `none`, none is it."""
+    value = one.value
+    if "none" in choice.registry:
+        absent = next((key for key in (SELF, choice.tag) if isinstance(value, Mapping) and value.get(key, "") is None), None)
+        value = "none" if value is None else {**value, absent: "none"} if absent is not None else value
+    if isinstance(value, Settings):
+        return Given(one.layer, {choice.tag: choice.name_of(value), **_explicit(value)})
+    if isinstance(value, str):
+        return Given(one.layer, choice.named(value))
+    if isinstance(value, Mapping) and isinstance(value.get(SELF), str):
+        return Given(one.layer, choice.named(value[SELF]) | {k: v for k, v in value.items() if k != SELF})
+    return Given(one.layer, value)
+
+
+def _since_named(given: list[Given], tag: str) -> list[Given]:
+    """What layers gave since the tag last changed."""
+    name, kept = None, []
+    for one in given:
+        named = one.value.get(tag)
+        if named is not None and named != name:
+            kept = kept if name is None else []
+            name = named
+        kept.append(one)
+    return kept
+
+
+def _since_changed(cls: type[Settings], info: FieldInfo, given: list[Given]) -> int:
+    """The index of the first layer that counts for a key: the last one that changed the key this one `BelongsTo`."""
+    first = 0
+    for mark in marks(info, BelongsTo):
+        value = cls.model_fields[mark.key].get_default(call_default_factory=True)
+        for number, one in enumerate(given):
+            if one.value.get(mark.key, value) != value:
+                value, first = one.value[mark.key], max(first, number)
+    return first
+
+
+def _explicit(group: Settings) -> dict[str, Any]:
+    """A built group as the keys that were set in it."""
+    return {name: getattr(group, name) for name in type(group).model_fields if name in group.model_fields_set}

@@ -1,0 +1,81 @@
+"""A key that may be given several times on one command line: its words add up to a list.
+
+    reward: Annotated[list[Reward], Repeats("of")] = Field(default_factory=list)
+
+    reward=a.py:f reward=b.py:g                       two items
+    reward=a.py:f reward="{of: b.py:g, weight: 0.5}"  the second with a setting of its own
+    reward=[a.py:f, b.py:g]                           the same in one word, or in YAML
+
+Words of any other key replace each other, and so do layers: a list on the command line replaces the recipe's.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic_core import core_schema
+
+from argosy.core.errors import BadInput, UserError
+from argosy.core.settings.schema import Settings
+from argosy.core.settings.words import Mark, SettingsLayer
+
+
+class Repeats:
+    """Marks a key whose value is a list, and that may be repeated. A value that is no list is a list of one.
+
+    item: the key of an item that a plain value stands for; None where items are plain themselves.
+    """
+
+    def __init__(self, item: str | None = None):
+        self.item = item
+
+    def given(self, key: str, layer: SettingsLayer, value: Any) -> tuple[SettingsLayer, Any]:
+        """What a layer gives for the key as one list, and the layer with the marks of its items. None stays None."""
+        words = layer.words.get(key) or [(value, layer.marks)]
+        if value is None or words[-1][0] is None:
+            return layer, None
+        items: list[Any] = []
+        marks = {name: mark for name, mark in layer.marks.items() if not name.startswith(f"{key}.")}
+        for word, its in words:
+            parts = list(word) if isinstance(word, list | tuple) else [word]
+            for number, part in enumerate(parts):
+                before = f"{key}.{number}" if isinstance(word, list | tuple) else key
+                at = f"{key}.{len(items)}"
+                items.append(self._item(part))
+                marks |= dict(_moved(its, before, at))
+                if items[-1] is not part and before in its:
+                    marks[f"{at}.{self.item}"] = its[before]
+        return SettingsLayer(layer.origin, layer.values, marks, layer.words), items
+
+    def misplaced(self, key: str, layer: SettingsLayer) -> Iterator[UserError]:
+        """Words for a part of an item, which is not known by its number until all words are read."""
+        for word in layer.words:
+            if word.startswith(f"{key}."):
+                leaf = word.rpartition(".")[2]
+                example = f'{key}="{{{self.item}: ..., {leaf}: ...}}"' if self.item else f"{key}=[...]"
+                what = f"`{word}`: an item of a list has no key of its own on the {layer.origin}"
+                yield BadInput(what, where=f"set by {layer.origin}", hint=f"write the whole item: `{example}`")
+
+    def _item(self, value: Any) -> Any:
+        plain = self.item is not None and not isinstance(value, Mapping | Settings | list | tuple)
+        return {self.item: value} if plain else value
+
+    def _listed(self, value: Any) -> Any:
+        if value is None:
+            return value
+        return [self._item(item) for item in (value if isinstance(value, list | tuple) else [value])]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._listed, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        found = dict(handler(schema["schema"]))
+        own = found.get("items", {})
+        item = {"anyOf": [own, {"type": ["string", "number", "boolean"]}]} if self.item else own
+        return {"anyOf": [{**found, "items": item}, item]}
+
+
+def _moved(marks: Mapping[str, Mark], before: str, after: str) -> Iterator[tuple[str, Mark]]:
+    """The marks of one key, and of all below it, under another key."""
+    for name, mark in marks.items():
+        if name == before or name.startswith(f"{before}."):
+            yield after + name[len(before) :], mark

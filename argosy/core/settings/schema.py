@@ -1,0 +1,384 @@
+"""The types settings are made of: `Settings`, a frozen group of typed keys, and `Choice`, a group whose class a name selects.
+
+    class AdamW(Settings):
+        learning_rate: float = Field(1e-3, gt=0)
+        "Peak learning rate."                                  # the documentation of the key
+
+    class Run(Settings):
+        optimizer: Annotated[Any, Choice(OPTIMIZERS)] = "adamw"
+
+`meant` reads a value by the type of its key, so numbers may be written as people write them and nothing else is guessed: a switch
+is never a number, nor a number a switch. This module knows nothing of layers; `core.settings` reads those.
+"""
+
+import ast
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import cleandoc
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, dataclass_transform, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
+
+from argosy.core.errors import UnknownName
+from argosy.core.registry import Registry
+from argosy.core.settings.scalars import number, scalar
+
+
+def _no_text(key: str) -> str | None:
+    return None
+
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+
+    @dataclass_transform(kw_only_default=True, frozen_default=True)
+    class _Keys(ModelMetaclass):
+        """Lets type checkers see the default in `Field(8, ge=1)`; by Pydantic's own transform they only read `default=8`."""
+
+else:
+    _Keys = type(BaseModel)
+
+
+class Settings(BaseModel, metaclass=_Keys):
+    """A frozen group of settings. The string under a field documents it (`documented`). Unknown keys are errors, and so are infinite
+    and NaN values: a learning rate of infinity is a typo."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+    # Names from other trainers that correspond to no key, each with the sentence that answers it. Read from the root.
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        return meant(cls.model_fields[info.field_name or ""].annotation, value)
+
+
+class Also:
+    """Marks a key with the names other trainers use for it: `Annotated[float, Also("lr", "max_lr")]`. They are not accepted; the
+    error names the right key. A dotted name, `training.steps`, takes precedence over its last part.
+
+    note: how the value differs from that of these names, in another unit for example; it follows the key in the error."""
+
+    def __init__(self, *names: str, note: str = ""):
+        self.names, self.note = names, note
+
+
+class MayChange:
+    """Marks a key or a whole group that may differ when a run resumes: `every: Annotated[int, MayChange()] = 100`. Every other
+    key must be unchanged, because the run would otherwise be a different one."""
+
+
+class BelongsTo:
+    """Marks a key that describes the value of another key of its group: `max_bytes: Annotated[int, BelongsTo("source")]`. A layer
+    that changes that other key discards what earlier layers set here, just as a new tag discards the keys of the old choice."""
+
+    def __init__(self, key: str):
+        self.key = key
+
+
+_DOCUMENTED: list[type[Settings]] = []
+
+
+def documented(cls: type[Settings]) -> dict[str, FieldInfo]:
+    """The fields of a class of settings, described by the strings under them.
+
+    They are read from the source file here, because only help, references and errors show them: Pydantic would read them whenever a
+    class is made, which takes 70 ms for all of a run's settings.
+    """
+    if cls in _DOCUMENTED:
+        return cls.model_fields
+    _DOCUMENTED.append(cls)
+    for base in reversed(cls.__mro__):
+        path = getattr(sys.modules.get(base.__module__), "__file__", None)
+        if not issubclass(base, Settings) or path is None:
+            continue
+        for name, text in _documentation(path).get(base.__qualname__.replace("<locals>.", ""), {}).items():
+            if name in cls.model_fields:
+                cls.model_fields[name].description = text
+    return cls.model_fields
+
+
+@cache
+def _documentation(path: str) -> dict[str, dict[str, str]]:
+    """Class by its qualified name -> field -> the string under it, from one source file."""
+    found: dict[str, dict[str, str]] = {}
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                found[prefix + node.name] = dict(_documented_names(node.body))
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                visit(node.body, f"{prefix}{node.name}.")
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            visit(ast.parse(file.read()).body, "")
+    except (OSError, SyntaxError, ValueError):
+        # Compiled, or in an archive.
+        return {}
+    return found
+
+
+def _documented_names(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, text in pairwise(body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
+        ):
+            yield field.target.id, cleandoc(text.value.value)
+
+
+def marks(field: FieldInfo, kind: type) -> list[Any]:
+    """The marks of this kind in a field's annotation."""
+    return [mark for mark in field.metadata if isinstance(mark, kind)]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Marks a key whose value is a group of the class its tag names: `Annotated[Any, Choice(OPTIMIZERS)]`.
+
+    Written `{name: muon, ns_steps: 6}`, or `muon` alone. The registered class, a `Settings`, is imported on first use.
+
+    other: a name and a key of its class. A text with a colon, such as FILE.py:CLASS, is that key of that class.
+    """
+
+    registry: Registry
+    tag: str = "name"
+    other: tuple[str, str] | None = None
+
+    def named(self, text: str) -> dict[str, Any]:
+        """The mapping that a text alone stands for."""
+        if self.other is not None and ":" in text:
+            return {self.tag: self.other[0], self.other[1]: text}
+        return {self.tag: text}
+
+    def name_of(self, value: Settings) -> str:
+        """The first name under which the value's class is registered; imports nothing.
+
+        Raises:
+            ValueError: it is not registered.
+        """
+        cls = type(value)
+        for name, item in self.registry._items.items():
+            if item is cls or item == f"{cls.__module__}:{cls.__qualname__}":
+                return name
+        raise ValueError(f"{cls.__name__} is no registered {self.registry.noun}")
+
+    def pick(self, name: Any) -> type[Settings]:
+        """The class registered under a name.
+
+        Raises:
+            UnknownName: there is none.
+            TypeError: what is registered is not a `Settings`.
+        """
+        if not isinstance(name, str):
+            raise UnknownName(self.registry.noun, str(name), self.registry)
+        cls = self.registry[name]
+        if not (isinstance(cls, type) and issubclass(cls, Settings)):
+            raise TypeError(f"{self.registry.noun} `{name}` is {cls!r}, not a Settings class")
+        return cls
+
+    def build(self, value: Any) -> Settings:
+        """The group that a name, a mapping with the tag, or an already built group stands for."""
+        if isinstance(value, Settings):
+            self.name_of(value)
+            return value
+        value = self.named(value) if isinstance(value, str) else value
+        if not isinstance(value, Mapping) or self.tag not in value:
+            raise ValueError(f"should be a {self.registry.noun}: a name, or a mapping with `{self.tag}`")
+        try:
+            cls = self.pick(value[self.tag])
+        except UnknownName as error:
+            raise ValueError(f"{error.what}; {error.hint}") from None
+        return cls(**{key: item for key, item in value.items() if key != self.tag})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.build)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        options: list[dict[str, Any]] = []
+        every: dict[str, list[Any]] = {}
+        for name in self.registry:
+            reference = handler(self.pick(name).__pydantic_core_schema__)
+            group = dict(handler.resolve_ref_schema(reference))
+            for key, item in group.get("properties", {}).items():
+                if item not in every.setdefault(key, []):
+                    every[key].append(item)
+            group["properties"] = {self.tag: {"const": name}, **group.get("properties", {})}
+            group["required"] = [self.tag, *group.get("required", [])]
+            options.append(group)
+        # Another layer may have made the choice, so keys of any class are accepted without the tag.
+        keys: dict[str, Any] = {key: items[0] if len(items) == 1 else {"anyOf": items} for key, items in every.items()}
+        untagged = {"type": "object", "properties": {self.tag: False, **keys}, "additionalProperties": False}
+        others = [] if self.other is None else [{"type": "string", "pattern": ":"}]
+        return {"oneOf": [{"enum": list(self.registry)}, *others, untagged, *options]}
+
+
+# ---- questions about a type
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a key is read: as one leaf, or part by part. `of`: the class, the choice, or the type of the items."""
+
+    kind: Literal["leaf", "group", "choice", "list", "dict"]
+    of: Any = None
+    can_be_none: bool = False
+
+
+# A field by its identity, which cannot be hashed, and its shape: 84 presets have 5,000 fields of 200 kinds.
+_SHAPES: dict[int, tuple[FieldInfo, Shape]] = {}
+
+
+def shape_of(info: FieldInfo) -> Shape:
+    """How a field is read. A default of none allows none."""
+    known = _SHAPES.get(id(info))
+    if known is None:
+        known = _SHAPES[id(info)] = info, _shape_of(info)
+    return known[1]
+
+
+def _shape_of(info: FieldInfo) -> Shape:
+    choice = next((mark for mark in info.metadata if isinstance(mark, Choice)), None)
+    # Pydantic keeps the annotation and the choice apart.
+    found = shape(Annotated[info.annotation, choice] if choice else info.annotation)
+    return replace(found, can_be_none=found.can_be_none or info.default is None)
+
+
+def shape(hint: Any) -> Shape:
+    """How a value of this type is read."""
+    can_be_none = hint is None or type(None) in members(hint)
+    choice = next((mark for mark in get_args(hint)[1:] if isinstance(mark, Choice)), None)
+    if get_origin(hint) is Annotated:
+        inner = shape(get_args(hint)[0])
+        return Shape("choice", choice, inner.can_be_none) if choice else inner
+    options = [member for member in members(hint) if member is not type(None)]
+    if len(options) == 1 and options[0] is not hint:
+        inner = shape(options[0])
+        return Shape(inner.kind, inner.of, can_be_none or inner.can_be_none)
+    if isinstance(hint, type) and issubclass(hint, Settings):
+        return Shape("group", hint)
+    args = get_args(hint)
+    if get_origin(hint) in (list, tuple) and args and shape(args[0]).kind != "leaf":
+        return Shape("list", args[0], can_be_none)
+    if get_origin(hint) is dict and shape(args[1]).kind != "leaf":
+        return Shape("dict", args[1], can_be_none)
+    return Shape("leaf", hint, can_be_none)
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The member types of a union; for any other type, the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def item_hint(hint: Any) -> Any:
+    """The type of a mapping's values; Any if it is not declared."""
+    for member in members(hint):
+        if get_origin(member) in (dict, Mapping):
+            return get_args(member)[1]
+    return Any
+
+
+def takes(hint: Any, value: Any) -> bool:
+    """Whether a value is already of this type; items inside it are not checked."""
+    if get_origin(hint) is Annotated:
+        return takes(get_args(hint)[0], value)
+    if len(members(hint)) > 1:
+        return any(takes(member, value) for member in members(hint))
+    if hint is Any:
+        return True
+    if get_origin(hint) is Literal:
+        return any(value == option and type(value) is type(option) for option in get_args(hint))
+    bare = get_origin(hint) or hint
+    kind = {float: (int, float), tuple: (list, tuple), list: (list, tuple)}.get(bare, bare)
+    # True is an int to Python.
+    return isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)
+
+
+# ---- values, read by their type
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Stands for a value that Pydantic would accept but that is never meant: 1 for a switch, a switch for a number, an integer
+    too large for any array."""
+
+    value: Any
+
+
+def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text, key: str = "") -> Any:
+    """What a written value means for this type. A value without a meaning is returned as it is, for Pydantic to refuse.
+
+    Args:
+        hint: the type.
+        value: the value as a YAML reader gives it.
+        text_of: dotted key -> the text of a plain scalar as it was written: `no` for False, `007` for 7.
+        key: the dotted key of the value.
+    """
+    if get_origin(hint) is Annotated:
+        return meant(get_args(hint)[0], value, text_of, key)
+    if len(members(hint)) > 1:
+        return _meant_by_one(members(hint), value, text_of, key)
+    if isinstance(value, list | tuple):
+        return _items(hint, value, text_of, key)
+    if isinstance(value, Mapping):
+        return {name: meant(item_hint(hint), item, text_of, f"{key}.{name}") for name, item in value.items()}
+    text = text_of(key)
+    text = value if text is None else text
+    if hint is bool:
+        return _switch(value)
+    if hint in (int, float):
+        return _number(hint, value)
+    if get_origin(hint) is Literal:
+        return text if takes(hint, text) else value
+    if hint is Path and isinstance(text, str):
+        return Path(text)
+    return text if hint is str else value
+
+
+def _meant_by_one(options: tuple[Any, ...], value: Any, text_of: Callable[[str], str | None], key: str) -> Any:
+    """The first member of a union that accepts the value as it is, otherwise the first that can interpret it."""
+    for option in options:
+        if takes(option, value):
+            return meant(option, value, text_of, key)
+    if isinstance(value, str) and type(None) in options and scalar(value) is None:
+        return None
+    found = [meant(option, value, text_of, key) for option in options]
+    good = (one for option, one in zip(options, found) if takes(option, one))
+    return next(good, next((one for one in found if isinstance(one, Refused)), value))
+
+
+def _items(hint: Any, value: list | tuple, text_of: Callable[[str], str | None], key: str) -> Any:
+    args = [arg for arg in get_args(hint) if arg is not Ellipsis] if get_origin(hint) in (list, tuple) else []
+    hints = args if len(args) == len(value) else (args[:1] or [Any]) * len(value)
+    return type(value)(meant(h, item, text_of, f"{key}.{i}") for i, (h, item) in enumerate(zip(hints, value)))
+
+
+def _switch(value: Any) -> Any:
+    meaning = scalar(value) if isinstance(value, str) else value
+    return meaning if isinstance(meaning, bool) else Refused(value)
+
+
+def _number(hint: type, value: Any) -> Any:
+    if isinstance(value, bool):
+        return Refused(value)
+    found = number(value) if isinstance(value, str) else None
+    value = value if found is None or (hint is int and isinstance(found, float)) else found
+    return Refused(value) if hint is int and isinstance(value, int) and abs(value) >= 2**63 else value

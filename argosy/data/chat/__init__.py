@@ -1,0 +1,1 @@
+"""Conversations as text and tokens, by the chat template of a model."""

@@ -1,0 +1,212 @@
+"""Records to tokens: conversations by a chat template, prompts with completions as their text.
+
+What is learned is what an assistant says, with the token that ends its turn, or a completion with the end of sequence. The
+ids in front of it are those that inference feeds: messages get no beginning-of-sequence token but the template's own, as in
+`lm.chat`, and a prompt gets one where the tokenizer puts it there, as in `lm.generate`. TRL does the same: two texts are
+never put through a chat template. An Alpaca record becomes messages where there is a template, and Stanford's text otherwise.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, nearest
+from argosy.data.chat import template as chat
+from argosy.data.chat.mask import Conversation, Ids, Way, encode_all, encoded
+from argosy.data.encode import Encoder
+from argosy.data.pack import Encoded
+from argosy.data.sources import Document, Record, Source
+from argosy.data.tokenizers.config import CONFIG_BYTES, DEFAULT, read_text
+
+if TYPE_CHECKING:
+    from argosy.data.tokenizers.load import Tokenizer
+
+# The clock of templates that write the date: a corpus must be the same on every day. It is the date that Llama 3's own
+# templates write where they get no clock.
+CLOCK = datetime(2024, 7, 26)
+# The name of Stanford's text, for Alpaca records whose tokenizer has a chat template too.
+ALPACA = "alpaca"
+HINT = "data.template=FILE.jinja gives one; many are in the folders of instruction-tuned models"
+
+
+class ConversationEncoder(Encoder):
+    """Encodes documents that hold records; the counts are of those so far.
+
+    read: records.  unanswered: left out because nothing in them is learned.  endless: conversations whose last answer ends with no
+    special token, so that a model does not learn to stop.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        bos: bool | None = None,
+        special: bool = False,
+        learn: str = "answers",
+        template: str | None = None,
+    ):
+        """learn: `answers`, or `all` tokens. template: the name of one of the tokenizer's chat templates, a file, or `alpaca`.
+
+        Raises:
+            BadInput: there is no such template.
+        """
+        super().__init__(tokenizer, bos, special)
+        self.learn, self.bos_first = learn, bool(bos)
+        self.templates, self.name = templates_of(tokenizer, template)
+        self.way = Way(self.templates, self.name, CLOCK, masked=learn == "answers")
+        self.read = self.unanswered = self.endless = 0
+
+    def encode(self, documents: list[Document]) -> Iterator[Encoded]:
+        """The records in order, one answer each, which is empty for those that are left out.
+
+        Raises:
+            BadInput: the template refuses one, or does not show what the assistant said; its file and line are named.
+        """
+        records = [document.record for document in documents if document.record is not None]
+        chats = encode_all(self.tokenizer, [self.conversation(one) for one in records if self.is_chat(one)], self.way)
+        for record in records:
+            is_chat = self.is_chat(record)
+            found = next(chats) if is_chat else self.completion(record)
+            if isinstance(found, BadInput):
+                where = f"{record.where}: {found.where}" if found.where else record.where
+                raise BadInput(found.what, where=where, hint=found.hint)
+            self.read += 1
+            yield self.finished(found, is_chat)
+
+    def skip(self, document: Document) -> None:
+        """Passes over a record, which leaves nothing behind."""
+
+    def close(self) -> None:
+        chat.close_all()
+
+    def is_chat(self, record: Record) -> bool:
+        """Whether a record goes through a chat template.
+
+        Raises:
+            BadInput: it can only do that, and there is none.
+        """
+        if self.templates and record.messages is not None:
+            return True
+        if record.prompt is None:
+            if self.name == ALPACA:
+                what = "messages, and instructions with a system message or earlier turns, do not fit Alpaca's text"
+                raise BadInput(what, where=record.where, hint="leave `data.template` out")
+            raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=HINT)
+        return False
+
+    def conversation(self, record: Record) -> Conversation:
+        return Conversation(record.messages or (), record.tools, record.variables, record.learned)
+
+    def completion(self, record: Record) -> Ids:
+        """A prompt and what follows it. Names of special tokens are text, unless `special`."""
+        prompt, answer = record.prompt or "", record.completion or ""
+        span = [(len(prompt), len(prompt) + len(answer))] if answer else []
+        return encoded(self.tokenizer, prompt + answer, span, special=self.special)
+
+    def finished(self, found: Ids, is_chat: bool, ends: bool = True) -> Encoded:
+        """Ids with what begins a document and, where it `ends`, ends it, and what is learned of them."""
+        ids, mask = found
+        if not ids or (self.learn == "answers" and not any(mask)):
+            self.unanswered += 1
+            return Encoded(np.zeros(0, self.dtype), np.zeros(0, np.uint8), begins=False)
+        if is_chat and self.learn == "answers":
+            last = next(token for token, learned in zip(reversed(ids), reversed(mask)) if learned)
+            self.endless += last not in self.tokenizer.hidden
+        before = self.before if (self.bos_first or not is_chat) and ids[:1] != self.before else []
+        after = self.after if ends and not is_chat and [ids[-1]] != self.after else []
+        tokens = self._checked([*before, *ids, *after])
+        if self.learn == "all":
+            return Encoded(tokens)
+        learned = np.array([False] * len(before) + mask + mask[-1:] * len(after), np.uint8)
+        return Encoded(tokens, learned)
+
+
+def templates_of(tokenizer: "Tokenizer", template: str | None) -> tuple[Mapping[str, str], str | None]:
+    """The chat templates to choose from, and the name of the one that was asked for. `alpaca`: none.
+
+    Raises:
+        BadInput: the tokenizer has none of that name, and there is no such file.
+    """
+    if template is None:
+        return tokenizer.chat_templates, None
+    if template in tokenizer.chat_templates:
+        return tokenizer.chat_templates, template
+    if template == ALPACA:
+        return {}, ALPACA
+    path = Path(template).expanduser()
+    if not path.is_file():
+        known = [*tokenizer.chat_templates, ALPACA]
+        where = f"this tokenizer's are {', '.join(known[:-1]) or 'none'}, and there is no such file"
+        raise BadInput(f"no chat template `{template}`", where=where, hint=nearest(template, known) or HINT)
+    return {DEFAULT: read_text(path, CONFIG_BYTES)}, None
+
+
+def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
+    """The tokenizer, with a template that is a file as its default one."""
+    templates, name = templates_of(tokenizer, template)
+    if template is not None and name is None:
+        tokenizer.config = replace(tokenizer.config, templates={**tokenizer.chat_templates, **templates})
+        tokenizer.chat_templates, tokenizer.chat_template = dict(tokenizer.config.templates), templates[DEFAULT]
+    return tokenizer
+
+
+def made_by(source: Source, tokenizer: "Tokenizer", learn: str, template: str | None) -> dict[str, Any]:
+    """What of the settings decides the tokens of records, for a fingerprint: what is learned, and by which templates."""
+    if source.format == "text":
+        return {}
+    return {"learn": learn, "template": template_hash(tokenizer, template)}
+
+
+def template_hash(tokenizer: "Tokenizer", template: str | None) -> str:
+    """sha256 of the templates that may be used, and of the special tokens that they write."""
+    templates, name = templates_of(tokenizer, template)
+    used = {name: templates[name]} if name is not None and name in templates else dict(templates)
+    return hashlib.sha256(json.dumps([used, tokenizer.special, name], sort_keys=True).encode()).hexdigest()
+
+
+def shown_template(tokenizer: "Tokenizer", format: str, template: str | None) -> str:
+    """How records of a format are rendered, in words."""
+    templates, _ = templates_of(tokenizer, template)
+    if format == "alpaca" and not templates:
+        return "Stanford's Alpaca text"
+    if not templates:
+        return "their text"
+    if format == "stepwise":
+        return "their text"
+    if format in ("completion", "preference", "kto"):
+        return "their text, or a chat template for messages"
+    return f"the chat template {template}" if template else "the tokenizer's chat template"
+
+
+def counted(encoder: Encoder, source: Source, template: str | None) -> dict[str, Any]:
+    """What a manifest keeps of the records that were read; empty for text."""
+    found: dict[str, Any] = {"ignored": list(source.ignored)} if source.ignored else {}
+    if isinstance(encoder, ConversationEncoder):
+        rendered = shown_template(encoder.tokenizer, source.format, template)
+        found |= {"read": encoder.read, "unanswered": encoder.unanswered, "rendered": rendered, "learn": encoder.learn}
+        found |= {"endless": encoder.endless} if encoder.endless else {}
+        found |= {"identical": identical} if (identical := getattr(encoder, "identical", 0)) else {}
+    return found
+
+
+def nothing_to_learn(encoder: Encoder, where: str) -> BadInput | None:
+    """The error for records none of which has an answer."""
+    if not isinstance(encoder, ConversationEncoder):
+        return None
+    if identical := getattr(encoder, "identical", 0):
+        have = "has" if identical == 1 else "have"
+        what = f"of {plural(encoder.read, 'pair')}, {identical:,} {have} a rejected answer equal to the chosen one"
+        what += f" and {encoder.unanswered:,} an empty answer" if encoder.unanswered else ""
+        return BadInput(what, where=where, hint="are both columns the right ones? `data.columns.rejected=NAME` reads another")
+    if not encoder.unanswered:
+        return None
+    what = f"none of {plural(encoder.unanswered, 'record')} has an answer to learn"
+    return BadInput(what, where=where, hint="`data.learn=all` learns every token")
+
+

@@ -1,0 +1,339 @@
+"""Finds the tokens of a conversation that an assistant wrote: the ones that fine-tuning trains on.
+
+Few templates mark the assistant's words (`{% generation %}`). For the others, renders are compared. A turn begins where the
+render of the messages before it, with the generation prompt, ends; it ends where the render that stops with it ends. That is
+exact if these renders are prefixes of the full one. Some templates rewrite earlier turns (drop their thoughts, or end the
+last one with another token); for these a second comparison replaces the words of the turn. If neither finds the
+turn, the result is an error, never a guess.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.data.chat.template import CHILD, Child, Job, Message, Part, all_rendered, children, choose_template, told
+from argosy.data.tokenizers import Span, Tokenizer
+
+TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# A private-use character, with which no real word begins or ends.
+PROBE = "\ue000"
+# Conversations in one request to a rendering process: a round trip is then small beside them.
+TOGETHER = 32
+Ids = tuple[list[int], list[bool]]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to encode, with what else their template reads.
+
+    learned: for each message, whether its words count where it is an assistant's; None: all do.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    learned: Sequence[bool] | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How conversations are encoded.
+
+    templates, name: of the chat templates the named one; see `choose_template`. now: the clock of templates. masked: look for what
+    assistants said; otherwise every token counts.
+    """
+
+    templates: Mapping[str, str]
+    name: str | None = None
+    now: datetime | None = None
+    masked: bool = True
+
+
+def encode_with_mask(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    now: datetime | None = None,
+    **extra: Any,
+) -> Ids:
+    """A conversation as ids, and for each id whether an assistant wrote it: its words and the token that ends its turn.
+
+    The ids are those of the whole text, except where one token would span the end of a prompt and the beginning of an answer, or
+    where the answer changes how the prompt before it is encoded. The text is cut there, as it is at inference.
+
+    Args:
+        template: the name of one of the tokenizer's; see `choose_template`.
+        tools, now, extra: as in `render`.
+
+    Raises:
+        BadInput: as `render_with_mask`; and where no token is an assistant's, since nothing would be trained.
+    """
+    way = Way(tokenizer.chat_templates, template, now)
+    (found,) = encode_chunk(tokenizer, [Conversation(messages, tools, extra)], way, CHILD)
+    if isinstance(found, BadInput):
+        raise found
+    if not any(found[1]):
+        raise BadInput(
+            "no token of this conversation is an assistant's", hint="give at least one message of an assistant"
+        )
+    return found
+
+
+def encode_all(tokenizer: Tokenizer, conversations: Sequence[Conversation], way: Way) -> Iterator[Ids | BadInput]:
+    """`encode_with_mask` of many conversations, in order and on all cores: each its ids and mask, which may be all False, or the
+    error that it would raise."""
+    processes = children()
+    chunks = [conversations[at : at + TOGETHER] for at in range(0, len(conversations), TOGETHER)]
+    with ThreadPoolExecutor(min(len(processes), len(chunks)) or 1) as threads:
+        work = threads.map(
+            lambda number: encode_chunk(tokenizer, chunks[number], way, processes[number % len(processes)]),
+            range(len(chunks)),
+        )
+        for found in work:
+            yield from found
+
+
+def encode_chunk(
+    tokenizer: Tokenizer, conversations: Sequence[Conversation], way: Way, child: Child
+) -> list[Ids | BadInput]:
+    """`encode_all` of conversations that one process renders in one request."""
+    now = way.now or datetime.now()  # one clock for all renders
+    ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.hidden]
+    jobs = []
+    for one in conversations:
+        template = choose_template(way.templates, name=way.name, tools=bool(one.tools))
+        whole = [(len(one.messages), False)]
+        parts = parts_of(template, one.messages) if way.masked else whole
+        jobs.append(Job(template, one.messages, parts, {"tools": one.tools} | dict(one.variables)))
+    found: list[Ids | BadInput] = []
+    for one, job, answers in zip(conversations, jobs, all_rendered(jobs, tokenizer.special, now, child)):
+        try:
+            renders = Renders(job, tokenizer.special, now, way.name or "default", dict(zip(job.parts, answers)), child)
+            turns = renders.turns(ends) if way.masked else {}
+            found.append(encoded(tokenizer, renders.whole, list(kept(turns, one).values()), way.masked))
+        except BadInput as error:
+            found.append(error)
+    return found
+
+
+def parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
+    """The renders that show which words are an assistant's: the whole, and for each turn its prompt and all up to its end."""
+    whole = len(messages), False
+    if TAG.search(template):
+        return [whole]
+    places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    return list(dict.fromkeys([whole, *((place, True) for place in places), *((place + 1, False) for place in places)]))
+
+
+def kept(turns: Mapping[int, Span], conversation: Conversation) -> dict[int, Span]:
+    """The turns that count.
+
+    Raises:
+        BadInput: only some do, and the template's own marks do not show which turn is which message's.
+    """
+    learned = conversation.learned
+    if learned is None:
+        return dict(turns)
+    if any(place < 0 for place in turns):
+        raise BadInput(
+            "the template's {% generation %} marks are not one for each message of the assistant, and not all of those are learned",
+            hint="learn all of them, or use a template without these marks",
+        )
+    return {place: span for place, span in turns.items() if learned[place]}
+
+
+def encoded(
+    tokenizer: Tokenizer, text: str, spans: Sequence[Span], masked: bool = True, special: bool = True
+) -> Ids:
+    """The ids of a text, and which of them lie in spans of characters. The text before a span is encoded as a prompt is: alone."""
+    ids, places = tokenizer.encode_with_offsets(text, special=special)
+    if not masked:
+        return ids, [True] * len(ids)
+    cuts = straddled(ids, places, spans, tokenizer.hidden)
+    cuts += [start for start, _ in spans if start not in cuts and not begins_as_prompt(tokenizer, text, ids, places, start, special)]
+    if cuts:
+        ids, places = encode_cut(tokenizer, text, sorted(cuts), special)
+    begins, mask = [begin for begin, _ in places], [False] * len(ids)
+    for start, stop in spans:
+        first, last = bisect_left(begins, start), bisect_left(begins, stop)
+        mask[first:last] = [True] * (last - first)
+    return ids, mask
+
+
+def begins_as_prompt(
+    tokenizer: Tokenizer, text: str, ids: Sequence[int], places: Sequence[Span], start: int, special: bool
+) -> bool:
+    """Whether the ids before a place are those of the text before it alone, as a prompt is encoded. What follows the last special
+    token decides: text before one has no effect on what comes after it."""
+    count = bisect_left(places, start, key=lambda place: place[0])
+    first = next((place for place in range(count - 1, 0, -1) if ids[place] in tokenizer.hidden), 0)
+    return not count or tokenizer.encode(text[places[first][0] : start], special=special) == list(ids[first:count])
+
+
+def straddled(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span], hidden: Collection[int]) -> list[int]:
+    """The edges of spans that lie inside a token of text. Special tokens are exempt: they may include blanks beside them."""
+    inside = []
+    for edge in sorted({edge for span in spans for edge in span}):
+        token = bisect_left(places, edge, key=lambda place: place[0]) - 1
+        if token >= 0 and places[token][1] > edge and ids[token] not in hidden:
+            inside.append(edge)
+    return inside
+
+
+def encode_cut(
+    tokenizer: Tokenizer, text: str, cuts: Sequence[int], special: bool = True
+) -> tuple[list[int], list[Span]]:
+    """Ids and spans of a text whose parts are encoded separately."""
+    ids: list[int] = []
+    places: list[Span] = []
+    for start, stop in zip([0, *cuts], [*cuts, len(text)]):
+        rest = start > 0 and tokenizer.puts_space
+        part, spans = tokenizer.encode_with_offsets(text[start:stop], special=special, **({"rest": True} if rest else {}))
+        ids += part
+        places += [(start + begin, start + end) for begin, end in spans]
+    return ids, places
+
+
+def render_with_mask(
+    template: str,
+    messages: Sequence[Message],
+    special: Mapping[str, str],
+    *,
+    ends: Collection[str] = (),
+    name: str = "default",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    now: datetime | None = None,
+    **extra: Any,
+) -> tuple[str, list[Span]]:
+    """`render`, and which characters an assistant wrote: half-open spans, one per turn, none of them empty.
+
+    Args:
+        ends: the texts of special tokens. A turn ends with the last of them; blanks after it are the template's.
+        name: the template's, for errors.
+
+    Raises:
+        BadInput: as `render`; and where the assistant's words cannot be located.
+    """
+    now = now or datetime.now()
+    job = Job(template, messages, parts_of(template, messages), {"tools": tools} | extra)
+    (answers,) = all_rendered([job], special, now, CHILD)
+    renders = Renders(job, special, now, name, dict(zip(job.parts, answers)), CHILD)
+    return renders.whole, list(renders.turns(ends).values())
+
+
+class Renders:
+    """One conversation, rendered completely and in parts.
+
+    known: answers to parts that were rendered before. name: the template's, for errors.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        special: Mapping[str, str],
+        now: datetime,
+        name: str,
+        known: Mapping[Part, dict[str, Any] | BadInput],
+        child: Child,
+    ):
+        self.job, self.messages, self.special, self.now = job, list(job.messages), special, now
+        self.name, self.known, self.child = name, known, child
+        self.whole = self.of(len(self.messages))
+
+    def of(self, count: int, prompt: bool = False) -> str:
+        """The first `count` messages."""
+        known = self.known.get((count, prompt))
+        return self.once(self.messages, count, prompt) if known is None else told(known)["text"]
+
+    def once(self, messages: Sequence[Message], count: int, prompt: bool = False) -> str:
+        job = Job(self.job.template, messages, [(count, prompt)], self.job.variables)
+        return told(all_rendered([job], self.special, self.now, self.child)[0][0])["text"]
+
+    def turns(self, ends: Collection[str]) -> dict[int, Span]:
+        """The span of each message of the assistant that is not empty, by the message's place. Where the template's own marks are
+        not one for each of these messages, the keys are -1, -2, ..."""
+        places = [place for place, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        if TAG.search(self.job.template):
+            spans = [(start, stop) for start, stop in told(self.known[len(self.messages), False])["spans"]]
+            if len(spans) != len(places):
+                places = [-1 - number for number in range(len(spans))]
+        else:
+            spans = [self.turn(place, ends) for place in places]
+        spans = [(start, without_blanks(self.whole, start, stop, ends)) for start, stop in spans]
+        return {place: span for place, span in zip(places, spans) if span[0] < span[1]}
+
+    def turn(self, place: int, ends: Collection[str]) -> Span:
+        """The span of the message at a place in the whole text."""
+        prompt, through = self.of(place, prompt=True), self.of(place + 1)
+        start = len(prompt) if self.whole.startswith(prompt) else self.common_start(place, prompt)
+        if self.whole.startswith(through):
+            stop = len(through)
+        else:
+            stop = self.same_stop(start, through, ends) or self.common_stop(place, ends)
+        if start > stop:
+            raise self.unclear(place)
+        return start, stop
+
+    def with_other_words(self, place: int) -> str:
+        """The whole text with a message's words replaced, which shows what surrounds them."""
+        said = self.messages[place].get("content")
+        if not isinstance(said, str) or not said.strip():
+            raise self.unclear(place)
+        other = {**self.messages[place], "content": PROBE}
+        try:
+            return self.once([*self.messages[:place], other, *self.messages[place + 1 :]], len(self.messages))
+        except BadInput:
+            raise self.unclear(place) from None
+
+    def common_start(self, place: int, prompt: str) -> int:
+        """Where the prompt and the turn separate, independent of the words: a prompt may contain text that earlier turns do not
+        keep."""
+        other, before = self.with_other_words(place), self.of(place)
+        start = shared(prompt, other)
+        # There is no generation prompt: an answer begins with its first word.
+        if prompt == before:
+            return shared(self.whole, other)
+        if start < len(before) or not self.whole.startswith(other[:start]):
+            raise self.unclear(place)
+        return start
+
+    def same_stop(self, start: int, through: str, ends: Collection[str]) -> int | None:
+        """After the first special token that also ends the turn when it is the last one, if the turn is then the same."""
+        last = through.rstrip()
+        mark = max((end for end in ends if end and last.endswith(end)), key=len, default="")
+        stop = self.whole.find(mark, start) + len(mark)
+        return stop if mark and start < stop and last.endswith(self.whole[start:stop]) else None
+
+    def common_stop(self, place: int, ends: Collection[str]) -> int:
+        """After the special token that follows the words, where the last turn ends with another one."""
+        other = self.with_other_words(place)
+        stop = len(self.whole) - shared(self.whole[::-1], other[::-1])
+        found = max((end for end in ends if end and self.whole.startswith(end, stop)), key=len, default=None)
+        if found is None:
+            raise self.unclear(place)
+        return stop + len(found)
+
+    def unclear(self, place: int) -> BadInput:
+        return BadInput(
+            f"the chat template `{self.name}` does not show where message {place}, of the assistant, begins and ends",
+            where="its render up to that message is not a prefix of the whole",
+            hint="put {% generation %} and {% endgeneration %} around the assistant's words in the template",
+        )
+
+
+def shared(a: str, b: str) -> int:
+    """How many characters two texts begin with in common."""
+    return next((place for place, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def without_blanks(text: str, start: int, stop: int, ends: Collection[str]) -> int:
+    """A span's end, back at the special token that only blanks follow."""
+    words = text[start:stop].rstrip()
+    return start + len(words) if any(end and words.endswith(end) for end in ends) else stop

@@ -1,0 +1,344 @@
+"""Conversations as text, by the chat template that comes with a model: exactly as Hugging Face transformers renders it.
+
+A template is a program written by somebody else, so each is rendered in a process with limits (`chat_child`): 2 seconds of
+CPU, 512 MB, a bound on its text. No template is trusted more than another, because its cost depends on the messages and
+cannot be seen in its source. The process stays for the next conversation: it costs 0.2 s once, then less than 1 ms beside
+the rendering itself. Many conversations travel in one request, to a process for each core (`children`). This file knows no
+tokenizer: special tokens come as texts.
+"""
+
+import atexit
+import json
+import os
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from argosy.core.errors import ArgosyError, BadInput, nearest
+
+Message = Mapping[str, Any]
+# A render of the first so many messages, and whether it ends with the tokens that open an answer.
+Part = tuple[int, bool]
+# As in transformers, with a space at its end.
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+# Limit for a render on a busy machine; the real bound of a template is its 2 s of CPU.
+WALL_S = 60.0
+# Limit for starting the interpreter and Jinja on a busy machine.
+START_S = 60.0
+# The longest published template has 20,000.
+TEMPLATE_CHARACTERS = 1 << 20
+# Any template may produce this much text; a longer input allows four times its own length.
+LEAST_CHARACTERS = 1 << 20
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    special: Mapping[str, str],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    now: datetime | None = None,
+    **extra: Any,
+) -> str:
+    """A conversation as the text that a model was trained on.
+
+    Args:
+        template: Jinja.
+        messages: `role` and `content`, and what else the template knows.
+        special: the texts of special tokens by their role, as in `Tokenizer.special`.
+        tools: JSON schemas of functions.
+        add_generation_prompt: end with the tokens that open an answer.
+        continue_final_message: end with the content of the last message, so that an answer continues it. Where the template drops
+            spaces at its end, they are dropped here too.
+        now: the clock of `strftime_now`; the machine's where not given.
+        extra: further variables, such as `documents` or `enable_thinking`.
+
+    Raises:
+        BadInput: the template refuses these messages, is not Jinja, or costs too much; or its variables are not JSON; or the last
+            message cannot be continued.
+    """
+    if continue_final_message:
+        if add_generation_prompt:
+            raise BadInput("continue_final_message and add_generation_prompt exclude each other", hint="set one of them")
+        messages = marked(template, messages)
+    variables = {"tools": tools, "add_generation_prompt": add_generation_prompt} | extra
+    text = rendered(template, messages, special, variables, now)["text"]
+    return cut(text, messages[-1]["content"].removesuffix(MARK)) if continue_final_message else text
+
+
+def marked(template: str, messages: Sequence[Message]) -> list[Message]:
+    """The messages with a mark behind the content of the last one."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or "content" not in template:
+        raise BadInput("continue_final_message: the last message has no content to continue")
+    return [*messages[:-1], {**messages[-1], "content": content + MARK}]
+
+
+def cut(text: str, content: str) -> str:
+    """A conversation up to the mark behind its last message."""
+    if content.strip() not in text or MARK.strip() not in text:
+        raise BadInput("continue_final_message: the chat template drops part of the last message", hint="send another message")
+    at = text.rindex(MARK.strip())
+    # A template that has dropped the mark's own space would have dropped the spaces in front of the mark too.
+    return text[:at] if text[at:].startswith(MARK) else text[:at].rstrip()
+
+
+def choose_template(templates: Mapping[str, str], *, name: str | None = None, tools: bool = False) -> str:
+    """One of a tokenizer's chat templates: the named one; else `tool_use` where tools are given; else the default.
+
+    Raises:
+        BadInput: there is none, or none of that name.
+    """
+    if not templates:
+        raise BadInput("this tokenizer has no chat template", hint="give messages as one text, or a template")
+    chosen = name or ("tool_use" if tools and "tool_use" in templates else "default")
+    if chosen not in templates:
+        raise BadInput(f"no chat template `{chosen}`", hint=nearest(chosen, templates))
+    return templates[chosen]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversation to render, whole and in parts, by a template with its variables."""
+
+    template: str
+    messages: Sequence[Message]
+    parts: Sequence[Part]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def rendered(
+    template: str,
+    messages: Sequence[Message],
+    special: Mapping[str, str],
+    variables: Mapping[str, Any],
+    now: datetime | None,
+) -> dict[str, Any]:
+    """The text of one conversation, and its spans in `{% generation %}`."""
+    rest = {name: value for name, value in variables.items() if name != "add_generation_prompt"}
+    part = len(messages), bool(variables.get("add_generation_prompt"))
+    return told(all_rendered([Job(template, messages, [part], rest)], special, now, CHILD)[0][0])
+
+
+def told(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
+    """An answer that is not a failure.
+
+    Raises:
+        BadInput: it is one.
+    """
+    if isinstance(answer, BadInput):
+        raise answer
+    if "error" in answer:
+        raise refusal(answer["error"], answer["message"])
+    return answer
+
+
+def all_rendered(
+    jobs: Sequence[Job], special: Mapping[str, str], now: datetime | None, child: "Child"
+) -> list[list[dict[str, Any] | BadInput]]:
+    """The answers to every part of some jobs, which one process renders in one request; `told` opens each.
+
+    A job that is refused, or that its process dies of, does not harm the others: those are rendered again without it.
+    """
+    numbers = {template: number for number, template in enumerate(dict.fromkeys(job.template for job in jobs))}
+    asked: list[dict[str, Any] | BadInput] = []
+    for job in jobs:
+        try:
+            asked.append(request_of(job, numbers[job.template], special))
+        except BadInput as error:
+            asked.append(error)
+    request = {"templates": list(numbers), "now": now and now.isoformat()}
+    good = [one for one in asked if not isinstance(one, BadInput)]
+    try:
+        answers = iter(child.ask(request | {"jobs": good})["jobs"] if good else ())
+    except BadInput as error:
+        if len(jobs) > 1:
+            return [all_rendered([job], special, now, child)[0] for job in jobs]
+        return [[error] * len(jobs[0].parts)]
+    return [
+        [one] * len(job.parts) if isinstance(one, BadInput) else next(answers) for job, one in zip(jobs, asked)
+    ]
+
+
+def request_of(job: Job, number: int, special: Mapping[str, str]) -> dict[str, Any]:
+    """What the process reads for a job.
+
+    Raises:
+        BadInput: the template is too long, or its variables are not JSON.
+    """
+    if len(job.template) > TEMPLATE_CHARACTERS:
+        raise BadInput(f"a chat template of {len(job.template):,} characters", hint=f"at most {TEMPLATE_CHARACTERS:,}")
+    variables = {"messages": list(job.messages), "documents": None} | dict(special) | dict(job.variables)
+    try:
+        given = json.dumps(variables)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(f"the conversation is not JSON: {str(error)[:200]}") from None
+    most = LEAST_CHARACTERS + 4 * len(given)
+    return {"template": number, "variables": variables, "most_characters": most, "parts": list(job.parts)}
+
+
+def refusal(kind: str, message: str) -> BadInput:
+    """The error for a failure inside a template, whose words go to a terminal: nothing in them may steer it."""
+    message = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in message)
+    if kind == "TemplateSyntaxError":
+        return BadInput(f"the chat template is not Jinja: {message}")
+    if kind in ("MemoryError", "RecursionError", "TooLong"):
+        return costly(message or "it wants too much memory")
+    what = message if kind == "TemplateError" else f"{message} ({kind})"
+    return BadInput(f"the chat template refuses these messages: {' '.join(what.split())}")
+
+
+def costly(why: str) -> BadInput:
+    return BadInput("the chat template costs too much", where=why, hint="use another template: this one may mean harm")
+
+
+class Child:
+    """The rendering process: started by the first request, again after it died, and anew in a forked process."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one request.
+
+        Raises:
+            BadInput: it took too long, or the process died of it.
+        """
+        with self._lock:
+            process = self._running()
+            try:
+                send(process, request)
+                return receive(process, WALL_S)
+            except TimeoutError:
+                why = f"it runs for more than {WALL_S} s"
+            except (EOFError, OSError):
+                why = "its process ended: too much time or memory"
+            self._end()
+        raise costly(why)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = start()
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def forget(self) -> None:
+        """Called in a forked process: the rendering process, and perhaps the lock, are the parent's."""
+        process, self._process, self._lock = self._process, None, Lock()
+        for pipe in (process.stdin, process.stdout) if process is not None else ():
+            if pipe is not None:
+                pipe.close()
+        if process is not None:
+            process.returncode = 0  # only its parent may wait for it
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+
+def start() -> subprocess.Popen[bytes]:
+    """A new process that is ready, without environment variables, and with no open files but its pipes.
+
+    Raises:
+        ArgosyError: it cannot be started.
+    """
+    folders = {
+        str(Path(spec.origin).parents[1])
+        for name in ("jinja2", "markupsafe")
+        if (spec := find_spec(name)) and spec.origin
+    }
+    words = [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("child.py")), *sorted(folders)]
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, cwd="/", bufsize=0
+    )
+    try:
+        receive(process, START_S)
+    except (TimeoutError, EOFError, OSError) as error:
+        process.kill()
+        process.communicate()
+        raise ArgosyError(f"the process that renders chat templates does not start: {error}") from None
+    return process
+
+
+def send(process: subprocess.Popen[bytes], document: Mapping[str, Any]) -> None:
+    assert process.stdin is not None
+    data = json.dumps(document).encode()
+    view = memoryview(struct.pack("<I", len(data)) + data)
+    while view:
+        view = view[process.stdin.write(view) or 0 :]
+
+
+def receive(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, Any]:
+    """One JSON document.
+
+    Raises:
+        TimeoutError: it does not arrive in time.
+        EOFError: the process ended.
+    """
+    until = time.monotonic() + limit_s
+    (size,) = struct.unpack("<I", receive_bytes(process, 4, until))
+    return json.loads(receive_bytes(process, size, until))
+
+
+def receive_bytes(process: subprocess.Popen[bytes], count: int, until: float) -> bytes:
+    assert process.stdout is not None
+    parts, left = [], count
+    while left:
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))
+        if not ready:
+            raise TimeoutError
+        part = os.read(process.stdout.fileno(), min(left, 1 << 20))
+        if not part:
+            raise EOFError("it ended")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def children() -> list[Child]:
+    """A rendering process for each core that this process may use; none is started before its first request, and `close_all` ends
+    them until the next."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with GROWING:
+        CHILDREN.extend(Child() for _ in range(cores - len(CHILDREN)))
+    return CHILDREN[:cores]
+
+
+def close_all() -> None:
+    for child in CHILDREN:
+        child.close()
+
+
+def forget_all() -> None:
+    """Called in a forked process."""
+    global GROWING
+    GROWING = Lock()
+    for child in CHILDREN:
+        child.forget()
+
+
+# The process of single conversations, which is the first of all.
+CHILD = Child()
+CHILDREN = [CHILD]
+GROWING = Lock()
+atexit.register(close_all)
+os.register_at_fork(after_in_child=forget_all)

@@ -1,0 +1,285 @@
+"""The same text by two tokenizers: rows of a student's tokens beside those of its teacher, and which of both stand for the same bytes.
+
+A document is cut where the student has special tokens. Between them the teacher's tokenizer encodes the same text; tokens of both are
+joined into groups that end where both end at the same byte, the finest ones there are. A special token is a group with the teacher's
+own of that role (beginning, end), or with what its name becomes by the teacher's tokenizer. Nothing is assumed of how a tokenizer
+writes a text: where the bytes of its tokens are not those of the text (unknown characters, joined spaces), only what comes before the
+first difference and after the last one is aligned.
+
+Fields that are added to those of language modeling, U places a row for the teacher's tokens:
+
+    teacher_tokens, teacher_segments   [B U]  documents as in the student's row
+    teacher_targets                    [B U]  the token after each
+    group, teacher_group               [B T], [B U]  the number of the group that a target belongs to, in its row; 0: none
+    last                               [B T]  1 where a target is the last one of its group
+    teacher_last                       [B T]  there, the place of the teacher's last target of the group
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from argosy.core.progress import Say
+from argosy.data.batch import Around, Batch, Batches, Field, Fields
+
+if TYPE_CHECKING:
+    from argosy.data.tokenizers.load import Tokenizer
+
+FIELDS: Fields = {
+    "teacher_tokens": Field("B U", np.int32),
+    "teacher_targets": Field("B U", np.int32),
+    "teacher_segments": Field("B U", np.int32),
+    "group": Field("B T", np.int32),
+    "teacher_group": Field("B U", np.int32),
+    "last": Field("B T", np.int32),
+    "teacher_last": Field("B T", np.int32),
+}
+
+
+class Group(NamedTuple):
+    """Half-open ranges of tokens of both that stand for the same bytes."""
+
+    student: tuple[int, int]
+    teacher: tuple[int, int]
+
+
+@dataclass
+class Aligned:
+    """A document by both tokenizers.
+
+    unreadable: some of its tokens are no text. rewritten: the teacher's tokenizer writes other bytes than the student's.
+    """
+
+    teacher: list[int] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    unreadable: bool = field(default=False, compare=False)
+    rewritten: bool = field(default=False, compare=False)
+
+
+class Opened(NamedTuple):
+    """A prompt as a teacher is fed it, ready for an answer, and what it reads in place of a special token that ends the answer."""
+
+    tokens: Sequence[int]
+    end: int | None = None
+
+
+def align(student: Sequence[int], teacher: Sequence[int]) -> list[Group]:
+    """The finest groups of pieces that end at the same byte, from the bytes of each piece; both have equally many.
+
+    A piece without bytes belongs to the group that ends next; at the end, to the last one. What is left where one text is longer than
+    the other belongs to none."""
+    ours, theirs = np.cumsum(student).tolist(), np.cumsum(teacher).tolist()
+    groups, begin, i, j = [], (0, 0), 0, 0
+    while i < len(ours) and j < len(theirs):
+        if ours[i] < theirs[j]:
+            i += 1
+        elif ours[i] > theirs[j]:
+            j += 1
+        else:
+            i, j = i + 1, j + 1
+            groups.append(Group((begin[0], i), (begin[1], j)))
+            begin = (i, j)
+    if groups and ours[-1] == theirs[-1] and begin != (len(ours), len(theirs)):
+        (a, _), (b, _) = groups[-1]
+        groups[-1] = Group((a, len(ours)), (b, len(theirs)))
+    return groups
+
+
+class Across:
+    """Aligns documents of a student's tokens with those of a teacher's tokenizer."""
+
+    def __init__(self, student: "Tokenizer", teacher: "Tokenizer"):
+        self.student, self.teacher = student, teacher
+        self.special: dict[int, list[int]] = {}
+
+    def __call__(self, ids: Sequence[int]) -> Aligned:
+        """A document of the student's tokens."""
+        out = Aligned()
+        if self.teacher.adds_bos and self.teacher.bos is not None and (not ids or ids[0] != self.student.bos):
+            out.teacher.append(self.teacher.bos)
+        self.follow(out, ids, 0)
+        return out
+
+    def answer(self, prompt: Sequence[int], answer: Sequence[int], own: Opened | None = None) -> Aligned:
+        """An answer after its prompt, both of the student's tokens. The groups are those of the answer, counted from the prompt's
+        beginning.
+
+        The teacher's tokens of the prompt are those that it would be fed to answer itself, so none of them reaches into the answer.
+
+        Args:
+            own: the prompt as the teacher is fed it; None: the student's text.
+        """
+        out = Aligned(list(own.tokens if own is not None else self(prompt).teacher))
+        self.follow(out, [*prompt, *answer], len(prompt), own.end if own is not None else None)
+        return out
+
+    def follow(self, out: Aligned, ids: Sequence[int], at: int, ends: int | None = None) -> None:
+        """Adds the tokens from `at` on. ends: what the teacher reads in place of a special token at the end; None: by its role."""
+        hidden, begin = self.student.hidden, at
+        while at < len(ids):
+            end = next((i for i in range(at, len(ids)) if ids[i] in hidden), len(ids))
+            if end > at:
+                self.stretch(out, ids, at, end, at == 0, at == begin > 0)
+                at = end
+                continue
+            if own := [ends] if ends is not None and at == len(ids) - 1 else self.role(ids[at]):
+                out.groups.append(Group((at, at + 1), (len(out.teacher), len(out.teacher) + len(own))))
+                out.teacher += own
+            at += 1
+
+    def role(self, token: int) -> list[int]:
+        """What the teacher reads in place of a special token of the student."""
+        if token not in self.special:
+            ours, theirs = self.student, self.teacher
+            roles = [(ours.eos, theirs.eos), (ours.bos, theirs.bos)]
+            own = next((there for here, there in roles if here == token and there is not None), None)
+            # A beginning that the teacher has not is nothing, an end is its name as text.
+            text = "" if token == ours.bos else ours.piece(token, False).decode(errors="ignore")
+            self.special[token] = [own] if own is not None else theirs.encode(text, special=True)
+        return self.special[token]
+
+    def stretch(self, out: Aligned, ids: Sequence[int], begin: int, end: int, first: bool, rest: bool = False) -> None:
+        """Adds the tokens from `begin` to `end`, which are ordinary text. first: of a document. rest: the text before them goes on."""
+        pieces = [self.student.piece(ids[i], first and i == begin) for i in range(begin, end)]
+        cut = whole_characters(pieces)
+        a, b = cut or (0, len(pieces))
+        text = b"".join(pieces[a:b]).decode(errors="replace")
+        made, at = self.teacher.encode_rest([text])[0] if rest else self.teacher.encode(text), len(out.teacher)
+        out.teacher += made
+        # Some tokenizers put a space in front of a text, which is none of its bytes.
+        ways = [[self.teacher.piece(token, alone and place == 0) for place, token in enumerate(made)] for alone in (not rest, False)]
+        theirs = next((way for way in ways if b"".join(way) == text.encode()), ways[0])
+        out.unreadable |= (a, b) != (0, len(pieces)) or cut is None
+        out.rewritten |= b"".join(theirs) != text.encode()
+        # Behind bytes that are no text the teacher has read something else.
+        groups = same_bytes(pieces[a:b], theirs) if cut else beginning(pieces, theirs)
+        for ours, others in groups:
+            out.groups.append(Group((begin + a + ours[0], begin + a + ours[1]), (at + others[0], at + others[1])))
+
+
+def beginning(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Group]:
+    """The groups of the common beginning of two texts' pieces."""
+    most = common(b"".join(student), b"".join(teacher))
+    return align(inside(student, most), inside(teacher, most))
+
+
+def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Group]:
+    """The groups of two texts' pieces. Where the texts differ, as where a tokenizer joins spaces, those of their common beginning and
+    end."""
+    ours, theirs = b"".join(student), b"".join(teacher)
+    if ours == theirs:
+        return align([len(piece) for piece in student], [len(piece) for piece in teacher])
+    begin = common(ours, theirs)
+    end = min(common(ours[::-1], theirs[::-1]), min(len(ours), len(theirs)) - begin)
+    sides = [(student, teacher, begin), ([p[::-1] for p in reversed(student)], [p[::-1] for p in reversed(teacher)], end)]
+    before, after = (align(*(inside(pieces, most) for pieces in (a, b))) for a, b, most in sides)
+    n, m = len(student), len(teacher)
+    return [*before, *(Group((n - b, n - a), (m - d, m - c)) for (a, b), (c, d) in reversed(after))]
+
+
+def common(one: bytes, other: bytes) -> int:
+    """How many bytes both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def inside(pieces: Sequence[bytes], most: int) -> list[int]:
+    """The sizes of the first pieces that are all within so many bytes."""
+    sizes = [len(piece) for piece in pieces]
+    return sizes[: int(np.searchsorted(np.cumsum(sizes), most, side="right"))]
+
+
+def whole_characters(pieces: Sequence[bytes]) -> tuple[int, int] | None:
+    """The longest range of pieces that is text: rows may begin and end inside of a character. None: there are other bytes in it."""
+    most = min(4, len(pieces))
+    for left in range(2 * most):
+        for a in range(max(0, left - most), min(left, most) + 1):
+            b = len(pieces) - (left - a)
+            try:
+                b"".join(pieces[a:b]).decode()
+            except UnicodeDecodeError:
+                continue
+            return (a, b) if a < b else None
+    return None
+
+
+class BothTokenizers(Around):
+    """Batches with the teacher's tokens of the same text.
+
+    Args:
+        places: U, for the teacher's tokens of a row. What is beyond is not aligned, which is said once.
+    """
+
+    def __init__(self, inner: Batches, across: Across, places: int, say: Say = lambda _: None):
+        super().__init__(inner)
+        self.across, self.places, self.say, self.complained = across, places, say, False
+        self.sizes = {**inner.sizes, "U": places}
+
+    def __next__(self) -> Batch:
+        return self.beside(dict(next(self.inner)))
+
+    def beside(self, batch: Batch) -> Batch:
+        """A batch of language modeling with the fields above."""
+        return beside(batch, self.places, lambda row, places: self.across(document(batch, row, places)), self.complain)
+
+    def complain(self, tokens: int) -> None:
+        if not self.complained:
+            self.complained = True
+            self.say(full(self.places, tokens))
+
+
+def full(places: int, tokens: int) -> str:
+    """What is said where the teacher's tokens of a row are more than there are places for. tokens: of the document that is cut."""
+    return (
+        f"the teacher's tokens of some rows are more than {places:,} (one document has {tokens:,}): beyond them the "
+        "student does not learn from it, which `aligned` shows; objective.teacher_sequence=N has room for more"
+    )
+
+
+def document(batch: Batch, row: int, places: np.ndarray) -> list[int]:
+    """The tokens of a document in a row, with the target of the last one."""
+    ids = batch["tokens"][row, places].tolist()
+    return [*ids, int(batch["targets"][row, places[-1]])] if batch["mask"][row, places[-1]] > 0 else ids
+
+
+def beside(
+    batch: Batch, places: int, aligned: Callable[[int, np.ndarray], Aligned], cut: Callable[[int], None]
+) -> Batch:
+    """A batch of language modeling with the fields above.
+
+    Args:
+        places: U.
+        aligned: (row, the places of a document in it) -> that document by both tokenizers.
+        cut: is told how many tokens a document has by the teacher that is not wholly in its row.
+    """
+    rows, length = batch["tokens"].shape
+    sizes = {"B": rows, "T": length, "U": places}
+    made = {name: np.zeros([sizes[a] for a in of.axes.split()], of.dtype) for name, of in FIELDS.items()}
+    for row, segments in enumerate(batch["segments"]):
+        at = number = 0
+        for segment in range(1, int(segments.max(initial=0)) + 1):
+            here = np.flatnonzero(segments == segment)
+            if not len(here):
+                continue
+            found = aligned(row, here)
+            theirs = found.teacher[: places - at]
+            if len(theirs) < len(found.teacher):
+                cut(len(found.teacher))
+            end = at + len(theirs)
+            made["teacher_tokens"][row, at:end] = theirs
+            made["teacher_targets"][row, at : max(end - 1, at)] = theirs[1:]
+            made["teacher_segments"][row, at:end] = segment
+            for (a, b), (c, d) in found.groups:
+                # The first token of a document has nothing before it that predicts it.
+                if a < 1 or c < 1 or d > len(theirs):
+                    continue
+                ours = here[0] + np.arange(a - 1, b - 1)
+                if not (batch["mask"][row, ours] > 0).all():
+                    continue
+                number += 1
+                made["group"][row, ours] = number
+                made["teacher_group"][row, at + c - 1 : at + d - 1] = number
+                made["last"][row, ours[-1]], made["teacher_last"][row, ours[-1]] = 1, at + d - 2
+            at = end
+    return batch | made

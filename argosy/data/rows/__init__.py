@@ -1,0 +1,1 @@
+"""Rows that belong together: groups, prompts, pairs, answered prompts."""

@@ -1,0 +1,262 @@
+"""Sequences that are compared or labeled: preference pairs, answers that are good or bad, answers in steps. Records to tokens, and
+tokens to rows.
+
+A record of a pair gives two sequences, one of KTO its own and its prompt with the answer to another prompt. The sequences of a record
+are a group, which is kept or left out as a whole. Each is complete, prompt included, because its log-probability depends on the
+prompt; both encode the prompt alike, as inference does.
+
+Rows hold one sequence each, or several by best fit (`data.packing=fit`), where the first rows of groups hold their first sequences and
+the second rows their second ones, in the same order: slot k of a row belongs to slot k of the next. Nothing here knows losses.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.data.batch import Batch, Field, Fields
+from argosy.data.chat.conversations import ConversationEncoder
+from argosy.data.chat.mask import encode_all, encode_cut
+from argosy.data.encode import Encoder
+from argosy.data.pack import Corpus, Encoded, PackCounts, best_fit_decreasing
+from argosy.data.sources import Document, Record, Source
+from argosy.data.sources.records import GROUPS
+
+if TYPE_CHECKING:
+    from argosy.data.tokenizers.load import Tokenizer
+
+# Records of KTO whose answers may be taken for the first ones after them.
+RECENT = 8
+
+
+class SequenceEncoder(ConversationEncoder):
+    """Encodes records of sequences; the counts are of those so far.
+
+    read, endless: as in ConversationEncoder.  unanswered: records with a sequence of which nothing is learned.  identical: pairs whose
+    two answers are the same.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        format: str,
+        bos: bool | None = None,
+        special: bool = False,
+        learn: str = "answers",
+        template: str | None = None,
+    ):
+        """Raises:
+        BadInput: as ConversationEncoder; or prompts are to be learned.
+        """
+        if learn != "answers":
+            what = f"data.learn={learn} is for fine-tuning: of `{format}` records only the answers count"
+            raise BadInput(what, hint="leave `data.learn` out")
+        super().__init__(tokenizer, bos, special, learn, template)
+        self.format, self.identical = format, 0
+        self.recent: list[Record] = []
+
+    def encode(self, documents: list[Document]) -> Iterator[Encoded]:
+        """The records in order, one answer each: the first sequence, with the others in its `group`. Empty for those left out.
+
+        Raises:
+            BadInput: as ConversationEncoder; or KTO's records all have one prompt.
+        """
+        records = [document.record for document in documents if document.record is not None]
+        groups = [self.rows_of(records, at) for at in range(len(records))]
+        self.recent = [*self.recent, *records][-RECENT:]
+        flat = [row for group in groups for row in group]
+        chats = encode_all(self.tokenizer, [self.conversation(row) for row in flat if self.is_chat(row)], self.way)
+        for record, group in zip(records, groups):
+            self.read += 1
+            if not group:
+                self.identical += 1
+                yield self.left_out()
+                continue
+            found = [next(chats) if self.is_chat(row) else self.completion(row) for row in group]
+            if error := next((one for one in found if isinstance(one, BadInput)), None):
+                where = f"{record.where}: {error.where}" if error.where else record.where
+                raise BadInput(error.what, where=where, hint=error.hint)
+            unanswered, endless = self.unanswered, self.endless
+            each = [self.sequence(row, ids) for row, ids in zip(group, found)]
+            self.endless = endless + (self.endless > endless)
+            if self.unanswered > unanswered:
+                self.unanswered = unanswered + 1
+                yield self.left_out()
+                continue
+            yield replace(each[0], group=tuple(each[1:]), values=record.values)
+
+    def left_out(self) -> Encoded:
+        return Encoded(np.zeros(0, self.dtype), np.zeros(0, np.uint8), begins=False)
+
+    def rows_of(self, records: Sequence[Record], at: int) -> list[Record]:
+        """The sequences of a record; none if its answers are the same."""
+        record = records[at]
+        if self.format == "kto":
+            return [record, self.mismatched(records, at)]
+        others = list(record.others)
+        same = any((record.messages, record.prompt, record.completion) == (o.messages, o.prompt, o.completion) for o in others)
+        return [] if same else [record, *others]
+
+    def mismatched(self, records: Sequence[Record], at: int) -> Record:
+        """A record's prompt with the answer to another prompt: that of the next record which has another one."""
+        record = records[at]
+        others = [*records[at + 1 :], *records[:at], *reversed(self.recent)]
+        other = next((one for one in others if asked_of(one) != asked_of(record) and is_chat(one) == is_chat(record)), None)
+        if other is None:
+            what = "KTO compares with answers to other prompts, and all records have the same one"
+            raise BadInput(what, where=record.where, hint="give examples with at least two prompts")
+        if record.messages is None:
+            return Record(where=record.where, prompt=record.prompt, completion=other.completion)
+        messages = [*record.messages[: record.asked], *(other.messages or ())[other.asked :]]
+        learned = (*[False] * record.asked, *(other.learned or ())[other.asked :])
+        return replace(record, messages=messages, learned=learned, values={})
+
+    def completion(self, record: Record) -> Any:
+        return super().completion(record) if not record.steps else self.in_steps(record)
+
+    def in_steps(self, record: Record) -> tuple[list[int], list[bool]]:
+        """A prompt and steps, each encoded alone, so that a step's tokens do not depend on what follows; the last of each is marked."""
+        text, cuts = record.prompt or "", []
+        for step, _ in record.steps:
+            cuts.append(len(text))
+            text += f"{step}\n"
+        ids, places = encode_cut(self.tokenizer, text, [cut for cut in cuts if cut], self.special)
+        mask, begins = [False] * len(ids), np.array([begin for begin, _ in places])
+        for stop in [*cuts[1:], len(text)]:
+            mask[int(np.searchsorted(begins, stop)) - 1] = True
+        return ids, mask
+
+    def sequence(self, record: Record, found: Any) -> Encoded:
+        """One sequence with what is learned of it."""
+        if not record.steps:
+            return self.finished(found, self.is_chat(record))
+        made, right = self.finished(found, False, ends=False), np.zeros(0, np.float32)
+        if made.weights is not None:
+            right = np.zeros(len(made.tokens), np.float32)
+            right[np.flatnonzero(made.weights)] = [label for _, label in record.steps]
+        return replace(made, columns={"right": right})
+
+
+def is_chat(record: Record) -> bool:
+    return record.messages is not None
+
+
+def asked_of(record: Record) -> Any:
+    """What a record asks, to tell whether two ask the same."""
+    return list(record.messages[: record.asked]) if record.messages is not None else record.prompt
+
+
+def encoder_for(
+    source: Source,
+    tokenizer: "Tokenizer",
+    bos: bool | None = None,
+    special: bool = False,
+    learn: str = "answers",
+    template: str | None = None,
+) -> Encoder:
+    """The encoder of a source's documents: of text, of conversations, or of sequences."""
+    if source.format == "text":
+        return Encoder(tokenizer, bos, special)
+    if source.format in GROUPS:
+        return SequenceEncoder(tokenizer, source.format, bos, special, learn, template)
+    return ConversationEncoder(tokenizer, bos, special, learn, template)
+
+
+class SequenceRows:
+    """Rows of `sequence` places with whole sequences. Beside what language modeling reads, a batch has for each slot of a row
+
+        live       float32  [B s]  1 where there is a sequence
+        document   int32    [B s]  its number in the corpus
+        and the values of records by name, float32 [B s]
+
+    and the columns of the corpus for each token. All tokens of a sequence are inputs, the last one without a target.
+
+    dropped: groups with a sequence longer than a row, left out.  cut: groups with one that was cut at the end.  unlearned: groups left
+    out because no token of an answer is within the row.
+    """
+
+    def __init__(self, corpus: Corpus, per_group: int, sequence: int, packing: str = "alone", too_long: str = "drop"):
+        """too_long: what happens to a group with a sequence longer than a row: `drop`, `cut`, or `error`.
+
+        Raises:
+            BadInput: there is one, and it is an error.
+        """
+        self.corpus, self.per_group, self.sequence = corpus, per_group, sequence
+        sizes = np.diff(corpus.starts).reshape(-1, per_group)
+        long = np.any(sizes > sequence, axis=1).reshape(-1)
+        if too_long == "error" and long.any():
+            are = "is" if long.sum() == 1 else "are"
+            what = f"{long.sum():,} of {plural(len(long), 'record')} {are} longer than a row of {sequence:,} tokens"
+            where = f"the longest sequence has {sizes.max():,} tokens (data.too_long=error)"
+            raise BadInput(what, where=where, hint="raise `data.sequence`, or set `data.too_long=cut` or `drop`")
+        kept = ~long if too_long == "drop" else np.ones(len(long), bool)
+        sizes = np.minimum(sizes, sequence)
+        learns = (self.learned_of(sizes) > 0).all(1)
+        self.dropped = int((~kept).sum())
+        self.unlearned = int((kept & ~learns).sum())
+        self.cut = int((kept & learns & long).sum())
+        # [groups kept] numbers of groups, and the tokens of each sequence.
+        self.groups, self.sizes = np.flatnonzero(kept & learns), sizes
+        needed = sizes[self.groups].max(1, initial=0)
+        row_of = best_fit_decreasing(needed, sequence) if packing == "fit" else np.arange(len(needed))
+        order = np.argsort(row_of, kind="stable")
+        self.order, counts = self.groups[order], np.bincount(row_of)
+        self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.slots = int(counts.max(initial=1))
+        named = {"live": np.float32, "document": np.int32, **dict.fromkeys(corpus.values, np.float32)}
+        self.fields: Fields = {**corpus.fields, **{name: Field("B s", dtype, "row") for name, dtype in named.items()}}
+
+    @property
+    def counts(self) -> PackCounts:
+        """What was done to groups, and how many targets there are and count."""
+        sizes = self.sizes[self.groups]
+        learned = int(self.learned_of(self.sizes)[self.groups].sum())
+        return PackCounts(self.cut, self.dropped, self.unlearned, 0, int((sizes - 1).sum()), learned)
+
+    @property
+    def own_sizes(self) -> dict[str, int]:
+        """The sizes of axes of its own fields."""
+        return {"s": self.slots}
+
+    def learned_of(self, sizes: np.ndarray) -> np.ndarray:
+        """How many targets of each sequence count, where that many of its tokens are kept."""
+        begin = self.corpus.starts[:-1].reshape(sizes.shape)
+        if self.corpus.weights is None:
+            return np.maximum(sizes - 1, 0)
+        edges = np.concatenate([[0], np.cumsum(np.asarray(self.corpus.weights) != 0, dtype=np.int64)])
+        return edges[begin + sizes] - edges[np.minimum(begin + 1, begin + sizes)]
+
+    def __len__(self) -> int:
+        return (len(self.offsets) - 1) * self.per_group
+
+    def gather(self, rows: np.ndarray) -> Batch:
+        batch: Batch = {}
+        sizes = {"T": self.sequence, "s": self.slots}
+        for name, field in self.fields.items():
+            shape = (len(rows), *(sizes[axis] for axis in field.axes.split()[1:]))
+            batch[name] = np.full(shape, -1 if name == "document" else 0, field.dtype)
+        for row, number in enumerate(rows.tolist()):
+            bundle, place = divmod(number, self.per_group)
+            at = 0
+            for slot, group in enumerate(self.order[self.offsets[bundle] : self.offsets[bundle + 1]].tolist()):
+                at += self.write(batch, row, at, slot, group, place)
+        return batch
+
+    def write(self, batch: Batch, row: int, at: int, slot: int, group: int, place: int) -> int:
+        """Writes a sequence into a slot; returns the places it takes."""
+        document, corpus = group * self.per_group + place, self.corpus
+        begin, size = int(corpus.starts[document]), int(self.sizes[group, place])
+        tokens = corpus.tokens[begin : begin + size]
+        inputs, targets = (row, slice(at, at + size)), (row, slice(at, at + size - 1))
+        batch["tokens"][inputs], batch["targets"][targets] = tokens, tokens[1:]
+        batch["segments"][inputs] = slot + 1
+        batch["mask"][targets] = 1
+        for name, column in corpus.beside.items():
+            batch[name][targets] = column[begin + 1 : begin + size]
+        batch["live"][row, slot], batch["document"][row, slot] = 1, document
+        for name, values in corpus.values.items():
+            batch[name][row, slot] = values[document]
+        return size

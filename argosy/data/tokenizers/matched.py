@@ -1,0 +1,59 @@
+"""Which tokens of two vocabularies stand for the same bytes, whatever their ids and however their tokenizers write a space."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from argosy.data.tokenizers.load import Tokenizer
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Pairs of ids, each of which is in one pair at most. Kept as bytes of int32, which are compared and hashed fast."""
+
+    student: bytes
+    teacher: bytes
+
+    def __len__(self) -> int:
+        return len(self.student) // 4
+
+    @cached_property
+    def ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """The student's ids and the teacher's, [M] each."""
+        return np.frombuffer(self.student, np.int32), np.frombuffer(self.teacher, np.int32)
+
+
+def matched(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
+    """The tokens that both have. Of special tokens only the ends match, whatever they are called."""
+    ours, theirs = by_bytes(student), by_bytes(teacher)
+    pairs = [(token, theirs[piece]) for piece, token in ours.items() if piece in theirs]
+    if student.eos is not None and teacher.eos is not None:
+        pairs.append((student.eos, teacher.eos))
+    found = np.array(sorted(pairs), np.int32).reshape(-1, 2)
+    return Matched(found[:, 0].tobytes(), found[:, 1].tobytes())
+
+
+def by_bytes(tokenizer: "Tokenizer") -> Mapping[bytes, int]:
+    """{bytes: id} of ordinary tokens. Of several tokens of the same bytes, such as a character and its byte, it is the one that the
+    tokenizer writes."""
+    out: dict[bytes, int] = {}
+    for token in range(tokenizer.vocab):
+        if token in tokenizer.hidden or token == tokenizer.unknown:
+            continue
+        piece = tokenizer.piece(token, False)
+        if piece and (piece not in out or writes(tokenizer, piece) == token):
+            out[piece] = token
+    return out
+
+
+def writes(tokenizer: "Tokenizer", piece: bytes) -> int | None:
+    """The token that these bytes become inside of a text; None: they are no text, or several tokens."""
+    try:
+        ids = tokenizer.encode_rest([piece.decode()])[0]
+    except UnicodeDecodeError:
+        return None
+    return ids[0] if len(ids) == 1 else None

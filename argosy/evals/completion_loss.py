@@ -1,0 +1,56 @@
+"""The loss of the answers that a file has, in nats a token: what training on it minimizes.
+
+Records become tokens as in fine-tuning (`data.chat.conversations`): messages by the model's chat template, a prompt and its completion
+as their text, an Alpaca record by the template or as Stanford's text. What counts is what training learns: what an assistant says with
+the token that ends its turn, or a completion with the end of sequence.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.chat.conversations import HINT, ConversationEncoder
+from argosy.data.sources import Document
+from argosy.evals.likelihood import Tick
+from argosy.evals.plan import Planned
+from argosy.evals.settings import EvalSettings
+from argosy.evals.statistics import Row
+from argosy.infer.engine.sequences import batches
+
+
+def measure(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[Row], int]:
+    """The loss of each record's answers, weighted by their tokens, and how many records lost tokens from the left.
+
+    Raises:
+        BadInput: a record has no answer, or needs a chat template that the model does not have; it is named.
+    """
+    encoder = ConversationEncoder(lm.tokenizer)
+    try:
+        encoded = list(encoder.encode([Document(record=one) for one in planned.records]))
+    except BadInput as error:
+        if error.hint == HINT:
+            # data.template is a setting of training.
+            error.hint = "put the chat_template.jinja that it was trained with into the model's folder"
+        raise
+    finally:
+        encoder.close()
+    # Nothing follows the last token, so a sequence may have one more than the context.
+    most, rows = lm.config.context + 1, list[np.ndarray]()
+    learned: list[np.ndarray] = []
+    for record, one in zip(planned.records, encoded, strict=True):
+        if one.weights is None or not one.weights[1:].any():
+            raise BadInput("a record without an answer to evaluate", where=record.where, hint="leave it out of the file")
+        ids, weights = one.tokens[-most:].astype(np.int64), one.weights[-most:] > 0
+        rows.append(ids)
+        learned.append(weights[1:])
+        if not learned[-1].any():
+            raise BadInput(f"what follows the answer fills the context of {lm.config.context} tokens", where=record.where)
+    found, done, sequences = dict[int, Row](), 0, lm.sequences()
+    for places in batches([len(ids) - 1 for ids in rows], settings.batch, lm.config.context):
+        for i, scores in zip(places, sequences.scores([rows[i] for i in places]), strict=True):
+            each = -scores.logprobs[learned[i]].astype(np.float64)
+            found[i] = Row(i, {"loss": float(each.mean())}, {"loss": float(len(each))})
+        done += len(places)
+        tick(done)
+    return [found[i] for i in range(len(rows))], sum(len(one.tokens) > most for one in encoded)

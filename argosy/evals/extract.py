@@ -1,0 +1,69 @@
+"""The answer in a generated text, and whether it is the right one.
+
+Strict: the text is the answer, or has it in the form that the task asks for (`#### 18` of GSM8K). Flexible: the first, or the last,
+thing in the text that looks like an answer. Both are compared without case, commas, dollar signs, quotes and a final full stop; two
+numbers by their values.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from argosy.evals.tasks import Task
+
+
+def right(task: Task, row: Mapping[str, Any], text: str) -> tuple[bool, bool]:
+    """Whether a generated text answers a row: strictly, flexibly."""
+    gold = expected(task, row)
+    strict = found(task.strict, text, last=task.last) if task.strict else text
+    return same(strict, gold), same(flexible(task, row, text), gold)
+
+
+def expected(task: Task, row: Mapping[str, Any]) -> str:
+    """The right answer of a row."""
+    text = row[task.answer].strip()
+    return (found(task.strict, text, last=True) or text) if task.strict else text
+
+
+def flexible(task: Task, row: Mapping[str, Any], text: str) -> str | None:
+    """The first, or last, thing in a text that looks like an answer; None if nothing does. The text itself, if the task does not say
+    what an answer looks like."""
+    if task.flexible == "words":
+        return sorted_words(row[_QUESTION], text)
+    return found(task.flexible, text, last=task.last) if task.flexible else text
+
+
+_QUESTION = "input"
+
+
+def sorted_words(question: str, text: str) -> str:
+    """The words of the question's list, in the order in which the text has them; the last of each counts."""
+    words = question.rpartition("List:")[2].split()
+    matches = re.findall("|".join(rf"(?<!\w){re.escape(w)}(?!\w)" for w in sorted(words, key=len, reverse=True)), text)
+    return " ".join(reversed(dict.fromkeys(reversed(matches))))
+
+
+def found(pattern: str, text: str, *, last: bool) -> str | None:
+    """The first or the last match in a text: its group, if the pattern has one."""
+    matches = re.findall(pattern, text)
+    return matches[-1 if last else 0] if matches else None
+
+
+def same(answer: str | None, gold: str) -> bool:
+    """Whether an answer is the right one."""
+    if answer is None:
+        return False
+    a, b = plain(answer), plain(gold)
+    return a == b or (_number(a) is not None and _number(a) == _number(b))
+
+
+def plain(text: str) -> str:
+    """A text without what does not matter in an answer."""
+    return re.sub(r'[,$"\\\n]', "", text).strip().rstrip(".").strip().lower()
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text) if re.fullmatch(r"-?\d+(\.\d*)?", text) else None
+    except OverflowError:
+        return None

@@ -1,0 +1,62 @@
+"""Answers that are generated: greedy, by the engine, many at a time; then judged.
+
+A prompt keeps its last tokens if it does not leave room for the answer in the context: `max_tokens`, or half of the context if that is
+less. Through a chat template no stop string ends an answer, since chat models end their turn themselves, and an answer may have at
+least `CHAT` tokens.
+"""
+
+from typing import Any
+
+from argosy.evals import extract, ifeval
+from argosy.evals.likelihood import Tick
+from argosy.evals.plan import Planned
+from argosy.evals.prompts import examples, question
+from argosy.evals.settings import EvalSettings
+from argosy.evals.statistics import Row
+
+CHAT = 256
+
+
+def generation(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[Row], int]:
+    """Whether the answer to each row is right, and how many prompts were cut."""
+    texts, cut = answers(lm, planned, settings, tick)
+    found = []
+    for number, (row, text) in enumerate(zip(planned.rows, texts, strict=True)):
+        strict, flexible = extract.right(planned.task, row, text)
+        values = {"exact_match": float(strict), "exact_match_flexible": float(flexible)}
+        shown = {"text": text, "target": extract.expected(planned.task, row)}
+        found.append(Row(number, values, {}, shown))
+    return found, cut
+
+
+def instructions(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[Row], int]:
+    """Which of its instructions the answer to each row follows, and how many prompts were cut."""
+    texts, cut = answers(lm, planned, settings, tick)
+    both = zip(planned.rows, texts, strict=True)
+    return [ifeval.judged(number, row, text) for number, (row, text) in enumerate(both)], cut
+
+
+def answers(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[str], int]:
+    """The answer to each row, and how many prompts were cut."""
+    task, before = planned.task, examples(planned, settings.seed)
+    limit = settings.max_tokens or (max(task.max_tokens, CHAT) if settings.chat else task.max_tokens)
+    room = lm.config.context - min(limit, lm.config.context // 2)
+    prompts = [_ids(lm, before(number) + question(task, row), settings) for number, row in enumerate(planned.rows)]
+    stop = [] if settings.chat else list(task.stop)
+    run = lm.pieces([ids[-room:] for ids in prompts], limit, stop=stop, temperature=0.0)
+    done = 0
+    try:
+        for piece in run:
+            done += piece.done
+            tick(done)
+    finally:
+        run.close()
+    return [completion.text for completion in run.completions], sum(len(ids) > room for ids in prompts)
+
+
+def _ids(lm: Any, text: str, settings: EvalSettings) -> list[int]:
+    if settings.chat:
+        return lm.chat_prompt([{"role": "user", "content": text}])
+    return lm.encode(text)
+
+

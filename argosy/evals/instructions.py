@@ -1,0 +1,263 @@
+"""The instructions of IFEval, a check for each kind.
+
+Checks agree with the authors' program, quirks included, since published figures come from it. They differ where it needs what it would
+download: sentences are divided by rules, not by NLTK's Punkt model; words in capitals by rules close to NLTK's; the language of a
+response by scripts and frequent words (`language`), not by langdetect. And a character other than a letter of `letter_frequency` is
+counted as asked; there, a random letter takes its place.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from argosy.core.errors import BadInput, UnknownName
+from argosy.evals.language import KNOWN, language_of
+from argosy.evals.rows import Fields
+from argosy.evals.sentences import sentences_of, words_apart
+
+Relation = Literal["less than", "at least"]
+RELATIONS = ("less than", "at least")
+ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+
+class Check(NamedTuple):
+    """How one kind is checked: (response, **arguments) -> followed. takes: its arguments, each with what it holds."""
+
+    held: Callable[..., bool]
+    takes: Mapping[str, str]
+
+
+def follows(kind: str, response: str, given: Mapping[str, Any]) -> bool:
+    """Whether a response follows an instruction. Arguments that are None are left out, as the Hub's copy of the data writes them, and
+    3.0 is 3."""
+    some = {name: value for name, value in given.items() if value is not None}
+    return CHECKS[kind].held(response, **{k: int(v) if isinstance(v, float) else v for k, v in some.items()})
+
+
+def check_instructions(path: Path, rows: Sequence[Fields]) -> None:
+    """Checks that every instruction of these rows can be checked.
+
+    Raises:
+        UnknownName: a kind that is not known. BadInput: an argument is missing, unknown or of another type.
+    """
+    for number, row in enumerate(rows):
+        where = f"{path}, row {number + 1} of {len(rows)}"
+        kinds, given = row["instruction_id_list"], row["kwargs"]
+        if len(kinds) != len(given):
+            raise BadInput(f"{len(kinds)} instructions and arguments for {len(given)}", where=where)
+        for kind, arguments in zip(kinds, given):
+            if kind not in CHECKS:
+                raise UnknownName("instruction", kind, CHECKS, where=where)
+            _check_arguments(kind, {k: v for k, v in arguments.items() if v is not None}, where)
+
+
+def _check_arguments(kind: str, given: Mapping[str, Any], where: str) -> None:
+    takes = CHECKS[kind].takes
+    if missing := [name for name in takes if name not in given]:
+        raise BadInput(f"{kind} needs `{missing[0]}`", where=where)
+    if unknown := [name for name in given if name not in takes]:
+        raise BadInput(f"{kind} has no argument `{unknown[0]}`", where=where)
+    for name, value in given.items():
+        if not _ACCEPTS[takes[name]](value):
+            raise BadInput(f"`{name}` of {kind} should be {takes[name]}, not {value!r}", where=where)
+
+
+def _whole(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
+
+
+_ACCEPTS: dict[str, Callable[[Any], bool]] = {
+    "a whole number": _whole,
+    "text": lambda value: isinstance(value, str) and bool(value.strip()),
+    "a list of texts": lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value) and bool(value),
+    "`less than` or `at least`": lambda value: value in RELATIONS,
+    f"a language: {', '.join(sorted(KNOWN))}": lambda value: value in KNOWN,
+    "one character": lambda value: isinstance(value, str) and len(value) == 1,
+}
+_N, _TEXT, _TEXTS, _RELATION, _LANGUAGE, _LETTER = _ACCEPTS
+
+
+def _compared(count: int, relation: str, threshold: int) -> bool:
+    return count < threshold if relation == "less than" else count >= threshold
+
+
+# ---- keywords
+
+
+def existence(response: str, keywords: list[str]) -> bool:
+    """All keywords occur. They are regular expressions, as in the authors' program, and parts of words count."""
+    return all(re.search(word, response, re.IGNORECASE) for word in keywords)
+
+
+def forbidden(response: str, forbidden_words: list[str]) -> bool:
+    """None of the words occurs, as a whole word."""
+    return not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in forbidden_words)
+
+
+def frequency(response: str, keyword: str, frequency: int, relation: str) -> bool:
+    return _compared(len(re.findall(keyword.strip(), response, re.IGNORECASE)), relation, frequency)
+
+
+def letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _compared(response.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+# ---- language and case
+
+
+def in_language(response: str, language: str) -> bool:
+    """The whole response is in one language. A response without letters is in any, as in the authors' program."""
+    found = language_of(response)
+    return found is None or found == language
+
+
+def english_capital(response: str) -> bool:
+    return response.isupper() and in_language(response, "en")
+
+
+def english_lowercase(response: str) -> bool:
+    return response.islower() and in_language(response, "en")
+
+
+def capital_words(response: str, capital_frequency: int, capital_relation: str) -> bool:
+    return _compared(sum(word.isupper() for word in words_apart(response)), capital_relation, capital_frequency)
+
+
+# ---- length
+
+
+def sentences(response: str, num_sentences: int, relation: str) -> bool:
+    return _compared(len(sentences_of(response)), relation, num_sentences)
+
+
+def words(response: str, num_words: int, relation: str) -> bool:
+    return _compared(len(re.findall(r"\w+", response)), relation, num_words)
+
+
+def paragraphs(response: str, num_paragraphs: int) -> bool:
+    """So many parts between `***`; an empty one only at the beginning or the end."""
+    parts = re.split(r"\s?\*\*\*\s?", response)
+    if any(not part.strip() for part in parts[1:-1]):
+        return False
+    return sum(bool(part.strip()) for part in parts) == num_paragraphs
+
+
+def first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """So many parts between blank lines, and the nth begins with the word. Places count empty parts too, as in the authors'
+    program."""
+    parts = response.split("\n\n")
+    count = sum(bool(part.strip()) for part in parts)
+    if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():
+        return False
+    word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word, maxsplit=1)[0].lower() == first_word.lower()
+
+
+# ---- form
+
+
+def placeholders(response: str, num_placeholders: int) -> bool:
+    return len(re.findall(r"\[.*?\]", response)) >= num_placeholders
+
+
+def postscript(response: str, postscript_marker: str) -> bool:
+    marker = postscript_marker.strip()
+    known = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
+    return bool(re.search(known.get(marker, rf"\s*{marker.lower()}.*$"), response.lower(), re.MULTILINE))
+
+
+def bullets(response: str, num_bullets: int) -> bool:
+    """Exactly so many lines that begin with `*` or `-`."""
+    stars = re.findall(r"^\s*\*[^\*].*$", response, re.MULTILINE)
+    return len(stars) + len(re.findall(r"^\s*-.*$", response, re.MULTILINE)) == num_bullets
+
+
+def constrained(response: str) -> bool:
+    return any(answer in response for answer in ANSWERS)
+
+
+def highlights(response: str, num_highlights: int) -> bool:
+    """At least so many `*sections*`. `**bold**` counts by its inner pair too, as in the authors' program."""
+    single = [part for part in re.findall(r"\*[^\n\*]*\*", response) if part.strip("*").strip()]
+    double = [part for part in re.findall(r"\*\*[^\n\*]*\*\*", response) if part[2:-2].strip()]
+    return len(single) + len(double) >= num_highlights
+
+
+def sections(response: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.split(rf"\s?{section_spliter.strip()}\s?\d+\s?", response)) - 1 >= num_sections
+
+
+def is_json(response: str) -> bool:
+    """JSON, alone or in a markdown fence."""
+    text = response.strip()
+    for fence in ("```json", "```Json", "```JSON", "```"):
+        text = text.removeprefix(fence)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def title(response: str) -> bool:
+    """`<<a title>>` on one line."""
+    return any(found.lstrip("<").rstrip(">").strip() for found in re.findall(r"<<[^\n]+>>", response))
+
+
+def two_responses(response: str) -> bool:
+    """Two different parts around `******`; an empty one only at the beginning or the end."""
+    parts = [part.strip() for part in response.split("******")]
+    full = [part for part in parts if part]
+    return all(parts[1:-1]) and len(full) == 2 and full[0] != full[1]
+
+
+def repeats(response: str, prompt_to_repeat: str) -> bool:
+    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def ends(response: str, end_phrase: str) -> bool:
+    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def quoted(response: str) -> bool:
+    text = response.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def no_comma(response: str) -> bool:
+    return "," not in response
+
+
+CHECKS: dict[str, Check] = {
+    "change_case:capital_word_frequency": Check(capital_words, {"capital_frequency": _N, "capital_relation": _RELATION}),
+    "change_case:english_capital": Check(english_capital, {}),
+    "change_case:english_lowercase": Check(english_lowercase, {}),
+    "combination:repeat_prompt": Check(repeats, {"prompt_to_repeat": _TEXT}),
+    "combination:two_responses": Check(two_responses, {}),
+    "detectable_content:number_placeholders": Check(placeholders, {"num_placeholders": _N}),
+    "detectable_content:postscript": Check(postscript, {"postscript_marker": _TEXT}),
+    "detectable_format:constrained_response": Check(constrained, {}),
+    "detectable_format:json_format": Check(is_json, {}),
+    "detectable_format:multiple_sections": Check(sections, {"section_spliter": _TEXT, "num_sections": _N}),
+    "detectable_format:number_bullet_lists": Check(bullets, {"num_bullets": _N}),
+    "detectable_format:number_highlighted_sections": Check(highlights, {"num_highlights": _N}),
+    "detectable_format:title": Check(title, {}),
+    "keywords:existence": Check(existence, {"keywords": _TEXTS}),
+    "keywords:forbidden_words": Check(forbidden, {"forbidden_words": _TEXTS}),
+    "keywords:frequency": Check(frequency, {"keyword": _TEXT, "frequency": _N, "relation": _RELATION}),
+    "keywords:letter_frequency": Check(
+        letter_frequency, {"letter": _LETTER, "let_frequency": _N, "let_relation": _RELATION}
+    ),
+    "language:response_language": Check(in_language, {"language": _LANGUAGE}),
+    "length_constraints:nth_paragraph_first_word": Check(
+        first_word, {"num_paragraphs": _N, "nth_paragraph": _N, "first_word": _TEXT}
+    ),
+    "length_constraints:number_paragraphs": Check(paragraphs, {"num_paragraphs": _N}),
+    "length_constraints:number_sentences": Check(sentences, {"num_sentences": _N, "relation": _RELATION}),
+    "length_constraints:number_words": Check(words, {"num_words": _N, "relation": _RELATION}),
+    "punctuation:no_comma": Check(no_comma, {}),
+    "startend:end_checker": Check(ends, {"end_phrase": _TEXT}),
+    "startend:quotation": Check(quoted, {}),
+}

@@ -1,0 +1,117 @@
+"""The loss of text, in nats a token.
+
+A text is read in windows of `window` tokens, each `stride` after the one before. Of every window but the first only the last `stride`
+tokens count, so each token of the text counts once, and sees at least window - stride tokens before it. With stride = window (the
+default) windows share nothing but the token before their first, from which that one is predicted.
+
+The first token is predicted from the beginning-of-sequence token where the tokenizer adds one; otherwise it is not scored, because
+nothing is before it. Windows after the first have no beginning-of-sequence token in front.
+
+The standard error takes windows as independent, or documents where the file has several, since tokens of one window are not. A text of
+fewer than `FEWEST` windows is divided into stretches of `STRETCH` tokens for it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.evals.likelihood import Tick
+from argosy.evals.plan import Planned
+from argosy.evals.rows import read_text
+from argosy.evals.settings import EvalSettings
+from argosy.evals.statistics import Row
+from argosy.infer.engine.sequences import batches
+
+WINDOW = 2048
+FEWEST, STRETCH = 8, 128
+
+
+class Window(NamedTuple):
+    """The tokens [start, end) of a text, of which those from `counts` on are scored, each from those before it in the window."""
+
+    start: int
+    counts: int
+    end: int
+
+
+def windows(length: int, window: int, stride: int) -> Iterator[Window]:
+    """The windows of a text of so many tokens. One has `window` tokens to predict from, so it spans up to one more."""
+    end = min(length, window + 1)
+    if end > 1:
+        yield Window(0, 1, end)
+    while end < length:
+        counts, end = end, min(end + stride, length)
+        yield Window(max(end - window - 1, 0), counts, end)
+
+
+def losses(lm: Any, texts: Sequence[Sequence[int]], window: int, stride: int, batch: int, tick: Tick) -> list[list[np.ndarray]]:
+    """The loss of each token, in nats, of each window of each text."""
+    every = [(i, one) for i, ids in enumerate(texts) for one in windows(len(ids), window, stride)]
+    found: dict[int, np.ndarray] = {}
+    sequences = lm.sequences()
+    for places in batches([one.end - one.start - 1 for _, one in every], batch, lm.config.context):
+        rows = [texts[every[k][0]][every[k][1].start : every[k][1].end] for k in places]
+        for k, scores in zip(places, sequences.scores(rows), strict=True):
+            one = every[k][1]
+            found[k] = -scores.logprobs[one.counts - one.start - 1 :].astype(np.float64)
+        tick(len(found))
+    out: list[list[np.ndarray]] = [[] for _ in texts]
+    for k, (i, _) in enumerate(every):
+        out[i].append(found[k])
+    return out
+
+
+def measure(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[Row], int]:
+    """Loss and bits per byte of each row of the standard error, and no cut sequences.
+
+    Raises:
+        BadInput: the window is longer than the model's context, the stride longer than the window, or there is nothing to score.
+    """
+    window = settings.window or min(WINDOW, lm.config.context)
+    stride = settings.stride or window
+    if window > lm.config.context:
+        raise BadInput(f"window={window} is more than the model's context of {lm.config.context}")
+    if stride > window:
+        raise BadInput(f"stride={stride} is more than the window of {window}", hint="tokens between windows would not be scored")
+    documents = [row["text"] for row in planned.rows] if planned.rows else [read_text(planned.path)]
+    encoded = [_encoded(lm, text) for text in documents]
+    texts = [ids for ids, _ in encoded]
+    if not planned.rows and settings.limit:
+        texts = [texts[0][: window + 1 + (settings.limit - 1) * stride]]
+    scored = losses(lm, texts, window, stride, settings.batch, tick)
+    if not any(len(one) for text in scored for one in text):
+        raise BadInput(f"{planned.path} has nothing to score", hint="a text needs two tokens, or one after the token that begins it")
+    found = []
+    for i, parts in enumerate(scored):
+        loss, sizes = np.concatenate([*parts, np.zeros(0)]), encoded[i][1][1 : len(texts[i])]
+        for at, end in _units([len(part) for part in parts], whole=len(documents) > 1):
+            if end > at:
+                total, tokens, n_bytes = float(loss[at:end].sum()), float(end - at), float(max(sum(sizes[at:end]), 1))
+                values = {"loss": total / tokens, "bits_per_byte": total / math.log(2) / n_bytes}
+                found.append(Row(len(found), values, {"loss": tokens, "bits_per_byte": n_bytes}))
+    return found, 0
+
+
+def _encoded(lm: Any, text: str) -> tuple[list[int], list[int]]:
+    """The token ids of a text, and the bytes of it that each stands for: up to where the next begins, so they add up."""
+    ids, spans = lm.tokenizer.encode_with_offsets(text)
+    ends = [begin for begin, _ in spans[1:]] + [len(text)]
+    sizes, at = [], 0
+    for end in ends[: len(ids)]:
+        sizes.append(len(text[at : max(end, at)].encode()))
+        at = max(end, at)
+    return ([lm.tokenizer.bos, *ids], [0, *sizes]) if lm.tokenizer.adds_bos else (ids, sizes)
+
+
+def _units(lengths: Sequence[int], whole: bool) -> list[tuple[int, int]]:
+    """What counts as one row for the standard error, as places among the scored tokens of a text."""
+    total = sum(lengths)
+    if whole:
+        return [(0, total)]
+    if len(lengths) < FEWEST:
+        lengths = [min(STRETCH, total - at) for at in range(0, total, STRETCH)]
+    ends = np.cumsum(lengths).tolist()
+    return list(zip([0, *ends[:-1]], ends))

@@ -1,0 +1,218 @@
+"""What is evaluated: the tasks that the settings name, each with its file and its rows, read and checked."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, UnknownName, mistakes_of, refuse
+from argosy.data.sources import Record
+from argosy.evals.rows import (
+    LAYOUTS,
+    Fields,
+    answered,
+    check_rows,
+    is_rows,
+    layout_of,
+    no_layout,
+    read_records,
+    read_rows,
+)
+from argosy.evals.settings import EvalSettings
+from argosy.evals.tasks import ANSWERS, PERPLEXITY, PLAIN, TASKS, Task
+
+WHERE = "files of JSON lines named by task, such as arc_easy.jsonl; the guide to evaluation says where to get them"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A task with its rows; a text for perplexity has none. path: their file. total: rows of the file. pool: rows that examples are
+    drawn from. limit: windows of a text. records: of rows that training learns answers from, and the format that they have."""
+
+    task: Task
+    path: Path
+    rows: list[Fields]
+    total: int
+    pool: list[Fields]
+    shots: int
+    limit: int | None = None
+    records: Sequence[Record] = ()
+    format: str = ""
+
+    def __str__(self) -> str:
+        """`arc_easy (the first 100 of 600 rows, 5 shots)`."""
+        if self.task.kind == "perplexity" and not self.rows:
+            some = f", the first {plural(self.limit, 'window')}" if self.limit else ""
+            return f"{self.task.name} of {self.path}{some}"
+        many = plural(self.total, "row")
+        some = many if len(self.rows) == self.total else f"the first {len(self.rows)} of {many}"
+        # Which of the columns of a file are read is not seen from its name.
+        found = f", answers of `{self.format}` records" if self.format else ", `text`" if self.task.kind == "perplexity" else ""
+        shots = f", {plural(self.shots, 'shot')}" if self.shots else ""
+        return f"{self.task.name} ({some}{found}{shots})"
+
+
+def plan(settings: EvalSettings) -> list[Planned]:
+    """The tasks that the settings name, with their rows, read and checked.
+
+    Raises:
+        UnknownName: no such task. BadInput: there is no file for one, or rows are not what the task needs.
+    """
+    if settings.data is None and settings.text is not None and names(settings.tasks or PERPLEXITY) == [TASKS[PERPLEXITY]]:
+        return [_of_folder(TASKS[PERPLEXITY], Path(), settings)]
+    if settings.data is None:
+        names(settings.tasks)
+        raise BadInput("no task files", where="`data` is not set", hint=f"data=FOLDER holds {WHERE}")
+    data = Path(settings.data)
+    if data.is_file():
+        return _of_file(data, settings)
+    if not data.is_dir():
+        raise BadInput(f"no file or folder {data}", where="set by data", hint=f"data=FOLDER holds {WHERE}")
+    found: list[Planned] = []
+    some = names(settings.tasks)
+    refuse(mistakes_of(*(lambda task=task: found.append(_of_folder(task, data, settings)) for task in some)))
+    return found
+
+
+def names(tasks: str | None) -> list[Task]:
+    """The tasks of a list of names, separated by commas.
+
+    Raises:
+        UnknownName: a name is neither a task nor the beginning of some. BadInput: there is none.
+    """
+    given = [name for name in (part.strip() for part in (tasks or "").split(",")) if name]
+    refuse([_unknown(name) for name in given if not _named(name)])
+    found = {task.name: task for name in given for task in _named(name)}
+    if not found:
+        raise BadInput("no tasks", hint=f"tasks=NAME,...: {', '.join(TASKS)}")
+    return list(found.values())
+
+
+def _named(name: str) -> list[Task]:
+    name = re.sub(r"_\d+$", "", name.removesuffix(".jsonl"))
+    return [TASKS[name]] if name in TASKS else [task for task in TASKS.values() if task.name.startswith(f"{name}_")]
+
+
+def _unknown(name: str) -> UnknownName:
+    error, close = UnknownName("task", name, TASKS), get_close_matches(name, TASKS, n=1, cutoff=0.6)
+    error.where = f"tasks are {', '.join(TASKS)}"
+    error.hint = f"did you mean `{close[0]}`?" if close else "`data=FILE.jsonl` evaluates a file of your own"
+    return error
+
+
+def _of_file(path: Path, settings: EvalSettings) -> list[Planned]:
+    if not is_rows(path):
+        some = names(settings.tasks or PERPLEXITY)
+        if [task.name for task in some] != [PERPLEXITY]:
+            what = f"{path} is not a file of JSON lines, which {some[0].name} needs"
+            raise BadInput(what, hint="perplexity takes any text; other tasks take FILE.jsonl or a folder")
+        _check_settings(TASKS[PERPLEXITY], settings)
+        return [Planned(TASKS[PERPLEXITY], path, [], 0, [], 0, settings.limit)]
+    rows = read_rows(path)
+    stem = path.name.removesuffix(".gz").rpartition(".")[0]
+    if settings.tasks:
+        some = names(settings.tasks)
+        if len(some) > 1:
+            what = f"{len(some)} tasks and one file"
+            raise BadInput(what, where=f"data={path}", hint="data=FOLDER with a file for each task")
+        if some[0].name == PERPLEXITY and "text" not in rows[0]:
+            if (format := answered(path, rows[0])) is None:
+                raise no_layout(path, rows[0])
+            return [_of_records(replace(ANSWERS, name=PERPLEXITY), path, rows, format, settings)]
+        return [_checked(some[0], path, rows, settings)]
+    known = _named(stem)
+    if len(known) == 1 and all(field in rows[0] for field in LAYOUTS[known[0].layout]):
+        return [_checked(known[0], path, rows, settings)]
+    has_layout = any(all(field in rows[0] for field in fields) for fields in LAYOUTS.values())
+    if not has_layout and (format := answered(path, rows[0])) is not None:
+        return [_of_records(replace(ANSWERS, name=stem), path, rows, format, settings)]
+    return [_checked(replace(PLAIN[layout_of(path, rows[0])], name=stem), path, rows, settings)]
+
+
+def _of_records(task: Task, path: Path, rows: list[Fields], format: str, settings: EvalSettings) -> Planned:
+    _check_settings(task, settings)
+    records = read_records(path, rows, format)[: settings.limit]
+    return Planned(task, path, rows[: settings.limit], len(rows), [], 0, records=records, format=format)
+
+
+def _of_folder(task: Task, folder: Path, settings: EvalSettings) -> Planned:
+    if task.name != PERPLEXITY:
+        path = find(task, folder)
+        return _checked(task, path, read_rows(path), settings)
+    if settings.text is None:
+        raise BadInput("perplexity needs a text", where=f"data={folder} is a folder", hint="text=FILE, or data=FILE")
+    if not Path(settings.text).is_file():
+        raise BadInput(f"no file {settings.text}", where="set by text")
+    return _of_file(Path(settings.text), settings.model_copy(update={"tasks": PERPLEXITY}))[0]
+
+
+def find(task: Task, folder: Path) -> Path:
+    """The file of a task in a folder or a folder inside it: its name, maybe with a number of rows, `arc_easy_600.jsonl`.
+
+    Raises:
+        BadInput: there is none, or several.
+    """
+    found = list(_files(task.name, folder))
+    if not found:
+        what = f"no file of {task.name} in {folder}"
+        raise BadInput(what, where=f"looked for {task.name}.jsonl, there and one folder below", hint=f"data=FOLDER holds {WHERE}")
+    if len(found) > 1:
+        raise BadInput(f"{len(found)} files of {task.name}", where=", ".join(map(str, found[:4])), hint="data=FILE names one")
+    return found[0]
+
+
+def _files(stem: str, folder: Path) -> Iterator[Path]:
+    wanted = re.compile(rf"{re.escape(stem)}(_\d+|_test)?\.(jsonl|ndjson)(\.gz)?")
+    inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    for place in (folder, *inside):
+        for path in sorted(place.iterdir()):
+            if wanted.fullmatch(path.name) and path.is_file():
+                yield path
+
+
+def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings) -> Planned:
+    """The task with these rows.
+
+    Raises:
+        BadInput: a row is not what the task needs, a setting means nothing for it, or there are too few examples.
+    """
+    check_rows(path, rows, task.layout, task.name, task.fields)
+    if task.kind == "ifeval":
+        from argosy.evals.instructions import check_instructions
+
+        check_instructions(path, rows)
+    _check_settings(task, settings)
+    shots = task.shots if settings.shots is None else settings.shots
+    return Planned(task, path, rows[: settings.limit], len(rows), _pool(task, path, rows) if shots else [], shots)
+
+
+def _check_settings(task: Task, settings: EvalSettings) -> None:
+    if task.kind == "answers":
+        _check_answers(task, settings)
+    if settings.chat and (task.kind == "perplexity" or task.layout == "options"):
+        raise BadInput(f"chat=true: {task.name} asks no question", hint="leave chat=true out, or name other tasks")
+    if settings.shots and task.kind in ("perplexity", "ifeval"):
+        raise BadInput(f"shots={settings.shots}: {task.name} takes no examples", hint="leave shots out")
+
+
+def _check_answers(task: Task, settings: EvalSettings) -> None:
+    if settings.chat:
+        raise BadInput(f"chat=true: {task.name} has answers, and messages go through the chat template", hint="leave chat=true out")
+    for name in ("shots", "window", "stride"):
+        if (value := getattr(settings, name)) is not None:
+            what = f"{name}={value}: {task.name} has answers, of which each is read whole with its prompt"
+            raise BadInput(what, hint=f"leave {name} out")
+
+
+def _pool(task: Task, path: Path, rows: list[Fields]) -> list[Fields]:
+    """The rows that examples are drawn from: those of the task's own file for it, if that lies beside."""
+    beside = [p for p in _files(task.examples, path.parent) if p.parent == path.parent] if task.examples else []
+    if not beside:
+        return rows
+    found = read_rows(beside[0])
+    check_rows(beside[0], found, task.layout, task.name, task.fields)
+    return found
+
+

@@ -1,0 +1,78 @@
+"""What is asked: a row of a task as text, after its examples."""
+
+import random
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.evals.plan import Planned
+from argosy.evals.rows import Fields
+from argosy.evals.tasks import Task
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+BETWEEN = "\n\n"
+
+
+def question(task: Task, row: Mapping[str, Any]) -> str:
+    """The prompt of a row without examples. Blanks at the end of a field are dropped: they would be tokens of their own."""
+    text = task.prompt.format(**{name: value.rstrip() if isinstance(value, str) else value for name, value in row.items()})
+    if task.layout != "letters":
+        return text
+    choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row["choices"]))
+    return f"{text}{choices}\nAnswer:"
+
+
+def choices(task: Task, row: Mapping[str, Any]) -> list[str]:
+    """What may follow the question, each as it is scored: after a blank."""
+    if task.layout == "letters":
+        return [f" {letter}" for letter in LETTERS[: len(row["choices"])]]
+    return [after_blank(choice) for choice in row["choices"]]
+
+
+def after_blank(text: str) -> str:
+    return f" {text.strip()}"
+
+
+def example(task: Task, row: Mapping[str, Any]) -> str:
+    """A row with its right answer."""
+    if task.layout == "options":
+        return row["context_options"][row["gold"]].rstrip() + after_blank(row["continuation"])
+    if task.kind == "choice":
+        return question(task, row) + choices(task, row)[row["gold"]]
+    return question(task, row) + after_blank(row[task.answer or "continuation"])
+
+
+def examples(planned: Planned, seed: int) -> Callable[[int], str]:
+    """What goes before the question of each row: the task's introduction and the examples.
+
+    All rows get the same examples, drawn once, so the engine computes them once; where the asked row is one of them, or reads the same,
+    the next one drawn takes its place.
+
+    Raises:
+        BadInput: there are fewer rows to draw from than examples.
+    """
+    task, shots = planned.task, planned.shots
+    drawn: dict[Any, list[tuple[Any, Fields]]] = {}
+    for i in random.Random(seed).sample(range(len(planned.pool)), len(planned.pool)):
+        drawn.setdefault(planned.pool[i].get(task.alike), []).append((_asked(task, planned.pool[i]), planned.pool[i]))
+
+    def before(number: int) -> str:
+        row = planned.rows[number]
+        intro = task.before.format(**row) if task.before else ""
+        if not shots:
+            return intro
+        asked = _asked(task, row)
+        others = (one for text, one in drawn.get(row.get(task.alike), []) if text != asked)
+        some = list(islice(others, shots))
+        if len(some) < shots:
+            among = f" of {task.alike} `{row.get(task.alike)}`" if task.alike else ""
+            raise BadInput(f"shots={shots}, and there are {len(some)} other rows{among}", where=str(planned.path))
+        return intro + "".join(example(task, one) + BETWEEN for one in some)
+
+    return before
+
+
+def _asked(task: Task, row: Mapping[str, Any]) -> Any:
+    """What must not be among the examples."""
+    return tuple(row["context_options"]) if task.layout == "options" else question(task, row)

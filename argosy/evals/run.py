@@ -1,0 +1,103 @@
+"""Evaluates a model on planned tasks, one after the other."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.evals import choice, generation, perplexity
+from argosy.evals import completion_loss as answers
+from argosy.evals.plan import Planned
+from argosy.evals.settings import EvalSettings
+from argosy.evals.statistics import Mean, Row, means
+
+MEASURES: dict[str, Callable[..., tuple[list[Row], int]]] = {
+    "perplexity": perplexity.measure,
+    "answers": answers.measure,
+    "choice": choice.multiple_choice,
+    "continuation": choice.continuation,
+    "generation": generation.generation,
+    "ifeval": generation.instructions,
+}
+# Called with a task, the number of its rows that are done, and of how many (0: not known).
+Progress = Callable[[Planned, int, int], None]
+
+
+class Stopped(Exception):
+    """The evaluation was asked to stop."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The rows of one task. truncated: sequences that lost tokens from the left, to fit the context."""
+
+    planned: Planned
+    rows: Sequence[Row]
+    truncated: int
+    seconds: float
+    numbers: Mapping[str, Mean] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """The result as JSON. `stderr` is that of the first metric; of others it is `NAME_stderr`."""
+        out: dict[str, Any] = {}
+        for name, found in self.numbers.items():
+            out |= {name: found.value, ("stderr" if not out else f"{name}_stderr"): found.stderr}
+        if self.planned.task.kind in ("perplexity", "answers"):
+            out["tokens"] = int(sum(row.weight("loss") for row in self.rows))
+        out |= {"n": len(self.rows), "truncated": self.truncated, "shots": self.planned.shots}
+        return out | {"seconds": round(self.seconds, 3)}
+
+
+def evaluate(
+    lm: Any,
+    plan: Sequence[Planned],
+    settings: EvalSettings,
+    progress: Progress = lambda planned, done, of: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[Result]:
+    """The result of each task, in turn.
+
+    Args:
+        stopped: asked after each batch or token; when true, the task that runs is given up.
+
+    Raises:
+        Stopped: by `stopped`. BadInput: as `check`, or the settings mean nothing for this model.
+    """
+    check(lm, settings)
+    for planned in plan:
+        def tick(done: int, planned: Planned = planned) -> None:
+            if stopped():
+                raise Stopped
+            progress(planned, done, len(planned.rows))
+
+        tick(0)
+        start = time.monotonic()
+        rows, truncated = MEASURES[planned.task.kind](lm, planned, settings, tick)
+        yield Result(planned, rows, truncated, time.monotonic() - start, with_perplexity(means(rows)))
+
+
+def check(lm: Any, settings: EvalSettings) -> None:
+    """Checks that a model can be evaluated.
+
+    Raises:
+        BadInput: it is an encoder, has no tokenizer, or has no chat template and chat=true.
+    """
+    lm.check_predicts()
+    if lm.tokenizer is None:
+        raise BadInput("this model came without a tokenizer", hint="put its tokenizer files into the model's folder")
+    if settings.chat and not getattr(lm.tokenizer, "chat_templates", None):
+        raise BadInput("chat=true: this model has no chat template", hint="leave chat=true out")
+
+
+def with_perplexity(numbers: Mapping[str, Mean]) -> dict[str, Mean]:
+    """Adds exp(loss) behind the loss; its standard error is that of the loss times itself (first order)."""
+    from math import exp, inf
+
+    out: dict[str, Mean] = {}
+    for name, found in numbers.items():
+        out[name] = found
+        if name == "loss":
+            value = exp(found.value) if found.value < 700 else inf
+            out["perplexity"] = Mean(value, None if found.stderr is None else found.stderr * value)
+    return out

@@ -1,0 +1,256 @@
+"""Answers to prompts: text over the engine, which knows token ids only."""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.infer.detokenize import Text, spellings
+from argosy.infer.engine.request import Event, Request
+from argosy.infer.sampling.beam import Beam, Beams
+from argosy.infer.sampling.repetition import Repetition
+from argosy.infer.sampling.sample import Sampling, Seed, words_of
+from argosy.infer.tools.grammar import Grammar
+
+Prompt = str | Sequence[int]
+Reason = Literal["stop", "length", "blocked", "repetition"]
+
+
+@dataclass
+class Completion:
+    """The answer to one prompt.
+
+    tokens: ids, without the token that ended it. finish_reason: `stop`, `length`, `repetition` if it repeated itself, or
+    `blocked`: no token was left, because those that its grammar allows are banned, or the grammar has become too complex. logprobs:
+    the model's own, one per token, before bias, mask, penalties, temperature and filters. drawn: log-probabilities in the
+    distributions that the tokens were drawn from; 0 at temperature 0. top: the likeliest tokens with their log-probabilities, for each
+    token, if asked. stopped_by: the id or the string that ended it; None: neither.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: Reason | None
+    prompt_tokens: int
+    logprobs: list[float]
+    drawn: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    stopped_by: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that a step added to a row, in whole characters. done: the row has ended."""
+
+    row: int
+    text: str
+    done: bool
+
+
+class Answers:
+    """Prompts being continued; iterating yields what each token adds, and `completions` is complete at the end.
+
+    Args:
+        lm: an `infer.lm.LM`; its method `generate` describes the others.
+    """
+
+    def __init__(
+        self,
+        lm: Any,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        *,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        ignore_eos: bool = False,
+        seed: Seed = 0,
+        top: int = 0,
+        structured: Mapping[str, Any] | Grammar | None = None,
+        repetition: Repetition | None = None,
+        adapter: str | None = None,
+        **sampling: Any,
+    ):
+        words_of(seed)
+        if adapter is not None:
+            lm.adapter(adapter)
+        self.lm = lm
+        ids = _encoded(lm, prompts, max_tokens, "generate")
+        how, ends = _sampling(lm, sampling), _ends(lm, stop_tokens, ignore_eos)
+        grammar = lm.grammar(structured) if isinstance(structured, Mapping) else structured
+        self.requests = [
+            Request(one, max_tokens, how, ends, seed, row, top, grammar=grammar, adapter=adapter, repetition=repetition)
+            for row, one in enumerate(ids)
+        ]
+        self.completions = [Completion("", [], None, len(one), []) for one in ids]
+        self._texts = [Text(lm.tokenizer, one, list(stop), begun=grammar is not None) for one in ids]
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def close(self) -> None:
+        """Ends the answers that are not complete, and frees their pages."""
+        self._pieces.close()
+
+    def _run(self) -> Generator[Piece, None, None]:
+        context = self.lm.longest
+        lengths = [min(len(request.tokens) + request.most, context) for request in self.requests]
+        engine = self.lm.engine(lengths)
+        rows: dict[int, int] = {}
+        try:
+            for row, request in enumerate(self.requests):
+                rows[engine.add(request)] = row
+            while rows:
+                for event in engine.collect(rows):
+                    if event.id not in rows:
+                        continue
+                    piece = self._take(rows[event.id], event)
+                    if piece.done:
+                        engine.end(event.id)
+                        del rows[event.id]
+                    yield piece
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # Nobody knows what the engine holds after half a step, which Ctrl-C may leave too.
+            self.lm.forget()
+            raise
+        finally:
+            for number in rows:
+                engine.end(number)
+
+    def _take(self, row: int, event: Event) -> Piece:
+        """Adds a token to an answer."""
+        done, text, token = self.completions[row], self._texts[row], event.token
+        if token is None:
+            if event.reason not in ("stop", "blocked"):
+                raise RuntimeError(f"request {event.id} was aborted")
+            return self._end(row, event.reason, None)
+        if event.reason == "stop":
+            return self._end(row, "stop", token)
+        done.tokens.append(token)
+        done.logprobs.append(event.logprob)
+        done.drawn.append(event.drawn)
+        if event.top:
+            done.top.append(list(event.top))
+        new = text.push(token, may_stop=len(done.tokens) > self.requests[row].sampling.min_tokens)
+        done.text += new
+        if text.stopped is not None:
+            return self._end(row, "stop", text.stopped, new)
+        if event.reason in ("length", "repetition"):
+            return self._end(row, event.reason, None, new)
+        return Piece(row, new, False)
+
+    def _end(self, row: int, reason: Reason, by: int | str | None, new: str = "") -> Piece:
+        done, rest = self.completions[row], self._texts[row].end()
+        done.text += rest
+        done.finish_reason, done.stopped_by = reason, by
+        return Piece(row, new + rest, True)
+
+
+def beam_search(
+    lm: Any,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    beam_width: int,
+    length_penalty: float,
+    stop_tokens: Sequence[int],
+    ignore_eos: bool,
+    adapter: str | None,
+) -> list[list[Completion]]:
+    """As `LM.beam_search`."""
+    if adapter is not None:
+        lm.adapter(adapter)
+    rows, ends, context = _encoded(lm, prompts, max_tokens, "beam_search"), _ends(lm, stop_tokens, ignore_eos), lm.longest
+    searches = [Beams(ids, beam_width, min(max_tokens, context - len(ids)), ends, length_penalty) for ids in rows]
+    engine = lm.engine([min(len(ids) + max_tokens, context) for ids in rows for _ in range(beam_width)])
+    try:
+        while running := [one for one in searches if one.open]:
+            wanted = [replace(request, adapter=adapter) for one in running for request in one.requests()]
+            answers = iter(engine.generate(wanted))
+            for one in running:
+                one.take([next(answers) for _ in one.open])
+    except BaseException:
+        lm.forget()
+        raise
+    return [[_completed(lm, one.prompt, beam) for beam in one.best()] for one in searches]
+
+
+def _completed(lm: Any, prompt: list[int], beam: Beam) -> Completion:
+    text = Text(lm.tokenizer, prompt, [])
+    whole = "".join([*(text.push(token) for token in beam.tokens), text.end()])
+    reason: Reason = "length" if beam.ended_by is None else "stop"
+    tokens, logprobs = list(beam.tokens), list(beam.logprobs[: len(beam.tokens)])
+    return Completion(whole, tokens, reason, len(prompt), logprobs, stopped_by=beam.ended_by)
+
+
+def _encoded(lm: Any, prompts: Sequence[Prompt], max_tokens: int, method: str) -> list[list[int]]:
+    lm.check_predicts()
+    check_prompts(prompts, method)
+    if max_tokens < 1:
+        raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
+    ids = [lm.encode(p) for p in prompts]
+    for one in ids:
+        if not one:
+            raise BadInput("an empty prompt, and the model has no beginning-of-sequence token", hint="give some text")
+        lm.check_ids(one, len(one))
+    if max(map(len, ids)) >= lm.longest:
+        whose = "the model's" if lm.longest == lm.config.context else "the engine's"
+        raise BadInput(f"the prompt fills {whose} context of {lm.longest} tokens", hint="shorten it")
+    return ids
+
+
+def _ends(lm: Any, stop_tokens: Sequence[int], ignore_eos: bool) -> frozenset[int]:
+    return frozenset(stop_tokens) | frozenset(() if ignore_eos else lm.stops())
+
+
+def check_prompts(prompts: Sequence[Any], method: str) -> None:
+    """Checks that these are prompts.
+
+    Args:
+        method: of `LM`, for the message.
+
+    Raises:
+        BadInput: there is none, or they are the messages of a conversation, or the token ids of one prompt.
+    """
+    if not prompts:
+        raise BadInput("no prompt")
+    first = [p[0] if isinstance(p, list | tuple) and p else p for p in prompts]
+    if any(isinstance(one, Mapping) for one in first):
+        raise BadInput(f"{method} takes prompts, not messages", hint=f"lm.{method}([lm.chat_prompt(messages)])")
+    if any(isinstance(p, int | np.integer) for p in prompts):
+        raise BadInput(f"{method} takes a list of prompts, not one list of token ids", hint=f"lm.{method}([ids])")
+
+
+def _sampling(lm: Any, given: Mapping[str, Any]) -> Sampling:
+    from argosy.core.settings import SettingsLayer, read_settings
+
+    given = dict(given)
+    if "bad_words" in given:
+        words = [spellings(lm.tokenizer, w) if isinstance(w, str) else [ids_of(w).tolist()] for w in given["bad_words"]]
+        given["bad_words"] = [ids for spelt in words for ids in spelt]
+    sampling = read_settings(Sampling, SettingsLayer("generate", given)).value
+    filters = ("top_k", "top_p", "min_p", "typical_p")
+    idle = [name for name in filters if name in given and name in sampling.model_fields_set]
+    if idle and not sampling.temperature:
+        raise BadInput(f"{', '.join(idle)}: no effect at temperature 0", hint="set temperature, such as 0.7")
+    return sampling
+
+
+def ids_of(tokens: Any) -> np.ndarray:
+    """Token ids as an array of whole numbers.
+
+    Raises:
+        BadInput: rows of unequal length, or values that are not whole numbers.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:
+        raise BadInput(
+            "rows of tokens have unequal lengths", hint="call logits once per row"
+        ) from None
+    if ids.size and not np.issubdtype(ids.dtype, np.integer):
+        raise BadInput(f"token ids are whole numbers, not {ids.dtype}")
+    return ids
+

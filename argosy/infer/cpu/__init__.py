@@ -1,0 +1,1 @@
+"""What only CPUs need: packed weights, and views of stacked layers."""

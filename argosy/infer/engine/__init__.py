@@ -1,0 +1,1 @@
+"""Continuous batching: scheduler, pages, programs, and the engine that steps them."""

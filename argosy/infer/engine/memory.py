@@ -1,0 +1,244 @@
+"""How much memory a cache may take, and the devices that it lies on."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import Array
+
+from argosy.core.errors import BadInput
+from argosy.core.process.resident import drop
+from argosy.infer.engine.programs import Program, Programs, default_device
+from argosy.infer.settings import EngineSettings
+from argosy.models.parts.cache import Caches, Specs, Window, bytes_of, laid_out, layouts, paged
+from argosy.models.parts.weight import Leaves
+from argosy.observe.environment import memory_bytes
+from argosy.observe.readable import sized
+from argosy.parallel.scope import scope
+
+# The most bytes of a cache in the memory of a CPU, and the share of what is free there, unless one sequence needs more. On other
+# devices the cache takes this share of what the weights leave: activations, logits and XLA's programs need the rest.
+CACHE, OF_FREE, OF_DEVICE = 4e9, 0.25, 0.8
+
+
+def mesh_of(weights: Leaves) -> Mesh | None:
+    """The mesh of devices that weights are split over; None if they are on one device."""
+    for a in weights.values():
+        if isinstance(a, jax.Array) and isinstance(a.sharding, NamedSharding) and len(a.devices()) > 1:
+            mesh = a.sharding.mesh
+            return mesh if isinstance(mesh, Mesh) else None
+    return None
+
+
+# Where arrays lie that every device of a model has whole; None: on JAX's default device, wherever that is.
+Home = NamedSharding | SingleDeviceSharding | None
+
+
+def home_of(weights: Leaves) -> Home:
+    """Where the state of programs over these weights lies. A weight that was put on a device explicitly ties programs to that device,
+    and they compile anew for state that is tied to none."""
+    if (mesh := mesh_of(weights)) is not None:
+        return NamedSharding(mesh, PartitionSpec())
+    tied = next((a for a in weights.values() if isinstance(a, jax.Array) and a.committed), None)
+    return None if tied is None else SingleDeviceSharding(next(iter(tied.devices())))
+
+
+def mesh_in(home: Home) -> Mesh | None:
+    """The mesh of a home on several devices."""
+    return home.mesh if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) else None
+
+
+def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) -> float:
+    """Bytes that a cache may take beside these weights on each device.
+
+    Args:
+        copies: engines of this process with a cache each; on a CPU they share its memory.
+        memory: what the settings say instead.
+    """
+    if memory is not None:
+        return float(memory)
+    devices = {device for a in weights.values() if isinstance(a, jax.Array) for device in a.devices()}
+    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
+    if stats and all("bytes_limit" in found for found in stats):
+        return OF_DEVICE * min(found["bytes_limit"] - found["bytes_in_use"] for found in stats)
+    free = memory_bytes()[1]
+    return (CACHE if free is None else min(CACHE, _in_steps(OF_FREE * free))) / max(len(devices) * copies, 1)
+
+
+def _in_steps(room: float) -> float:
+    """Less room, in steps of 500 MB, or of 50 MB below that. Free memory differs at each start, and programs are compiled for the
+    size of a cache: every start would compile them anew."""
+    step = next((step for step in (5e8, 5e7) if room >= step), 1)
+    return room // step * step
+
+
+class Share(NamedTuple):
+    """Pages that one sequence keeps for the layers of a window, at most: while it decodes, and while its prompt is computed."""
+
+    decoding: int
+    filling: int
+
+
+class Extent(NamedTuple):
+    """The size of a paged cache. pages: of layers that attend to everything, and those of each window."""
+
+    pages: int
+    windows: dict[Window, int]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the cache of a model takes.
+
+    longest: tokens of one sequence, at most. windows: those whose layers have pools of their own. narrow: as in `paged`.
+    """
+
+    specs: Specs
+    page: int
+    dtype: Any
+    longest: int
+    windows: Mapping[Window, Share]
+    narrow: str | None = None
+
+    @property
+    def pages(self) -> int:
+        """Pages of one sequence, at most."""
+        return -(-self.longest // self.page)
+
+    def empty(self, slots: int, extent: Extent) -> Caches:
+        """Pools of this size. Sequences may be rolled back to any length."""
+        how: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows, "narrow": self.narrow}
+        return paged(self.specs, slots, extent.pages, self.page, self.dtype, **how)
+
+    def bytes(self, mesh: Mesh | None, extent: Extent) -> int:
+        """Bytes of these pools on each device, without what is kept for each slot."""
+        return bytes_on_each(self.specs, mesh, lambda: self.empty(0, extent))
+
+    def extent(self, slots: int, pages: int) -> Extent:
+        """Pools of layers with windows have room for as many decoding sequences as those of the other layers, and for two prompts
+        beside them: a step computes few prompts at a time."""
+        count = max(1.0, min(slots, pages / self.pages))
+        windows = {w: int(count * one.decoding + min(count, 2) * one.filling) for w, one in self.windows.items()}
+        return Extent(pages, windows)
+
+    def fitting(self, slots: int, room: float, mesh: Mesh | None, besides: int = 0, *, strict: bool = False) -> Extent:
+        """The largest pools for which there is room, up to `slots` sequences; but for one in any case.
+
+        Args:
+            room: bytes on each device.
+            besides: bytes of other caches for each page, on each device.
+            strict: room for less than one sequence is an error.
+
+        Raises:
+            BadInput: it is, with `strict`.
+        """
+        # Bytes grow with the number of sequences in two straight lines: up to two sequences each has a prompt, and then none.
+        one, two, three = (self.bytes(mesh, self.extent(3, n * self.pages)) + besides * n * self.pages for n in (1, 2, 3))
+        if strict and room < one:
+            what = f"engine.memory = {sized(room)}, and a sequence of {self.longest:,} tokens takes {sized(one)} of cache"
+            raise BadInput(what, hint="more, or a shorter `engine.context`")
+        first, then = max(two - one, 1), max(three - two, 1)
+        count = max(1.0, min(slots, 1 + (room - one) / first if room < two else 2 + (room - two) / then))
+        return self.extent(slots, int(count * self.pages))
+
+
+def needs_of(specs: Specs, settings: EngineSettings, dtype: Any, longest: int) -> Needs:
+    """What the cache of an engine takes. Layers share the pools of those without a window if their window is as good as the whole
+    sequence, or consists of chunks that do not begin with a page.
+
+    Raises:
+        BadInput: a quantized cache would be no smaller: a model without attention, or heads so short that the scales take what the
+            values save.
+    """
+    page, drafts = settings.page, 0 if settings.speculative is None else settings.speculative.tokens
+    queries = 1 + drafts, max(settings.budget, settings.beside, 1 + drafts)
+    found = {spec.window for spec, _ in specs.values() if spec.window and not (spec.chunked and spec.window.tokens % page)}
+    windows = {window: Share(*(window.pages(n, page) for n in queries)) for window in sorted(found)}
+    short = {window: one for window, one in windows.items() if one.filling < -(-longest // page)}
+    needs = Needs(specs, page, dtype, longest, short, settings.cache_dtype)
+    if needs.narrow is not None:
+        _check_smaller(needs)
+    return needs
+
+
+def check_fits(pages: int, page: int, longest: int) -> None:
+    """Raises BadInput if a cache of this many pages holds no sequence of `longest` tokens."""
+    if pages * page < longest:
+        what = f"a cache of {pages} pages of {page} tokens holds no sequence of {longest}"
+        raise BadInput(what, hint="more `engine.pages`, or a shorter `engine.context`")
+
+
+def _check_smaller(needs: Needs) -> None:
+    """Raises BadInput if a quantized cache would be no smaller."""
+    eight, plain = (replace(needs, narrow=form, page=1, windows={}).bytes(None, Extent(1, {})) for form in (needs.narrow, None))
+    if eight < plain:
+        return
+    bytes_ = f"a token takes {eight} bytes, and {plain} in {jnp.dtype(needs.dtype).name}"
+    why = bytes_ if plain else "the model caches nothing per token"
+    raise BadInput(f"engine.cache_dtype={needs.narrow} saves no memory: {why}", hint="leave it out")
+
+
+def bytes_on_each(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) -> int:
+    """Bytes of caches on each device."""
+    one = jax.eval_shape(empty)
+    if mesh is None:
+        return bytes_of(one)
+    with scope(mesh):
+        places = layouts(specs, one)
+    shares = jax.tree.map(lambda a, spec: math.prod(NamedSharding(mesh, spec).shard_shape(a.shape)) * a.dtype.itemsize, one, places)
+    return sum(jax.tree.leaves(shares))
+
+
+def allocated(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
+    """Empty caches, at home."""
+    if home is None:
+        return empty()
+    if (mesh := mesh_in(home)) is not None:
+        with scope(mesh):
+            return jax.jit(lambda: laid_out(specs, empty()))()
+    with jax.default_device(next(iter(home.device_set))):
+        return jax.device_put(empty(), home)
+
+
+def reserved(specs: Specs, home: Home, empty: Callable[[], Caches], programs: Programs | None = None) -> Caches:
+    """As `allocated`, for caches that last. On a CPU they take memory as their pages are first written, so a large pool costs what
+    is used of it. Entry by entry, so that not even the peak has all of them.
+
+    Args:
+        programs: those of the engine.
+    """
+    device = default_device() if home is None else next(iter(home.device_set))
+    if device.platform != "cpu" or mesh_in(home) is not None:
+        return allocated(specs, home, empty)
+    programs = programs or Programs()
+
+    def one(a: jax.ShapeDtypeStruct) -> jax.Array:
+        with jax.default_device(device):
+            zeros = jax.block_until_ready(programs.prepared(_zeros(a.shape, a.dtype), "pool")())
+        # XLA has written zeros, and these are read again from pages that the system has taken back.
+        drop(zeros.unsafe_buffer_pointer(), zeros.nbytes)
+        return zeros if home is None else jax.device_put(zeros, home)
+
+    return jax.tree.map(one, jax.eval_shape(empty))
+
+
+def describe_pools(home: Home, empty: Callable[[], Caches], programs: Programs) -> Caches:
+    """What `reserved` will return on a CPU. Its programs are prepared first of all, for it to run while others are."""
+    found = jax.eval_shape(empty)
+    with jax.default_device(default_device() if home is None else next(iter(home.device_set))):
+        for a in jax.tree.leaves(found):
+            programs(_zeros(a.shape, a.dtype), "pool")
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home), found)
+
+
+@lru_cache(maxsize=64)
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Program:
+    def zeros() -> Array:
+        return jnp.zeros(shape, dtype)
+
+    return Program(zeros)

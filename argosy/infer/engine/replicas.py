@@ -1,0 +1,73 @@
+"""Copies of a model on devices of their own, each for an engine of its own (data-parallel serving).
+
+The weights are read once, onto the devices of the first copy, and go from device to device from there. CPU devices of one process
+share its memory, and so do the copies on them: N copies hold the weights once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from argosy.core.errors import BadInput
+from argosy.infer.engine.memory import mesh_of
+from argosy.models.parts.weight import Leaves, merge, put, split
+
+
+def check_devices(copies: int, tensor: int) -> None:
+    """Checks that there is a device for each copy, or `tensor` of them.
+
+    Raises:
+        BadInput: there are fewer.
+    """
+    here, needed = len(jax.devices()), copies * tensor
+    if copies > 1 and needed > here:
+        each = f" of tensor = {tensor} devices each" if tensor > 1 else ""
+        raise BadInput(
+            f"copies = {copies}{each}, but this process has {here} device{'s' * (here > 1)}",
+            hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={needed}",
+        )
+
+
+def copies_of(model: Any, count: int) -> list[Any]:
+    """So many modules with the weights of this one, which is the first of them. The next ones are on the devices after its own, laid
+    out alike, and tied to them. One copy is the module as it is."""
+    if count == 1:
+        return [model]
+    graph, weights = split(model)
+    mesh = mesh_of(weights)
+    size = 1 if mesh is None else mesh.size
+    put(model, on_devices(weights, jax.devices()[:size]))
+    out = [model]
+    for i in range(1, count):
+        copy = merge(graph, on_devices(weights, jax.devices()[i * size : (i + 1) * size]))
+        copy.dtype = model.dtype
+        out.append(copy)
+    return out
+
+
+def on_devices(weights: Leaves, devices: Sequence[Any]) -> Leaves:
+    """Weights on other devices, as many as they are on, laid out alike."""
+    return {address: _on(a, devices) for address, a in weights.items()}
+
+
+def _on(a: jax.Array, devices: Sequence[Any]) -> jax.Array:
+    if len(a.devices()) == 1:
+        return _copied(a.addressable_data(0), devices[0])
+    sharding = a.sharding
+    assert isinstance(sharding, NamedSharding)
+    old = sharding.mesh
+    assert isinstance(old, Mesh)
+    grid = np.asarray(devices).reshape(old.devices.shape)
+    there = dict(zip(old.devices.flat, grid.flat, strict=True))
+    place = NamedSharding(Mesh(grid, old.axis_names, axis_types=old.axis_types), sharding.spec)
+    parts = [_copied(shard.data, there[shard.device]) for shard in a.addressable_shards]
+    return jax.make_array_from_single_device_arrays(a.shape, place, parts)
+
+
+def _copied(a: jax.Array, device: Any) -> jax.Array:
+    """An array on another device; on a CPU, another view of its memory."""
+    place = SingleDeviceSharding(device)
+    return jax.device_put(np.asarray(a), place, may_alias=True) if device.platform == "cpu" else jax.device_put(a, place)

@@ -1,0 +1,89 @@
+"""What an engine is asked, and what it answers."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.infer.sampling.repetition import Repetition
+from argosy.infer.sampling.sample import Sampling, Seed
+from argosy.infer.sampling.sampler import MOST_TOP
+from argosy.infer.tools.grammar import Grammar
+
+Reason = Literal["stop", "length", "abort", "blocked", "repetition"]
+
+
+@dataclass
+class Request:
+    """One prompt, and how to answer it.
+
+    tokens: prompt ids. most: limit on the tokens of the answer. ends: ids that end the answer. seed, row: folded into one random
+    stream, as in `infer.sampling.sample.streams`. top: number of likeliest tokens to return with each token, at most 20. priority:
+    lower runs first. salt: prompts share cached pages only under the same salt. grammar: the answer matches it, unless it ends too
+    early by `length` or an end token that is text. The answer ends by `stop` once it is complete and nothing may follow. adapter: the
+    name of a loaded adapter (`Engine.load_adapter`); None: the model alone. repetition: ends an answer that repeats itself.
+    """
+
+    tokens: list[int]
+    most: int
+    sampling: Sampling = field(default_factory=Sampling)
+    ends: frozenset[int] = frozenset()
+    seed: Seed = 0
+    row: int = 0
+    top: int = 0
+    priority: int = 0
+    salt: str = ""
+    grammar: Grammar | None = None
+    adapter: str | None = None
+    repetition: Repetition | None = None
+
+    def check(self, vocab: int, context: int) -> None:
+        """Checks it against a model.
+
+        Raises:
+            BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, no tokens to make, too many
+                likeliest tokens.
+        """
+        ids = self.tokens
+        if not ids:
+            raise BadInput("an empty prompt")
+        if min(ids) < 0 or max(ids) >= vocab:
+            wrong = next(i for i in ids if not 0 <= i < vocab)
+            raise BadInput(f"token id {wrong} is outside the model's vocabulary of {vocab}")
+        if len(ids) >= context:
+            raise BadInput(f"a prompt of {plural(len(ids), 'token')} leaves no room in a context of {context}", hint="shorten it")
+        if self.most < 1:
+            raise BadInput(f"most = {self.most} tokens", hint="at least 1")
+        if not 0 <= self.top <= MOST_TOP:
+            raise BadInput(f"top = {self.top} likeliest tokens", hint=f"0 to {MOST_TOP}")
+
+
+class Event(NamedTuple):
+    """A new token of a request, its end, or both.
+
+    token: None if the request was aborted, or its grammar ended the answer. logprob: the model's own, before bias, mask, penalties,
+    temperature and filters. reason: why the answer ended; None if it has not. The token that ended it by `stop` is the event's
+    token. It is `blocked` if no token is left: those that the grammar allows are banned, or the grammar has become too complex. It is
+    `repetition` if the answer repeats itself.
+    drawn: the log-probability in the distribution that the token was drawn from; 0 at temperature 0. top: the likeliest tokens and
+    their log-probabilities, if asked.
+    """
+
+    id: int
+    token: int | None
+    logprob: float
+    reason: Reason | None
+    drawn: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Stats:
+    """Counts since the engine was made."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    drawn_tokens: int = 0
+    compilations: int = 0
+    compile_seconds: float = 0.0

@@ -1,0 +1,213 @@
+"""Log-probabilities of the tokens of prompts, with the likeliest tokens at each place, while an engine answers other requests.
+
+A pass cannot be interrupted, so its length bounds how long running answers wait: `PASS` tokens. Short prompts of one length share a
+pass, without the engine's cache. A longer prompt takes several passes, with a cache of its own, and other work is done between them.
+Each length costs a program (`sequences.bucket`), and a second one for full batches; `compile` makes them in any thread.
+
+With an engine's adapters, every pass computes room for them and all its prompts have the same one, or none, which compiles nothing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from argosy.core.progress import Say
+from argosy.infer.engine.adapters import Adapters, Loaded
+from argosy.infer.engine.memory import allocated, mesh_in
+from argosy.infer.engine.sequences import Sequences, bucket, over_chunks
+from argosy.infer.sampling.sample import likeliest
+from argosy.infer.sampling.sampler import MOST_TOP
+from argosy.models.parts.attend import Contiguous
+from argosy.models.parts.cache import Caches, contiguous, laid_out
+
+# Tokens of one pass, padding included. SmolLM2 135M takes half a second for them on two CPU cores.
+PASS = 256
+
+
+class PromptScores(NamedTuple):
+    """The tokens of one prompt, from the second on (the first has nothing before it). logprobs: natural logarithms. ranks: 1 for the
+    likeliest token. ids, likeliest: the likeliest tokens and their log-probabilities, descending."""
+
+    logprobs: Float[np.ndarray, " S"]
+    ranks: Int[np.ndarray, " S"]
+    ids: Int[np.ndarray, "S K"]
+    likeliest: Float[np.ndarray, "S K"]
+
+
+# Of a prompt of one token.
+NOTHING = PromptScores(np.zeros(0), np.zeros(0, int), np.zeros((0, 0), int), np.zeros((0, 0)))
+
+
+class Prompts:
+    """Scores prompts with one model. `score` is called by the thread that steps the engine, `compile` by any.
+
+    Args:
+        longest: the longest prompt in tokens.
+        say: called with what is being compiled, if that takes longer than a second.
+        adapters: those of the engine.
+    """
+
+    def __init__(self, model: Any, longest: int, say: Say | None = None, adapters: Adapters | None = None):
+        self.sequences, self.longest = Sequences(model, say, adapters), longest
+        self._specs = self.sequences.specs
+        self.compilations = 0
+        self._compiled: set[tuple[int, int]] = set()
+        self._empties: dict[int, Callable[[], Caches]] = {}
+        self._lock = Lock()
+        self._long: _Long | None = None
+
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """(rows, length) of every pass there may be."""
+        length = 0
+        while length < self._padded(self.longest):
+            length = self._padded(length + 1)
+            yield 1, length
+            if (rows := self._rows(length)) > 1:
+                yield rows, length
+
+    def sizes_of(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+        """(rows, length) of the passes over these prompts, whatever else is scored beside them."""
+        lengths = [self._padded(len(ids) - 1) for ids in prompts if len(ids) > 1]
+        rows = {length: self._rows(length) for length in lengths}
+        many = {(rows[length], length) for length in lengths if lengths.count(length) > rows[length] // 2}
+        return {(1, length) for length in lengths} | many
+
+    def missing(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+        """Those of `sizes_of` that are not compiled."""
+        return self.sizes_of(prompts) - self._compiled
+
+    def compile(self, sizes: Iterable[tuple[int, int]]) -> int:
+        """Compiles the programs of these sizes that are not compiled; returns their number. Slow: seconds each."""
+        made = 0
+        with self._lock:
+            for rows, length in sizes:
+                if (rows, length) not in self._compiled:
+                    self._compile(rows, length)
+                    self._compiled.add((rows, length))
+                    made += 1
+            self.compilations += made
+        return made
+
+    def _compile(self, rows: int, length: int) -> None:
+        sequences = self.sequences
+        if length <= PASS:
+            self._scored([[0] * (length + 1)] * rows)
+            return
+        one = np.zeros((1, PASS), np.int32)
+        caches = self._empty(length)
+        sequences.advance("prompts", _scored, one, Contiguous(jnp.asarray(one), jnp.asarray(one > 0)), caches, one)
+
+    def _empty(self, length: int) -> Caches:
+        def empty() -> Caches:
+            return contiguous(self._specs, 1, length, self.sequences.dtype)
+
+        home = self.sequences.home
+        if mesh_in(home) is None:
+            return allocated(self._specs, home, empty)
+        with self.sequences.on_mesh():
+            # Kept by length: a new function would compile for each long prompt.
+            if length not in self._empties:
+                self._empties[length] = jax.jit(lambda: laid_out(self._specs, empty()))
+            return self._empties[length]()
+
+    def batch(self, prompts: Sequence[Sequence[int]], under: Sequence[Loaded | None] | None = None) -> list[int]:
+        """The places of the prompts that the next pass scores: the first alone, or with others of its length and adapter if they fill
+        more than half of a batch.
+
+        Args:
+            under: the adapter of each prompt; None: none has one.
+        """
+        adapters = [None] * len(prompts) if under is None else under
+        length = self._padded(len(prompts[0]) - 1)
+        rows = self._rows(length)
+        alike = [self._padded(len(ids) - 1) == length and one == adapters[0] for ids, one in zip(prompts, adapters, strict=True)]
+        places = [i for i, same in enumerate(alike) if same][:rows]
+        return places if len(places) > rows // 2 and (rows, length) in self._compiled else [0]
+
+    def score(self, prompts: Sequence[Sequence[int]], adapter: Loaded | None = None) -> list[PromptScores] | None:
+        """One pass over a batch; None if its one prompt needs another pass: then call this again with it. Compiles nothing that
+        `compile` has made. Of a long prompt the passes are remembered until another long one is begun.
+
+        Args:
+            adapter: of all of these prompts. It keeps its place until they are scored (`Adapters.use`).
+        """
+        length = self._padded(max(len(ids) for ids in prompts) - 1)
+        rows = 1 if len(prompts) == 1 else self._rows(length)
+        if (rows, length) not in self._compiled:
+            self.compile({(rows, length)})
+        if length > PASS:
+            found = self._one_more_pass(prompts[0], length, adapter)
+            return None if found is None else [found]
+        return self._scored([*prompts, *[[]] * (rows - len(prompts))], adapter)[: len(prompts)]
+
+    def forget(self, prompts: Iterable[Sequence[int]] | None = None) -> None:
+        """Frees the cache of a prompt that nobody waits for any more. None: of any, because the weights have changed; it is scored
+        again from its first token."""
+        if self._long is not None and (prompts is None or any(ids is self._long.ids for ids in prompts)):
+            self._long = None
+
+    def _one_more_pass(self, ids: Sequence[int], length: int, adapter: Loaded | None) -> PromptScores | None:
+        if self._long is None or self._long.ids is not ids:
+            self._long = None  # its cache is free before the next one is allocated
+            self._long = _Long(ids, self._empty(length))
+        long, sequences = self._long, self.sequences
+        at = PASS * len(long.found)
+        tokens, following, live = np.zeros((1, PASS), np.int32), np.zeros((1, PASS), np.int32), np.zeros((1, PASS), bool)
+        count = min(PASS, len(ids) - 1 - at)
+        tokens[0, :count], following[0, :count], live[0, :count] = ids[at : at + count], ids[at + 1 : at + count + 1], True
+        places = np.arange(at, at + PASS, dtype=np.int32)[None]
+        attend = Contiguous(jnp.asarray(places), jnp.asarray(live))
+        found, long.caches = sequences.advance("prompts", _scored, tokens, attend, long.caches, following, adapter=adapter)
+        long.found.append([np.asarray(a)[0, :count] for a in found])
+        if at + count < len(ids) - 1:
+            return None
+        self._long = None
+        return PromptScores(*(np.concatenate(parts) for parts in zip(*long.found)))
+
+    def _padded(self, length: int) -> int:
+        # A model with a short context has its own as the last length.
+        return min(bucket(max(length, 1)), self.sequences.context)
+
+    @staticmethod
+    def _rows(length: int) -> int:
+        """Prompts of this length that share a pass: a power of two."""
+        return 1 << max(PASS // length, 1).bit_length() - 1
+
+    def _scored(self, rows: Sequence[Sequence[int]], adapter: Loaded | None = None) -> list[PromptScores]:
+        sequences = self.sequences
+        length = self._padded(max(map(len, rows)) - 1)
+        tokens, segments, following = (np.zeros((len(rows), length), np.int32) for _ in range(3))
+        for i, row in enumerate(rows):
+            count = max(len(row) - 1, 0)
+            tokens[i, :count], segments[i, :count], following[i, :count] = row[:count], 1, row[1:]
+        found = sequences.run("prompts", _scored, tokens, segments, following, adapter=adapter)
+        arrays = [np.asarray(a) for a in found]
+        return [PromptScores(*(a[i, : max(len(row) - 1, 0)] for a in arrays)) for i, row in enumerate(rows)]
+
+
+@dataclass
+class _Long:
+    """A prompt that takes several passes, the cache of its tokens, and what the passes so far found."""
+
+    ids: Sequence[int]
+    caches: Caches
+    found: list[list[np.ndarray]] = field(default_factory=list)
+
+
+def _of_logits(logits: Array, following: Array) -> tuple[Array, ...]:
+    """Log-probabilities and ranks of the tokens that follow [tokens]; the likeliest tokens and their log-probabilities [tokens K]."""
+    own = jnp.take_along_axis(logits, following[:, None], -1)
+    total = jax.nn.logsumexp(logits, -1, keepdims=True)
+    top, ids = likeliest(logits, MOST_TOP)
+    return (own - total)[:, 0], 1 + (logits > own).sum(-1), ids, top - total
+
+
+def _scored(model: Any, x: Array, following: Array) -> tuple[Array, ...]:
+    """Log-probabilities and ranks of the tokens that follow [B T]; the likeliest tokens and their log-probabilities [B T K]."""
+    return over_chunks(model, x, following, _of_logits)

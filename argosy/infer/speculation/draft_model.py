@@ -1,0 +1,114 @@
+"""Drafts of a second, smaller model.
+
+Its caches have the same page tables as the engine's, with arrays of their own: it computes every token that the engine's model
+computes, the prompts' too, in the same pages. So prefix caching, preemption and page tables are the scheduler's alone. In a step it
+first computes the known tokens that it lacks, one or two for each sequence, then samples a draft, computes that, and so on. Drafts
+are sampled with the settings and the random keys of the tokens that they guess.
+
+If the last of a step's drafts is accepted, its place in the draft model's pages is written one step late. Should its sequence end
+just then, another one may find that page in the prefix cache: its drafts then agree less often, its answer stays the same.
+"""
+
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from jaxtyping import Array
+
+from argosy.core.errors import BadInput
+from argosy.infer.engine.forward import Sizes, forward_of
+from argosy.infer.engine.memory import home_of
+from argosy.infer.engine.scheduler import Plan
+from argosy.infer.engine.scheduler import Sequence as Scheduled
+from argosy.infer.sampling.sampler import Slots
+from argosy.infer.speculation.drafts import Around, Drafter, copied, decoding_rows, drawn, first
+from argosy.models.parts.ragged import rows_share_pages
+from argosy.models.parts.weight import split
+
+# Known tokens that the draft model lacks, at most: the last draft of the previous step, and the token sampled after it.
+LACKING = 2
+
+
+class DraftModel(Drafter):
+    """The drafter.
+
+    Args:
+        model: a decoder module. Its weights are read once.
+        tokens: drafts of a sequence in a step.
+        vocab: number of tokens of the engine's model.
+
+    Raises:
+        BadInput: another vocabulary, a context shorter than the engine's, other devices, or layers whose states cannot be rolled back.
+    """
+
+    def __init__(self, model: Any, tokens: int, vocab: int, around: Around):
+        self.tokens, self.around, self.run = tokens, around, around.run
+        # All its layers keep all tokens.
+        tables = around.packing.tables._replace(windows=())
+        self.packing = replace(around.packing, tables=tables)
+        _check(model, around.context, vocab)
+        weights = split(model)[1]
+        if home_of(weights) != around.home:
+            raise BadInput("the draft model is not on the devices of the model", hint="load both with the same `tensor`")
+        # Under names of its own: it may be the engine's model, over other caches.
+        programs = around.programs
+        self.forward = forward_of(model, weights, run=lambda program, at, *given: programs(program, ("draft", at), *given))
+        if not rows_share_pages(self.forward.specs, around.context, slack=around.context):
+            raise BadInput("the draft model has recurrent layers", hint="a draft model of attention layers only")
+        self.weights, self.dtype = self.forward.prepared(weights), model.dtype
+        self.page_bytes = around.page_bytes(self.forward.specs, self.dtype)
+        self.caches: Any = None
+        # The tokens of each sequence in the draft model's pages: the known ones, and drafts that may have been rejected since.
+        self._computed: WeakKeyDictionary[Scheduled, int] = WeakKeyDictionary()
+
+    def allocate(self, pages: int) -> None:
+        self.caches = self.around.allocated(self.forward.specs, pages, self.dtype)
+
+    def draft(self, plan: Plan, slots: Slots) -> list[list[int]]:
+        for piece in plan.pieces:
+            self._computed[piece.sequence] = piece.start + len(piece.tokens)
+        if not plan.decodes:
+            step = self.packing(plan)
+            self._passed(step.sizes, step.words, step.picks, slots.last)
+            return []
+        starts = [min(self._computed[sequence], len(sequence.tokens) - 1) for sequence in plan.decodes]
+        rows = [sequence.tokens[start:] for sequence, start in zip(plan.decodes, starts)]
+        step = self.packing.drafted(plan, starts, rows, [[] for _ in rows], LACKING)
+        logits = self._passed(step.sizes, step.words, step.picks.reshape(LACKING, -1)[0], slots.last)
+        for sequence, room in zip(plan.decodes, plan.room, strict=True):
+            self._computed[sequence] = len(sequence.tokens) + max(room - 1, 0)
+        if not any(plan.room):
+            return [[] for _ in rows]
+
+        def passed(at: int, live: list[bool], state: Slots) -> Array:
+            before = [len(sequence.tokens) + at - 1 for sequence in plan.decodes]
+            sizes, words = decoding_rows(self.packing, plan, live, before)
+            return self._passed(sizes, words, first(len(live)), state.last)
+
+        return drawn(plan, plan.room, logits, slots, passed, self.run)
+
+    def _passed(self, sizes: Sizes, words: np.ndarray, picks: np.ndarray, last: Any) -> Any:
+        what = f"the draft model for {sizes.decodes + sizes.drafted} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
+        key = ("draft", *sizes, len(picks))
+        logits, self.caches, _ = self.run(what, self.forward, key, self.weights, self.caches, last, words, picks, sizes)
+        return logits
+
+    def warm_up(self, slots: Slots) -> None:
+        copied(slots, self.run)
+        for step in self.packing.every():
+            if not step.sizes.decodes or not step.sizes.rows:
+                self._passed(step.sizes, step.words, step.picks, slots.last)
+        for step in self.packing.every(LACKING):
+            self._passed(step.sizes, step.words, step.picks.reshape(LACKING, -1)[0], slots.last)
+
+
+def _check(model: Any, context: int, vocab: int) -> None:
+    config = model.config
+    if not config.causal:
+        raise BadInput("the draft model is an encoder", hint="a model that predicts tokens")
+    if config.vocab != vocab:
+        raise BadInput(f"the draft model has {config.vocab} tokens, the model {vocab}", hint="two models of one tokenizer")
+    if config.context < context:
+        hint = f"engine.context={config.context}, or another draft model"
+        raise BadInput(f"the draft model's context of {config.context} tokens is shorter than {context}", hint=hint)

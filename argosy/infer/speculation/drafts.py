@@ -1,0 +1,197 @@
+"""Who proposes drafts, and the simplest who does: n-grams.
+
+    NGram        what followed the last tokens where they occurred before; on the host, no model
+    DraftModel   a second model (`infer.speculation.draft_model`)
+    Ahead        the model's module for multi-token prediction (`infer.speculation.mtp`)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from argosy.core.counts import plural
+from argosy.infer import settings
+from argosy.infer.engine.forward import Sizes, blank, cut
+from argosy.infer.engine.memory import Extent, Home, Needs, mesh_in, reserved
+from argosy.infer.engine.packing import Packed, Packing, sampled_rows
+from argosy.infer.engine.programs import Program, Programs
+from argosy.infer.engine.scheduler import Plan
+from argosy.infer.engine.scheduler import Sequence as Scheduled
+from argosy.infer.sampling.sampler import Slots, sample
+from argosy.models.parts.cache import Caches, Specs
+
+
+class Around(NamedTuple):
+    """What a drafter sees of its engine. context: longest sequence in tokens. home: of the weights. run: `Engine._run`, which counts
+    compilations. programs: the engine's."""
+
+    packing: Packing
+    context: int
+    home: Home
+    run: Callable[..., Any]
+    programs: Programs
+
+    def page_bytes(self, specs: Specs, dtype: Any) -> int:
+        """Bytes of further caches for each page of the engine's."""
+        return self._needs(specs, dtype).bytes(mesh_in(self.home), Extent(1, {}))
+
+    def allocated(self, specs: Specs, pages: int, dtype: Any) -> Caches:
+        """Further caches with as many pages. All their layers keep all tokens."""
+        needs, slots = self._needs(specs, dtype), self.packing.settings.slots
+        return reserved(specs, self.home, lambda: needs.empty(slots, Extent(pages, {})))
+
+    def _needs(self, specs: Specs, dtype: Any) -> Needs:
+        settings = self.packing.settings
+        return Needs(specs, settings.page, dtype, self.context, {}, settings.cache_dtype)
+
+
+class Drafter:
+    """Proposes what follows the known tokens of sequences. A wrong draft costs time and nothing else.
+
+    tokens: the most drafts of a sequence in a step. page_bytes: of its own caches, for each page of the engine's. caches:
+    these.
+    """
+
+    tokens: int
+    page_bytes: int = 0
+    caches: Caches | None = None
+
+    def allocate(self, pages: int) -> None:
+        """Allocates its own caches."""
+
+    def draft(self, plan: Plan, slots: Slots) -> list[list[int]]:
+        """The drafts of each decoding sequence of a plan, at most as many as `plan.room` says. The plan's prompts are computed after
+        this, so a drafter with caches of its own computes them here too.
+
+        Args:
+            slots: the sampler's state, for drafters that sample; not changed.
+        """
+        raise NotImplementedError
+
+    def observe(self, step: Packed, hidden: Any) -> None:
+        """Takes the input of the model's head at the tokens of the step that was drafted last."""
+
+    def warm_up(self, slots: Slots) -> None:
+        """Compiles what `draft` may need."""
+
+
+class NGram(Drafter):
+    """Prompt lookup (Saxena 2023): the tokens after the latest place where the last tokens of the sequence occurred before.
+
+    Of all places the one that agrees with the most tokens is taken. Where what follows it runs into the end of the sequence, the
+    drafts continue with themselves, so that a text with a short period is drafted to any length.
+    """
+
+    def __init__(self, how: settings.NGram):
+        self.tokens, self.least, self.most = how.tokens, how.lookup_min, how.lookup_max
+        self._known: WeakKeyDictionary[Scheduled, _Ids] = WeakKeyDictionary()
+
+    def draft(self, plan: Plan, slots: Slots) -> list[list[int]]:
+        return [self._draft(sequence, room) for sequence, room in zip(plan.decodes, plan.room, strict=True)]
+
+    def _draft(self, sequence: Scheduled, room: int) -> list[int]:
+        if not room:
+            return []
+        ids = self._known.setdefault(sequence, _Ids()).grown(sequence.tokens)
+        start = found(ids, self.least, self.most)
+        if start is None:
+            return []
+        following = ids[start : start + room].tolist()
+        return (following * -(-room // len(following)))[:room]
+
+
+class _Ids:
+    """The tokens of a sequence as an array, which takes the new ones only."""
+
+    def __init__(self) -> None:
+        self._ids, self._count = np.zeros(256, np.int32), 0
+
+    def grown(self, tokens: Sequence[int]) -> Int[np.ndarray, " T"]:
+        if len(tokens) > len(self._ids):
+            self._ids = np.concatenate([self._ids[: self._count], np.zeros(2 * len(tokens) - self._count, np.int32)])
+        self._ids[self._count : len(tokens)] = tokens[self._count :]
+        self._count = len(tokens)
+        return self._ids[: self._count]
+
+
+def found(ids: Int[np.ndarray, " T"], least: int, most: int) -> int | None:
+    """The place after the latest earlier occurrence of as many of the last tokens as possible, `least` to `most`; None if there is
+    none. Comparing 8,000 tokens takes 10 microseconds."""
+    count = len(ids)
+    ends, place = np.flatnonzero(ids[:-1] == ids[-1]), None
+    for length in range(1, min(most, count - 1) + 1):
+        ends = ends[ends >= length - 1]
+        ends = ends[ids[ends - length + 1] == ids[count - length]]
+        if not len(ends):
+            break
+        if length >= least:
+            place = int(ends[-1]) + 1
+    return place
+
+
+# ---------------------------------------------------------------- for drafters that are models
+
+
+def drawn(
+    plan: Plan,
+    room: Sequence[int],
+    logits: Float[Array, "B V"],
+    slots: Slots,
+    passed: Callable[[int, list[bool], Slots], Float[Array, "B V"]],
+    run: Callable[..., Any],
+) -> list[list[int]]:
+    """Drafts sampled one after the other, with the settings, penalties and random keys of the tokens that they guess.
+
+    Args:
+        room: drafts of each decoding sequence of the plan.
+        logits: of the first draft.
+        passed: (number of the draft, who has more, the sampler's state) -> logits of that draft, after a pass over the one before,
+            which is the state's `last`.
+        run: `Engine._run`.
+    """
+    state, found = copied(slots, run), []
+    for at in range(max(room)):
+        live = [one > at for one in room]
+        logits = passed(at, live, state) if at else logits
+        owners = np.full(len(logits), -1, np.int32)
+        owners[: len(live)] = [s.slot if on else -1 for s, on in zip(plan.decodes, live, strict=True)]
+        state, out = run(f"the sampler for {plural(len(owners), 'row')}", sample, (len(owners),), state, logits, owners)
+        found.append(out.tokens)
+    tokens = np.stack(jax.device_get([one[: len(room)] for one in found]), 1).tolist()
+    return [own[:most] for own, most in zip(tokens, room, strict=True)]
+
+
+def decoding_rows(packing: Packing, plan: Plan, live: Sequence[bool], before: Sequence[int]) -> tuple[Sizes, np.ndarray]:
+    """A pass of one token for each live sequence, after so many."""
+    sizes = packing.decoding(len(live))
+    words = blank(sizes)
+    d, _, _ = cut(words, sizes)
+    for i, (sequence, on) in enumerate(zip(plan.decodes, live, strict=True)):
+        if on:
+            d["slot"][i], d["length"][i] = sequence.slot, before[i]
+            packing.write_pages(d, i, sequence)
+    return sizes, words
+
+
+def first(count: int) -> np.ndarray:
+    """The places of this many rows, as long as the sampler is compiled for."""
+    picks = np.zeros(sampled_rows(count), np.int32)
+    picks[:count] = np.arange(count)
+    return picks
+
+
+def copied(slots: Slots, run: Callable[..., Any]) -> Slots:
+    """A copy of the sampler's state, because the sampler writes in place."""
+    return run("a copy of the sampler's state", _copied, ("copied",), slots)
+
+
+def _copy(slots: Slots) -> Slots:
+    return jax.tree.map(jnp.copy, slots)
+
+
+_copied = Program(_copy)

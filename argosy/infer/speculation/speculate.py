@@ -1,0 +1,192 @@
+"""Speculative decoding: a step computes the last token of a sequence and several guesses of what follows, and keeps those that the
+sampler would have drawn (Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318).
+
+It differs from these papers: nothing is accepted by a ratio of probabilities. Each position is sampled as a plain step samples it,
+with the random key of that token and the penalties of the tokens before it. A draft is accepted if it is the token sampled; the
+first that differs is replaced by that token, and the drafts after it are dropped. So an answer is the one without speculation, seed
+for seed (to rounding), at any temperature and with any drafts. For drafts without a distribution of their own, such as n-grams,
+this accepts exactly as often as rejection sampling. A draft model draws with the same keys: two distributions that share their
+Gumbel noise often draw the same token (a coupling; Daliri et al. 2024, arXiv:2408.07978).
+
+    plan       the scheduler gives each decoding sequence room for drafts in its pages
+    drafts     `infer.speculation.drafts` proposes them
+    forward    rows of [known tokens, drafts], with logits after the last known token and after each draft
+    verify     the sampler over these positions in order, until the first that differs
+    roll back  pages: the length of the sequence says how much of them counts. States of recurrent layers: restored from a copy, and
+               what was accepted is computed again at the beginning of the sequence's next row.
+
+The host needs a step's tokens to draft the next ones, so with speculation a step is read before the next is planned. If no sequence
+has a draft, a step is a plain one. If one has, all decoding sequences get rows of the same width: rows of two widths would square
+the number of programs. A sequence whose biases or grammar depend on the answer has no drafts, because only the host knows them.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from argosy.core.counts import plural
+from argosy.infer import settings
+from argosy.infer.engine.packing import Packed
+from argosy.infer.engine.programs import Program
+from argosy.infer.engine.scheduler import Plan, Scheduler
+from argosy.infer.engine.scheduler import Sequence as Scheduled
+from argosy.infer.sampling.sampler import Sampled, Slots, sampled
+from argosy.infer.speculation.draft_model import DraftModel
+from argosy.infer.speculation.drafts import Around, Drafter, NGram
+from argosy.infer.speculation.mtp import Ahead
+from argosy.models.parts.cache import Caches, Specs, laid_out, restore, snapshot
+from argosy.parallel.scope import on_several_devices
+
+
+class Verified(NamedTuple):
+    """What a step with drafts sampled. sampled: arrays [W B ...] by position and row. counts: tokens of each row that count. rejected:
+    whether a draft of the row was wrong."""
+
+    sampled: Sampled
+    counts: Int[Array, "B"]
+    rejected: Bool[Array, "B"]
+
+
+def _verified(
+    slots: Slots, logits: Float[Array, "WB V"], owners: Int[Array, "B"], drafts: Int[Array, "K B"]
+) -> tuple[Slots, Verified]:
+    """Samples a token for each row, then as many more as drafts agree with what is sampled.
+
+    Args:
+        logits: after the last known token of each row, then after its first draft, and so on: W = K + 1 times B.
+        owners: the slot of each row, -1 for none.
+        drafts: -1 after the last of a row.
+    """
+    K, B = drafts.shape
+    ahead = logits.reshape(K + 1, B, -1)
+    guesses = jnp.concatenate([drafts, jnp.full((1, B), -1, jnp.int32)])
+    empty = jax.tree.map(
+        lambda a: jnp.zeros((K + 1, *a.shape), a.dtype), jax.eval_shape(sampled, slots, ahead[0], owners)[1]
+    )
+
+    def one(state: Any) -> Any:
+        at, live, slots, out, counts = state
+        slots, new = sampled(slots, ahead[at], jnp.where(live, owners, -1))
+        out = jax.tree.map(lambda whole, part: whole.at[at].set(part), out, new)
+        return at + 1, live & (new.tokens == guesses[at]), slots, out, counts + live.astype(jnp.int32)
+
+    start = (jnp.int32(0), owners >= 0, slots, empty, jnp.zeros(B, jnp.int32))
+    _, _, slots, out, counts = jax.lax.while_loop(lambda state: state[1].any(), one, start)
+    return slots, Verified(out, counts, counts < 1 + (drafts >= 0).sum(0, dtype=jnp.int32))
+
+
+verify = Program(_verified, donate=0)
+
+
+class Speculation:
+    """The engine's steps with drafts.
+
+    Args:
+        drafter: proposes the drafts.
+        specs: of the model's caches.
+
+    rows, drafted, accepted: the rows with drafts so far, their drafts, and how many of these were accepted, by their place in the
+    row.
+    """
+
+    def __init__(self, drafter: Drafter, specs: Specs, around: Around):
+        self.drafter, self.packing, self.run, longest = drafter, around.packing, around.run, around.context
+        self.ahead = drafter.tokens + 1
+        self.keeps_states = any(
+            entry.kind != "token" for spec, _ in specs.values() for entry in spec.entries(longest, slack=longest)
+        )
+        self._copied = Program(partial(snapshot, specs))
+        self._restored = Program(partial(_restored, specs), donate=0)
+        self.rows = self.drafted = 0
+        self.accepted = [0] * drafter.tokens
+
+    def room(self, sequence: Scheduled) -> int:
+        """The most drafts that a sequence may have in the next step."""
+        wanted = sequence.what
+        if wanted.matcher is not None or wanted.bias.changes:
+            return 0
+        return max(0, min(self.ahead - 1 - sequence.behind, sequence.most - sequence.made - 1))
+
+    def packed(self, plan: Plan, slots: Slots) -> Packed:
+        """A plan as arrays, with drafts. Its sequences have no unread tokens."""
+        drafts = self.drafter.draft(plan, slots)
+        if not any(drafts) and not any(sequence.behind for sequence in plan.decodes):
+            return self.packing(plan)
+        starts = [sequence.computed - 1 - sequence.behind for sequence in plan.decodes]
+        rows = [[*s.tokens[start:], *own] for s, start, own in zip(plan.decodes, starts, drafts, strict=True)]
+        return self.packing.drafted(plan, starts, rows, drafts, self.ahead)
+
+    # ---------------------------------------------------------------- a step with drafts
+
+    def copies(self, caches: Caches, step: Packed) -> Any:
+        """The states of the sequences that are sampled, before the step."""
+        if not self.keeps_states:
+            return None
+        count = len(step.owners)
+        return self.run(f"copies of {count} states", self._copied, ("copies", count), caches, step.owners)
+
+    def verified(self, slots: Slots, logits: Any, step: Packed) -> tuple[Slots, Verified]:
+        """Samples after the drafts of a step."""
+        count = len(step.owners)
+        what = f"the sampler for {plural(count, 'row')} of {plural(self.ahead, 'token')}"
+        return self.run(what, verify, ("verify", count), slots, logits, step.owners, step.drafts)
+
+    def rolled_back(self, caches: Caches, copies: Any, step: Packed, found: Verified) -> Caches:
+        """The caches with the states restored where a draft was rejected."""
+        if copies is None:
+            return caches
+        count = len(step.owners)
+        rows = step.owners, found.rejected
+        return self.run(f"restoring {count} states", self._restored, ("restored", count), caches, copies, *rows)
+
+    def landed(self, scheduler: Scheduler, step: Packed, found: Verified) -> list[tuple[Scheduled, tuple[int, int]]]:
+        """Each token that counts: its sequence, and its place in the arrays of `found.sampled`."""
+        counts, rejected = np.asarray(found.counts).tolist(), np.asarray(found.rejected).tolist()
+        assert step.drafts is not None
+        proposed = (step.drafts >= 0).sum(0).tolist()
+        places = []
+        for i, sequence in enumerate(step.due):
+            if sequence.done:
+                continue
+            scheduler.verified(sequence, counts[i], rolled_back=self.keeps_states and rejected[i])
+            places += [(sequence, (at, i)) for at in range(counts[i])]
+            if proposed[i]:
+                self.rows += 1
+                self.drafted += proposed[i]
+                for at in range(counts[i] - 1):
+                    self.accepted[at] += 1
+        return places
+
+
+def _restored(
+    specs: Specs, caches: Caches, copies: Caches, owners: Int[Array, "B"], rejected: Bool[Array, "B"]
+) -> Caches:
+    caches = restore(specs, caches, copies, jnp.where(rejected, owners, -1))
+    return laid_out(specs, caches) if on_several_devices() else caches
+
+
+def speculation_of(how: Any, model: Any, draft: Any, specs: Specs, around: Around) -> Speculation | None:
+    """The speculation that `engine.speculative` asks for; None without.
+
+    Args:
+        draft: the module of the draft model, for the method that has one.
+        specs: of the model's caches.
+
+    Raises:
+        BadInput: the draft model does not fit the model, or the model has no module for multi-token prediction.
+    """
+    if how is None:
+        return None
+    if isinstance(how, settings.NGram):
+        drafter: Drafter = NGram(how)
+    elif isinstance(how, settings.DraftModel):
+        if draft is None:
+            raise ValueError("Engine(..., draft=MODULE): the settings ask for a draft model")
+        drafter = DraftModel(draft, how.tokens, model.config.vocab, around)
+    else:
+        drafter = Ahead(model, how.tokens, around)
+    return Speculation(drafter, specs, around)

@@ -1,0 +1,1 @@
+"""Calls of tools, channels and grammars: what a completion may hold, and what it says."""

@@ -1,0 +1,172 @@
+"""Channels of gpt-oss, in OpenAI's Harmony format (https://github.com/openai/harmony, docs/format.md).
+
+An answer is a row of messages: a header, its text, and a special token that ends it. The header names the channel.
+
+    <|channel|>analysis<|message|>...<|end|>                                             thoughts
+    <|start|>assistant<|channel|>final<|message|>...<|return|>                           the answer
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>    a call of a tool
+
+The prompt ends with `<|start|>assistant`. The marks are special tokens, which decode to nothing, so the text of such an answer is made
+with a character for each mark that Unicode will never assign. So `<|end|>` that is spelled in ordinary tokens is text.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from argosy.infer.tools.calls import special_of
+from argosy.infer.tools.grammar import Structure, json_rule
+
+START, END, MESSAGE, CHANNEL, CONSTRAIN = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
+# <|return|> and <|call|> end the whole answer. They are read only if it goes on nevertheless (`ignore_eos`).
+MARKS = {
+    "<|start|>": START,
+    "<|end|>": END,
+    "<|message|>": MESSAGE,
+    "<|channel|>": CHANNEL,
+    "<|constrain|>": CONSTRAIN,
+    "<|return|>": END,
+    "<|call|>": END,
+}
+# Headers are shorter. Text of this length without a mark is no header.
+LONGEST_HEADER = 256
+_PARTS = re.compile(f"([{''.join(dict.fromkeys(MARKS.values()))}])")
+_RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
+_CHANNEL = re.compile(rf"{CHANNEL}\s*(\w+)")
+
+
+def marks_of(tokenizer: Any) -> dict[int, str]:
+    """The special tokens of the format, each with its character. Empty if the tokenizer lacks one."""
+    found = {special_of(tokenizer, name): mark for name, mark in MARKS.items()}
+    return {} if None in found else {token: mark for token, mark in found.items() if token is not None}
+
+
+def written_in(template: str) -> bool:
+    """Whether a chat template writes messages in this format."""
+    return "<|channel|>" in template and "<|message|>" in template
+
+
+def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with their thoughts under the name that the template of gpt-oss reads."""
+    return [dict(m) | ({"thinking": m["reasoning_content"]} if m.get("reasoning_content") else {}) for m in messages]
+
+
+def with_descriptions(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools, each with a description: OpenAI's API does not ask for one, and the template of gpt-oss cannot do without."""
+    if tools is None:
+        return None
+    return [dict(tool) | {"function": {"description": "", **tool["function"]}} for tool in tools]
+
+
+class Channels:
+    """Splits an answer into thoughts, text and calls as its text, with marks, arrives in pieces.
+
+    over: a message that is no thought has begun. any: the answer has thoughts. calls: (name, arguments as text) so far.
+
+    Args:
+        calls: tools were offered. Without them, what would be the arguments of a call is text.
+        continued: the answer continues a final message instead of beginning with a header.
+    """
+
+    def __init__(self, *, calls: bool = False, continued: bool = False):
+        self.over, self.any = continued, False
+        self.calls: list[tuple[str, str]] = []
+        self._offered = calls
+        # Of the current message: its header while it is read, then what it is, its name and the arguments so far if it is a call.
+        self._header: str | None = None if continued else ""
+        self._kind, self._name, self._arguments = "text", "", ""
+        # What was written before, so that a second message of a kind begins on a line of its own.
+        self._wrote = {"thought": False, "text": False}
+        self._fresh = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """The pieces of thought and of answer."""
+        found = {"thought": "", "text": ""}
+        for part in _PARTS.split(text):
+            if not part:
+                continue
+            if part in (START, END):
+                self._close(found)
+            elif self._header is None and part in (MESSAGE, CHANNEL, CONSTRAIN):
+                # A header without `<|start|>`.
+                self._close(found)
+                self._header = part
+            elif self._header is None:
+                self._write(part, found)
+            elif part == MESSAGE:
+                self._open()
+            else:
+                header = self._header = self._header + part
+                if len(header) > LONGEST_HEADER:
+                    self._header, self._kind, self.over = None, "text", True
+                    self._write(_PARTS.sub("", header), found)
+        return found["thought"], found["text"]
+
+    def end(self) -> tuple[str, str]:
+        """The rest of the thought and of the answer, at the end of the text."""
+        found = {"thought": "", "text": ""}
+        self._close(found)
+        return found["thought"], found["text"]
+
+    def _open(self) -> None:
+        header, self._header = self._header or "", None
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        if recipient and self._offered:
+            self._kind, self._name, self._arguments = "call", recipient[1], ""
+        else:
+            self._kind = "thought" if channel and channel[1] == "analysis" else "text"
+        self.any |= self._kind == "thought"
+        self.over |= self._kind != "thought"
+        self._fresh = True
+
+    def _write(self, text: str, found: dict[str, str]) -> None:
+        if self._kind == "call":
+            self._arguments += text
+            return
+        if self._fresh and self._wrote[self._kind]:
+            text = "\n" + text
+        self._fresh, self._wrote[self._kind] = False, True
+        found[self._kind] += text
+
+    def _close(self, found: dict[str, str]) -> None:
+        """Ends the current message, or what was taken for a header: without a mark in it, it is text that the model wrote."""
+        if self._header is not None:
+            text, self._header = self._header, ""
+            if not _PARTS.search(text) and text.strip() not in ("", "assistant"):
+                self._kind, self.over = "text", True
+                self._write(text, found)
+            return
+        if self._kind == "call":
+            try:
+                json.loads(self._arguments)
+                self.calls.append((self._name, self._arguments))
+            except (ValueError, RecursionError):
+                self._kind = "text"
+                self._write(self._arguments, found)
+        self._header = ""
+
+
+def framed(answer: Structure, tools: Sequence[tuple[str, Any]] = (), *, must: bool = False) -> Structure:
+    """The grammar of thoughts, followed by a final message or by one call.
+
+    Args:
+        answer: what the final message matches.
+        tools: (name, schema of the arguments) of those that may be called.
+        must: it is a call.
+
+    Raises:
+        BadInput: a schema is none.
+    """
+    ends = [] if must else ["final"]
+    rules = [
+        'analysis: <|channel|> "analysis" <|message|> TEXT <|end|> <|start|> "assistant"',
+        'final: <|channel|> "final" <|message|> answer',
+        f"answer: %lark {{\n{answer.lark}\n}}",
+        "TEXT: /(?s:.*)/",
+    ]
+    for i, (name, schema) in enumerate(tools):
+        ends.append(f"call_{i}")
+        header = f'<|channel|> {json.dumps(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|>'
+        rules += [f"call_{i}: {header} arguments_{i}", json_rule(f"arguments_{i}", schema)]
+    return Structure(answer.kind, "\n".join([f"start: analysis* ({' | '.join(ends)})", *rules]), special=True)

@@ -1,0 +1,45 @@
+"""How chat templates write calls of tools: one file a notation, and the template says which it teaches.
+
+    Hermes, Qwen        <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number, after text
+    Qwen 3.5            <tool_call><function=f><parameter=a>...</parameter></function></tool_call>, likewise
+    Llama 3             {"name": "f", "parameters": {...}}, separated by semicolons, and nothing else
+    gpt-oss             one message of the channel `commentary`, after thoughts
+    Mistral             [TOOL_CALLS][{"name": "f", "arguments": {...}}] or [TOOL_CALLS]f[ARGS]{...}, after text
+    Gemma 4             <|tool_call>call:f{a:<|"|>...<|"|>,b:1}<tool_call|>, any number, after text
+    DeepSeek, Kimi K2   calls between special tokens, in a section after text
+
+A new notation is a class in a file of its own, and an entry here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from argosy.infer.tools.calls import Message, Notation
+from argosy.infer.tools.notations.deepseek import DeepSeek
+from argosy.infer.tools.notations.gemma import Gemma
+from argosy.infer.tools.notations.gpt_oss import GptOss
+from argosy.infer.tools.notations.hermes import Hermes
+from argosy.infer.tools.notations.kimi import Kimi
+from argosy.infer.tools.notations.llama3 import Llama3
+from argosy.infer.tools.notations.mistral import Mistral
+from argosy.infer.tools.notations.qwen_xml import QwenXml
+
+# In this order: a template that teaches one may have words of the later ones.
+NOTATIONS: Sequence[type[Notation]] = (GptOss, Kimi, DeepSeek, Gemma, Mistral, QwenXml, Hermes, Llama3)
+KNOWN = f"{', '.join(one.title for one in NOTATIONS[:-1])} or {NOTATIONS[-1].title}"
+
+
+def taught_by(template: str) -> type[Notation] | None:
+    """The notation that a chat template teaches; None: another one, and calls stay text."""
+    return next((one for one in NOTATIONS if one.taught_by(template)), None)
+
+
+def notation_of(template: str, tokenizer: Any, tools: Sequence[Message] = ()) -> Notation | None:
+    """The notation of a chat template, as this tokenizer marks it; None: its calls cannot be read.
+
+    Args:
+        tools: those that are offered.
+    """
+    kind = taught_by(template)
+    found = None if kind is None else kind(template, tokenizer, tools)
+    return None if found is None or (found.needs_marks and len(found.ids) < len(found.names)) else found

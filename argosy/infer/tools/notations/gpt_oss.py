@@ -1,0 +1,39 @@
+"""Calls as gpt-oss writes them: a message of a channel, which ends the answer. `infer.tools.channels` reads thoughts, text and
+calls."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from argosy.infer.tools import channels
+from argosy.infer.tools.calls import Call, Message, Notation, Said, parameters_of
+from argosy.infer.tools.grammar import Structure
+
+ANYTHING = Structure("grammar", "start: /(?s:.*)/")
+
+
+class GptOss(Notation):
+    title, names, needs_marks = "gpt-oss", channels.MARKS, True
+
+    @classmethod
+    def taught_by(cls, template: str) -> bool:
+        return channels.written_in(template)
+
+    def read(self, text: str) -> Said:
+        reader = channels.Channels(calls=True)
+        parts = [reader.push(text), reader.end()]
+        thought, said = ("".join(each) for each in zip(*parts))
+        return Said(said, [Call(*one) for one in reader.calls], thought)
+
+    @classmethod
+    def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+        return channels.with_thinking(messages)
+
+    @classmethod
+    def described(cls, tools: Sequence[Message] | None) -> list[dict[str, Any]] | None:
+        return channels.with_descriptions(tools)
+
+    def grammar(self, tools: Sequence[Message], *, must: bool, many: bool, answer: Structure | None = None) -> Structure:
+        functions = [tool["function"] for tool in tools]
+        schemas = [(function["name"], parameters_of(function)) for function in functions]
+        return replace(channels.framed(answer or ANYTHING, schemas, must=must), kind="tools")

@@ -1,0 +1,55 @@
+"""Calls as Hermes and Qwen write them.
+
+    <tool_call>
+    {"name": "f", "arguments": {...}}
+    </tool_call>
+
+Any number of them, after text. The marks are ordinary tokens of Qwen's vocabularies and special ones of others'.
+"""
+
+import json
+from collections.abc import Sequence
+
+from argosy.infer.tools.calls import Call, Marked, Scanner, called
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Hermes(Marked):
+    title, names, openings = "Hermes", {OPEN: "\ufdd0", CLOSE: "\ufdd1"}, (OPEN,)
+
+    @classmethod
+    def taught_by(cls, template: str) -> bool:
+        # GLM's calls have the same mark, and other contents.
+        return OPEN in template and "<arg_key>" not in template
+
+    def parse(self, text: str) -> tuple[str, list[Call]]:
+        calls, beside, scan = [], "", Scanner(text)
+        opening, closing = self.mark(OPEN), self.mark(CLOSE)
+        while scan.takes(opening):
+            scan.blanks()
+            calls.append(self.call(scan))
+            scan.blanks()
+            if not (scan.takes(closing) or scan.over()):
+                raise ValueError("a call that does not end")
+            beside += scan.until(opening)
+        return beside.strip(), calls
+
+    def call(self, scan: Scanner) -> Call:
+        """The call that begins here.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return called(scan.json()[0])
+
+    def opened(self, place: int, name: str) -> str:
+        """A call of this function in a grammar."""
+        opening = f'{{"name": "{name}", "arguments": '
+        return f'{json.dumps(opening)} arguments_{place} "}}"'
+
+    def rest(self, names: Sequence[str], many: bool) -> list[str]:
+        closed = f'"\\n" {self.token(CLOSE)}'
+        more = f'("\\n" {self.token(OPEN)} "\\n" call {closed})*' if many else ""
+        rules = [f"call_{i}: {self.opened(i, name)}" for i, name in enumerate(names)]
+        return [*rules, "call: " + " | ".join(f"call_{i}" for i in range(len(names))), f'rest: "\\n" call {closed} {more}']

@@ -1,0 +1,84 @@
+"""Calls as Kimi K2 writes them (arXiv 2507.20534).
+
+    <|tool_calls_section_begin|>
+        <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>    any number
+    <|tool_calls_section_end|>
+
+After text, without the line breaks above. The number counts all calls of a conversation: Moonshot's guide to calls asks for these ids
+in all messages. The first template numbers calls itself, whatever the messages say, and gives results the ids of calls in their
+order; later ones write the ids of the messages. So calls are numbered here, those that another model has made too, and results come
+in the order of their calls.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from argosy.infer.tools.calls import Call, Message, Scanner
+from argosy.infer.tools.notations.sectioned import Sectioned
+
+OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_HEADER = re.compile(r"(?:functions\.)?([\w.-]+)(?::\d+)?")
+
+
+class Kimi(Sectioned):
+    title, section, single, openings = "Kimi K2", (OPEN, CLOSE), (BEGIN, END), (OPEN, BEGIN)
+    names: ClassVar = {OPEN: "\ufdd0", CLOSE: "\ufdd1", BEGIN: "\ufdd2", ARGUMENTS: "\ufdd3", END: "\ufdd4"}
+
+    @classmethod
+    def taught_by(cls, template: str) -> bool:
+        return BEGIN in template and ARGUMENTS in template
+
+    # ---------------------------------------------------------------- reading
+
+    def call(self, scan: Scanner) -> Call:
+        name = scan.match(_HEADER)[1]
+        scan.blanks()
+        if not scan.takes(self.mark(ARGUMENTS)):
+            raise ValueError("a call without arguments")
+        scan.blanks()
+        return Call(name, scan.json()[1])
+
+    # ---------------------------------------------------------------- ids
+
+    def numbered(self, name: str, number: int) -> str | None:
+        return f"functions.{name}:{number}"
+
+    @classmethod
+    def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
+        # By the ids of the messages, those of the calls whose results may come now; dicts keep their order.
+        names: dict[str, str] = {}
+        number = 0
+        for message in messages:
+            own = dict(message)
+            if message.get("role") == "tool":
+                results.append(own)
+                continue
+            found += _sorted(results, names)
+            results = []
+            if calls := message.get("tool_calls"):
+                ids = [f"functions.{call['function'].get('name')}:{number + i}" for i, call in enumerate(calls)]
+                own["tool_calls"] = [dict(call) | {"id": given} for call, given in zip(calls, ids)]
+                names = {str(call.get("id")): given for call, given in zip(calls, ids)}
+                number += len(calls)
+            found.append(own)
+        return found + _sorted(results, names)
+
+    # ---------------------------------------------------------------- grammars
+
+    def opened(self, place: int, name: str) -> str:
+        return f"{json.dumps(f'functions.{name}:')} NUMBER {self.token(ARGUMENTS)} arguments_{place}"
+
+    def rest(self, names: Sequence[str], many: bool) -> list[str]:
+        return [*super().rest(names, many), "NUMBER: /[0-9]{1,4}/"]
+
+
+def _sorted(results: Sequence[dict[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Results in the order of their calls, with the ids that the template writes; those of no call stay last, as they are."""
+    places = {given: i for i, given in enumerate(names)}
+    ordered = sorted(results, key=lambda one: places.get(str(one.get("tool_call_id")), len(places)))
+    return [one | ({"tool_call_id": names[given]} if (given := str(one.get("tool_call_id"))) in names else {}) for one in ordered]

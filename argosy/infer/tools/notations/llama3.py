@@ -1,0 +1,43 @@
+"""Calls as Llama 3 writes them.
+
+    {"name": "f", "parameters": {...}}; {"name": "g", "parameters": {...}}
+
+Nothing marks them, so an answer that begins with anything else is no call. A grammar allows one call.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+from argosy.infer.tools.calls import Call, InText, Scanner, called
+
+_BETWEEN = re.compile("[; \n]*")
+
+
+class Llama3(InText):
+    title, like_json = "Llama 3", True
+
+    @classmethod
+    def taught_by(cls, template: str) -> bool:
+        return '"parameters"' in template and "ipython" in template
+
+    def split(self, held: str, first: bool) -> tuple[bool, int]:
+        begins = held.lstrip()[:1]
+        return (True, 0) if first and begins == "{" else (False, 0 if first and not begins else len(held))
+
+    def parse(self, text: str) -> tuple[str, list[Call]]:
+        calls, scan = [], Scanner(text)
+        while True:
+            scan.match(_BETWEEN)
+            if scan.over():
+                return "", calls
+            calls.append(called(scan.json()[0]))
+
+    def rules(self, names: Sequence[str], many: bool) -> list[str]:
+        rules = []
+        for i, name in enumerate(names):
+            opening = f'{{"name": "{name}", "parameters": '
+            rules.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
+        calls = "calls: " + " | ".join(f"call_{i}" for i in range(len(names)))
+        # Text that begins as a call does is one.
+        return [*rules, calls, "after_text: calls", r"TEXT: /\s*([^{\s](?s:.*))?/"]

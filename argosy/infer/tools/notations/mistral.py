@@ -1,0 +1,103 @@
+"""Calls as Mistral's models write them (https://github.com/mistralai/mistral-common, tokens/tokenizers/instruct.py).
+
+    [TOOL_CALLS][{"name": "f", "arguments": {...}, "id": "x1y2z3x1y"}, ...]     tokenizers up to v7; the id may be missing
+    [TOOL_CALLS]f[CALL_ID]x1y2z3x1y[ARGS]{...}[TOOL_CALLS]g...                  v11
+    [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g...                                    from v13 on
+
+All of them are read, after text, whichever the template writes; a grammar makes the template's. Templates refuse ids that are not of
+nine characters, so an id that another model's notation has made is replaced by nine digits of its hash, in the call and in its result.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+import string
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from argosy.infer.tools.calls import Call, Marked, Message, Scanner, called
+
+OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+LETTERS = string.ascii_letters + string.digits
+_ID = re.compile("[a-zA-Z0-9]{9}")
+_NAME = re.compile(r"[\w.-]+")
+
+
+class Mistral(Marked):
+    title, openings = "Mistral", (OPEN,)
+    names: ClassVar = {OPEN: "\ufdd0", CALL_ID: "\ufdd1", ARGS: "\ufdd2"}
+
+    @classmethod
+    def taught_by(cls, template: str) -> bool:
+        return OPEN in template
+
+    # ---------------------------------------------------------------- reading
+
+    def parse(self, text: str) -> tuple[str, list[Call]]:
+        calls: list[Call] = []
+        beside, scan, opening = "", Scanner(text), self.mark(OPEN)
+        while scan.takes(opening):
+            scan.blanks()
+            if text[scan.at : scan.at + 1] in ("[", "{"):
+                found = scan.json()[0]
+                calls += [called(one) for one in (found if isinstance(found, list) else [found])]
+            else:
+                calls.append(self._named(scan))
+            beside += scan.until(opening)
+        return beside.strip(), calls
+
+    def _named(self, scan: Scanner) -> Call:
+        name, given = scan.match(_NAME)[0], None
+        scan.blanks()
+        if scan.takes(self.mark(CALL_ID)):
+            scan.blanks()
+            given = scan.match(_NAME)[0]
+            scan.blanks()
+        scan.takes(self.mark(ARGS))
+        scan.blanks()
+        return Call(name, scan.json()[1], given)
+
+    # ---------------------------------------------------------------- ids
+
+    def admits(self, given: str) -> bool:
+        return _ID.fullmatch(given) is not None
+
+    def fresh(self) -> str:
+        return "".join(secrets.choice(LETTERS) for _ in range(9))
+
+    @classmethod
+    def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+        found = []
+        for message in messages:
+            fitted = dict(message)
+            if isinstance(message.get("tool_call_id"), str):
+                fitted["tool_call_id"] = fitting(message["tool_call_id"])
+            if calls := message.get("tool_calls"):
+                fitted["tool_calls"] = [
+                    dict(call) | ({"id": fitting(call["id"])} if isinstance(call.get("id"), str) else {}) for call in calls
+                ]
+            found.append(fitted)
+        return found
+
+    # ---------------------------------------------------------------- grammars
+
+    def rest(self, names: Sequence[str], many: bool) -> list[str]:
+        rules = [f"call_{i}: {self._call(i, name)}" for i, name in enumerate(names)]
+        rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(names))), "ID: /[a-zA-Z0-9]{9}/"]
+        if ARGS in self.template:
+            return [*rules, f"rest: call{f' ({self.token(OPEN)} call)*' if many else ''}"]
+        return [*rules, f'rest: / ?\\[/ call{" (/, ?/ call)*" if many else ""} "]"']
+
+    def _call(self, place: int, name: str) -> str:
+        if ARGS in self.template:
+            given = f" ({self.token(CALL_ID)} ID)?" if CALL_ID in self.template else ""
+            return f"{json.dumps(name)}{given} {self.token(ARGS)} arguments_{place}"
+        opening = f'{{"name": "{name}", "arguments": '
+        given = f'({json.dumps(", " + json.dumps("id") + ": " + chr(34))} ID {json.dumps(chr(34))})?'
+        return f'{json.dumps(opening)} arguments_{place} {given} "}}"'
+
+
+def fitting(given: str) -> str:
+    """An id that templates take: itself, or always the same one."""
+    return given if _ID.fullmatch(given) else hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]

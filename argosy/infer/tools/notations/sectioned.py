@@ -1,0 +1,61 @@
+"""Calls between marks, in a section between marks, after text: what the notations of DeepSeek and Kimi K2 share."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from argosy.infer.tools.calls import Call, Marked, Scanner
+
+
+class Sectioned(Marked):
+    """section, single: the marks that open and close the section, and a call. between: what stands between calls, in a grammar."""
+
+    section: ClassVar[tuple[str, str]]
+    single: ClassVar[tuple[str, str]]
+    between: ClassVar[str] = ""
+
+    @abstractmethod
+    def call(self, scan: Scanner) -> Call:
+        """The call behind its opening mark.
+
+        Raises:
+            ValueError: there is none.
+        """
+
+    @abstractmethod
+    def opened(self, place: int, name: str) -> str:
+        """A call of this function in a grammar, without the marks around it."""
+
+    def parse(self, text: str) -> tuple[str, list[Call]]:
+        # Some answers have no section around their calls.
+        calls: list[Call] = []
+        beside, scan, openings = "", Scanner(text), [self.mark(name) for name in self.openings]
+        while not scan.over():
+            inside = scan.takes(self.mark(self.section[0]))
+            calls += self._calls(scan)
+            if inside and not (scan.takes(self.mark(self.section[1])) or scan.over()):
+                raise ValueError("a section that does not end")
+            beside += scan.until(*openings)
+        return beside.strip(), calls
+
+    def _calls(self, scan: Scanner) -> list[Call]:
+        calls = []
+        scan.blanks()
+        while scan.takes(self.mark(self.single[0])):
+            scan.blanks()
+            calls.append(self.call(scan))
+            scan.blanks()
+            if not (scan.takes(self.mark(self.single[1])) or scan.over()):
+                raise ValueError("a call that does not end")
+            scan.blanks()
+        return calls
+
+    def rest(self, names: Sequence[str], many: bool) -> list[str]:
+        begin, end = map(self.token, self.single)
+        one = f"{begin} call {end}"
+        more = f" ({self.between}{one})*" if many else ""
+        return [
+            *(f"call_{i}: {self.opened(i, name)}" for i, name in enumerate(names)),
+            "call: " + " | ".join(f"call_{i}" for i in range(len(names))),
+            f"rest: {one}{more} {self.token(self.section[1])}",
+        ]

@@ -1,0 +1,155 @@
+"""The functions for Python users: `argosy.load` and `argosy.fit`."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from argosy.core.errors import BadInput
+from argosy.core.settings import Settings, SettingsLayer, dump, read_settings
+from argosy.core.settings.scalars import written
+from argosy.core.settings.words import CALL
+from argosy.infer.settings import DraftModel, EngineSettings
+from argosy.jobs import machine
+from argosy.jobs.train import View, train
+from argosy.run.compose import no_model, preset_config, presets, recipes
+from argosy.run.outcome import Outcome
+
+if TYPE_CHECKING:
+    from argosy.infer.lm import LM
+
+
+def load(
+    model: str | Path,
+    *,
+    random: int | None = None,
+    dtype: Any = None,
+    adapter: str | Path | None = None,
+    context: int | None = None,
+    tensor: int = 1,
+    engine: EngineSettings | Mapping[str, Any] | None = None,
+    blocks: bool | Literal["auto"] = False,
+) -> "LM":
+    """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
+    instead of `.logits` and `.generate`.
+
+    Turns on JAX's persistent compilation cache, as commands do, unless JAX_COMPILATION_CACHE_DIR or jax.config names a folder.
+
+    Args:
+        model: a Hub folder, a .gguf file, a run directory (its last good checkpoint), one checkpoint step, or the address of one
+            (`gs://bucket/runs/tiny`), which is copied into a temporary folder; or, with `random`, the name of a preset.
+        random: the seed of random weights for a preset.
+        dtype: the type of weights and activations; by default float32 on CPUs, bfloat16 elsewhere.
+        context: the longest sequence the model will get, in tokens, if that is less than its own context; selects between the
+            tables of rotary positions of a model that has two (LongRoPE).
+        adapter: a folder of low-rank adapters in the PEFT library's format; `lm.merge()` merges them into the weights.
+        tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
+        engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
+            {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
+            of the argument above, unless that is given.
+        blocks: on a CPU, keep the weights of a .gguf file as they are there, in blocks of 4 to 8 bits, which takes a third of the
+            memory or less and gives the same answers. Such a model is neither trained, changed nor saved. Where nothing can be kept
+            so, that is said; "auto": it is not.
+
+    Raises:
+        UnknownName, BadInput, SettingsError, Damaged: there is no such model, it is not one, so many devices cannot share it, or the
+            settings are wrong or do not fit it.
+    """
+    if random is not None and adapter is not None:
+        raise BadInput(
+            "an adapter needs the weights it was trained on", hint="give the folder of that model instead of `random`"
+        )
+    if random is not None and tensor != 1:
+        raise BadInput("random weights are on one device", hint="leave out `tensor`")
+    how = (
+        engine
+        if isinstance(engine, EngineSettings)
+        else read_settings(EngineSettings, SettingsLayer("engine", engine or {})).value
+    )
+    context = how.context if context is None else context
+    machine.start_jax()
+    from argosy.infer import load as loading
+
+    if random is not None:
+        if str(model) in recipes():
+            raise BadInput(f"`{model}` is a recipe, not a preset", hint=f"presets are {', '.join(presets()[:8])}, ...")
+        _say(f"{model}: random weights from seed {random}")
+        lm = loading.random(preset_config(str(model)), random, dtype=dtype, engine=how, draft=draft_of(how, dtype))
+        return _checked(lm)
+    if "://" not in str(model) and not Path(model).exists():
+        raise no_model(str(model))
+    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "blocks": bool(blocks)}
+    lm = loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more)
+    if blocks is True and not lm.in_blocks:
+        _say(f"{model}: no weight is kept in blocks: that is for .gguf files with blocks, in float32, on one CPU device with kernels")
+    return _checked(lm)
+
+
+def _checked(lm: "LM") -> "LM":
+    """Checks that an encoder was not given settings of an engine: it has none."""
+    if not lm.config.causal and lm.engine_settings != EngineSettings():
+        raise BadInput("`engine` is for models that generate, and this one is an encoder", hint="leave it out")
+    return lm
+
+
+def draft_of(how: EngineSettings, dtype: Any = None, tensor: int = 1) -> "LM | None":
+    """The draft model that the engine's settings name. Arguments and errors are those of `load`."""
+    if not isinstance(how.speculative, DraftModel):
+        return None
+    return load(how.speculative.model, dtype=dtype, context=how.context, tensor=tensor)
+
+
+def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> Outcome:
+    """Trains by a recipe, or resumes, as `argosy train` does. Returns how the run ended.
+
+    Progress is printed on stderr, as in a terminal. Ctrl-C stops after the current step, saves the state, and raises
+    KeyboardInterrupt; the same call resumes.
+
+        run = argosy.fit("tiny", steps=100, dir="runs/first", optimizer="muon")
+        run = argosy.fit("tiny", "optimizer.learning_rate=1e-3", **{"data.batch": 4})
+        lm = argosy.load(run.dir)
+
+    Args:
+        recipe: a recipe's name, a YAML file, or a run directory.
+        words: settings as on the command line.
+        view: an object that shows progress instead of the terminal; `argosy.jobs.train.Quiet()` shows nothing.
+        settings: settings by key; a mapping sets the keys of a group, None means none. They override words.
+
+    Raises:
+        UserError: a mistake in the settings, found before work began.
+        KeyboardInterrupt, SystemExit: a signal asked to stop, and the state is saved.
+    """
+    machine.start_jax()
+    given = [*words, *(_word(key, value) for key, value in settings.items())]
+    if view is not None:
+        outcome = train(recipe, given, view, CALL)
+    else:
+        from argosy.observe.terminal.live import Terminal
+
+        with Terminal() as terminal:
+            outcome = train(recipe, given, terminal, CALL)
+    if outcome.exit_code == 130:
+        raise KeyboardInterrupt
+    if outcome.exit_code:
+        raise SystemExit(outcome.exit_code)
+    return outcome
+
+
+def _word(key: str, value: Any) -> str:
+    """A keyword argument as a `key=value` word."""
+    if isinstance(value, Settings):
+        value = dump(value)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, Mapping):
+        value = dict(value)
+    try:
+        return f"{key}={written(value)}"
+    except TypeError:
+        what = f"`{key}` cannot be an object of type {type(value).__name__}"
+        raise BadInput(what, hint="settings are text, numbers, paths and mappings of these") from None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,251 @@
+"""What `argosy launch` knows of the command that it runs: everything that is wrong with the two before anything starts or is
+written, where the files of the run are, and how far it is.
+
+The machines of a scheduler may not see the files of this one. Whether a path of the settings is theirs too cannot be known here, so
+it is a remark (`jobs.launch_paths`), unless the run would be lost.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.run_directory import ID, RunDirectory, is_run
+from argosy.core.addresses import is_address
+from argosy.core.command import command as as_run
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, UserError, mistakes_of, problems_of, refuse
+from argosy.core.settings import Reading, read_settings, words_layer
+from argosy.launch import jobset, local, skypilot, slurm
+from argosy.launch.rendered import Command, Devices
+from argosy.launch.settings import ENGINES
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.rules import DEFAULT
+from argosy.run.compose import compose, recipes, run_folder
+from argosy.run.preflight import check_experts, check_rows, directory_of, settled
+from argosy.run.settings import Run
+
+# The verbs that several processes can run together.
+LAUNCHED = ("train",)
+SCHEDULERS: dict[str, Any] = {"slurm": slurm, "jobset": jobset, "skypilot": skypilot}
+# The engines whose machines do not see the files of this one.
+BLIND = ("jobset", "skypilot")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch without mistakes. settings: of the engine. run: of the run."""
+
+    engine: str
+    settings: Any
+    command: Command
+    run: Reading[Run]
+
+
+@dataclass
+class Verb:
+    """What is known of a command. run: its settings, where they have no mistakes. good: those of the root that have none."""
+
+    command: Command | None = None
+    run: Reading[Run] | None = None
+    good: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Engine:
+    """What is known of an engine. settings: where they have no mistakes; else `good` are those that have none of their own."""
+
+    name: str
+    settings: Any = None
+    good: Any = None
+    known: frozenset[str] = frozenset()
+
+
+def named(words: Iterable[str]) -> str:
+    """The engine that the words name."""
+    found = [word.partition("=")[2] for word in words if word.startswith("engine=")]
+    return found[-1] if found else "local"
+
+
+def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
+    """Reads the settings of an engine and the command that it runs.
+
+    Args:
+        words: `engine=NAME key=value`.
+        verb: the verb, the recipe and its settings.
+
+    Raises:
+        UserError: every mistake in both, and in how they go together.
+    """
+    engine, what, found = Engine(named(words)), Verb(), list[UserError]()
+    found += mistakes_of(lambda: read_engine(engine, words))
+    found += mistakes_of(lambda: read_verb(what, verb, sees_files=engine.name not in BLIND))
+    found += mistakes_of(*checks(engine, what))
+    refuse(found)
+    assert what.command is not None
+    assert what.run is not None
+    return Launch(engine.name, engine.settings, what.command, what.run)
+
+
+def read_engine(engine: Engine, words: Sequence[str]) -> None:
+    """Reads the settings of an engine.
+
+    Raises:
+        UserError: there is no such engine, or everything that is wrong in its settings.
+    """
+    schema, own = ENGINES[engine.name], [word for word in words if not word.startswith("engine=")]
+    found = mistakes_of(lambda: words_layer(own))
+    broken = [word for word in own if mistakes_of(partial(words_layer, [word]))] if found else []
+    given = {word.partition("=")[0].strip() for word in own}
+    good: dict[str, Any] = {}
+    try:
+        engine.settings = read_settings(schema, words_layer(word for word in own if word not in broken)).value
+    except UserError as error:
+        # A word that cannot be read is no missing one.
+        required = {f"`{word.partition('=')[0].strip()}` is required" for word in broken}
+        found += [one for one in problems_of(error) if one.what not in required]
+        good = error.good
+    if not found:
+        engine.good, engine.known = engine.settings, frozenset(schema.model_fields)
+        return
+    if engine.settings is not None:
+        good = {name: getattr(engine.settings, name) for name in engine.settings.model_fields_set}
+    engine.settings, engine.good = None, schema.model_construct(**good)
+    left = {name for name in schema.model_fields if name not in given and hasattr(engine.good, name)}
+    engine.known = frozenset(left | set(good))
+    refuse(found)
+
+
+def read_verb(what: Verb, words: Sequence[str], sees_files: bool) -> None:
+    """Reads a verb with the settings of its run.
+
+    Args:
+        sees_files: whether the machines see the files of this one; then those that the settings name are checked too.
+
+    Raises:
+        UserError: there is no such verb, it names no recipe, or everything that is wrong in its settings.
+    """
+    if not words:
+        raise BadInput("launch needs a command", hint=f"`{as_run()} launch processes=2 -- train tiny`")
+    if words[0] not in LAUNCHED:
+        is_recipe = words[0] in recipes() or words[0].endswith((".yml", ".yaml"))
+        meant = get_close_matches(words[0], LAUNCHED, n=1)
+        hint = f"did you mean `{meant[0]}`?" if meant else f"they run {', '.join(LAUNCHED)}"
+        if is_recipe:
+            hint = f"`-- train {words[0]}` trains by this recipe"
+        raise BadInput(f"several processes cannot run `{words[0]}`", hint=hint)
+    rest = [word for word in words[1:] if not word.startswith("-")]
+    if not rest:
+        raise BadInput(f"`{' '.join(words)}` names no recipe", hint=f"`{as_run()} launch processes=2 -- train tiny`")
+    recipe, settings = rest[0], rest[1:]
+    is_file = recipe not in recipes() and not is_address(recipe) and Path(recipe).exists()
+    own = Path(recipe) if is_file else None
+    try:
+        what.run = settled(recipe, settings) if sees_files else compose(Run, recipe, settings)
+    except UserError as error:
+        what.good = error.good
+        if sees_files and not what.good:
+            # The settings may be right, and what they name is not.
+            with suppress(UserError):
+                what.good = values_of(compose(Run, recipe, settings))
+        named = [word.partition("=")[2] for word in settings if word.startswith("dir=")]
+        if not named and is_run(recipe):
+            named = [recipe]
+        # Where not even the recipe can be read, it may be the recipe that names the directory.
+        folder = named[-1] if named else (what.good.get("dir") or run_folder(recipe)) if what.good else ""
+        what.command = Command(tuple(words), folder, own)
+        raise
+    what.good = values_of(what.run)
+    what.command = Command(tuple(words), directory_of(what.run, recipe), own)
+
+
+def values_of(reading: Reading[Run]) -> dict[str, Any]:
+    return {name: getattr(reading.value, name) for name in type(reading.value).model_fields}
+
+
+def checks(engine: Engine, what: Verb) -> list[Callable[[], object]]:
+    """How an engine and a command go together, as far as both are known."""
+    if engine.good is None:
+        return []
+    found, module = list[Callable[[], object]](), SCHEDULERS.get(engine.name)
+    if module is None:
+        own = local.checks(engine.good) if engine.name == "local" else []
+    else:
+        own = module.checks(what.command, engine.good) if what.command is not None else []
+    found += [check.run for check in own if engine.known.issuperset(check.needs)]
+    if module is not None and isinstance(mesh := what.good.get("mesh"), MeshSettings):
+        # Where the machines see the files, this was checked with them.
+        if engine.name in BLIND:
+            found += blind(what.good, mesh)
+        if engine.settings is not None and what.good.get("rollout") is None:
+            devices = module.devices(engine.settings, mesh.is_between)
+            found += [] if devices is None else [lambda: check_mesh(what.good, mesh, devices)]
+    return found
+
+
+def blind(good: Mapping[str, Any], mesh: MeshSettings) -> list[Callable[[], object]]:
+    """What can be checked without the files that the settings name: that the rows and the experts of a run divide over the sizes of the
+    mesh that are set, whatever devices there are; and what can be no file."""
+    found: list[Callable[[], object]] = []
+    if (data := good.get("data")) is not None:
+        found.append(lambda: check_source(data))
+        found.append(lambda: check_rows(data.batch, good.get("accumulate", 1), mesh))
+    if (model := good.get("model")) is not None:
+        found.append(lambda: check_experts(model, mesh.shares("expert")))
+    return found
+
+
+def check_source(data: Any) -> None:
+    """Checks that data is no address: it would be refused where the run starts.
+
+    Raises:
+        BadInput: it is one.
+    """
+    if is_address(data.source):
+        hint = "copy it to a folder that the machines see, or mount the bucket there"
+        raise BadInput("data is read from files, not from an address", where=f"data.source={data.source}", hint=hint)
+
+
+def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) -> None:
+    """Checks that a mesh makes the devices that an engine asks for, and that the rows of the batch divide over it.
+
+    Raises:
+        BadInput: it does not.
+    """
+    where = f"{devices.shown} makes {plural(devices.groups * devices.each, 'device')}"
+    try:
+        inside, between = mesh.over(devices.each, devices.groups, devices.slices)
+    except BadInput as error:
+        hint = f"sizes whose product is {devices.each}, or -1 for one of them"
+        if devices.groups > 1:
+            group = "slice" if devices.slices else "machine"
+            hint = f"within each {group}: {hint}; between the {devices.groups} of them: mesh.between.*"
+        raise BadInput(error.what, where=where, hint=hint) from None
+    data, accumulate, together = good.get("data"), good.get("accumulate", 1), getattr(good.get("objective"), "rows_per_group", 1)
+    shares = math.prod(inside[axis] * between[axis] for axis in DEFAULT.activations["batch"] if axis != "stage")
+    parts = shares * accumulate * together
+    # Where the sizes that are set do not divide it, that is said already.
+    if data is not None and not mistakes_of(lambda: check_rows(data.batch, accumulate, mesh)) and data.batch % parts:
+        more = f", accumulate = {accumulate}" * (accumulate > 1) + f" and groups of {together} rows" * (together > 1)
+        what = f"data.batch = {data.batch} does not divide over the {plural(shares, 'device')} that split its rows{more}"
+        raise BadInput(what, where=where, hint=f"make it a multiple of {parts}, or split less over rows: mesh.tensor, mesh.stage")
+
+
+def progress_of(launch: Launch) -> Callable[[], object]:
+    """The newest checkpoints of the run, in its directory and on the local disk of this host."""
+    local = launch.run.value.checkpoint.local
+
+    def progress() -> object:
+        try:
+            directory, found = RunDirectory(launch.command.folder), list[int]()
+            if local is not None and directory.store.exists(ID):
+                found = [int(p.parent.name) for p in Path(local).expanduser().glob(f"{directory.id}/*/*/manifest.json")]
+            return max(directory.steps(), default=None), max(found, default=None)
+        except UserError:
+            return None
+
+    return progress

@@ -1,0 +1,160 @@
+"""One controller, many workers: functions are called in groups of processes, what they return stays there, and arrays go from group to
+group without coming here.
+
+    with open_workers({"trainer": Group(processes=2, devices=2), "rollouts": Group()}) as workers:
+        state = workers["trainer"].run("mine:make", 3)
+        weights = workers.move(state, to="rollouts")        # workers.send: of what this program has
+        print(workers["rollouts"].run("mine:answer", weights, prompts).value())
+
+A group is a gang: every call goes to all its processes, which have one mesh (`here().mesh`) and have joined by jax.distributed. Calls
+return at once, with a `Ref`. Engines differ in where groups are:
+
+    local     processes of this machine
+    ray       processes that actors of a Ray cluster start
+    inline    this process: each group has some of its devices and a thread. So it is over the proxy of Pathways (JAX_PLATFORMS=proxy),
+              where one process has all devices
+
+Workers are trusted, and so is the controller: each can run code in the other.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput, UnknownName, nearest
+from argosy.core.progress import Say
+from argosy.launch.local import check_logs
+from argosy.launch.workers.errors import WorkerError, WorkerLost
+from argosy.launch.workers.gang import Gang
+from argosy.launch.workers.group import WorkerGroup, close_all, moved
+from argosy.launch.workers.here import Here, here
+from argosy.launch.workers.local import LocalWorkers, Printer
+from argosy.launch.workers.offers import Offers, sent
+from argosy.launch.workers.references import Life, Ref
+from argosy.launch.workers.settings import Group
+
+__all__ = ["ENGINES", "Group", "Here", "Ref", "WorkerError", "WorkerGroup", "WorkerLost", "Workers", "here", "open_workers"]
+
+ENGINES = ("local", "ray", "inline")
+Begin = Callable[[str, Callable[[WorkerLost], None]], Life]
+
+
+class Workers(Mapping[str, WorkerGroup]):
+    """The groups, by name. offers: of the controller; None where the groups are in its process."""
+
+    def __init__(self, groups: Mapping[str, WorkerGroup], offers: Offers | None = None):
+        self._groups, self._offers, self._lock = dict(groups), offers, threading.Lock()
+
+    def __getitem__(self, name: str) -> WorkerGroup:
+        if name not in self._groups:
+            raise UnknownName("group", name, self._groups)
+        return self._groups[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def move(self, ref: Ref, to: str, sharding: Any = None) -> Ref:
+        """Brings a value to another group, from worker to worker; returns at once. Its arrays are jax arrays over the mesh there.
+
+        Args:
+            sharding: a PartitionSpec for all arrays, or a tree of them that is a prefix of the value; None: each device has everything.
+        """
+        group = self[to]
+        if not isinstance(ref, Ref):
+            raise BadInput(f"{type(ref).__name__} is no Ref of a group", hint="`send` brings a value of this program to a group")
+        if ref.group is not self._groups.get(ref.group.name):
+            raise BadInput(f"{ref!r} is of other workers")
+        return moved(ref, group, sharding, self._lock)
+
+    def send(self, value: Any, to: str, sharding: Any = None) -> Ref:
+        """Brings a value of this program to a group, which fetches its arrays; returns at once. Until `wait` returns they must stay as
+        they are, neither donated nor written to. They are jax arrays over the mesh there.
+
+        Args:
+            sharding: as in `move`.
+
+        Raises:
+            BadInput: there is something else than arrays and plain values, or an array is not whole in this process.
+        """
+        return sent(value, self[to], sharding, self._offers)
+
+
+@contextmanager
+def open_workers(
+    groups: Mapping[str, Group], engine: str = "local", *, logs: str | Path | None = None, address: str | None = None,
+    wait: float = 60.0, say: Say | None = None,
+) -> Iterator[Workers]:  # fmt: skip
+    """Starts groups of workers, which end with the block.
+
+    Args:
+        engine: `local`, `ray` or `inline`.
+        logs: folder for what each process prints, a file `GROUP-RANK.log` each; None: it is printed on stderr, with its origin.
+        address: of the Ray cluster; None: RAY_ADDRESS, or a Ray of its own on this machine.
+        wait: seconds to wait for room on the Ray cluster, where there is one.
+        say: called, by threads, with what happens to groups; None: it is printed on stderr.
+
+    Raises:
+        BadInput: a group cannot be. Unsupported: what an engine needs is not installed.
+        WorkerLost: a process ended before it had joined. WorkerError: a `start` function raised.
+    """
+    if engine not in ENGINES:
+        raise BadInput(f"engine={engine!r}", hint=nearest(str(engine), ENGINES))
+    if not groups:
+        raise BadInput("there are no groups")
+    for name, group in groups.items():
+        if not isinstance(group, Group):
+            raise BadInput(f"the group `{name}` is {group!r}", hint=f'{{"{name}": Group(processes=2)}}')
+        group.check(name)
+    given = {"address": (address, engine == "ray"), "logs": (logs, engine != "inline")}
+    for name, (value, takes) in given.items():
+        if value is not None and not takes:
+            raise BadInput(f"engine={engine} takes no {name}=")
+    if logs is not None:
+        check_logs(Path(logs))
+    with ExitStack() as stack:
+        begin, offers = _engine(engine, groups, logs, address, wait, stack)
+        if offers is not None:
+            stack.callback(offers.close)
+        made: dict[str, WorkerGroup] = {}
+        try:
+            for name, one in groups.items():
+                start = one.started_with if one.start is not None else None
+                made[name] = WorkerGroup(name, partial(begin, name), start, one.restarts, say or _say)
+            # All start at the same time.
+            for opened in [group.open() for group in made.values()]:
+                opened.result()
+            yield Workers(made, offers)
+        finally:
+            close_all(made.values())
+
+
+def _engine(
+    engine: str, groups: Mapping[str, Group], logs: str | Path | None, address: str | None, wait: float, stack: ExitStack
+) -> tuple[Begin, Offers | None]:
+    """What starts a group, and what offers it the controller's arrays."""
+    if engine == "inline":
+        from argosy.launch.workers.inline import inline
+
+        return inline(groups), None
+    if engine == "ray":
+        from argosy.launch.workers.ray import RayWorkers
+
+        starts: Any = stack.enter_context(RayWorkers(groups, address, wait))
+    else:
+        starts = LocalWorkers(groups)
+
+    def begin(name: str, died: Callable[[WorkerLost], None]) -> Life:
+        return Gang(name, groups[name].processes, starts, groups[name].stuck, Printer(name, logs).line, died)
+
+    return begin, Offers(starts.host)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,239 @@
+"""The processes of a group, as the controller has them: what it asks them, and what follows when one ends.
+
+A group lives and dies as one. When a process ends, or one answers a call with an error while another waits for it in a collective, all
+of them are killed; what was pending raises.
+"""
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from typing import Any
+
+from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.launch.local import how
+from argosy.launch.workers.errors import WorkerError, WorkerLost
+from argosy.launch.workers.member import Ended, Member, Transport
+from argosy.launch.workers.transfers import PeerGone, Source, check_alike
+from argosy.launch.workers.trees import Box, Leaf, together, whole
+
+# How long the others may take to finish a call that one process has answered with an error.
+ALONE_S = 10.0
+# How long processes have to end by themselves.
+LEAVE_S = 3.0
+
+
+Start = Callable[[str, Sequence[Member]], Sequence[Transport]]
+
+
+class Gang:
+    """One life of a group's processes.
+
+    Args:
+        start: starts them, one for each member.
+        stuck: seconds after which a process that has not answered a call is taken for stuck; None: never.
+        died: called once, by a thread, when the group is lost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        processes: int,
+        start: Start,
+        stuck: float | None,
+        told: Callable[[int, str], None],
+        died: Callable[[WorkerLost], None],
+    ):
+        self.name, self.stuck = name, stuck
+        self.lost: WorkerLost | None = None
+        self._died, self._lock = died, threading.Lock()
+        self.members = [
+            Member(rank, lambda line, rank=rank: told(rank, line), self._ended) for rank in range(processes)
+        ]
+        for member, transport in zip(self.members, start(name, self.members)):
+            member.transport = transport
+
+    def join(self) -> None:
+        """Waits until the processes have joined each other.
+
+        Raises:
+            WorkerLost, ArgosyError: they have not.
+        """
+        try:
+            for member, ready in zip(self.members, self._all(dict(enumerate(member.joined for member in self.members)), meet=True)):
+                member.address = ready["address"]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [member.transport.pid for member in self.members if member.transport is not None]
+
+    # ---------------------------------------------------------------- deaths
+
+    def _ended(self, member: Member) -> None:
+        self.lose(WorkerLost(f"ended {how(member.code or 0)}", self.name, member.rank, member.code, list(member.printed)))
+
+    def lose(self, error: WorkerLost) -> None:
+        """Ends all processes of the group, for this reason unless there is an earlier one."""
+        with self._lock:
+            first, self.lost = self.lost is None, self.lost or error
+        for member in self.members:
+            if member.transport is not None and member.code is None:
+                member.transport.kill()
+        if first:
+            self._died(error)
+
+    def check(self) -> None:
+        """Raises:
+        WorkerLost: a process has ended.
+        """
+        if self.lost is not None:
+            raise self.lost.again()
+
+    def close(self) -> None:
+        """Ends the processes, and waits until they have."""
+        with self._lock:
+            self.lost = self.lost or WorkerLost("was ended by its controller", self.name, 0, meant=True)
+        for do, patience in (("leave", LEAVE_S), ("kill", LEAVE_S)):
+            left = [one for one in self.members if one.transport is not None and one.code is None]
+            for member in left:
+                with suppress(OSError):
+                    getattr(member.transport, do)()
+            until = time.monotonic() + patience
+            for member in left:
+                member.over.wait(max(0.0, until - time.monotonic()))
+
+    # ---------------------------------------------------------------- questions
+
+    def _all(self, asked: Mapping[int, Future[Any]], stuck: float | None = None, meet: bool = False) -> list[Any]:
+        """The answers of processes, by rank. meet: they may wait for each other, so that one that fails holds the others up.
+
+        Raises:
+            WorkerLost: one ended, or took too long. WorkerError: a function raised.
+            ArgosyError: it cannot be done, as a process said.
+        """
+        begun, failed = time.monotonic(), None
+        left, rank_of = set(asked.values()), {one: rank for rank, one in asked.items()}
+        while left:
+            until = begun + stuck if stuck is not None else float("inf")
+            if failed is not None and meet:
+                until = min(until, failed[0] + ALONE_S)
+            wait_s = None if until == float("inf") else max(0.0, until - time.monotonic())
+            done, left = wait(left, timeout=wait_s, return_when=FIRST_COMPLETED)
+            if any(isinstance(one.exception(), Ended) for one in done):
+                self.check()
+            for one in done:
+                if failed is None and "failed" in one.result():
+                    failed = time.monotonic(), rank_of[one], one.result()["failed"]
+            if not done and left:
+                self._give_up(min(rank_of[one] for one in left), failed, time.monotonic() - begun)
+        if failed is not None:
+            raise self._error(failed[1], failed[2])
+        return [one.result()["done"] for one in asked.values()]
+
+    def _give_up(self, rank: int, failed: Any, waited: float) -> None:
+        if failed is not None:
+            why = f"was still in a call {ALONE_S:.0f} s after process {failed[1]} had raised in it, and was ended with its group"
+            self.lose(WorkerLost(why, self.name, rank, None, list(self.members[rank].printed)))
+            error = self._error(failed[1], failed[2])
+            if isinstance(error, WorkerError):
+                hint = f'the group was ended: process {rank} did not finish the call; workers["{self.name}"].restart()'
+                raise WorkerError(failed[2]["what"], self.name, failed[1], failed[2]["traceback"], hint)
+            raise error
+        why = f"did not answer within {waited:.0f} s (Group(stuck={self.stuck:g})), and was ended with its group"
+        self.lose(WorkerLost(why, self.name, rank, None, list(self.members[rank].printed)))
+        self.check()
+
+    def _error(self, rank: int, said: Mapping[str, Any]) -> ArgosyError:
+        kind = {"input": BadInput, "PeerGone": PeerGone, "Damaged": Damaged}.get(said["kind"])
+        if kind is None and said["kind"] != "raised":
+            kind = ArgosyError
+        if kind is None:
+            return WorkerError(said["what"], self.name, rank, said["traceback"])
+        where = said.get("where") or f"in process {rank} of the group `{self.name}`"
+        return kind(said["what"], where=where, hint=said.get("hint"))
+
+    def _ask(self, kind: str, said: Any, stuck: float | None = None, meet: bool = False) -> list[Any]:
+        self.check()
+        return self._all({member.rank: member.ask(kind, said) for member in self.members}, stuck, meet)
+
+    # ---------------------------------------------------------------- commands
+
+    def call(self, number: int, function: str, arguments: bytes) -> None:
+        self._ask("call", {"number": number, "function": function, "arguments": arguments}, self.stuck, meet=True)
+
+    def source(self, number: int) -> Source:
+        """Where a value is that all processes have alike.
+
+        Raises:
+            BadInput: they have not.
+        """
+        found: list[tuple[bytes, list[Leaf]]] = self._ask("describe", number)
+        check_alike(self.name, [leaves for _, leaves in found])
+        for rank, (skeleton, _) in enumerate(found):
+            if skeleton != found[0][0] and _shown(skeleton) != _shown(found[0][0]):
+                what = f"what process {rank} of the group `{self.name}` returned differs from what process 0 did"
+                raise BadInput(what, hint="Ref.values() brings that of each")
+        return Source(self.name, number, found[0][0], [leaves for _, leaves in found], [one.address for one in self.members])
+
+    def pull(self, number: int, source: Source, sharding: Any) -> int:
+        """Gets a value from another group, as `number`; returns the number of bytes that came."""
+        return sum(self._ask("pull", {"number": number, "source": source, "sharding": pickle.dumps(sharding)}))
+
+    def value(self, number: int) -> Any:
+        """A value with its arrays as numpy arrays, each byte brought once.
+
+        Raises:
+            BadInput: the processes have different values, or something else than arrays and plain values.
+        """
+        source = self.source(number)
+        wanted: dict[int, list[tuple[int, Box]]] = {}
+        for index in range(len(source.leaves[0])):
+            seen: set[Box] = set()
+            for rank, leaves in enumerate(source.leaves):
+                wanted.setdefault(rank, []).extend((index, box) for box in leaves[index].boxes if box not in seen)
+                seen |= set(leaves[index].boxes)
+        return self._assembled(source.skeleton, source.leaves[0], number, wanted)
+
+    def values(self, number: int) -> list[Any]:
+        """What each process has.
+
+        Raises:
+            BadInput: an array is not whole in each process.
+        """
+        out = []
+        for rank, (skeleton, leaves) in enumerate(self._ask("describe", number)):
+            for leaf in leaves:
+                if leaf.crc is None and len(self.members) > 1 and 0 not in leaf.shape and leaf.boxes != (whole(leaf.shape),):
+                    what = f"{leaf.path} is an array of all processes of the group `{self.name}`"
+                    raise BadInput(what, hint="Ref.value() brings it")
+            wanted = {rank: [(index, box) for index, leaf in enumerate(leaves) for box in leaf.boxes]}
+            out.append(self._assembled(skeleton, leaves, number, wanted))
+        return out
+
+    def _assembled(self, skeleton: bytes, leaves: Sequence[Leaf], number: int, wanted: Mapping[int, list[tuple[int, Box]]]) -> Any:
+        import jax
+        import numpy as np
+
+        arrays = [np.empty(leaf.shape, jax.numpy.dtype(leaf.dtype)) for leaf in leaves]
+        asked = {rank: self.members[rank].ask("value", {"number": number, "wanted": some}) for rank, some in wanted.items()}
+        for shards in self._all(asked):
+            for index, box, data in shards:
+                arrays[index][tuple(slice(*one) for one in box)] = data
+        return together(pickle.loads(skeleton), arrays)
+
+    def free(self, numbers: Sequence[int]) -> None:
+        for member in self.members:
+            member.tell("free", list(numbers))
+
+
+def _shown(skeleton: bytes) -> str:
+    """The same text for the same values: equal things may be pickled differently."""
+    import jax
+
+    leaves, structure = jax.tree.flatten(pickle.loads(skeleton))
+    return f"{structure} {leaves}"

@@ -1,0 +1,293 @@
+"""A group of workers as the controller uses it: calls in their order, and references to what they returned.
+
+Every group has a thread, which does one thing after the other: a call, a move, a restart, freeing. So calls to one group follow each
+other, and those to different groups run at the same time.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
+
+from argosy.core.errors import BadInput, complaint
+from argosy.core.progress import Say
+from argosy.launch.workers.errors import WorkerLost
+from argosy.launch.workers.references import Life, Ref, name_of
+from argosy.launch.workers.transfers import PeerGone
+from argosy.launch.workers.trees import packed
+
+# How long the death of a process that closed a connection is waited for.
+NOTICE_S = 5.0
+# How often a group that waits for another looks whether it is there itself.
+LOOK_S = 0.1
+
+
+class WorkerGroup:
+    """A group of `Workers`. started: what its `start` function returned; while the group starts again, what it returned in the life
+    before, which raises WorkerLost.
+
+    Args:
+        begin: starts it; is called with what to do when it is lost.
+        start: a function to call in every life first, with its arguments.
+        restarts: how often it is started again by itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        begin: Callable[[Callable[[WorkerLost], None]], Life],
+        start: tuple[Any, tuple[Any, ...]] | None,
+        restarts: int,
+        say: Say,
+    ):
+        self.name = name
+        self.started: Ref | None = None
+        self._begin, self._start, self._left, self._say = begin, start, restarts, say
+        self._life: Life | None = None
+        self._numbers, self._counting, self._closing, self._closed = 0, threading.Lock(), threading.Lock(), False
+        # It may be filled while the garbage collector runs: a SimpleQueue is made for that.
+        self._queue: queue.SimpleQueue[Callable[[], None] | int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"workers {name}", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- for users
+
+    def run(self, function: Any, /, *arguments: Any, **named: Any) -> Ref:
+        """Calls a function in every process of the group, after what was asked of the group before; returns at once.
+
+        Args:
+            function: `module:function`, or a function that can be imported.
+            arguments: pytrees of arrays, which come as numpy arrays, plain values, and references to what this group has.
+
+        Raises:
+            BadInput: a worker could not import the function, an argument is of no such kind or was freed, or the group is closed.
+        """
+        name = name_of(function)
+        refs: list[Ref] = []
+
+        def number(ref: Ref) -> int:
+            if ref.group is not self:
+                what = f"{ref!r} is an argument in the group `{self.name}`"
+                raise BadInput(what, hint=f'workers.move(ref, to="{self.name}") brings it there')
+            ref._check()
+            refs.append(ref)
+            return ref.number
+
+        data = packed((arguments, named), number, Ref)
+
+        def call(life: Life, new: int) -> int:
+            for ref in refs:
+                ref.wait()._where()
+            life.call(new, name, data)
+            return 0
+
+        return self.enqueue(Ref(self, name), call)
+
+    def restart(self) -> None:
+        """Ends the processes of the group, starts them again, and calls `start`; what they held is gone.
+
+        Raises:
+            BadInput: the group is closed. ArgosyError: it cannot be started, or `start` raised.
+        """
+        self._check_open()
+        if self._life is not None:
+            self._life.lose(WorkerLost("was ended by restart()", self.name, 0, meant=True))
+        again: Future[None] = Future()
+        self._put(lambda: self._again(again))
+        again.result()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by rank, on the machines where they are."""
+        return self._life.pids if self._life is not None else []
+
+    @property
+    def lost(self) -> WorkerLost | None:
+        """Why the group is not there, where it is not."""
+        return self._life.lost if self._life is not None else None
+
+    # ---------------------------------------------------------------- its thread
+
+    def next_number(self) -> int:
+        with self._counting:
+            self._numbers += 1
+            return self._numbers
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BadInput(f"the group `{self.name}` is closed")
+
+    def _put(self, do: Callable[[], None]) -> None:
+        """Raises:
+        BadInput: the group is closed, so that its thread would not do it.
+        """
+        with self._closing:
+            self._check_open()
+            self._queue.put(do)
+
+    def forget(self, number: int) -> None:
+        self._queue.put(number)
+
+    def enqueue(
+        self, ref: Ref, do: Callable[[Life, int], int], after: Callable[[BaseException | None], None] = lambda _: None
+    ) -> Ref:
+        """Lets the thread make a value. after: is called in any case, with what went wrong."""
+        future, number, kept, what = ref._future, ref.number, weakref.ref(ref), ref.what
+
+        def work() -> None:
+            try:
+                self._check_open()
+                assert self._life is not None
+                self._life.check()
+                if (alive := kept()) is not None:
+                    alive.life = self._life
+                del alive
+                done = do(self._life, number)
+            except BaseException as error:
+                if kept() is None and not isinstance(error, WorkerLost):
+                    self._say(f"{what} failed in the group `{self.name}`, and nothing waits for it: {error}")
+                future.set_exception(error)
+                after(error)
+            else:
+                future.set_result(done)
+                after(None)
+
+        self._put(work)
+        return ref
+
+    def _work(self) -> None:
+        while (one := self._queue.get()) is not None:
+            if callable(one):
+                one()
+            elif self._life is not None and self._life.lost is None:
+                self._life.free([one])
+            del one
+
+    def open(self) -> Future[None]:
+        """Starts the group; the future says when it has started, or why it has not."""
+        opened: Future[None] = Future()
+        self._queue.put(lambda: self._again(opened))
+        return opened
+
+    def _again(self, told: Future[None]) -> None:
+        try:
+            if self._life is not None:
+                self._life.close()
+            self._check_open()
+            self._life = life = self._begin(self._died)
+            if self._closed:
+                life.close()
+            life.join()
+            if self._start is not None:
+                self._start_in(life, *self._start)
+        except BaseException as error:
+            told.set_exception(error)
+        else:
+            told.set_result(None)
+
+    def _start_in(self, life: Life, function: Any, arguments: tuple[Any, ...]) -> None:
+        new = Ref(self, name_of(function))
+        new.life = life
+        try:
+            life.call(new.number, new.what, packed((arguments, {}), lambda _: 0, Ref))
+        except Exception as error:
+            life.lose(WorkerLost(f"was ended because `start` failed: {complaint(error)}", self.name, 0, meant=True))
+            raise
+        new._future.set_result(0)
+        self.started = new
+
+    def _died(self, error: WorkerLost) -> None:
+        if self._closed or error.meant:
+            return
+        self._say(error.what)
+        if self._left > 0:
+            self._left -= 1
+            again: Future[None] = Future()
+            again.add_done_callback(self._say_how)
+            self._queue.put(lambda: self._again(again))
+
+    def _say_how(self, again: Future[None]) -> None:
+        error = again.exception()
+        if error is None:
+            self._say(f"the group `{self.name}` was started again ({self._left} restarts left)")
+        else:
+            self._say(f"the group `{self.name}` could not be started again: {error}")
+
+    def shut(self) -> None:
+        """Takes no more calls."""
+        with self._closing:
+            self._closed = True
+
+    def close(self) -> None:
+        """Ends the group. What is pending raises."""
+        self.shut()
+        if self._life is not None:
+            self._life.close()
+        self._queue.put(None)
+        self._thread.join(10)
+        if self._life is not None:
+            self._life.close()
+        # A thread that did not end in time leaves calls behind: whoever waits for one is told.
+        with suppress(queue.Empty):
+            while True:
+                if callable(one := self._queue.get_nowait()):
+                    one()
+
+
+def close_all(groups: Iterable[WorkerGroup]) -> None:
+    """Ends groups, all at the same time: one that is slow to end holds up no other."""
+    groups = list(groups)
+    for group in groups:
+        group.shut()
+    threads = [threading.Thread(target=group.close, name=f"closes {group.name}", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def moved(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> Ref:
+    """Brings a value to another group. Both groups do nothing else meanwhile: a later call may reuse the memory of what is moved."""
+    new, here, over = Ref(group, f"a copy of {ref.what}"), Future(), threading.Event()
+
+    def give(life: Life, _: int) -> int:
+        here.set_result(ref.wait()._where().source(ref.number))
+        while not over.wait(LOOK_S):
+            life.check()
+        return 0
+
+    def given(error: BaseException | None) -> None:
+        if not here.done() and error is not None:
+            here.set_exception(error)
+
+    def take(life: Life, number: int) -> int:
+        while not here.done():
+            life.check()
+            wait((here,), LOOK_S)
+        source = here.result()
+        ref._where()
+        try:
+            return life.pull(number, source, sharding)
+        except PeerGone:
+            # Its death is noticed a moment after its connections end.
+            until = time.monotonic() + NOTICE_S
+            while time.monotonic() < until:
+                ref._where()
+                time.sleep(0.05)
+            raise
+
+    ref._check()
+    if ref.group is group:
+        return group.enqueue(new, lambda life, number: life.pull(number, ref.wait()._where().source(ref.number), sharding))
+    # In the same order for all moves, or two groups could wait for each other.
+    with lock:
+        ref.group.enqueue(Ref(ref.group, f"moving {ref.what}"), give, given)
+        try:
+            return group.enqueue(new, take, lambda _: over.set())
+        except BaseException:
+            over.set()
+            raise

@@ -1,0 +1,165 @@
+"""How the rows of tokens get to their experts: strategies of `parts.moe`, set from outside.
+
+    Sorted      dropless: rows are sorted by expert and multiplied in grouped matrix products (`ops.grouped`; Gale et al.
+                2022, arXiv:2211.15841)
+    Capacity    every expert processes the same number of tokens of each sequence, and tokens beyond it skip the expert; first
+                choices are served before second ones (Lepikhin et al. 2020, arXiv:2006.16668). For training only: an answer
+                must not depend on what else is in its sequence
+
+Where a mesh axis splits the experts, rows are sent to the devices of their experts and back (`parts.moe.exchange`). Where the
+devices along that axis all have the same rows, which do not divide over it, each computes its own experts, and the outputs are
+summed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from argosy.models.parts.einsum import Contraction, Route
+from argosy.models.parts.moe.exchange import exchanged, exchanged_in_rounds
+from argosy.models.parts.moe.sorting import gathered, inverse, sorted_by
+from argosy.models.settings import Experts
+
+Act = Callable[[Array, Array], Array]
+
+
+class Local(NamedTuple):
+    """The experts as one device has them.
+
+    features: the mesh axis that splits their M features; their output must then be summed over it, and biases are added on its
+    first device only. axis: the mesh axis that splits the experts; each of its devices has as many, one after the other.
+    together: its devices have the same rows.
+    """
+
+    gate: Contraction
+    up: Contraction
+    down: Contraction
+    how: Experts
+    acted: Act
+    features: str | None = None
+    axis: str | None = None
+    together: bool = False
+
+    def __call__(self, rows: Float[Array, "A D"], route: Route) -> Float[Array, "A D"]:
+        gate, up = (checkpoint_name(project(rows, route), "experts") for project in (self.gate, self.up))
+        y = self.down.product(self.acted(gate, up), route)
+        if self.features is None or self.down.bias is None:
+            return self.down.biased(y, route)
+        return jnp.where(jax.lax.axis_index(self.features) == 0, self.down.biased(y, route), y)
+
+    @property
+    def shares(self) -> int:
+        """The number of devices that the experts are split over."""
+        return 1 if self.axis is None else jax.lax.axis_size(self.axis)
+
+    @property
+    def held(self) -> int:
+        """The number of experts here."""
+        return self.how.count // self.shares
+
+    @property
+    def first(self) -> Any:
+        """The index of the first expert here."""
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.held
+
+
+class Dispatch(Protocol):
+    """How rows get to their experts: a frozen dataclass. `chosen` is E where a token goes to no expert. Also returns aux outputs
+    [B]. whole: whether it needs whole sequences, where they are split over devices."""
+
+    @property
+    def whole(self) -> bool: ...
+
+    def __call__(
+        self,
+        experts: Local,
+        x: Float[Array, "B T D"],
+        weights: Float[Array, "B T k"],
+        chosen: Int[Array, "B T k"],
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]: ...
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Dropless: rows sorted by expert."""
+
+    whole = False
+
+    def __call__(
+        self, experts: Local, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
+        k, D = chosen.shape[-1], x.shape[-1]
+        apart = experts.axis is not None and not experts.together
+        E = experts.how.count if apart else experts.held
+        if experts.together:
+            here = (chosen >= experts.first) & (chosen < experts.first + E)
+            chosen = jnp.where(here, chosen - experts.first, E)
+        flat, weights = chosen.reshape(-1), weights.reshape(-1, k)
+        order = sorted_by(flat, E)
+        sizes = jnp.bincount(flat, length=E).astype(jnp.int32)
+        scales = weights.reshape(-1) if experts.how.weigh == "input" else None
+        if scales is not None:
+            weights = jnp.ones_like(weights)
+        if apart:
+            y = exchanged_in_rounds(experts, x.reshape(-1, D), scales, flat, order, sizes)
+        else:
+            token = order // k
+            rows = x.reshape(-1, D)[token]
+            if scales is not None:
+                rows = rows * scales[order, None].astype(x.dtype)
+            y = experts(rows, Route(sizes, jnp.minimum(flat[order], E - 1), token=token))
+        weights = jnp.where(chosen.reshape(-1, k) < E, weights, 0.0)
+        y = gathered(y, weights.astype(y.dtype), order, inverse(order).reshape(-1, k)).reshape(x.shape)
+        return (jax.lax.psum(y, experts.axis) if experts.together else y), {}
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Each expert processes at most `factor` times an even load of each sequence; further tokens are dropped."""
+
+    factor: float
+    whole = True
+
+    def places(self, tokens: int, how: Experts) -> int:
+        """The most tokens of a sequence that an expert processes. A token counts once per expert."""
+        return min(tokens, math.ceil(self.factor * tokens * how.active / how.count))
+
+    def __call__(
+        self, experts: Local, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
+        (B, T, k), E = chosen.shape, experts.how.count
+        places = self.places(T, experts.how)
+        # First choices come first.
+        ranked = chosen.swapaxes(1, 2).reshape(B, k * T)
+        order = jax.vmap(lambda row: sorted_by(row, E))(ranked)
+        sizes = jnp.sum(ranked[:, :, None] == jnp.arange(E), 1)  # [B E]; XLA fuses the comparison into the sum
+        starts = jnp.cumsum(sizes, 1) - sizes
+        back = jax.vmap(inverse)(order)
+        place = back - jnp.take_along_axis(starts, jnp.minimum(ranked, E - 1), 1)
+        kept = (ranked < E) & (place < places)
+
+        # Place p of expert e has the p-th row that chose it.
+        p = jnp.arange(places)
+        filled = p < sizes[:, :, None]  # [B E places]
+        source = jnp.take_along_axis(order, jnp.where(filled, starts[:, :, None] + p, 0).reshape(B, -1), 1)
+        rows = jnp.take_along_axis(x, (source % T)[:, :, None], 1)
+        if experts.how.weigh == "input":
+            scales = jnp.take_along_axis(weights.swapaxes(1, 2).reshape(B, k * T), source, 1)
+            rows, weights = rows * scales[:, :, None].astype(x.dtype), jnp.ones_like(weights)
+        rows = jnp.where(filled.reshape(B, -1, 1), rows, 0).reshape(B, E, places, -1).swapaxes(0, 1)
+        y = exchanged(experts, rows.reshape(E, B * places, -1)).reshape(E, B, places, -1)
+
+        at = jnp.where(kept, jnp.minimum(ranked, E - 1) * places + place, 0)
+        picked = jnp.take_along_axis(y.swapaxes(0, 1).reshape(B, E * places, -1), at[:, :, None], 1)
+        picked = jnp.where(kept[:, :, None], picked, 0).reshape(B, k, T, -1)
+        assigned = jnp.sum(ranked < E, 1).astype(jnp.float32)
+        dropped = 1 - jnp.sum(kept, 1).astype(jnp.float32) / jnp.maximum(assigned, 1.0)
+        y = jnp.sum(picked * weights.swapaxes(1, 2)[..., None].astype(y.dtype), 1)
+        y = jax.lax.psum(y, experts.axis) if experts.together else y
+        return y, {"dropped": jnp.where(assigned > 0, dropped, 0.0)}

@@ -1,0 +1,177 @@
+"""Rows of tokens sent to the devices of their experts, and what these make of them sent back, inside a `shard_map`.
+
+Each of the n devices along `experts.axis` has its own rows, and E / n experts. Shapes are static, so how many rows a device may
+send to another is fixed when the program is compiled:
+
+    exchanged             as many as the capacity says
+    exchanged_in_rounds   no limit: an even share of a device's rows and a quarter more at once, and again until none is left.
+                          All devices make as many rounds as the one with the most to send; most often it is one
+
+Rounds after the first are a loop whose length is found as it runs. It has its own backward pass, which computes those rounds
+again, so memory and bytes do not depend on how uneven a load could be, only on how uneven it is (docs/decisions/0019).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from argosy.models.parts.einsum import Route
+from argosy.models.parts.moe.sorting import inverse, permuted, sorted_by
+from argosy.models.parts.weight import merge, split
+
+# Rows that a device may send to another at once, as a multiple of an even share of its rows.
+ROOM = 1.25
+
+
+def exchanged(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"]:
+    """R rows of each expert through it. Where the devices have the same rows, each computes those of its experts, and gives zeros
+    for the others."""
+    (E, R, D), own = rows.shape, experts.held
+    if experts.axis is None:
+        return _evenly(experts, rows)
+    if experts.together:
+        y = _evenly(experts, jax.lax.dynamic_slice_in_dim(rows, experts.first, own))
+        return jax.lax.dynamic_update_slice_in_dim(jnp.zeros((E, *y.shape[1:]), y.dtype), y, experts.first, 0)
+    here = _swapped(experts, rows.reshape(-1, own, R, D)).swapaxes(0, 1)
+    y = _evenly(experts, here.reshape(own, -1, D)).reshape(own, -1, R, D)
+    return _swapped(experts, y.swapaxes(0, 1)).reshape(E, R, D)
+
+
+def _evenly(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"]:
+    E, R, _ = rows.shape
+    expert = jnp.repeat(jnp.arange(E), R, total_repeat_length=E * R)
+    return experts(rows.reshape(E * R, -1), Route(jnp.full(E, R, jnp.int32), expert, even=True)).reshape(E, R, -1)
+
+
+def _swapped(experts: Any, a: Array) -> Array:
+    """Part i of each device's array goes to device i, and becomes there the part of the device it is from."""
+    return jax.lax.all_to_all(a, experts.axis, 0, 0)
+
+
+def exchanged_in_rounds(
+    experts: Any,
+    x: Float[Array, "X D"],
+    scales: Float[Array, "A"] | None,
+    expert: Int[Array, "A"],
+    order: Int[Array, "A"],
+    sizes: Int[Array, "E"],
+) -> Float[Array, "A D"]:
+    """The output of each assignment's expert, sorted by expert as `order` says; zero after the last one.
+
+    Args:
+        x: the tokens; the k assignments of a token follow each other.
+        scales: multiply the inputs of the experts.
+        expert: of each assignment; E for none.
+        sizes: the number of assignments of each expert.
+    """
+    n, own = experts.shares, experts.held
+    A, k = len(expert), len(expert) // len(x)
+    counts = jnp.sum(sizes.reshape(n, own), 1)
+    starts = jnp.cumsum(counts) - counts
+    # A token goes to an expert once.
+    most = len(x) * min(k, own)
+    places = min(most, math.ceil(ROOM * A / n))
+    graphs, leaves = zip(*(split(part) for part in (experts.gate, experts.up, experts.down)))
+
+    def at(i: Any, counts: Array, starts: Array) -> Int[Array, "n places"]:
+        """The sorted assignment in each place of a round; A for none."""
+        p = i * places + jnp.arange(places)
+        return jnp.where(p < counts[:, None], starts[:, None] + p, A)
+
+    def of_round(i: Any, leaves: Any, x: Array, scales: Array | None, expert: Array, order: Array, at: Array) -> Array:
+        """What the experts make of the rows of a round, [n places, D]."""
+        filled, picked = at < A, order[jnp.minimum(at, A - 1)]
+        rows = x[picked // k]
+        if scales is not None:
+            rows = rows * scales[picked][..., None].astype(x.dtype)
+        rows = _swapped(experts, jnp.where(filled[..., None], rows, 0))
+        chosen = _swapped(experts, jnp.where(filled, expert[picked] - own * jnp.arange(n)[:, None], own)).reshape(-1)
+        parts = (merge(graph, part) for graph, part in zip(graphs, leaves))
+        local = experts._replace(**dict(zip(("gate", "up", "down"), parts)))
+        inward = sorted_by(chosen, own)
+        outward = inverse(inward)
+        route = Route(jnp.bincount(chosen, length=own).astype(jnp.int32), jnp.minimum(chosen[inward], own - 1))
+        y = local(permuted(rows.reshape(-1, x.shape[-1]), inward, outward), route)
+        return _swapped(experts, permuted(y, outward, inward).reshape(n, places, -1)).reshape(n * places, -1)
+
+    def work(i: Any, args: Any) -> Array:
+        leaves, x, scales, expert, order, counts, starts = args
+        return of_round(i, leaves, x, scales, expert, order, at(i, counts, starts))
+
+    def where(i: Any, args: Any) -> Array:
+        return at(i, *args[-2:]).reshape(-1)
+
+    args, most_rounds = (leaves, x, scales, expert, order, counts, starts), -(-most // places)
+    if most_rounds == 1:
+        rounds = jnp.asarray(1)
+    else:
+        # The same number everywhere, over axes that do not split the experts too: a device must not wait alone.
+        busiest = jax.lax.pmax(jnp.max(counts), tuple(jax.sharding.get_abstract_mesh().axis_names))
+        rounds = (busiest + places - 1) // places
+    return in_rounds(work, where, args, (A, x.shape[-1]), rounds, once=most_rounds == 1)
+
+
+def in_rounds(
+    work: Callable[[Any, Any], Array],
+    where: Callable[[Any, Any], Array],
+    args: Any,
+    shape: tuple[int, int],
+    rounds: Int[Array, ""],
+    *,
+    once: bool,
+) -> Float[Array, "A D"]:
+    """Zeros of this shape, with the rows `where(i, args)` replaced by `work(i, args)` for each i below `rounds`, at least one; no
+    row twice. The backward pass keeps what it needs of the first round and computes the others again. Of the arguments, those of
+    integers have no gradient.
+
+    Args:
+        once: there is one round, whatever `rounds` says.
+    """
+    flat, tree = jax.tree.flatten(args)
+    moved = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+    def of_moved(i: Any, flat: list[Array]) -> Callable[[list[Array]], Array]:
+        def run(some: list[Array]) -> Array:
+            whole = dict(enumerate(flat)) | dict(zip(moved, some))
+            return work(i, jax.tree.unflatten(tree, [whole[at] for at in range(len(flat))]))
+
+        return run
+
+    def added(flat: list[Array], first: Array, rounds: Array) -> Array:
+        args = jax.tree.unflatten(tree, flat)
+        y = jnp.zeros(shape, first.dtype).at[where(0, args)].set(first, mode="drop")
+        if once:
+            return y
+        return jax.lax.fori_loop(1, rounds, lambda i, y: y.at[where(i, args)].set(work(i, args), mode="drop"), y)
+
+    @jax.custom_vjp
+    def run(flat: list[Array], rounds: Array) -> Array:
+        return added(flat, work(0, jax.tree.unflatten(tree, flat)), rounds)
+
+    def forward(flat: list[Array], rounds: Array) -> tuple[Array, Any]:
+        first, pull = jax.vjp(of_moved(0, flat), [flat[at] for at in moved])
+        return added(flat, first, rounds), (flat, rounds, pull)
+
+    def backward(kept: Any, g: Array) -> Any:
+        flat, rounds, pull = kept
+        args = jax.tree.unflatten(tree, flat)
+
+        def of(i: Any) -> Array:
+            return g.at[where(i, args)].get(mode="fill", fill_value=0)
+
+        def step(i: Any, sums: list[Array]) -> list[Array]:
+            (own,) = jax.vjp(of_moved(i, flat), [flat[at] for at in moved])[1](of(i))
+            return [a + b for a, b in zip(sums, own)]
+
+        (sums,) = pull(of(0))
+        sums = sums if once else jax.lax.fori_loop(1, rounds, step, sums)
+        out = {i: np.zeros(a.shape, jax.dtypes.float0) for i, a in enumerate(flat)} | dict(zip(moved, sums))
+        return [out[i] for i in range(len(flat))], np.zeros(rounds.shape, jax.dtypes.float0)
+
+    run.defvjp(forward, backward)
+    return run(flat, rounds)

@@ -1,0 +1,160 @@
+"""Pipeline: each stage, a part of the devices, has some of the layers, and microbatches of rows go from stage to stage.
+
+Huang et al. 2018, arXiv:1811.06965 (GPipe). Weights are stored as those of scanned layers, and split over the mesh axis `stage` along
+their layer axis: of a group with R repeats, each of S stages runs R/S that follow each other. In step t, stage s runs them on
+microbatch t - s, and sends the result to stage s + 1. The M microbatches take M + S - 1 steps, so each stage computes nothing of use
+in (S - 1) / (M + S - 1) of the time.
+
+In R rounds (Narayanan et al. 2021, arXiv:2104.04473), a group is stored as R groups that follow each other, and each stage runs its
+part of every one. A microbatch goes through the stages R times: S of them make all their rounds, then the next S. So the last stage
+sends to the first what that runs next, and the steps are M R + S - 1, each R times shorter.
+
+Only `stage` is manual in here: XLA splits rows, weights and features over the other axes of the mesh as elsewhere. Groups whose repeats
+do not divide by the stages run on all devices, before or after.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from argosy.models.parts.attend import Attend
+from argosy.models.parts.cache import Caches
+from argosy.models.parts.stack import Aux, Group, Scan, Stack, joined, parts_of, run_group
+from argosy.models.parts.stack.remat import Remat, on_picked_weights
+from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform
+
+AXIS = "stage"
+# Aux outputs that are sums over the rows computed together; all others have one entry a row.
+SUMMED = ("load",)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Layers over `stages` parts of the devices, `microbatches` at a time. With caches, or outside a mesh with such stages, the layers
+    run as `Scan` runs them: one token of one row leaves all stages but one without work.
+
+    Args:
+        rounds: how often a microbatch goes through all stages; the layers of a repeating group are stored in so many arrays.
+
+    Raises:
+        ValueError: when called with rows that do not divide into the microbatches.
+    """
+
+    stages: int
+    microbatches: int
+    remat: Remat = "none"
+    rounds: int = 1
+    stacked = True
+
+    def __call__(
+        self, stack: Stack, x: Array, caches: Caches | None, attend: Attend
+    ) -> tuple[Array, Caches | None, Aux]:
+        if caches or axis_sizes().get(AXIS, 1) == 1:
+            return Scan(self.remat, self.rounds)(stack, x, caches, attend)
+        if x.shape[0] % self.microbatches:
+            raise ValueError(f"{x.shape[0]} rows do not divide into {self.microbatches} microbatches")
+        aux, groups = [], list(stack.groups)
+        while groups:
+            group, graphs, leaves = groups[0], *parts_of(stack, groups[0])
+            if group.repeats % self.stages:
+                groups, (x, _, told) = groups[1:], run_group(group, graphs, leaves, x, attend, self.remat)
+            else:
+                # The rounds of a group follow each other.
+                more = list(takewhile(lambda other: other.round, groups[1:]))
+                all_leaves = [leaves, *(parts_of(stack, other)[1] for other in more)]
+                groups, (x, told) = groups[1 + len(more) :], self.staged(group, graphs, all_leaves, x, attend)
+            aux.append(told)
+        return x, caches, joined(aux)
+
+    def staged(self, group: Group, graphs: Any, leaves: list[Any], x: Array, attend: Attend) -> tuple[Array, Aux]:
+        """A group of layers over the stages. leaves: the weights of each round."""
+        S, M, R = self.stages, self.microbatches, len(leaves)
+        mine = group._replace(repeats=group.repeats // S)
+        # Rows of a microbatch come in equal parts from all devices that have rows, so none of them moves.
+        sizes = axis_sizes()
+        apart = 1
+        for axis in axes_in(activation_spec("B", (x.shape[0] // M,))) - {AXIS}:
+            apart *= sizes[axis]
+
+        # XLA:CPU aborts on sums over devices of 16-bit numbers in here. All but one stage add zeros, so either way is exact.
+        summable = jnp.float32 if platform() == "cpu" and x.dtype.itemsize < 4 else x.dtype
+
+        def cut(a: Array) -> Array:
+            return a.reshape(apart, M, a.shape[0] // (apart * M), *a.shape[1:])
+
+        def whole(a: Array) -> Array:
+            return a.reshape(-1, *a.shape[2:])
+
+        strategy, form = jax.tree.flatten(attend)
+        # Where the last stage sends to: the first one takes up what has rounds left.
+        ring = [(i, (i + 1) % S) for i in range(S)][: S if R > 1 else S - 1]
+
+        def stage(s: Array, leaves: list[Any], x: Array, strategy: list[Array]) -> tuple[Array, Aux]:
+            s = s[0]
+            x = lax.all_gather(x.astype(summable), AXIS, axis=1, tiled=True).astype(x.dtype)
+
+            def of(a: Array, m: Array) -> Array:
+                return whole(lax.dynamic_index_in_dim(a, m, 1, keepdims=False))
+
+            def step(came: Array, t: Array) -> tuple[Array, tuple[Array, Aux]]:
+                # Before its first and after its last microbatch a stage computes on rows that are there anyway, and nobody reads it.
+                here = jnp.where(s == 0, of(x, jnp.minimum(t, M - 1)), came)
+                attend = jax.tree.unflatten(form, [of(a, jnp.clip(t - s, 0, M - 1)) for a in strategy])
+                y, _, told = run_group(mine, graphs, leaves[0], here, attend, self.remat)
+                return lax.ppermute(y, AXIS, ring), (y, told)
+
+            def step_of_rounds(came: Array, t: Array) -> tuple[Array, tuple[Array, Aux]]:
+                # S microbatches make all their rounds, then the next S: what the last stage sends is taken up at once.
+                i = jnp.clip(t - s, 0, M * R - 1)
+                r, m = i // S % R, i // (S * R) * S + i % S
+                here = jnp.where((s == 0) & (r == 0), of(x, m), came)
+                attend = jax.tree.unflatten(form, [of(a, m) for a in strategy])
+                y, told = picked(stacked, r, here, attend)
+                return lax.ppermute(y, AXIS, ring), (y, told)
+
+            def run(stacked: Any, r: Array, here: Array, attend: Attend) -> tuple[Array, Aux]:
+                own = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, r, keepdims=False), stacked)
+                y, _, told = run_group(mine, graphs, own, here, attend, self.remat, marked=True)
+                return y, told
+
+            picked, steps = on_picked_weights(run, self.remat), M * R + S - 1
+            stacked = jax.tree.map(lambda *a: jnp.stack(a), *leaves) if R > 1 else None
+            _, (y, told) = lax.scan(step_of_rounds if R > 1 else step, of(x, jnp.int32(0)), jnp.arange(steps))
+            y = jnp.where(s == S - 1, last(y[S - 1 :]), 0)
+            y = jnp.moveaxis(y.reshape(M, apart, -1, *y.shape[2:]), 0, 1)
+            y = lax.psum_scatter(y.astype(summable), AXIS, scatter_dimension=1, tiled=True).astype(x.dtype)
+            told = jax.tree.map(lambda a: by_round(lax.dynamic_slice_in_dim(a, s, M * R)), told)
+            return y, {kind: {name: jax.vmap(partial(together, name))(a) for name, a in own.items()} for kind, own in told.items()}
+
+        def by_round(a: Array) -> Array:
+            """[M R ...] in the order of the steps as [R M ...]."""
+            return jnp.moveaxis(a.reshape(M // S, R, S, *a.shape[1:]), 1, 0).reshape(R, M, *a.shape[1:])
+
+        def last(a: Array) -> Array:
+            """Of [M R ...] in the order of the steps, those of the last round."""
+            return a if R == 1 else by_round(a)[-1]
+
+        def together(name: str, a: Array) -> Array:
+            """[M L ...] of all microbatches as [L ...] of all rows."""
+            if name in SUMMED:
+                return jnp.sum(a, 0)
+            a = a.reshape(M, a.shape[1], apart, -1, *a.shape[3:])
+            return jnp.moveaxis(a, 0, 2).reshape(a.shape[1], -1, *a.shape[4:])
+
+        rows = P(None, AXIS)
+        run = jax.shard_map(
+            stage,
+            in_specs=(P(AXIS), P(AXIS), rows, P()),
+            out_specs=(rows, P(None, AXIS)),
+            axis_names={AXIS},
+            check_vma=False,
+        )
+        y, told = run(jnp.arange(S), leaves, cut(x), [cut(a) for a in strategy])
+        return y.reshape(x.shape), jax.tree.map(whole, told)

@@ -1,0 +1,478 @@
+"""A run as one self-contained HTML page: it needs no network and no fonts, and it can be read without a script.
+
+It opens with a sentence that says what happened. Everything shown comes from a `Record`, which `jobs.report` fills; unknown parts
+are left out. Everything from a run is treated as text: it is escaped, and control characters are replaced.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from argosy.core.counts import plural
+from argosy.observe.faults import bad_steps, row, told
+from argosy.observe.life import DOWN, LOST, WAITING, Account
+from argosy.observe.metrics import by_step, conversation
+from argosy.observe.readable import change, counted, decimals, flops, harmless, lasted, sized
+from argosy.observe.report.charts import Series, bar, chart
+from argosy.observe.report.pieces import code_of, key_of, section_of, swatch_of, table_of, text_of
+from argosy.observe.report.style import page
+from argosy.observe.stragglers import stragglers
+from argosy.observe.terminal.curve import Point
+
+# In the order of their colors.
+CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "rollouts", "other")
+# These stand out in their colors, and the rare ones share one.
+COLORS = {LOST: 4, DOWN: 8, WAITING: 5}
+DEFAULT, TYPED = "default", ("command line", "fit(...)")
+# Of the numbers of an evaluated task, those that are no metrics.
+NO_METRICS = ("stderr", "n", "tokens", "truncated", "shots", "seconds", "against")
+# Data sources that are Python's own code.
+PYTHON = ("stdlib", "docstrings")
+# The objective whose loss is that of predicting the next token.
+TOKENS = "next_token"
+# Of the answers of a rollout, and the most characters of one.
+BEST, ANSWER = 4, 400
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was kept."""
+
+    step: int
+    size_bytes: int
+    eval_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What `argosy eval` found of one task. step: of the checkpoint; None: not known. numbers: metrics and their standard errors by
+    name (`acc`, `stderr`, `acc_norm`, `acc_norm_stderr`), and the number of rows, `n`."""
+
+    task: str
+    step: int | None
+    numbers: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the report shows of a run.
+
+    state: done, stopped, running. lines: of metrics.jsonl. steps: planned. settings: (key, value, who set it). facts: the run's
+    header by name: model, family, parameters, vocab, data, optimizer, device. story: what `argosy quickstart` proved with the
+    run: proof, export. environment: where it ran. command: the command that runs it again.
+    """
+
+    name: str
+    state: str
+    lines: Sequence[Mapping[str, Any]] = ()
+    steps: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    settings: Sequence[tuple[str, str, str]] = ()
+    checkpoints: Sequence[Saved] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    command: str = ""
+    made: str = ""
+    story: Mapping[str, Any] = field(default_factory=dict)
+    evaluations: Sequence[Evaluated] = ()
+    # Lines of answers.jsonl, of a run that learns from rewards.
+    answers: Sequence[Mapping[str, Any]] = ()
+    # None of runs that kept no account of their starts.
+    life: Account | None = None
+
+
+def render(record: Record) -> str:
+    """The report as an HTML page."""
+    parts: list[Callable[[Record], str]] = [
+        _head, _samples, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _slow, _optimizer, _experts,
+        _time, _checkpoints, _settings, _environment, _command,
+    ]  # fmt: skip
+    body = "\n".join(filter(None, (part(record) for part in parts)))
+    made = f" on {text_of(record.made)}" if record.made else ""
+    return page(harmless(f"{record.name}: {record.state}"), f"{body}\n<footer>Made by Argosy{made}</footer>")
+
+
+def numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+    """(step, value) of one number, the last value written for each step; values that are not finite are left out."""
+    found = by_step([dict(line) for line in lines if isinstance(line.get("step"), int)], key)
+    return [(float(s), float(v)) for s, v in found.items() if isinstance(v, int | float) and math.isfinite(v)]
+
+
+def seconds_by_cause(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by cause, summed over all sessions of the run."""
+    total: dict[str, float] = {}
+    for line in lines:
+        spent = line.get("seconds")
+        for cause, s in spent.items() if isinstance(spent, Mapping) else ():
+            total[cause] = total.get(cause, 0.0) + float(s)
+    return total
+
+
+# ---------------------------------------------------------------- sections
+
+
+def _head(record: Record) -> str:
+    losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
+    step = int(max((x for x, _ in losses), default=0))
+    made = plural(record.steps or step, "step")
+    made = f"{step:,} of {made}" if record.steps else made
+    status = f"{record.state}, {made}" if losses else f"{record.state}; no step has been logged yet"
+    facts: list[tuple[str, str, str]] = []
+    if parameters := record.facts.get("parameters"):
+        facts.append(("parameters", counted(parameters), f"{parameters:,}"))
+    if rewards := numbers(record.lines, "reward"):
+        facts.append(("reward", f"{rewards[-1][1]:.3f}", f"{rewards[0][1]:.3f} at step {rewards[0][0]:.0f}"))
+    elif losses:
+        facts.append(("loss", decimals(losses[-1][1]), f"{decimals(losses[0][1])} at step {losses[0][0]:.0f}"))
+    if right := numbers(record.lines, "rewards/accuracy") or numbers(record.lines, "accuracy"):
+        facts.append(("accuracy", f"{right[-1][1]:.1%}", f"{right[0][1]:.1%} at step {right[0][0]:.0f}"))
+    if evals:
+        best, at = min((y, x) for x, y in evals)
+        first = f"{decimals(evals[0][1])} before; " if not evals[0][0] else ""
+        facts.append(("eval loss", decimals(evals[-1][1]), f"{first}best {decimals(best)} at step {at:.0f}"))
+    if held := numbers(record.lines, "eval_reward"):
+        first = f"{held[0][1]:.3f} " + (f"at step {held[0][0]:.0f}" if held[0][0] else "before")
+        facts.append(("eval reward", f"{held[-1][1]:.3f}", f"{first}; greedy answers to held-out prompts"))
+    if bits := numbers(record.lines, "eval_bits_per_byte"):
+        perplexity = numbers(record.lines, "eval_perplexity")
+        under = f"perplexity {perplexity[-1][1]:.4g}" if perplexity else ""
+        facts.append(("bits per byte", f"{bits[-1][1]:.3f}", under))
+    if tokens := numbers(record.lines, "tokens"):
+        work = record.facts.get("flops_per_step")
+        facts.append(("tokens", counted(tokens[-1][1]), flops(work * step) if work else f"{tokens[-1][1]:,.0f}"))
+    if speed := numbers(record.lines, "tokens_per_s"):
+        facts.append(("tokens/s", f"{median([y for _, y in speed]):,.0f}", "median"))
+    if spent := seconds_by_cause(record.lines):
+        facts.append(("time", lasted(sum(spent.values())), "all sessions"))
+    cells = "".join(f"<div><dt>{a}</dt><dd>{text_of(b)}<small>{text_of(c)}</small></dd></div>" for a, b, c in facts)
+    device = record.facts.get("device")
+    about = [str(record.facts[key]) for key in ("model", "data", "optimizer") if record.facts.get(key)]
+    about += [f"{record.facts.get('devices', 1)} x {device}"] if device else []
+    lines = [" · ".join(about), str(record.facts.get("corpus") or "")]
+    line = "".join(f'<p class="soft">{text_of(one)}</p>' for one in lines if one)
+    return (
+        f"<header><h1>{text_of(record.name)}</h1><p class=lead>{text_of(sentence(record))}</p><p>{text_of(status)}</p>{line}"
+        f"{_checks(record)}<dl class=facts>{cells}</dl></header>"
+    )
+
+
+def sentence(record: Record) -> str:
+    """What happened, in one sentence: "A 919k-parameter Llama learned to write Python in 40 s; killed at step 25 of
+    40, a second run finished bit-identical."."""
+    parameters, family = record.facts.get("parameters"), str(record.facts.get("family") or "model")
+    family = {"gpt2": "GPT-2", "gpt_oss": "gpt-oss"}.get(
+        family, family.replace("_", " ").capitalize() if family != "model" else family
+    )
+    what = f"A {counted(parameters)}-parameter {family}" if parameters else f"A {family}"
+    source = str(record.facts.get("data") or "")
+    if source in PYTHON:
+        learned = "write Python"
+        did = {"done": f"learned to {learned}", "running": f"is learning to {learned}"}.get(
+            record.state, f"began to learn to {learned}"
+        )
+    else:
+        on = f" on {source}" if source else ""
+        did = {"done": f"was trained{on}", "running": f"is being trained{on}"}.get(
+            record.state, f"was trained part of the way{on}"
+        )
+    spent = sum(seconds_by_cause(record.lines).values())
+    took = f" in {lasted(spent)}" if spent and record.state == "done" else ""
+    name = "reward" if numbers(record.lines, "reward") else "loss"
+    values = numbers(record.lines, name)
+    fell = f"; its {name} went from {change(values[0][1], values[-1][1])}" if len(values) > 1 else ""
+    return f"{what} {did}{took}{proof_words(record.story) or fell}."
+
+
+def proof_words(story: Mapping[str, Any]) -> str:
+    """How the run that was killed ended; empty if none was."""
+    proof = story.get("proof")
+    if not isinstance(proof, Mapping) or "killed_at" not in proof:
+        return ""
+    how = (
+        "a second run finished bit-identical" if proof.get("holds") else "a second run did NOT finish as it would have"
+    )
+    return f"; killed at step {proof['killed_at']} of {proof.get('steps', '?')}, {how}"
+
+
+def _checks(record: Record) -> str:
+    """The checks that a quickstart made."""
+    proof, exported = record.story.get("proof"), record.story.get("export")
+    checks: list[tuple[bool, str]] = []
+    if isinstance(proof, Mapping) and "killed_at" in proof:
+        verdict = "equal, bit for bit" if proof.get("holds") else "DIFFER"
+        text = f"A second run was killed with SIGKILL at step {proof['killed_at']} and resumed from the checkpoint of step "
+        text += f"{proof.get('resumed_from')}: {proof.get('steps')} losses and all weights {verdict}"
+        checks.append((bool(proof.get("holds")), text))
+    if isinstance(exported, Mapping) and isinstance(exported.get("largest_difference"), int | float):
+        difference, size = exported["largest_difference"], sized(exported.get("bytes", 0))
+        text = f"Exported as a Hugging Face folder ({size}) and loaded back: largest difference of a logit {difference:g}"
+        checks.append((difference < 1e-3, text))
+    rows = "".join(
+        f"<li{'' if good else ' class=bad'}><b>{'✓' if good else '✗'}</b>{text_of(text)}</li>" for good, text in checks
+    )
+    return f"<ul class=checks>{rows}</ul>" if rows else ""
+
+
+def _losses(record: Record) -> str:
+    losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
+    if not losses and not evals:
+        return ""
+    series = [Series("loss", losses, color=0), Series("eval", evals, is_dots=True, color=1)]
+    if numbers(record.lines, "reward"):
+        return section_of("Loss", chart(series, "loss by step", y="loss of the policy", height=240))
+    if record.facts.get("objective", TOKENS) != TOKENS:
+        # Of a preference or a divergence: no log-probability of a token, which guessing would give.
+        return section_of("Loss", key_of(series) + chart(series, "loss by step", y="loss", height=320))
+    vocab = record.facts.get("vocab")
+    level = (
+        (math.log(vocab), f"guessing: ln {vocab:,} = {math.log(vocab):.2f}")
+        if isinstance(vocab, int) and vocab > 1
+        else None
+    )
+    picture = chart(series, "loss by step", y="loss, nats per token", height=320, level=level)
+    return section_of("Loss", key_of(series) + picture)
+
+
+def _bad(record: Record) -> str:
+    """The steps that were skipped, and the rollbacks."""
+    found = bad_steps(record.lines)
+    if not found:
+        return ""
+    rows = [tuple(map(text_of, row(one))) for one in found]
+    return section_of("Bad steps", f"<p>{text_of(told(found))}</p>" + table_of(("step", "batch", "found", "then"), rows, numeric=0))
+
+
+def _slow(record: Record) -> str:
+    """The processes that the others waited for."""
+    rows = [tuple(map(text_of, one)) for one in stragglers(record.lines)]
+    return section_of("Slow processes", table_of(("steps", "process", "what"), rows, numeric=0)) if rows else ""
+
+
+def _rewards(record: Record) -> str:
+    """The mean reward of the answers of each rollout, and of greedy answers to held-out prompts."""
+    found, evals = numbers(record.lines, "reward"), numbers(record.lines, "eval_reward")
+    if not found:
+        return ""
+    series = [Series("reward", found, color=0), Series("held-out prompts, greedy", evals, is_dots=True, color=1)]
+    return section_of("Reward", key_of(series) + chart(series, "reward by step", y="mean reward", height=320))
+
+
+def _preferences(record: Record) -> str:
+    """Of objectives that compare answers: how often the better one is found better, by how much, and what became of each."""
+    drawn = (
+        (("rewards/accuracy", "accuracy"), "accuracy", True), (("rewards/margin",), "margin", True),
+        (("rewards/chosen", "rewards/rejected"), "reward", False), (("scores/right", "scores/wrong"), "score of a step", False),
+        (("logps/chosen", "logps/rejected"), "log-probability", False),
+    )  # fmt: skip
+    out = ""
+    for keys, title, zero in drawn:
+        series: list[Series] = []
+        for key in keys:
+            name = key.rpartition("/")[2]
+            series.append(Series(name, numbers(record.lines, key), color=len(series)))
+            series.append(Series(f"{name}, held out", numbers(record.lines, f"eval_{key}"), is_dots=True, color=len(series)))
+        if any(one.points for one in series):
+            picture = chart(series, f"{title} by step", y=title, width=420, height=240, zero=zero)
+            out += f"<div>{key_of(series)}{picture}</div>"
+    return section_of("Preferences", f'<div class="pair">{out}</div>') if out else ""
+
+
+def _answers(record: Record) -> str:
+    """The best and the worst of the answers that were kept of the last rollout, and of the first."""
+    if not record.answers:
+        return ""
+    # After a kill the rollouts since the last checkpoint are written again with the same answers.
+    answers = {json.dumps(one, sort_keys=True): one for one in record.answers}.values()
+    rollouts = sorted({int(one["rollout"]) for one in answers})
+    tables = [_of_rollout(number, [one for one in answers if one["rollout"] == number]) for number in rollouts]
+    first = f"<details><summary>the first rollout</summary>{tables[0]}</details>" if len(tables) > 1 else ""
+    return section_of("What it answers", tables[-1] + first)
+
+
+def _of_rollout(number: int, answers: Sequence[Mapping[str, Any]]) -> str:
+    ranked = sorted(answers, key=lambda one: -one["advantage"])
+    shown = ranked if len(ranked) <= 2 * BEST else [*ranked[:BEST], *ranked[-BEST:]]
+    names = list(ranked[0]["rewards"])
+    # Of distillation there are answers that nothing compares.
+    rewarded = bool(names) or any(one["advantage"] for one in answers)
+    scores = (lambda one: _scores(one, names)) if rewarded else lambda _: []
+    rows = [(_asked(one["prompt"]), text_of(conversation(one)[:ANSWER]), *scores(one)) for one in shown]
+    head = ("prompt", "answer", *names, "advantage") if rewarded else ("prompt", "answer")
+    return f"<h3>rollout {number:,}</h3>{table_of(head, rows, numeric=2)}"
+
+
+def _asked(prompt: Any) -> str:
+    """A prompt in a soft color: a text, or what the last message says."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    return f'<span class="prompt">{text_of(text[:ANSWER])}</span>'
+
+
+def _scores(one: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    values = [one["rewards"].get(name) for name in names]
+    return [*("none" if value is None else f"{value:.3g}" for value in values), f"{one['advantage']:+.2f}"]
+
+
+def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+    """(metric, value, standard error) of the numbers of one task."""
+    names = [name for name in numbers if name not in NO_METRICS and not name.endswith("_stderr")]
+    found = []
+    for i, name in enumerate(names):
+        value, error = numbers[name], numbers.get("stderr" if i == 0 else f"{name}_stderr")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((name, float(value), float(error) if isinstance(error, int | float) else None))
+    return found
+
+
+def shown(value: float) -> str:
+    """A metric: four decimals, or three digits where it is small and six where it is large."""
+    return decimals(value) if abs(value) < 1000 else f"{value:,.6g}"
+
+
+def _evaluations(record: Record) -> str:
+    rows = []
+    for one in record.evaluations:
+        for i, (metric, value, error) in enumerate(metrics_of(one.numbers)):
+            first = (text_of(one.task), "" if one.step is None else f"{one.step:,}") if i == 0 else ("", "")
+            n = one.numbers.get("n")
+            many = f"{n:,}" if i == 0 and isinstance(n, int) else ""
+            rows.append((first[0], text_of(metric), first[1], shown(value), "" if error is None else f"± {shown(error)}", many))
+    head = ("task", "metric", "step", "value", "standard error", "rows")
+    return section_of("Evaluations", table_of(head, rows, numeric=2)) if rows else ""
+
+
+def _speed(record: Record) -> str:
+    speed = numbers(record.lines, "tokens_per_s")
+    if not speed:
+        return ""
+    return section_of(
+        "Tokens per second",
+        chart([Series("tokens/s", speed, color=2)], "tokens/s", y="tokens/s", height=220, zero=True),
+    )
+
+
+def _optimizer(record: Record) -> str:
+    return _pairs(record, "Optimizer", (("lr", "learning rate", 3), ("grad_norm", "gradient norm", 4)))
+
+
+def _experts(record: Record) -> str:
+    """How evenly experts are loaded; 1 is perfectly even."""
+    loads = (("expert_load_max", "fullest expert, in even loads", 3), ("router_balance", "balance loss", 4))
+    shares = (
+        ("experts_idle", "share of experts without a token", 2),
+        ("experts_dropped", "share of assignments dropped", 1),
+    )
+    return _pairs(record, "Experts", loads + shares)
+
+
+def _pairs(record: Record, heading: str, curves: Sequence[tuple[str, str, int]]) -> str:
+    out = ""
+    for key, title, color in curves:
+        if points := numbers(record.lines, key):
+            picture = chart(
+                [Series(title, points, False, color, key == "lr")],
+                f"{title} by step",
+                y=title,
+                width=420,
+                height=240,
+                zero=True,
+            )
+            out += f"<div>{picture}</div>"
+    return section_of(heading, f'<div class="pair">{out}</div>') if out else ""
+
+
+def _time(record: Record) -> str:
+    life = record.life
+    spent = {cause: s for cause, s in (life.seconds if life else seconds_by_cause(record.lines)).items() if s > 0}
+    if not spent:
+        return ""
+    names = [*(c for c in CAUSES if c in spent), *(c for c in spent if c not in CAUSES)]
+    parts = [(name, spent[name], _color(name)) for name in names]
+    total = sum(spent.values())
+    rows = [(swatch_of(color) + text_of(name), f"{s:,.1f}", f"{s / total:.1%}") for name, s, color in parts]
+    rows.append(("all", f"{total:,.1f}", ""))
+    sessions = sum(isinstance(line.get("seconds"), Mapping) for line in record.lines)
+    title = "Time by cause" + (f", {plural(sessions, 'session')}" if sessions > 1 else "")
+    if life is None:
+        return section_of(title, bar(parts, "share of time by cause") + table_of(("cause", "seconds", "share"), rows, "few"))
+    title = "Time by cause" + (f", {plural(life.starts, 'start')}" if life.starts > 1 else "")
+    said = f"<p>{text_of(life.words())}</p>"
+    table = table_of(("cause", "seconds", "share"), rows, "few")
+    return section_of(title, bar(parts, "share of time by cause") + said + table + _by_process(life))
+
+
+def _color(cause: str) -> int:
+    return COLORS.get(cause, CAUSES.index(cause) if cause in CAUSES else len(CAUSES) - 1)
+
+
+def _by_process(life: Account) -> str:
+    """Seconds by cause of each process, where a run has several."""
+    if not life.by_process:
+        return ""
+    found = [cause for cause in (*CAUSES, WAITING, LOST, DOWN) if any(s.get(cause) for s in life.by_process.values())]
+    rows = [(str(process), *(f"{s.get(c, 0.0):,.1f}" for c in found)) for process, s in life.by_process.items()]
+    return f"<h3>by process, seconds</h3>{table_of(('process', *found), rows)}"
+
+
+def _samples(record: Record) -> str:
+    lines = [dict(line) for line in record.lines]
+    prompts = by_step(lines, "prompt")
+    samples = [(s, str(prompts.get(s) or ""), str(t)) for s, t in by_step(lines, "sample").items()]
+    if not samples:
+        return ""
+    drawn = [_sample(*sample) for sample in samples]
+    rest = (
+        f"<details><summary>{plural(len(drawn) - 1, 'earlier sample')}</summary>{''.join(drawn[:-1])}</details>"
+        if len(drawn) > 1
+        else ""
+    )
+    return section_of("What it writes", drawn[-1] + rest)
+
+
+def _sample(step: int, prompt: str, text: str) -> str:
+    """A sample: the prompt in a soft color, the completion in the text color."""
+    asked = f'<span class="prompt">{text_of(prompt)}</span>' if prompt else ""
+    return f"<h3>step {step:,}</h3><pre>{asked}{text_of(text.rstrip())}</pre>"
+
+
+def _checkpoints(record: Record) -> str:
+    if not record.checkpoints:
+        return ""
+    # Of a run that learns from rewards, a checkpoint's loss is its reward with the other sign.
+    rewarded = bool(numbers(record.lines, "eval_reward"))
+    sign, name = (-1, "eval reward") if rewarded else (1, "eval loss")
+    rows = [
+        (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else decimals(sign * c.eval_loss))
+        for c in record.checkpoints
+    ]
+    return section_of("Checkpoints kept", table_of(("step", "size", name), rows, "few", numeric=0))
+
+
+def _settings(record: Record) -> str:
+    if not record.settings:
+        return ""
+    head = ("setting", "value", "set by")
+    rows = [(f"<code>{text_of(k)}</code>", f"<code>{text_of(v)}</code>", text_of(who)) for k, v, who in record.settings]
+    chosen = [row for row, (_, _, who) in zip(rows, record.settings) if who != DEFAULT]
+    chosen.sort(key=lambda row: row[2] not in TYPED)
+    left = [row for row, (_, _, who) in zip(rows, record.settings) if who == DEFAULT]
+    out = table_of(head, chosen, numeric=3) if chosen else ""
+    if left:
+        table = table_of(head, left, numeric=3)
+        out += f"<details><summary>{len(left)} left at their defaults</summary>{table}</details>"
+    return section_of("Settings", out)
+
+
+def _environment(record: Record) -> str:
+    rows = [(text_of(name), text_of(value)) for name, value in record.environment.items()]
+    return section_of("Environment", table_of(("", ""), rows, "few", numeric=2)) if rows else ""
+
+
+def _command(record: Record) -> str:
+    return section_of("Run it again", code_of(record.command)) if record.command else ""
+
+
+def median(values: Sequence[float]) -> float:
+    """The median, which the slower first and last steps do not affect."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

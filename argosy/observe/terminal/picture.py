@@ -1,0 +1,266 @@
+"""A run as text: one line per step, or the live picture of a terminal.
+
+The curve is recomputed only when there are new numbers. It may be drawn by another thread while numbers arrive. This module knows
+nothing of streams, and of Rich only the two classes it returns.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from argosy.core.counts import plural
+from argosy.observe.readable import counted, decimals, flops, harmless, lasted, one_line, sized
+from argosy.observe.terminal import curve
+
+# Points of the curve; beyond that, neighbors are averaged.
+POINTS = 4096
+PLOT_WIDTH, PLOT_HEIGHT, SAMPLE_LINES = 76, 8, 4
+# Columns and lines of a terminal below which no curve is drawn.
+NARROW, LOW = 40, 18
+# Logged steps from which the remaining time is estimated.
+RATE_WINDOW = 20
+# What objectives report of the answers that they compare: rewards, or the scores of right and wrong steps.
+SIDES = ("rewards/chosen", "rewards/rejected", "scores/right", "scores/wrong")
+PREFERENCES = ("rewards/accuracy", "accuracy", "rewards/margin", *SIDES)
+# The x axis is logarithmic if it ends at least this many times later than it begins.
+LOG_FROM = 50.0
+
+
+class Picture:
+    """The state of a run, drawn as a line or as the live picture."""
+
+    def __init__(self, x: str = "auto"):
+        self.x, self.steps, self.now, self.is_over = x, 0, 0, False
+        # Tokens of a step: they turn the rate of the first logged steps into seconds. 0: unknown.
+        self.tokens_per_step = 0
+        self.sample: tuple[int, str, str] | None = None  # step, prompt, text
+        self.numbers: Mapping[str, float] = {}
+        self.evals: dict[int, Mapping[str, float]] = {}
+        self._losses: list[curve.Point] = []
+        self._times: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
+        self._began = time.monotonic()
+        self._drawn: tuple[Any, curve.Plot] | None = None
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.now, self.numbers = step, numbers
+        self._times.append((time.monotonic(), step))
+        # What is learned from rewards has a loss near 0 all the time.
+        drawn = numbers.get("reward", numbers.get("loss", math.nan))
+        if math.isfinite(drawn):
+            self._losses.append((float(step), drawn))
+        if len(self._losses) > POINTS:
+            self._losses = curve.halved(self._losses)
+
+    def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.evals[step] = numbers
+
+    @property
+    def left_s(self) -> float | None:
+        """Estimated seconds to the last step: from the last logged steps, or from the rate of the only one. None if there is none."""
+        if not self._times or not self.steps:
+            return None
+        if len(self._times) < 2:
+            rate = self.numbers.get("tokens_per_s", 0.0)
+            return (self.steps - self.now) * self.tokens_per_step / rate if rate and self.tokens_per_step else None
+        (t0, step0), (t1, step1) = self._times[0], self._times[-1]
+        return (self.steps - step1) * (t1 - t0) / (step1 - step0) if step1 > step0 else None
+
+    def place(self, step: int) -> str:
+        """`step  40/300`, with the same width for every step of the run."""
+        return f"step {step:>{len(str(self.steps))}}/{self.steps}" if self.steps else f"step {step}"
+
+    def line(self) -> str:
+        """The last step in one line."""
+        left = f"  {lasted(self.left_s)} left" if self.left_s else ""
+        words = "  ".join(filter(None, (stepped(self.numbers), preferred(self.numbers))))
+        return f"{self.place(self.now)}  {words}{left}"
+
+    # ---------------------------------------------------------------- the live picture
+
+    def drawn(self, width: int, height: int) -> Any:
+        """The whole picture, for a terminal of this size."""
+        from rich.console import Group
+
+        rows = self._plot_rows(width, height) if self._losses and width >= NARROW and height >= LOW else []
+        rows += [line_of(line[: width - 1]) for line in self._number_lines()]
+        return Group(*rows, self._bar(width), *self._sample_rows(width, height))
+
+    def _plot_rows(self, width: int, height: int) -> list[Any]:
+        plot = self._plot(min(width - 2, PLOT_WIDTH), min(PLOT_HEIGHT, height - 10))
+        rows = [line_of("")]
+        for label, row in zip(plot.labels, plot.rows):
+            text = line_of(label, "dim")
+            text.append(row, "cyan")
+            text.highlight_regex(curve.MARK, "bold yellow")
+            rows.append(text)
+        return [*rows, line_of(plot.axis, "dim"), line_of(plot.below, "dim")]
+
+    def _plot(self, width: int, height: int) -> curve.Plot:
+        key = (width, height, self.now, len(self.evals))
+        if self._drawn is None or self._drawn[0] != key:
+            # Copies, because the run continues while this draws.
+            losses, evals = list(self._losses), list(self.evals.items())
+            first = losses[0][0]
+            found = [(float(s), n.get("eval_reward", n.get("eval_loss", math.nan))) for s, n in evals]
+            marks = [mark for mark in found if math.isfinite(mark[1])]
+            marks = [mark for mark in marks if mark[0] >= first]
+            log_x = self.x == "log" or (self.x == "auto" and self.steps >= LOG_FROM * first)
+            plot = curve.plot(losses, marks, width - 8, height, log_x=log_x and first > 0)
+            self._drawn = key, plot
+        return self._drawn[1]
+
+    def _number_lines(self) -> list[str]:
+        if not self.numbers:
+            return [f"no step logged yet, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
+        lines = [stepped(self.numbers), *filter(None, [preferred(self.numbers)])]
+        if self.evals:
+            step = max(list(self.evals))
+            lines.append(f"{curve.MARK} {evaluated(self.evals[step])} at step {step}")
+        return lines
+
+    def _bar(self, width: int) -> Any:
+        share = self.now / self.steps if self.steps else 0.0
+        words = f" {self.place(self.now)}  {share:4.0%}  {self._remaining()}"
+        cells = max(0, min(width - 1, PLOT_WIDTH) - len(words))
+        full = int(share * cells)
+        text = line_of("━" * full, "green" if self.now >= self.steps else "cyan")
+        text.append("━" * (cells - full), "dim")
+        text.append(words[: width - 1])
+        return text
+
+    def _remaining(self) -> str:
+        if self.steps and self.now >= self.steps:
+            return f"{lasted(time.monotonic() - self._began)} in all"
+        if self.is_over:
+            return "stopped"
+        if self.left_s is None:
+            return ""
+        return f"{lasted(max(0.0, self.left_s - (time.monotonic() - self._times[-1][0])))} left"
+
+    def _sample_rows(self, width: int, height: int) -> list[Any]:
+        if self.sample is None or height < LOW + 4:
+            return []
+        from rich.cells import chop_cells
+
+        step, prompt, text = self.sample
+        lines = harmless(prompt + text).strip("\n").splitlines() or [""]
+        pieces = [piece for line in lines for piece in chop_cells(line, max(2, width - 3)) or [""]]
+        # Always the same number of lines, so that nothing jumps.
+        pieces = pieces[:SAMPLE_LINES] + [""] * (SAMPLE_LINES - len(pieces))
+        title = f"sample at step {step}, prompt {one_line(prompt)}" if prompt else f"sample at step {step}"
+        return [line_of(title, "dim"), *(line_of(f"  {piece}", "italic") for piece in pieces)]
+
+
+# ---------------------------------------------------------------- words
+
+
+# Entries of a header that take whole lines.
+WIDE = (
+    *("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "samplers", "environment", "rewards", "whole"),
+    "memory",
+)
+
+
+def headed(facts: Mapping[str, Any]) -> list[str]:
+    """A run's header: long entries on lines of their own, short ones in two columns."""
+    facts = dict(facts)
+    tokens, steps = facts.pop("tokens_per_step", None), facts.pop("steps", None)
+    work, devices = facts.pop("flops_per_step", None), facts.pop("devices", 1)
+    facts.pop("vocab", None)
+    wide = {
+        name: text
+        for name in WIDE
+        if (text := _wide(name, facts.pop(name, None)))
+    }
+    short: dict[str, str] = {}
+    if "model" in facts:
+        short["model"] = str(facts.pop("model"))
+    if "parameters" in facts:
+        short["parameters"] = f"{facts.pop('parameters'):,}"
+    if "device" in facts:
+        short["devices"] = f"{devices} x {facts.pop('device')}"
+    if steps:
+        short["steps"] = f"{steps:,}" + (f" x {plural(tokens, 'token')}" if tokens else "")
+    if work:
+        short["compute"] = f"{flops(work)} a step"
+    if steps and tokens:
+        short["total"] = f"{counted(tokens * steps)} tokens" + (f", {flops(work * steps)}" if work else "")
+    short |= {name: str(value) for name, value in facts.items()}
+    cells = [f"{name:<12}{value}" for name, value in short.items()]
+    pairs = [f"{left:<40}{right}".rstrip() for left, right in zip(cells[::2], [*cells[1::2], ""])]
+    return [*(f"{name:<12}{wide[name]}" for name in wide), *pairs]
+
+
+def _wide(name: str, value: Any) -> str:
+    """A header entry that takes a whole line: bytes by kind, versions by package, or text."""
+    if not value:
+        return ""
+    if name == "memory":
+        return memory_words(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    return str(value)
+
+
+def memory_words(sizes: Mapping[str, int]) -> str:
+    """`814 MiB: parameters 3.50 MiB, ...`, from bytes by kind and in total; `host` is beside the total."""
+    kinds = ", ".join(f"{kind} {sized(size)}" for kind, size in sizes.items() if kind not in ("total", "host") and size)
+    beside = f"; {sized(sizes['host'])} in the host's memory" if sizes.get("host") else ""
+    return f"{sized(sizes['total'])}: {kinds}{beside}"
+
+
+def stepped(numbers: Mapping[str, float]) -> str:
+    """The numbers of a step that are worth watching, as text."""
+    words = [f"reward {numbers['reward']:.3f}"] if "reward" in numbers else []
+    if "answers/tokens" in numbers:
+        turns = f" in {numbers['turns']:.1f} turns" if "turns" in numbers else ""
+        words.append(f"answers of {plural(round(numbers['answers/tokens']), 'token')}{turns}")
+    if "loss" in numbers:
+        words.append(f"loss {decimals(numbers['loss'])}")
+    if "tokens_per_s" in numbers:
+        words.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
+    if "lr" in numbers:
+        words.append(f"lr {numbers['lr']:.2e}")
+    if "grad_norm" in numbers:
+        words.append(f"grad norm {numbers['grad_norm']:.3g}")
+    if "expert_load_max" in numbers:
+        words.append(f"fullest expert {numbers['expert_load_max']:.1f}x")
+    if "experts_dropped" in numbers:
+        words.append(f"dropped {numbers['experts_dropped']:.1%}")
+    return "  ".join(words)
+
+
+def preferred(numbers: Mapping[str, float], before: str = "") -> str:
+    """The numbers of a step that compares answers, as text: `accuracy 75.0%  margin 0.12 (chosen 0.1, rejected -0.02)`. Empty for
+    other steps. before: what the names begin with, `eval_` of evaluations."""
+    found = {name: numbers[before + name] for name in PREFERENCES if before + name in numbers}
+    accuracy = next((found[name] for name in ("rewards/accuracy", "accuracy") if name in found), None)
+    words = [] if accuracy is None else [f"accuracy {accuracy:.1%}"]
+    each = ", ".join(f"{name.partition('/')[2]} {x:.3g}" for name, x in found.items() if name in SIDES)
+    if "rewards/margin" in found:
+        words.append(f"margin {found['rewards/margin']:.3g}" + (f" ({each})" if each else ""))
+    elif each:
+        words.append(each)
+    return "  ".join(words)
+
+
+def evaluated(numbers: Mapping[str, float]) -> str:
+    """The numbers of an evaluation, as text."""
+    words = [f"eval loss {decimals(numbers['eval_loss'])}"] if "eval_loss" in numbers else []
+    if "eval_reward" in numbers:
+        words.append(f"eval reward {numbers['eval_reward']:.3f} of {numbers['eval_prompts']:.0f} greedy answers")
+    if "eval_perplexity" in numbers:
+        words.append(f"perplexity {numbers['eval_perplexity']:.4g}")
+    if "eval_bits_per_byte" in numbers:
+        words.append(f"{numbers['eval_bits_per_byte']:.3f} bits/byte")
+    words += filter(None, [preferred(numbers, "eval_")])
+    return "  ".join(words)
+
+
+def line_of(text: str, style: str = "") -> Any:
+    """One line for Rich, cut at the terminal's width; markup in it is not interpreted."""
+    from rich.text import Text
+
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis", end="\n")

@@ -1,0 +1,180 @@
+"""Softmax attention: which keys a query sees, how scores are computed, and several implementations of the same function.
+
+`reference` is the specification: dense, any score. `blocked` is for CPUs: causal rows in blocks that only read their prefix, with
+its own backward pass. `splash` is for TPUs, `cudnn` for NVIDIA GPUs: kernels that keep scores out of memory. All register in
+`IMPLEMENTATIONS`; `attention(...)` takes the first of `PREFERENCE` that can do what is asked, otherwise the reference.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from argosy.core.errors import Unsupported
+from argosy.core.registry import Registry
+from argosy.ops.choice import asked_for
+from argosy.ops.precision import sums_in, wide
+from argosy.parallel.scope import platform
+
+# The score of a key that a query does not see.
+UNSEEN = -1e30
+# The position of a key that belongs to no row: after every query.
+NOWHERE = np.int32(2**30)
+# What a kernel's forward pass leaves for its backward pass has this name, or comes from one of these operations of JAX.
+# Rematerialization keeps it, so the kernel runs once.
+KEPT = "attention kernel"
+KEPT_PRIMITIVES = ("dot_product_attention_fwd_wrapper",)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a query and a key make a score. It is part of the layer; an implementation that cannot compute it refuses.
+
+    window: a query sees itself and the window-1 tokens before it. chunked: of these, only those in its own chunk; sequences are
+    cut every `window` tokens (Llama 4). cap: scores become cap * tanh(score / cap). sinks: one more logit per head, which takes
+    part in the softmax and has no value (gpt-oss).
+    """
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+    sinks: Float[Array, "N"] | None = None
+    chunked: bool = False
+
+
+@dataclass(frozen=True)
+class See:
+    """Which keys a query sees: those of its own segment and, if causal, none after it.
+
+    aligned: queries and keys are the same tokens in the same order, at positions 0..T-1. picked: of those keys, only these.
+    q_prefix: a segment that the query sees as well as its own, 0: none.
+    """
+
+    q_at: Int[Array, "B T"]
+    k_at: Int[Array, "B S"]
+    q_segment: Int[Array, "B T"] | None = None
+    k_segment: Int[Array, "B S"] | None = None
+    causal: bool = True
+    aligned: bool = False
+    picked: Bool[Array, "B T S"] | None = None
+    q_prefix: Int[Array, "B T"] | None = None
+
+    def dense(self, window: int | None) -> Bool[Array, "B T S"]:
+        ahead = self.q_at[:, :, None] - self.k_at[:, None, :]
+        seen = jnp.ones(ahead.shape, bool)
+        if self.causal:
+            seen &= ahead >= 0
+        if window is not None:
+            seen &= (ahead if self.causal else jnp.abs(ahead)) < window
+        if self.q_segment is not None and self.k_segment is not None:
+            seen &= of_segments(self.q_segment, self.k_segment, self.q_prefix)
+        return seen if self.picked is None else seen & self.picked
+
+
+def of_segments(q: Int[Array, "B T"], k: Int[Array, "B S"], prefix: Int[Array, "B T"] | None) -> Bool[Array, "B T S"]:
+    """Which keys are of the query's segment, or of the one that is its prefix. The prefix 0 is none, also where padding has it."""
+    own = q[:, :, None] == k[:, None, :]
+    return own if prefix is None else own | ((prefix[:, :, None] == k[:, None, :]) & (prefix > 0)[:, :, None])
+
+
+class Implementation(NamedTuple):
+    """A function (q, k, v, see, score) -> y, or with `lse=True` -> (y, lse); and a function that says why it cannot be used, or
+    None."""
+
+    run: Callable[..., Any]
+    refuses: Callable[[Any, Any, Any, See, Score, bool], str | None]
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K U"],
+    see: See,
+    score: Score,
+    implementation: str | None = None,
+    *,
+    lse: bool = False,
+) -> Any:
+    """softmax(q k' * scale) v, where each of the K key heads serves N/K query heads (arXiv:2305.13245): [B T N U].
+
+    A query that sees no key (padding) gets finite values without meaning. Values that no query sees must be finite.
+
+    Args:
+        implementation: its name; by default the one of `choice.implementations`, otherwise the first that can, best first.
+        lse: also returns the log of each query's sum of exponentials, [B T N] float32 at least, -1e30 if it sees no key. `merged`
+            uses it to combine outputs over parts of the keys.
+
+    Raises:
+        Unsupported: the named implementation cannot do this.
+    """
+    name = implementation or asked_for("attention")
+    if name is not None:
+        chosen: Implementation = IMPLEMENTATIONS[name]
+        if reason := chosen.refuses(q, k, v, see, score, lse):
+            raise Unsupported(f"attention `{name}`: {reason}")
+        return chosen.run(q, k, v, see, score, lse=lse)
+    for preferred in (*SPLIT, *PREFERENCE.get(platform(), ())):
+        chosen = IMPLEMENTATIONS[preferred]
+        if chosen.refuses(q, k, v, see, score, lse) is None:
+            return chosen.run(q, k, v, see, score, lse=lse)
+    return reference(q, k, v, see, score, lse=lse)
+
+
+def reference(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K U"],
+    see: See,
+    score: Score,
+    *,
+    lse: bool = False,
+) -> Any:
+    """Computes all scores at once, in float32 at least."""
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    grouped = q.reshape(B, T, K, N // K, H)
+    s = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=sums_in(q.dtype)) * score.scale
+    if score.cap is not None:
+        s = score.cap * jnp.tanh(s / score.cap)
+    s = jnp.where(see.dense(score.window)[:, None, None], s, UNSEEN)
+    if score.sinks is not None:
+        sink = jnp.broadcast_to(score.sinks.astype(s.dtype).reshape(1, K, N // K, 1, 1), (B, K, N // K, T, 1))
+        s = jnp.concatenate([s, sink], -1)
+    p = jax.nn.softmax(s, -1)
+    p = p if score.sinks is None else p[..., :-1]
+    y = jnp.einsum("BKGTS,BSKU->BTKGU", p.astype(v.dtype), v).reshape(B, T, N, v.shape[-1])
+    if not lse:
+        return y
+    return y, jnp.moveaxis(jax.nn.logsumexp(s, -1), 3, 1).reshape(B, T, N)
+
+
+def merged(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]]) -> tuple[Array, Array]:
+    """Attention over all keys, from (y, lse) of attention over disjoint parts of them."""
+    lses = jnp.stack([lse for _, lse in parts])
+    total = jax.nn.logsumexp(lses, 0)
+    shares = jnp.exp(lses - total)
+    y = sum(share[..., None] * wide(y) for share, (y, _) in zip(shares, parts))
+    return jnp.asarray(y).astype(parts[0][0].dtype), total
+
+
+REFERENCE = Implementation(reference, lambda *_: None)
+
+IMPLEMENTATIONS = Registry("attention implementation")
+IMPLEMENTATIONS.add("reference", REFERENCE)
+IMPLEMENTATIONS.add("blocked", "argosy.ops.attention.blocked:BLOCKED")
+IMPLEMENTATIONS.add("splash", "argosy.ops.attention.splash:SPLASH")
+IMPLEMENTATIONS.add("cudnn", "argosy.ops.attention.cudnn:CUDNN")
+
+IMPLEMENTATIONS.add("splash", "argosy.ops.attention.splash:SPLASH")
+IMPLEMENTATIONS.add("cudnn", "argosy.ops.attention.cudnn:CUDNN")
+IMPLEMENTATIONS.add("ring", "argosy.ops.attention.ring:RING")
+
+# What to try before all others: it refuses unless sequences are split over devices.
+SPLIT = ("ring",)
+# What to try first on each platform: docs/reference/kernels.md says what is known of their speed. The reference computes [B N T S]
+# scores in memory, so on TPUs and GPUs kernels are preferred to it unmeasured.
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("blocked",), "tpu": ("splash",), "gpu": ("cudnn",)}

@@ -1,0 +1,118 @@
+"""Attention for training on NVIDIA GPUs: cuDNN's kernel, as JAX calls it, in bfloat16 and float16.
+
+Plain causal attention and windows are the kernel's own. Segments are a mask of [B T T] that the kernel reads as a bias, the same for
+all heads; a window then is part of it, because the kernel's windows take no bias. The forward pass keeps its output and one float32
+for each query and head, and rematerialization keeps these too (`KEPT_PRIMITIVES`), so the kernel runs once a step.
+
+Its programs compile for an H100 (`tests/ops/test_attention_cudnn.py`), which does not say that they run: cuDNN builds its plans on
+the device. The call is tested against the reference with XLA in cuDNN's place. Its speed has not been measured.
+"""
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.ops.attention import Implementation, Score, See, of_segments
+from argosy.ops.attention.split import cannot_split, split
+from argosy.parallel.scope import platform
+
+# Heads are padded to a multiple of the first and may be as large as the second; larger ones depend on the GPU.
+HEAD, LARGEST = 8, 128
+# NVIDIA's number of the oldest GPUs that have the kernel.
+LEAST = 8.0
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def cudnn(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K U"],
+    see: See,
+    score: Score,
+    *,
+    lse: bool = False,
+    kernel: Literal["cudnn", "xla"] = "cudnn",
+) -> Array:
+    """As `attention`, without its log-sum-exp.
+
+    Args:
+        kernel: xla computes the same call without a GPU, for tests.
+    """
+    call = partial(_call, score=score, causal=see.causal, kernel=kernel)
+    segments: Any = see.q_segment
+    if see.q_prefix is not None:
+        segments = jnp.stack([segments, see.q_prefix], -1)
+    return split(call, q, k, v, segments, None)
+
+
+def _call(
+    q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None, *, score: Score, causal: bool, kernel: Any
+) -> Array:
+    """What one device computes."""
+    T, U = q.shape[1], v.shape[-1]
+    size = -(-max(q.shape[-1], U) // HEAD) * HEAD
+    window = score.window
+    mask = None
+    if segments is not None or (window is not None and not causal):
+        # With a mask the kernel wants an even length. No token has the segment of the padding.
+        behind = (0, T % 2)
+        own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
+        own = jnp.pad(own, ((0, 0), behind, *[(0, 0)] * (own.ndim - 2)), constant_values=-1)
+        own, prefix = (own, None) if own.ndim == 2 else (own[..., 0], own[..., 1])
+        mask = of_segments(own, own, prefix)
+        if window is not None:
+            at = jnp.arange(T + T % 2)
+            mask &= jnp.abs(at[:, None] - at[None, :]) < window
+        mask, window = mask[:, None], None
+    else:
+        behind = (0, 0)
+    padded = [jnp.pad(a, ((0, 0), behind, (0, 0), (0, size - a.shape[-1]))) for a in (q, k, v)]
+    y = jax.nn.dot_product_attention(
+        *padded,
+        mask=mask,
+        scale=score.scale,
+        is_causal=causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=kernel,
+    )
+    return y[:, :T, :, :U]
+
+
+def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
+    if platform() != "gpu":
+        return f"a kernel for NVIDIA GPUs; this program is for {platform()}"
+    if not any(map(find_spec, PLUGINS)):
+        return "needs JAX's plugin for CUDA, which is not installed"
+    if (found := _capability()) is not None and found < LEAST:
+        return f"a kernel for compute capability {LEAST} (Ampere) and later; this GPU has {found}"
+    return cannot(q, k, v, see, score, lse)
+
+
+def _capability() -> float | None:
+    """That of the first device here; None if it is no GPU, when programs are compiled for described ones."""
+    found = getattr(jax.devices()[0], "compute_capability", None)
+    return None if found is None else float(found)
+
+
+def cannot(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
+    """Why the kernel cannot compute this on an NVIDIA GPU; None if it can."""
+    if not see.aligned or see.picked is not None:
+        return "only a pass over whole sequences, in which queries do not choose their keys"
+    if not isinstance(q.shape[1], int):
+        return "only a length that is known when the program is made"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"no {q.dtype.name}, only bfloat16 and float16"
+    if score.cap is not None or score.sinks is not None:
+        return "no soft cap and no sinks"
+    if lse:
+        return "no log-sum-exp"
+    if (size := max(q.shape[-1], v.shape[-1])) > LARGEST:
+        return f"heads of {size}, of {LARGEST} at most"
+    return cannot_split(q, k)
+
+
+CUDNN = Implementation(cudnn, _refuses)

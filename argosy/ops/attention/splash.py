@@ -1,0 +1,150 @@
+"""Attention for training on TPUs: JAX's splash kernels, which skip blocks of scores that nobody sees (arXiv:2205.14135).
+
+They take whole sequences: causal or not, with windows, soft caps, sinks, segments, shared key heads, and values of another size
+than keys. Scores never reach memory: the forward pass keeps its output and one float32 for each query and head, from which the
+backward pass computes the probabilities again. Both carry the name `KEPT`, so rematerialization keeps them and the forward kernel
+runs once a step.
+
+Queries are multiplied by the scale before the kernel, in their own type; with bfloat16 that is one more rounding than the
+reference has. Sequences are padded to whole blocks, and heads to a multiple of 64, for which JAX tests the kernels. Nothing here
+was timed on a TPU: `bench/splash_blocks.py` tells what libtpu's compiler says of the blocks.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from argosy.core.errors import Unsupported
+from argosy.ops.attention import KEPT, Implementation, Score, See
+from argosy.ops.attention.splash_blocks import block_of, sizes_of
+from argosy.ops.attention.split import cannot_split, split
+from argosy.ops.precision import wide
+from argosy.parallel.scope import device_kind, platform
+
+# Heads are padded to a multiple of this.
+HEAD = 64
+OLD = ("TPU v2", "TPU v3")
+
+
+def splash(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K U"],
+    see: See,
+    score: Score,
+    *,
+    lse: bool = False,
+    interpret: bool = False,
+) -> Any:
+    """As `attention`, but with `lse` it has no gradient.
+
+    Args:
+        interpret: computes the kernels with XLA, for tests.
+
+    Raises:
+        Unsupported: it is differentiated with `lse`.
+    """
+    if lse:
+        q, k, v = map(_without_gradient, (q, k, v))
+    call = partial(_call, score=score, causal=see.causal, lse=lse, interpret=interpret)
+    return split(call, q, k, v, see.q_segment, score.sinks, lse=lse)
+
+
+@jax.custom_jvp
+def _without_gradient(x: Array) -> Array:
+    return x
+
+
+@_without_gradient.defjvp
+def _refused(x: Any, tangents: Any) -> Any:
+    raise Unsupported("attention `splash`: with its log-sum-exp it has no gradient", hint="execution.attention=reference has one")
+
+
+def _call(
+    q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None,
+    *, score: Score, causal: bool, lse: bool, interpret: bool,
+) -> Any:  # fmt: skip
+    """What one device computes."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as kernels
+
+    T, N, U = q.shape[1], q.shape[2], v.shape[-1]
+    wider = [-a.shape[-1] % HEAD for a in (q, k, v)]
+    head = max(a.shape[-1] + more for a, more in zip((q, k, v), wider))
+    block = block_of(T, score.window, causal, head, q.dtype.itemsize, device_kind())
+    length = -(-T // block) * block
+    # A window of w tokens is the token itself and w-1 before it; without causality also w-1 behind it.
+    side = None if score.window is None else score.window - 1
+    kind = kernels.FullMask if side is None and not causal else partial(_band(), window_size=(side, 0 if causal else side), offset=0)
+    kernel: Any = kernels.make_splash_mha(
+        kernels.MultiHeadMask([kind((length, length))] * N),
+        block_sizes=kernels.BlockSizes(**sizes_of(block)),
+        attn_logits_soft_cap=score.cap,
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=lse,
+        residual_checkpoint_name=KEPT,
+        interpret=interpret,
+    )
+    scaled = (wide(q) * score.scale).astype(q.dtype)
+    behind = (0, length - T)
+    rows = [
+        jnp.pad(a, ((0, 0), behind, (0, 0), (0, more))).transpose(0, 2, 1, 3)
+        for a, more in zip((scaled, k, v), wider)
+    ]
+    own = None
+    if segments is not None or (length > T and not causal):
+        # No token has the segment of the padding. Causal queries do not see what is behind them.
+        own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments
+        own = jnp.pad(own, ((0, 0), behind), constant_values=-1)
+        own = kernels.SegmentIds(own, own)
+    out = jax.vmap(kernel, (0, 0, 0, 0, None))(*rows, own, sinks)
+    y = (out[0] if lse else out).transpose(0, 2, 1, 3)[:, :T, :, :U]
+    return (y, out[1][0].transpose(0, 2, 1)[:, :T]) if lse else y
+
+
+@cache
+def _band() -> Any:
+    """JAX's class of windows, faster: it is asked for every block while a program is traced, 37 s for 131,072 tokens, only to find
+    that most are seen whole or not at all."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import LocalMask
+
+    class Band(LocalMask):
+        def __getitem__(self, at: Any) -> np.ndarray:
+            (rows, keys), (left, right) = at, self.window_size
+            assert right is not None
+            # Of the differences between a query and a key of the block, the least and the largest.
+            least, most = rows.start - (keys.stop - 1), rows.stop - 1 - keys.start
+            low, high = -right, most if left is None else left
+            if low <= least and most <= high:
+                return np.ones((1, 1), bool)
+            return super().__getitem__(at) if least <= high and low <= most else np.zeros((1, 1), bool)
+
+    return Band
+
+
+def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
+    if platform() != "tpu":
+        return f"a kernel for TPUs; this program is for {platform()}"
+    if device_kind() in OLD:
+        return f"a kernel for TPU v4 and later; this program is for a {device_kind()}"
+    return cannot(q, k, v, see, score, lse)
+
+
+def cannot(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
+    """Why the kernels cannot compute this on a TPU; None if they can."""
+    if not see.aligned or see.picked is not None:
+        return "only a pass over whole sequences, in which queries do not choose their keys"
+    if not isinstance(q.shape[1], int):
+        return "only a length that is known when the program is made"
+    if see.q_prefix is not None:
+        return "no prefixes of segments"
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"no {q.dtype.name}"
+    return cannot_split(q, k)
+
+
+SPLASH = Implementation(splash, _refuses)

@@ -1,0 +1,128 @@
+"""Attention over pages: each row's keys and values are scattered over a pool (Kwon et al. 2023, arXiv:2309.06180).
+
+`reference` gathers the pages and then attends; it is the specification. Kernels that read pages in place register beside it.
+
+Pools come in two layouts: one of keys [pages page K H] and one of values [pages page K U], or a joined one [pages page 2K H] in
+which each key head is followed by its value head. TPU kernels read the joined one.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from argosy.core.errors import Unsupported
+from argosy.core.registry import Registry
+from argosy.ops.attention import NOWHERE, Implementation, Score, See, attention
+from argosy.ops.choice import asked_for
+from argosy.ops.narrow import Narrow
+from argosy.parallel.scope import platform
+
+# (keys, values), or (joined,); those that are not joined may be quantized.
+Pools = tuple[Float[Array, "pages page _ _"] | Narrow, ...]
+
+
+def paged_attention(
+    q: Float[Array, "B T N H"],
+    pools: Pools,
+    table: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    at: Int[Array, "B T"],
+    score: Score,
+    *,
+    lse: bool = False,
+) -> Any:
+    """Causal attention of queries at positions `at` over the tokens that each row has in a pool of pages: [B T N U].
+
+    Args:
+        pools: of keys and of values, or joined.
+        table: the pages of each row, in order. A page out of range, including -1, belongs to no row: its tokens are not seen.
+        lengths: the number of tokens of each row in its pages, including these queries' own. What follows may be anything.
+        lse: also returns the log-sum-exp of each query, [B T N] float32.
+
+    Raises:
+        Unsupported: the named implementation cannot do this.
+    """
+    name = asked_for("paged_attention")
+    for candidate in [name] if name else PREFERENCE.get(platform(), ()):
+        chosen: Implementation = IMPLEMENTATIONS[candidate]
+        reason = chosen.refuses(q, pools, table, lengths, score, lse)  # pyright: ignore[reportArgumentType]
+        if reason is None:
+            return chosen.run(q, pools, table, lengths, at, score, lse=lse)
+        if name:
+            raise Unsupported(f"paged attention `{name}`: {reason}")
+    return reference(q, pools, table, lengths, at, score, lse=lse)
+
+
+def reference(
+    q: Array,
+    pools: Pools,
+    table: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    at: Int[Array, "B T"],
+    score: Score,
+    *,
+    lse: bool = False,
+) -> Any:
+    """Gathers the pages of each row, then computes plain attention."""
+    keys, values = apart(gathered(pool, table, lengths).astype(q.dtype) for pool in pools)
+    k_at = token_positions(table, lengths, *pools[0].shape[:2])
+    return attention(q, keys, values, See(at, k_at), score, lse=lse)
+
+
+def joined(keys: Float[Array, "*B K H"], values: Float[Array, "*B K H"]) -> Float[Array, "*B 2*K H"]:
+    """Keys and values as a joined pool holds them."""
+    return jnp.stack([keys, values], -2).reshape(*keys.shape[:-2], -1, keys.shape[-1])
+
+
+def apart(pools: Iterable[Array]) -> tuple[Array, Array]:
+    """Keys and values of pools in either layout, or of what was gathered from them."""
+    first, *rest = pools
+    return (first, rest[0]) if rest else (first[..., 0::2, :], first[..., 1::2, :])
+
+
+def gathered(pool: Float[Array, "pages page *rest"] | Narrow, table: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Array:
+    """The tokens of each row in order, [B P*page *rest]; of a quantized pool in float32. Other entries are zero: a recycled page may
+    contain NaN, and zero times NaN is NaN."""
+    pages, page = pool.shape[:2]
+    tokens = jax.tree.map(lambda a: a[jnp.clip(table, 0, pages - 1)].reshape(len(table), -1, *a.shape[2:]), pool)
+    tokens = tokens.widened() if isinstance(tokens, Narrow) else tokens
+    owned = token_positions(table, lengths, pages, page) < NOWHERE
+    return jnp.where(owned.reshape(*owned.shape, *(1,) * (tokens.ndim - 2)), tokens, jnp.zeros((), tokens.dtype))
+
+
+def token_positions(table: Int[Array, "B P"], lengths: Int[Array, "B"], pages: int, page: int) -> Int[Array, "B S"]:
+    """The position of each token in the pages of a row; `NOWHERE` for entries that are not the row's."""
+    at = jnp.arange(table.shape[1] * page, dtype=jnp.int32)
+    valid = jnp.repeat((table >= 0) & (table < pages), page, axis=1, total_repeat_length=len(at))
+    return jnp.where(valid & (at < lengths[:, None]), at, NOWHERE)
+
+
+REFERENCE = Implementation(reference, lambda *_: None)
+
+IMPLEMENTATIONS = Registry("paged attention implementation")
+IMPLEMENTATIONS.add("reference", REFERENCE)
+IMPLEMENTATIONS.add("blocked", "argosy.ops.paged.blocked:BLOCKED")
+IMPLEMENTATIONS.add("rows", "argosy.ops.paged.rows:ROWS")
+IMPLEMENTATIONS.add("native", "argosy.ops.native.paged:NATIVE")
+IMPLEMENTATIONS.add("triton", "argosy.ops.paged.triton:TRITON")
+IMPLEMENTATIONS.add("ragged", "argosy.ops.paged.ragged:RAGGED")
+
+# What to try first on each platform. `blocked` reads only the pages in use, and is `reference` for tables of one block; `rows` does
+# so for decoding rows, faster on a CPU; `native` is faster still, where its library is loaded (`ops.native.library`).
+PREFERENCE: dict[str, tuple[str, ...]] = {
+    "cpu": ("native", "rows", "blocked"),
+    "gpu": ("triton", "blocked"),
+    "tpu": ("ragged", "blocked"),
+}
+
+
+def reads_joined(heads: int, size: int, dtype: Any) -> bool:
+    """Whether layers on this platform should keep keys and values of these heads in joined pools."""
+    if (asked_for("paged_attention") or PREFERENCE.get(platform(), ("",))[0]) != "ragged":
+        return False
+    from argosy.ops.paged.ragged import cannot_hold
+
+    return cannot_hold(heads, size, dtype) is None

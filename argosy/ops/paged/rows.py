@@ -1,0 +1,100 @@
+"""Paged attention of decoding rows on a CPU: a few rows at a time, all heads of a row in one product.
+
+XLA:CPU transposes keys and values in front of a product for each key head, and for many rows at once these copies do not fit the
+processor's caches. Here the queries of a row are one matrix [N, K*H] that is zero but in the columns of each query's own key head,
+against the keys as they lie, [S, K*H]. That is K times the multiplications, so it is for few query heads; reading keys and values
+takes longer.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from argosy.ops.attention import UNSEEN, Implementation, Score, See
+from argosy.ops.paged import attention as paged
+from argosy.ops.paged.blocked import BLOCK, fits_one_block, over_blocks, with_sinks
+from argosy.ops.precision import sums_in, wide
+
+# Bytes of keys and values at a time, and the most query heads for which it was measured to be faster than `blocked`: docs/log.md.
+TOGETHER, HEADS = 2 << 20, 32
+
+
+def by_rows(
+    q: Float[Array, "B 1 N H"],
+    pools: paged.Pools,
+    table: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    at: Int[Array, "B 1"],
+    score: Score,
+    *,
+    lse: bool = False,
+) -> tuple[Array, Array] | Array:
+    """As `paged_attention`, of one query a row."""
+
+    def some(given: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, table, lengths, at = given
+
+        def met(held: dict[str, Array], see: See) -> tuple[Array, Array]:
+            keys, values = paged.apart(held[name].astype(q.dtype) for name in sorted(held))
+            return as_one_product(q, keys, values, see, score)
+
+        named = {str(i): pool for i, pool in enumerate(pools)}
+        if not fits_one_block(table, pools[0].shape[1]):
+            return over_blocks(met, named, table, lengths, at, score)
+        see = See(at, paged.token_positions(table, lengths, *pools[0].shape[:2]))
+        y, total = met({name: paged.gathered(pool, table, lengths) for name, pool in named.items()}, see)
+        return with_sinks(wide(y), total, score)
+
+    B, given, each = len(q), (q, table, lengths, at), rows_together(pools, table)
+    if each >= B:
+        y, total = some(given)
+    else:
+        # A row beyond the last one has no token and a page of nobody.
+        rest = -B % each
+        fill = (0, -1, 0, 0)
+        padded = [jnp.pad(a, [(0, rest)] + [(0, 0)] * (a.ndim - 1), constant_values=n) for a, n in zip(given, fill)]
+        groups = tuple(a.reshape(-1, each, *a.shape[1:]) for a in padded)
+        y, total = (a.reshape(-1, *a.shape[2:])[:B] for a in jax.lax.map(some, groups))
+    return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
+
+
+def rows_together(pools: paged.Pools, table: Int[Array, "B P"]) -> int:
+    """Rows whose keys and values of one block fit into TOGETHER bytes, as a power of two."""
+    tokens = min(max(BLOCK, pools[0].shape[1]), table.shape[1] * pools[0].shape[1])
+    one = 4 * tokens * sum(math.prod(pool.shape[2:]) for pool in pools)
+    return 1 << max(TOGETHER // max(one, 1), 1).bit_length() - 1
+
+
+def as_one_product(
+    q: Float[Array, "B 1 N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K U"], see: See, score: Score
+) -> tuple[Float[Array, "B 1 N U"], Float[Array, "B 1 N"]]:
+    """Attention of one query a row, without sinks: (y, log-sum-exp)."""
+    B, _, N, H = q.shape
+    S, K, U = v.shape[1:]
+    own = jnp.eye(K, dtype=bool)[None, :, None, :, None]
+    spread = jnp.where(own, q.reshape(B, K, N // K, 1, H), jnp.zeros((), q.dtype)).reshape(B, N, K * H)
+    s = jnp.einsum("BND,BSD->BNS", spread, k.reshape(B, S, K * H), preferred_element_type=sums_in(q.dtype)) * score.scale
+    if score.cap is not None:
+        s = score.cap * jnp.tanh(s / score.cap)
+    s = jnp.where(see.dense(score.window), s, UNSEEN)
+    most = jnp.max(s, -1, keepdims=True)
+    p = jnp.exp(s - most)
+    total = jnp.sum(p, -1, keepdims=True)
+    every = jnp.einsum("BNS,BSD->BND", (p / total).astype(v.dtype), v.reshape(B, S, K * U)).reshape(B, K, N // K, K, U)
+    # Of each query head the columns of its own key head.
+    y = jnp.stack([every[:, i, :, i] for i in range(K)], 1).reshape(B, 1, N, U)
+    return y, (most + jnp.log(total))[..., 0][:, None]
+
+
+def _refuses(q: Any, pools: Any, table: Any, lengths: Any, score: Score, lse: bool) -> str | None:
+    if q.shape[1] != 1:
+        return f"{q.shape[1]} queries a row, and it computes one"
+    if q.shape[2] > HEADS:
+        return f"{q.shape[2]} query heads, and it is for at most {HEADS}"
+    return "windows that are chunks" if score.chunked else None
+
+
+ROWS = Implementation(by_rows, _refuses)

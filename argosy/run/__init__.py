@@ -1,0 +1,1 @@
+"""One run: its settings, what combines with what, assembly, memory, hooks."""

@@ -1,0 +1,1 @@
+"""Distillation as a training run."""

@@ -1,0 +1,93 @@
+"""Distillation across tokenizers as a training run: what is asked of the teacher and its tokenizer, and the batches of both."""
+
+from typing import Any
+
+from argosy.checkpoint.load import tokenizer_of
+from argosy.checkpoint.stored import open_model
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.data.batch import Batches
+from argosy.data.distillation.across import Across, BothTokenizers
+from argosy.data.rows.answered import AnsweredPrompts
+from argosy.data.tokenizers.load import Tokenizer
+from argosy.data.tokenizers.matched import matched
+from argosy.rl.across import Asking
+from argosy.train.distillation import GOLD, ULD
+
+SAME = (
+    "teacher and student have the same tokenizer: objective={exact} compares token by token, which is exact; {own} compares only "
+    "sorted probabilities"
+)
+
+
+def is_across(objective: Any) -> bool:
+    """Whether teacher and student may have different tokenizers."""
+    return isinstance(objective, ULD)
+
+
+def teacher_places(run: Any, context: int) -> int:
+    """Places of a row for the teacher's tokens.
+
+    Raises:
+        BadInput: more were asked for than its context has.
+    """
+    asked = run.objective.teacher_sequence
+    if asked is not None and asked > context:
+        what = f"objective.teacher_sequence = {asked:,} is longer than the teacher's context of {context:,} tokens"
+        raise BadInput(what, where=f"objective.teacher={run.objective.teacher}", hint=f"objective.teacher_sequence={context}")
+    return asked or min(2 * run.data.sequence, context)
+
+
+class Both:
+    """Adds the teacher's tokens to batches.
+
+    Raises:
+        BadInput: one of both has no tokenizer.
+    """
+
+    def __init__(self, run: Any, tokenizer: Tokenizer | None):
+        stored, where = open_model(run.objective.teacher), f"objective.teacher={run.objective.teacher}"
+        theirs = tokenizer_of(stored)
+        if tokenizer is None:
+            raise BadInput("the teacher reads texts, and this data has no tokenizer", hint="data.tokenizer=FOLDER")
+        if theirs is None:
+            what = "the teacher comes without a tokenizer, and it reads texts by its own"
+            raise BadInput(what, where=where, hint="put its tokenizer's files into its folder")
+        if theirs.vocab > stored.config.vocab:
+            what = f"the teacher's tokenizer has {theirs.vocab:,} tokens, and the model {stored.config.vocab:,}"
+            raise BadInput(what, where=where)
+        exact, own = ("gkd", "gold") if isinstance(run.objective, GOLD) else ("distill", "uld")
+        note = SAME.format(exact=exact, own=own) if theirs.fingerprint == tokenizer.fingerprint else None
+        self.matched = matched(tokenizer, theirs) if run.objective.hybrid else None
+        if self.matched is not None:
+            share = f"{len(self.matched):,} of the teacher's {theirs.vocab:,} tokens"
+            note = f"{share} are the student's too, and are compared as themselves"
+        self.note = note
+        self.across, self.places = Across(tokenizer, theirs), teacher_places(run, stored.config.context)
+
+    def __call__(self, batches: Batches | None) -> BothTokenizers | None:
+        return None if batches is None else BothTokenizers(batches, self.across, self.places)
+
+
+def asking(run: Any, tokenizer: Tokenizer, prompts: AnsweredPrompts) -> Asking | None:
+    """How the teacher of a run is asked, whose tokenizer this is; None: it reads the student's text.
+
+    Raises:
+        BadInput: it is to be asked by a chat template, and has none; or there are no conversations.
+    """
+    chats, where = prompts.conversations, f"objective.teacher={run.objective.teacher}"
+    if run.objective.template == "student":
+        if not chats:
+            raise BadInput("objective.template is for conversations, and this data has none", hint="leave `objective.template` out")
+        return None
+    if chats and not tokenizer.chat_templates:
+        hint = "objective.template=student has it read the text that the student's template makes"
+        raise BadInput("the teacher comes without a chat template, and prompts are conversations", where=where, hint=hint)
+    return Asking(tokenizer) if chats else None
+
+
+def begin(assembly: Any, say: Say) -> None:
+    """Lends the batches the run's voice."""
+    for batches in (assembly.batches, assembly.evals):
+        if isinstance(batches, BothTokenizers):
+            batches.say = say

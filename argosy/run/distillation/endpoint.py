@@ -1,0 +1,190 @@
+"""A teacher behind an OpenAI-compatible server: log-probabilities of given tokens, asked over HTTP.
+
+What is asked is `POST /v1/completions` with token ids as the prompt and vLLM's `prompt_logprobs`: at every place of a text the
+likeliest tokens by their ids. `argosy serve` and vLLM answer it. OpenAI's own API and others with `logprobs` alone do not: these are of
+generated tokens, and name tokens by their text, which several tokens share.
+
+A key comes from the environment alone, ARGOSY_TEACHER_KEY or OPENAI_API_KEY, and appears in no message and no file.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+import numpy as np
+
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.data.distillation.likeliest import Row
+from argosy.data.tokenizers.load import Tokenizer
+from argosy.run.distillation.address import KEYS
+
+# Seconds that a request may take, and those that are waited before it is made again.
+TIMEOUT_S, WAITS_S = 300.0, (1.0, 2.0, 4.0, 8.0, 16.0)
+# The most seconds that a server's Retry-After is waited.
+LONGEST_WAIT_S = 60.0
+# HTTP statuses after which a request is made again: it is too many, or the server is not well.
+AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+# Characters of a server's own words that are shown.
+SHOWN = 300
+# The least probability of all tokens together that a server does not name: its numbers have 7 digits.
+LEAST_REST = 1e-7
+UNKNOWN = "\ufffd"
+
+
+class Unmoved(HTTPRedirectHandler):
+    """Follows no redirection: a key must not go to another server."""
+
+    def redirect_request(self, *args: Any, **how: Any) -> None:
+        return None
+
+
+@dataclass
+class Endpoint:
+    """A model of a server. url: up to `/v1`. sleep: waits so many seconds."""
+
+    url: str
+    model: str
+    tokenizer: Tokenizer
+    sleep: Callable[[float], None] = time.sleep
+
+    def top(self, ids: Sequence[int], k: int, vocab: int) -> Row:
+        """The k likeliest tokens at every place of a text from its second on, and the log-probability of all others.
+
+        Raises:
+            BadInput: the server does not have the model, the tokens or the field, or refuses the request.
+            ArgosyError: it does not answer, or with numbers that are none.
+        """
+        body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
+        found = self.asked("completions", body)
+        try:
+            (choice,) = found["choices"]
+            places = choice["prompt_logprobs"]
+        except (KeyError, TypeError, ValueError):
+            places = None
+        if not isinstance(places, list):
+            what = f"{self.url} answers without `prompt_logprobs`, log-probabilities of given tokens"
+            hint = "vLLM and `argosy serve` have them; OpenAI's own API has those of generated tokens only"
+            raise BadInput(what, where=f"objective.teacher_model={self.model}", hint=hint)
+        if len(places) != len(ids):
+            what = f"{self.url} gives {len(places)} log-probabilities for a prompt of {len(ids)} tokens"
+            raise BadInput(what, where=f"objective.teacher_model={self.model}", hint="does the server add tokens to prompts?")
+        rows = [self.place(token, entry, k, vocab) for token, entry in zip(ids[1:], places[1:], strict=True)]
+        logps = np.array([[p for _, p in row] for row in rows], np.float64).reshape(-1, k)
+        rest = np.log(np.maximum(1 - np.exp(logps).sum(1), LEAST_REST))
+        made = np.array([[token for token, _ in row] for row in rows], np.int64).reshape(-1, k)
+        return Row(made, logps.astype(np.float32), rest.astype(np.float32))
+
+    def place(self, token: int, entry: Any, k: int, vocab: int) -> list[tuple[int, float]]:
+        """The k likeliest tokens of one place, in falling order."""
+        if not isinstance(entry, dict) or str(token) not in entry:
+            what = f"{self.url} does not name token {token}, which it was given: its tokens are not this run's"
+            raise BadInput(what, where=f"objective.teacher_model={self.model}", hint="the teacher must have the student's tokenizer")
+        found = []
+        for name, one in entry.items():
+            number, logp = int(name), one.get("logprob")
+            self.check_token(number, one.get("decoded_token"), vocab)
+            if not isinstance(logp, int | float) or not math.isfinite(logp) or logp > 1e-3:
+                what = f"{self.url} gives token {number} the log-probability {logp!r}"
+                raise ArgosyError(what, hint="is the model that it serves whole?")
+            found.append((number, float(logp)))
+        found.sort(key=lambda pair: -pair[1])
+        if len(found) < k:
+            what = f"{self.url} names {len(found)} tokens of a place, not {k}"
+            hint = f"objective.top={len(found)}, or allow the server more (vLLM's --max-logprobs)"
+            raise BadInput(what, where="objective.top", hint=hint)
+        return found[:k]
+
+    def check_token(self, number: int, text: Any, vocab: int) -> None:
+        """Compares a token of the server with this run's of the same id.
+
+        Raises:
+            BadInput: they differ.
+        """
+        own = self.tokenizer.piece(number, False).decode("utf-8", "replace") if number < self.tokenizer.vocab else None
+        same = text is None or own is None or UNKNOWN in f"{own}{text}" or own.strip() == str(text).strip()
+        same = same or number in self.tokenizer.hidden
+        if number >= vocab or not same:
+            theirs = f"`{text}`" if isinstance(text, str) else "another one"
+            what = f"token {number} is {theirs} to {self.url}, and {f'`{own}`' if own is not None else 'none'} to the student"
+            raise BadInput(what, where=f"objective.teacher_model={self.model}", hint="the teacher must have the student's tokenizer")
+
+    # ---------------------------------------------------------------- HTTP
+
+    def asked(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that a request is answered with. It is made again after errors that may pass, a few times.
+
+        Raises:
+            BadInput: the server refuses it. ArgosyError: it does not answer.
+        """
+        where, said = f"{self.url.rstrip('/')}/{path}", ""
+        for wait in (*WAITS_S, None):
+            try:
+                return self.once(where, body)
+            except HTTPError as error:
+                words = self.without_key(error.read().decode("utf-8", "replace"))
+                said = f"HTTP {error.code}: {message_of(words)[:SHOWN]}"
+                if error.code not in AGAIN:
+                    raise refused(error.code, said, where, self.model) from None
+                wait = waited(error.headers.get("Retry-After"), wait)
+            except (URLError, TimeoutError, OSError) as error:
+                said = self.without_key(str(getattr(error, "reason", error)))[:SHOWN]
+            except ValueError:
+                said = "an answer that is not JSON"
+            if wait is not None:
+                self.sleep(wait)
+        what = f"the teacher's server does not answer after {len(WAITS_S) + 1} tries: {said}"
+        raise ArgosyError(what, hint=f"{where}; what it has said is kept, and the same command goes on")
+
+    def once(self, where: str, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if (key := key_of()) is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        request = Request(where, json.dumps(body).encode(), headers, method="POST")
+        with build_opener(Unmoved()).open(request, timeout=TIMEOUT_S) as answer:
+            return json.loads(answer.read())
+
+    def without_key(self, text: str) -> str:
+        """A server's words; some repeat the key."""
+        key = key_of()
+        return text.replace(key, "[key]") if key else text
+
+
+def key_of() -> str | None:
+    """The key for a server, from the environment."""
+    return next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
+
+
+def waited(asked: str | None, wait: float | None) -> float | None:
+    """Seconds before the next try: what the server asks for, within bounds. None: there is none."""
+    if wait is None or asked is None or not asked.strip().isdigit():
+        return wait
+    return min(max(float(asked), wait), LONGEST_WAIT_S)
+
+
+def message_of(words: str) -> str:
+    """What an error's body says."""
+    try:
+        found = json.loads(words)
+    except ValueError:
+        return " ".join(words.split()) or "no words"
+    error = found.get("error", found) if isinstance(found, dict) else found
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def refused(code: int, said: str, where: str, model: str) -> BadInput:
+    """The error for a request that would be refused again."""
+    hints = {
+        401: f"set {KEYS[0]} in the environment",
+        403: f"set {KEYS[0]} in the environment",
+        404: f"is objective.teacher up to /v1, and objective.teacher_model={model} one of GET /v1/models?",
+    }
+    if "vocabulary" in said:
+        hints[code] = "the teacher must have the student's tokenizer; objective=uld learns across tokenizers from a folder of weights"
+    hint = hints.get(code, "objective.top may be above what the server allows (20 by vLLM's default), or a text above its context")
+    return BadInput(f"the teacher's server refuses: {said}", where=where, hint=hint)

@@ -1,0 +1,120 @@
+"""A served teacher's likeliest tokens at every target that a run will visit, asked once before its first step
+(`run.distillation.teacher_cache`).
+
+A served model has no hash of its weights: what is kept belongs to its address and name, and a run trusts that they stay the same model.
+The tokens that come back are compared with this run's, place by place.
+"""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from argosy.checkpoint.run_directory import RunDirectory
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.data.distillation.likeliest import Row
+from argosy.data.pipeline import RowBatches
+from argosy.data.tokenizers.load import Tokenizer
+from argosy.run.distillation.address import check_address
+from argosy.run.distillation.endpoint import Endpoint
+from argosy.run.frozen.visits import passes
+
+# Requests under way at a time, and rows between two times that results are put on disk.
+TOGETHER, ROWS = 8, 32
+PROBE = "Once upon a time"
+
+
+class Served:
+    """A teacher that a server has."""
+
+    note: str | None = None
+
+    def __init__(self, run: Any, tokenizer: Tokenizer | None):
+        """Raises:
+        BadInput: settings that a served teacher cannot honor.
+        """
+        how = run.objective
+        check_address(how.teacher)
+        if tokenizer is None:
+            what = "a served teacher's tokens are compared with the data's, which has no tokenizer"
+            raise BadInput(what, hint="data.tokenizer=FOLDER")
+        if how.top >= run.model.vocab:
+            raise BadInput(f"objective.top = {how.top}, and the student has {run.model.vocab:,} tokens", hint="objective.top=20")
+        self.run, self.given = run, how.teacher
+        self.endpoint = Endpoint(how.teacher, how.teacher_model, tokenizer)
+
+    def check(self) -> None:
+        """Asks the server for a few tokens.
+
+        Raises:
+            BadInput, ArgosyError: as `Endpoint.top`.
+        """
+        run, tokenizer = self.run, self.endpoint.tokenizer
+        first = [tokenizer.bos] if tokenizer.adds_bos and tokenizer.bos is not None else []
+        self.endpoint.top([*first, *tokenizer.encode(PROBE)], run.objective.top, run.model.vocab)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return {"endpoint": self.given.rstrip("/"), "model": self.endpoint.model}
+
+    def key(self, batches: RowBatches) -> str:
+        """What decides the numbers: the server, the model, and the rows."""
+        order = ("batch", "shuffle", *(("seed",) if hasattr(batches.blocks.rows, "corpus") else ()))
+        data = {name: value for name, value in batches.fingerprint.items() if name not in order}
+        decided = self.described | {"data": data, "vocab": self.run.model.vocab, "top": self.run.objective.top}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+    def compute(self, rows: Any, todo: np.ndarray, writer: Any, say: Say) -> None:
+        """Adds what the server says of these rows."""
+        with ThreadPoolExecutor(TOGETHER) as threads:
+            for new, some in passes(todo, ROWS, "teacher", say, writer.flush):
+                batch = rows.gather(some[:new])
+                asked = [(place, *text) for place in range(new) for text in texts(batch, place)]
+                found = threads.map(lambda one: self.endpoint.top(one[2], self.run.objective.top, self.run.model.vocab), asked)
+                shape, k = batch["mask"].shape, self.run.objective.top
+                ids, logps, rest = np.zeros((*shape, k), np.int64), np.zeros((*shape, k), np.float32), np.zeros(shape, np.float32)
+                for (place, at, _), top in zip(asked, found, strict=True):
+                    ids[place, at], logps[place, at], rest[place, at] = top
+                for place, row in enumerate(some[:new].tolist()):
+                    here = batch["mask"][place] > 0
+                    writer.add(row, Row(ids[place, here], logps[place, here], rest[place, here]))
+
+
+def texts(batch: Any, row: int) -> list[tuple[np.ndarray, list[int]]]:
+    """The documents of a row in which something counts: the places of their targets, and their tokens."""
+    found, segments, mask = [], batch["segments"][row], batch["mask"][row]
+    for segment in range(1, int(segments.max(initial=0)) + 1):
+        places = np.flatnonzero(segments == segment)
+        counted = np.flatnonzero(mask[places] > 0)
+        if len(counted):
+            # What is after the last target that counts is not asked.
+            places = places[: counted[-1] + 1]
+            found.append((places, [*batch["tokens"][row, places].tolist(), int(batch["targets"][row, places[-1]])]))
+    return found
+
+
+def same(teacher: Served, directory: RunDirectory) -> None:
+    """Checks that a run goes on with the teacher that it began with.
+
+    Raises:
+        BadInput: it was another one.
+    """
+    known = directory.teacher()
+    if known is None:
+        directory.write_teacher(teacher.described)
+    elif known != teacher.described:
+        what = f"this run learns from {known.get('model')} at {known.get('endpoint')}"
+        raise BadInput(what, where=f"objective.teacher={teacher.given}", hint="name the same, or start again with dir=NEW")
+
+
+def check_served(assembly: Any) -> None:
+    """Asks the server of a new run, before a file is written, if it has one.
+
+    Raises:
+        BadInput, ArgosyError: as `Endpoint.top`.
+    """
+    if isinstance(assembly.teacher, Served):
+        assembly.teacher.check()

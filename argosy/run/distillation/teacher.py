@@ -1,0 +1,209 @@
+"""The teacher of a run of distillation: another model, frozen, whose distributions the student learns.
+
+    online   its weights are beside the student's, laid out by the rules for its own axes, and every step computes its logits
+    cached   its likeliest tokens are computed before the first step (`run.distillation.teacher_cache`)
+
+A teacher is any stored model: Hub folder, GGUF file, run directory or checkpoint. The name of a preset is none, because it has no
+weights. Ids must stand for the same tokens in both, or the student would learn noise: the tokens are compared one by one.
+Tokenizers may still cut a text differently (other merges); then the teacher sees tokens that it would not have made, and the run
+says so.
+
+What the teacher is, by path and the hashes of its files, is kept with the run: one that has changed does not go on by accident.
+"""
+
+import math
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from argosy.checkpoint.adapted import describe_base, open_same
+from argosy.checkpoint.load import tokenizer_of
+from argosy.checkpoint.run_directory import RunDirectory
+from argosy.checkpoint.stored import Stored, open_model, read_into
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.data.tokenizers.load import Tokenizer
+from argosy.models.parts.weight import Leaves, abstract, logical, split
+from argosy.parallel.rules import shardings
+from argosy.run.distillation.across import Both, is_across, teacher_places
+from argosy.run.distillation.across import begin as begin_across
+from argosy.run.distillation.served import Served
+from argosy.run.distillation.served import same as same_served
+from argosy.run.frozen.related import check_relations
+from argosy.run.frozen.role import Role
+from argosy.train.beside import parted
+from argosy.train.objectives.distill import ROLE
+
+WHERE = "objective.teacher"
+
+
+def kind_of(objective: Any) -> str | None:
+    """`online` or `cached`; None where the objective has no teacher."""
+    return objective.logits if hasattr(objective, ROLE) else None
+
+
+class Teacher:
+    """An opened teacher, whose weights are read when they are needed."""
+
+    def __init__(self, run: Any, decided: Any, mesh: Any, tokenizer: Tokenizer | None):
+        """Raises:
+        BadInput, Damaged: there is no model, it predicts no tokens, or it does not fit the student, its tokens or the rows.
+        """
+        self.run, self.decided, self.mesh, self.given = run, decided, mesh, run.objective.teacher
+        self.stored = open_model(self.given)
+        self.config = self.stored.config
+        check_model(run, self.config, self.given)
+        self.both = Both(run, tokenizer) if is_across(run.objective) else None
+        self.note = check_tokens(run, self.stored, tokenizer) if self.both is None else self.both.note
+
+    @cached_property
+    def model(self) -> Any:
+        """The model without weights, its layers run as the student's, with the tokens that it shares with the student."""
+        made = self.config.build(self.decided.run("none"))
+        if self.both is not None and self.both.matched is not None:
+            made.matched = self.both.matched
+        return made
+
+    @cached_property
+    def role(self) -> Role:
+        shapes, model = abstract(self.model), self.model
+        places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, self.run.mesh.table(), self.mesh)
+        dtype = kept_as(self.stored, self.decided.precision)
+
+        def described(address: str, shape: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, dtype or shape.dtype, sharding=places[address])
+
+        return Role(split(model)[0], {a: described(a, s) for a, s in shapes.items()})
+
+    def read(self, stored: Stored | None = None) -> Leaves:
+        """{address: array}, on the run's devices."""
+        role = self.role
+        model = self.config.build(self.decided.run("none"))
+        dtype = kept_as(self.stored, self.decided.precision)
+        read_into(model, (stored or self.stored).weights, dtype=dtype, place=lambda a: role.shapes[a].sharding)
+        return split(model)[1]
+
+
+def kept_as(stored: Stored, precision: str) -> Any:
+    """The type of the teacher's weights: bfloat16 if their file has no more bits and the run computes in it; None: float32."""
+    types = {str(stored.weights.dtype(name)) for name in stored.weights.names} if precision == "bfloat16" else set()
+    return jnp.dtype("bfloat16") if types == {"bfloat16"} else None
+
+
+def check_model(run: Any, config: Any, given: str) -> None:
+    """Checks that a model can teach this run's.
+
+    Raises:
+        BadInput: it cannot.
+    """
+    where = f"{WHERE}={given}"
+    if not config.causal or config.scored:
+        kind = "a reward model" if config.causal else "an encoder"
+        raise BadInput(f"the teacher is {kind}, which predicts no tokens", where=where, hint="a language model")
+    if is_across(run.objective):
+        teacher_places(run, config.context)
+    elif run.data.sequence > config.context:
+        what = f"data.sequence = {run.data.sequence:,} is longer than the teacher's context of {config.context:,} tokens"
+        raise BadInput(what, where=where, hint=f"data.sequence={config.context}")
+    for own, theirs in getattr(run.objective, "layers", {}).items():
+        for whose, number, layers in (("the student", own, run.model.layers), ("the teacher", theirs, config.layers)):
+            if not 0 <= number < layers:
+                what = f"objective.layers.{own}={theirs}: {whose} has {plural(layers, 'layer')}, 0 to {layers - 1}"
+                raise BadInput(what, where=where)
+    check_relations(run, config, where)
+    if run.objective.logits == "cached" and run.objective.top >= min(run.model.vocab, config.vocab):
+        what = f"objective.top = {run.objective.top}, and student and teacher have {run.model.vocab:,} and {config.vocab:,} tokens"
+        raise BadInput(what, where=where, hint="objective.logits=online has them all")
+    if run.objective.divergence == "reverse" and run.objective.logits == "online" and run.model.vocab > config.vocab:
+        what = f"the student has {run.model.vocab:,} ids, the teacher {config.vocab:,}: reverse divergence is infinite for the others"
+        raise BadInput(what, where=where, hint=f"objective.divergence=jsd or forward, or a student with model.vocab={config.vocab}")
+
+
+def check_tokens(run: Any, stored: Stored, tokenizer: Tokenizer | None) -> str | None:
+    """Checks that ids stand for the same tokens in both. Returns what else is worth saying.
+
+    Raises:
+        BadInput: they do not, or the teacher has no tokenizer.
+    """
+    given, vocab = run.objective.teacher, stored.config.vocab
+    where = f"{WHERE}={given}"
+    if tokenizer is None:
+        if run.model.vocab > vocab:
+            what = f"the data's tokens go up to the student's vocabulary of {run.model.vocab:,}, and the teacher has {vocab:,}"
+            raise BadInput(what, where=where, hint=f"model.vocab={vocab}")
+        return None
+    theirs = tokenizer_of(stored)
+    own = f"data.tokenizer={given}"
+    if theirs is None:
+        what = "the teacher comes without a tokenizer, so its tokens cannot be compared with the student's"
+        raise BadInput(what, where=where, hint="put its tokenizer's files into its folder")
+    if theirs.fingerprint == tokenizer.fingerprint:
+        return None
+    if difference := differing(tokenizer, theirs):
+        hint = f"objective=uld learns across tokenizers; {own} gives this one to a student with random weights"
+        raise BadInput(f"the teacher has another tokenizer than the data: {difference}", where=where, hint=hint)
+    return "the teacher's tokenizer has the same tokens, but other rules to cut text or other special tokens: it sees the data's"
+
+
+def differing(ours: Tokenizer, theirs: Tokenizer) -> str | None:
+    """How two tokenizers differ in what ids stand for; None if they do not."""
+    if ours.vocab != theirs.vocab:
+        return f"it has {theirs.vocab:,} tokens, not {ours.vocab:,}"
+    # The token for text without a token has none of its own, and is shown in several ways.
+    unknown = {ours.unknown, theirs.unknown}
+    pairs = ((i, ours.piece(i, False), theirs.piece(i, False)) for i in range(ours.vocab) if i not in unknown)
+    wrong = [(i, a, b) for i, a, b in pairs if a != b]
+    if not wrong:
+        return None
+    i, a, b = wrong[0]
+    return f"{len(wrong):,} of {ours.vocab:,} ids stand for another text, such as id {i}: {shown(b)}, not {shown(a)}"
+
+
+def shown(piece: bytes) -> str:
+    return f"`{piece.decode('utf-8', 'backslashreplace')}`"
+
+
+def settle(assembly: Any, teacher: Teacher | Served, directory: RunDirectory, say: Say) -> None:
+    """Gives a run its teacher, before its first step.
+
+    Raises:
+        BadInput: it is gone, or it has changed since the run began.
+    """
+    if isinstance(teacher, Served):
+        from argosy.run.distillation import teacher_cache
+
+        same_served(teacher, directory)
+        say(f"teacher {teacher.endpoint.model} at {teacher.given}")
+        return teacher_cache.settle(assembly, {}, None, say)
+    described, stored = same(teacher, directory, say)
+    if teacher.note:
+        say(teacher.note)
+    say(f"teacher {teacher.given}, {teacher.config.parameters():,} parameters, frozen")
+    if beside := parted(assembly.shapes.params)[1]:
+        (shape,) = (leaf.shape for leaf in beside.values())
+        how = f"{plural(math.prod(shape), 'weight')} trained beside the model"
+        say(f"hidden states of {shape[0]} features are projected to its {shape[1]}: {how}")
+    if kind_of(assembly.run.objective) == "cached":
+        from argosy.run.distillation import teacher_cache
+
+        return teacher_cache.settle(assembly, described, stored, say)
+    begin_across(assembly, say)
+    assembly.frozen[ROLE] = teacher.read(stored)
+
+
+def same(teacher: Teacher, directory: RunDirectory, say: Say) -> tuple[dict[str, Any], Stored]:
+    """The model that a run learns from, which stays the same over its resumes: what is recorded of it, and it.
+
+    Raises:
+        BadInput: as `settle`.
+    """
+    known = directory.teacher()
+    if known is None:
+        described = describe_base(teacher.stored, teacher.given)
+        directory.write_teacher(described)
+        return described, teacher.stored
+    back = "put it back, or start again with dir=NEW"
+    return known, open_same(known, say, thorough=True, model="the teacher that this run learns from", missing=back, other=back)

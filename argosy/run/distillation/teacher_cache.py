@@ -1,0 +1,165 @@
+"""A teacher's likeliest tokens at every target that a run will visit, computed once before its first step.
+
+Rows are not augmented, so a target has the same context each time, and the teacher says the same of it. What is computed is kept beside
+the corpora (`data.distillation.likeliest`), under a hash of the teacher's weights, of the rows and of what else decides the numbers:
+other runs find it there, and one that is killed on the way goes on. The teacher is in memory only while something is missing. Should
+the cache be gone when a run resumes, the same numbers are computed again by the same program.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.progress import Say
+from argosy.core.settings import dump
+from argosy.data.batch import Around, Batch, Field, Fields
+from argosy.data.distillation.likeliest import Likeliest, Row, bytes_per_target
+from argosy.data.pipeline import ROW, RowBatches
+from argosy.data.tables import cache_folder
+from argosy.models.parts.attend import Packed
+from argosy.models.parts.weight import Leaves
+from argosy.observe.readable import sized
+from argosy.ops.cross_entropy import by_chunks
+from argosy.ops.divergence import Top, over, top
+from argosy.parallel.place import batch_sharding
+from argosy.run.distillation.served import Served
+from argosy.run.frozen.visits import passes, visited
+from argosy.run.memory import shapes_of
+from argosy.train.objectives.distill import CACHED, FIELDS, in_chunks
+from argosy.train.step import model_for
+
+# What the teacher's program reads.
+INPUTS = ("tokens", "segments")
+
+
+def asked_of_data(objective: Any) -> Fields:
+    """The fields that batches must have: those that the objective reads, with the number of each row in place of what is cached."""
+    return {**{name: field for name, field in objective.reads().items() if name not in CACHED}, ROW: Field("B", np.int64, "row")}
+
+
+class WithTeacher(Around):
+    """Batches with the teacher's likeliest tokens. kept: those of all rows, once they are known."""
+
+    def __init__(self, inner: RowBatches, k: int):
+        super().__init__(inner)
+        self.kept: Likeliest | None = None
+        self.sizes = {**inner.sizes, "k": k}
+
+    def __next__(self) -> Batch:
+        assert self.kept is not None
+        batch = dict(next(self.inner))
+        rows = batch.pop(ROW)
+        return batch | self.kept.beside(batch["mask"], rows)
+
+
+def check_settings(run: Any) -> None:
+    """Checks that what a run asks of a cache can be.
+
+    Raises:
+        BadInput: it cannot.
+    """
+    if run.data.online:
+        what = "objective.logits=cached computes what the teacher says of each row once, and data.online reads no row twice"
+        raise BadInput(what, hint="objective.logits=online, or leave `data.online` off")
+
+
+def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> None:
+    """Fills the cache for the rows that a run visits, and gives it to its batches.
+
+    Args:
+        described: the teacher, as `checkpoint.adapted.describe_base` does. stored: the same, opened. Of a served one there is neither.
+
+    Raises:
+        ArgosyError: the teacher gives probabilities that are not finite.
+    """
+    run, leaves = assembly.run, None
+    each = bytes_per_target(run.objective.top, run.model.vocab)
+    for split, batches in {"train": assembly.batches, "held_out": assembly.evals}.items():
+        if batches is None:
+            continue
+        inner = batches.inner
+        rows = inner.blocks.rows
+        served = isinstance(assembly.teacher, Served)
+        key = assembly.teacher.key(inner) if served else key_of(assembly, inner, described)
+        path = cache_folder(run.data) / "teacher" / f"{key}.{split}.npy"
+        kept = batches.kept = Likeliest(path, len(rows), run.objective.top, run.model.vocab)
+        wanted = visited(inner, run.steps if split == "train" else None)
+        if not len(kept.missing(wanted)):
+            continue
+        with kept.writing(say) as writer:
+            todo = kept.missing(wanted)
+            kind = f"its {run.objective.top} likeliest tokens, {each} bytes a target"
+            say(f"teacher: {kind}, of {plural(len(todo), 'row')}, kept in {path.parent}")
+            if served:
+                assembly.teacher.compute(rows, todo, writer, say)
+            else:
+                leaves = leaves or assembly.teacher.read(stored)
+                compute(assembly, rows, todo, leaves, writer, say)
+            say(f"teacher: {writer.targets:,} targets, {sized(each * writer.targets)}")
+
+
+def compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer: Any, say: Say) -> None:
+    """Adds what the teacher says of these rows."""
+    run = assembly.run
+    each = run.data.batch // run.accumulate
+    program = compiled(assembly, leaves, each)
+    for new, some in passes(todo, each, "teacher", say, writer.flush):
+        batch = rows.gather(some)
+        found = program(leaves, assembly.place_fields({name: batch[name] for name in INPUTS}))
+        ids, logps, rest = (np.asarray(a) for a in found)
+        for place, row in enumerate(some[:new].tolist()):
+            here = batch["mask"][place] > 0
+            if not np.isfinite(logps[place, here]).all():
+                what = f"the teacher gives probabilities that are not finite in row {row:,} of the data"
+                raise ArgosyError(what, hint="precision=float32 has a wider range; are its weights whole?")
+            writer.add(row, Row(ids[place, here], logps[place, here], rest[place, here]))
+
+
+def compiled(assembly: Any, leaves: Leaves, rows: int) -> Any:
+    """The program (weights, batch) -> `Top` of every place, [B T ...]."""
+    run, graph = assembly.run, assembly.teacher.role.graph
+    how, precision, vocab = run.objective, assembly.decided.precision, run.model.vocab
+
+    def likeliest(leaves: Leaves, batch: Any) -> Top:
+        model = model_for(graph, precision, leaves)
+        x, _, _ = model.hidden(batch["tokens"], Packed(batch["segments"]))
+
+        def of(x: Any) -> Top:
+            return top(over(model.unembed(x), vocab), how.top, how.temperature)
+
+        if not in_chunks(how, {"teacher": model}, batch["tokens"].size):
+            return of(x)
+        flat = x.reshape(-1, x.shape[-1])
+        found = by_chunks(lambda x: jax.tree.map(lambda a: a[:, 0], of(x[:, None])), min(how.chunk, len(flat)), flat)
+        return jax.tree.map(lambda a: a.reshape(*x.shape[:2], *a.shape[1:]), found)
+
+    shapes = shapes_of({name: FIELDS[name] for name in INPUTS}, rows, run.data.sequence, 1, {}, batch_sharding(assembly.mesh))
+    weights = {a: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for a, w in leaves.items()}
+    with assembly.tracing():
+        return jax.jit(likeliest).lower(weights, shapes).compile()
+
+
+def key_of(assembly: Any, batches: RowBatches, described: dict[str, Any]) -> str:
+    """What decides the numbers: the teacher's weights, the rows, the precision and the settings of the cache. Not how rows are batched
+    or ordered, and not the student."""
+    run, data = assembly.run, batches.fingerprint
+    # Of a corpus, the seed orders rows; synthetic rows are made from it.
+    order = ("batch", "shuffle", *(("seed",) if hasattr(batches.blocks.rows, "corpus") else ()))
+    decided = {
+        "weights": sorted(file["sha256"] for file in described["files"].values()),
+        "model": dump(assembly.teacher.config),
+        "data": {name: value for name, value in data.items() if name not in order},
+        "vocab": run.model.vocab,
+        "top": run.objective.top,
+        "temperature": run.objective.temperature,
+        "precision": assembly.decided.precision,
+        "layers": assembly.decided.layers,
+        **({"rounds": assembly.decided.rounds} if assembly.decided.rounds > 1 else {}),
+    }
+    return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:24]
+

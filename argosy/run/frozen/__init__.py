@@ -1,0 +1,1 @@
+"""Frozen models beside the trained one."""

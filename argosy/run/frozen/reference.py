@@ -1,0 +1,241 @@
+"""The reference of a run: its model as it was before the first step, for objectives that compare with it.
+
+    online   a frozen copy of the first weights, sharded as the model is, which every step computes anew
+    cached   the log-probability of every sequence by those weights, computed once before the first step
+
+The reference never changes and rows are not augmented, so both give the same numbers; the cached one saves a forward pass of every
+step and a copy of the weights. It is computed for the rows that the run will visit, in the precision of the run. What is computed is
+kept beside the corpora, under a hash of the weights, of the data and of what else decides the numbers: other runs find it there, and a
+run that is killed on the way resumes. A copy in the run directory makes a resume independent of that folder.
+
+An adapter that begins at nothing leaves the model's first output as it was, so a run with one has the right reference either way.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.checkpoint.run_directory import RunDirectory
+from argosy.core.caches import one_at_a_time
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.progress import Say
+from argosy.core.settings import dump
+from argosy.data.batch import Around, Batch, Field, Fields
+from argosy.data.pipeline import RowBatches
+from argosy.data.tables import cache_folder
+from argosy.models.parts.weight import Leaves
+from argosy.run.frozen.visits import passes, visited
+from argosy.train.objectives.sequences import FIELDS, sequences
+from argosy.train.step import model_for
+
+ROLE = "reference"
+# Numbers of a file of results that are nothing yet.
+NOTHING = np.float32(np.nan)
+
+
+def kind_of(objective: Any) -> str | None:
+    """`cached`, `online` or `rollout` (its numbers are computed with each rollout); None where the objective has no reference."""
+    return getattr(objective, ROLE, None)
+
+
+def asked_of_data(objective: Any) -> Fields:
+    """The fields that batches must have: those that the objective reads, with the number of each sequence in place of its cached
+    log-probability."""
+    fields = dict(objective.reads())
+    if kind_of(objective) == "cached":
+        del fields[ROLE]
+        fields["document"] = Field("B s", np.int32, "row")
+    return fields
+
+
+class WithReference(Around):
+    """Batches with the reference's log-probability of each sequence. table: those of all documents, once they are known."""
+
+    def __init__(self, inner: RowBatches):
+        super().__init__(inner)
+        self.table = np.zeros(0, np.float32)
+
+    def __next__(self) -> Batch:
+        batch = dict(next(self.inner))
+        document, live = batch.pop("document"), batch["live"] > 0
+        found = np.zeros(live.shape, np.float32)
+        found[live] = self.table[document[live]]
+        return batch | {ROLE: found}
+
+
+class Weights:
+    """The first weights of a run: those of its state, if it has not made a step, otherwise read or drawn again.
+
+    Args:
+        state: the state that the run begins or resumes with.
+        fresh: whether that is before the first step.
+    """
+
+    def __init__(self, assembly: Any, state: Any, fresh: bool, say: Say):
+        self.assembly, self.state, self.fresh, self.say = assembly, state, fresh, say
+        self.leaves: Leaves | None = state.params | state.rest if fresh else None
+
+    def read(self) -> Leaves:
+        """{address: array}, on the run's devices."""
+        if self.leaves is None:
+            from argosy.run.initial import first_weights
+
+            self.leaves = first_weights(self.assembly, self.say)
+        return self.leaves
+
+
+def settle(assembly: Any, directory: RunDirectory, weights: Weights, say: Say) -> None:
+    """Gives a run its reference, before its first step.
+
+    Raises:
+        BadInput: what the run started from is gone or has changed, and the reference must be computed.
+        ArgosyError: the reference's log-probability of an answer is not finite.
+    """
+    kind = kind_of(assembly.run.objective)
+    if kind is None:
+        return
+    known = None if weights.fresh else directory.reference_weights()
+    if kind in ("online", "rollout") or known is None:
+        found = hash_of(weights.read())
+        if known is None:
+            directory.write_reference_weights(found)
+        elif found != known:
+            raise changed(assembly)
+        known = found
+    if kind == "online":
+        # A copy, because the state's own buffers are given to the first step.
+        shared = assembly.roles[ROLE].shared
+        assembly.frozen[ROLE] = {a: array if a in shared else jnp.copy(array) for a, array in weights.read().items()}
+        return
+    if kind == "rollout":
+        own = {a: array for a, array in weights.read().items() if a not in assembly.roles[ROLE].shared}
+        assembly.frozen[ROLE] = {address: jnp.copy(array) for address, array in own.items()}
+        return
+    splits = {"train": assembly.batches, "held_out": assembly.evals}
+    for split, batches in splits.items():
+        if batches is not None:
+            batches.table = table_of(assembly, directory, split, batches.inner, weights, known, say)
+
+
+def table_of(
+    assembly: Any, directory: RunDirectory, split: str, batches: RowBatches, weights: Weights, known: str, say: Say
+) -> np.ndarray:
+    """The log-probability of every document that the run visits; NaN for others.
+
+    Args:
+        known: the hash of the first weights.
+    """
+    rows, groups = batches.blocks.rows, visited(batches, assembly.run.steps if split == "train" else None)
+    documents = rows.corpus.documents  # type: ignore[attr-defined]
+    table = directory.read_reference(split, documents)
+    if table is not None and not len(missing(rows, groups, table)):
+        return table
+    folder = cache_folder(assembly.run.data) / "reference"
+    with one_writer(folder / f"{key_of(assembly, batches, known)}.{split}.npy", documents, say) as shared:
+        if table is not None:
+            shared[:] = np.where(np.isnan(shared), table, shared)
+        if len(todo := missing(rows, groups, shared)):
+            leaves = weights.read()
+            if not weights.fresh and hash_of(leaves) != known:
+                raise changed(assembly)
+            compute(assembly, rows, todo, leaves, shared, say)
+        table = np.array(shared)
+    directory.write_reference(split, table)
+    return table
+
+
+def missing(rows: Any, groups: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Those of the groups of rows with a document that the table lacks."""
+    lacking = np.any(np.isnan(table).reshape(-1, rows.per_group), axis=1).reshape(-1)
+    return np.array([g for g in groups.tolist() if lacking[rows.order[rows.offsets[g] : rows.offsets[g + 1]]].any()], np.int64)
+
+
+def compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table: np.ndarray, say: Say) -> None:
+    """Fills the table with the log-probabilities of these groups of rows."""
+    run, per_group = assembly.run, rows.per_group
+    each = run.data.batch // run.accumulate // per_group
+    fields = {**FIELDS, "document": Field("B s", np.int32, "row")}
+    program = compiled(assembly, leaves, each * per_group, rows.own_sizes)
+    say(f"reference: log-probabilities of {plural(len(groups) * per_group, 'row')} by the model before its first step")
+    keep = table.flush if isinstance(table, np.memmap) else lambda: None
+    for _, some in passes(groups, each, "reference", say, keep):
+        batch = rows.gather((some[:, None] * per_group + np.arange(per_group)).ravel())
+        document = batch["document"]
+        found = np.asarray(program(leaves, assembly.place_fields({name: batch[name] for name in fields if name != "document"})))
+        there = document >= 0
+        if not np.isfinite(found[there]).all():
+            wrong = int(document[there][~np.isfinite(found[there])][0])
+            what = f"the model before its first step gives answer {wrong:,} of the data a log-probability that is not finite"
+            raise ArgosyError(what, hint="precision=float32 has a wider range; are the weights whole?")
+        table[document[there]] = found[there]
+
+
+def compiled(assembly: Any, leaves: Leaves, rows: int, sizes: Mapping[str, int]) -> Any:
+    """The program (weights, batch) -> log-probabilities [B s]."""
+    from argosy.parallel.place import batch_sharding
+    from argosy.run.memory import shapes_of
+
+    objective, precision = assembly.run.objective, assembly.decided.precision
+
+    def logps(leaves: Leaves, batch: Any) -> Any:
+        return sequences(objective, model_for(assembly.graph, precision, leaves), batch)[0].logps
+
+    shapes = shapes_of(FIELDS, rows, assembly.run.data.sequence, 1, sizes, batch_sharding(assembly.mesh))
+    weights = {a: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for a, w in leaves.items()}
+    with assembly.tracing():
+        return jax.jit(logps).lower(weights, shapes).compile()
+
+
+def hash_of(leaves: Leaves) -> str:
+    """sha256 of weights by name, type, shape and content."""
+    digest = hashlib.sha256()
+    for address in sorted(leaves):
+        array = np.ascontiguousarray(leaves[address])
+        digest.update(f"{address} {array.dtype} {array.shape}".encode())
+        digest.update(array.view(np.uint8).data if array.ndim else array.tobytes())
+    return digest.hexdigest()
+
+
+def key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
+    """What decides the numbers: the weights, the model, the documents and how many of their tokens are kept, the precision. Not how
+    rows are packed, batched or ordered."""
+    run, data = assembly.run, batches.fingerprint
+    decided = {
+        "weights": weights,
+        "model": dump(run.model),
+        "data": {name: value for name, value in data.items() if name not in ("batch", "packing", "shuffle", "seed", "rows_per_group")},
+        "precision": assembly.decided.precision,
+        "layers": assembly.decided.layers,
+        **({"rounds": assembly.decided.rounds} if assembly.decided.rounds > 1 else {}),
+    }
+    return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def changed(assembly: Any) -> BadInput:
+    """The error for a run whose first weights are no longer what they were."""
+    init = assembly.run.init
+    what = "the weights that this run started from have changed, and its reference must be computed from them"
+    return BadInput(what, where=init.weights or init.state, hint="put them back, or start again with dir=NEW")
+
+
+@contextmanager
+def one_writer(path: Path, documents: int, say: Say) -> Iterator[np.ndarray]:
+    """A file of one float32 for each document, NaN where nothing is known, held by one process at a time."""
+    with one_at_a_time(path.with_suffix(".lock"), say):
+        if not path.exists() or path.stat().st_size != 128 + 4 * documents:
+            made = path.with_name(f"{path.name}.{os.getpid()}")
+            with made.open("wb") as file:
+                np.save(file, np.full(documents, NOTHING))
+            made.replace(path)
+        table = np.load(path, mmap_mode="r+")
+        yield table
+        table.flush()

@@ -1,0 +1,54 @@
+"""Before a run whose objective compares relations within layers: do its layers have them, and can both be cut into as many heads?"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from argosy.core.errors import BadInput
+from argosy.models.parts.attend import Packed
+from argosy.models.parts.stack import Scan
+from argosy.models.parts.stack.watch import QUERIES, Watched
+from argosy.models.parts.weight import abstract, merge, split
+from argosy.train.objectives.distill import Told, pairs_of, sides
+
+
+def layers_told(config: Any) -> list[Told]:
+    """Shapes of what each layer of a model tells of one token; nothing of a layer without attention."""
+    model = config.build(Scan())
+    graph, _ = split(model)
+
+    def told(weights: Any, tokens: Any) -> list[Told]:
+        model = merge(graph, weights)
+        return model.layers.told(model.hidden(tokens, Watched(Packed(jnp.ones_like(tokens)), heads=True))[2])[0]
+
+    return jax.eval_shape(told, abstract(model), jax.ShapeDtypeStruct((1, 1), jnp.int32))
+
+
+def check_relations(run: Any, config: Any, where: str) -> None:
+    """Checks that relations of the student's layers can be compared with the teacher's.
+
+    Raises:
+        BadInput: a layer has no attention, or its features cannot be cut into so many relation heads.
+    """
+    how = run.objective
+    if not how.relations:
+        return
+    ours, theirs = layers_told(run.model), layers_told(config)
+    widths: dict[str, tuple[int, int]] = {}
+    for i, j in pairs_of(how):
+        for whose, told, number in (("the student", ours, i), ("the teacher", theirs, j)):
+            number %= len(told)
+            if not told[number]:
+                what = f"objective.relations: layer {number} of {whose} has no attention"
+                raise BadInput(what, where=where, hint="objective.layers names the student's layers, and the teacher's of each")
+            for name in how.relations:
+                x, _ = jax.eval_shape(lambda told, name=name: sides(told, name), told[number])
+                kind = f"{name} in layer {number} of {whose}"
+                widths[kind] = math.prod(x.shape[2:]), how.relation_heads or ours[i][QUERIES].shape[2]
+    if wrong := [f"the {width:,} features of {kind}" for kind, (width, heads) in widths.items() if width % heads]:
+        common, heads = math.gcd(*(width for width, _ in widths.values())), max(heads for _, heads in widths.values())
+        fits = max(n for n in range(1, heads + 1) if common % n == 0)
+        what = f"{heads} relation heads of equal size cannot be cut from {wrong[0]}"
+        raise BadInput(what, where=where, hint=f"objective.relation_heads={fits}; any divisor of {common:,} will do")

@@ -1,0 +1,93 @@
+"""What a run is about to do, for the header of its log and report."""
+
+from typing import TYPE_CHECKING, Any
+
+from argosy.core.counts import plural
+from argosy.run.settings import Run
+
+if TYPE_CHECKING:
+    from argosy.run.assembly import Assembly
+
+
+def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any]:
+    """resumed: the step that the run goes on from, None if it starts."""
+    from argosy.observe.environment import versions
+    from argosy.run import diloco, grid, stages
+
+    settings, found = a.run, versions()
+    installed = {
+        name: found[name]
+        for name in ("argosy", "python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+        if name in found
+    }
+    return {
+        "command": command,
+        "versions": installed,
+        "model": settings.model.preset or family_of(settings),
+        "parameters": a.parameters,
+        **_adapter(a),
+        "vocab": settings.model.vocab,
+        "steps": settings.steps,
+        **_work(a),
+        "devices": a.mesh.size,
+        "device": a.mesh.devices.flat[0].device_kind,
+        "precision": a.decided.precision,
+        "layers": a.decided.layers,
+        "products": a.multiplies[0],
+        **grid.told(a.mesh, a.shapes.params | a.shapes.rest),
+        **stages.told(a.model.layers.run),
+        **diloco.told(settings, a.mesh),
+        "weights": _weights(settings, resumed),
+        "tokenizer": tokenizer_of(a),
+        "corpus": a.batches.summary(settings.steps).text,
+    }
+
+
+def _work(a: "Assembly") -> dict[str, Any]:
+    """What a step computes; of rollouts, whose lengths nobody knows, what they are made of."""
+    if a.run.rollout is None:
+        return {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
+    from argosy.run.rl.reinforce import Reinforced
+
+    assert isinstance(a, Reinforced)
+    return a.told()
+
+
+def _weights(settings: Run, resumed: int | None) -> str:
+    """Where the weights of the first step come from."""
+    init = settings.init
+    if resumed is not None:
+        return f"from step {resumed} of this run"
+    if init.weights:
+        return f"from {init.weights}"
+    return f"from the state of {init.state}" if init.state else f"random, from seed {settings.seed}"
+
+
+def _adapter(a: "Assembly") -> dict[str, str]:
+    """The adapter, if there is one, and the share of the parameters that it trains."""
+    from argosy.adapt.settings import ADAPTERS
+    from argosy.core.settings.schema import Choice
+    from argosy.models.parts.weight import count
+
+    if not a.adapted:
+        return {}
+    settings, some, all_ = a.run.adapter, count(a.shapes.params), a.parameters
+    kind = Choice(ADAPTERS).name_of(settings)
+    beside = f", beside {plural(len(a.retrained), 'weight')} in full" if a.retrained else ""
+    on = f"{kind}, rank {settings.rank}, on {plural(len(a.adapted), 'weight')}{beside}"
+    return {"adapter": f"{on}; {some:,} trained ({some / all_:.2%})"}
+
+
+def tokenizer_of(a: "Assembly") -> str:
+    """The tokenizer, and its size against the model's vocabulary."""
+    tokenizer, vocab = a.tokenizer, a.run.model.vocab
+    if tokenizer is None:
+        return f"none; the model's vocabulary has {vocab:,} tokens"
+    return f"{a.run.data.tokenizer}, {tokenizer.vocab:,} tokens of the model's {vocab:,}"
+
+
+def family_of(settings: Run) -> str:
+    """The name of the model's family."""
+    from argosy.core.settings import dump
+
+    return str(dump(settings)["model"]["family"])

@@ -1,0 +1,292 @@
+"""Predicts the memory of a training run before its first step: an estimate from shapes, then the compiler's figure.
+
+    parameters, gradients, optimizer   exact, from shapes
+    activations    what the backward pass keeps: estimated by tracing the loss (0.1 s), then what XLA reserves
+    replay         the copy from which a step is made again (`guard.replay`)
+    checkpoint     the copy that is written during the next steps; it is in the machine's memory, so it counts on CPUs only
+    process        Python, the libraries and the compiler; counts on CPUs only
+
+On a CPU the devices share the machine's memory, so their needs add up; each accelerator has its own memory.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import jax
+
+from argosy.adapt.lora import dropping
+from argosy.core.errors import BadInput
+from argosy.models.parts.stack import Scan
+from argosy.models.parts.weight import abstract
+from argosy.observe.environment import memory_bytes
+from argosy.observe.memory import resident_bytes
+from argosy.observe.readable import sized
+from argosy.parallel.place import row_shares
+from argosy.rl.critic import attach
+from argosy.train import projection
+from argosy.train.objectives.distill import ROLE
+from argosy.train.offload import HOST
+from argosy.train.state import trained, training_graph
+from argosy.train.step import model_for
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "replay", "checkpoint", "process")
+# Tokens of the traced sequence.
+TRACED = 1024
+# The smallest share of the traced activations that XLA keeps; measured 0.74 to 4.3, docs/log.md.
+TRUST = 0.6
+# A process that keeps what it frees grows to 1.25 times its size; measured, docs/log.md.
+KEEPING = 1.5
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes by kind, on one device or, if devices share the machine's memory, on all of them. limit: available bytes, None if
+    unknown. changes: what reduces the need. shared: the devices share the machine's memory. host: bytes of what this machine's
+    accelerators keep in its memory, which is `host_limit` large."""
+
+    sizes: dict[str, int]
+    limit: int | None
+    where: str
+    changes: str
+    shared: bool = False
+    host: int = 0
+    host_limit: int | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether the machine has memory to spare for what the process frees and keeps (`core.process.allocator`). Accelerators do not
+        allocate with malloc."""
+        return self.shared and self.limit is not None and self.total * KEEPING <= self.limit
+
+    def document(self) -> dict[str, int]:
+        """Bytes by kind and in total, as JSON."""
+        own = {kind: self.sizes[kind] for kind in KINDS if kind in self.sizes} | {"total": self.total}
+        return own | ({"host": self.host} if self.host else {})
+
+    def check(self) -> None:
+        """Checks that there is enough memory.
+
+        Raises:
+            BadInput: there is not; gives sizes by kind, and what to change.
+        """
+        if self.host_limit is not None and self.host > self.host_limit:
+            what = f"execution.offload keeps {sized(self.host)} in the host's memory, and this machine has {sized(self.host_limit)}"
+            raise BadInput(what, hint="execution.offload=optimizer or none; mesh.fsdp=-1 over more machines")
+        if self.limit is None or self.total <= self.limit:
+            return
+        parts = ", ".join(f"{kind} {sized(size)}" for kind, size in self.sizes.items() if size)
+        what = f"training needs {sized(self.total)} of memory, and {self.where} has {sized(self.limit)}"
+        raise BadInput(what, where=parts, hint=self.changes)
+
+
+def estimated_need(
+    run: Any, decided: Any, shapes: Any, places: Any, mesh: Any, roles: Mapping[str, Any] = MappingProxyType({})
+) -> Need:
+    """The need before anything is compiled. Activations count with the smallest share of them that XLA keeps, so a run refused
+    here would not have fit.
+
+    Args:
+        shapes, places: the state's shapes and shardings.
+        roles: the frozen models by role (`run.frozen.role.Role`).
+    """
+    traced = 0
+    if _limit(mesh)[0] is not None:
+        rows = run.data.batch // run.accumulate if run.rollout is None else run.rollout.rows_over(row_shares(mesh))
+        how = (run.objective, decided.precision, run.execution.recompute)
+        whole = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter, roles=roles)
+        traced = whole // (1 if _shared(mesh) else mesh.size)
+    state = _state_bytes(shapes, places, mesh, roles)
+    need = _need(state, state["gradients"], int(TRUST * traced), run, mesh)
+    return replace(need, host=host_bytes(shapes, places, mesh), host_limit=memory_bytes()[0])
+
+
+def compiled_need(assembly: Any, program: Any, there: Any = ()) -> Need:
+    """The need of a compiled update: XLA's temporaries are gradients and activations.
+
+    Args:
+        there: arrays that exist already, of the state and of frozen models. What the process holds besides is its own need.
+    """
+    state = _state_bytes(assembly.shapes, assembly.places, assembly.mesh, assembly.roles)
+    analysis = program.memory_analysis()
+    times = assembly.mesh.size if _shared(assembly.mesh) else 1
+    sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
+    argument, output, temp, alias = (int(getattr(analysis, name, 0) or 0) * times for name in sizes)
+    rest = argument + output + temp - alias - state["parameters"] - state["optimizer"]
+    trained = state["gradients"]
+    state["gradients"] = min(trained, max(rest, 0))
+    need = _need(state, trained, max(rest - state["gradients"], 0), assembly.run, assembly.mesh, _bytes_here(there))
+    return replace(need, host=host_bytes(assembly.shapes, assembly.places, assembly.mesh), host_limit=memory_bytes()[0])
+
+
+def activation_bytes(
+    config: Any,
+    rows: int,
+    tokens: int,
+    objective: Any,
+    precision: Any,
+    remat: Any,
+    adapter: Any = None,
+    roles: Mapping[str, Any] = MappingProxyType({}),
+) -> int:
+    """Bytes that the backward pass keeps for `rows` sequences of `tokens` tokens, found by tracing the loss: the inputs of every
+    gradient, before XLA fuses any of them. Layers are traced as a scan, which takes as long for 80 layers as for 2. Long
+    sequences are extrapolated as a T + b T^2, because attention masks are created while tracing and would take 17 GB for 131k
+    tokens."""
+    how = (config, rows, objective, precision, remat, adapter, roles)
+    if tokens <= 2 * TRACED:
+        return _traced_bytes(tokens, *how)
+    one, two = _traced_bytes(TRACED, *how), _traced_bytes(2 * TRACED, *how)
+    n = tokens / TRACED
+    b = max(0.0, (two - 2 * one) / 2)
+    return int((one - b) * n + b * n * n)
+
+
+def _traced_bytes(
+    tokens: int, config: Any, rows: int, objective: Any, precision: Any, remat: Any, adapter: Any, roles: Mapping[str, Any]
+) -> int:
+    model = config.build(Scan(remat))
+    if adapter is not None and not adapter.trains_base:
+        adapter.put_on(model)
+    if getattr(objective, "critic", None) is not None:
+        attach(model, config, Scan(remat))
+    if ROLE in roles:
+        projection.attach(model, objective, roles)
+    _, params, rest = trained(model)
+    graph, shapes, batch = training_graph(model), abstract(model), batch_shapes(objective, rows, tokens)
+
+    def residuals(params: Any, rest: Any, frozen: Any, batch: Any) -> Any:
+        others = {role: model_for(roles[role].graph, precision, leaves) for role, leaves in frozen.items()}
+
+        def loss(params: Any) -> Any:
+            model = model_for(graph, precision, params, rest)
+            dropping(model, jax.random.key(0))
+            models = {"model": model} | others
+            return objective(models, batch, jax.random.key(0)).loss.total
+
+        return jax.vjp(loss, params)[1]
+
+    own, other = {a: shapes[a] for a in params}, {a: shapes[a] for a in rest}
+    frozen = {role: of.shapes for role, of in roles.items()}
+    kept = jax.eval_shape(residuals, own, other, frozen, batch)
+    # The weights are among what is kept.
+    return max(0, _bytes(kept) - _bytes(own) - _bytes(other) - _bytes(frozen))
+
+
+def batch_shapes(
+    objective: Any, rows: int, tokens: int, place: Any = None, own: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a batch that an objective reads: {name: shape and type}, with this sharding.
+
+    Args:
+        own: sizes of axes that are fields' own, by letter; 1 for others.
+    """
+    return shapes_of(objective.reads(), rows, tokens, objective.rows_per_group, own, place)
+
+
+def shapes_of(
+    fields: Any, rows: int, tokens: int, per_group: int, own: Mapping[str, int], place: Any = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of these fields, as in `batch_shapes`."""
+    sizes, out = {"B": rows, "T": tokens, **own}, {}
+    for name, field in fields.items():
+        shape = [sizes.get(letter, 1) for letter in field.axes.split()]
+        shape[0] //= per_group if field.per == "group" else 1
+        out[name] = jax.ShapeDtypeStruct(tuple(shape), field.dtype, sharding=place)
+    return out
+
+
+def training_bytes(config: Any, tokens: int) -> dict[str, int]:
+    """Bytes to train a model in float32 with AdamW on one sequence of `tokens` tokens: the state, and the activations for each
+    choice of recomputation."""
+    from argosy.train.settings import OBJECTIVES
+
+    objective: Any = OBJECTIVES["next_token"]()
+    of = SimpleNamespace(**{r: activation_bytes(config, 1, tokens, objective, "float32", r) for r in ("none", "full")})
+    return {"state": 16 * config.parameters(), "activations": of.none, "activations_recomputed": of.full}
+
+
+def _state_bytes(shapes: Any, places: Any, mesh: Any, roles: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of the state by kind; the parameters of frozen models count beside the model's."""
+    params = _total(shapes.params, places.params, mesh)
+    rest = _total(shapes.rest, places.rest, mesh)
+    own = [{a: s for a, s in role.shapes.items() if a not in role.shared} for role in roles.values()]
+    frozen = sum(_total(one, {a: s.sharding for a, s in one.items()}, mesh) for one in own)
+    return {
+        "parameters": params + rest + frozen,
+        # They are on the device wherever the weights are.
+        "gradients": _total(shapes.params, places.params, mesh, on_host=True),
+        "optimizer": _total(shapes.optimizer, places.optimizer, mesh),
+    }
+
+
+def _total(shapes: Any, places: Any, mesh: Any, on_host: bool = False) -> int:
+    """Bytes of arrays on one device, or on all of them if they share memory. What accelerators keep on the host does not count, unless
+    `on_host`."""
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
+    shared = _shared(mesh)
+    here = [(s, place) for s, place in pairs if shared or on_host or place.memory_kind != HOST]
+    each = sum(math.prod(place.shard_shape(s.shape)) * s.dtype.itemsize for s, place in here)
+    return each * (mesh.size if shared else 1)
+
+
+def host_bytes(shapes: Any, places: Any, mesh: Any) -> int:
+    """Bytes of a state in the memory of this machine's host, for all of its accelerators."""
+    if _shared(mesh):
+        return 0
+    here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    states = [(shapes.params, places.params), (shapes.optimizer, places.optimizer)]
+    return here * sum(_total(*pair, mesh, on_host=True) - _total(*pair, mesh) for pair in states)
+
+
+def _bytes(tree: Any) -> int:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf.dtype, "itemsize")]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _bytes_here(tree: Any) -> int:
+    """Bytes of arrays on this process's devices, of each array once."""
+    each = {id(a): a for a in jax.tree.leaves(tree) if isinstance(a, jax.Array)}.values()
+    return sum(shard.data.nbytes for a in each for shard in a.addressable_shards)
+
+
+def _shared(mesh: Any) -> bool:
+    """Whether the devices compute in the machine's own memory."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def _limit(mesh: Any) -> tuple[int | None, str]:
+    device = mesh.devices.flat[0]
+    if _shared(mesh):
+        return memory_bytes()[0], "this machine"
+    return (device.memory_stats() or {}).get("bytes_limit"), f"each {device.device_kind}"
+
+
+def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh: Any, there: int = 0) -> Need:
+    limit, where = _limit(mesh)
+    sizes = sizes | {"activations": activations}
+    if run.guard.replay:
+        sizes["replay"] = trained + sizes["optimizer"]
+    if _shared(mesh):
+        # Gradients are as large as what is trained, which is what is saved.
+        saved = sizes["parameters"] if run.adapter.trains_base else sizes["gradients"]
+        sizes |= {"checkpoint": saved + sizes["optimizer"], "process": max(0, resident_bytes() - there)}
+    changes = []
+    if activations > sizes["parameters"]:
+        changes.append("a smaller data.batch, or accumulate=N: the same update in N parts")
+        if run.execution.recompute != "full":
+            changes.append("execution.remat=full: layers computed twice instead of kept")
+    else:
+        changes.append("a smaller model")
+        if mesh.size > 1 and not run.mesh.splits("fsdp"):
+            changes.append("mesh.fsdp=-1: weights split over the devices")
+        if run.execution.offload != "weights" and not _shared(mesh):
+            what = {"none": "optimizer: the optimizer's state", "optimizer": "weights: the weights of the layers too,"}
+            changes.append(f"execution.offload={what[run.execution.offload]} in the host's memory")
+    return Need(sizes, limit, where, "; ".join(changes), _shared(mesh))

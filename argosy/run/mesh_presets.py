@@ -1,0 +1,51 @@
+"""Meshes by name: `mesh=hsdp` is the settings in configs/meshes/hsdp.yml, `mesh=my.yml` those in a user's file."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput, UnknownName
+from argosy.core.settings import SettingsLayer, yaml_layer
+from argosy.core.settings.words import SELF
+
+
+def mesh_presets(configs: Path) -> list[str]:
+    return sorted(path.stem for path in (configs / "meshes").glob("*.yml"))
+
+
+def with_mesh(layers: list[SettingsLayer], configs: Path) -> list[SettingsLayer]:
+    """The layers, in which a named mesh is a layer below the one that names it. It discards what earlier layers set for the mesh; what
+    the same or a later layer sets overrides it.
+
+    Raises:
+        UnknownName: there is no such mesh.
+    """
+    out: list[SettingsLayer] = []
+    for layer in layers:
+        named = _named(layer)
+        if named is None:
+            out.append(layer)
+            continue
+        out = [replace(one, values={k: v for k, v in one.values.items() if k != "mesh"}) for one in out]
+        out.append(_file(named, configs, f"set by {layer.where('mesh')}").under("mesh"))
+        given = layer.values["mesh"]
+        rest: dict[str, Any] = {k: v for k, v in given.items() if k != SELF} if isinstance(given, dict) else {}
+        out.append(replace(layer, values={k: v for k, v in layer.values.items() if k != "mesh"} | ({"mesh": rest} if rest else {})))
+    return out
+
+
+def _named(layer: SettingsLayer) -> str | None:
+    """The mesh that a layer names."""
+    given = layer.values.get("mesh")
+    name = given.get(SELF) if isinstance(given, dict) else given
+    return name if isinstance(name, str) else None
+
+
+def _file(name: str, configs: Path, where: str) -> SettingsLayer:
+    if name.endswith((".yml", ".yaml")):
+        if not Path(name).is_file():
+            raise BadInput(f"no such file: `{name}`", where=where, hint=f"a mesh by name: {', '.join(mesh_presets(configs))}")
+        return yaml_layer(Path(name), name)
+    if name not in mesh_presets(configs):
+        raise UnknownName("mesh", name, mesh_presets(configs), where=where)
+    return yaml_layer(configs / "meshes" / f"{name}.yml", f"meshes/{name}.yml")

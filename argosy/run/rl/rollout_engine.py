@@ -1,0 +1,138 @@
+"""The engine of a run that learns from rewards: the language model that answers prompts with the weights of the moment.
+
+On the trainer's devices its module holds the trainer's own arrays. On devices of its own it holds copies, which are laid out anew on
+the way; no name is mapped. A copy is compared with its source by a checksum over the bits of all weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from argosy.adapt.quant import QuantizedEinsum, int8
+from argosy.adapt.settings import LAYERS
+from argosy.adapt.surgery import find, put_at
+from argosy.checkpoint.load import places
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError, BadInput, Unsupported
+from argosy.data.tokenizers.load import Tokenizer
+from argosy.infer.lm import LM
+from argosy.infer.settings import EngineSettings
+from argosy.models.parts.weight import Leaves, merge, put
+from argosy.parallel.checksum import checksum
+from argosy.rl.critic import PREFIX
+from argosy.rl.policies import Rollout
+from argosy.train.state import TrainState
+
+
+def trainer_devices(how: Rollout | None) -> list[Any]:
+    """The devices that train: all but those that sample only.
+
+    Raises:
+        BadInput: none is left. Unsupported: processes that sample would have to share accelerators with this one.
+    """
+    here = jax.devices()
+    if how is not None and how.processes is not None and here[0].platform != "cpu":
+        what = f"rollout.processes on {here[0].platform}: processes that sample have CPU devices, and this one has all others"
+        raise Unsupported(what, hint="rollout.devices=N samples on devices of this process")
+    if how is None or how.devices is None:
+        return here
+    if how.devices >= len(here):
+        what = f"rollout.devices = {how.devices}, and this process has {len(here)} device{'s' * (len(here) > 1)}: none is left to train"
+        raise BadInput(what, hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={how.devices + 1}")
+    return here[: -how.devices]
+
+
+def policy_weights(state: TrainState) -> Leaves:
+    """The weights of a state, without the critic's."""
+    return {a: leaf for a, leaf in (state.params | state.rest).items() if not a.startswith(PREFIX)}
+
+
+@dataclass
+class RolloutEngine:
+    """The language model of rollouts.
+
+    graph, shapes: of the module that is trained. hub, generation: config.json and generation_config.json of the model that the weights
+    came from, which name the tokens that end an answer.
+    """
+
+    config: Any
+    graph: Any
+    shapes: Leaves
+    dtype: Any
+    tokenizer: Tokenizer | None
+    how: Rollout
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    _lm: LM | None = field(default=None, init=False, repr=False)
+    _places: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    _rounded: dict[str, QuantizedEinsum] = field(default_factory=dict, init=False, repr=False)
+
+    def weights(self, state: TrainState) -> Leaves:
+        """The weights of a state where the engine computes, without the critic's.
+
+        Raises:
+            ArgosyError: a copy differs from its source.
+        """
+        own = policy_weights(state)
+        if self.how.devices is None:
+            return own
+        if self._places is None:
+            self._places = self._placed(own)
+        copies = {a: jax.device_put(leaf, self._places[a]) for a, leaf in own.items()}
+        sent, arrived = np.asarray(checksums(list(own.values()))), np.asarray(checksums(list(copies.values())))
+        if not np.array_equal(sent, arrived):
+            wrong = [a for a, same in zip(own, (sent == arrived).tolist(), strict=True) if not same]
+            raise ArgosyError(
+                f"{plural(len(wrong), 'weight')} arrived changed on the devices that sample, such as {wrong[0]}",
+                hint="a device or its connection is faulty; nothing was learned from them, and checkpoints are good",
+            )
+        return copies
+
+    def __call__(self, weights: Leaves) -> LM:
+        """The language model with these weights."""
+        if self._lm is None:
+            module = self._module(weights)
+            if self.how.weights == "int8":
+                for name, of in find(module, LAYERS).items():
+                    self._rounded[name] = int8(of)
+                    put_at(module, name, self._rounded[name])
+            settings = EngineSettings(slots=self.how.slots)
+            self._lm = LM(
+                self.config, module, self.tokenizer, hub=self.hub, generation=self.generation, engine_settings=settings
+            )
+            return self._lm
+        names = {f"{name}.w" for name in self._rounded}
+        for name, of in self._rounded.items():
+            codes = of.codes(weights[f"{name}.w"])
+            of.values.set_value(codes.values)
+            of.scale.set_value(codes.scale)
+        put(self._lm.module, {a: leaf for a, leaf in weights.items() if a not in names})
+        return self._lm
+
+    def _placed(self, weights: Leaves) -> dict[str, Any]:
+        """Where each weight lies on the engine's devices."""
+        count = self.how.devices
+        assert count is not None
+        devices = jax.devices()[-count:]
+        if count == 1:
+            return dict.fromkeys(weights, SingleDeviceSharding(devices[0]))
+        return places(self._module(weights), count, devices)
+
+    def _module(self, weights: Leaves) -> Any:
+        """The policy's module with these weights."""
+        module = merge(self.graph, {**self.shapes, **weights})
+        module.dtype = self.dtype
+        if hasattr(module, "critic"):
+            del module.critic
+        return module
+
+
+@jax.jit
+def checksums(arrays: list[jax.Array]) -> jax.Array:
+    """For each array the sum of its bits as words, modulo 2**32."""
+    return jnp.stack([checksum(a) for a in arrays])

@@ -1,0 +1,71 @@
+"""A process that samples for a run: it holds the engine, takes the weights of the moment, and answers its share of the prompts.
+
+Its functions are called by `run.rl.rollout_workers`, which knows the run; this file knows the engine alone.
+"""
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from argosy.infer.lm import LM
+from argosy.infer.sampling.sample import Sampling
+from argosy.models.parts.weight import Leaves
+from argosy.rl.answers import Asked, Drawn, drawn
+from argosy.run.rl.rollout_engine import RolloutEngine, checksums
+
+
+class RolloutWorker:
+    """The engine of this process.
+
+    Args:
+        engine: a `RolloutEngine`, pickled.
+        config: settings of jax, by name: where compiled programs are kept.
+    """
+
+    def __init__(self, engine: bytes, config: Mapping[str, Any]):
+        for name, value in config.items():
+            jax.config.update(name, value)
+        self.engine: RolloutEngine = pickle.loads(engine)
+        self.weights: Leaves = {}
+        self.lm: LM | None = None
+
+    def take(self, moved: Mapping[str, jax.Array]) -> np.ndarray:
+        """Takes the weights that moved. Returns the checksum of each of all weights, in the order of their addresses."""
+        device = jax.local_devices()[0]
+        self.weights |= {a: jax.device_put(leaf, device) for a, leaf in moved.items()}
+        self.lm = self.engine(self.weights)
+        self.lm.reset_prefix_cache()
+        return np.asarray(checksums([self.weights[a] for a in sorted(self.weights)]))
+
+    def answer(self, tokens: np.ndarray, lengths: np.ndarray, first: int, how: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Answers prompts, which follow each other in `tokens`. first: the place of the first one."""
+        assert self.lm is not None, "prompts before weights"
+        prompts = [one.tolist() for one in np.split(tokens, np.cumsum(lengths)[:-1])]
+        sampling = Sampling.model_validate_json(how["sampling"])
+        found = drawn(self.lm, prompts, Asked(how["most"], sampling, tuple(how["seed"]), how["ignore_eos"]), first=first)
+        return flat(found)
+
+    def sleep(self) -> None:
+        """Frees the cache."""
+        if self.lm is not None:
+            self.lm.sleep()
+
+
+def flat(answers: list[Drawn]) -> dict[str, np.ndarray]:
+    """Answers as arrays."""
+    return {
+        "lengths": np.array([len(one.tokens) for one in answers], np.int64),
+        "tokens": np.array([token for one in answers for token in one.tokens], np.int64),
+        "logprobs": np.array([number for one in answers for number in one.logprobs], np.float64),
+        "ended": np.array([one.ended for one in answers], np.bool_),
+    }
+
+
+def apart(found: Mapping[str, np.ndarray]) -> list[Drawn]:
+    """The answers that `flat` made arrays of."""
+    ends = np.cumsum(found["lengths"])[:-1]
+    each = zip(np.split(found["tokens"], ends), np.split(found["logprobs"], ends), found["ended"].tolist(), strict=True)
+    return [Drawn(tokens.tolist(), logprobs.tolist(), ended) for tokens, logprobs, ended in each]

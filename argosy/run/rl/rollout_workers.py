@@ -1,0 +1,233 @@
+"""Processes that sample for a run, as the trainer has them (`rollout.processes`): each is a group of `launch.workers`, with the engine
+of `run.rl.rollout_worker`.
+
+For a rollout each process fetches the weights that moved since its last one, under the names that they have here; frozen ones, such
+as those under adapters, travel once. It says the checksum of every weight, which is compared with that of the trainer's. Prompts are
+shared out in runs of neighbors: which process gets which follows from their number alone, and each keeps its place among all, which
+decides its random stream. So the answers do not depend on which process lives, or how long it takes.
+
+A process that ends is started again, gets the weights, and samples its share again. With `rollout.ahead` the trainer has moved on by
+then, so the weights of a rollout are copied into host memory; without it they are the trainer's own arrays.
+"""
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError
+from argosy.core.progress import Say
+from argosy.launch.workers import Group, WorkerLost, Workers, open_workers
+from argosy.launch.workers.group import WorkerGroup
+from argosy.models.parts.weight import Leaves
+from argosy.observe.readable import sized
+from argosy.rl.answers import Asked, Drawn, Interrupted, SamplersLost
+from argosy.rl.critic import PREFIX
+from argosy.rl.policies import Rollout
+from argosy.run.rl.rollout_engine import RolloutEngine, checksums, policy_weights
+from argosy.run.rl.rollout_worker import RolloutWorker, apart
+from argosy.train.state import TrainState
+
+# A process that ended so often without an answer in between ends the run.
+MOST_LOST = 3
+# How often a signal is looked for while processes sample.
+LOOK_S = 0.05
+CONFIG = (
+    *("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes"),
+    *("jax_default_matmul_precision", "jax_numpy_dtype_promotion"),
+)
+Ask = Callable[[WorkerGroup], Mapping[str, np.ndarray]]
+SAVED = "what was learned is saved: the same command goes on from there"
+
+
+class Version(NamedTuple):
+    """A weight of the trainer, how often it had moved, and what is sent of it."""
+
+    leaf: Any
+    number: int
+    sent: Any
+
+
+class Weights(NamedTuple):
+    """The weights of a moment, by address, and their checksums in the order of the addresses."""
+
+    versions: Mapping[str, Version]
+    sums: np.ndarray
+
+
+class RolloutWorkers:
+    """The processes of a run, which stay until `close`.
+
+    Raises:
+        ArgosyError: one does not start.
+    """
+
+    def __init__(self, engine: RolloutEngine, say: Say):
+        self.engine, self.say, self.how = engine, say, engine.how
+        count = self.how.processes
+        assert count is not None
+        shapes = {a: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for a, leaf in engine.shapes.items()}
+        config = {name: getattr(jax.config, name) for name in CONFIG}
+        start = (RolloutWorker, pickle.dumps(replace(engine, shapes=shapes)), config)
+        self.names = [f"rollout-{i}" for i in range(count)]
+        self._latest: dict[str, Version] = {}
+        # By process: the numbers of the weights that it has, and how often it ended since it last answered.
+        self._has: dict[str, dict[str, int]] = {name: {} for name in self.names}
+        self._lost = dict.fromkeys(self.names, 0)
+        # What an interrupted call left may still be under way when the next one begins.
+        self._turns = {name: threading.Lock() for name in self.names}
+        self._counting = threading.Lock()
+        self._closed = threading.Event()
+        self._stack = ExitStack()
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="rollouts")
+        groups = {name: Group(start=start, stuck=self.how.stuck) for name in self.names}
+        self.workers: Workers = self._stack.enter_context(open_workers(groups, say=say))
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._closed.set()
+        self._stack.close()
+        self._threads.shutdown()
+
+    # ---------------------------------------------------------------- what a trainer lends (`rl.rolled.Trainer`)
+
+    def weights(self, state: TrainState) -> Weights:
+        """The weights of a state. Without `rollout.ahead` they are its own arrays, which nothing may donate before they are used."""
+        own = policy_weights(state)
+        for address, leaf in own.items():
+            before = self._latest.get(address)
+            if before is None or before.leaf is not leaf:
+                number = 0 if before is None else before.number + 1
+                self._latest[address] = Version(leaf, number, np.array(leaf) if self.how.ahead else leaf)
+        sums = np.asarray(checksums([own[a] for a in sorted(own)]))
+        return Weights({address: self._latest[address] for address in sorted(own)}, sums)
+
+    def __call__(self, weights: Weights) -> "Samplers":
+        """The language model with these weights."""
+        return Samplers(self, weights)
+
+    # ---------------------------------------------------------------- one process
+
+    def share(self, name: str, weights: Weights, ask: Ask, told: "Samplers") -> list[Drawn]:
+        """The answers of a process, however often it ends on the way. ask: has it answer.
+
+        Raises:
+            ArgosyError: it cannot answer.
+        """
+        with self._turns[name]:
+            while True:
+                try:
+                    self.give(name, weights, told)
+                    found = apart(ask(self.workers[name]))
+                except WorkerLost as error:
+                    self.lost(name, error, told)
+                else:
+                    self._lost[name] = 0
+                    return found
+
+    def give(self, name: str, weights: Weights, told: "Samplers") -> None:
+        """Gives a process the weights that it lacks.
+
+        Raises:
+            WorkerLost: it ended. ArgosyError: weights arrived changed.
+        """
+        began, has = time.monotonic(), self._has[name]
+        moved = {a: one.sent for a, one in weights.versions.items() if has.get(a) != one.number}
+        if not moved:
+            return
+        group = self.workers[name]
+        # Of weights that are on their way nobody knows which have arrived.
+        has.clear()
+        there = self.workers.send(moved, to=name)
+        sums = group.run(RolloutWorker.take, group.started, there).value()
+        if not np.array_equal(sums, weights.sums):
+            wrong = [a for a, same in zip(weights.versions, (sums == weights.sums).tolist(), strict=True) if not same]
+            raise ArgosyError(f"{plural(len(wrong), 'weight')} arrived changed in the process `{name}`, such as {wrong[0]}")
+        has |= {a: one.number for a, one in weights.versions.items()}
+        with self._counting:
+            told.weights_s = max(told.weights_s, time.monotonic() - began)
+
+    def lost(self, name: str, error: WorkerLost, told: "Samplers") -> None:
+        """Starts a process again that has ended.
+
+        Raises:
+            ArgosyError: it ends again and again. WorkerLost: this run is ending.
+        """
+        while not self._closed.is_set():
+            self._has[name].clear()
+            self._lost[name] += 1
+            with self._counting:
+                told.lost += 1
+            if self._lost[name] >= MOST_LOST:
+                raise ArgosyError(f"{error.what}\nThat was {MOST_LOST} times in a row without an answer.") from error
+            self.say(f"`{name}` is started again, and its prompts are sampled again")
+            try:
+                self.workers[name].restart()
+                return
+            except WorkerLost as again:
+                error = again
+        raise error
+
+
+class Samplers:
+    """The language model with the weights of a moment, in all processes: `rl.answers.Elsewhere`."""
+
+    def __init__(self, workers: RolloutWorkers, weights: Weights):
+        self.workers, self.given, self.tokenizer = workers, weights, workers.engine.tokenizer
+        self.lost, self.weights_s = 0, 0.0
+
+    def drawn(self, prompts: Sequence[Sequence[int]], how: Asked, interrupted: Callable[[], bool]) -> list[Drawn]:
+        """One answer to each prompt, in their order.
+
+        Raises:
+            Interrupted: it was asked to stop. SamplersLost: a process cannot answer, or ends again and again.
+        """
+        names = self.workers.names
+        places = np.array_split(np.arange(len(prompts)), len(names))
+        asked = [
+            self.workers._threads.submit(self.workers.share, name, self.given, asking(prompts, share.tolist(), how), self)
+            for name, share in zip(names, places, strict=True)
+            if share.size
+        ]
+        left: set[Future[list[Drawn]]] = set(asked)
+        while left:
+            if interrupted():
+                raise Interrupted("stopped while answers were generated")
+            done, left = wait(left, LOOK_S, FIRST_COMPLETED)
+            for one in done:
+                if (error := one.exception()) is not None:
+                    what = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
+                    raise SamplersLost(what, where="rollout.processes", hint=SAVED) from error
+        return [one for share in asked for one in share.result()]
+
+    def sleep(self) -> None:
+        """Frees the caches; returns at once."""
+        for name in self.workers.names:
+            group = self.workers.workers[name]
+            # One that has ended has no cache.
+            with suppress(WorkerLost):
+                group.run(RolloutWorker.sleep, group.started)
+
+
+def asking(prompts: Sequence[Sequence[int]], rows: Sequence[int], how: Asked) -> Ask:
+    """What has a process answer the prompts in these rows, which follow each other."""
+    some = [prompts[row] for row in rows]
+    tokens = np.concatenate([np.asarray(one, np.int64) for one in some])
+    lengths = np.array([len(one) for one in some], np.int64)
+    said = {"most": how.most, "sampling": how.sampling.model_dump_json(), "seed": how.seed, "ignore_eos": how.ignore_eos}
+    return lambda group: group.run(RolloutWorker.answer, group.started, tokens, lengths, rows[0], said).value()
+
+
+def described(how: Rollout, weights: Leaves) -> str:
+    """How many processes sample, and what each holds, for a run's header."""
+    size = sized(sum(leaf.size * leaf.dtype.itemsize for a, leaf in weights.items() if not a.startswith(PREFIX)))
+    who = f"{how.processes} processes, each" if how.processes != 1 else "a process of its own,"
+    return f"{who} with a copy of the weights ({size}) and the cache of at most {plural(how.slots, 'answer')}"

@@ -1,0 +1,76 @@
+"""What a run of several processes does beside training: compare its settings, stop together, and end where it is stuck."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.several import check_shared
+from argosy.core.process.signals import Stop
+from argosy.core.settings import Reading, dump
+from argosy.core.storage import Store
+from argosy.launch.cluster import STACKS, STUCK
+from argosy.observe.environment import versions
+from argosy.observe.stacks import Watchdog
+from argosy.parallel import processes
+from argosy.run.settings import Run
+
+# The others end at once with their leader. So it counts as stuck later than they do: they say where they are before.
+LEADER_LATER_S = 5.0
+
+
+def check_same_run(reading: Reading[Run]) -> None:
+    """Checks that all processes run the same version with the same settings on a folder that all of them see.
+
+    Raises:
+        UserError: they do not.
+    """
+    if processes.count() == 1:
+        return
+    own = {name: version for name, version in versions().items() if name in ("argosy", "jax", "jaxlib", "flax", "optax")}
+    hints = {"settings": "start every process with the same words", "version": "install the same packages everywhere"}
+    processes.check_alike({"version": json.dumps(own), "settings": json.dumps(dump(reading.value), sort_keys=True)}, hints)
+    check_shared(Store(str(reading.value.dir)))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a run of several processes, or one that a supervisor started, does beside training.
+
+    stop: asked once a step, whether to stop after it. between: whether to give up what is done between two steps. patiently: of a
+    hook, the same with time to finish.
+    """
+
+    stop: Callable[[], bool]
+    between: Callable[[], bool]
+    patiently: Callable[[Any], Any] = lambda do: do
+
+
+@contextmanager
+def watched(signaled: Stop) -> Iterator[Watched]:
+    """Several processes stop after the same step, and give up nothing between two. Started by a supervisor, one that is stuck ends."""
+    several = processes.count() > 1
+    with ExitStack() as stack:
+        stop: Callable[[], bool] = signaled
+        if several:
+
+            def follow(code: int) -> None:
+                signaled.code = signaled.code or code
+
+            stop = stack.enter_context(closing(processes.Stopping(signaled, lambda: signaled.code, follow)))
+        between = (lambda: False) if several else signaled
+        if STUCK not in os.environ:
+            yield Watched(stop, between)
+            return
+        folder = os.environ.get(STACKS)
+        later = LEADER_LATER_S if several and processes.leads() else 0.0
+        dog = stack.enter_context(closing(Watchdog(float(os.environ[STUCK]), Path(folder) if folder else None, later)))
+
+        def step() -> bool:
+            dog.alive()
+            return stop()
+
+        yield Watched(step, between, dog.patiently)

@@ -1,0 +1,101 @@
+"""How the layers of a run are executed: as its layout says, or over the stages of its mesh."""
+
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, Unsupported
+from argosy.models.parts.stack import Execution, Stack, groups_of
+from argosy.models.parts.stack.pipeline import AXIS, Pipeline
+from argosy.parallel.place import row_shares
+from argosy.run.distillation.teacher import kind_of as taught
+
+# Microbatches a stage, unless a setting says otherwise: a fifth of the time is idle.
+EACH = 4
+
+
+def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
+    """The strategy of a run's layers on this mesh.
+
+    Raises:
+        BadInput: the rows do not divide into microbatches, microbatches are asked for without stages, or layers that are stages or
+            rounds of are a list.
+        Unsupported: the run does what stages cannot do.
+    """
+    stages = mesh.shape[AXIS]
+    if decided.rounds > 1 and decided.layers == "unroll":
+        what = f"execution.rounds = {decided.rounds} is of stacked layers, and these are a list (execution.run=unroll)"
+        raise BadInput(what, hint="execution.run=scan; a run that began with a list of layers keeps it")
+    if stages == 1:
+        if run.execution.microbatches is not None:
+            hint = "leave it out, or write execution.microbatches=none; accumulate=N computes a batch in parts"
+            raise BadInput("execution.microbatches is of a pipeline, and mesh.stage is 1", hint=hint)
+        return decided.run(run.execution.recompute)
+    if decided.layers == "unroll":
+        hint = "execution.run=scan; a run that began with a list of layers keeps it"
+        raise BadInput(f"mesh.stage = {stages} splits stacked layers, and these are a list (execution.run=unroll)", hint=hint)
+    experts = getattr(run.model, "experts", None)
+    asked = {
+        "rollouts": run.rollout is not None,
+        "sample.every": run.sample.every is not None,
+        "a teacher": taught(run.objective) is not None,
+        "adapter.dropout": not run.adapter.trains_base and getattr(run.adapter, "dropout", 0) > 0,
+        "moe.balance_over=batch": experts is not None and experts.balance_over == "batch",
+    }
+    if found := [name for name, is_asked in asked.items() if is_asked]:
+        what = f"{' and '.join(found)}: not built over several stages yet"
+        raise Unsupported(what, where=f"mesh.stage={stages}", hint="mesh.fsdp and mesh.tensor split the weights of every run")
+    return Pipeline(stages, microbatches(run, mesh), run.execution.recompute, decided.rounds)
+
+
+def microbatches(run: Any, mesh: Mesh) -> int:
+    """How many microbatches the rows of a pass are split into: a multiple of the stages.
+
+    Raises:
+        BadInput: the rows do not divide into them.
+    """
+    stages, shares, asked = mesh.shape[AXIS], row_shares(mesh), run.execution.microbatches
+    rows = run.data.batch // run.accumulate // shares
+    tried = [asked] if asked is not None else [stages * n for n in range(EACH, 0, -1)]
+    for count in tried:
+        if count % stages == 0 and rows % count == 0:
+            return count
+    if asked is not None and asked % stages:
+        what = f"execution.microbatches = {asked} is no multiple of mesh.stage = {stages}"
+        raise BadInput(what, hint=f"at least {stages}, and better {EACH * stages}: more of them leave stages idle for less of the time")
+    each = run.accumulate * shares * (asked or stages)
+    what = f"data.batch = {run.data.batch} does not divide into {asked or stages} microbatches"
+    what += f" over {plural(shares, 'device')}" if shares > 1 else ""
+    what += f" and accumulate = {run.accumulate}" if run.accumulate > 1 else ""
+    raise BadInput(what, hint=f"make it a multiple of {each}")
+
+
+def check_groups(model: nnx.Module, stages: int, rounds: int) -> None:
+    """Checks that some layers of every stack run over the stages, and in all rounds.
+
+    Raises:
+        BadInput: none do.
+    """
+    for path, stack in nnx.iter_modules(model):
+        if not isinstance(stack, Stack) or not stack.run.stacked or stages == rounds == 1:
+            continue
+        repeats = [group.repeats for group in groups_of(stack.plan)]
+        if not any(n % (stages * rounds) == 0 for n in repeats):
+            most = max(repeats)
+            fits = [n for n in range(2, most + 1) if any(m % n == 0 for m in repeats)]
+            asked = f"mesh.stage = {stages}" + (f" and execution.rounds = {rounds}" if rounds > 1 else "")
+            what = f"{asked}: {len(stack.plan)} layers repeat {' + '.join(map(str, repeats))} times, in groups"
+            one = "stages times rounds" if rounds > 1 else "stages"
+            hint = f"{one} that divide one of them: {', '.join(map(str, fits))}" if fits else "no layers repeat: leave mesh.stage at 1"
+            raise BadInput(what, where=".".join(map(str, path)), hint=hint)
+
+
+def told(run: Execution) -> dict[str, str]:
+    """What the header of a run says of its stages."""
+    if not isinstance(run, Pipeline):
+        return {}
+    idle = (run.stages - 1) / (run.microbatches * run.rounds + run.stages - 1)
+    rounds = f" in {run.rounds} rounds" if run.rounds > 1 else ""
+    return {"pipeline": f"{run.stages} stages, {run.microbatches} microbatches{rounds}, idle {idle:.0%} of the time"}

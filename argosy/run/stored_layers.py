@@ -1,0 +1,126 @@
+"""Stored models among the settings layers of a run: a folder or file that brings its architecture, its tokenizer and its weights."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from argosy.core.settings import SettingsLayer
+from argosy.core.settings.words import SELF
+
+
+class StoredModel(SettingsLayer):
+    """The layer of a stored model: its architecture, tokenizer and weights."""
+
+
+class TokenizerOfState(SettingsLayer):
+    """The layer of the tokenizer of a run whose state is taken, whoever names its model."""
+
+
+def with_folders(layers: list[SettingsLayer]) -> list[SettingsLayer]:
+    """The layers, in which `model=FOLDER` (a Hub folder, .gguf file, run directory or checkpoint) adds its architecture, weights
+    and tokenizer, and `init.weights=FOLDER` and `init.state=RUN` its architecture and tokenizer. What the same or a later layer sets
+    for the model overrides the folder. A layer that contains the complete model, such as a run's settings.yml, needs no folder.
+
+    Of `init.weights` and `init.state` a later layer's replaces an earlier one's."""
+    out: list[SettingsLayer] = []
+    for layer in map(spelt_out, layers):
+        model = layer.values.get("model")
+        named = str(model["preset"]) if isinstance(model, dict) and model.get("preset") is not None else None
+        weights, state = init_of(layer, "weights"), init_of(layer, "state")
+        if isinstance(model, dict) and "family" in model:
+            out.append(layer)
+            continue
+        folder = named if named is not None and is_model(named) else None
+        if folder is None and named is None:
+            folder = next((one for one in (weights, state) if one is not None and is_model(one)), None)
+        if state is not None:
+            out = _without_init(out, "weights")
+        elif weights is not None or (folder is not None and folder == named):
+            out = _without_init(out, "state")
+        if state is not None and is_model(state) and (tokenizer := _tokenizer_of(state)) is not None:
+            out.append(TokenizerOfState(state, {"data": {"tokenizer": tokenizer}}))
+        if folder is None:
+            out.append(layer)
+            continue
+        out = overruled(out)
+        # A state includes weights.
+        out.append(_shortened(_of_folder(folder, brings_weights=folder == named and state is None), out))
+        if folder == named:
+            rest = {key: value for key, value in layer.values["model"].items() if key != "preset"}
+            layer = replace(layer, values={**layer.values, "model": rest})
+        out.append(layer)
+    return out
+
+
+def is_model(name: str) -> bool:
+    """Whether a name is a stored model and not a preset: a folder that is not a recipe's run, or a .gguf file."""
+    return Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file())
+
+
+def init_of(layer: SettingsLayer, name: str) -> str | None:
+    """`init.weights` or `init.state` of a layer."""
+    init = layer.values.get("init")
+    value = init.get(name) if isinstance(init, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _without_init(layers: list[SettingsLayer], name: str) -> list[SettingsLayer]:
+    """Layers without `init.weights`, or without `init.state` and the tokenizers that came with it."""
+    kept = [layer for layer in layers if name != "state" or not isinstance(layer, TokenizerOfState)]
+    return [
+        replace(layer, values=dict(layer.values) | {"init": {k: v for k, v in layer.values["init"].items() if k != name}})
+        if init_of(layer, name) is not None
+        else layer
+        for layer in kept
+    ]
+
+
+def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
+    from argosy.checkpoint.stored import model_of
+
+    values: dict[str, Any] = {"model": model_of(folder)}
+    if brings_weights:
+        values["init"] = {"weights": folder}
+    if (tokenizer := _tokenizer_of(folder)) is not None:
+        values["data"] = {"tokenizer": tokenizer}
+    return StoredModel(folder, values)
+
+
+def _tokenizer_of(folder: str) -> str | None:
+    """Where the tokenizer of a stored model is; None if it has none."""
+    from argosy.checkpoint.stored import open_model
+    from argosy.data.tokenizers.load import find_tokenizer
+
+    # Folders of adapters mostly have none: it is that of their base.
+    places = (Path(folder), open_model(folder).companions)
+    own = next((one for one in places if one is not None and find_tokenizer(one) is not None), None)
+    return None if own is None else folder if own == places[0] else str(own)
+
+
+def _shortened(stored: SettingsLayer, before: list[SettingsLayer]) -> SettingsLayer:
+    """The layer of a stored model, with its context as `data.sequence` where a recipe's is longer: a recipe does not know the model."""
+    given = [layer.values["data"]["sequence"] for layer in before if "sequence" in (layer.values.get("data") or {})]
+    context = stored.values["model"].get("context")
+    if not given or not isinstance(given[-1], int) or not isinstance(context, int) or given[-1] <= context:
+        return stored
+    return replace(stored, values={**stored.values, "data": {**stored.values.get("data", {}), "sequence": context}})
+
+
+def spelt_out(layer: SettingsLayer) -> SettingsLayer:
+    """Rewrites `model: NAME`, alone or beside other keys of the model, as `model.preset`."""
+    model = layer.values.get("model")
+    name = model.get(SELF) if isinstance(model, dict) else model
+    if not isinstance(name, str | int | float) or isinstance(name, bool):
+        return layer
+    rest = {key: value for key, value in model.items() if key != SELF} if isinstance(model, dict) else {}
+    marks = dict(layer.marks)
+    if "model" in marks:
+        marks["model.preset"] = marks["model"]
+    preset = {"preset": layer.text("model") or str(name)}
+    return replace(layer, values={**layer.values, "model": preset | rest}, marks=marks)
+
+
+def overruled(layers: list[SettingsLayer]) -> list[SettingsLayer]:
+    """Layers below one that names another model, without their model settings and without stored models."""
+    kept = [layer for layer in layers if not isinstance(layer, StoredModel)]
+    return [replace(layer, values={k: v for k, v in layer.values.items() if k != "model"}) for layer in kept]

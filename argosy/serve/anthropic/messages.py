@@ -1,0 +1,185 @@
+"""/v1/messages: Anthropic's API, as a translation to chats and back."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from argosy.serve.anthropic.blocks import messages_of, text_of
+from argosy.serve.anthropic.output import Message
+from argosy.serve.errors import ApiError, renaming
+from argosy.serve.openai.chat import asked, prompt_of
+from argosy.serve.openai.fields import Chat, Sampled
+from argosy.serve.response.reasoning import variables_of
+from argosy.serve.response.writer import Job
+from argosy.serve.service import Service
+
+# The fields of chats by the names that they have here.
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class Thinking(BaseModel):
+    """Whether the model thinks. `enabled` is refused, because its budget of tokens cannot be enforced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["adaptive", "disabled"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
+class Conversation(Sampled):
+    """Fields of /v1/messages that make the prompt, and all that /v1/messages/count_tokens needs."""
+
+    # `cache_control` has no effect on the answer.
+    ignored: ClassVar = {"metadata", "cache_control"}
+    neutral: ClassVar = {
+        "container": (), "context_management": (), "diagnostics": (), "inference_geo": (), "mcp_servers": ([],),
+        "service_tier": ("auto", "standard_only"), "speed": ("standard",),
+    }  # fmt: skip
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: Any = None
+    tools: list[dict[str, Any]] = Field([])
+    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking = Thinking(type="disabled")
+    output_config: OutputConfig = OutputConfig()
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_budget(cls, body: dict[str, Any]) -> dict[str, Any]:
+        thinking = body.get("thinking")
+        if isinstance(thinking, dict) and (thinking.get("type") == "enabled" or "budget_tokens" in thinking):
+            what = '`thinking.budget_tokens` is not supported, write "thinking": {"type": "adaptive"}'
+            raise ApiError(what, param="thinking.budget_tokens", code="unsupported_parameter")
+        return body
+
+
+class Messages(Conversation):
+    """A body of /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] = Field([])
+
+
+def prepare(service: Service, body: Any) -> Job:
+    """Validates a body of /v1/messages and turns it into a job.
+
+    Raises:
+        ApiError: a field is invalid or unsupported.
+    """
+    fields = Messages.of(body)
+    more = {"max_completion_tokens": fields.max_tokens, "stop": fields.stop_sequences}
+    with renaming(NAMES):
+        found = asked(service, Chat.of(_chat(service, fields) | more))
+    return found.job(service, Message(service))
+
+
+def count_tokens(service: Service, body: Any) -> dict[str, Any]:
+    """/v1/messages/count_tokens: the number of prompt tokens.
+
+    Raises:
+        ApiError: as for /v1/messages.
+    """
+    fields = Conversation.of(body)
+    service.check_model(fields.model)
+    with renaming(NAMES):
+        return {"input_tokens": len(prompt_of(service, Chat.of(_chat(service, fields))))}
+
+
+def _chat(service: Service, fields: Conversation) -> dict[str, Any]:
+    """The body of a chat. Without `thinking`, thinking is switched off where the chat template can do that; elsewhere the thoughts are
+    left out of the response."""
+    tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(fields.tools)]
+    choice, many = _choice(fields.tool_choice)
+    system = text_of(fields.system, "system") if fields.system is not None else ""
+    messages = [*([{"role": "system", "content": system}] if system else []), *messages_of(fields.messages)]
+    kwargs = fields.chat_template_kwargs
+    if fields.thinking.type == "disabled":
+        kwargs = _switched_off(service, tools) | kwargs
+    return {
+        **fields.sampled(),
+        "messages": messages,
+        "tools": tools or None,
+        "tool_choice": choice,
+        "parallel_tool_calls": many,
+        "response_format": _format(fields.output_config.format),
+        "reasoning_effort": fields.output_config.effort,
+        "include_reasoning": fields.thinking.type == "adaptive" and fields.thinking.display != "omitted",
+        "chat_template_kwargs": kwargs,
+    }
+
+
+def _switched_off(service: Service, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Template variables that switch thinking off; none if the template has no switch."""
+    try:
+        return variables_of("none", service.template(tools, None))
+    except ApiError:
+        return {}
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A tool in the form of a chat.
+
+    Raises:
+        ApiError: it would run on the server, or has unsupported fields.
+    """
+    if tool.get("type") not in (None, "custom"):
+        what = f"`{where}` is of type `{str(tool['type'])[:64]}`: only tools with an `input_schema` are supported"
+        raise ApiError(what, param=where, code="unsupported_parameter")
+    # Caching and early streaming of arguments do not change the answer.
+    plain = {"type", "cache_control", "eager_input_streaming"}
+    tool = {name: value for name, value in tool.items() if value is not None and name not in plain}
+    if unknown := sorted(set(tool) - {"name", "description", "input_schema", "strict"}):
+        name = f"{where}.{unknown[0][:64]}"
+        raise ApiError(f"`{name}` is not supported", param=name, code="unsupported_parameter")
+    if not isinstance(tool.get("input_schema"), dict):
+        raise ApiError(f"`{where}.input_schema` is missing", param=f"{where}.input_schema")
+    schema = {"parameters": tool.pop("input_schema")}
+    return {"type": "function", "function": tool | schema}
+
+
+def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool]:
+    """A `tool_choice` in the form of a chat, and whether several calls are allowed.
+
+    Raises:
+        ApiError: another form.
+    """
+    if given is None:
+        return None, True
+    kind, one = given.get("type"), given.get("disable_parallel_tool_use") or False
+    known = {"type", "disable_parallel_tool_use", *(["name"] if kind == "tool" else [])}
+    if kind not in (*CHOICES, "tool") or set(given) - known or not isinstance(one, bool):
+        what = '`tool_choice` must be {"type": ...} with auto, any, none or tool; tool has a `name`'
+        raise ApiError(what, param="tool_choice", code="unsupported_parameter")
+    if kind != "tool":
+        return CHOICES[kind], not one
+    return {"type": "function", "function": {"name": given.get("name")}}, not one
+
+
+def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """An `output_config.format` as the `response_format` of a chat.
+
+    Raises:
+        ApiError: it is not a JSON schema.
+    """
+    if given is None:
+        return None
+    if given.get("type") != "json_schema" or set(given) != {"type", "schema"}:
+        what = '`output_config.format` must be {"type": "json_schema", "schema": ...}'
+        raise ApiError(what, param="output_config.format", code="unsupported_parameter")
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": given["schema"]}}

@@ -1,0 +1,118 @@
+"""Writes responses of /v1/messages: content blocks, and their stream events."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from argosy.infer.prompt_logprobs import PromptScores
+from argosy.serve.anthropic.blocks import written
+from argosy.serve.errors import ApiError
+from argosy.serve.response.choice import Choice, Piece
+from argosy.serve.response.parsing import Parts, Reader
+from argosy.serve.response.writer import Documents, Job
+from argosy.serve.service import Service
+
+PING = {"type": "ping"}
+DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}
+
+
+class Message:
+    """One response."""
+
+    prefix, named = "msg_", True
+
+    def __init__(self, service: Service):
+        self.service = service
+        self.scores: Sequence[PromptScores] = ()
+        # Number of blocks started in the stream, and type of the open one.
+        self._begun = 0
+        self._open: str | None = None
+
+    def whole(self, job: Job) -> dict[str, Any]:
+        return self._document(job, blocks_of(job.readers[0])) | ended(job) | {"usage": usage(job)}
+
+    def opening(self, job: Job) -> Documents:
+        # The number of cached tokens is known only with the first token; message_delta reports it.
+        document = self._document(job, []) | {"stop_reason": None, "stop_sequence": None, "usage": usage(job)}
+        return [{"type": "message_start", "message": document}, PING]
+
+    def step(self, job: Job, place: int, piece: Piece, parts: Parts) -> Documents:
+        found = self._said("thinking", parts.thought) if parts.thought else []
+        found += self._said("text", parts.text) if parts.text else []
+        if piece.finish is not None:
+            found += self._stopped()
+            for call in parts.calls:
+                found += self._called(written(call))
+        return found
+
+    def closing(self, job: Job) -> Documents:
+        return [{"type": "message_delta", "delta": ended(job), "usage": usage(job)}, {"type": "message_stop"}]
+
+    def failure(self, job: Job, error: ApiError) -> dict[str, Any]:
+        return error.anthropic()
+
+    def _document(self, job: Job, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": job.id, "type": "message", "role": "assistant", "model": job.model, "content": content}
+
+    def _said(self, kind: str, text: str) -> list[dict[str, Any]]:
+        found = []
+        if self._open != kind:
+            found = [*self._stopped(), self._started(empty(kind))]
+            self._open = kind
+        return [*found, self._delta({"type": DELTAS[kind], kind: text})]
+
+    def _called(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        text = json.dumps(block["input"], ensure_ascii=False)
+        started = self._started(block | {"input": {}})
+        return [started, self._delta({"type": "input_json_delta", "partial_json": text}), self._stop()]
+
+    def _stopped(self) -> list[dict[str, Any]]:
+        """Ends the open block, if any. Thoughts end with an empty signature, because nothing verifies it."""
+        kind, self._open = self._open, None
+        signed = [self._delta({"type": "signature_delta", "signature": ""})] if kind == "thinking" else []
+        return [*signed, self._stop()] if kind else []
+
+    def _started(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._begun += 1
+        return {"type": "content_block_start", "index": self._begun - 1, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._begun - 1, "delta": delta}
+
+    def _stop(self) -> dict[str, Any]:
+        return {"type": "content_block_stop", "index": self._begun - 1}
+
+
+def empty(kind: str) -> dict[str, Any]:
+    """An empty thinking or text block."""
+    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def blocks_of(reader: Reader) -> list[dict[str, Any]]:
+    """The content blocks of a whole answer."""
+    said = [empty(kind) | {kind: text} for kind, text in (("thinking", reader.thought), ("text", reader.text)) if text]
+    return [*said, *map(written, reader.calls)]
+
+
+def ended(job: Job) -> dict[str, Any]:
+    """Why the answer ended. `blocked`, for which Anthropic has no word, is reported as `refusal`, and
+        a repetition as `max_tokens`."""
+    choice: Choice = job.choices[0]
+    stop = choice.stop_reason if choice.stop_reason in job.fields.stop else None
+    # Of Anthropic's reasons, only `max_tokens` says that an answer was cut short.
+    cut = dict.fromkeys(("length", "repetition", "abort"), "max_tokens")
+    reason = (cut | {"blocked": "refusal"}).get(choice.finish or "", "end_turn")
+    if job.readers[0].calls and choice.finish == "stop":
+        reason = "tool_use"
+    return {"stop_reason": "stop_sequence" if stop is not None else reason, "stop_sequence": stop}
+
+
+def usage(job: Job) -> dict[str, Any]:
+    """Token counts so far. As in Anthropic's API, `input_tokens` excludes cached ones."""
+    counts = job.counts()
+    return {
+        "input_tokens": counts.prompt - counts.cached,
+        "cache_read_input_tokens": counts.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": counts.made,
+    }

@@ -1,0 +1,1 @@
+"""The engine behind a server: its thread, its replicas, admission, and encoders."""

@@ -1,0 +1,70 @@
+"""The engines of a server: one for each copy of the model, their programs compiled, behind a front."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+
+from argosy.core.process.resident import trim
+from argosy.core.progress import Say
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.program_store import ProgramStore
+from argosy.infer.engine.replicas import copies_of
+from argosy.infer.engine.request import Request
+from argosy.infer.lm import LM
+from argosy.serve.engine.front import Front
+from argosy.serve.engine.replicas import Copies
+from argosy.serve.metrics import EngineMetrics
+from argosy.serve.settings import ServeSettings
+
+
+def front_of(
+    lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
+) -> Front | Copies:
+    """The front of a model, its threads started. Arguments and errors are those of `run.service_of`."""
+    engines = engines_of(lm, settings, say, draft)
+    fronts = [Front(engine, settings.limits, EngineMetrics(name, engine, i)) for i, engine in enumerate(engines)]
+    _compile_all(fronts, settings, programs)
+    trim()
+    front = fronts[0] if len(fronts) == 1 else Copies(fronts, settings.limits)
+    front.metrics.ready()
+    front.start()
+    return front
+
+
+def engines_of(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | None = None) -> list[Engine]:
+    """The engine of each copy, with the adapters of the settings."""
+    count, how = settings.copies, settings.engine
+    modules = copies_of(lm.module, count)
+    drafts = [None] * count if draft is None else copies_of(draft.module, count)
+    engines: list[Engine] = []
+    for module, own in zip(modules, drafts, strict=True):
+        engine = Engine(module, how, say=say, keeps=True, draft=own, copies=count, origin=lm.origin)
+        if jax.default_backend() == "cpu":
+            # Less memory is free once a copy has its cache, but the next one is to have as much.
+            how = how.model_copy(update={"pages": engine.pages.count, "memory": None})
+        for adapter, folder in settings.lora_modules.items():
+            engine.load_adapter(adapter, folder)
+        engines.append(engine)
+    return engines
+
+
+def _compile_all(fronts: Sequence[Front], settings: ServeSettings, programs: ProgramStore | None) -> None:
+    """Compiles the programs of all copies, in parallel. On GPUs the first copy goes ahead: the others then find its programs in JAX's
+    persistent cache. On CPUs and TPUs that cache has an entry for each device, and nothing to share."""
+    ahead = 1 if len(fronts) == 1 or jax.default_backend() == "gpu" else 0
+    for front in fronts[:ahead]:
+        _compile(front, settings, programs)
+    if rest := fronts[ahead:]:
+        with ThreadPoolExecutor(len(rest), "warm up") as threads:
+            for done in [threads.submit(_compile, front, settings, programs) for front in rest]:
+                done.result()
+
+
+def _compile(front: Front, settings: ServeSettings, programs: ProgramStore | None) -> None:
+    if settings.warm_up:
+        front.engine.warm_up(programs)
+    else:
+        front.engine.generate([Request([0], 2)])
+    if settings.warm_up_prompt_logprobs:
+        front.prompts.compile(front.prompts.sizes())

@@ -1,0 +1,442 @@
+"""The front of the engine: one thread owns the engine and steps it, coroutines open requests and await their tokens.
+
+    async with front.open(requests) as answers:
+        async for place, event in answers:
+            ...                                 # place: which of the requests
+
+The thread sleeps while there is nothing to do. Everything it is told to do runs between two steps, so a request that is left is
+aborted before the next one, and its pages are free by then. A step reports to the event loop once, however many tokens it made.
+A reader that is slow delays nobody: its events wait in a queue, which the context of the model bounds.
+
+Log-probabilities of prompts (`open(requests, prompts)`, then `await answers.scored()`) are computed between two steps, one pass at a
+time, so running answers wait for one pass at most. A long prompt takes several passes (`infer.prompt_logprobs`).
+
+A search asks for more requests once those it has have ended (`open(requests, goes_on=True)`, then `await answers.more(requests)`).
+It counts as one request from its first step to its last: a drain waits for it, and so does a pause that lets requests finish.
+
+While the front is paused, the engine makes no step; requests may come and go, and wait. `call` runs anything else in the thread,
+between two steps: new weights, adapters.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, Literal, TypeVar
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.infer.engine.adapters import NoAdapter
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.request import Event, Request
+from argosy.infer.prompt_logprobs import NOTHING, Prompts, PromptScores
+from argosy.serve.engine.admission import Computing, died, timed_out
+from argosy.serve.errors import ApiError, no_model, of_input
+from argosy.serve.metrics import EngineMetrics
+from argosy.serve.response.streams import Answers, News, Part, Row
+from argosy.serve.settings import Limits
+
+R = TypeVar("R")
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Front(Computing[Answers, EngineMetrics]):
+    """The thread around an engine, and admission to it.
+
+    Args:
+        metrics: updated as tokens come.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits, metrics: EngineMetrics):
+        super().__init__(limits, metrics)
+        self.engine = engine
+        self.prompts = Prompts(engine.model, min(limits.prompt_logprobs_tokens, engine.context), engine.say, engine.adapters)
+        metrics.prompts = self.prompts
+        # Rows that have begun and have not ended.
+        self.running = 0
+        self._rows: dict[int, Row] = {}
+        # Prompts to be scored, first come first served: whose, which of them, and its ids.
+        self._unscored: list[tuple[Answers, int, Sequence[int]]] = []
+        self._scores: dict[Answers, dict[int, PromptScores]] = {}
+        # Of the thread. holding: requests that come wait outside of the engine, because a pause lets only earlier ones finish.
+        self._paused, self._holding = False, False
+        self._held: list[Answers] = []
+        self._emptied: Future[None] | None = None
+        # Searches that may ask for more.
+        self._searches: set[Answers] = set()
+
+    # ---------------------------------------------------------------- the event loop's side
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines of the server: this one."""
+        return [self.engine]
+
+    @property
+    def load(self) -> int:
+        """How busy it is, as vLLM weighs it: a sequence that waits counts as four that run."""
+        return 4 * self.waiting + self.running
+
+    def described(self) -> str:
+        """What the cache holds, in words."""
+        return self.engine.described()
+
+    def says(self, say: Say | None) -> None:
+        """From now on the engine calls this with what it compiles, if that takes longer than a second."""
+        self.engine.say = say
+
+    @asynccontextmanager
+    async def open(
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[Sequence[int]] = (),
+        names: Sequence[str] = (),
+        adapter: str | None = None,
+        part: Part | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> AsyncIterator[Answers]:
+        """Hands requests to the engine: all of them, or none. Leaving the context aborts those that have not ended.
+
+        Args:
+            prompts: token ids to be scored, at most `self.prompts.longest` of each.
+            names: what `abort` may call these requests.
+            adapter: the name of the adapter under which the prompts are scored; None: the model alone.
+            part: if other fronts answer the others.
+            goes_on: whether `Answers.more` will be called.
+
+        Raises:
+            ApiError: the engine refuses one of them, too many wait already, the server is shutting down, or the engine has died.
+        """
+        self._loop = asyncio.get_running_loop()
+        scoring, tokens = len(prompts), sum(map(len, prompts))
+        self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
+        answers = Answers(self, requests, prompts, names, adapter, part, goes_on=goes_on)
+        self.opened.add(answers)
+        self.waiting += scoring
+        self.waiting_tokens += tokens
+
+        def scored(_: Any) -> None:
+            self.waiting -= scoring
+            self.waiting_tokens -= tokens
+
+        if prompts:
+            answers.scores.add_done_callback(scored)
+        overdue = self._loop.call_later(self.limits.seconds, answers.fail, timed_out(self.limits.seconds))
+        try:
+            await self.admit(answers)
+            yield answers
+        finally:
+            overdue.cancel()
+            for row in answers.rows:
+                if not row.done:
+                    self.end(row, "abort")
+            if prompts or goes_on:
+                self._tasks.put(lambda: self._leave(answers))
+            answers.scores.cancel()
+            self._closed(answers)
+
+    async def admit(self, answers: Answers) -> None:
+        """Hands the rows of these answers to the engine: all of them, or none.
+
+        Raises:
+            ApiError: the engine refuses one of them, or has died.
+        """
+        self.waiting += len(answers.rows)
+        self.waiting_tokens += sum(len(row.request.tokens) for row in answers.rows)
+        added: Future[None] = Future()
+        self._tasks.put(lambda: self._add(answers, added))
+        try:
+            await asyncio.wrap_future(added)
+        except BadInput as error:
+            for row in answers.rows:
+                self._begin(row, answers.arrived)
+                self._done(row)
+            if isinstance(error, NoAdapter):
+                named = answers.adapter or next((row.request.adapter for row in answers.rows), None)
+                raise no_model(named or "") from None
+            raise of_input(error) from None
+
+    def end(self, row: Row, reason: str) -> None:
+        """Ends a row early: the engine forgets it before its next step."""
+        # First, so that the thread does not hand over a row that was held.
+        self._over(row, reason, time.monotonic())
+        self._tasks.put(lambda: self._abort(row))
+
+    async def call(self, what: Callable[[Engine], R]) -> R:
+        """Runs something in the thread, between two steps.
+
+        Raises:
+            ApiError: the engine has died. Whatever `what` raises.
+        """
+        self._loop = asyncio.get_running_loop()
+        found: Future[R] = Future()
+
+        def task() -> None:
+            try:
+                if self.failure is not None:
+                    raise died()
+                found.set_result(what(self.engine))
+            except Exception as error:
+                found.set_exception(error)
+
+        self._tasks.put(task)
+        # A caller that goes away does not stop it.
+        return await asyncio.shield(asyncio.wrap_future(found))
+
+    async def together(self, what: Callable[[Sequence[Engine]], R]) -> R:
+        """`call` for what changes every engine of a server; there is one here."""
+        return await self.call(lambda engine: what([engine]))
+
+    def park(self, released: threading.Event) -> "Future[None]":
+        """Stops the thread between two steps until `released`. The future is set when it stands; or it has the error that the engine
+        has died."""
+        parked: Future[None] = Future()
+
+        def task() -> None:
+            if not parked.set_running_or_notify_cancel():
+                return
+            if self.failure is not None:
+                parked.set_exception(died())
+            else:
+                parked.set_result(None)
+                released.wait()
+
+        self._tasks.put(task)
+        return parked
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stops after the current step, until `resume`. Requests that come meanwhile wait.
+
+        Args:
+            mode: what happens to those that wait and run: `abort` ends them, `wait` lets them finish first, `keep` lets them wait.
+
+        Raises:
+            ApiError: the engine has died, or `resume` came before those that run had finished.
+        """
+        if mode == "abort":
+            self.abort()
+        emptied = await self.call(lambda _: self._pause(mode == "wait"))
+        if emptied is not None:
+            await asyncio.shield(asyncio.wrap_future(emptied))
+        if self.failure is not None:
+            raise died()
+        if not self._paused:
+            raise ApiError("the pause was ended before it began", status=409)
+
+    async def resume(self) -> None:
+        """Goes on after a pause."""
+        await self.call(lambda _: self._resume())
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    def abort(self, names: Collection[str] | None = None) -> int:
+        """Ends the requests of these names, or all; their readers get what there is so far. Returns their number."""
+        found = [one for one in self.opened if names is None or not set(names).isdisjoint(one.names)]
+        for one in found:
+            one.abort()
+        return len(found)
+
+    def _take(self, news: News) -> None:
+        """Hands what a step made to its readers."""
+        for row, reused in news.began:
+            if row.began is None and not row.done:
+                row.reused = reused
+                self._begin(row, news.now)
+                self.metrics.admitted(len(row.request.tokens), reused, news.now - row.answers.arrived)
+        for row, event in news.events:
+            if row.done:
+                continue
+            if event.token is not None:
+                row.made += 1
+                self.metrics.generated_tokens.inc()
+                # Speculation and `engine.steps` bring several tokens at once: as in vLLM, only the first of them counts.
+                if row.last != news.now:
+                    since = self.metrics.first_token if row.last is None else self.metrics.between
+                    since.observe(news.now - (row.answers.arrived if row.last is None else row.last))
+                row.last = news.now
+            if event.reason is not None:
+                self._over(row, event.reason, news.now)
+            row.answers.news.put_nowait((row.place, event))
+
+    def _begin(self, row: Row, now: float) -> None:
+        """The row no longer waits."""
+        row.began = now
+        self.running += 1
+        self.waiting -= 1
+        self.waiting_tokens -= len(row.request.tokens)
+
+    def _over(self, row: Row, reason: str, now: float) -> None:
+        if row.began is None:
+            self._begin(row, now)
+        self._done(row)
+        self.metrics.answered(reason, row.made, now - row.answers.arrived)
+
+    def _done(self, row: Row) -> None:
+        row.done = True
+        self.running -= 1
+
+    # ---------------------------------------------------------------- the thread's side
+
+    def _work(self) -> None:
+        while True:
+            task = None
+            while self._rests() or not self._tasks.empty():
+                if (task := self._tasks.get()) is None:
+                    return
+                task()
+            try:
+                if self.engine.busy:
+                    self._report(self.engine.step())
+                if self._unscored:
+                    self._score()
+            except Exception as error:
+                self._failed(error)
+
+    def _rests(self) -> bool:
+        """Whether there is no step to make."""
+        idle = self.failure is not None or not (self.engine.busy or self._unscored)
+        if self._emptied is not None and idle and not self._searches:
+            self._paused = True
+            self._emptied.set_result(None)
+            self._emptied = None
+        return idle or self._paused
+
+    def _pause(self, waits: bool) -> "Future[None] | None":
+        """Pauses; or, if it waits for those that run, returns what is set once it is paused."""
+        if not waits or self._paused:
+            self._paused = True
+            return None
+        self._holding = True
+        self._emptied = self._emptied or Future()
+        return self._emptied
+
+    def _resume(self) -> None:
+        self._paused, self._holding = False, False
+        if self._emptied is not None:
+            self._emptied.set_result(None)
+            self._emptied = None
+        held, self._held = self._held, []
+        for answers in held:
+            try:
+                self._enter(answers)
+            except Exception as error:
+                refusal = of_input(error) if isinstance(error, BadInput) else died()
+                self._tell(lambda answers=answers, refusal=refusal: answers.fail(refusal))
+
+    def _add(self, answers: Answers, added: "Future[None]") -> None:
+        if not added.set_running_or_notify_cancel():
+            return
+        try:
+            if self.failure is not None:
+                raise died()
+            # A search that has begun is finished first, as other requests are.
+            if self._holding and not answers.entered:
+                self._held.append(answers)
+            else:
+                self._enter(answers)
+        except Exception as error:
+            added.set_exception(error)
+        else:
+            added.set_result(None)
+
+    def _enter(self, answers: Answers) -> None:
+        """Gives the engine the rows that have not been left, all or none."""
+        done: list[Row] = []
+        try:
+            for row in answers.rows:
+                if not row.done:
+                    row.number = self.engine.add(row.request)
+                    self._rows[row.number] = row
+                    done.append(row)
+            if answers.prompts and not answers.entered and not answers.scores.done():
+                self._await_scores(answers)
+        except Exception:
+            for row in done:
+                self._abort(row)
+            raise
+        answers.entered = True
+        if answers.goes_on:
+            self._searches.add(answers)
+
+    def _await_scores(self, answers: Answers) -> None:
+        if (adapters := self.engine.adapters) is not None and answers.adapter is not None:
+            # It keeps its place until all prompts are scored, whatever is unloaded or replaced meanwhile.
+            answers.under = adapters.get(answers.adapter)
+            adapters.use(answers.under)
+        self._scores[answers] = {}
+        # A prompt of one token has nothing to score.
+        for place, ids in enumerate(answers.prompts):
+            if len(ids) > 1:
+                self._unscored.append((answers, place, ids))
+            else:
+                self._scores[answers][place] = NOTHING
+        self._hand_over(answers)
+
+    def _score(self) -> None:
+        """One pass over the prompts that have waited longest."""
+        waiting = self._unscored
+        places = self.prompts.batch([ids for _, _, ids in waiting], [answers.under for answers, _, _ in waiting])
+        taken = [waiting[i] for i in places]
+        readers = {answers for answers, _, _ in taken}
+        try:
+            scores = self.prompts.score([ids for _, _, ids in taken], taken[0][0].under)
+        except Exception:
+            # Only these readers lose by it: the state of the engine is not touched.
+            traceback.print_exc(file=sys.stderr)
+            for answers in readers:
+                self._leave(answers)
+                self._tell(lambda answers=answers: answers.fail(ApiError("internal error", status=500)))
+            return
+        if scores is None:
+            return
+        self._unscored = [one for i, one in enumerate(self._unscored) if i not in places]
+        for (answers, place, _), found in zip(taken, scores, strict=True):
+            self._scores[answers][place] = found
+        for answers in readers:
+            self._hand_over(answers)
+
+    def _hand_over(self, answers: Answers) -> None:
+        """Gives a reader the scores of its prompts, if they are complete."""
+        found = self._scores[answers]
+        if len(found) == len(answers.prompts):
+            self._end_scores(answers)
+            scores = [found[place] for place in range(len(found))]
+            self._tell(lambda: None if answers.scores.done() else answers.scores.set_result(scores))
+
+    def _leave(self, answers: Answers) -> None:
+        """Forgets the prompts and the search of a reader that is gone."""
+        self._searches.discard(answers)
+        self._held = [one for one in self._held if one is not answers]
+        self._unscored = [one for one in self._unscored if one[0] is not answers]
+        self._end_scores(answers)
+        self.prompts.forget(answers.prompts)
+
+    def _end_scores(self, answers: Answers) -> None:
+        if self._scores.pop(answers, None) is not None and self.engine.adapters is not None:
+            self.engine.adapters.leave(answers.under)
+
+    def _abort(self, row: Row) -> None:
+        if self._rows.pop(row.number, None) is not None and self.failure is None:
+            self.engine.end(row.number)
+
+    def _report(self, events: list[Event]) -> None:
+        now = time.monotonic()
+        began: list[tuple[Row, int]] = []
+        for sequence in self.engine.scheduler.running:
+            row = self._rows.get(sequence.what.number)
+            if row is not None and not row.admitted:
+                row.admitted = True
+                began.append((row, sequence.reused))
+        mine = [(row, event) for event in events if event.reason != "abort" and (row := self._rows.get(event.id))]
+        for _, event in mine:
+            if event.reason is not None:
+                del self._rows[event.id]
+        if began or mine:
+            self._tell(lambda: self._take(News(now, began, mine)))

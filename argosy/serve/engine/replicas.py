@@ -1,0 +1,308 @@
+"""Several copies of a model behind one server (data-parallel serving): a front for each, and one that chooses between them.
+
+A request goes to the copy that is least busy, as in vLLM: a waiting sequence counts as four that run. A copy that is hardly busier
+(`SLACK`) gets it if its prefix cache has more of the prompt, so a conversation finds its earlier turns; between equals they take turns.
+All answers to one prompt stay on one copy, because they share its pages. The prompts of one request are spread, for each is as much
+work as a request of its own.
+
+What changes the copies happens on all of them between two steps, while none computes, or on none: weights, adapters. If one copy
+fails, the server answers nothing any more: half of a server would hide that the other half is gone.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from argosy.core.progress import Say
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.pages import page_hashes
+from argosy.infer.engine.request import Event, Request
+from argosy.infer.prompt_logprobs import Prompts, PromptScores
+from argosy.serve.engine.admission import Admission
+from argosy.serve.engine.front import Front, PauseMode
+from argosy.serve.errors import ApiError
+from argosy.serve.metrics import AllMetrics
+from argosy.serve.response.streams import Answers, Arrivals, Part
+from argosy.serve.settings import Limits
+
+R = TypeVar("R")
+# How much busier than the least busy copy the one with the longest cached prefix may be: one waiting sequence. Over two copies with 8
+# clients in conversations, 66 % of the prompt tokens are found in a cache; with ties alone decided by prefix 47 %, by turns 50 %.
+SLACK = 4
+
+
+@dataclass(eq=False)
+class Unit:
+    """One prompt of a request: its answers, and its log-probabilities if they are wanted, come from one copy.
+
+    places: of the answers among those of the request. scored: places of the prompt among those to be scored.
+    """
+
+    places: list[int] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
+
+    @property
+    def load(self) -> int:
+        """What it adds to the load of a copy."""
+        return 4 * (len(self.places) + len(self.scored))
+
+
+class Spread:
+    """The answers to one request from several copies; what `Answers` is to one.
+
+    Args:
+        parts: the answers of each copy.
+        scored: the places of the prompts that each copy scores.
+    """
+
+    def __init__(self, parts: Sequence[Answers], scored: Sequence[Sequence[int]], news: Arrivals):
+        self.parts, self.names, self._scored, self._news = parts, parts[0].names, scored, news
+        self._rows = {row.place: (part, at) for part in parts for at, row in enumerate(part.rows)}
+
+    def __aiter__(self) -> "Spread":
+        return self
+
+    async def __anext__(self) -> tuple[int, Event]:
+        """As `Answers.__anext__`."""
+        while not (self._news.empty() and all(row.done for part in self.parts for row in part.rows)):
+            item = await self._news.get()
+            if isinstance(item, ApiError):
+                raise item
+            part, at = self._rows[item[0]]
+            if not part.rows[at].left:
+                return item
+        raise StopAsyncIteration
+
+    async def scored(self) -> list[PromptScores]:
+        """As `Answers.scored`."""
+        found: dict[int, PromptScores] = {}
+        for part, places in zip(self.parts, self._scored, strict=True):
+            if places:
+                found |= zip(places, await part.scored(), strict=True)
+        return [found[place] for place in range(len(found))]
+
+    def end(self, place: int, reason: str) -> None:
+        """As `Answers.end`."""
+        part, at = self._rows[place]
+        part.end(at, reason)
+
+    def abort(self) -> None:
+        """As `Answers.abort`."""
+        for part in self.parts:
+            part.abort()
+
+    def fail(self, error: ApiError) -> None:
+        """As `Answers.fail`."""
+        for part in self.parts:
+            part.fail(error)
+
+    def reused(self, place: int) -> int:
+        """As `Answers.reused`."""
+        part, at = self._rows[place]
+        return part.reused(at)
+
+
+class EveryPrompts:
+    """The programs that score prompts, of all copies: which copy scores a prompt is not known when they are compiled."""
+
+    def __init__(self, each: Sequence[Prompts]):
+        self.each, self.longest = each, min(one.longest for one in each)
+
+    def missing(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+        """As `Prompts.missing`."""
+        return {size for one in self.each for size in one.missing(prompts)}
+
+    def compile(self, sizes: Iterable[tuple[int, int]]) -> int:
+        """As `Prompts.compile`."""
+        sizes = list(sizes)
+        return sum(one.compile(sizes) for one in self.each)
+
+    def forget(self) -> None:
+        """As `Prompts.forget`."""
+        for one in self.each:
+            one.forget()
+
+
+class Copies(Admission["Answers | Spread", AllMetrics]):
+    """The fronts of the copies, as one. Limits count the sums over all of them."""
+
+    def __init__(self, fronts: Sequence[Front], limits: Limits):
+        super().__init__(limits, AllMetrics([front.metrics for front in fronts]))
+        self.fronts = fronts
+        self.prompts = EveryPrompts([front.prompts for front in fronts])
+        self._turn = 0
+        # Two that wait for all copies at the same time would wait for each other.
+        self._alone = asyncio.Lock()
+        for front in fronts:
+            front.broken = self.end_all
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the first copy: what it says of model, context and adapters holds for all."""
+        return self.fronts[0].engine
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return [front.engine for front in self.fronts]
+
+    @property
+    def failed(self) -> bool:
+        return any(front.failed for front in self.fronts)
+
+    @property
+    def queue(self) -> tuple[int, int]:
+        waiting, tokens = zip(*(front.queue for front in self.fronts), strict=True)
+        return sum(waiting), sum(tokens)
+
+    def described(self) -> str:
+        """What the caches hold, in words."""
+        each = [front.described() for front in self.fronts]
+        same = f"{len(each)} copies with {each[0]} each"
+        return same if len(set(each)) == 1 else "; ".join(f"copy {i}: {one}" for i, one in enumerate(each))
+
+    def says(self, say: Say | None) -> None:
+        """As `Front.says`."""
+        for front in self.fronts:
+            front.says(say)
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for front in self.fronts:
+            front.start()
+
+    def close(self) -> None:
+        """Ends the threads after their current steps."""
+        for front in self.fronts:
+            front.close()
+
+    async def drain(self, seconds: float) -> None:
+        """As `Admission.drain`. The fronts know the requests that are being handed over, too."""
+        self.draining = True
+        await asyncio.gather(*(front.drain(seconds) for front in self.fronts))
+
+    def end_all(self) -> None:
+        """As `Admission.end_all`."""
+        for front in self.fronts:
+            front.end_all()
+
+    # ---------------------------------------------------------------- requests
+
+    @asynccontextmanager
+    async def open(
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[Sequence[int]] = (),
+        names: Sequence[str] = (),
+        adapter: str | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> AsyncIterator[Answers | Spread]:
+        """As `Front.open`. What goes on stays on one copy."""
+        self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
+        shares = self._shares(requests, prompts, whole=goes_on)
+        async with AsyncExitStack() as stack:
+            news: Arrivals = asyncio.Queue()
+            parts: list[Answers] = []
+            scored: list[list[int]] = []
+            for front, units in shares.items():
+                places = sorted(place for unit in units for place in unit.places)
+                scored.append(sorted(at for unit in units for at in unit.scored))
+                mine = [requests[place] for place in places], [prompts[at] for at in scored[-1]]
+                opened = front.open(*mine, names, adapter, Part(places, news), goes_on=goes_on)
+                parts.append(await stack.enter_async_context(opened))
+            answers = parts[0] if len(parts) == 1 else Spread(parts, scored, news)
+            self.opened.add(answers)
+            try:
+                yield answers
+            finally:
+                self._closed(answers)
+
+    def _shares(
+        self, requests: Sequence[Request], prompts: Sequence[Sequence[int]], *, whole: bool
+    ) -> dict[Front, list[Unit]]:
+        """The prompts that each copy gets.
+
+        Args:
+            whole: one copy gets all of them.
+        """
+        # The answers to one prompt, and its log-probabilities, share the list of its ids.
+        units: dict[int, Unit] = {}
+        for place, request in enumerate(requests):
+            units.setdefault(0 if whole else id(request.tokens), Unit()).places.append(place)
+        for at, ids in enumerate(prompts):
+            units.setdefault(0 if whole else id(ids), Unit()).scored.append(at)
+        loads = [front.load for front in self.fronts]
+        found: dict[Front, list[Unit]] = {}
+        for unit in units.values():
+            number = self._chosen(loads, requests[unit.places[0]] if unit.places else None)
+            loads[number] += unit.load
+            found.setdefault(self.fronts[number], []).append(unit)
+        return found
+
+    def _chosen(self, loads: Sequence[int], request: Request | None) -> int:
+        """The copy for a prompt."""
+        least, count = min(loads), len(loads)
+        order = [(self._turn + i) % count for i in range(count)]
+        near = [number for number in order if loads[number] <= least + SLACK]
+        if request is not None and len(near) > 1:
+            near = self._with_longest_prefix(near, request)
+        chosen = min(near, key=loads.__getitem__)
+        self._turn = (chosen + 1) % count
+        return chosen
+
+    def _with_longest_prefix(self, numbers: list[int], request: Request) -> list[int]:
+        """Those of these copies whose prefix cache has most of a prompt. It reads what the threads change meanwhile: a hint."""
+        tokens, page, salt, before = request.tokens, self.engine.settings.page, self.engine.salt_of(request), None
+        for start in range(0, len(tokens) - page, page):
+            [before] = page_hashes(tokens[start : start + page], page, salt, before)
+            having = [number for number in numbers if self.fronts[number].engine.pages.has(before)]
+            if not having:
+                break
+            numbers = having
+        return numbers
+
+    def abort(self, names: Collection[str] | None = None) -> int:
+        """As `Front.abort`."""
+        found = [one for one in self.opened if names is None or not set(names).isdisjoint(one.names)]
+        for one in found:
+            one.abort()
+        return len(found)
+
+    # ---------------------------------------------------------------- all copies, or none
+
+    async def together(self, what: Callable[[Sequence[Engine]], R]) -> R:
+        """Calls something with the engines while no thread makes a step.
+
+        Raises:
+            ApiError: an engine has died. Whatever `what` raises.
+        """
+
+        async def all_parked() -> R:
+            async with self._alone:
+                released = threading.Event()
+                parked = [front.park(released) for front in self.fronts]
+                try:
+                    await asyncio.gather(*map(asyncio.wrap_future, parked))
+                    return await asyncio.get_running_loop().run_in_executor(None, what, self.engines)
+                finally:
+                    released.set()
+
+        # A caller that goes away does not stop it.
+        return await asyncio.shield(asyncio.create_task(all_parked()))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """As `Front.pause`."""
+        if mode == "abort":
+            self.abort()
+        await asyncio.gather(*(front.pause("wait" if mode == "wait" else "keep") for front in self.fronts))
+
+    async def resume(self) -> None:
+        """As `Front.resume`."""
+        await asyncio.gather(*(front.resume() for front in self.fronts))
+
+    @property
+    def paused(self) -> bool:
+        return all(front.paused for front in self.fronts)

@@ -1,0 +1,1 @@
+"""OpenAI's API: the routes, their fields and their responses."""

@@ -1,0 +1,123 @@
+"""Beam search over HTTP (`use_beam_search`): each step asks the running engine for one token of each beam, beside other requests.
+
+A search is one request of its client, from its first step to its last: its limits, its end when the client leaves, and `Front.abort`
+are those of any request. The engine sees a request for each beam and step, which finds the pages of its beam in the prefix cache; they
+all stay on one copy of the model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from argosy.infer.engine.request import Event, Reason, Request
+from argosy.infer.sampling.beam import Beam, Beams
+from argosy.infer.sampling.sampler import MOST_TOP
+from argosy.serve.errors import ApiError
+from argosy.serve.openai.fields import Generation
+from argosy.serve.response.streams import Answers
+from argosy.serve.service import Service
+
+# What a search cannot honor: the fields, and their values that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "temperature": (None, 0),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "typical_p": (None, 1),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "repetition_detection": (None,),
+    "stop": ([],),
+}
+
+
+def check_beams(fields: Generation) -> None:
+    """Checks that a search honors every field of a request.
+
+    Raises:
+        ApiError: it does not.
+    """
+    if not fields.use_beam_search:
+        if fields.length_penalty != 1:
+            raise ApiError("`length_penalty` needs `use_beam_search: true`", param="length_penalty")
+        return
+    if fields.stream:
+        what = "the answers of a beam search are known at its end: there is no `stream` of them, as in vLLM"
+        raise ApiError(what, param="stream", code="unsupported_parameter")
+    for name, neutral in REFUSED.items():
+        if getattr(fields, name) not in neutral:
+            raise ApiError(f"`{name}` is not supported with `use_beam_search`", param=name, code="unsupported_parameter")
+    if 2 * fields.n > MOST_TOP:
+        raise ApiError(f"`n` is {fields.n}, and a search has at most {MOST_TOP // 2} beams", param="n")
+
+
+class Search:
+    """The search for the answers to one prompt.
+
+    cached: prompt tokens found in the prefix cache. aborted: it was ended early, with what there was.
+
+    Args:
+        top: likeliest tokens to report with each token, at most.
+        how: fields of its requests.
+    """
+
+    def __init__(self, beams: Beams, top: int, how: dict[str, Any]):
+        self.beams, self.top, self.how = beams, top, how
+        self.cached, self.aborted = 0, False
+
+    def requests(self) -> list[Request]:
+        """Those of the next step."""
+        return self.beams.requests(self.top, **self.how)
+
+    async def run(self, answers: Answers) -> None:
+        """Searches to the end, from the answers to the first `requests` on.
+
+        Raises:
+            ApiError: as reading answers.
+        """
+        events = await answers.ended()
+        self.cached = answers.reused(0)
+        while not any(event.token is None for event in events):
+            self.beams.take([[event] for event in events])
+            if not self.beams.open:
+                return
+            events = await answers.more(self.requests())
+        self.aborted = True
+
+    def found(self) -> list[list[Event]]:
+        """The events of each answer, best answer first, as if it had been sampled. Of a search that was ended early, complete answers
+        come first, then those that were not."""
+        beams = self.beams
+        answers = [_events(beam, "length" if beam.ended_by is None else "stop") for beam in beams.best()]
+        answers += [_events(beam, "abort") for beam in beams.open]
+        nothing = [Event(0, None, 0.0, "abort")]
+        return [*answers, *[nothing] * beams.width][: beams.width]
+
+
+def _events(beam: Beam, reason: Reason) -> list[Event]:
+    tokens = [*beam.tokens, *(() if beam.ended_by is None else (beam.ended_by,))]
+    events = [Event(0, token, logprob, None, top=top) for token, logprob, top in zip(tokens, beam.logprobs, beam.tops, strict=True)]
+    if reason == "abort":
+        return [*events, Event(0, None, 0.0, reason)]
+    return [*events[:-1], events[-1]._replace(reason=reason)]
+
+
+def searches_of(service: Service, fields: Generation, prompts: Sequence[list[int]], most: int | None) -> list[Search]:
+    """The search for the answers to each prompt.
+
+    Args:
+        most: as in `Service.requests`, which has checked the rest.
+
+    Raises:
+        ApiError: the search cannot honor a field.
+    """
+    if not fields.use_beam_search or most == 0:
+        return []
+    how = {"salt": fields.cache_salt or "", "adapter": service.adapter_of(fields.model)}
+    context, ends = service.context, service.ends(fields)
+    found = (Beams(ids, fields.n, most or context - len(ids), ends, fields.length_penalty) for ids in prompts)
+    return [Search(beams, fields.top or 0, how) for beams in found]

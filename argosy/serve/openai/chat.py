@@ -1,0 +1,320 @@
+"""/v1/chat/completions: conversations, rendered with the model's chat template."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.infer.engine.request import Request
+from argosy.infer.tools.calls import Notation, ids_of
+from argosy.infer.tools.channels import framed, written_in
+from argosy.infer.tools.notations import KNOWN, notation_of
+from argosy.serve.errors import ApiError
+from argosy.serve.openai.beams import Search, check_beams, searches_of
+from argosy.serve.openai.fields import Chat
+from argosy.serve.openai.structured import Wanted, check_size, refused, wanted_by
+from argosy.serve.response.choice import Choice, Names, Piece, Scored
+from argosy.serve.response.parsing import Parts, Reader, Reading
+from argosy.serve.response.reasoning import after_thoughts, start_of, thinks, with_reasoning
+from argosy.serve.response.writer import Choices, Job, Shape
+from argosy.serve.service import Service
+from argosy.serve.settings import Limits
+
+NAME = re.compile("[A-Za-z0-9_-]{1,64}")
+# Fields of a message that templates read.
+OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning", "reasoning_content"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A validated chat request. prompt: token ids of the rendered conversation. wanted: what the answers must match. reading: how
+    answers are split into thoughts, text and calls. searches: the beam search, if the answers come from one."""
+
+    fields: Chat
+    prompt: list[int]
+    requests: Sequence[Request]
+    wanted: Wanted | None
+    reading: Reading
+    searches: Sequence[Search] = ()
+
+    def job(self, service: Service, shape: Shape) -> Job:
+        return Job(service, self.fields, [self.prompt], self.requests, shape, self.wanted, self.reading, self.searches)
+
+
+def prepare(service: Service, body: Any) -> Job:
+    """Validates a body of /v1/chat/completions and turns it into a job.
+
+    Raises:
+        ApiError: a field is invalid or unsupported.
+    """
+    found = asked(service, Chat.of(body))
+    return found.job(service, Completion(service, found.fields, found.prompt, found.reading.notation is not None))
+
+
+def asked(service: Service, fields: Chat) -> Asked:
+    """Validates a chat request and renders its prompt, whichever API it came through.
+
+    Raises:
+        ApiError: a field is invalid or unsupported.
+    """
+    service.check(fields)
+    check_beams(fields)
+    wanted, tools = wanted_by(fields, service.limits), offered(fields)
+    messages = plain(fields.messages)
+    prompt = service.chat_prompt(messages, tools, fields)
+    most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
+    requests, searches = service.requests(fields, [prompt], most), searches_of(service, fields, [prompt], most)
+    template = service.template(tools, fields.chat_template)
+    reading = reading_of(service, fields, messages, prompt, template, tools or ())
+    if tools:
+        wanted = calls_wanted(fields, tools, reading.notation, wanted, service.limits)
+    if wanted is not None and reading.start is not None:
+        # A grammar of calls in channels has thoughts before them.
+        if not reading.channels:
+            wanted = replace(wanted, structure=after_thoughts(wanted.structure, reading.start))
+        elif reading.start != "after" and wanted.structure.kind != "tools":
+            wanted = replace(wanted, structure=framed(wanted.structure))
+    return Asked(fields, prompt, requests, wanted, reading, searches)
+
+
+def reading_of(
+    service: Service, fields: Chat, messages: Sequence[dict[str, Any]], prompt: Sequence[int], template: str,
+    tools: Sequence[dict[str, Any]],
+) -> Reading:
+    """How the answers to a request are split."""
+    notation = notation_of(template, service.lm.tokenizer, tools) if tools else None
+    start, shows, before = None, fields.include_reasoning, ids_of(messages)
+    continued = messages[-1]["content"] if fields.continue_final_message else None
+    if written_in(template):
+        # Without the marks, everything is text, and so is what continues a final message.
+        notation = notation if service.marks and continued is None else None
+        start = None if not service.marks else "open" if continued is None else "after"
+        return Reading(notation, start, shows, service.marks, channels=bool(service.marks), before=before)
+    if thinks(service.reasoning, template):
+        start = start_of(service.reasoning, service.lm.tokenizer, prompt, continued)
+    return Reading(notation, start, shows, {} if notation is None else notation.marks, before=before)
+
+
+def prompt_of(service: Service, fields: Chat) -> list[int]:
+    """Token ids of a rendered conversation.
+
+    Raises:
+        ApiError: the template refuses it, or a tool is invalid.
+    """
+    return service.chat_prompt(plain(fields.messages), offered(fields), fields)
+
+
+def offered(fields: Chat) -> list[dict[str, Any]] | None:
+    """The tools to render into the prompt.
+
+    Raises:
+        ApiError: a tool is not a function, or `tool_choice` requires one that is not in the list.
+    """
+    for i, tool in enumerate(fields.tools or []):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise ApiError("a tool must be a function with a name", param=f"tools.{i}")
+    names = [tool["function"]["name"] for tool in fields.tools or []]
+    if demanded(fields) and not names:
+        raise ApiError("`tool_choice` requires a call, and there are no `tools`", param="tool_choice")
+    name = named(fields)
+    if name is not None and name not in names:
+        raise ApiError(f"`tool_choice` names `{name[:64]}`, which is not in `tools`", param="tool_choice")
+    return None if fields.tool_choice == "none" else fields.tools or None
+
+
+def demanded(fields: Chat) -> bool:
+    """Whether the answer must call a tool."""
+    return fields.tool_choice not in (None, "none", "auto")
+
+
+def named(fields: Chat) -> str | None:
+    """Name of the function that the answer must call; None if it may choose.
+
+    Raises:
+        ApiError: another form of `tool_choice`.
+    """
+    if fields.tool_choice in (None, "none", "auto", "required"):
+        return None
+    choice = fields.tool_choice
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict) or set(function) != {"name"} or not isinstance(function["name"], str):
+        what = '`tool_choice` must be none, auto, required or {"type": "function", "function": {"name": ...}}'
+        raise ApiError(what, param="tool_choice", code="unsupported_parameter")
+    return function["name"]
+
+
+def calls_wanted(
+    fields: Chat, tools: Sequence[dict[str, Any]], notation: Notation | None, answer: Wanted | None, limits: Limits
+) -> Wanted | None:
+    """The grammar that enforces `tool_choice`, the argument schemas of strict tools, and at most one call without
+    `parallel_tool_calls`; None if nothing needs enforcing.
+
+    Args:
+        answer: what an answer without calls must match.
+
+    Raises:
+        ApiError: the template's call notation is unknown, or a tool's parameters are not a schema.
+    """
+    must, many = demanded(fields), fields.parallel_tool_calls
+    strict = any(tool["function"].get("strict") is True for tool in tools)
+    binds = must or strict or not many
+    if not binds and (answer is None or notation is None):
+        return answer
+    param = "tool_choice" if must else "tools" if strict else "parallel_tool_calls"
+    if notation is None:
+        what = f"`{param}` needs a chat template with calls in the notation of {KNOWN}"
+        raise ApiError(what, param=param, code="unsupported_parameter")
+    if answer is not None and not must and (answer.structure.kind == "grammar" or notation.like_json):
+        what = f"`{answer.param}` with tools that may be called is not supported for this model, send `tool_choice: none`"
+        raise ApiError(what, param=answer.param, code="unsupported_parameter")
+    check_size(tools, "tools", limits)
+    callable_ = [tool for tool in tools if named(fields) in (None, tool["function"]["name"])]
+    for i, tool in enumerate(callable_):
+        if not NAME.fullmatch(tool["function"]["name"]):
+            raise ApiError("a function name has 1 to 64 letters, digits, `_` and `-`", param=f"tools.{i}")
+    # With optional calls, only strict tools constrain their arguments.
+    bound = [tool if must or tool["function"].get("strict") is True else _free(tool) for tool in callable_]
+    many = many and named(fields) is None
+    try:
+        text = None if answer is None else answer.structure
+        return Wanted(notation.grammar(bound, must=must, many=many, answer=text), "tools")
+    except BadInput as error:
+        raise refused(error, "tools") from None
+
+
+def _free(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool | {"function": tool["function"] | {"parameters": {"type": "object"}}}
+
+
+def plain(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates read them: text parts joined, arguments of tool calls as objects.
+
+    Raises:
+        ApiError: a message without a role, or with an unknown field or part. Images and other media are refused, and their URLs are
+            never opened.
+    """
+    return [_plain(message, f"messages.{i}") for i, message in enumerate(messages)]
+
+
+def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise ApiError(f"`{where}.role` is missing", param=f"{where}.role")
+    message = {name: value for name, value in message.items() if value is not None}
+    if unknown := sorted(set(message) - OF_A_MESSAGE):
+        raise ApiError(f"unknown field `{unknown[0][:64]}` of a message", param=f"{where}.{unknown[0][:64]}")
+    found = with_reasoning(message) | {"content": _text(message.get("content"), f"{where}.content")}
+    if "tool_calls" in message:
+        found["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+    return found
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ApiError(f"`{where}` must be a text or a list of parts", param=where)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"a part of type `{str(kind)[:32]}`" if kind not in (None, "text") else "a part without text"
+            raise ApiError(f"{what} is not supported: this model reads text", param=f"{where}.{i}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _calls(calls: Any, where: str) -> list[Any]:
+    """Tool calls with their arguments as objects; clients send them as a JSON string."""
+    if not isinstance(calls, list):
+        raise ApiError(f"`{where}` must be a list", param=where)
+    found = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ApiError(f"`{where}.{i}` is not a function call", param=f"{where}.{i}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise ApiError("the arguments of a call are not JSON", param=f"{where}.{i}") from None
+        found.append(call | {"function": function | {"arguments": arguments}})
+    return found
+
+
+class Completion(Choices):
+    """Responses of /v1/chat/completions.
+
+    Args:
+        calls: answers may contain tool calls.
+    """
+
+    prefix, kind, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, fields: Chat, prompt: list[int], calls: bool):
+        super().__init__(fields)
+        self.fields, self.prompt, self.calls = fields, prompt, calls
+        self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
+
+    def opened(self, place: int) -> dict[str, Any] | None:
+        return {"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
+        says = parts.text or not (parts.thought or piece.finish or self.calls)
+        delta: dict[str, Any] = _thought(parts.thought) | ({"content": parts.text} if says else {})
+        if parts.calls:
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(parts.calls)]
+        finish = _finish(piece.finish, parts.calls)
+        found = {"index": place, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
+        if finish is not None:
+            found["stop_reason"] = choice.stop_reason
+        if self.fields.return_token_ids:
+            found["token_ids"] = [one.token for one in piece.tokens]
+        return found
+
+    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
+        text = reader.text or None if reader.calls or reader.thinking else reader.text
+        message = {"role": "assistant", "content": text, "refusal": None} | _thought(reader.thought)
+        found = {
+            "index": place,
+            "message": message | {"tool_calls": reader.calls} if reader.calls else message,
+            "logprobs": self._scores(choice.tokens),
+            "finish_reason": _finish(choice.finish, reader.calls),
+            "stop_reason": choice.stop_reason,
+        }
+        if self.fields.return_token_ids:
+            found |= {"token_ids": [one.token for one in choice.tokens], "prompt_token_ids": self.prompt}
+        return found
+
+    def about_prompt(self) -> dict[str, Any]:
+        if self.fields.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": self.names.prompt_logprobs(self.prompt, self.scores[0], self.fields.prompt_logprobs)}
+
+    def _scores(self, tokens: Sequence[Scored]) -> dict[str, Any] | None:
+        if not self.fields.logprobs:
+            return None
+        content = []
+        for one in tokens:
+            top = [self._named(token, logprob) for token, logprob in one.likeliest]
+            content.append(self._named(one.token, one.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.names(token), "logprob": logprob, "bytes": list(self.names.bytes(token))}
+
+
+def _finish(reason: str | None, calls: Sequence[Any]) -> str | None:
+    return "tool_calls" if reason == "stop" and calls else reason
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """A thought under both names that clients read: `reasoning` (vLLM), `reasoning_content` (DeepSeek, llama.cpp, older vLLM)."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}

@@ -1,0 +1,174 @@
+"""/v1/completions: prompts as text or token ids, in OpenAI's older shape."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from argosy.serve.errors import ApiError
+from argosy.serve.openai.beams import check_beams, searches_of
+from argosy.serve.openai.fields import Completions
+from argosy.serve.openai.structured import wanted_by
+from argosy.serve.response.choice import Choice, Names, Piece, Scored, scored_prompt
+from argosy.serve.response.parsing import Parts, Reader
+from argosy.serve.response.writer import Choices, Job
+from argosy.serve.service import Service
+
+# OpenAI's and vLLM's default.
+MAX_TOKENS = 16
+
+
+def prepare(service: Service, body: Any) -> Job:
+    """Validates a body of /v1/completions and turns it into a job.
+
+    Raises:
+        ApiError: a field is invalid or unsupported.
+    """
+    fields = Completions.of(body)
+    service.check(fields)
+    check_beams(fields)
+    wanted = wanted_by(fields, service.limits)
+    given = several(fields.prompt)
+    prompts = [service.encode(one, fields.add_special_tokens) if isinstance(one, str) else one for one in given]
+    most = MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    requests, searches = service.requests(fields, prompts, most), searches_of(service, fields, prompts, most)
+    echoes = [echoed(service, *both, fields) for both in zip(given, prompts, strict=True)] if fields.echo else None
+    return Job(service, fields, prompts, requests, Shape(service, fields, echoes, prompts), wanted, searches=searches)
+
+
+def several(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+    """The prompts: a text, several texts, token ids, or several lists of token ids.
+
+    Args:
+        name: of the field, for errors.
+
+    Raises:
+        ApiError: something else.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(map(_is_id, prompt)):
+            return [prompt]
+        if all(isinstance(one, str) or (isinstance(one, list) and one and all(map(_is_id, one))) for one in prompt):
+            return prompt
+    raise ApiError(f"`{name}` is a text, a list of texts, a list of token ids, or a list of such lists", param=name)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The text of a prompt in front of its answers. offsets: characters before each of its tokens; a token that begins within a
+    character has the offset of that character, and one that is not in the text, such as the first of the model, those of the next."""
+
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+
+def echoed(service: Service, prompt: str | list[int], ids: list[int], fields: Completions) -> Echo:
+    """The echo of a prompt. ids: its tokens."""
+    tokenizer, given = service.lm.tokenizer, isinstance(prompt, str)
+    if tokenizer is None:
+        return Echo("", [0] * len(ids))
+    # Special tokens are no part of a text that was given.
+    skip = given or fields.skip_special_tokens
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip)
+    if fields.logprobs is None:
+        return Echo(text)
+    stream, offsets, at = tokenizer.stream(skip), [], 0
+    for token in ids:
+        offsets.append(min(at, len(text)))
+        at += len(stream.push(token))
+    return Echo(text, offsets)
+
+
+class Shape(Choices):
+    """Responses of /v1/completions.
+
+    Args:
+        echoes: the text of each prompt, to put before its answers; None for none.
+    """
+
+    prefix, kind, part = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, service: Service, fields: Completions, echoes: list[Echo] | None, prompts: Sequence[list[int]]):
+        super().__init__(fields)
+        self.fields, self.echoes, self.prompts = fields, echoes, prompts
+        self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
+        # Characters of each answer sent so far.
+        self._sent: dict[int, int] = {}
+
+    def opened(self, place: int) -> dict[str, Any] | None:
+        if self.echoes is None:
+            return None
+        # An answer of no tokens ends where it opens.
+        finish = "length" if self.fields.max_tokens == 0 else None
+        text, scores = self._echo(place), self._with_prompt(place, None)
+        return self._choice(place, text, scores, finish, None) if text or scores or finish else None
+
+    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
+        start = self._sent.get(place, len(self._echo(place)))
+        self._sent[place] = start + len(piece.text)
+        found = self._choice(place, piece.text, self._scores(piece.tokens, [piece.text], start), piece.finish, choice.stop_reason)
+        if self.fields.return_token_ids:
+            found["token_ids"] = [one.token for one in piece.tokens]
+        return found
+
+    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
+        echo = self._echo(place)
+        scores = self._with_prompt(place, self._scores(choice.tokens, choice.pieces, len(echo)))
+        found = self._choice(place, echo + choice.text, scores, choice.finish, choice.stop_reason)
+        if self.fields.return_token_ids:
+            found["token_ids"] = [one.token for one in choice.tokens]
+            found["prompt_token_ids"] = self.prompts[place // self.fields.n]
+        if (top := self.fields.prompt_logprobs) is not None:
+            prompt = place // self.fields.n
+            found["prompt_logprobs"] = self.names.prompt_logprobs(self.prompts[prompt], self.scores[prompt], top)
+        return found
+
+    def _echo(self, place: int) -> str:
+        return self.echoes[place // self.fields.n].text if self.echoes else ""
+
+    def _with_prompt(self, place: int, answer: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Log-probabilities of an answer behind those of its prompt, if that is echoed. Nothing is before its first token: null."""
+        if self.echoes is None or self.fields.logprobs is None:
+            return answer
+        prompt = place // self.fields.n
+        ids = self.prompts[prompt]
+        tokens = scored_prompt(ids, self.scores[prompt], self.fields.logprobs)
+        found: dict[str, Any] = {
+            "text_offset": list(self.echoes[prompt].offsets),
+            "tokens": [self.names(token) for token in ids],
+            "token_logprobs": [None, *(one.logprob for one in tokens)],
+            "top_logprobs": [None, *(self._top(one) for one in tokens)],
+        }
+        return found if answer is None else {name: found[name] + answer[name] for name in found}
+
+    def _choice(self, place: int, text: str, scores: Any, finish: str | None, reason: Any) -> dict[str, Any]:
+        return {"index": place, "text": text, "logprobs": scores, "finish_reason": finish, "stop_reason": reason}
+
+    def _scores(self, tokens: Sequence[Scored], pieces: Sequence[str], offset: int) -> dict[str, Any] | None:
+        """Log-probabilities as four lists. text_offset: characters that were final before each token.
+
+        Args:
+            pieces: the text that each token added.
+        """
+        if self.fields.logprobs is None:
+            return None
+        names = [self.names(one.token) for one in tokens]
+        offsets = []
+        for _, piece in zip(tokens, pieces):
+            offsets.append(offset)
+            offset += len(piece)
+        return {
+            "text_offset": offsets,
+            "tokens": names,
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [self._top(one) for one in tokens],
+        }
+
+    def _top(self, one: Scored) -> dict[str, float]:
+        """The likeliest tokens by name, and the token itself, which may be none of them."""
+        return {self.names(token): logprob for token, logprob in [*one.likeliest, (one.token, one.logprob)]}

@@ -1,0 +1,135 @@
+"""The routes of an encoder: OpenAI's /v1/embeddings, and vLLM's /score and /rerank by the cosine of two vectors."""
+
+import base64
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from argosy.core.counts import plural
+from argosy.infer.embed import unit
+from argosy.serve.engine.encoder import EncoderService
+from argosy.serve.errors import ApiError
+from argosy.serve.openai.completions import several
+from argosy.serve.openai.fields import Embeddings, Rerank, Score, Vectors
+
+
+@dataclass
+class Job:
+    """One request. rows: the ids of its texts. body: the rest of the answer from their pooled vectors."""
+
+    service: EncoderService
+    fields: Vectors
+    prefix: str
+    rows: Sequence[list[int]]
+    body: Callable[[Float[np.ndarray, "N D"]], dict[str, Any]]
+
+    def document(self, vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
+        """The answer."""
+        tokens = sum(map(len, self.rows))
+        return {
+            "id": f"{self.prefix}-{self.fields.request_id or uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self.service.name,
+            **self.body(vectors),
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+
+def prepare(service: EncoderService, body: Any) -> Job:
+    """The work of /v1/embeddings.
+
+    Raises:
+        ApiError: it asks for what cannot be done.
+    """
+    fields = Embeddings.of(body)
+    service.check_model(fields.model)
+    check_dimensions(service, fields.dimensions)
+    texts = several(fields.input, "input")
+    rows = service.rows(texts, fields.truncate_prompt_tokens, "input", special=fields.add_special_tokens)
+
+    def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
+        found = service.front.engine.finished(vectors, dimensions=fields.dimensions)
+        if fields.encoding_format == "base64":
+            written: list[Any] = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found]
+        else:
+            written = found.tolist()
+        data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(written)]
+        return {"object": "list", "data": data}
+
+    return Job(service, fields, "embd", rows, answer)
+
+
+def check_dimensions(service: EncoderService, dimensions: int | None) -> None:
+    """Checks that vectors may be cut to so many numbers. Only models that were trained for it keep their meaning; config.json says
+    so by `matryoshka_dimensions` or `is_matryoshka`, as in vLLM.
+
+    Raises:
+        ApiError: they may not.
+    """
+    width, hub = service.lm.config.width, service.lm.hub
+    if dimensions in (None, width):
+        return
+    listed = hub.get("matryoshka_dimensions")
+    if not listed and not hub.get("is_matryoshka"):
+        what = f"`dimensions` is not supported: `{service.name}` was not trained for vectors shorter than {width}"
+        raise ApiError(what, param="dimensions", code="unsupported_parameter")
+    if dimensions not in (listed or range(1, width + 1)):
+        allowed = f"one of {', '.join(map(str, listed))}" if listed else f"1 to {width}"
+        raise ApiError(f"`dimensions` is {dimensions}, not {allowed}", param="dimensions")
+
+
+def prepare_score(service: EncoderService, body: Any) -> Job:
+    """The work of /score: one text against each of several, or two equally long lists in pairs.
+
+    Raises:
+        ApiError: it asks for what cannot be done.
+    """
+    fields = Score.of(body)
+    service.check_model(fields.model)
+    first, second = fields.text_1, fields.text_2
+    if len(first) not in (1, len(second)):
+        what = f"{plural(len(first), 'text')} in `text_1` and {len(second)} in `text_2`: give one `text_1`, or as many as `text_2`"
+        raise ApiError(what, param="text_1")
+    rows = [
+        *service.rows(first, fields.truncate_prompt_tokens, "text_1"),
+        *service.rows(second, fields.truncate_prompt_tokens, "text_2"),
+    ]
+
+    def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
+        scores = cosines(vectors[: len(first)], vectors[len(first) :])
+        return {"object": "list", "data": [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]}
+
+    return Job(service, fields, "score", rows, answer)
+
+
+def prepare_rerank(service: EncoderService, body: Any) -> Job:
+    """The work of /rerank: documents by their likeness to a query.
+
+    Raises:
+        ApiError: it asks for what cannot be done.
+    """
+    fields = Rerank.of(body)
+    service.check_model(fields.model)
+    rows = [
+        *service.rows([fields.query], fields.truncate_prompt_tokens, "query"),
+        *service.rows(fields.documents, fields.truncate_prompt_tokens, "documents"),
+    ]
+
+    def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
+        scores = cosines(vectors[:1], vectors[1:])
+        # Stable: equally good documents keep their order.
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n or None]
+        results = [{"index": i, "document": {"text": fields.documents[i]}, "relevance_score": scores[i]} for i in best]
+        return {"results": results}
+
+    return Job(service, fields, "rerank", rows, answer)
+
+
+def cosines(a: Float[np.ndarray, "#N D"], b: Float[np.ndarray, "N D"]) -> list[float]:
+    """The cosine of the angle between the vectors of each pair."""
+    return (unit(a) * unit(b)).sum(1).tolist()

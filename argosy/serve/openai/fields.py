@@ -1,0 +1,338 @@
+"""The fields of requests: OpenAI's, and those that vLLM adds.
+
+A field is honored or refused by name, never silently ignored. Three kinds are accepted without effect: `IGNORED`, which OpenAI
+documents as having none on the answer; null; and the `NEUTRAL` value of an unsupported field (`best_of=1`), because clients send it
+with every request.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from argosy.infer.sampling.repetition import Repetition
+from argosy.serve.errors import ApiError, of_validation
+from argosy.serve.response.reasoning import Effort
+
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+
+# Unsupported fields of OpenAI's API and of vLLM's, with the values that change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+
+# Names that `chat_template_kwargs` cannot set: they are fields themselves, or parameters of `LM.chat_prompt` and `chat.render`.
+OF_RENDERING = {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
+    "tokenize", "template", "special", "now", "self",
+}  # fmt: skip
+
+# What to write instead of an unsupported field.
+INSTEAD = {f"guided_{name}": f'"structured_outputs": {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
+
+
+def _several(value: Any) -> Any:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[list[str], BeforeValidator(_several)]
+
+
+class Fields(BaseModel):
+    """A body that is checked strictly: no unknown fields, and no conversions ("1" is not a number, 1 is not a boolean).
+
+    ignored, neutral: see `IGNORED` and `NEUTRAL`.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    ignored: ClassVar[Collection[str]] = IGNORED
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+
+    @classmethod
+    def of(cls, body: Any) -> Self:
+        """Reads a body.
+
+        Raises:
+            ApiError: a field is unknown, unsupported or invalid.
+        """
+        if not isinstance(body, dict):
+            raise ApiError("the body is not a JSON object")
+        try:
+            return cls.model_validate(cls._supported(body))
+        except ValidationError as error:
+            raise of_validation(error, cls.model_fields) from None
+
+    @classmethod
+    def _supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The body without fields that change nothing."""
+        left = {}
+        for name, value in body.items():
+            known = name in cls.model_fields
+            if (value is None and (known or name in cls.neutral)) or (name in cls.ignored and not known):
+                continue
+            if not known and name in cls.neutral:
+                if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in cls.neutral[name]):
+                    continue
+                instead = f", write {INSTEAD[name]}" if name in INSTEAD else ""
+                raise ApiError(f"`{name}` is not supported{instead}", param=name, code="unsupported_parameter")
+            left[name] = value
+        return left
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class RepetitionDetection(BaseModel):
+    """As in vLLM: ends an answer whose last tokens are `min_count` times the same pattern of `min_pattern_size` to `max_pattern_size`
+    tokens. Sizes of 0 switch it off."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    # The bounds keep a check of every token below a millisecond.
+    max_pattern_size: int = Field(0, ge=0, le=512)
+    min_pattern_size: int = Field(0, ge=0)
+    min_count: int = Field(0, ge=0, le=64)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError("min_pattern_size is above max_pattern_size")
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError("min_count is at least 2")
+        return self
+
+    @property
+    def ours(self) -> Repetition | None:
+        sizes = self.max_pattern_size, self.min_count, max(self.min_pattern_size, 1)
+        return Repetition(*sizes) if self.max_pattern_size else None
+
+
+class Sampled(Fields):
+    """Fields of every route that generates text. None: the default of the model, or of the server.
+
+    Sampler fields have the API's names; `sampling.OURS` maps them to ours.
+    """
+
+    model: str | None = None
+    stream: bool = False
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+
+    # The bounds keep values distinct from 0 and infinity in float32.
+    temperature: float | None = Field(None, ge=0, le=1000)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    min_tokens: int | None = Field(None, ge=0)
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: list[str] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def sampled(self) -> dict[str, Any]:
+        """The fields of this class that the request has set."""
+        return {name: getattr(self, name) for name in Sampled.model_fields if name in self.model_fields_set}
+
+
+class Generation(Sampled):
+    """Fields of completions and chats."""
+
+    top_name: ClassVar[str] = "logprobs"
+
+    n: int = Field(1, ge=1)
+    use_beam_search: bool = False
+    # Beyond these bounds the length alone decides.
+    length_penalty: float = Field(1.0, ge=-10, le=10)
+    stream_options: StreamOptions | None = None
+    stop: Stops = []
+    max_tokens: int | None = Field(None, ge=1)
+    prompt_logprobs: int | None = Field(None, ge=0)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
+    response_format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("`stream_options` need `stream: true`", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            what = "`prompt_logprobs` do not come in a stream, as in vLLM; completions stream them with `echo` and `logprobs`"
+            raise ApiError(what, param="prompt_logprobs")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens to report per position, besides the drawn one. None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def scoring(self) -> str | None:
+        """Name of the field that requests log-probabilities of the prompt; None if none does."""
+        return None if self.prompt_logprobs is None else "prompt_logprobs"
+
+
+class Completions(Generation):
+    """A body of /v1/completions."""
+
+    # `completions.several` checks its four forms.
+    prompt: Any
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _nothing_but_the_prompt(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("`max_tokens` is 0, which needs `echo: true`", param="max_tokens")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scoring(self) -> str | None:
+        return "echo" if self.echo and self.logprobs is not None else super().scoring
+
+
+class Rendered(Fields):
+    """Fields that decide how messages are rendered, on /v1/chat/completions and /tokenize."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    reasoning_effort: Effort | None = None
+
+    @model_validator(mode="after")
+    def _exclude_each_other(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            what = "`continue_final_message` needs `add_generation_prompt: false`"
+            raise ApiError(what, param="continue_final_message")
+        if wrong := sorted(set(self.chat_template_kwargs) & OF_RENDERING):
+            raise ApiError(f"`chat_template_kwargs` cannot set `{wrong[0]}`", param="chat_template_kwargs")
+        return self
+
+
+class Chat(Generation, Rendered):
+    """A body of /v1/chat/completions."""
+
+    top_name: ClassVar[str] = "top_logprobs"
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("`top_logprobs` need `logprobs: true`", param="top_logprobs")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class Tokenize(Rendered):
+    """A body of /tokenize: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _of_messages(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError("give `prompt` or `messages`", param="prompt")
+        of_text = {*Tokenize.model_fields} - {*Rendered.model_fields} | {"add_special_tokens"}
+        if self.prompt is not None and (wrong := sorted(self.model_fields_set - of_text)):
+            raise ApiError(f"`{wrong[0]}` is for `messages`", param=wrong[0])
+        return self
+
+
+class Detokenize(Fields):
+    """A body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class Vectors(Fields):
+    """The fields that the routes of an encoder share.
+
+    truncate_prompt_tokens: the most tokens of a text, whose end is cut; -1: as many as the model takes.
+    """
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
+
+
+class Embeddings(Vectors):
+    """A body of /v1/embeddings."""
+
+    # `embeddings` checks its four forms.
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    add_special_tokens: bool = True
+
+
+class Score(Vectors):
+    """A body of /score."""
+
+    text_1: Annotated[list[str], BeforeValidator(_several)]
+    text_2: Annotated[list[str], BeforeValidator(_several)]
+
+
+class Rerank(Vectors):
+    """A body of /rerank. top_n: how many of the documents to return; 0: all."""
+
+    query: str
+    documents: list[str] = Field(min_length=1)
+    top_n: int = Field(0, ge=0)

@@ -1,0 +1,271 @@
+"""/v1/responses: OpenAI's newer API, as a translation to chats and back."""
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from argosy.serve.errors import ApiError, Json, renaming
+from argosy.serve.openai.chat import Asked, asked
+from argosy.serve.openai.fields import IGNORED, Chat, Sampled, Stops
+from argosy.serve.openai.response_store import Store, Stored
+from argosy.serve.openai.responses_input import messages_of, with_instructions
+from argosy.serve.openai.responses_output import Reply
+from argosy.serve.response.reasoning import Effort
+from argosy.serve.response.writer import Job
+from argosy.serve.service import Service
+
+# The fields of chats by the names that they have here.
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class TextOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: dict[str, Any] | None = None
+    # The default of OpenAI, and the only one supported.
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """summary: only `auto`, which permits none; the thoughts themselves are in the response."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+
+
+class Responses(Sampled):
+    """A body of /v1/responses."""
+
+    ignored: ClassVar = {*IGNORED, "prompt_cache_retention"}
+    neutral: ClassVar = {
+        "access_programs": (), "background_options": (), "context_management": ([],), "conversation": (), "image": (),
+        "max_tool_calls": (), "moderation": (), "prompt": (), "prompt_cache_options": (), "service_tier": ("auto", "default"),
+        "stream_options": ({}, {"include_obfuscation": False}), "truncation": ("disabled",),
+    }  # fmt: skip
+
+    # `items.messages_of` checks its forms.
+    input: Any
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    stop: Stops = Field([])
+    text: TextOptions = TextOptions()
+    tools: list[dict[str, Any]] = Field([])
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions = ReasoningOptions()
+    include_reasoning: bool = True
+    # Encrypted content has no effect: reasoning items carry their text, which can be sent back.
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([])
+    top_logprobs: int | None = Field(None, ge=0)
+    chat_template_kwargs: dict[str, Any] = Field({})
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool = False
+    metadata: dict[str, str] = Field({})
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "Responses":
+        if self.top_logprobs and not self.logprobs:
+            what = '`top_logprobs` need `include: ["message.output_text.logprobs"]`'
+            raise ApiError(what, param="top_logprobs")
+        if self.background and (self.stream or self.store is False):
+            wrong = "stream" if self.stream else "store"
+            raise ApiError(
+                f"a response in the `background` cannot have `{wrong}: {str(self.stream).lower()}`", param=wrong
+            )
+        return self
+
+    @property
+    def logprobs(self) -> bool:
+        return "message.output_text.logprobs" in self.include
+
+
+def prepare(service: Service, body: Any) -> Job:
+    """Validates a body of /v1/responses and turns it into a job.
+
+    Raises:
+        ApiError: a field is invalid or unsupported.
+    """
+    fields = Responses.of(body)
+    store = store_of(service, fields)
+    messages = [*_before(service.store, fields.previous_response_id), *messages_of(fields.input)]
+    body = {
+        **fields.sampled(),
+        "messages": with_instructions(fields.instructions, messages),
+        "max_completion_tokens": fields.max_output_tokens,
+        "stop": fields.stop,
+        "response_format": _format(fields.text.format),
+        "tools": [_tool(tool, f"tools.{i}") for i, tool in enumerate(fields.tools)] or None,
+        "tool_choice": _choice(fields.tool_choice),
+        "parallel_tool_calls": fields.parallel_tool_calls,
+        "reasoning_effort": fields.reasoning.effort,
+        "include_reasoning": fields.include_reasoning,
+        "logprobs": fields.logprobs,
+        "top_logprobs": fields.top_logprobs if fields.logprobs else None,
+        "chat_template_kwargs": fields.chat_template_kwargs,
+    }
+    with renaming(NAMES):
+        found = asked(service, Chat.of(body))
+    return Work.of(service, found, Reply(service, fields.model_dump(), messages, store), fields.background)
+
+
+def store_of(service: Service, fields: Responses) -> Store | None:
+    """The store to keep the response in; None: it is not kept.
+
+    Raises:
+        ApiError: a field needs the store, and this server has none.
+    """
+    if service.store is None:
+        asks = {
+            "store": fields.store,
+            "background": fields.background,
+            "previous_response_id": fields.previous_response_id,
+        }
+        for name, value in asks.items():
+            if value:
+                raise no_store(name)
+        return None
+    return None if fields.store is False else service.store
+
+
+def no_store(name: str | None = None) -> ApiError:
+    what = f"`{name}` is not supported: " if name else ""
+    what += "this server keeps no responses (its setting `stored_responses` says how many)"
+    return ApiError(what, status=400 if name else 404, param=name, code="unsupported_parameter" if name else None)
+
+
+def _before(store: Store | None, name: str | None) -> list[dict[str, Any]]:
+    """Messages of the conversation up to an earlier response."""
+    if name is None or store is None:
+        return []
+    try:
+        stored = store.get(name)
+    except ApiError as error:
+        raise ApiError(error.message, param="previous_response_id", code="previous_response_not_found") from None
+    if stored.document["status"] not in ("completed", "incomplete"):
+        what = f"the response `{name[:64]}` is {stored.document['status']}"
+        raise ApiError(what, param="previous_response_id", code="previous_response_not_found")
+    return list(stored.messages)
+
+
+def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A `text.format` as the `response_format` of a chat, which has the schema one level deeper."""
+    if given is None or given.get("type") != "json_schema":
+        return None if given is None else dict(given)
+    return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type" and v is not None}}
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A tool in the form of a chat.
+
+    Raises:
+        ApiError: it is a hosted tool, which would run on the server, or has unknown fields.
+    """
+    if tool.get("type") != "function":
+        what = f"`{where}` is of type `{str(tool.get('type'))[:64]}`: only functions, which the client runs, are supported"
+        raise ApiError(what, param=where, code="unsupported_parameter")
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    if unknown := sorted(set(function) - {"name", "description", "parameters", "strict"}):
+        name = f"{where}.{unknown[0][:64]}"
+        raise ApiError(f"unknown field `{name}`", param=name, code="unknown_parameter")
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any) -> Any:
+    """A `tool_choice` in the form of a chat.
+
+    Raises:
+        ApiError: another form.
+    """
+    if choice in (None, "none", "auto", "required"):
+        return choice
+    if not isinstance(choice, dict) or choice.get("type") != "function" or set(choice) != {"type", "name"}:
+        what = '`tool_choice` must be none, auto, required or {"type": "function", "name": ...}'
+        raise ApiError(what, param="tool_choice", code="unsupported_parameter")
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+class Work(Job):
+    """A response: whole, streamed, or generated in the background."""
+
+    reply: Reply
+    background = False
+
+    @classmethod
+    def of(cls, service: Service, found: Asked, reply: Reply, background: bool) -> "Work":
+        work = cls(service, found.fields, [found.prompt], found.requests, reply, found.wanted, found.reading)
+        work.background, work.reply = background, reply
+        return work
+
+    async def respond(self, http: HttpRequest) -> Response:
+        if not self.background:
+            return await super().respond(http)
+        assert self.reply.store is not None
+        document = self.reply.document(self, "in_progress")
+        task = asyncio.create_task(self._in_background(self.reply.store))
+        try:
+            self.reply.store.put(Stored(document, task=task))
+        except ApiError:
+            task.cancel()
+            raise
+        return Json(document)
+
+    async def _in_background(self, store: Store) -> None:
+        try:
+            # `Reply.whole` stores it.
+            await self.answered()
+        except ApiError as error:
+            store.put(Stored(self.reply.failed(self, error)))
+        except Exception as error:
+            traceback.print_exception(error, file=sys.stderr)
+            store.put(Stored(self.reply.failed(self, ApiError("internal error", status=500))))
+
+
+async def cancelled(store: Store, name: str) -> dict[str, Any]:
+    """Cancels a background response. A finished one is returned as it is.
+
+    Raises:
+        ApiError: there is none, or it was not requested with `background: true`.
+    """
+    stored = store.get(name)
+    if not stored.document["background"]:
+        what = "only responses requested with `background: true` can be cancelled; others end with their connection"
+        raise ApiError(what, code="not_in_background")
+    if stored.task is not None:
+        await _ended(stored.task)
+        # It may have finished before the cancellation.
+        stored = store.get(name)
+        if stored.task is not None:
+            stored = Stored(stored.document | {"status": "cancelled"})
+            store.put(stored)
+    return stored.document
+
+
+async def deleted(store: Store, name: str) -> dict[str, Any]:
+    """Removes a response, and cancels it if it is still running.
+
+    Raises:
+        ApiError: there is none.
+    """
+    stored = store.delete(name)
+    if stored.task is not None:
+        await _ended(stored.task)
+    return {"id": name, "object": "response", "deleted": True}
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,209 @@
+"""Writes responses of /v1/responses: output items, and their stream events."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from argosy.infer.prompt_logprobs import PromptScores
+from argosy.serve.errors import ApiError
+from argosy.serve.openai.response_store import Store, Stored
+from argosy.serve.response.choice import Names, Piece, Scored
+from argosy.serve.response.parsing import Parts
+from argosy.serve.response.writer import Documents, Job
+from argosy.serve.service import Service
+
+# Item type -> type of its content part, and prefix of its text events.
+PARTS = {"reasoning": ("reasoning_text", "reasoning_text"), "message": ("output_text", "output_text")}
+IDS = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+
+
+class Reply:
+    """One response.
+
+    Args:
+        fields: of the request; the response repeats them.
+        messages: the conversation before the answer, without the instructions.
+        store: where to keep the response; None: nowhere.
+    """
+
+    prefix, named = "resp_", True
+
+    def __init__(
+        self, service: Service, fields: Mapping[str, Any], messages: Sequence[dict[str, Any]], store: Store | None
+    ):
+        self.service, self.fields, self.messages, self.store = service, fields, messages, store
+        self.scores: Sequence[PromptScores] = ()
+        self.names = Names(service.lm.tokenizer, False)
+        self.output: list[dict[str, Any]] = []
+        self._sent = 0
+        # Whether the last item is incomplete, and scored tokens not sent in an event yet.
+        self._open = False
+        self._scores = "message.output_text.logprobs" in fields["include"]
+        self._waiting: list[Scored] = []
+
+    # ---------------------------------------------------------------- documents
+
+    def whole(self, job: Job) -> dict[str, Any]:
+        reader, finish = job.readers[0], job.choices[0].finish
+        self._items(Parts(reader.thought, reader.text, reader.calls, reader.tokens), finish)
+        return self._finished(job)
+
+    def opening(self, job: Job) -> Documents:
+        started = self.document(job, "in_progress")
+        return [self._event(f"response.{name}", response=started) for name in ("created", "in_progress")]
+
+    def step(self, job: Job, place: int, piece: Piece, parts: Parts) -> Documents:
+        return self._items(parts, piece.finish)
+
+    def closing(self, job: Job) -> Documents:
+        document = self._finished(job)
+        return [self._event(f"response.{document['status']}", response=document)]
+
+    def failure(self, job: Job, error: ApiError) -> dict[str, Any]:
+        return self._event("response.failed", response=self.failed(job, error))
+
+    def failed(self, job: Job, error: ApiError) -> dict[str, Any]:
+        """The response to a request that failed while running."""
+        return self.document(job, "failed") | {"error": {"code": "server_error", "message": error.message}}
+
+    def _finished(self, job: Job) -> dict[str, Any]:
+        """The final response with its usage. Stores it."""
+        finish, counts = job.choices[0].finish, job.counts()
+        cut = {"length": "incomplete", "repetition": "incomplete", "abort": "cancelled"}
+        status = (cut | {"blocked": "failed"}).get(finish or "", "completed")
+        document = self.document(job, status)
+        document["usage"] = {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+            "output_tokens": counts.made,
+            "output_tokens_details": {"reasoning_tokens": counts.thinking},
+            "total_tokens": counts.prompt + counts.made,
+        }
+        if status == "completed":
+            document["completed_at"] = int(time.time())
+        elif status == "incomplete":
+            document["incomplete_details"] = {"reason": "max_output_tokens"}
+        elif status == "failed":
+            what = "the format and the request's other fields together allow no further token"
+            document["error"] = {"code": "server_error", "message": what}
+        if self.store is not None:
+            reader = job.readers[0]
+            said: dict[str, Any] = {"role": "assistant", "content": reader.text}
+            said |= {"reasoning": reader.thought} if reader.thought else {}
+            said |= {"tool_calls": reader.calls} if reader.calls else {}
+            self.store.put(Stored(document, [*self.messages, said]))
+        return document
+
+    def document(self, job: Job, status: str) -> dict[str, Any]:
+        """The response so far."""
+        fields, defaults = self.fields, self.service.defaults
+        return {
+            "id": job.id, "object": "response", "created_at": job.created, "status": status, "error": None,
+            "incomplete_details": None, "model": job.model, "output": list(self.output), "usage": None,
+            "background": fields["background"], "instructions": fields["instructions"],
+            "max_output_tokens": fields["max_output_tokens"], "max_tool_calls": None, "metadata": fields["metadata"],
+            "parallel_tool_calls": fields["parallel_tool_calls"], "previous_response_id": fields["previous_response_id"],
+            "reasoning": fields["reasoning"], "service_tier": "default", "store": self.store is not None,
+            "temperature": _given(fields, "temperature", defaults), "top_p": _given(fields, "top_p", {"top_p": 1.0} | defaults),
+            "text": {"format": fields["text"]["format"] or {"type": "text"}}, "tool_choice": fields["tool_choice"] or "auto",
+            "tools": fields["tools"], "top_logprobs": fields["top_logprobs"] or 0, "truncation": "disabled",
+        }  # fmt: skip
+
+    # ---------------------------------------------------------------- items
+
+    def _items(self, parts: Parts, finish: str | None) -> Documents:
+        """Adds new parts of the answer to the output. Returns their events."""
+        found = self._said("reasoning", parts.thought) if parts.thought else []
+        self._waiting += parts.tokens if self._scores else ()
+        if parts.text:
+            found += self._said("message", parts.text)
+        if finish is None:
+            return found
+        if not (self.output or parts.calls):
+            # An empty answer is an empty message.
+            found += self._start("message")
+        found += self._end("incomplete" if finish == "length" else "completed")
+        for call in parts.calls:
+            found += self._called(call)
+        return found
+
+    def _said(self, kind: str, text: str) -> list[dict[str, Any]]:
+        """Adds text to a reasoning item or a message."""
+        found = []
+        if not self._open or self.output[-1]["type"] != kind:
+            found += [*self._end("completed"), *self._start(kind)]
+        part = self.output[-1]["content"][0]
+        part["text"] += text
+        more = {}
+        if kind == "message":
+            more = {"logprobs": [self._scored(one) for one in self._waiting]}
+            part["logprobs"] += more["logprobs"]
+            self._waiting = []
+        return [*found, self._of_part(f"{PARTS[kind][1]}.delta", delta=text, **more)]
+
+    def _start(self, kind: str) -> list[dict[str, Any]]:
+        item: dict[str, Any] = {"id": _new(IDS[kind]), "type": kind, "status": "in_progress"}
+        item |= {"role": "assistant"} if kind == "message" else {"summary": []}
+        more = {"annotations": [], "logprobs": []} if kind == "message" else {}
+        part: dict[str, Any] = {"type": PARTS[kind][0], "text": ""} | more
+        self.output.append(item | {"content": [part]})
+        self._open = True
+        added = self._event(
+            "response.output_item.added", output_index=len(self.output) - 1, item=item | {"content": []}
+        )
+        return [added, self._of_part("content_part.added", part=dict(part))]
+
+    def _end(self, status: str) -> list[dict[str, Any]]:
+        """Completes the open item, if any."""
+        if not self._open:
+            return []
+        item, self._open = self.output[-1], False
+        item["status"] = status
+        part, more = item["content"][0], {}
+        if item["type"] == "message":
+            # The end token has no text, and so no delta.
+            part["logprobs"] += [self._scored(one) for one in self._waiting]
+            more, self._waiting = {"logprobs": part["logprobs"]}, []
+        return [
+            self._of_part(f"{PARTS[item['type']][1]}.done", text=part["text"], **more),
+            self._of_part("content_part.done", part=part),
+            self._event("response.output_item.done", output_index=len(self.output) - 1, item=item),
+        ]
+
+    def _called(self, call: Mapping[str, Any]) -> list[dict[str, Any]]:
+        function = call["function"]
+        names = {"call_id": call["id"], "name": function["name"]}
+        item = {"id": _new(IDS["function_call"]), "type": "function_call", "status": "completed"} | names
+        self.output.append(item | {"arguments": function["arguments"]})
+        place = {"item_id": item["id"], "output_index": len(self.output) - 1}
+        started, arguments = item | {"status": "in_progress", "arguments": ""}, function["arguments"]
+        return [
+            self._event("response.output_item.added", output_index=place["output_index"], item=started),
+            self._event("response.function_call_arguments.delta", **place, delta=arguments),
+            self._event("response.function_call_arguments.done", **place, name=function["name"], arguments=arguments),
+            self._event("response.output_item.done", output_index=place["output_index"], item=self.output[-1]),
+        ]
+
+    def _of_part(self, name: str, /, **more: Any) -> dict[str, Any]:
+        """An event about the content part of the last item."""
+        place = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, "content_index": 0}
+        return self._event(f"response.{name}", **place, **more)
+
+    def _event(self, name: str, /, **more: Any) -> dict[str, Any]:
+        self._sent += 1
+        return {"type": name, "sequence_number": self._sent - 1, **more}
+
+    def _scored(self, one: Scored) -> dict[str, Any]:
+        return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*both) for both in one.likeliest]}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.names(token), "logprob": logprob, "bytes": list(self.names.bytes(token))}
+
+
+def _given(fields: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> Any:
+    return defaults.get(name) if fields[name] is None else fields[name]
+
+
+def _new(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"

@@ -1,0 +1,108 @@
+"""What the answers of a request must match: OpenAI's `response_format`, vLLM's `structured_outputs`, and calls of tools."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from argosy.core.errors import ArgosyError
+from argosy.infer.tools.grammar import Structure, structure_of
+from argosy.serve.errors import ApiError, of_input
+from argosy.serve.openai.fields import Generation
+from argosy.serve.settings import Limits
+
+# GBNF is translated to Lark by a program whose time grows with the square of the text: 16 kB take 1 s, 118 kB a minute.
+MOST_GBNF = 16_384
+# Characters of a line, which may be a regular expression: compiling one of 16 kB may take 5 s, with the square of its length.
+MOST_LINE = 8_192
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an answer must match. param: the field that asks for it."""
+
+    structure: Structure
+    param: str
+
+
+def wanted_by(fields: Generation, limits: Limits) -> Wanted | None:
+    """What `response_format` or `structured_outputs` ask for; None: any text.
+
+    Raises:
+        ApiError: both of them, a format that is not supported, or more than the limits allow.
+    """
+    if fields.structured_outputs is None:
+        given = _format(fields.response_format)
+        return None if given is None else Wanted(checked(given, "response_format", limits), "response_format")
+    if fields.response_format not in (None, {"type": "text"}):
+        raise ApiError("`response_format` and `structured_outputs` exclude each other", param="structured_outputs")
+    return Wanted(checked(fields.structured_outputs, "structured_outputs", limits), "structured_outputs")
+
+
+def _format(wanted: Any) -> dict[str, Any] | None:
+    """A `response_format` in the words of `structured_outputs`."""
+    kind = None if wanted is None else wanted.get("type")
+    if wanted is None or wanted == {"type": "text"}:
+        return None
+    if wanted == {"type": "json_object"}:
+        return {"json_object": True}
+    if kind != "json_schema" or set(wanted) != {"type", "json_schema"}:
+        what = "`response_format` is of type text, json_object or json_schema"
+        raise ApiError(what, param="response_format", code="unsupported_parameter")
+    inner = wanted["json_schema"]
+    unknown = sorted(set(inner) - {"name", "schema", "strict", "description"}) if isinstance(inner, dict) else ["json_schema"]
+    if unknown:
+        raise ApiError(f"`response_format.json_schema` has no `{unknown[0][:64]}`", param="response_format")
+    if not isinstance(inner.get("name"), str):
+        raise ApiError("`response_format.json_schema.name` is missing", param="response_format")
+    if not isinstance(inner.get("schema"), dict):
+        raise ApiError("`response_format.json_schema.schema` is missing", param="response_format")
+    # A schema is matched exactly whether it is called strict or not.
+    if not isinstance(inner.get("strict"), bool | None):
+        raise ApiError("`response_format.json_schema.strict` is true or false", param="response_format")
+    return {"json": inner["schema"]}
+
+
+def checked(given: Mapping[str, Any], param: str, limits: Limits) -> Structure:
+    """What an answer must match.
+
+    Raises:
+        ApiError: it is wrong, or larger or deeper than the limits allow.
+    """
+    given = dict(given)
+    if isinstance(given.get("json"), str):
+        with suppress(ValueError, RecursionError):
+            given["json"] = json.loads(given["json"])
+    check_size(given, param, limits)
+    grammar = given.get("grammar")
+    if isinstance(grammar, str) and "::=" in grammar and len(grammar) > MOST_GBNF:
+        raise ApiError(f"`{param}`: a grammar in GBNF has at most {MOST_GBNF} characters, write it in Lark", param=param)
+    try:
+        return structure_of(given)
+    except ArgosyError as error:
+        raise refused(error, param) from None
+
+
+def check_size(given: Any, param: str, limits: Limits) -> None:
+    """Checks a value against the limits on schemas."""
+    level, depth = [given], 0
+    while level := [inner for one in level if isinstance(one, dict | list) for inner in _inside(one)]:
+        depth += 1
+        if any(isinstance(one, str) and max(map(len, one.split("\n"))) > MOST_LINE for one in level):
+            raise ApiError(f"`{param}` has a line of more than {MOST_LINE} characters", param=param)
+        if depth > limits.schema_depth + 1:
+            raise ApiError(f"`{param}` is nested deeper than {limits.schema_depth} levels", param=param)
+    size = len(json.dumps(given, ensure_ascii=False).encode("utf-8", "replace"))
+    if size > limits.schema_bytes:
+        raise ApiError(f"`{param}` has {size} bytes, at most {limits.schema_bytes}", param=param)
+
+
+def _inside(one: Any) -> list[Any]:
+    return list(one.values()) if isinstance(one, dict) else one
+
+
+def refused(error: ArgosyError, param: str) -> ApiError:
+    """The error for a schema or grammar that cannot be compiled."""
+    found = of_input(error, param)
+    return ApiError(f"`{param}`: {found.message}", param=param)

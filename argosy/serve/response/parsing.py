@@ -1,0 +1,105 @@
+"""Splits the text of an answer into thoughts, text and tool calls."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from argosy.infer.tools.calls import Call, Calls, InText, Notation
+from argosy.infer.tools.channels import Channels
+from argosy.serve.response.choice import Piece, Scored
+from argosy.serve.response.reasoning import Start, Thoughts
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read the answers of a request.
+
+    notation: of tool calls; None: no tools. start: where answers start; None: thoughts are not split off. shows: include the thoughts
+    in the response. marks: special tokens that are read, as characters. channels: they split an answer into channels, in place of
+    `<think>`. before: ids of the calls earlier in the conversation.
+    """
+
+    notation: Notation | None = None
+    start: Start | None = None
+    shows: bool = True
+    marks: Mapping[int, str] = field(default_factory=dict)
+    channels: bool = False
+    before: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one piece adds to an answer. calls: all at the end of the answer. tokens: those after the thoughts, with tool calls and the
+    end token."""
+
+    thought: str = ""
+    text: str = ""
+    calls: Sequence[dict[str, Any]] = ()
+    tokens: Sequence[Scored] = ()
+
+
+@dataclass
+class Reader:
+    """Reads one answer piece by piece. thought, text, calls, tokens: the answer so far."""
+
+    reading: Reading
+    thought: str = ""
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[Scored] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        how = self.reading
+        self._thoughts: Thoughts | Channels | None = None if how.start is None else Thoughts(how.start)
+        self._calls: Calls | None = None
+        if how.channels:
+            self._thoughts = Channels(calls=how.notation is not None, continued=how.start == "after")
+        elif isinstance(how.notation, InText):
+            self._calls = Calls(how.notation)
+        self._pending: list[Scored] = []
+        self._passed = 0
+
+    @property
+    def thinking(self) -> int:
+        """Number of tokens up to and including the closing mark of the thoughts."""
+        return self._passed if self._thoughts is not None and self._thoughts.any else 0
+
+    def push(self, piece: Piece) -> Parts:
+        """Adds the next piece."""
+        found = self._read(piece)
+        self.thought += found.thought
+        self.text += found.text
+        self.calls += found.calls
+        self.tokens += found.tokens
+        return found
+
+    def _read(self, piece: Piece) -> Parts:
+        ends, thought, text, tokens = piece.finish is not None, "", piece.text, piece.tokens
+        if self._thoughts is not None:
+            before = self._thoughts.over
+            thought, text = self._thoughts.push(text)
+            if ends:
+                last = self._thoughts.end()
+                thought, text = thought + last[0], text + last[1]
+            if not before:
+                tokens = self._scored(tokens, ends)
+        called: Sequence[Call] = ()
+        if ends and isinstance(self._thoughts, Channels):
+            called = [Call(*one) for one in self._thoughts.calls]
+        if self._calls is not None:
+            text = self._calls.push(text)
+            if ends:
+                rest, called = self._calls.end()
+                text += rest
+        calls = self.reading.notation.written(called, self.reading.before) if called and self.reading.notation is not None else []
+        return Parts(thought if self.reading.shows else "", text, calls, tokens)
+
+    def _scored(self, tokens: Sequence[Scored], ends: bool) -> list[Scored]:
+        """The tokens after the thoughts. They are held back until it is certain whether the answer has thoughts."""
+        assert self._thoughts is not None
+        self._passed += len(tokens)
+        self._pending += tokens
+        if not (ends or self._thoughts.over or self._thoughts.any):
+            return []
+        pending, self._pending = self._pending, []
+        return [] if self._thoughts.any else pending

@@ -1,0 +1,163 @@
+"""Reasoning models write thoughts between `<think>` and `</think>` before the answer (Qwen 3, DeepSeek R1, SmolLM 3).
+
+Some chat templates open `<think>` at the end of the prompt, so the answer contains only the closing mark. Others switch thinking off
+by writing an empty pair there. So the end of the rendered prompt decides whether an answer starts inside its thoughts or after them;
+if it has neither mark, the model decides.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from argosy.core.errors import BadInput
+from argosy.infer.tools.grammar import Structure
+from argosy.serve.errors import ApiError
+from argosy.serve.settings import Parser
+
+OPEN, CLOSE = "<think>", "</think>"
+# Prompt tokens to search for a mark: `</think>` and line breaks take at most this many, even as single bytes.
+TAIL = 16
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# Where an answer starts. open: inside its thoughts only if it writes `<think>` itself.
+Start = Literal["inside", "after", "open"]
+
+
+def parser_of(parser: Parser, tokenizer: Any) -> Parser:
+    """The parser to use with a tokenizer: `auto` becomes `none` where the marks cannot be found in text.
+
+    Raises:
+        BadInput: a named parser, and the tokenizer has `</think>` as a special token, which decodes to nothing.
+    """
+    if parser == "none" or tokenizer is None:
+        return "none"
+    if parser == "openai_gptoss":
+        return parser
+    if not tokenizer.hidden.isdisjoint(tokenizer.encode(CLOSE, special=True)):
+        if parser == "auto":
+            return "none"
+        what = f"reasoning_parser={parser} needs `{CLOSE}` as text, and it is a special token of this model's tokenizer"
+        raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
+    return parser
+
+
+def thinks(parser: Parser, template: str) -> bool:
+    """Whether to split thoughts between `<think>` and `</think>` off the answers of a model with this chat template."""
+    return parser in ("qwen3", "deepseek_r1") or (parser == "auto" and CLOSE in template)
+
+
+def start_of(parser: Parser, tokenizer: Any, prompt: Sequence[int], continued: str | None) -> Start:
+    """Where the answer to a prompt starts.
+
+    Args:
+        continued: content of the last message, if the answer continues that message.
+    """
+    if continued is not None:
+        return "inside" if continued.rfind(OPEN) > continued.rfind(CLOSE) else "after"
+    # Only the end of the prompt counts, because user messages may contain the marks too.
+    tail = tokenizer.decode(list(prompt[-TAIL:])).rstrip()
+    if tail.endswith(CLOSE):
+        return "after"
+    return "inside" if tail.endswith(OPEN) or parser == "deepseek_r1" else "open"
+
+
+def variables_of(effort: Effort | None, template: str) -> dict[str, Any]:
+    """Template variables that set how much the model thinks: `enable_thinking`, which is true for every effort but none, and
+    `reasoning_effort`.
+
+    Raises:
+        ApiError: the template reads neither, or cannot switch thinking off.
+    """
+    if effort is None:
+        return {}
+    found: dict[str, Any] = {}
+    if "enable_thinking" in template:
+        found["enable_thinking"] = effort != "none"
+    if "reasoning_effort" in template and effort != "none":
+        found["reasoning_effort"] = effort
+    if not found and (effort != "none" or CLOSE in template or "reasoning_effort" in template):
+        what = f"`reasoning_effort` is not supported: this model's chat template cannot set it to {effort}"
+        raise ApiError(what, param="reasoning_effort", code="unsupported_parameter")
+    return found
+
+
+class Thoughts:
+    """Splits thoughts from the answer as text arrives in pieces. Line breaks around the thoughts are dropped, as chat templates drop
+    them when they render the message again.
+
+    over: the thoughts have ended, or there are none. any: the answer has thoughts.
+    """
+
+    def __init__(self, start: Start):
+        self.start, self.any = start, start == "inside"
+        self.over = start == "after"
+        self._held = ""
+        # The opening mark may still come; some models repeat the one in their prompt.
+        self._begins = not self.over
+        # Line breaks between the closing mark and the answer may still come.
+        self._trims = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """The pieces of thought and of answer that no later text can change."""
+        self._held += text
+        if self._begins and not self._begun():
+            return "", ""
+        if self.over:
+            return "", self._answer()
+        if (at := self._held.find(CLOSE)) >= 0:
+            thought, self._held = self._held[:at].rstrip("\n"), self._held[at + len(CLOSE) :]
+            self.over = self._trims = True
+            return thought, self._answer()
+        free = len(self._held) - max((n for n in range(1, len(CLOSE)) if self._held.endswith(CLOSE[:n])), default=0)
+        free = len(self._held[:free].rstrip("\n"))
+        thought, self._held = self._held[:free], self._held[free:]
+        return thought, ""
+
+    def _begun(self) -> bool:
+        """Drops the opening mark, if any. Returns false while it may still come."""
+        text = self._held.lstrip()
+        if text.startswith(OPEN):
+            self.any, self._held = True, text[len(OPEN) :]
+        elif OPEN.startswith(text):
+            return False
+        self.over = not self.any
+        if self.any:
+            self._held = self._held.lstrip("\n")
+        # Line breaks may follow in the next piece.
+        self._begins = self.any and not self._held
+        return not self._begins
+
+    def _answer(self) -> str:
+        text, self._held = self._held, ""
+        if self._trims:
+            text = text.lstrip("\n")
+            self._trims = not text
+        return text
+
+    def end(self) -> tuple[str, str]:
+        """The rest of the thought and of the answer, at the end of the text."""
+        held, self._held = self._held, ""
+        if self.any and not self.over:
+            return held.rstrip("\n"), ""
+        return "", held
+
+
+def after_thoughts(structure: Structure, start: Start) -> Structure:
+    """The grammar of any thoughts followed by the structure. Where the model decides whether to think, thoughts are optional."""
+    if start == "after":
+        return structure
+    thoughts = f"thoughts BLANK? answer\nthoughts: {'' if start == 'inside' else 'OPENING '}thought"
+    rules = [
+        f"start: {thoughts}" if start == "inside" else f"start: answer | {thoughts}",
+        f'OPENING: "{OPEN}"',
+        f"thought[lazy]: /(?s:.*){CLOSE.replace('/', chr(92) + '/')}/",
+        r"BLANK: /\n{1,4}/",
+        # Nested, so that its rule names cannot clash with these.
+        f"answer: %lark {{\n{structure.lark}\n}}",
+    ]
+    return Structure(structure.kind, "\n".join(rules))
+
+
+def with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its thoughts under both names, because chat templates read one or the other."""
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    return dict(message) | ({"reasoning_content": thought, "reasoning": thought} if thought else {})

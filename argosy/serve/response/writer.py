@@ -1,0 +1,311 @@
+"""Runs the engine requests of one API request and builds the response, whole or streamed. A `Shape` writes it for one API."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from argosy.infer.engine.request import Request
+from argosy.infer.prompt_logprobs import PromptScores
+from argosy.serve.engine.admission import timed_out
+from argosy.serve.engine.replicas import Spread
+from argosy.serve.errors import ApiError, Json, unavailable
+from argosy.serve.openai.beams import Search
+from argosy.serve.openai.fields import Generation
+from argosy.serve.openai.structured import Wanted
+from argosy.serve.response.choice import Choice, Piece
+from argosy.serve.response.parsing import Parts, Reader, Reading
+from argosy.serve.response.streams import Answers
+from argosy.serve.service import UNNAMED, Service
+from argosy.serve.sse import EventStream, while_connected
+
+Documents = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Token counts of a response so far.
+
+    prompt: each prompt once, whatever n is. made: generated tokens, with those that ended an answer, as in vLLM. cached: prompt tokens
+    found in the prefix cache. thinking: generated tokens up to the end of the thoughts.
+    """
+
+    prompt: int
+    made: int
+    cached: int
+    thinking: int
+
+
+class Shape(Protocol):
+    """How one API writes a response.
+
+    prefix: of the response id. named: stream events carry a name, the `type` of their document. scores: log-probabilities of each
+    prompt if requested, set before any document is built.
+    """
+
+    prefix: str
+    named: bool
+    scores: Sequence[PromptScores]
+
+    def whole(self, job: "Job") -> dict[str, Any]:
+        """The whole response."""
+        ...
+
+    def opening(self, job: "Job") -> Documents:
+        """Documents that open a stream, before the first token."""
+        ...
+
+    def step(self, job: "Job", place: int, piece: Piece, parts: Parts) -> Documents:
+        """Stream documents for one new token."""
+        ...
+
+    def closing(self, job: "Job") -> Documents:
+        """Documents that end a stream."""
+        ...
+
+    def failure(self, job: "Job", error: ApiError) -> dict[str, Any]:
+        """The last document of a stream that has failed."""
+        ...
+
+
+@dataclass
+class Job:
+    """One API request.
+
+    prompts: token ids, each answered `n` times. requests: engine requests in that order, empty if only the prompts are scored.
+    wanted: what the answers must match. reading: how answers are split into thoughts, text and calls. searches: the beam search for
+    the answers to each prompt, in place of `requests`.
+    """
+
+    service: Service
+    fields: Generation
+    prompts: Sequence[list[int]]
+    requests: Sequence[Request]
+    shape: Shape
+    wanted: Wanted | None = None
+    reading: Reading = field(default_factory=Reading)
+    searches: Sequence[Search] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.model = self.fields.model or self.service.name
+        self.id = f"{self.shape.prefix}{self.fields.request_id or uuid.uuid4().hex}"
+        if self.searches and self.wanted is not None:
+            what = f"`{self.wanted.param}` is not supported with `use_beam_search`"
+            raise ApiError(what, param=self.wanted.param, code="unsupported_parameter")
+        n = self.fields.n
+        how: Any = {"begun": self.wanted is not None, "marks": self.reading.marks}
+        self.choices = [self.service.choice(self.fields, ids, **how) for ids in self.prompts for _ in range(n)]
+        self.readers = [Reader(self.reading) for _ in self.choices]
+        if not self.requests:
+            for choice in self.choices:
+                choice.finish = "length"
+        self.scored = self.prompts if self.fields.scoring else ()
+        self._answers: Answers | Spread | None = None
+
+    async def compile(self, threads: Executor) -> None:
+        """Compiles the grammar of the answers.
+
+        Raises:
+            ApiError: it is unsupported, takes too long, or too many others are being compiled.
+        """
+        assert self.wanted is not None
+        compiled = asyncio.get_running_loop().run_in_executor(threads, self.service.grammar, self.wanted)
+        try:
+            # A grammar may wait for a thread as long as one may compile.
+            grammar = await asyncio.wait_for(compiled, 2 * self.service.limits.compile_seconds)
+        except TimeoutError:
+            raise unavailable("too many grammars are being compiled, try again later", "grammar_queue_full") from None
+        self.requests = [replace(request, grammar=grammar) for request in self.requests]
+
+    async def compile_prompts(self, threads: Executor) -> None:
+        """Compiles the programs that score the prompts, while other answers keep running.
+
+        Raises:
+            ApiError: it takes too long.
+        """
+        prompts, limit = self.service.front.prompts, self.service.limits.seconds
+        if sizes := prompts.missing(self.scored):
+            compiled = asyncio.get_running_loop().run_in_executor(threads, prompts.compile, sizes)
+            try:
+                await asyncio.wait_for(compiled, limit)
+            except TimeoutError:
+                raise timed_out(limit) from None
+
+    async def respond(self, http: HttpRequest) -> Response:
+        """The HTTP response. A client that disconnects cancels its engine requests. The header `x-weight-version` names the weights
+        that it began with, once an update has named some."""
+        version = self.service.weight_version
+        if not self.fields.stream:
+            response: Response = Json(await while_connected(http.receive, self.answered()))
+        else:
+            documents = self.streamed()
+            # Errors before the first document still get their own HTTP status.
+            first = await while_connected(http.receive, anext(documents))
+            failure = partial(self.shape.failure, self)
+            response = EventStream(first, documents, self.service.limits.seconds, self.shape.named, failure)
+        if version != UNNAMED:
+            response.headers["x-weight-version"] = version
+        return response
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """What /abort_requests may call it."""
+        return (self.id, *([self.fields.request_id] if self.fields.request_id else []))
+
+    def _opened(self) -> AbstractAsyncContextManager[Answers | Spread]:
+        """Hands it to the engine."""
+        service = self.service
+        return service.front.open(self.requests, self.scored, self._names, service.adapter_of(self.fields.model))
+
+    async def answered(self) -> dict[str, Any]:
+        """The response as one document."""
+        if self.searches:
+            await self._search()
+            return self.shape.whole(self)
+        async with self._opened() as answers:
+            self._answers = answers
+            async for place, event in answers:
+                self._take(answers, place, event)
+            if self.scored:
+                self.shape.scores = await answers.scored()
+        return self.shape.whole(self)
+
+    async def _search(self) -> None:
+        """Runs the searches beside each other, and makes their answers the choices."""
+        async with AsyncExitStack() as stack:
+            opened = []
+            for i, search in enumerate(self.searches):
+                given = search.requests(), self.scored[i : i + 1], self._names, self.service.adapter_of(self.fields.model)
+                going = self.service.front.open(*given, goes_on=True)
+                answers = await stack.enter_async_context(going)
+                assert isinstance(answers, Answers)
+                opened.append(answers)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for search, answers in zip(self.searches, opened, strict=True):
+                        group.create_task(search.run(answers))
+            except* ApiError as errors:
+                error = errors.exceptions[0]
+                assert isinstance(error, ApiError)
+                raise error from None
+            if self.scored:
+                self.shape.scores = [(await answers.scored())[0] for answers in opened]
+        found = [events for search in self.searches for events in search.found()]
+        for choice, reader, events in zip(self.choices, self.readers, found, strict=True):
+            for event in events:
+                top = self.fields.top or 0
+                reader.push(choice.take(event._replace(top=event.top[:top])))
+
+    async def streamed(self) -> AsyncGenerator[dict[str, Any]]:
+        """The documents of the stream."""
+        async with self._opened() as answers:
+            self._answers = answers
+            if self.scored:
+                self.shape.scores = await answers.scored()
+            for document in self.shape.opening(self):
+                yield document
+            async for place, event in answers:
+                piece, parts = self._take(answers, place, event)
+                for document in self.shape.step(self, place, piece, parts):
+                    yield document
+        for document in self.shape.closing(self):
+            yield document
+
+    def _take(self, answers: Answers | Spread, place: int, event: Any) -> tuple[Piece, Parts]:
+        piece = self.choices[place].take(event)
+        if piece.finish is not None and event.reason is None:
+            answers.end(place, piece.finish)
+        return piece, self.readers[place].push(piece)
+
+    def counts(self) -> Counts:
+        reused = (search.cached for search in self.searches)
+        if self._answers is not None:
+            reused = map(self._answers.reused, range(0, len(self.requests), self.fields.n))
+        return Counts(
+            prompt=sum(map(len, self.prompts)),
+            made=sum(len(choice.tokens) for choice in self.choices),
+            cached=sum(reused),
+            thinking=sum(reader.thinking for reader in self.readers),
+        )
+
+
+class Choices:
+    """What completions and chats share: documents with a list of choices.
+
+    prefix: of the response id. kind, part: the `object` of a whole document and of a stream chunk.
+    """
+
+    prefix: str
+    kind: str
+    part: str
+    named = False
+
+    def __init__(self, fields: Generation):
+        self.options, self.asks = fields.stream_options, fields.top is not None or fields.return_token_ids
+        self.scores: Sequence[PromptScores] = ()
+
+    def opened(self, place: int) -> dict[str, Any] | None:
+        """The choice that opens the stream of an answer, before its first token; None for none."""
+        raise NotImplementedError
+
+    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
+        """The choice of a stream chunk for one new token."""
+        raise NotImplementedError
+
+    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
+        """The choice of a whole answer."""
+        raise NotImplementedError
+
+    def about_prompt(self) -> dict[str, Any]:
+        """Further fields of a whole document."""
+        return {}
+
+    def whole(self, job: Job) -> dict[str, Any]:
+        choices = [self.choice(place, *both) for place, both in enumerate(zip(job.choices, job.readers, strict=True))]
+        return _document(job, self.kind, choices) | self.about_prompt() | {"usage": _usage(job)}
+
+    def opening(self, job: Job) -> Documents:
+        opened = (self.opened(place) for place in range(len(job.choices)))
+        return [_document(job, self.part, [one]) for one in opened if one]
+
+    def step(self, job: Job, place: int, piece: Piece, parts: Parts) -> Documents:
+        if not (parts.text or parts.thought or piece.finish or self.asks):
+            return []
+        document = _document(job, self.part, [self.chunk(place, job.choices[place], piece, parts)])
+        if self.options and self.options.continuous_usage_stats:
+            document["usage"] = _usage(job)
+        return [document]
+
+    def closing(self, job: Job) -> Documents:
+        if not (self.options and self.options.include_usage):
+            return []
+        return [_document(job, self.part, []) | {"usage": _usage(job)}]
+
+    def failure(self, job: Job, error: ApiError) -> dict[str, Any]:
+        return error.body()
+
+
+def _document(job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": job.id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    counts = job.counts()
+    found: dict[str, Any] = {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.made,
+        "total_tokens": counts.prompt + counts.made,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+    }
+    if job.reading.start is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": counts.thinking}
+    return found

@@ -1,0 +1,1 @@
+"""Generators of documentation and measurements of compiled programs, outside the package."""
