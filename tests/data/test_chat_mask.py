@@ -39,6 +39,10 @@ BEFORE = {  # what a model writes itself before its words
     "Qwen-Qwen3-0.6B": ["", "<think>\n\n</think>\n\n"],
     "Qwen3.5-4B": ["", "\n</think>\n\n"],  # its prompt has opened the thought
 }
+REFUSED = {  # what templates say of an assistant that begins: alone, and after a system message
+    "google-gemma-2-2b-it": ["Conversation roles must alternate", "System role not supported"],
+    "mistralai-Mistral-Nemo-Instruct-2407": ["After the optional system message, conversation roles must alternate"] * 2,
+}
 MARKED = (
     "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{%- generation -%}{{ m.content }}<EOS>"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -98,6 +102,40 @@ def test_masked_tokens_are_the_assistants_words_and_the_end_of_its_turn(name):
         assert ids[: mask.index(True)] == asked
     if tokenizer.encode(text, special=True)[: len(asked)] == asked:
         assert ids == tokenizer.encode(text, special=True)
+
+
+@pytest.mark.parametrize("first", [[], [{"role": "system", "content": "Be kind."}]], ids=["alone", "after a system message"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_assistant_may_begin_the_conversation(name, first):
+    """Templates that render it are never asked to render nothing, which many of them fail at, and a default system prompt that they
+    write before the first message is no word of the assistant."""
+    words = ["hello1", "fine2"]
+    messages = [*first, *({"role": role, "content": word} for role, word in zip(("assistant", "user", "assistant"), ("hello1", "how?", "fine2")))]
+    marks = {*ENDS.get(name, ["<|im_end|>"] * 2), *re.findall(r"<\|[a-z_]+\|>", template_of(name)), *SPECIAL.values()}
+    tokenizer = tokenizer_for(template_of(name), *marks)
+    if refused := REFUSED.get(name, [None, None])[len(first)]:
+        with pytest.raises(BadInput, match=f"the chat template refuses these messages: {refused}"):
+            encode_with_mask(tokenizer, messages, now=NOW)
+        return
+    ends, before = ENDS.get(name, ["<|im_end|>"] * 2), BEFORE.get(name, ["", ""])
+    assert said(tokenizer, messages) == [first + word + end for first, word, end in zip(before, words, ends)]
+
+
+def test_a_template_without_a_header_of_answers_learns_the_first_words_alone():
+    template = "SYSTEM {% for m in messages %}[{{ m.role }}]{{ m.content }}<EOS>{% endfor %}"
+    messages = [{"role": "assistant", "content": "hello1"}, *HI]
+    text, spans = render_with_mask(template, messages, SPECIAL, ends=["<EOS>"])
+    assert [text[start:stop] for start, stop in spans] == ["hello1<EOS>"]
+
+
+def test_a_first_answer_under_another_header_than_that_of_questions_is_refused():
+    """The prompt opens an answer by one header, the history writes another: what they share is no header."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ 'bot' if m.role == 'assistant' else m.role }}\n{{ m.content }}<EOS>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(BadInput, match="message 0"):
+        render_with_mask(template, [{"role": "assistant", "content": "hello1"}, *HI], SPECIAL, ends=["<EOS>"])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "google-gemma-2-2b-it"])  # it knows no system role

@@ -129,7 +129,9 @@ def parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
     if TAG.search(template):
         return [whole]
     places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    return list(dict.fromkeys([whole, *((place, True) for place in places), *((place + 1, False) for place in places)]))
+    # Many templates fail without messages, or leave out the system prompt that they write before the first one.
+    prompts = ((place, True) for place in places if place)
+    return list(dict.fromkeys([whole, *prompts, *((place + 1, False) for place in places)]))
 
 
 def kept(turns: Mapping[int, Span], conversation: Conversation) -> dict[int, Span]:
@@ -252,6 +254,13 @@ class Renders:
         known = self.known.get((count, prompt))
         return self.once(self.messages, count, prompt) if known is None else told(known)["text"]
 
+    def attempt(self, count: int, prompt: bool = False) -> str | None:
+        """`of`; None where the template refuses to render a part of the conversation, such as one without a question."""
+        try:
+            return self.of(count, prompt)
+        except BadInput:
+            return None
+
     def once(self, messages: Sequence[Message], count: int, prompt: bool = False) -> str:
         job = Job(self.job.template, messages, [(count, prompt)], self.job.variables)
         return told(all_rendered([job], self.special, self.now, self.child)[0][0])["text"]
@@ -271,9 +280,14 @@ class Renders:
 
     def turn(self, place: int, ends: Collection[str]) -> Span:
         """The span of the message at a place in the whole text."""
-        prompt, through = self.of(place, prompt=True), self.of(place + 1)
-        start = len(prompt) if self.whole.startswith(prompt) else self.common_start(place, prompt)
-        if self.whole.startswith(through):
+        prompt, through = self.attempt(place, prompt=True) if place else None, self.attempt(place + 1)
+        if prompt is None:
+            start = self.header_stop(place)
+        else:
+            start = len(prompt) if self.whole.startswith(prompt) else self.common_start(place, prompt)
+        if through is None:
+            stop = self.common_stop(place, ends)
+        elif self.whole.startswith(through):
             stop = len(through)
         else:
             stop = self.same_stop(start, through, ends) or self.common_stop(place, ends)
@@ -304,6 +318,31 @@ class Renders:
             raise self.unclear(place)
         return start
 
+    def header_stop(self, place: int) -> int:
+        """Where the header of a turn ends that has no prompt before it: a conversation that an assistant begins, or one that the
+        template refuses to render up to there. The header is what opens an answer to a question; of its last occurrence before the
+        words, as much as is there, since some templates open a thought that earlier turns do not keep."""
+        words = shared(self.whole, self.with_other_words(place))
+        question, header = self.generation_prompt(place)
+        if not header:
+            return words
+        at, common = longest_shared(header, self.whole[:words])
+        # A question begins with the same token as an answer in many templates, so as much alone is no header.
+        if common <= longest_shared(header, question)[1]:
+            raise self.unclear(place)
+        return at + common
+
+    def generation_prompt(self, place: int) -> tuple[str, str]:
+        """A question as text, and what the template puts behind it to open an answer."""
+        question = [{"role": "user", "content": PROBE}]
+        try:
+            asked, opened = self.once(question, 1), self.once(question, 1, prompt=True)
+        except BadInput:
+            raise self.unclear(place) from None
+        if not opened.startswith(asked):
+            raise self.unclear(place)
+        return asked, opened[len(asked) :]
+
     def same_stop(self, start: int, through: str, ends: Collection[str]) -> int | None:
         """After the first special token that also ends the turn when it is the last one, if the turn is then the same."""
         last = through.rstrip()
@@ -331,6 +370,13 @@ class Renders:
 def shared(a: str, b: str) -> int:
     """How many characters two texts begin with in common."""
     return next((place for place, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def longest_shared(part: str, text: str) -> tuple[int, int]:
+    """Where most of the beginning of a part occurs last in a text, and how many characters of it."""
+    begins = (at for at in range(len(text) - 1, -1, -1) if text[at] == part[0])
+    at = max(begins, key=lambda at: shared(part, text[at:]), default=len(text))
+    return at, shared(part, text[at:])
 
 
 def without_blanks(text: str, start: int, stop: int, ends: Collection[str]) -> int:
