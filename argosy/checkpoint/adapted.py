@@ -21,7 +21,7 @@ from argosy.adapt.settings import ADAPTERS, Lora, LowRank
 from argosy.adapt.surgery import find
 from argosy.checkpoint import manifest
 from argosy.checkpoint.hub import read_json
-from argosy.checkpoint.peft import config_for, read_contents
+from argosy.checkpoint.peft import check_base, config_for, read_contents
 from argosy.checkpoint.peft_merge import with_adapter
 from argosy.checkpoint.peft_sites import CONFIG, FILES, Adapter, Contents, contractions
 from argosy.checkpoint.peft_write import contents_of
@@ -159,7 +159,13 @@ def open_peft(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Sto
         what = f"the base of these adapters, {name}, has adapters itself"
         hint = f"argosy convert {name} FOLDER merges those: name that folder as the base"
         raise BadInput(what, where=str(folder / CONFIG), hint=hint)
-    adapted = Adapted(Lora(), base, config, lambda: read_contents(folder, config))
+
+    def read() -> Contents:
+        contents = read_contents(folder, config)
+        check_base(contents, base.weights)
+        return contents
+
+    adapted = Adapted(Lora(), base, config, read)
     companions = folder if matching(folder, COMPANIONS) else base.companions
     return Stored(folder, "peft", config, adapted.weights, companions, base.hub, adapted)
 

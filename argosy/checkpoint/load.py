@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from argosy.adapt.base import FACTORS, fill_base
 from argosy.checkpoint.blocks import InBlocks, Origin, Rows
 from argosy.checkpoint.hub import Mapped, read_json
-from argosy.checkpoint.peft import config_for, mark_whole, put_adapter, read_contents, settle
+from argosy.checkpoint.peft import check_base, config_for, mark_whole, put_adapter, read_contents, settle
 from argosy.checkpoint.peft_sites import Contents
 from argosy.checkpoint.stored import Stored, open_model, stored_arrays
 from argosy.core.errors import BadInput
@@ -89,7 +89,9 @@ def load(
     config = stored.config if context is None else stored.config.for_context(context)
     config = config if adapter is None else config_for(adapter, config)
     contents = stored.adapted.contents if stored.adapted else Contents({})
-    contents = contents if adapter is None else read_contents(adapter, config)
+    if adapter is not None:
+        contents = read_contents(adapter, config)
+        check_base(contents, stored.weights)
     adapters = contents.adapters
     blocks = None if adapter is not None or tensor > 1 or run is not None or dtype != np.float32 or forms is None else stored.blocks
     layout = Unroll() if adapters or blocks is not None else run or default_run(config)

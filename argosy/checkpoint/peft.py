@@ -1,7 +1,10 @@
 """Reads low-rank adapters from the PEFT library's folders, adapter_config.json and adapter_model.safetensors, and puts them on models.
 
 The gain is alpha / r, or alpha / sqrt(r) with `use_rslora`; ranks and alphas may differ by module (`rank_pattern`,
-`alpha_pattern`). Features that change the function and are not built are refused: trained biases.
+`alpha_pattern`). Features that change the function and are not built are refused: trained biases, and initializations that also change
+the base (PiSSA and others), which PEFT repeats on the base whenever it loads such a folder.
+
+Beside adapters on an embedding or a head, PEFT saves the base's own weight (`base_layer.weight`). It must be that of the base here.
 
 Modules that were trained in full (`modules_to_save`) lie beside the factors under their own names. PEFT copies such a module, which
 unties it: of an embedding and a head that are tied, it trains one and leaves the other. So both are written, and a folder with only
@@ -27,6 +30,7 @@ from argosy.checkpoint.peft_sites import (
     FILES,
     PREFIX,
     SCORES,
+    UNDER,
     WEIGHTS,
     Adapter,
     Contents,
@@ -37,7 +41,7 @@ from argosy.checkpoint.peft_sites import (
 )
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported, nearest, some
-from argosy.core.formats import View
+from argosy.core.formats import Reader, View
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
 from argosy.models.parts.weight import put, variable
@@ -54,6 +58,10 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
 }
 
+# Values of `init_lora_weights` that leave the base as it is. PEFT subtracts from the base what the others start from (PiSSA, OLoRA,
+# CorDA, LoRA-GA), or replaces it (LoftQ), when the adapter is made and each time that it is loaded.
+PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+
 
 def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
     """Reads a PEFT folder that holds adapters alone, by the name of the contraction that each is on.
@@ -62,12 +70,15 @@ def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
         BadInput: as `read_contents`.
         Unsupported: as `read_contents`; or modules were trained in full.
     """
-    adapters, whole, _ = read_contents(folder, config)
-    if whole:
-        what = f"modules trained in full beside other adapters are not built: {some(sorted(whole))}"
-        hint = "argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it"
+    contents = read_contents(folder, config)
+    hint = "argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it"
+    if contents.whole:
+        what = f"modules trained in full beside other adapters are not built: {some(sorted(contents.whole))}"
         raise Unsupported(what, where=str(folder), hint=hint)
-    return adapters
+    if contents.base:
+        what = f"weights of the base beside other adapters are not built: {some(sorted(contents.base))}"
+        raise Unsupported(what, where=str(folder), hint=f"save it with save_embedding_layers=False; or {hint}")
+    return contents.adapters
 
 
 def config_for(folder: str | Path, config: Any) -> Any:
@@ -136,14 +147,19 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
         # B is zero there, because no gradient reaches it.
         used.update(index)
     whole, names = _read_whole(keys, file, config, folder)
-    used.update(names)
+    base, base_names = _read_base(file, config)
+    used.update(names, base_names)
+    for _, head in tied(config):
+        if any(name.startswith(f"{PREFIX}{head.removesuffix('weight')}lora_") for name in file.names):
+            what = f"an adapter on `{head.removesuffix('.weight')}`, which is tied to the embedding: not built"
+            raise Unsupported(what, where=str(folder), hint="untie the head first, or leave it out of the adapter")
     if strange := sorted(set(file.names) - used):
         hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
         what = f"{plural(len(strange), 'tensor', 'belongs', 'belong')} to no module of this model: {', '.join(strange[:4])}"
         raise BadInput(what, where=str(folder), hint=hint)
     if not out:
         raise BadInput("the folder has no adapter", where=str(folder))
-    return Contents(out, whole, float(keys.get("lora_dropout") or 0.0))
+    return Contents(out, whole, _number(keys.get("lora_dropout") or 0.0, "lora_dropout"), base)
 
 
 def _read_whole(
@@ -169,6 +185,30 @@ def _read_whole(
     whole = {path: np.asarray(table.read(theirs, path)) for path in dict.fromkeys(p for paths in found.values() for p in paths)}
     used = {PREFIX + name for name in found} | {PREFIX + head for _, head in tied(config)}
     return whole, used & set(file.names)
+
+
+def _read_base(file: SafeTensors, config: Any) -> tuple[dict[str, np.ndarray], set[str]]:
+    """The weights of the base that lie beside adapters, by per-layer name, and their names in the file."""
+    table = KeyMap(*config.hub_rows())
+    names = {name.removeprefix(PREFIX).replace(f".{UNDER}", "."): name for name in file.names if f".{UNDER}" in name}
+    theirs = View(file, names=names)
+    found = table.ours_of(theirs.names)
+    paths = dict.fromkeys(path for paths in found.values() for path in paths)
+    return {path: np.asarray(table.read(theirs, path)) for path in paths}, {names[name] for name in found}
+
+
+def check_base(contents: Contents, weights: Reader) -> None:
+    """Compares the weights of the base that a PEFT folder holds with the base's own, in the type that has fewer bits.
+
+    Raises:
+        Unsupported: one is another: the adapters were trained on a changed base, such as one with further tokens.
+    """
+    for name, theirs in contents.base.items():
+        ours = weights.read(name)
+        small = min(ours.dtype, theirs.dtype, key=lambda kind: kind.itemsize)
+        if ours.shape != theirs.shape or not np.array_equal(ours.astype(small), theirs.astype(small)):
+            what = f"the folder's own `{UNDER}weight` of `{name.removesuffix('.w')}` is not that of the base model"
+            raise Unsupported(what, hint="the adapters were trained on a changed base, such as one with more tokens: load those onto it")
 
 
 def _ends(tensor: str, module: str) -> bool:
@@ -218,12 +258,40 @@ def settle(model: Any) -> None:
 
 
 def _check(keys: Mapping[str, Any], folder: Path) -> None:
+    where = str(folder / CONFIG)
     if str(keys.get("peft_type", "LORA")).upper() != "LORA":
         raise Unsupported(f"adapters of type {keys['peft_type']} are not built", hint="only low-rank adapters (LORA) are")
     wrong = [f"{key} = {keys[key]!r}" for key, plain in PLAIN.items() if key in keys and keys[key] not in plain]
     if wrong:
         what = f"{', '.join(wrong)}: not built"
-        raise Unsupported(what, where=str(folder / CONFIG), hint="merge the adapter with PEFT first")
+        raise Unsupported(what, where=where, hint="merge the adapter with PEFT first")
+    if (start := keys.get("init_lora_weights")) not in PLAIN_INITS:
+        what = f"init_lora_weights = {start!r} changes the weights of the base each time that PEFT loads this folder: not built"
+        hint = "save it with PEFT's path_initial_model_for_weight_conversion, which makes it plain LoRA, or merge it with PEFT first"
+        raise Unsupported(what, where=where, hint=hint)
+    if not isinstance(patterns := keys.get("alpha_pattern") or {}, dict):
+        raise BadInput("alpha_pattern is not an object", where=where, hint="it maps names of modules to alphas")
+    if isinstance(modules := keys.get("modules_to_save") or [], str) or not all(isinstance(name, str) for name in modules):
+        raise BadInput("modules_to_save is not a list of names", where=where)
+    for name, value in {"lora_alpha": keys.get("lora_alpha", 8), **patterns}.items():
+        _number(value, name, where)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise BadInput(f"`{pattern}` in alpha_pattern is no pattern: {error}", where=where) from None
+
+
+def _number(value: Any, name: str, where: str = CONFIG) -> float:
+    """A finite number.
+
+    Raises:
+        BadInput: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        shown = "null" if value is None else repr(value)[:40]
+        raise BadInput(f"`{name}` is {shown}, not a number", where=where)
+    return float(value)
 
 
 def _gain(keys: Mapping[str, Any], module: str, rank: int, experts: int) -> float:

@@ -26,6 +26,8 @@ from argosy.models.parts.stack import Unroll
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# What PEFT puts into the name of a weight of the base that has an adapter.
+UNDER = "base_layer."
 # PEFT's task type of models with a head of scores.
 SCORES = "SEQ_CLS"
 
@@ -42,11 +44,13 @@ class Adapter(NamedTuple):
 
 class Contents(NamedTuple):
     """What a PEFT folder holds: adapters by the per-layer name of their contraction, and the weights of modules that were trained in
-    full by their per-layer name. dropout: that the adapters were trained with."""
+    full by their per-layer name. dropout: that the adapters were trained with. base: weights of the base that PEFT saved beside
+    adapters on an embedding or a head, by per-layer name; `peft.check_base` compares them with the base's."""
 
     adapters: Mapping[str, Adapter]
     whole: Mapping[str, np.ndarray] = MappingProxyType({})
     dropout: float = 0.0
+    base: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from argosy.checkpoint import manifest
 from argosy.checkpoint.hub import Mapped, check_tied
 from argosy.checkpoint.load import tokenizer_of
-from argosy.checkpoint.peft import config_for, read_contents
+from argosy.checkpoint.peft import check_base, config_for, read_contents
 from argosy.checkpoint.peft_merge import merged
 from argosy.checkpoint.peft_sites import FILES
 from argosy.checkpoint.peft_write import write_adapter
@@ -79,6 +79,7 @@ def convert(
     if adapter is not None:
         config = config_for(adapter, stored.config)
         contents = read_contents(adapter, config)
+        check_base(contents, stored.weights)
         stored = replace(stored, config=config, weights=merged(stored.weights, contents, config))
         identity["adapter"] = [manifest.describe(Path(adapter) / name)["sha256"][:12] for name in FILES]
         say(f"merging adapters on {plural(len(contents.adapters), 'weight')}")

@@ -236,6 +236,19 @@ def broken(tmp_path):
         ({"bias": "all"}, Unsupported, "bias"),
         ({"modules_to_save": ["lm_head"]}, BadInput, "modules_to_save has lm_head, and the file no such tensors"),
         ({"peft_type": "IA3"}, Unsupported, "IA3"),
+        ({"init_lora_weights": "pissa"}, Unsupported, "init_lora_weights = 'pissa' changes the weights of the base"),
+        ({"init_lora_weights": "pissa_niter_16"}, Unsupported, "init_lora_weights = 'pissa_niter_16'"),
+        ({"init_lora_weights": "olora"}, Unsupported, "init_lora_weights = 'olora'"),
+        ({"init_lora_weights": "corda"}, Unsupported, "init_lora_weights = 'corda'"),
+        ({"init_lora_weights": "loftq"}, Unsupported, "init_lora_weights = 'loftq'"),
+        ({"init_lora_weights": "lora_ga"}, Unsupported, "init_lora_weights = 'lora_ga'"),
+        ({"lora_alpha": None}, BadInput, "`lora_alpha` is null, not a number"),
+        ({"lora_alpha": "16"}, BadInput, "`lora_alpha` is '16', not a number"),
+        ({"lora_dropout": "a little"}, BadInput, "`lora_dropout` is 'a little', not a number"),
+        ({"alpha_pattern": {"q_proj": None}}, BadInput, "`q_proj` is null, not a number"),
+        ({"alpha_pattern": {"(": 2}}, BadInput, "`\\(` in alpha_pattern is no pattern"),
+        ({"alpha_pattern": ["q_proj"]}, BadInput, "alpha_pattern is not an object"),
+        ({"modules_to_save": "lm_head"}, BadInput, "modules_to_save is not a list of names"),
     ],
 )
 def test_what_would_change_the_function_is_refused(broken, said, error, match):
@@ -244,6 +257,54 @@ def test_what_would_change_the_function_is_refused(broken, said, error, match):
     (folder / CONFIG).write_text(json.dumps(old | said))
     with pytest.raises(error, match=match):
         read_adapter(folder, config)
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_an_initialization_that_leaves_the_base_alone_is_read(broken, start):
+    folder, config = broken
+    expected = read_adapter(folder, config)
+    (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | {"init_lora_weights": start}))
+    assert read_adapter(folder, config).keys() == expected.keys()
+
+
+def rewritten(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / WEIGHTS)
+
+
+def test_the_bases_own_weights_beside_adapters_on_an_embedding_and_a_head(tmp_path):
+    """What PEFT saves by default for these modules (save_embedding_layers="auto"), on the model that its logits are known of."""
+    golden, folder = dict(np.load(ADAPTERS / "qwen3-plain" / "golden.npz")), tmp_path / "adapter"
+    base = write_model(ADAPTERS.parent / "models" / "qwen3-plain", tmp_path / "base")
+    shutil.copytree(ADAPTERS / "qwen3-plain", folder)
+    weights, file = open_model(base).weights, SafeTensors.open(folder / WEIGHTS)
+    own = {"model.embed_tokens": "embed.w", "lm_head": "head.w"}
+    # The head is stored the other way around: read as the Hub has it.
+    theirs = {name: np.asarray(weights.read(ours)) for name, ours in own.items()}
+    theirs["lm_head"] = theirs["lm_head"].T
+    arrays = {name: np.array(file.read(name)) for name in file.names}
+    saved = {f"base_model.model.{name}.base_layer.weight": array for name, array in theirs.items()}
+    rewritten(folder, arrays | saved)
+    assert relative(argosy.load(base, adapter=folder).logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
+    convert(str(base), tmp_path / "merged", "hub", None, adapter=str(folder))
+    assert relative(argosy.load(tmp_path / "merged").logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
+    with pytest.raises(Unsupported, match="weights of the base beside other adapters"):
+        read_adapter(folder, open_model(base).config)
+    rewritten(folder, arrays | {name: array + 1 for name, array in saved.items()})
+    with pytest.raises(Unsupported, match=r"`base_layer\.weight` of `(embed|head)` is not that of the base model"):
+        argosy.load(base, adapter=folder)
+    with pytest.raises(Unsupported, match=r"is not that of the base model"):
+        convert(str(base), tmp_path / "again", "hub", None, adapter=str(folder))
+
+
+def test_an_adapter_on_a_tied_head_is_refused_by_name(tmp_path):
+    golden, config = ADAPTERS / "qwen3-plain", open_model(write_model(ADAPTERS.parent / "models" / "qwen2-tied", tmp_path / "base")).config
+    shutil.copytree(golden, tmp_path / "adapter")
+    file = SafeTensors.open(golden / WEIGHTS)
+    rewritten(tmp_path / "adapter", {name: np.array(file.read(name)) for name in file.names if "lm_head" in name})
+    with pytest.raises(Unsupported, match="`lm_head`, which is tied to the embedding"):
+        read_adapter(tmp_path / "adapter", config)
 
 
 def test_an_adapter_of_another_model_is_refused(broken):
@@ -267,7 +328,7 @@ def test_a_model_without_adapters_has_none_to_save_or_merge(tmp_path):
 def test_an_adapter_is_written_completely_or_not_at_all(case, tmp_path, monkeypatch):
     base, adapter, _ = case
     config = open_model(base).config
-    adapters, whole, _ = read_contents(adapter, config)
+    adapters, whole, *_ = read_contents(adapter, config)
 
     def cut(self, files, *_):
         raise OSError(28, "No space left on device")
