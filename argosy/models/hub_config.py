@@ -178,10 +178,7 @@ def read_rope(
     Raises:
         BadInput: a kind of scaling that is not built.
     """
-    parameters = config.get("rope_parameters") or {}
-    if layer_type in parameters:
-        parameters = parameters[layer_type] or {}
-    scaling = dict(parameters or config.get("rope_scaling") or {})
+    scaling = _rope_keys(config, layer_type, {"rope_theta": default_base, "partial_rotary_factor": 1.0 if partial is None else partial})
     base = scaling.pop("rope_theta", None) or config.get("rope_theta") or default_base
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
@@ -207,6 +204,30 @@ def read_rope(
         if kind == "default"
         else out | {"scaling": {"kind": kind} | {names[k]: v for k, v in scaling.items() if v is not None}}
     )
+
+
+def _rope_keys(config: Mapping[str, Any], layer_type: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The object that says how positions turn. As in transformers (`convert_rope_params_to_dict`, 5.x), `rope_scaling`, which model
+    cards ask to be added by hand, replaces `rope_parameters`; among parameters by type of layer it adds to those of full attention.
+
+    Args:
+        defaults: the values of keys that are nowhere.
+
+    Raises:
+        BadInput: `rope_scaling` would replace a value that it does not repeat, which transformers drops.
+    """
+    parameters, added = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if layer_type in parameters:
+        own = parameters[layer_type] or {}
+        return {**own, **added} if layer_type == "full_attention" else dict(own)
+    if not added:
+        return dict(parameters)
+    for key, default in defaults.items():
+        value = parameters.get(key)
+        if value is not None and added.get(key) is None and config.get(key) is None and value != default:
+            what = f"config.json: `rope_scaling` replaces `rope_parameters`, and with it {key} = {value}"
+            raise BadInput(what, hint=f"write the scaling into `rope_parameters`, or `{key}` into `rope_scaling` too")
+    return dict(added)
 
 
 READERS: dict[str, dict[str, str]] = {

@@ -99,7 +99,7 @@ def _newer(config: dict[str, Any]) -> dict[str, Any]:
 
 def _attention_factor(config: dict[str, Any], original: int) -> float:
     """The factor of the paper (arXiv:2402.13753) for the ratio of the two contexts."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     factor = scaling.get("factor") or config["max_position_embeddings"] / original
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 

@@ -1,5 +1,7 @@
 """config.json of both generations, what is not said, what is not understood."""
 
+from typing import Any
+
 import pytest
 
 from argosy.checkpoint.hub import config_from
@@ -63,6 +65,30 @@ def test_a_window_said_to_be_none_is_none_and_llama_never_has_one():
             },
             (1e4, Yarn(factor=4, original=64)),
         ),
+        # As model cards ask for: a scaling by hand beside what transformers 5 has written. It wins, as it does there.
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+                "rope_scaling": {"rope_type": "linear", "factor": 4},
+            },
+            (5e5, Linear(factor=4)),
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            },
+            (1e4, Yarn(factor=4, original=64)),
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+                "rope_scaling": {"rope_type": "linear", "factor": 4, "rope_theta": 5e5},
+            },
+            (5e5, Linear(factor=4)),
+        ),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_scaling": None}, (5e5, None)),
     ],
 )
 def test_rope_of_both_generations(said, expected):
@@ -79,11 +105,23 @@ def test_rope_of_both_generations(said, expected):
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "strange": 1}}, "strange"),
         ({"partial_rotary_factor": 0.5}, "partial"),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 4}},
+            "`rope_scaling` replaces `rope_parameters`, and with it rope_theta",
+        ),
     ],
 )
 def test_what_would_change_the_numbers_is_refused(said, match):
     with pytest.raises(BadInput, match=match):
         LlamaConfig.from_hub(BASE | said)
+
+
+def test_a_scaling_beside_parameters_by_type_of_layer_is_that_of_full_attention():
+    both = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    said = BASE | GROUPS | {"model_type": "gemma3_text", "rope_parameters": both, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config: Any = config_from(said, "")
+    assert (config.rope.base, config.rope.scaling) == (1e6, Linear(factor=8))
+    assert (config.local_rope.base, config.local_rope.scaling) == (1e4, None)
 
 
 def test_both_a_window_and_biases_cannot_be_written_for_the_hub():
