@@ -208,7 +208,7 @@ def check_base(contents: Contents, weights: Reader) -> None:
         small = min(ours.dtype, theirs.dtype, key=lambda kind: kind.itemsize)
         if ours.shape != theirs.shape or not np.array_equal(ours.astype(small), theirs.astype(small)):
             what = f"the folder's own `{UNDER}weight` of `{name.removesuffix('.w')}` is not that of the base model"
-            raise Unsupported(what, hint="the adapters were trained on a changed base, such as one with more tokens: load those onto it")
+            raise Unsupported(what, hint="they were trained on a changed base, such as one with more tokens: load them onto that")
 
 
 def _ends(tensor: str, module: str) -> bool:

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from argosy.cli.output import Doing, answer, say
 from argosy.core.errors import BadInput
+from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 from argosy.core.settings import Settings, read_settings, words_layer
 from argosy.infer.settings import PlainEngineSettings, with_adapters
 from argosy.jobs import machine
@@ -169,7 +170,10 @@ def read_prompt(prompt: str | None) -> str:
 
 def read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        data = Path(path).read_bytes()
+        refuse_binary(data[:HEAD_BYTES], path)
+        # Line ends as `read_text` gives them.
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError:
         raise BadInput(f"{path} is not UTF-8 text") from None
     except OSError as error:

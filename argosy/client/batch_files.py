@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged
+from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 
 FIELDS = {"custom_id", "method", "url", "body"}
 # Power may fail too: what was written by then is safe.
@@ -41,10 +42,17 @@ class Row:
 
 
 def rows(path: Path) -> Iterator[Row]:
-    """The rows of a file; blank lines are none."""
+    """The rows of a file; blank lines are none.
+
+    Raises:
+        BadInput: it holds no text but something else, such as a table or an archive.
+    """
     seen: dict[str, int] = {}
     with path.open("rb") as file:
+        refuse_binary(file.read(HEAD_BYTES), str(path))
+        file.seek(0)
         for number, line in enumerate(file, 1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if not line.strip():
                 continue
             row = _row(number, line)

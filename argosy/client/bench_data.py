@@ -12,6 +12,7 @@ from argosy.client.client import Transport, ask
 from argosy.client.settings import BenchSettings
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 
 # Tokens of an answer where nothing says another number.
 OUTPUT_LEN = 128
@@ -88,7 +89,9 @@ def read(path: Path, settings: BenchSettings) -> list[Sample]:
         BadInput: as `Source`.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()
+        refuse_binary(data[:HEAD_BYTES], str(path))
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise BadInput(f"{path} is not UTF-8 text") from None
     except OSError as error:

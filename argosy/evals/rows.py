@@ -13,6 +13,8 @@ from typing import Any
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
+from argosy.core.json_text import parse_json
 from argosy.data.sources import Record
 from argosy.data.sources.records import FORMATS, Reader
 
@@ -50,11 +52,12 @@ def read_text(path: Path) -> str:
     """The text of a file, which may be compressed.
 
     Raises:
-        BadInput: it cannot be read, or is not UTF-8.
+        BadInput: it cannot be read, holds no text but something else, or is not UTF-8.
     """
     try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        refuse_binary(data[:HEAD_BYTES], str(path))
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 text", where=f"byte {error.start}") from None
     except (gzip.BadGzipFile, zlib.error, EOFError):
@@ -74,7 +77,7 @@ def read_rows(path: Path) -> list[Fields]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except (ValueError, RecursionError) as error:
             raise BadInput(f"a line that is not JSON: {error}", where=f"{path}, line {number}") from None
         if not isinstance(row, dict):

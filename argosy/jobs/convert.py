@@ -129,7 +129,7 @@ def adapters_alone(
         raise BadInput(f"{source} has no adapters", hint="to=peft is for a run with adapter=lora, dora or qlora")
     if dtype is not None or adapter is not None:
         raise BadInput("to=peft takes neither dtype nor adapter: adapters are written in float32", hint="leave them out")
-    adapters, whole, dropout = stored.adapted.contents
+    adapters, whole, dropout, _ = stored.adapted.contents
     write_adapter(target, stored.config, adapters, str(stored.adapted.base.path), whole, dropout)
     sizes = [array.size for one in adapters.values() for array in (one.a, one.b, one.m) if array is not None]
     sizes += [array.size for array in whole.values()]

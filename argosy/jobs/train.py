@@ -185,7 +185,7 @@ def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
     adapted = stored.adapted
     assert adapted is not None
     try:
-        base, (adapters, whole, dropout) = str(adapted.base.path), adapted.contents
+        base, (adapters, whole, dropout, _) = str(adapted.base.path), adapted.contents
         directory.write_adapter(lambda folder: write_adapter(folder, stored.config, adapters, base, whole, dropout))
     except Unsupported as error:
         say(f"no PEFT folder: {error.what}; `argosy convert {directory} FOLDER` merges them")

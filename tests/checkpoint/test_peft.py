@@ -299,7 +299,8 @@ def test_the_bases_own_weights_beside_adapters_on_an_embedding_and_a_head(tmp_pa
 
 
 def test_an_adapter_on_a_tied_head_is_refused_by_name(tmp_path):
-    golden, config = ADAPTERS / "qwen3-plain", open_model(write_model(ADAPTERS.parent / "models" / "qwen2-tied", tmp_path / "base")).config
+    golden, base = ADAPTERS / "qwen3-plain", write_model(ADAPTERS.parent / "models" / "qwen2-tied", tmp_path / "base")
+    config = open_model(base).config
     shutil.copytree(golden, tmp_path / "adapter")
     file = SafeTensors.open(golden / WEIGHTS)
     rewritten(tmp_path / "adapter", {name: np.array(file.read(name)) for name in file.names if "lm_head" in name})

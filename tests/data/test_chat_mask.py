@@ -110,7 +110,8 @@ def test_an_assistant_may_begin_the_conversation(name, first):
     """Templates that render it are never asked to render nothing, which many of them fail at, and a default system prompt that they
     write before the first message is no word of the assistant."""
     words = ["hello1", "fine2"]
-    messages = [*first, *({"role": role, "content": word} for role, word in zip(("assistant", "user", "assistant"), ("hello1", "how?", "fine2")))]
+    said_by = [("assistant", "hello1"), ("user", "how?"), ("assistant", "fine2")]
+    messages = [*first, *({"role": role, "content": word} for role, word in said_by)]
     marks = {*ENDS.get(name, ["<|im_end|>"] * 2), *re.findall(r"<\|[a-z_]+\|>", template_of(name)), *SPECIAL.values()}
     tokenizer = tokenizer_for(template_of(name), *marks)
     if refused := REFUSED.get(name, [None, None])[len(first)]:

@@ -121,6 +121,55 @@ def test_an_endless_line_of_json_is_not_read_to_its_end(tmp_path, monkeypatch):
         list(JsonLines(write(tmp_path / "t.jsonl", '{"text": "' + "x" * 200 + '"}')).documents())
 
 
+BINARIES = {
+    "Parquet": b"PAR1\x15\x04\x15\x10" * 9,
+    "gzip": gzip.compress(b"text"),
+    "numpy": b"\x93NUMPY\x01\0" * 9,
+    "UTF-16": "hi".encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.parquet", "a.txt.gz"])
+@pytest.mark.parametrize("kind", BINARIES)
+def test_a_file_that_is_no_text_is_refused_by_what_it_is_whatever_its_name(tmp_path, kind, name):
+    """Its bytes are never trained on, also where bytes that are not UTF-8 are to be replaced, and no hint says to do that."""
+    data = gzip.compress(BINARIES[kind]) if name.endswith(".gz") else BINARIES[kind]
+    path = write(tmp_path / name, data)
+    for spec, how in ((str(path), {}), (f"text:{path}", {}), (f"{tmp_path}/a*", {}), (str(path), {"invalid": "replace"})):
+        with pytest.raises(BadInput, match=f"this is .*{kind}.*, not text") as caught:
+            texts(find_source(DataSettings(source=spec, **how)))
+        assert "invalid" not in str(caught.value)
+        assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize("name", ["table.csv", "table.tsv", "TABLE.CSV", "table.csv.gz"])
+def test_a_table_is_refused_by_its_name_and_not_trained_as_text(tmp_path, name):
+    path = write(tmp_path / name, gzip.compress(b"a,b\n1,2\n") if name.endswith(".gz") else "a,b\n1,2\n")
+    for spec in (str(path), f"{tmp_path}/*"):
+        with pytest.raises(BadInput, match=r"\(CSV, TSV\) are not read yet") as caught:
+            find_source(DataSettings(source=spec))
+        assert "JSON lines" in str(caught.value.hint)
+    assert texts(find_source(DataSettings(source=f"text:{path}"))) == ["a,b\n1,2\n"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.jsonl.gz", "a.txt"])
+def test_a_byte_order_mark_is_no_part_of_any_file(tmp_path, name):
+    body = {"a.json": '[{"text": "one"}, {"text": "two"}]', "a.txt": "one"}.get(name, '{"text": "one"}\n{"text": "two"}\n')
+    data = f"\ufeff{body}".encode()
+    path = write(tmp_path / name, gzip.compress(data) if name.endswith(".gz") else data)
+    assert texts(find_source(DataSettings(source=str(path)))) == (["one"] if name == "a.txt" else ["one", "two"])
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_half_of_a_surrogate_pair_is_reported_with_its_record(tmp_path, array):
+    rows = ['{"text": "good"}', '{"text": "bad \\ud800 half"}']
+    path = write(tmp_path / ("a.json" if array else "a.jsonl"), f"[{','.join(rows)}]" if array else "\n".join(rows))
+    where = f"{path}, record 1" if array else f"{path}:2"
+    with pytest.raises(BadInput, match="half of a surrogate pair") as caught:
+        texts(find_source(DataSettings(source=str(path))))
+    assert caught.value.where == where
+
+
 def test_a_folder_reads_its_files_in_the_order_of_their_paths(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / ".hidden").mkdir()

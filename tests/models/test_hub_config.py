@@ -117,8 +117,10 @@ def test_what_would_change_the_numbers_is_refused(said, match):
 
 
 def test_a_scaling_beside_parameters_by_type_of_layer_is_that_of_full_attention():
-    both = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    said = BASE | GROUPS | {"model_type": "gemma3_text", "rope_parameters": both, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    plain = {"rope_type": "default"}
+    both = {"full_attention": plain | {"rope_theta": 1e6}, "sliding_attention": plain | {"rope_theta": 1e4}}
+    said = BASE | GROUPS | {"model_type": "gemma3_text", "rope_parameters": both}
+    said |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     config: Any = config_from(said, "")
     assert (config.rope.base, config.rope.scaling) == (1e6, Linear(factor=8))
     assert (config.local_rope.base, config.local_rope.scaling) == (1e4, None)

@@ -266,8 +266,20 @@ def reader_of(spec: str) -> str:
         return "folder"
     if not path.exists():
         raise missing(path)
+    refuse_table(path)
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     return "jsonl" if suffixes and suffixes[-1] in (".jsonl", ".ndjson", ".json") else "text"
+
+
+def refuse_table(path: Path) -> None:
+    """Checks that a file is no table of separated values, whose lines would train as text. `text:FILE` reads it as text all the same.
+
+    Raises:
+        BadInput: it is, by its name.
+    """
+    if path.name.lower().removesuffix(".gz").endswith((".csv", ".tsv")):
+        hint = "convert it to JSON lines, an object a row: pandas reads it, and `.to_json(FILE, orient='records', lines=True)` writes"
+        raise BadInput("tables of separated values (CSV, TSV) are not read yet", where=str(path), hint=hint)
 
 
 def missing(path: Path) -> BadInput:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from argosy.core.errors import BadInput, nearest
+from argosy.core.json_text import parse_json
 from argosy.data.sources import Record
 from argosy.data.sources.preferences import instructed, labeled, preference, stepwise
 
@@ -90,7 +91,7 @@ class Reader:
             BadInput: it is not an object, or not of the format.
         """
         try:
-            found = json.loads(line)
+            found = parse_json(line)
         except (ValueError, RecursionError) as e:
             raise BadInput(f"not a line of JSON: {e}"[:200], where=where) from None
         if not isinstance(found, dict):
@@ -257,7 +258,7 @@ class Reader:
 def function_call(text: str, where: str) -> list[dict[str, Any]]:
     """The calls that a ShareGPT message `from: function_call` holds as JSON: one object, or several."""
     try:
-        given = json.loads(text)
+        given = parse_json(text)
     except (ValueError, RecursionError):
         given = None
     calls = given if isinstance(given, list) else [given]
@@ -288,7 +289,7 @@ def calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = parse_json(arguments or "{}")
             except (ValueError, RecursionError):
                 raise BadInput("the arguments of a tool call are not JSON", where=where) from None
         found.append(call | {"function": function | {"arguments": {} if arguments is None else arguments}})
@@ -299,7 +300,7 @@ def tools_of(given: Any, where: str) -> list[Any] | None:
     """The functions that a conversation may call; None where there are none."""
     if isinstance(given, str):
         try:
-            given = json.loads(given) if given.strip() else None
+            given = parse_json(given) if given.strip() else None
         except (ValueError, RecursionError):
             raise BadInput("`tools` is a text that is not JSON", where=where) from None
     if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):

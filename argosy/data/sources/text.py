@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.data.sources import Document, Source, is_prepared, missing, reader_of
+from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
+from argosy.data.sources import Document, Source, is_prepared, missing, reader_of, refuse_table
 from argosy.data.sources.records import Reader
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class JsonLines(Source):
                 if len(line) > LINE_BYTES:
                     raise BadInput(f"a line of JSON longer than {LINE_BYTES >> 20} MiB", where=f"{self.path}:{number}")
                 text = decode(line, offset, self.path, self.invalid)
+                text = text.removeprefix("\ufeff") if number == 1 else text
                 if text.strip():
                     yield self.document(text, f"{self.path}:{number}")
                 offset += len(line)
@@ -163,6 +165,8 @@ class Folder(Source):
         root = Path(where).expanduser()
         matched = readable_below(root) if root.is_dir() else map(Path, sorted(glob(str(root), recursive=True)))
         self.paths = [path for path in matched if path.is_file()]
+        for path in self.paths:
+            refuse_table(path)
         if not self.paths:
             if is_prepared(root.parent):
                 what = f"`{where}` is part of a prepared corpus"
@@ -305,7 +309,7 @@ def decode(data: bytes, offset: int, path: Path, invalid: str) -> str:
         raise BadInput(
             f"not UTF-8: byte 0x{data[e.start]:02x} at offset {place:,}",
             where=str(path),
-            hint="convert the file, or read it with `data.invalid=replace`",
+            hint="text in another encoding: convert it (`iconv -t UTF-8`); a text with damaged bytes: `data.invalid=replace`",
         ) from None
 
 
@@ -328,9 +332,16 @@ def readable_below(root: Path) -> list[Path]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, unpacked. Errors while reading name the file."""
+    """The file's bytes, unpacked. Errors while reading name the file.
+
+    Raises:
+        BadInput: it holds no text but something else, such as a table or an image; or it cannot be read.
+        Damaged: a gzip file that is cut or wrong.
+    """
     try:
         with cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as stream:
+            refuse_binary(stream.read(HEAD_BYTES), str(path))
+            stream.seek(0)
             yield stream
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise Damaged(f"a damaged gzip file: {e}", where=str(path)) from None
