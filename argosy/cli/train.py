@@ -52,7 +52,8 @@ def train(
     reading = settled(recipe, words or [])
     where = directory_of(reading, recipe)
     if place is None or not place.rank:
-        say(f"training {recipe} for {plural(reading.value.steps, 'step')} in {where}; loading jax ...")
+        most = "at most " if reading.value.data.epochs is not None else ""
+        say(f"training {recipe} for {most}{plural(reading.value.steps, 'step')} in {where}; loading jax ...")
     machine.start_jax()
     from argosy.jobs.train import command_of, run
     from argosy.observe.terminal.live import Terminal

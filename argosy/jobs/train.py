@@ -299,12 +299,12 @@ class Training:
 
     def say_what_changed(self, meta: Mapping[str, Any]) -> None:
         """Reports what another number of steps does to the learning rate, if anything."""
-        from argosy.run.assemble import scheduled
+        from argosy.run.assembly import scheduled_steps
 
         before, step = int(meta["settings"]["steps"]), int(meta["step"])
         if before == self.settings.steps:
             return
-        was = scheduled(before, self.assembly.batches)
+        was = scheduled_steps(before, self.assembly.batches)
         old = self.settings.optimizer.learning_rate * float(self.settings.schedule.build(was)(step))
         new = float(self.assembly.rate(step))
         if abs(new - old) <= 1e-6 * max(old, new):
@@ -363,7 +363,7 @@ class Training:
         began = int(state.step)
 
         def pace(seconds: float) -> None:
-            self.say_pace(seconds, settings.steps - began)
+            self.say_pace(seconds, a.steps - began)
 
         def log_step(step: int, numbers: dict[str, float]) -> None:
             last.clear()
@@ -412,7 +412,7 @@ class Training:
                 if settings.rollout is not None:
                     hooks += self.begin_rollouts(saver, metrics, answers, watch.between)
                 if a.evals is not None:
-                    evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, watch.between)
+                    evaluation = Evaluation(a, a.steps, saver, metrics, self.view, self.clock, watch.between)
                     hooks.append(Every("evaluation", settings.eval.every, evaluation))
                 hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
                 if settings.checkpoint.local is not None:

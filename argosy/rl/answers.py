@@ -13,6 +13,7 @@ from argosy.data.rows.prompts import Prompt
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
+from argosy.rl.thoughts import opens_thought
 
 # Kinds of random streams of a run, which never overlap.
 ROLLOUT, EVALUATION = 0, 1
@@ -97,7 +98,7 @@ class Answer:
 
     tokens: after the prompt, the end-of-sequence token included. live: whether the policy made each of them; an environment made the
     others. logprobs: of each in the distribution that it was drawn from; NaN for the environment's. ended: by its own end, not by the
-    limit. text: of the tokens, without the end. played: with an environment, how it went.
+    limit. text: of the tokens, without the end. played: with an environment, how it went. thinking: the prompt ends inside a thought.
     """
 
     prompt: Prompt
@@ -107,6 +108,12 @@ class Answer:
     ended: bool
     text: str
     played: Played | None = None
+    thinking: bool = False
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop`, or `length` where the limit of tokens cut it."""
+        return "stop" if self.ended else "length"
 
     @property
     def said(self) -> Any:
@@ -142,7 +149,8 @@ def sampled(
     for prompt, one in zip(prompts, found, strict=True):
         shown = one.tokens[:-1] if one.ended else one.tokens
         text = lm.tokenizer.decode(shown) if lm.tokenizer is not None else " ".join(map(str, shown))
-        answers.append(Answer(prompt, one.tokens, [True] * len(one.tokens), one.logprobs, one.ended, text))
+        thinking = opens_thought(lm.tokenizer, prompt.tokens)
+        answers.append(Answer(prompt, one.tokens, [True] * len(one.tokens), one.logprobs, one.ended, text, thinking=thinking))
     return answers
 
 

@@ -1,6 +1,7 @@
 """Built-in rewards: functions like those of users, each for one completion alone. Rows whose column is empty have no reward.
 
-A completion is a text, or the text of its last message.
+A completion is a text, or the text of its last message. All but `format` grade what stands behind its thoughts; a thought that is not
+closed earns nothing.
 """
 
 import math
@@ -8,6 +9,8 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from argosy.rl.thoughts import without_thoughts
 
 # The format of DeepSeek-R1 (arXiv:2501.12948, table 1).
 R1 = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
@@ -24,20 +27,55 @@ def text_of(completion: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _each(completions: Sequence[Any], column: Sequence[Any], reward: Callable[[str, Any], float]) -> list[float | None]:
-    return [None if item in (None, "", []) else reward(text_of(one), item) for one, item in zip(completions, column, strict=True)]
+def _each(
+    completions: Sequence[Any], column: Sequence[Any], reward: Callable[[str, Any], float | None], thinking_prompts: Sequence[bool] | None
+) -> list[float | None]:
+    """The reward of each completion behind its thoughts."""
+    opened = thinking_prompts or [False] * len(completions)
+    rows = zip(completions, column, opened, strict=True)
+    texts = [(without_thoughts(text_of(one), inside), item) for one, item, inside in rows]
+    return [None if item in (None, "", []) else 0.0 if text is None else reward(text, item) for text, item in texts]
 
 
-def exact(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+def exact(completions: Sequence[Any], answer: Sequence[Any], thinking_prompts: Sequence[bool] | None = None) -> list[float | None]:
     """1 where a completion is the answer, blanks at both ends aside; 0 elsewhere."""
-    return _each(completions, answer, lambda text, right: float(text.strip() == str(right).strip()))
+    return _each(completions, answer, lambda text, right: float(text.strip() == str(right).strip()), thinking_prompts)
 
 
-def maths(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """1 where a completion ends with the right answer to a question of mathematics (`argosy.rl.maths`); 0 elsewhere."""
+def maths(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    finish_reasons: Sequence[str] | None = None,
+    thinking_prompts: Sequence[bool] | None = None,
+) -> list[float | None]:
+    """1 where a completion ends with the right answer to a question of mathematics (`argosy.rl.maths`); 0 elsewhere. Of one that was
+    cut, only an answer that it finished counts."""
+    return _graded(completions, answer, finish_reasons, thinking_prompts, strict=False)
+
+
+def maths_strict(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    finish_reasons: Sequence[str] | None = None,
+    thinking_prompts: Sequence[bool] | None = None,
+) -> list[float | None]:
+    """As `maths`, but an answer counts only in \\boxed{} or behind ####."""
+    return _graded(completions, answer, finish_reasons, thinking_prompts, strict=True)
+
+
+def _graded(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    finish_reasons: Sequence[str] | None,
+    thinking_prompts: Sequence[bool] | None,
+    strict: bool,
+) -> list[float | None]:
     from argosy.rl.maths import grade
 
-    return _each(completions, answer, lambda text, right: float(grade(text, right)))
+    cuts = [reason == "length" for reason in finish_reasons or ["stop"] * len(completions)]
+    rows = [(right, cut) for right, cut in zip(answer, cuts, strict=True)]
+    given = [None if right in (None, "", []) else (right, cut) for right, cut in rows]
+    return _each(completions, given, lambda text, its: float(grade(text, its[0], cut=its[1], strict=strict)), thinking_prompts)
 
 
 def format(completions: Sequence[Any], format: Sequence[str | None] | None = None) -> list[float | None]:
@@ -48,7 +86,9 @@ def format(completions: Sequence[Any], format: Sequence[str | None] | None = Non
     return [float(re.fullmatch(pattern or R1, text_of(one), re.DOTALL) is not None) for one, pattern in found]
 
 
-def code(completions: Sequence[Any], tests: Sequence[Any], timeout: float = 10.0) -> list[float | None]:
+def code(
+    completions: Sequence[Any], tests: Sequence[Any], thinking_prompts: Sequence[bool] | None = None, timeout: float = 10.0
+) -> list[float | None]:
     """The share of tests that the last Python block of a completion passes, each in a sandbox of its own (`argosy.rl.sandbox`).
 
     tests: for each completion a list of Python texts, run behind the code and passed if they end without an exception (MBPP, arXiv:
@@ -58,7 +98,8 @@ def code(completions: Sequence[Any], tests: Sequence[Any], timeout: float = 10.0
     A test in Python shares its process with the code, which can read it and end before it: ending early is no pass, but a program that
     is written to deceive can still succeed. Input and output have no such hole: the process does not get the expected output.
     """
-    return _each(completions, tests, lambda text, its: _share([its] if isinstance(its, str | Mapping) else list(its), text, timeout))
+    share = lambda text, its: _share([its] if isinstance(its, str | Mapping) else list(its), text, timeout)  # noqa: E731
+    return _each(completions, tests, share, thinking_prompts)
 
 
 def _share(tests: list[Any], text: str, timeout: float) -> float:
@@ -90,5 +131,5 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-for _function in (exact, maths, format, code):
+for _function in (exact, maths, maths_strict, format, code):
     _function.per_completion = True  # pyright: ignore[reportFunctionMemberAccess]

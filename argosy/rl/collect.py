@@ -28,6 +28,8 @@ from argosy.rl.rolled import Judge, Rolled
 from argosy.rl.trajectories import Conversed, How, Table
 
 OVERLONG = "overlong"
+# The largest reward times its weight: advantages and critics square sums of rewards, and a square above 3e38 is infinite in float32.
+LARGEST = 1e15
 # Of an answer, a number for each token.
 OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
 
@@ -246,6 +248,7 @@ class Collector(Complaining):
     def judged(self, answers: list[Answer], made: Collected) -> np.ndarray:
         """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
         columns = {name: [one.prompt.columns[name] for one in answers] for name in self.prompts.names}
+        columns |= {"finish_reasons": [one.finish_reason for one in answers], "thinking_prompts": [one.thinking for one in answers]}
         with made.clock("reward_s"):
             found = self.judge([one.prompt.asked for one in answers], [one.said for one in answers], columns)
         for name, kinds in found.counts.items():
@@ -255,13 +258,24 @@ class Collector(Complaining):
         values = found.values
         if self.scored != list(self.judge.names):
             values = np.concatenate([environment_rewards(answers), values], 1)
+        broken = failed(answers) | found.failed | self.too_large(values)
+        made.failed["rewards/failed"] = made.failed.get("rewards/failed", 0.0) + float(broken.sum())
         # A punishment alone is no reward: the answer would count as one of 0.
-        none = failed(answers) | ~np.isfinite(values).any(1)
+        none = broken | ~np.isfinite(values).any(1)
         if self.rollout.overlong:
             lengths = np.array([len(one.tokens) for one in answers], np.float32)
             punished = np.asarray(overlong(jnp.asarray(lengths), self.rollout.tokens, self.rollout.overlong))
             values = np.concatenate([values, punished[:, None]], 1)
         return np.where(none[:, None], np.float32(np.nan), values)
+
+    def too_large(self, values: np.ndarray) -> np.ndarray:
+        """Which answers have a reward, times its weight, whose square float32 may not hold [B]."""
+        weights = np.asarray([*self.weights][: values.shape[1]], np.float64)
+        largest = np.abs(np.where(np.isfinite(values), values, 0.0) * weights).max(1, initial=0.0)
+        if (largest > LARGEST).any():
+            what = f"a reward of {largest.max():.3g} is too large to compare in float32, which holds squares up to 1e38"
+            self.complain(f"{what}: answers beyond {LARGEST:g} are left out; lower the reward or its weight", "too large")
+        return largest > LARGEST
 
     def useful(self, found: Rolled) -> list[int]:
         """The groups that can be learned from."""

@@ -32,7 +32,7 @@ from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Elsewhere, Interrupte
 from argosy.rl.experience import Experience, Part, Shape, density, packed
 from argosy.rl.policies import NOT_MADE, Rollout
 from argosy.rl.queued import LOOKED_AT, Queued, check_sizes, next_that_fit, no_room
-from argosy.rl.rolled import Told
+from argosy.rl.rolled import Told, said_of_cut
 from argosy.train.distillation import GKD, GOLD
 
 # Random streams of a teacher's answers, beside those of `rl.answers`.
@@ -214,6 +214,8 @@ class Lessons(Queued, Complaining):
             **(self.reread.numbers(answers, read, self.complain) if self.reread is not None and read is not None else {}),
             **seconds,
         }
+        if whose != "data" and numbers["answers/cut"] > 0.5:
+            self.complain(f"{said_of_cut(numbers['answers/cut'], self.number)}; raise rollout.tokens", "most cut")
         if whose != "data":
             self.keep([Told(self.number, one.prompt.asked, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
         return [Experience(own, numbers) for _ in range(how.epochs) for own in made]

@@ -12,13 +12,23 @@ from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 from argosy.rl.builtin_rewards import _each
 
 
-def math_verify(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """1 where the library finds the right answer in a completion; 0 elsewhere. None where it finds none in the column `answer`."""
-    return _each(completions, answer, _verified)
+def math_verify(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    finish_reasons: Sequence[str] | None = None,
+    thinking_prompts: Sequence[bool] | None = None,
+) -> list[float | None]:
+    """1 where the library finds the right answer in a completion; 0 elsewhere. None where it finds none in the column `answer`. Of a
+    completion that was cut, only a box counts."""
+    cuts = [reason == "length" for reason in finish_reasons or ["stop"] * len(completions)]
+    given = [None if right in (None, "", []) else (right, cut) for right, cut in zip(answer, cuts, strict=True)]
+    return _each(completions, given, lambda text, its: _verified(text, *its), thinking_prompts)
 
 
-def _verified(text: str, right: Any) -> Any:
+def _verified(text: str, right: Any, cut: bool) -> float | None:
     gold = parse(str(right)) or parse(f"${right}$")
+    if cut and "\\boxed" not in text:
+        return 0.0 if gold else None
     return float(verify(gold, parse(text))) if gold else None
 
 

@@ -2,10 +2,8 @@
 
     grade("... so the sum is $\\boxed{\\frac{14}{3}}$.", "14/3")            # True
 
-An answer is what stands, in this order, in the last \\boxed{} or \\fbox{}; behind the last ####, as in GSM8K (arXiv:2110.14168); in
-the last <answer> </answer>; behind the last `answer is`; otherwise the last number. Answers are compared as tuples, intervals, sets
-and matrices part by part, as numbers and expressions by value (`maths_expression`), as equations up to a factor, otherwise as text
-without regard to case.
+`final_answer` finds the answer. Answers are compared as tuples, intervals, sets and matrices part by part, as numbers and expressions
+by value (`maths_expression`), as equations up to a factor, otherwise as text without regard to case.
 
 What graders differ in: 10% is 10 and also 0.1, as in Hendrycks' MATH (arXiv:2103.03874) and math-verify; a list has an order, as in
 MATH, where {} has none; 1,000 is a thousand and 1,5 a list, since a comma is no decimal point; 2\\frac13 and 2 1/3 are seven thirds.
@@ -13,50 +11,13 @@ MATH, where {} has none; 1,000 is a thousand and 1,5 a list, since a comma is no
 
 import re
 
+from argosy.rl.final_answer import final_answer
 from argosy.rl.maths_expression import NoExpression, near, same, values
+from argosy.rl.thoughts import without_thoughts
 
-NUMBER = re.compile(r"(?<![\w.\\])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:\s*/\s*\d+)?\s*%?")
 TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
 PERCENT = re.compile(r"\s*(?:\\%|%|\b(?:percent(?:age)?|pct)\b)\s*$")
 OPEN, CLOSE = "([{", ")]}"
-
-
-def final_answer(text: str) -> str | None:
-    """The answer that a text ends with; None if it has none, as one that breaks off inside its box."""
-    if (at := max(text.rfind("\\boxed"), text.rfind("\\fbox"))) >= 0:
-        return _boxed(text[at:])
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0].strip()
-    if found := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
-        inner = final_answer(found[-1]) if "\\boxed" in found[-1] else found[-1].strip()
-        return inner or None
-    if found := re.findall(r"answer is:?\s*(.+)", text, re.IGNORECASE):
-        return _sentence(found[-1])
-    numbers = [match[0] for match in NUMBER.finditer(text) if any(letter.isdigit() for letter in match[0])]
-    return numbers[-1].strip() if numbers else None
-
-
-def _boxed(text: str) -> str | None:
-    """What is in the braces that begin here, or the word behind `\\boxed `."""
-    start = re.match(r"\\[a-z]+\s*", text)
-    assert start
-    rest = text[start.end() :]
-    if not rest.startswith("{"):
-        return (rest.split("$")[0].split() or [None])[0]
-    depth = 0
-    for i, letter in enumerate(rest):
-        if letter in "{}" and rest[i - 1 : i] != "\\":
-            depth += 1 if letter == "{" else -1
-        if depth == 0:
-            return rest[1:i].strip()
-    return None
-
-
-def _sentence(text: str) -> str | None:
-    """The formula or the words up to the end of the sentence."""
-    if formula := re.match(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", text.lstrip("* ")):
-        return next(filter(None, formula.groups())).strip()
-    return re.split(r"\.(?:\s|$)", text, maxsplit=1)[0].strip().strip("*").strip() or None
 
 
 def reference(answer: object) -> str:
@@ -67,9 +28,16 @@ def reference(answer: object) -> str:
     return text
 
 
-def grade(completion: str, answer: object) -> bool:
-    """Whether a text ends with the right answer."""
-    given = final_answer(completion)
+def grade(completion: str, answer: object, *, cut: bool = False, strict: bool = False, thinking: bool = False) -> bool:
+    """Whether a completion ends with the right answer, behind its thoughts.
+
+    Args:
+        cut: the limit of tokens ended it: only an answer that it finished counts.
+        strict: only a box or what stands behind #### counts.
+        thinking: the prompt has opened a thought.
+    """
+    text = without_thoughts(completion, thinking)
+    given = None if text is None else final_answer(text, cut=cut, strict=strict)
     return given is not None and equal(given, reference(answer))
 
 

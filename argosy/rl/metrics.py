@@ -25,7 +25,7 @@ class Highest(NamedTuple):
 
 
 class Lowest(NamedTuple):
-    """The smallest of positive numbers, held as the largest inverse; infinite if there are none."""
+    """The smallest of positive numbers, stored as the largest inverse; 0 if there are none."""
 
     inverse: Float[Array, ""]
 
@@ -33,7 +33,7 @@ class Lowest(NamedTuple):
         return Lowest(jnp.maximum(self.inverse, other.inverse))
 
     def value(self) -> Float[Array, ""]:
-        return 1.0 / self.inverse
+        return jnp.where(self.inverse == 0, 0.0, 1.0 / jnp.where(self.inverse == 0, 1.0, self.inverse))
 
 
 class EffectiveShare(NamedTuple):

@@ -3,8 +3,8 @@
     with open_rewards([Reward(of="rewards.py:short"), Reward(of="maths", weight=2)], workers=4, columns=["answer"]) as rewards:
         scored = rewards(prompts, completions, {"answer": answers})     # scored.values [n k], NaN where there is no reward
 
-A function takes what it names of `prompts`, `completions` and the data's columns, each a list with one item per completion, and
-returns as many numbers; None where it has no reward to give. It may be `async`. It is called once for a whole batch, so that it can
+A function takes what it names of `prompts`, `completions`, the data's columns and what a run knows of completions (`GIVEN`), each a
+list with one item per completion, and returns as many numbers; None where it has no reward to give. It may be `async`. It is called once for a whole batch, so that it can
 compare completions or ask another service for all of them at once. With the attribute `per_completion = True` it is called for each
 completion alone, on all processes, and one completion that crashes it or takes too long harms no other.
 
@@ -24,7 +24,7 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.rl.reward_pool import Answer, Call, Pool
-from argosy.rl.reward_sources import check, lacking, names_of, source_of
+from argosy.rl.reward_sources import GIVEN, check, lacking, names_of, source_of
 from argosy.rl.settings import Reward
 
 Say = Callable[[str], None]
@@ -39,6 +39,7 @@ class Scored:
 
     values: [n k] float32, NaN where there is none.
     names: of the k rewards.
+    failed: [n], whether a reward of the completion failed. None is no failure: that reward has no opinion, and the others decide.
     counts: by reward and kind of failure (`FAILURES`), the completions whose reward is missing for it. None that a function returned
         counts nowhere.
     messages: by reward and kind, the first message of this batch.
@@ -46,6 +47,7 @@ class Scored:
 
     values: np.ndarray
     names: tuple[str, ...]
+    failed: np.ndarray
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     messages: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -98,7 +100,7 @@ class Rewards:
         Args:
             prompts: of each completion, so a prompt with several completions is there several times. Texts or lists of messages.
             completions: texts, or lists of messages. Functions are given both as they are here.
-            columns: further columns of the data, each with one item for each completion.
+            columns: further columns of the data, and those of `GIVEN` that are known, each with one item for each completion.
 
         Raises:
             BadInput: lists of different lengths, a column that a function needs and there is not, or a function that returns
@@ -113,8 +115,8 @@ class Rewards:
         for place, model in self._models.items():
             values, failed = model(batch.prompts, batch.completions)
             found.values[:, place] = values
-            for kind, text in failed:
-                found.failed(place, kind, 1, text)
+            for row, kind, text in failed:
+                found.fail(place, slice(row, row + 1), kind, text)
         return found.scored()
 
     def _call(self, pool: Pool, batch: "_Batch", found: "_Found") -> None:
@@ -132,7 +134,7 @@ class Rewards:
             if "values" in answer:
                 found.given(place, part, answer["values"])
             else:
-                found.failed(place, *_failure(answer, calls[at]))
+                found.fail(place, part, *_failure(answer, calls[at]))
 
         pool.run(calls, done)
 
@@ -153,8 +155,8 @@ class Rewards:
         """Says each kind of failure of each reward once, as soon as it happens."""
         if (name, kind) not in self._said:
             self._said.add((name, kind))
-            hint = "\nhint: a function returns None for a completion that has no reward" if kind == "raised" else ""
-            self._say(f"reward {name} {kind}, its completions have no reward:\n{message.rstrip()}{hint}")
+            hint = "\nhint: a function returns None for a completion that it has no reward for" if kind == "raised" else ""
+            self._say(f"reward {name} {kind}, its completions are left out:\n{message.rstrip()}{hint}")
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,8 @@ class _Batch:
 
     def call(self, number: int, known: Mapping[str, Any], part: slice, timeout: float) -> Call:
         everything = {**self.columns, "prompts": self.prompts, "completions": self.completions}
-        named = list(everything) if known["every"] else [name for name in everything if name in known["takes"]]
+        every = [name for name in everything if name not in GIVEN] if known["every"] else []
+        named = [name for name in everything if name in known["takes"] or name in every]
         return Call(number, part.stop - part.start, lambda: {name: everything[name][part] for name in named}, timeout)
 
 
@@ -179,6 +182,7 @@ class _Found:
     def __init__(self, names: Sequence[str], count: int, first: Callable[[str, str, str], None]):
         self.names, self.first = tuple(names), first
         self.values = np.full((count, len(names)), np.nan, np.float32)
+        self.failed = np.zeros(count, bool)
         self.counts: dict[str, dict[str, int]] = {}
         self.messages: dict[str, dict[str, str]] = {}
 
@@ -190,25 +194,26 @@ class _Found:
             if math.isfinite(value) and abs(value) <= LARGEST:
                 self.values[i, place] = value
             else:
-                self.failed(place, "not finite", 1, f"it returned {value} for completion {i}")
+                self.fail(place, slice(i, i + 1), "not finite", f"it returned {value} for completion {i}")
 
-    def failed(self, place: int, kind: str, count: int, message: str) -> None:
-        name = self.names[place]
+    def fail(self, place: int, part: slice, kind: str, message: str) -> None:
+        name, count = self.names[place], part.stop - part.start
+        self.failed[part] = True
         kinds = self.counts.setdefault(name, {})
         kinds[kind] = kinds.get(kind, 0) + count
         self.messages.setdefault(name, {}).setdefault(kind, message)
         self.first(name, kind, message)
 
     def scored(self) -> Scored:
-        return Scored(self.values, self.names, self.counts, self.messages)
+        return Scored(self.values, self.names, self.failed, self.counts, self.messages)
 
 
-def _failure(answer: Answer, call: Call) -> tuple[str, int, str]:
+def _failure(answer: Answer, call: Call) -> tuple[str, str]:
     if "timed_out" in answer:
-        return "timed out", call.count, f"a call takes more than {call.timeout:g} s; its process was ended"
+        return "timed out", f"a call takes more than {call.timeout:g} s; its process was ended"
     if "died" in answer:
-        return "died", call.count, f"its process ended in a call: {answer['died']}"
-    return "raised", call.count, answer["raised"]
+        return "died", f"its process ended in a call: {answer['died']}"
+    return "raised", answer["raised"]
 
 
 def open_rewards(
@@ -235,6 +240,8 @@ def open_rewards(
     if not rewards:
         raise BadInput("no reward", hint="give one: `reward=FILE.py:FUNCTION`")
     names_of(rewards)
+    if hidden := [name for name in GIVEN if name in (columns or ())]:
+        raise BadInput(f"a column `{hidden[0]}` would hide what a run tells reward functions by that name", hint="rename the column")
     sources = [source_of(reward) for reward in rewards]
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     functions = [(place, source) for place, source in enumerate(sources) if not isinstance(source, Path)]
@@ -245,7 +252,7 @@ def open_rewards(
         pool = Pool([source for _, source in functions], workers)
     try:
         if pool is not None:
-            check([source for _, source in functions], pool.about, columns)
+            check([source for _, source in functions], pool.about, None if columns is None else [*columns, *GIVEN])
         models = {place: _model(source, rewards[place], load) for place, source in enumerate(sources) if isinstance(source, Path)}
     except BaseException:
         if pool is not None:

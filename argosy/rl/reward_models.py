@@ -32,12 +32,12 @@ class RewardModel:
             raise BadInput(f"the reward model `{reward.of}` {what}", hint="`argosy train reward model=FOLDER` trains one")
         return cls(lm)
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
         """The scores [n], NaN where a conversation cannot be scored (longer than the model's context, for example), and for each of
-        these the kind of failure and a message."""
+        these its row, the kind of failure and a message."""
         from argosy.infer.scores import ids_of
 
-        scores, failed = np.full(len(completions), np.nan, np.float32), list[tuple[str, str]]()
+        scores, failed = np.full(len(completions), np.nan, np.float32), list[tuple[int, str, str]]()
         rows: dict[int, list[int]] = {}
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
@@ -47,12 +47,12 @@ class RewardModel:
                 self.lm.check_ids(ids, len(ids))
                 rows[i] = ids
             except UserError as error:
-                failed.append(("raised", f"completion {i}: {error.what}"))
+                failed.append((i, "raised", f"completion {i}: {error.what}"))
         if rows:
             scores[list(rows)] = self.lm.rewards(list(rows.values()))
         for i in rows:
             if not np.isfinite(scores[i]):
-                failed.append(("not finite", f"the score of completion {i} is {scores[i]}"))
+                failed.append((i, "not finite", f"the score of completion {i} is {scores[i]}"))
                 scores[i] = np.nan
         return scores, failed
 

@@ -14,9 +14,13 @@ from argosy.rl.settings import Reward
 # Built-in rewards, functions like those of users.
 REWARDS = Registry(
     "reward",
-    {name: f"argosy.rl.builtin_rewards:{name}" for name in ("exact", "format", "maths", "code")}
+    {name: f"argosy.rl.builtin_rewards:{name}" for name in ("exact", "format", "maths", "maths_strict", "code")}
     | {"math_verify": "argosy.rl.math_verify_reward:math_verify"},
 )
+
+# What a run knows of each completion beside its text. A function gets it if it has a parameter of that name. finish_reasons: `stop`, or
+# `length` where the limit of tokens cut it. thinking_prompts: whether the rendered prompt ends inside a thought.
+GIVEN = ("finish_reasons", "thinking_prompts")
 
 HINT = "write FILE.py:FUNCTION, package.module:FUNCTION, a built-in reward or the folder of a reward model"
 
@@ -138,5 +142,6 @@ def lacking(of: str, known: dict[str, Any], columns: Sequence[str] | None) -> Ba
     missing = [name for name in known["needs"] if name not in ("prompts", "completions", *columns)]
     if not missing:
         return None
-    there = f"the columns are {', '.join(columns)}" if columns else "the data have no other columns than the prompt"
+    own = [name for name in columns if name not in GIVEN]
+    there = f"the columns are {', '.join(own)}" if own else "the data have no other columns than the prompt"
     return BadInput(f"the reward `{of}` needs {' and '.join(f'`{name}`' for name in missing)}", hint=there)

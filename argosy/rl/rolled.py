@@ -14,10 +14,17 @@ from argosy.rl.answers import Answer, Elsewhere
 
 @runtime_checkable
 class Judged(Protocol):
-    """The rewards of answers. values: [B k], NaN where missing. counts: by reward and kind, how many failed."""
+    """The rewards of completions.
+
+    values: [B k], NaN where missing.
+    failed: [B], whether a reward of the completion failed, so that the completion is left out.
+    counts: by reward and kind of failure, the completions.
+    """
 
     @property
     def values(self) -> np.ndarray: ...
+    @property
+    def failed(self) -> np.ndarray: ...
     @property
     def counts(self) -> Mapping[str, Mapping[str, int]]: ...
 
@@ -75,7 +82,7 @@ class NoRewards:
     weights: tuple[float, ...] = ()
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> "NoScores":
-        return NoScores(np.zeros((len(completions), 0), np.float32))
+        return NoScores(np.zeros((len(completions), 0), np.float32), np.zeros(len(completions), bool))
 
     def close(self) -> None: ...
 
@@ -85,7 +92,13 @@ class NoScores:
     """No rewards of n answers, [n 0]."""
 
     values: np.ndarray
+    failed: np.ndarray
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def said_of_cut(cut: float, number: int) -> str:
+    """What is said where more than half of the completions were cut."""
+    return f"{cut:.0%} of the completions of rollout {number} were cut at rollout.tokens before they ended (answers/cut)"
 
 
 class Ended(ArgosyError):

@@ -32,7 +32,7 @@ from argosy.rl.policies import NOT_MADE, Policy, Rollout
 from argosy.rl.policy import shared_of
 from argosy.rl.queued import Queued, check_sizes
 from argosy.rl.rewards import reward_metrics, total
-from argosy.rl.rolled import Judge, Told, Trainer
+from argosy.rl.rolled import Judge, Told, Trainer, said_of_cut
 from argosy.rl.trajectories import Table
 
 # Of the arrays of a position, those of rollouts that were sampled ahead.
@@ -202,10 +202,20 @@ class Rollouts(Queued):
         if told.get("groups/useless") == 1:
             what = f"all answers to each prompt of rollout {made.number + 1} have the same reward, so the rewards teach nothing"
             self.collector.complain(f"{what}: groups/useless tells how many groups are so", "equal")
+        self.say_cut(told["answers/cut"], made.number + 1, bool(counted.any()))
         told |= {"part_density": density([part for own in filled for part in own])}
         if self.shape.shared:
             told |= {"tokens_spared": self.spared([part for own in parts for part in own], answers)}
         return [Experience(own, told) for _ in range(how.epochs) for own in filled]
+
+    def say_cut(self, cut: float, number: int, learned: bool) -> None:
+        """Says once where most completions were cut, and where none of a rollout is learned from."""
+        if not learned:
+            why = "all were cut, and rollout.keep_cut=false leaves those out" if cut == 1 else "each was cut or has no reward"
+            what = f"no completion of rollout {number} is learned from: {why}"
+            self.collector.complain(f"{what}; raise rollout.tokens, or set rollout.keep_cut=true", "none counted")
+        elif cut > 0.5:
+            self.collector.complain(f"{said_of_cut(cut, number)}; raise rollout.tokens", "cut")
 
     def spared(self, parts: Sequence[Part], answers: Sequence[Answer]) -> float:
         """The share of tokens that shared prompts spare. Says once where they were asked for and spare none."""

@@ -13,7 +13,8 @@ class Reward(Settings):
 
     of: str
     """Where the reward comes from: FILE.py:FUNCTION (from the working directory), package.module:FUNCTION, the name of a built-in
-    (`exact`, `maths`, `math_verify`, `format`, `code`), or the folder of a reward model, a model with a head of one score."""
+    (`exact`, `maths`, `maths_strict`, `math_verify`, `format`, `code`), or the
+    folder of a reward model, a model with a head of one score."""
     weight: float = 1.0
     """What the reward is multiplied by before rewards are added. A negative weight makes a penalty of it."""
     timeout: float = Field(10.0, gt=0)

@@ -30,7 +30,7 @@ from argosy.parallel.place import like_weights, row_shares, rows_here
 from argosy.parallel.rules import shardings
 from argosy.rl.critic import PREFIX, attach
 from argosy.run import diloco as replicas
-from argosy.run.assembly import Assembly
+from argosy.run.assembly import Assembly, scheduled_steps
 from argosy.run.decided import Decided, backend
 from argosy.run.distillation import teacher_cache
 from argosy.run.distillation.across import Both, is_across
@@ -155,12 +155,6 @@ def check_formats(run: Run, source: Any) -> None:
         )
 
 
-def scheduled(steps: int, batches: Batches) -> int:
-    """The steps over which the learning rate is scheduled: those of the run, or fewer if its epochs end before. Otherwise a small file
-    would end in the middle of a warm-up."""
-    return min(steps, batches.summary().ends_after or steps)
-
-
 def check_processes(run: Run) -> None:
     """Checks that a run of several processes asks for nothing that only one process can do.
 
@@ -243,7 +237,7 @@ def _assembled(
     model = run.model.build(how)
     check_groups(model, mesh.shape["stage"], run.execution.rounds)
     check_kept(model, run.execution.keep)
-    replicas.check_model(run, model, scheduled(run.steps, batches))
+    replicas.check_model(run, model, scheduled_steps(run.steps, batches))
     if not (run.init.weights or run.init.state) and (
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
     ):
@@ -271,7 +265,7 @@ def _assembled(
         roles[TEACHER] = teacher.role
         projection.attach(model, run.objective, roles)
     graph, params, rest = trained(model)
-    rate = run.schedule.build(scheduled(run.steps, batches))
+    rate = run.schedule.build(scheduled_steps(run.steps, batches))
     shapes = abstract(model)
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, run.mesh.table(), mesh)
     offloads = run.execution.offload != "none"

@@ -207,6 +207,11 @@ class Assembly:
     # ---------------------------------------------------------------- sizes
 
     @property
+    def steps(self) -> int:
+        """The steps of the run, or fewer if its epochs end before."""
+        return scheduled_steps(self.run.steps, self.batches)
+
+    @property
     def parameters(self) -> int:
         """The parameters of the model and of its adapters; those of a quantized base count as before."""
         if self.base:
@@ -230,6 +235,12 @@ class Assembly:
     def _factors(self) -> dict[str, Any]:
         """What is trained in adapters."""
         return {address: shape for address, shape in self.shapes.params.items() if address not in self.retrained}
+
+
+def scheduled_steps(steps: int, batches: Batches) -> int:
+    """The steps over which the learning rate is scheduled: those of the run, or fewer if its epochs end before. Otherwise a small file
+    would end in the middle of a warm-up."""
+    return min(steps, batches.summary().ends_after or steps)
 
 
 def apart(state: TrainState, base: frozenset[str]) -> tuple[TrainState, dict[str, Any]]:

@@ -27,7 +27,8 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
         "parameters": a.parameters,
         **_adapter(a),
         "vocab": settings.model.vocab,
-        "steps": settings.steps,
+        "steps": a.steps,
+        **_ends(a),
         **_work(a),
         "devices": a.mesh.size,
         "device": a.mesh.devices.flat[0].device_kind,
@@ -41,6 +42,11 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
         "tokenizer": tokenizer_of(a),
         "corpus": a.batches.summary(settings.steps).text,
     }
+
+
+def _ends(a: "Assembly") -> dict[str, str]:
+    """Why the run has fewer steps than its settings say."""
+    return {} if a.steps == a.run.steps else {"ends": f"by data.epochs, before steps={a.run.steps}"}
 
 
 def _work(a: "Assembly") -> dict[str, Any]:

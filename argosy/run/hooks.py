@@ -192,11 +192,12 @@ class Sampling:
     ):
         from argosy.run.samples import Sampler
 
-        self.sampler, self.settings, self.metrics, self.view = Sampler(assembly, settings), settings, metrics, view
+        self.assembly, self.sampler = assembly, Sampler(assembly, settings)
+        self.settings, self.metrics, self.view = settings, metrics, view
         self.interrupted = interrupted
 
     def __call__(self, now: Any) -> None:
-        if is_stopping(now, self.settings.steps):
+        if is_stopping(now, self.assembly.steps):
             return
         prompt, text = self.settings.sample.prompt, self.sampler(now.state, self.interrupted)
         if text is None:

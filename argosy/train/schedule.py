@@ -35,18 +35,28 @@ class Schedule(Settings):
     def build(self, steps: int) -> Factor:
         raise NotImplementedError
 
-    def warmed(self, steps: int, after: Factor) -> Factor:
-        """Warm-up followed by `after`, a function of the progress over the remaining steps: 0 at the first, 1 at the last."""
+    def warmed(self, steps: int, after: Factor, final: float = 1.0) -> Factor:
+        """Warm-up followed by `after`, a function of the progress over the remaining steps: 0 at the first, 1 at the last.
+
+        Args:
+            final: the last value of `after`. If it is 0, progress is 1 one step after the last.
+        """
         import jax.numpy as jnp
 
         warm = count(self.warmup, steps)
 
         def factor(step: Any) -> Any:
             step = jnp.asarray(step, jnp.float32)
-            progress = jnp.clip((step - warm) / max(1, steps - warm - 1), 0, 1)
+            progress = jnp.clip((step - warm) / max(1, span(steps - warm, final)), 0, 1)
             return jnp.where(step < warm, (step + 1) / max(1, warm), after(progress))
 
         return factor
+
+
+def span(steps: int, final: float) -> int:
+    """Steps from the first of a decay to the one that has its final rate. A rate of 0 would make the last step change nothing, so it
+    comes one step after the last, as in transformers and torchtitan: a linear decay over n steps ends at 1 / n of the peak."""
+    return steps - 1 if final else steps
 
 
 def count(value: float, steps: int) -> int:
@@ -67,10 +77,10 @@ class Linear(Schedule):
     """Decays linearly."""
 
     final: Annotated[float, Also("final_lr_frac", "min_lr_ratio", "min_lr_factor"), _RATE] = Field(0.0, ge=0, le=1)
-    """Learning rate at the last step, as a share of the peak."""
+    """Learning rate at the last step, as a share of the peak. 0 is reached one step later, so that the last step changes something."""
 
     def build(self, steps: int) -> Factor:
-        return self.warmed(steps, lambda p: 1 - (1 - self.final) * p)
+        return self.warmed(steps, lambda p: 1 - (1 - self.final) * p, self.final)
 
 
 class Cosine(Schedule):
@@ -87,12 +97,12 @@ class Cosine(Schedule):
         ),
         _RATE,
     ] = Field(0.1, ge=0, le=1)
-    """Learning rate at the last step, as a share of the peak."""
+    """Learning rate at the last step, as a share of the peak. 0 is reached one step later, so that the last step changes something."""
 
     def build(self, steps: int) -> Factor:
         import jax.numpy as jnp
 
-        return self.warmed(steps, lambda p: self.final + (1 - self.final) * 0.5 * (1 + jnp.cos(math.pi * p)))
+        return self.warmed(steps, lambda p: self.final + (1 - self.final) * 0.5 * (1 + jnp.cos(math.pi * p)), self.final)
 
 
 class WSD(Schedule):
@@ -104,14 +114,14 @@ class WSD(Schedule):
     ] = Field(0.2, gt=0)
     """Steps of the decay at the end; below 1, a share of all steps."""
     final: Annotated[float, Also("final_lr_frac", "min_lr_ratio", "min_lr_factor"), _RATE] = Field(0.0, ge=0, le=1)
-    """Learning rate at the last step, as a share of the peak."""
+    """Learning rate at the last step, as a share of the peak. 0 is reached one step later, so that the last step changes something."""
 
     def build(self, steps: int) -> Factor:
         import jax.numpy as jnp
 
-        left = max(1, steps - count(self.warmup, steps) - 1)
+        left = max(1, span(steps - count(self.warmup, steps), self.final))
         share = min(1.0, count(self.decay, steps) / left) or 1 / left
-        return self.warmed(steps, lambda p: 1 - (1 - self.final) * jnp.clip((p - (1 - share)) / share, 0, 1))
+        return self.warmed(steps, lambda p: 1 - (1 - self.final) * jnp.clip((p - (1 - share)) / share, 0, 1), self.final)
 
 
 SCHEDULES = Registry("schedule", {"constant": Constant, "linear": Linear, "cosine": Cosine, "wsd": WSD})

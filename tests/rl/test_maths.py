@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from argosy.rl.maths import equal, final_answer, grade, reference
+from argosy.rl.final_answer import final_answer
+from argosy.rl.maths import equal, grade, reference
 from argosy.rl.maths_expression import NoExpression, same, values
 
 HENDRYCKS = [
@@ -200,6 +201,115 @@ def test_what_is_decided_otherwise_than_by_math_verify(answer, text):
 )
 def test_the_final_answer(text, answer):
     assert final_answer(text) == answer
+
+
+# Completion, answer, whether it is right: the last number counts only where it stands alone.
+WHOLE = [
+    (r"Answer: \frac{1}{2}", "1/2", True),
+    (r"Answer: \frac{1}{2}", "2", False),
+    (r"so it is \frac{3}{4} of the cake.", "3/4", True),
+    (r"so it is \frac{3}{4} of the cake.", "4", False),
+    (r"the side is $2\sqrt{3}$", r"2\sqrt{3}", True),
+    (r"the side is $2\sqrt{3}$", "3", False),
+    (r"the area is 9\pi", r"9\pi", True),
+    (r"the area is 9\pi", "9", False),
+    (r"so $x^2$", "2", False),
+    (r"so $x_2$", "2", False),
+    (r"which gives 2^{10}", "1024", True),
+    (r"which gives 2^{10}", "10", False),
+    ("the sum is sqrt(2)", r"\sqrt{2}", True),
+    ("the sum is sqrt(2)", "2", False),
+    ("it ends in 3x", "3", False),
+    ("it ends in 3x + 1", "1", False),
+    ("it ends in 3x + 1", "1 + 3x", True),
+    ("the pair is (3, 4)", "4", False),
+    ("the pair is (3, 4)", "(3,4)", True),
+    ("the ratio is 3:4", "4", False),
+    ("the ratio is 3:4", "3:4", True),
+    ("it is 2 1/3", "1/3", False),
+    ("it is 2 1/3", "7/3", True),
+    (r"it is 1.5 \times 10^3", "1500", True),
+    (r"it is 1.5 \times 10^3", "3", False),
+    # Arithmetic that is not carried out is no number, nor is what breaks off.
+    ("we need 2 + 3", "5", False),
+    ("we need 2 + 3", "3", False),
+    ("2 + 3 =", "5", False),
+    ("= 4 * (2^2 + 1) = 4 *", "4", False),
+    (r"that is \frac{1", "1", False),
+    ("3 * apples", "3", False),
+    # Prose around a number.
+    ("4 * 5 = 20 apples", "20", True),
+    ("She makes 9 * 2 = $18 every day.", "18", True),
+    ("**Total: 42**", "42", True),
+    ("Total: **42**.", "42", True),
+    ("* 42", "42", True),
+    ("- 42 apples", "42", True),
+    ("it costs 5/hour", "5", True),
+    ("5 (or five)", "5", True),
+    ("there are 12!", "12", True),
+    ("a 5km run", "5", True),
+    ("about 20 - a guess", "20", True),
+    ("It is a 7", "7", True),
+    ("So x = -3.", "-3", True),
+    ("10 apples (see step 2)", "2", True),
+    ("28 %", "28", True),
+]
+
+
+@pytest.mark.parametrize(("text", "answer", "right"), WHOLE)
+def test_the_last_number_is_never_cut_out_of_an_expression(text, answer, right):
+    assert grade(text, answer) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        (r"<think>\boxed{5}</think> #### 6", "6", True),
+        (r"<think>\boxed{5}</think> #### 6", "5", False),
+        (r"<think>it is 5", "5", False),
+        (r"<think>so \boxed{5}", "5", False),
+        (r"so \boxed{5}</think> It is 6.", "6", True),
+        (r"so \boxed{5}</think> It is 6.", "5", False),
+        ("<think>5</think>", "5", False),
+        (r"[THINK]\boxed{5}[/THINK]6", "6", True),
+        (r"<thinking>\boxed{5}</thinking> 6", "6", True),
+        (r"◁think▷\boxed{5}◁/think▷ 6", "6", True),
+        (r"<seed:think>\boxed{5}</seed:think> 6", "6", True),
+    ],
+)
+def test_thoughts_are_not_graded(text, answer, right):
+    assert grade(text, answer) is right
+
+
+def test_a_thought_that_the_prompt_opens_must_be_closed():
+    assert not grade(r"so \boxed{5}", "5", thinking=True)
+    assert grade(r"so 4</think>\boxed{5}", "5", thinking=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("so 4 apples, and then", False),
+        ("4 * (2^2 + 1) = 4", False),
+        ("the answer is 4", False),
+        ("#### 4", False),
+        ("The answer is 4. I", True),
+        ("#### 4\nThe", True),
+        (r"\boxed{4} apples, and", True),
+        ("<answer>4</answer> and", True),
+        (r"The answer is $4$ and", True),
+    ],
+)
+def test_what_was_cut_has_only_an_answer_that_it_finished(text, right):
+    assert grade(text, "4", cut=True) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [(r"so \boxed{4}", True), ("#### 4", True), ("the answer is 4", False), ("<answer>4</answer>", False), ("4", False)],
+)
+def test_strict_takes_a_box_or_four_hashes(text, right):
+    assert grade(text, "4", strict=True) is right
 
 
 def test_the_column_may_hold_a_number_an_answer_or_a_solution():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from argosy.train.schedule import WSD, Constant, Cosine, Linear
+from argosy.train.schedule import SCHEDULES, WSD, Constant, Cosine, Linear
 
 
 def values(schedule, steps, at):
@@ -31,4 +31,23 @@ def test_cosine():
 
 
 def test_wsd_is_flat_then_falls():
-    assert values(WSD(warmup=10, decay=20, final=0), 101, [9, 10, 79, 80, 90, 100]) == pytest.approx([1, 1, 1, 1, 0.5, 0], abs=1e-6)
+    at = [9, 10, 79, 80, 90, 100]
+    assert values(WSD(warmup=10, decay=20, final=0.1), 101, at) == pytest.approx([1, 1, 1, 1, 0.55, 0.1], abs=1e-6)
+    at = [9, 10, 80, 81, 91, 100]
+    assert values(WSD(warmup=10, decay=20, final=0), 101, at) == pytest.approx([1, 1, 1, 1, 0.5, 0.05], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 100])
+def test_every_step_changes_something(kind, steps):
+    schedule = SCHEDULES[kind]
+    for settings in ({}, {"final": 0.0}) if "final" in schedule.model_fields else ({},):
+        assert min(values(schedule(**settings), steps, range(steps))) > 0
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_linear_to_zero_is_that_of_transformers(warmup):
+    """transformers 5.23, `get_linear_schedule_with_warmup`: after warm-up max(0, (n - step) / (n - warmup))."""
+    n = 12
+    expected = [(n - step) / (n - warmup) for step in range(warmup, n)]
+    assert values(Linear(warmup=warmup), n, range(warmup, n)) == pytest.approx(expected)

@@ -216,7 +216,8 @@ def stepped(numbers: Mapping[str, float]) -> str:
     words = [f"reward {numbers['reward']:.3f}"] if "reward" in numbers else []
     if "answers/tokens" in numbers:
         turns = f" in {numbers['turns']:.1f} turns" if "turns" in numbers else ""
-        words.append(f"answers of {plural(round(numbers['answers/tokens']), 'token')}{turns}")
+        cut = f", {numbers['answers/cut']:.0%} cut" if numbers.get("answers/cut") else ""
+        words.append(f"answers of {plural(round(numbers['answers/tokens']), 'token')}{turns}{cut}")
     if "loss" in numbers:
         words.append(f"loss {decimals(numbers['loss'])}")
     if "tokens_per_s" in numbers:

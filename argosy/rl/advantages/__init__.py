@@ -61,8 +61,7 @@ class Groups(NamedTuple):
     @property
     def std(self) -> Float[Array, "g 1"]:
         """Of a sample (divided by size - 1); 0 where fewer than two rewards are there."""
-        apart = jnp.where(self.scored, self.rewards - self.mean, 0.0)
-        return jnp.sqrt(jnp.sum(apart**2, 1, keepdims=True) / jnp.maximum(self.size - 1, 1.0))
+        return deviation(jnp.where(self.scored, self.rewards - self.mean, 0.0), self.size, 1)
 
     def advantages(self, values: Float[Array, "g n"]) -> Advantages:
         """The values as advantages: 0 where the reward is missing or the group is useless."""
@@ -100,8 +99,17 @@ def standardized(
     count = jnp.sum(weight)
     mean = jnp.sum(jnp.where(where, values, 0.0)) / jnp.maximum(count, 1.0)
     apart = jnp.where(where, values - mean, 0.0)
-    std = jnp.sqrt(jnp.sum(apart**2) / jnp.maximum(count - 1, 1.0))
-    return jnp.where(differ(values, where), apart / (std + epsilon), 0.0)
+    return jnp.where(differ(values, where), apart / (deviation(apart, count) + epsilon), 0.0)
+
+
+def deviation(apart: Float[Array, "..."], count: Float[Array, "..."], axis: int | None = None) -> Float[Array, "..."]:
+    """The standard deviation of a sample from distances to its mean. They are scaled before they are squared: the square of 1e30 is
+    infinite in float32, and what is divided by it 0."""
+    scale = jnp.max(jnp.abs(apart), axis, keepdims=True)
+    scale = jnp.where(scale > 0, scale, 1.0)
+    squares = jnp.sum((apart / scale) ** 2, axis, keepdims=True) / jnp.maximum(count - 1, 1.0)
+    found = scale * jnp.sqrt(squares)
+    return found if axis is not None else found.reshape(())
 
 
 def share(where: Bool[Array, "..."], dtype: jnp.dtype) -> Mean:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.rl.advantages import Advantages, groups, standardized
+from argosy.rl.advantages import Advantages, deviation, groups, standardized
 from argosy.rl.rewards import total, weights_of
 
 
@@ -32,7 +32,7 @@ def gdpo(rewards: Float[Array, "g n k"], weights: Sequence[float], *, epsilon: f
     each = jax.vmap(groups, 2, 2)(rewards)
     size = jnp.maximum(each.size, 1.0)
     apart = jnp.where(each.scored, each.rewards - jnp.sum(each.rewards, 1, keepdims=True) / size, 0.0)
-    std = jnp.sqrt(jnp.sum(apart**2, 1, keepdims=True) / jnp.maximum(each.size - 1, 1.0))
+    std = deviation(apart, each.size, 1)
     # A reward of weight 0 teaches nothing, however it differs.
     useful = each.useful & (by != 0)
     summed = jnp.sum(jnp.where(useful, apart / (std + epsilon), 0.0) * by, -1)

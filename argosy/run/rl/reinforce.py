@@ -339,7 +339,7 @@ class AnswersEvaluation:
         self.metrics, self.view, self.clock = metrics, view, clock
 
     def __call__(self, now: Any) -> None:
-        if is_stopping(now, self.run.steps):
+        if is_stopping(now, self.assembly.steps):
             return
         most = self.run.eval.batches * self.run.data.batch
         numbers = self.assembly.rollouts.evaluated(now.state, most)

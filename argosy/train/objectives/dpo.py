@@ -117,7 +117,8 @@ def dpo(how: DPO, found: Sequences, reference: Float[Array, "B s"], live: Float[
     of = Compared(both, both.chosen.logps - reference[::2], both.rejected.logps - reference[1::2])
     weights = how.mixture
     each = {name: LOSSES[name](of, how) for name in weights}
-    metrics = preference_metrics(both, how.beta * of.chosen, how.beta * of.rejected)
+    size = how.beta * (jnp.abs(both.chosen.logps) + jnp.abs(both.rejected.logps))
+    metrics = preference_metrics(both, how.beta * of.chosen, how.beta * of.rejected, size)
     if len(each) > 1:
         metrics |= {f"loss/{name}": both.mean(values) for name, values in each.items()}
     return Loss(both.mean(sum((weights[name] * values for name, values in each.items()), jnp.zeros(()))), metrics)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from argosy.train.objectives import Loss, Mean, Models
 from argosy.train.objectives.routers import with_routers
-from argosy.train.objectives.sequences import Sequences, referenced, sequences
+from argosy.train.objectives.sequences import Sequences, preferred, referenced, sequences
 from argosy.train.preferences import KTO
 
 
@@ -54,7 +54,8 @@ def kto(
     each = jnp.where(desirable > 0, how.desirable_weight * gain, how.undesirable_weight * pain)
     rewards = how.beta * ratios
     # Chance that an answer is on the side of z that its label says.
-    right = jnp.where(desirable > 0, ratios > z, ratios < z).astype(jnp.float32)
+    above = preferred(ratios, jnp.broadcast_to(z, ratios.shape), jnp.abs(found.logps) + jnp.abs(reference))
+    right = jnp.where(desirable > 0, above, 1 - above)
     metrics = {
         "rewards/chosen": _mean(rewards, good),
         "rewards/rejected": _mean(rewards, bad),

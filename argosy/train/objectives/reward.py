@@ -11,11 +11,12 @@ From TRL 1.16 (RewardTrainer): `center` is 0.01 by default, which TRL recommends
 """
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from argosy.train.objectives import Loss, Models
 from argosy.train.objectives.routers import with_routers
-from argosy.train.objectives.sequences import Pairs, Sequences, last, pair_weights, scores
+from argosy.train.objectives.sequences import Pairs, Sequences, last, pair_weights, preferred, scores
 from argosy.train.preferences import Reward
 
 
@@ -29,7 +30,7 @@ def bradley_terry(
     metrics = {
         "rewards/chosen": both.mean(chosen),
         "rewards/rejected": both.mean(rejected),
-        "rewards/accuracy": both.mean((chosen > rejected).astype(chosen.dtype)),
+        "rewards/accuracy": both.mean(preferred(chosen, rejected, jnp.abs(chosen) + jnp.abs(rejected))),
         "rewards/margin": both.mean(chosen - rejected),
     }
     return Loss(both.mean(each), metrics)

@@ -26,6 +26,8 @@ from argosy.train.settings import OfTokens
 
 PER_SEQUENCE = Field("B s", np.float32, "row")
 PER_TOKEN = Field("B T", np.float32)
+# Of the size of the numbers: sums over hundreds of tokens differ by this much in float32 when they are computed in other batches.
+TIE = 1e-5
 FIELDS: Fields = {
     "tokens": Field("B T", np.int32),
     "targets": Field("B T", np.int32),
@@ -105,8 +107,20 @@ def pair_weights(live: Float[Array, "B s"]) -> Float[Array, "B"]:
     return jnp.sum(live, 1) / 2
 
 
+def preferred(chosen: Float[Array, "*n"], rejected: Float[Array, "*n"], scale: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """1 where chosen is above rejected, 0 where it is below, one half where they differ by no more than rounding.
+
+    Before the first update of DPO both log-ratios are 0 but for rounding, and which is above is a coin's throw.
+
+    Args:
+        scale: the size of the numbers whose rounding may tell them apart.
+    """
+    apart = chosen - rejected
+    return jnp.where(jnp.abs(apart) <= TIE * scale, 0.5, (apart > 0).astype(apart.dtype))
+
+
 def preference_metrics(
-    pairs: Pairs, chosen: Float[Array, "P s"], rejected: Float[Array, "P s"]
+    pairs: Pairs, chosen: Float[Array, "P s"], rejected: Float[Array, "P s"], scale: Float[Array, "P s"] | None = None
 ) -> dict[str, Mean]:
     """What every objective over pairs reports, as means over pairs.
 
@@ -115,11 +129,12 @@ def preference_metrics(
 
     Args:
         chosen, rejected: the implicit rewards of the answers.
+        scale: the size of the numbers that they were computed from, for ties (`preferred`); by default their own.
     """
     return {
         "rewards/chosen": pairs.mean(chosen),
         "rewards/rejected": pairs.mean(rejected),
-        "rewards/accuracy": pairs.mean((chosen > rejected).astype(jnp.float32)),
+        "rewards/accuracy": pairs.mean(preferred(chosen, rejected, jnp.abs(chosen) + jnp.abs(rejected) if scale is None else scale)),
         "rewards/margin": pairs.mean(chosen - rejected),
         "logps/chosen": pairs.mean(pairs.chosen.logps),
         "logps/rejected": pairs.mean(pairs.rejected.logps),

@@ -1,0 +1,37 @@
+"""The text behind the thoughts of a reasoning model. Rewards grade that alone: a thought may try every answer.
+
+The marks are those of DeepSeek R1, Qwen 3 and SmolLM 3, of Mistral's Magistral, of Kimi VL and of Seed OSS. Where a chat template opens
+the thought at the end of the prompt, a completion has the closing mark only.
+"""
+
+from collections.abc import Sequence
+
+MARKS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<seed:think>", "</seed:think>"),
+)
+# Prompt tokens in which an opening mark and the blanks behind it fit, even as single bytes.
+TAIL = 24
+
+
+def without_thoughts(text: str, thinking: bool = False) -> str | None:
+    """What a completion says after its last thought; None if a thought is not closed.
+
+    Args:
+        thinking: the prompt has opened a thought.
+    """
+    after = max((text.rfind(close) + len(close) for _, close in MARKS if close in text), default=None)
+    if after is None and thinking:
+        return None
+    rest = text[after or 0 :]
+    return None if any(opening in rest for opening, _ in MARKS) else rest
+
+
+def opens_thought(tokenizer: object, prompt: Sequence[int]) -> bool:
+    """Whether the tokens of a prompt end with an opening mark."""
+    decode = getattr(tokenizer, "decode", None)
+    tail = decode(list(prompt[-TAIL:])).rstrip() if decode is not None else ""
+    return tail.endswith(tuple(opening for opening, _ in MARKS))
