@@ -28,7 +28,10 @@ def text_of(completion: Any) -> str:
 
 
 def _each(
-    completions: Sequence[Any], column: Sequence[Any], reward: Callable[[str, Any], float | None], thinking_prompts: Sequence[bool] | None
+    completions: Sequence[Any],
+    column: Sequence[Any],
+    reward: Callable[[str, Any], float | None],
+    thinking_prompts: Sequence[bool] | None,
 ) -> list[float | None]:
     """The reward of each completion behind its thoughts."""
     opened = thinking_prompts or [False] * len(completions)

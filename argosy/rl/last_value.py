@@ -8,6 +8,7 @@ It does not know which letters are units: a letter behind a number is one if it 
 """
 
 import re
+from itertools import pairwise
 from typing import NamedTuple
 
 from argosy.rl.maths_expression import CONSTANTS, FUNCTIONS
@@ -184,5 +185,5 @@ def _is_arithmetic(value: str, tokens: list[_Token]) -> bool:
     named = [token for token in tokens if token.kind in ("letter", "command") and token.text not in _FRACTIONS]
     if named or _SCIENTIFIC.fullmatch(value) or any(token.kind == "comma" for token in tokens):
         return False
-    pairs = zip(tokens, tokens[1:], strict=False)
+    pairs = pairwise(tokens)
     return any(b.kind == "operator" and b.text not in ("^", "**", "/", ":", "_") and a.kind in _ENDS for a, b in pairs)

@@ -4,9 +4,13 @@
         scored = rewards(prompts, completions, {"answer": answers})     # scored.values [n k], NaN where there is no reward
 
 A function takes what it names of `prompts`, `completions`, the data's columns and what a run knows of completions (`GIVEN`), each a
-list with one item per completion, and returns as many numbers; None where it has no reward to give. It may be `async`. It is called once for a whole batch, so that it can
-compare completions or ask another service for all of them at once. With the attribute `per_completion = True` it is called for each
-completion alone, on all processes, and one completion that crashes it or takes too long harms no other.
+list with one item per completion, and returns as many numbers; None where it has no reward to give. It may be `async`. It is called
+once for a whole batch, so that it can compare completions or ask another service for all of them at once. With the attribute
+`per_completion = True` it is called for each completion alone, on all processes, and one completion that crashes it or takes too long
+harms no other.
+
+None leaves the decision to the other rewards. A function that fails leaves its completions out: counted as 0 beside others, a time-out
+of the sandbox would punish them.
 
 What is random in a function (`random`, NumPy's global generator) is seeded by its arguments, so the result depends neither on the
 process that ran it nor on the number of processes. State that a module keeps between calls does.

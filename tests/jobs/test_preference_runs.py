@@ -207,7 +207,8 @@ def test_the_learning_rate_ends_with_the_epochs_of_a_small_file(data: dict[str, 
     fit("dpo", data["pairs"], tmp_path / "run", "model.layers=1", "schedule=linear", "data.epochs=2", "eval.batches=0", steps=10_000)
     rates = losses(tmp_path / "run", "lr")
     assert 4 <= max(rates) <= 6
-    assert rates[max(rates)] == 0
+    # The last step changes something too: a decay over n steps ends at 1 / n of the peak.
+    assert rates[max(rates)] == pytest.approx(1e-2 / max(rates))
     assert max(rates.values()) == pytest.approx(1e-2)
 
 

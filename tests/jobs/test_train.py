@@ -53,6 +53,20 @@ def copy(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+def test_a_run_that_its_epochs_end_knows_it(tmp_path: Path):
+    """Header, evaluation and end speak of the 5 steps that there are, not of the 10,000 that were asked for."""
+    (tmp_path / "text.txt").write_text("one two three four. " * 60)
+    run = tmp_path / "run"
+    more = ["data.tokenizer=byte", "model.vocab=258", "data.epochs=1", "data.held_out=0.1", "eval.batches=1", "eval.every=4"]
+    outcome = argosy.fit("tiny", *WORDS, f"dir={run}", f"data.source={tmp_path / 'text.txt'}", *more, "steps=10000")
+    assert outcome.exit_code == 0
+    (header,) = [line["header"] for line in read(Store(run)) if "header" in line]
+    assert (header["steps"], header["ends"]) == (outcome.step, "by data.epochs, before steps=10000")
+    assert 2 < outcome.step < 100
+    evaluated = [line["step"] for line in read(Store(run)) if "eval_loss" in line]
+    assert evaluated[-1] == outcome.step, "the last step is evaluated, as that of every run"
+
+
 def reading_of(address: str, *words: str) -> Reading[Run]:
     return compose(Run, "tiny", [*WORDS, f"dir={address}", *words])
 

@@ -274,6 +274,13 @@ def test_the_load_of_experts_is_reported():
     )
 
 
+def test_the_share_of_cut_answers_is_reported():
+    from argosy.observe.terminal.picture import stepped
+
+    assert stepped({"reward": 0.5, "answers/tokens": 12.0, "answers/cut": 0.25}) == "reward 0.500  answers of 12 tokens, 25% cut"
+    assert stepped({"reward": 0.5, "answers/tokens": 12.0, "answers/cut": 0.0}) == "reward 0.500  answers of 12 tokens"
+
+
 def test_what_a_step_compares_is_reported():
     """As DPO logs it, a reward model (no margin of KTO), and a process reward model."""
     view, screen = Terminal(stream := io.StringIO(), live=False), Screen()

@@ -298,3 +298,12 @@ def test_a_row_with_a_missing_reward_takes_no_part():
     assert made.values[0].tolist() == alone.values[0].tolist()
     assert made.mask.tolist() == [[1, 1], [0, 0]]
     assert made.values[1].tolist() == made.returns[1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e19, 1e30])
+def test_rewards_of_any_size_have_the_same_standardized_advantages(size):
+    """The square of 1e30 is infinite in float32, and what is divided by it 0."""
+    rewards = array([[0.0, 1.0, 3.0], [2.0, 2.0, 5.0]])
+    for compare in (lambda r: grpo(r, epsilon=0.0), lambda r: grpo(r, scale="batch", epsilon=0.0), reinforce_pp_baseline):
+        scale = 1.0 if compare is reinforce_pp_baseline and size < 1e-6 else size
+        np.testing.assert_allclose(compare(rewards * scale).values, compare(rewards).values, rtol=1e-5, atol=1e-6)

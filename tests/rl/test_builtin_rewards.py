@@ -7,7 +7,7 @@ from helpers import can_confine
 
 from argosy.core.errors import BadInput, Unsupported
 from argosy.rl import reward_sources
-from argosy.rl.builtin_rewards import code, exact, format, maths
+from argosy.rl.builtin_rewards import code, exact, format, maths, maths_strict
 from argosy.rl.reward_functions import open_rewards
 from argosy.rl.settings import Reward
 
@@ -22,6 +22,27 @@ def test_exact():
 
 def test_maths():
     assert maths([r"\boxed{1/2}", r"\boxed{1/2}", "none", "3"], ["0.5", r"so \boxed{\frac{1}{3}}", "1", None]) == [1, 0, 0, None]
+
+
+def test_thoughts_are_not_graded():
+    assert exact(["<think>4</think> 4", "<think>4", "4</think>5", "4"], ["4"] * 4, [False, False, True, True]) == [1, 0, 0, 0]
+    texts = [r"<think>\boxed{5}</think> #### 6"] * 2
+    assert maths(texts, ["6", "5"]) == [1, 0]
+    assert maths([r"\boxed{5}"] * 2, ["5"] * 2, thinking_prompts=[True, False]) == [0, 1]
+
+
+def test_a_completion_that_was_cut_has_no_last_number():
+    texts = ["= 4 * (2^2 + 1) = 4 *", "so 4", "so 4", r"\boxed{4} and"]
+    assert maths(texts, ["4"] * 4, ["length", "length", "stop", "length"]) == [0, 0, 1, 1]
+
+
+def test_maths_strictly():
+    assert maths_strict(["it is 4", "#### 4", r"\boxed{4}", "#### 4"], ["4"] * 4, ["stop"] * 3 + ["length"]) == [0, 1, 1, 0]
+
+
+@linux
+def test_code_in_a_thought_is_not_run():
+    assert code([f"<think>{BLOCK}</think>", f"<think>no</think>{BLOCK}"], ["assert double(1) == 2"] * 2) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class Judge:
 
     def __call__(self, prompts, completions, columns) -> Found:
         self.asked.append(list(completions))
-        return Found(np.full((len(completions), 1), 10, np.float32), {})
+        return Found(np.full((len(completions), 1), 10, np.float32), np.zeros(len(completions), bool), {})
 
     def close(self) -> None: ...
 

@@ -62,6 +62,36 @@ def test_arguments_go_by_name_and_nothing_else_is_sent(write):
     assert not scored.counts
 
 
+def test_what_a_run_knows_of_completions_goes_to_parameters_of_that_name_alone(write):
+    write("""
+        def cut(completions, finish_reasons): return [r == "length" for r in finish_reasons]
+        def opened(completions, thinking_prompts=None): return [bool(t) for t in thinking_prompts or [0] * len(completions)]
+        def rest(completions, **others): return [len(others)] * len(completions)
+    """)
+    ofs = [f"mine.py:{name}" for name in ("cut", "opened", "rest")]
+    given = {"answer": ["4"] * 3, "finish_reasons": ["stop", "length", "stop"], "thinking_prompts": [True, False, False]}
+    assert score(*ofs, columns=given).values.tolist() == [[0, 1, 2], [1, 0, 2], [0, 0, 2]]
+    # The parameter `prompts` is among the others.
+    with open_rewards([Reward(of=of) for of in ofs], 1, columns=["answer"]) as rewards:
+        assert rewards.names == ("cut", "opened", "rest")
+        with pytest.raises(BadInput, match="needs `finish_reasons`"):
+            rewards(PROMPTS, COMPLETIONS, {"answer": ["4"] * 3})
+    assert "a column `finish_reasons` would hide" in refused("mine.py:rest", columns=["finish_reasons"])
+
+
+def test_a_failure_drops_the_completion_and_none_does_not(write):
+    write("""
+        def none(completions): return [None, 1, float("nan")]
+        def three(completions):
+            if completions == ["three"]: raise ValueError("no")
+            return [2]
+        three.per_completion = True
+    """)
+    scored = score("mine.py:none", "mine.py:three")
+    assert scored.failed.tolist() == [False, True, True]
+    assert scored.counts == {"none": {"not finite": 1}, "three": {"raised": 1}}
+
+
 def test_messages_pass_through(write):
     write("def f(prompts, completions): return [len(p) + len(c[0]['content']) for p, c in zip(prompts, completions)]")
     with open_rewards([Reward(of="mine.py:f")], 1) as rewards:
@@ -250,7 +280,7 @@ def test_an_exception_costs_one_function_its_rewards_and_is_said_once(write):
     assert "reward_child" not in message
     assert message.startswith("ZeroDivisionError: division by zero, in ")
     assert "mine.py:1: def f(completions): return 1 / 0\n" in message
-    assert said[0].endswith("hint: a function returns None for a completion that has no reward")
+    assert said[0].endswith("hint: a function returns None for a completion that it has no reward for")
 
 
 def test_numpy_is_seeded_where_a_function_imports_it(write):

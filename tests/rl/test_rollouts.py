@@ -30,6 +30,7 @@ TOKENS = 5
 
 class Found(NamedTuple):
     values: np.ndarray
+    failed: np.ndarray
     counts: dict[str, dict[str, int]]
 
 
@@ -44,7 +45,7 @@ class OwnJudge:
     def __call__(self, prompts, completions, columns) -> Found:
         self.asked.append((list(prompts), list(completions), dict(columns)))
         values = [self.score(p, c, a) for p, c, a in zip(prompts, completions, columns["answer"], strict=True)]
-        return Found(np.asarray(values, np.float32)[:, None], {})
+        return Found(np.asarray(values, np.float32)[:, None], np.zeros(len(values), bool), {})
 
     def close(self) -> None: ...
 
@@ -135,7 +136,8 @@ def test_groups_are_answers_to_one_prompt_and_columns_belong_to_them(lm: LM):
     made.advance(None)
     ((asked, said, columns),) = judge.asked
     assert asked == ["0=", "0=", "ab1=", "ab1=", "2=", "2=", "ab3=", "ab3="]
-    assert columns == {"answer": ["0", "0", "1", "1", "2", "2", "3", "3"]}
+    given = {"finish_reasons": ["length"] * 8, "thinking_prompts": [False] * 8}
+    assert columns == {"answer": ["0", "0", "1", "1", "2", "2", "3", "3"]} | given
     experience = next(made)
     rewards = np.array([2 * by_length("", one, "") for one in said]).reshape(-1, 2)
     advantages = np.array([one.advantage for one in kept]).reshape(-1, 2)
@@ -166,22 +168,67 @@ def test_prompts_without_room_are_passed_over_and_told(lm: LM):
     made = rollouts(lm, judge, said=said, asked=prompts(lm, longest=30))
     made.advance(None)
     assert "ab1" not in "".join(judge.asked[0][0])
-    assert len(said) == 1
-    assert "line 1" in said[0]
+    (words,) = [line for line in said if "passed over" in line]
+    assert "line 1" in words
     alone = Prompts([Record(where="line 9", prompt="x" * 30)], lm.tokenizer, Order(1, None), {})
     with pytest.raises(BadInput, match="no prompt to learn from has at most 19 tokens"):
         rollouts(lm, judge, asked=alone).advance(None)
 
 
 def test_answers_that_were_cut_can_be_left_out_or_punished(lm: LM):
-    judge = OwnJudge(by_length)
-    left = rollouts(lm, judge, keep_cut=False)
+    judge, heard = OwnJudge(by_length), list[str]()
+    left = rollouts(lm, judge, said=heard, keep_cut=False)
     left.advance(None)
     assert sum(part["live"].sum() for part in next(left).parts) == 0
+    (words,) = [line for line in heard if "learned from" in line]
+    assert "no completion of rollout 1 is learned from: all were cut, and rollout.keep_cut=false" in words
     punished = rollouts(lm, OwnJudge(lambda *_: 1.0), overlong=2, held_out=None)
     punished.advance(None)
     numbers = next(punished).numbers
     assert (numbers["rewards/overlong"], numbers["reward"]) == (-1, 1)
+
+
+def test_a_share_of_cut_completions_above_one_half_is_said_once(lm: LM):
+    for cut, lines in ((True, 1), (False, 0)):
+        heard = list[str]()
+        made = rollouts(lm, OwnJudge(by_length), said=heard)
+        found = made.collector.sampled
+        made.collector.sampled = lambda *a, found=found, cut=cut: [replace(one, ended=not cut) for one in found(*a)]
+        for _ in range(2):
+            made.advance(None)
+            assert next(made).numbers["answers/cut"] == float(cut)
+        assert len([line for line in heard if "of the completions of rollout 1 were cut at rollout.tokens" in line]) == lines
+
+
+def test_a_completion_whose_reward_fails_is_left_out_and_counted(lm: LM):
+    """Beside a reward that has a number for it: taken for 0, a failure would punish the completion."""
+
+    class Both(OwnJudge):
+        names, weights = ("own", "other"), (1.0, 1.0)
+
+        def __call__(self, prompts, completions, columns) -> Found:
+            found = super().__call__(prompts, completions, columns)
+            row = np.arange(len(completions))
+            other = np.where(row < 2, np.nan, 1.0)[:, None].astype(np.float32)
+            return Found(np.concatenate([found.values, other], 1), row == 0, {"other": {"timed out": 1}})
+
+    kept: list[Told] = []
+    made = rollouts(lm, Both(by_length), kept=kept)
+    made.advance(None)
+    numbers = made.queue[0].numbers
+    assert (numbers["rewards/failed"], numbers["rewards/other/timed_out"], numbers["answers/left_out"]) == (1, 1, 1 / 8)
+    assert kept[0].rewards == {"own": None, "other": None}
+    assert kept[1].rewards["own"] is not None, "None has no opinion: the other reward decides"
+    assert kept[1].rewards["other"] is None
+
+
+@pytest.mark.parametrize(("reward", "left_out"), [(1e30, 1), (-1e16, 1), (1e14, 0)])
+def test_a_reward_too_large_to_square_is_left_out_with_a_word(lm: LM, reward: float, left_out: int):
+    heard, first = list[str](), count()
+    made = rollouts(lm, OwnJudge(lambda p, c, a: reward if next(first) == 0 else by_length(p, c, a)), said=heard)
+    made.advance(None)
+    assert made.queue[0].numbers["rewards/failed"] == left_out
+    assert len([line for line in heard if "too large to compare in float32" in line]) == left_out
 
 
 def test_an_interrupted_rollout_leaves_the_position_where_it_was(lm: LM):

@@ -84,6 +84,21 @@ def test_metrics_show_rewards_and_log_probabilities():
     }  # fmt: skip
 
 
+def test_a_near_tie_is_one_half():
+    """Two answers whose log-ratios differ by rounding alone, as before the first update, are neither right nor wrong."""
+    live = column([1, 1, 1, 1, 1, 1])
+    found = Sequences(column([-301.2001, -80.3, -200.0, -90.0, -200.1, -90.0]), column([9] * 6))
+    reference = column([-301.2002, -80.3, -200.0, -90.1, -200.0, -90.0])
+    made = dpo(DPO(beta=0.5), found, reference, live)
+    assert float(made.metrics["rewards/accuracy"].value()) == pytest.approx((0.5 + 0 + 0) / 3)
+    labeled = kto(KTO(beta=0.5), found, reference, jnp.float32(0.0), column([1, 1, 1, 1, 0, 0]), live)
+    assert float(labeled.metrics["rewards/accuracy"].value()) == pytest.approx((0.5 + 0.5 + 0.5 + 1 + 1 + 0.5) / 6)
+    scored = bradley_terry(Reward(center=0.1), column([2.0, 2.0, 1.0, 0.9]), column([0] * 4), column([1] * 4))
+    assert float(scored.metrics["rewards/accuracy"].value()) == 0.75
+    zeros = of_steps(jnp.zeros((1, 2)), jnp.asarray([[1.0, 0.0]]), jnp.ones((1, 2)))
+    assert float(zeros.metrics["accuracy"].value()) == 0.5
+
+
 def test_losses_without_a_reference_by_hand():
     found, _, live = one_pair()
     chosen, rejected = -6 / 4, -5 / 2

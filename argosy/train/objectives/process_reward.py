@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from argosy.train.objectives import Loss, Mean, Models
 from argosy.train.objectives.routers import with_routers
-from argosy.train.objectives.sequences import scores
+from argosy.train.objectives.sequences import preferred, scores
 from argosy.train.preferences import ProcessReward
 
 
@@ -26,8 +26,10 @@ def of_steps(found: Float[Array, "B T"], right: Float[Array, "B T"], mask: Float
     def mean(values: Array, where: Array) -> Mean:
         return Mean(jnp.sum(jnp.where(where, values, 0.0)), jnp.sum(where, dtype=jnp.float32))
 
+    # A head of zeros has no opinion.
+    above = preferred(found, jnp.zeros_like(found), jnp.abs(found))
     metrics = {
-        "accuracy": mean(((found > 0) == (right > 0)).astype(jnp.float32), ends),
+        "accuracy": mean(jnp.where(right > 0, above, 1 - above), ends),
         "scores/right": mean(found, ends & (right > 0)),
         "scores/wrong": mean(found, ends & (right <= 0)),
     }
