@@ -247,6 +247,14 @@ def test_later_layers_win_and_are_reported():
     assert list(reading.origin) == list(flatten(reading.value))
 
 
+def test_only_what_a_layer_gave_counts_as_set():
+    assert read_settings(Run).value.model_fields_set == set()
+    found = read_settings(Run, words_layer(["data.lang=de", "optimizer=muon"])).value
+    assert found.model_fields_set == {"data", "optimizer"}
+    assert found.data.model_fields_set == {"lang"}
+    assert read_settings(Run, words_layer(["adapter=none"])).value.model_fields_set == {"adapter"}
+
+
 def test_mappings_merge_key_by_key_and_lists_do_not():
     reading = read({"data": {"mix": {"web": 2}, "stop": ["a"]}}, {"data": {"mix": {"math": 3}, "stop": ["b"]}})
     assert reading.value.data.mix == {"code": 1.0, "web": 2.0, "math": 3.0}

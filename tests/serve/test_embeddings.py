@@ -19,6 +19,8 @@ import argosy
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.load import find_tokenizer
+from argosy.core.settings import read_settings, words_layer
+from argosy.data.tokenize import find_tokenizer
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
@@ -305,6 +307,18 @@ def test_a_vector_is_the_same_in_any_company(encoder: LM, service: EncoderServic
     found = service.front.engine.finished(np.concatenate(asyncio.run(go())))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
     assert any(rows > 1 for rows, _ in service.front.engine.shapes), "none had company"
+
+
+def test_an_encoder_is_served_with_the_settings_of_a_command_line(encoder: LM):
+    def settings(*words: str) -> ServeSettings:
+        return read_settings(ServeSettings, words_layer(["warm_up=false", *words])).value
+
+    service = run.serving(encoder, "small", settings("engine.budget=64"), None)
+    service.front.close()
+    assert isinstance(service, EncoderService)
+    for word, name in (("engine.slots=3", "engine.slots"), ("engine.speculative=ngram", "engine.speculative")):
+        with pytest.raises(BadInput, match=f"{name}: "):
+            run.serving(encoder, "small", settings(word), None)
 
 
 def test_a_client_that_leaves_has_nothing_computed(service: EncoderService):

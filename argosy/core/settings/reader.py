@@ -72,6 +72,8 @@ class Reader:
             for name in [name for name in one.value if name not in cls.model_fields and name != tag]:
                 self._unknown(dotted(key, name), one, one.value[name])
         values: dict[str, Any] = {}
+        # Groups and choices that only their defaults fill.
+        defaults: set[str] = set()
         failed = set() if all_good else {_WHOLE}
         for name, info in cls.model_fields.items():
             path = dotted(key, name)
@@ -83,12 +85,17 @@ class Reader:
                 self.notes.setdefault(also, note)
             if its or shape_of(info).kind in ("group", "choice"):
                 values[name] = self._part(info, path, _default(info) + its)
+                if not its:
+                    defaults.add(name)
             if values.get(name) is _FAILED:
                 failed.add(name)
         good = {name: value for name, value in values.items() if name not in failed}
         if not key:
             self.good = good
-        return self._build(cls, key, good, failed)
+        built = self._build(cls, key, good, failed)
+        if built is not _FAILED:
+            built.model_fields_set.difference_update(defaults)
+        return built
 
     def _part(self, info: FieldInfo, key: str, given: list[Given]) -> Any:
         kind = shape_of(info)
