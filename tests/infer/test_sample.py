@@ -1,13 +1,19 @@
 """Sampling against NumPy oracles, setting by setting, rows mixed in one batch."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative
+from helpers import relative, shared
 
+from argosy.infer.load import load
 from argosy.core.errors import BadInput
 from argosy.infer.sampling.sample import (
+from argosy.infer.engine import Engine
+from argosy.infer.request import Event, Request
+from argosy.infer.sample import (
     COLUMNS,
     Sampling,
     choose,
@@ -22,6 +28,7 @@ from argosy.infer.sampling.sample import (
     typical,
     words_of,
 )  # fmt: skip
+from argosy.infer.settings import EngineSettings
 
 V = 37
 
@@ -307,3 +314,39 @@ def test_every_number_among_the_settings_is_a_column():
     assert numbers - {"min_tokens"} == set(COLUMNS)
     rows = [Sampling(), *[Sampling(**{name: 0.5}) for name in COLUMNS if "penalty" in name]]
     assert penalizes(settings(rows)).tolist() == [False, True, True, True]
+
+
+FILTERS: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1}, {"typical_p": 0.9}]
+
+
+def test_a_small_temperature_draws_the_greedy_text_with_a_probability_near_1():
+    """Divided before they are shifted, logits have no digits left: at 1e-10 another token is drawn, with a log-probability of
+    infinity."""
+    lm = load(shared("models/stories260k"))
+    engine = Engine(lm.module, EngineSettings(slots=4, context=64, pages=64, page=8))
+
+    def answer(how: Sampling) -> list[Event]:
+        engine.add(Request(lm.encode("Once upon a time"), 8, how, frozenset(), 1))
+        return list(engine.run())
+
+    greedy = [event.token for event in answer(Sampling())]
+    for temperature in (1e-4, 1e-6, 1e-8, 1e-9, 1e-10, 1e-12, 1e-30, 1e-38, 1e-40, 1e-300):
+        for filters in FILTERS:
+            events = answer(Sampling(temperature=temperature, **filters))
+            assert [event.token for event in events] == greedy
+            assert all(-1e-6 < event.drawn <= 0 for event in events), (temperature, filters)
+            assert all(event.logprob <= 0 for event in events)
+
+
+def test_tied_tokens_are_drawn_at_any_temperature():
+    """Which is why a small temperature is not the same as 0."""
+    logits = np.full((400, V), -1.0, np.float32)
+    logits[:, [3, 30]] = 4.0
+    for temperature in (1e-6, 1e-12):
+        rows = settings([Sampling(temperature=temperature)] * len(logits))
+        found = jax.jit(choose)(jnp.asarray(logits), jnp.asarray(logits), rows, streams(7, range(len(logits))))
+        tokens, count = np.unique(np.asarray(found.tokens), return_counts=True)
+        assert tokens.tolist() == [3, 30]
+        # Five standard deviations of a fair coin.
+        assert abs(int(count[0]) - 200) < 50
+        np.testing.assert_allclose(np.asarray(found.drawn), np.log(0.5), atol=1e-6)

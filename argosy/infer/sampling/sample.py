@@ -89,6 +89,9 @@ def table(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
     columns = {
         name: np.asarray([getattr(r, name) for r in rows], np.int32 if name == "top_k" else np.float32) for name in COLUMNS
     }
+    # A number below the smallest normal one counts as 0 on the device.
+    warm = columns["temperature"]
+    columns["temperature"] = np.where([r.temperature > 0 for r in rows], np.maximum(warm, np.finfo(np.float32).tiny), warm)
     return columns | {"tail": np.asarray([1 - r.top_p for r in rows], np.float64).astype(np.float32)}
 
 
@@ -176,7 +179,8 @@ def choose(
     greedy = largest(scored)
 
     def by_chance() -> tuple[Array, Array]:
-        warm = scored / jnp.where(hot, settings["temperature"], 1.0)[:, None]
+        # Shifted before they are divided: at 1e-10 a quotient has no digits left for what is added to it, at 1e-38 it is infinite.
+        warm = (scored - _highest(scored)) / jnp.where(hot, settings["temperature"], 1.0)[:, None]
         own = settings | {"temperature": jnp.where(hot, settings["temperature"], 0.0)}
         tokens, chance = drawn(warm, own, keys) if filtered else one_of(warm, keys)
         return jnp.where(hot, tokens, greedy), jnp.where(hot, chance, 0.0)
@@ -184,6 +188,12 @@ def choose(
     none = jnp.zeros(logits.shape[:1], jnp.float32)
     tokens, chance = jax.lax.cond(hot.any(), by_chance, lambda: (greedy, none))
     return Chosen(tokens, of_tokens(logits, tokens), chance)
+
+
+def _highest(logits: Float[Array, "B V"]) -> Float[Array, "B 1"]:
+    """The largest logit of each row; 0 where it is infinite, because no token is allowed."""
+    top = logits.max(-1, keepdims=True)
+    return jnp.where(jnp.isfinite(top), top, 0.0)
 
 
 def penalizes(settings: dict[str, Array]) -> Bool[Array, "B"]:
