@@ -238,6 +238,7 @@ class LM:
 
         Raises:
             BadInput: there is no tokenizer or no template, the template refuses these messages, or the last one cannot be continued.
+            Omitted: the template leaves out a message, a tool or the documents.
         """
         templates = getattr(self.tokenizer, "chat_templates", None) or {}
         if not templates and (template is None or self.tokenizer is None):
@@ -245,10 +246,17 @@ class LM:
                 "this model has no chat template", hint="generate without --chat, or give messages as one text"
             )
         from argosy.data.chat.template import choose_template, render
+        from argosy.data.omissions import check_complete, with_known_roles
 
         how: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         chosen = template if template is not None else choose_template(templates, tools=bool(tools))
-        text = render(chosen, list(messages), self.tokenizer.special, tools=tools, **how, **variables)
+        messages, special = with_known_roles(messages, chosen), self.tokenizer.special
+        text = render(chosen, messages, special, tools=tools, **how, **variables)
+
+        def again(**given: Any) -> str:
+            return render(chosen, special=special, add_generation_prompt=add_generation_prompt, **(variables | given))
+
+        check_complete(again, text, chosen, messages, tools, variables.get("documents"))
         ids = self.tokenizer.encode(text, special=True)
         return [self.tokenizer.bos, *ids] if add_special_tokens and self.tokenizer.adds_bos else ids
 

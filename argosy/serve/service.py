@@ -11,6 +11,9 @@ from argosy.core.errors import ArgosyError
 from argosy.data.chat.template import choose_template
 from argosy.infer.cpu.panels import kept_in_blocks
 from argosy.infer.engine.request import Request
+from argosy.data.chat import choose_template
+from argosy.data.omissions import Omitted
+from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
 from argosy.infer.tools.grammar import Crowded, Grammar
 from argosy.infer.tools.notations import taught_by
@@ -25,6 +28,13 @@ from argosy.serve.openai.response_store import Store
 from argosy.serve.openai.structured import Wanted, refused
 from argosy.serve.response.choice import Choice, Ending
 from argosy.serve.response.reasoning import variables_of
+from argosy.serve.admission import Admission
+from argosy.serve.choice import Choice, Ending
+from argosy.serve.copies import Copies
+from argosy.serve.errors import ApiError, no_model, of_input, shortened, unavailable
+from argosy.serve.fields import Generation, Rendered
+from argosy.serve.front import Front
+from argosy.serve.reasoning import variables_of
 from argosy.serve.sampling import sampling_of
 from argosy.serve.settings import Limits, Parser
 
@@ -112,6 +122,9 @@ class Served(Generic[F]):
         template = self.template(tools, fields.chat_template)
         if (notation := taught_by(template)) is not None:
             messages, tools = notation.messages(messages, template), notation.described(tools)
+        if unread := sorted(name for name in fields.chat_template_kwargs if name not in template):
+            what = f"the chat template of this model does not read `{shortened(unread[0])}`"
+            raise ApiError(what, param="chat_template_kwargs", code="unsupported_parameter")
         variables: dict[str, Any] = variables_of(fields.reasoning_effort, template) | fields.chat_template_kwargs
         variables |= {"documents": fields.documents} if fields.documents else {}
         how: Any = {
@@ -121,6 +134,8 @@ class Served(Generic[F]):
         }  # fmt: skip
         try:
             return self.lm.chat_prompt(messages, tools=tools, **how, **variables)
+        except Omitted as error:
+            raise ApiError(error.what, param=error.param, code="unsupported_parameter") from None
         except ArgosyError as error:
             raise of_input(error, "messages") from None
 

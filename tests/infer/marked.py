@@ -14,12 +14,13 @@ from argosy.infer.tools.notations.gpt_oss import GptOss
 
 VOCAB = 288
 # The ways of Mistral's tokenizers from v11 on; the template of v3 (Nemo) and that of Kimi K2 are in the shared data.
+TOOLS = "{% for t in tools or [] %}[AVAILABLE_TOOLS]{{ t.function.name }}[/AVAILABLE_TOOLS]{% endfor %}"
 LATER = (
     "{{% for m in messages %}}{{% if m.role == 'user' %}}[INST]{{{{ m.content }}}}[/INST]{{% else %}}{{{{ m.content }}}}"
     "{{% for c in m.tool_calls or [] %}}[TOOL_CALLS]{{{{ c.function.name }}}}{}{{{{ c.function.arguments | tojson }}}}{{% endfor %}}"
     "<eos>{{% endif %}}{{% endfor %}}"
 )
-V11, V13 = LATER.format("[CALL_ID]{{ c.id }}[ARGS]"), LATER.format("[ARGS]")
+V11, V13 = (TOOLS + LATER.format(given) for given in ("[CALL_ID]{{ c.id }}[ARGS]", "[ARGS]"))
 FILES = {
     "nemo": "mistralai-Mistral-Nemo-Instruct-2407",
     "kimi": "Kimi-K2-Instruct",

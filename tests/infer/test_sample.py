@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from helpers import relative, shared
 
-from argosy.infer.load import load
 from argosy.core.errors import BadInput
 from argosy.infer.sampling.sample import (
 from argosy.infer.engine import Engine
+from argosy.infer.load import load
 from argosy.infer.request import Event, Request
 from argosy.infer.sample import (
     COLUMNS,

@@ -26,6 +26,7 @@ from argosy.serve.response.parsing import Reader, Reading
 ONE = '{"name": "weather", "arguments": {"city": "Köln"}}'
 TWO = '{"name": "time", "arguments": {}}'
 LLAMA = ONE.replace("arguments", "parameters")
+TWICE = f'{LLAMA[:-1]}, "arguments": {{}}}}'
 
 
 def read(notation: type[InText], text: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
@@ -51,6 +52,13 @@ def read(notation: type[InText], text: str, size: int) -> tuple[str, list[tuple[
         (Llama3, f"Here: {LLAMA}", f"Here: {LLAMA}", []),
         (Llama3, '{"some": "json"}', '{"some": "json"}', []),
         (Llama3, f"{LLAMA} and text", f"{LLAMA} and text", []),
+        (Llama3, '{"name": "Alice", "age": 3}', '{"name": "Alice", "age": 3}', []),
+        (Llama3, '{"name": "Alice"}', '{"name": "Alice"}', []),
+        (Llama3, f'{LLAMA}; {{"name": "Alice"}}', f'{LLAMA}; {{"name": "Alice"}}', []),
+        (Llama3, '{"type": "function", "name": "time", "parameters": {}}', "", ["time"]),
+        (Hermes, '<tool_call>{"name": "time"}</tool_call>', "", ["time"]),
+        (Hermes, '<tool_call>{"name": "time", "age": 3}</tool_call>', '<tool_call>{"name": "time", "age": 3}</tool_call>', []),
+        (Hermes, f"<tool_call>{TWICE}</tool_call>", f"<tool_call>{TWICE}</tool_call>", []),
         (Llama3, "{" * 5000, "{" * 5000, []),
     ],
 )

@@ -222,7 +222,7 @@ def test_a_message_can_be_sent_back(said: Service, client: anthropic.Anthropic):
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "2"}]}
     given: Any = [*HI["messages"], {"role": "assistant", "content": [block.to_dict() for block in first.content]}, result]
     counted = client.messages.count_tokens(model="tiny", messages=given, thinking=ADAPTIVE)
-    assert counted.input_tokens == len("<user>hi<assistant>(hm)Ok<tool>2<assistant>\n")
+    assert counted.input_tokens == len("<user>hi<assistant>(hm)Okf<tool>2<assistant>\n")
 
 
 def user(block: dict[str, Any]) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from argosy.serve.service import Service
 
 # As Qwen 3: the model opens its thoughts itself, and a switch writes an empty pair into the prompt.
 QWEN = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% endfor %}"
-    "{% if tools %}<tool_call>{% endif %}{% if add_generation_prompt %}<assistant>\n"
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}{% if false %}<tool_call>{% endif %}{% if add_generation_prompt %}<assistant>\n"
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 # As the later DeepSeek R1 and Qwen 3 Thinking: the prompt opens the thoughts.

@@ -25,7 +25,7 @@ from argosy.serve.service import Service
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
-    "{% if tools %}<tool_call>{% endif %}<a>{% if false %}</think>{% endif %}"
+    "{% if tools %}<tool_call>{{ tools[0].function.name }}{% endif %}<a>{% if false %}</think>{% endif %}"
 )
 THINKS = "<think>hm</think>\nHello"
 BARE = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'

@@ -31,7 +31,7 @@ from argosy.serve.settings import Limits
 
 HERMES = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if tools %}<tool_call>[{{ tools|length }}]{% endif %}<assistant>"
+    "{% if tools %}<tool_call>{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}<assistant>"
 )
 # A random model says few blanks then, and its documents fit into the context.
 TERSE = {"logit_bias": {str(ord(c)): -50 for c in " \n\r\t"}, "temperature": 1.5}

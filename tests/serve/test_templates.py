@@ -1,6 +1,6 @@
 """What a client may say about the template of a chat: the prompt is what transformers renders, on both routes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ def prompts(ask: Ask, **body: Any) -> str:
         ({"messages": BEGUN, "add_generation_prompt": False}, "<user>hi<assistant>It is "),
         ({"messages": BEGUN, "add_generation_prompt": False, "continue_final_message": True}, "<user>hi<assistant>It is "),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "<user>hi!<assistant>"),
-        ({"chat_template_kwargs": {"enable_thinking": True, "unread": 1}}, "<user>hi<assistant>"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "<user>hi<assistant>"),
         ({"documents": [{"title": "a", "text": "b"}, {"title": "c"}]}, "<user>hi(a)(c)<assistant>"),
         ({"documents": []}, "<user>hi<assistant>"),
         ({"add_special_tokens": False}, "<user>hi<assistant>"),
@@ -86,3 +86,75 @@ def test_clients_can_read_the_special_tokens_and_the_template(lm: LM):
         assert found == {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False, "chat_template": TEMPLATE}
     with serving(replace(lm, tokenizer=None)) as service:
         assert asking(service)("GET", "/tokenizer_info").status_code == 404
+
+
+# As Qwen 2.5's: no role but these, one system message at the beginning, and no tools.
+STRICT = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] or (m.role == 'system' and loop.first) %}<{{ m.role }}>"
+    "{{ m.content }}</>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "hi", "parameters": {"type": "object", "properties": {}}}}
+ROUTES = ("/tokenize", "/v1/chat/completions", "/v1/messages/count_tokens", "/v1/messages", "/v1/responses")
+
+
+@pytest.fixture(scope="module")
+def strict(lm: LM) -> Iterator[Ask]:
+    tokenizer = ByteTokenizer(TokenizerConfig(templates={"default": STRICT}))
+    with serving(LM(lm.config, lm.module, tokenizer)) as service:
+        yield asking(service)
+
+
+def body_of(path: str, messages: list[dict[str, Any]], tools: bool = False) -> dict[str, Any]:
+    """A request to any route that renders conversations."""
+    body: dict[str, Any] = {"input" if path.endswith("responses") else "messages": messages}
+    if path == "/v1/messages":
+        body["max_tokens"] = 1
+    if tools:
+        flat = {"/v1/responses": {"type": "function", **TOOL["function"]}}
+        anthropic = {"name": "hi", "input_schema": {"type": "object", "properties": {}}}
+        body["tools"] = [flat.get(path) or (anthropic if "/messages" in path else TOOL)]
+    return body
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_what_a_template_leaves_out_is_refused_on_every_route(strict: Ask, path: str):
+    answer = strict("POST", path, json=body_of(path, HI, tools=True))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the chat template of this model leaves out the tool `hi`"
+    answer = strict("POST", path, json=body_of(path, [*HI, {"role": "system", "content": "hi"}, *HI]))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the chat template of this model leaves out a message of role `system`"
+
+
+def test_a_refusal_names_the_field_of_its_route(strict: Ask):
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        assert strict("POST", path, json=body_of(path, HI, tools=True)).json()["error"]["param"] == "tools"
+    later = [*HI, {"role": "system", "content": "hi"}, *HI]
+    params = [strict("POST", p, json=body_of(p, later)).json()["error"]["param"] for p in ("/tokenize", "/v1/responses")]
+    assert params == ["messages", "input"]
+    answer = strict("POST", "/tokenize", json={"messages": HI, "documents": [{"text": "b"}]})
+    assert answer.json()["error"]["param"] == "documents"
+    answer = strict("POST", "/tokenize", json={"messages": HI, "chat_template_kwargs": {"enable_thinking": False}})
+    assert "does not read `enable_thinking`" in answer.json()["error"]["message"]
+
+
+def test_a_developers_message_is_in_the_prompt(strict: Ask):
+    developer = [{"role": "developer", "content": "be brief"}, *HI]
+    assert prompts(strict, messages=developer) == "<system>be brief</><user>hi</><assistant>"
+    both = [{"role": "system", "content": "be kind"}, *developer]
+    assert prompts(strict, messages=both) == "<system>be kind\n\nbe brief</><user>hi</><assistant>"
+
+
+def test_an_answer_continues_the_assistants_last_message(strict: Ask):
+    """As Anthropic's API documents it; OpenAI's open a new message."""
+    begun = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    counted = strict("POST", "/v1/messages/count_tokens", json={"messages": begun}).json()["input_tokens"]
+    assert counted == len("<user>hi</><assistant>It is")
+    answer = strict("POST", "/v1/messages", json={"messages": begun, "max_tokens": 1}).json()
+    assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == counted
+    opened = strict("POST", "/v1/messages/count_tokens", json={"messages": [*begun, *HI]}).json()["input_tokens"]
+    assert opened == len("<user>hi</><assistant>It is</><user>hi</><assistant>")
+    call = {"type": "tool_use", "id": "a", "name": "hi", "input": {}}
+    refused = strict("POST", "/v1/messages", json={"messages": [*HI, {"role": "assistant", "content": [call]}], "max_tokens": 1})
+    assert refused.status_code == 400
+    assert "its result is missing" in refused.json()["error"]["message"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from infer.marked import NAMES, VOCAB, marked, template
+from infer.marked import NAMES, TOOLS, VOCAB, marked, template
 from serve.conftest import SIZES, Says, listening, serving
 from serve.test_reasoning import TALK, say
 
@@ -54,7 +54,9 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def lm(name: str, tmp_path_factory: pytest.TempPathFactory) -> LM:
     config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": VOCAB, "context": 4096})
-    return LM(config, random(config, 0).module, marked(tmp_path_factory.mktemp(name), NAMES, template(name)))
+    # The template of DeepSeek R1 writes calls, and lists no tools.
+    listed = TOOLS if name == "deepseek" else ""
+    return LM(config, random(config, 0).module, marked(tmp_path_factory.mktemp(name), NAMES, listed + template(name)))
 
 
 @pytest.fixture(scope="module")

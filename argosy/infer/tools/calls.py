@@ -369,14 +369,24 @@ class Scanner:
         return value, self.text[start : self.at]
 
 
-def called(call: Any) -> Call:
+# Keys of a call that is an object. What has others is no call: they would be lost.
+OF_A_CALL = {"name", "arguments", "parameters", "id", "type"}
+
+
+def called(call: Any, *, marked: bool = True) -> Call:
     """A call that is an object with its name and arguments.
+
+    Args:
+        marked: a mark says that it is a call, so one of a function without arguments may have none.
 
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or set(call) - OF_A_CALL:
         raise ValueError("no call")
-    arguments = call.get("arguments", call.get("parameters", {}))
+    given = [call[name] for name in ("arguments", "parameters") if name in call]
+    if len(given) > 1 or not (given or marked):
+        raise ValueError("no call")
+    arguments = given[0] if given else {}
     text = arguments if isinstance(arguments, str) else dumps(arguments)
     return Call(call["name"], text, call["id"] if isinstance(call.get("id"), str) else None)

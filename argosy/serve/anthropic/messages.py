@@ -108,12 +108,18 @@ def _chat(service: Service, fields: Conversation) -> dict[str, Any]:
     choice, many = _choice(fields.tool_choice)
     system = text_of(fields.system, "system") if fields.system is not None else ""
     messages = [*([{"role": "system", "content": system}] if system else []), *messages_of(fields.messages)]
+    # As in Anthropic's API, an answer continues a last message of the assistant.
+    continues = messages[-1]["role"] == "assistant"
+    if continues and "tool_calls" in messages[-1]:
+        raise ApiError("the last message calls a tool: its result is missing", param=f"messages.{len(fields.messages) - 1}")
     kwargs = fields.chat_template_kwargs
     if fields.thinking.type == "disabled":
         kwargs = _switched_off(service, tools) | kwargs
     return {
         **fields.sampled(),
         "messages": messages,
+        "add_generation_prompt": not continues,
+        "continue_final_message": continues,
         "tools": tools or None,
         "tool_choice": choice,
         "parallel_tool_calls": many,

@@ -2,7 +2,8 @@
 
     {"name": "f", "parameters": {...}}; {"name": "g", "parameters": {...}}
 
-Nothing marks them, so an answer that begins with anything else is no call. A grammar allows one call.
+Nothing marks them, so an answer that begins with anything else is no call, nor is an object with neither `parameters` nor `arguments`.
+A grammar allows one call.
 """
 
 import json
@@ -31,7 +32,7 @@ class Llama3(InText):
             scan.match(_BETWEEN)
             if scan.over():
                 return "", calls
-            calls.append(called(scan.json()[0]))
+            calls.append(called(scan.json()[0], marked=False))
 
     def rules(self, names: Sequence[str], many: bool) -> list[str]:
         rules = []

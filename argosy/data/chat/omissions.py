@@ -1,0 +1,136 @@
+"""What a chat template leaves out: a prompt without something that its sender wrote is refused by name.
+
+Templates ignore what they do not know: tools, documents, messages of a role, calls of tools. A model then answers another conversation,
+and nobody is told. So where something may be missing, the conversation is rendered once more with a mark behind each text, and a mark
+that is not in the result names what is left out. Thoughts of earlier turns are no omission: reasoning models drop them by design.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from argosy.core.errors import BadInput
+
+Message = Mapping[str, Any]
+
+# Letters and digits, so that no template trims or escapes them.
+PREFIX, SUFFIX = "Kq7", "Zw"
+
+
+class Omitted(BadInput):
+    """A chat template leaves out part of a conversation. param: the part: messages, tools or documents."""
+
+    param: str = "messages"
+
+
+def with_known_roles(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+    """Messages with the role `developer` as `system`, for a template without that role. System messages at the beginning then become
+    one, because many templates refuse a second."""
+    found = [dict(message) for message in messages]
+    if "developer" in template or not any(message.get("role") == "developer" for message in found):
+        return found
+    for message in found:
+        if message.get("role") == "developer":
+            message["role"] = "system"
+    count = next((i for i, message in enumerate(found) if message.get("role") != "system"), len(found))
+    texts = [message.get("content") for message in found[:count]]
+    if count < 2 or not all(isinstance(text, str) for text in texts):
+        return found
+    return [found[0] | {"content": "\n\n".join(map(str, texts))}, *found[count:]]
+
+
+def check_complete(
+    render: Callable[..., str],
+    text: str,
+    template: str,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Checks that a prompt has everything that it was made from.
+
+    Args:
+        render: renders other messages in the same way; takes `messages`, `tools` and `documents`.
+        text: the prompt.
+
+    Raises:
+        Omitted: the template leaves out a message, a call, a tool or the documents.
+    """
+    if not (tools or documents or any(_doubtful(message, i, text, template) for i, message in enumerate(messages))):
+        return
+    marks = Marks(text)
+    marked = [_marked(message, marks) for message in messages]
+    with_tools = None if tools is None else [_marked_tool(tool, marks) for tool in tools]
+    with_documents = None if documents is None else [
+        {name: marks(value, "the documents", "documents", i) for name, value in one.items()}
+        for i, one in enumerate(documents)
+    ]  # fmt: skip
+    try:
+        found = render(messages=marked, tools=with_tools, documents=with_documents)
+    except BadInput:
+        # The template reads what a text says; without its marks it has taken this conversation.
+        return
+    marks.check(found)
+
+
+class Marks:
+    """Marks that a text does not have. Each says what it is put behind, as messages name it.
+
+    Args:
+        text: no mark is in it.
+    """
+
+    def __init__(self, text: str):
+        prefix = PREFIX
+        while prefix in text:
+            prefix += "q"
+        self.prefix = prefix
+        # By mark: what it is put behind, and the part of the request. Of a group, one mark that is found is enough.
+        self.known: list[tuple[str, str, str, Any]] = []
+
+    def __call__(self, value: Any, what: str, part: str, group: Any = None) -> Any:
+        """A text with a mark behind it; anything else, and an empty text, as it is."""
+        if not isinstance(value, str) or not value.strip():
+            return value
+        mark = f"{self.prefix}{len(self.known)}{SUFFIX}"
+        self.known.append((mark, what, part, mark if group is None else group))
+        return value + mark
+
+    def check(self, text: str) -> None:
+        """Raises: Omitted: a mark is missing."""
+        there = {group for mark, _, _, group in self.known if mark in text}
+        for _, what, part, group in self.known:
+            if group not in there:
+                error = Omitted(f"the chat template of this model leaves out {what}", hint="leave it out, or give another template")
+                error.param = part
+                raise error
+
+
+def _doubtful(message: Message, place: int, text: str, template: str) -> bool:
+    """Whether a message may be missing from a prompt, as far as that is seen without rendering it again."""
+    content, role = message.get("content"), message.get("role")
+    if message.get("tool_calls"):
+        return True
+    if not isinstance(content, str) or not content.strip():
+        return False
+    usual = role in ("user", "assistant") or (role == "system" and place == 0)
+    return not usual or str(role) not in template or content.strip() not in text
+
+
+def _marked(message: Message, marks: Marks) -> dict[str, Any]:
+    role = str(message.get("role"))[:32]
+    found = {**message, "content": marks(message.get("content"), f"a message of role `{role}`", "messages")}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_marked_function(call, marks, "the call of", "messages") for call in calls]
+    return found
+
+
+def _marked_tool(tool: Mapping[str, Any], marks: Marks) -> dict[str, Any]:
+    return _marked_function(tool, marks, "the tool", "tools")
+
+
+def _marked_function(given: Mapping[str, Any], marks: Marks, what: str, part: str) -> dict[str, Any]:
+    function = given.get("function")
+    if not isinstance(function, Mapping):
+        return dict(given)
+    name = function.get("name")
+    return {**given, "function": {**function, "name": marks(name, f"{what} `{str(name)[:64]}`", part)}}
