@@ -245,8 +245,8 @@ class LM:
             raise BadInput(
                 "this model has no chat template", hint="generate without --chat, or give messages as one text"
             )
+        from argosy.data.chat.omissions import check_complete, with_known_roles
         from argosy.data.chat.template import choose_template, render
-        from argosy.data.omissions import check_complete, with_known_roles
 
         how: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         chosen = template if template is not None else choose_template(templates, tools=bool(tools))

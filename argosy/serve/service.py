@@ -8,12 +8,10 @@ from typing import Any, Generic, TypeVar
 
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
+from argosy.data.chat.omissions import Omitted
 from argosy.data.chat.template import choose_template
 from argosy.infer.cpu.panels import kept_in_blocks
 from argosy.infer.engine.request import Request
-from argosy.data.chat import choose_template
-from argosy.data.omissions import Omitted
-from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
 from argosy.infer.tools.grammar import Crowded, Grammar
 from argosy.infer.tools.notations import taught_by
@@ -22,19 +20,12 @@ from argosy.ops.native import library
 from argosy.serve.engine.admission import Admission
 from argosy.serve.engine.front import Front
 from argosy.serve.engine.replicas import Copies
-from argosy.serve.errors import ApiError, no_model, of_input, unavailable
+from argosy.serve.errors import ApiError, no_model, of_input, shortened, unavailable
 from argosy.serve.openai.fields import Generation, Rendered
 from argosy.serve.openai.response_store import Store
 from argosy.serve.openai.structured import Wanted, refused
 from argosy.serve.response.choice import Choice, Ending
 from argosy.serve.response.reasoning import variables_of
-from argosy.serve.admission import Admission
-from argosy.serve.choice import Choice, Ending
-from argosy.serve.copies import Copies
-from argosy.serve.errors import ApiError, no_model, of_input, shortened, unavailable
-from argosy.serve.fields import Generation, Rendered
-from argosy.serve.front import Front
-from argosy.serve.reasoning import variables_of
 from argosy.serve.sampling import sampling_of
 from argosy.serve.settings import Limits, Parser
 

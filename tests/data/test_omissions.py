@@ -8,8 +8,8 @@ import pytest
 from helpers import DATA, shared
 
 from argosy.core.errors import BadInput
-from argosy.data.chat import render
-from argosy.data.omissions import Marks, Omitted, check_complete, with_known_roles
+from argosy.data.chat.omissions import Marks, Omitted, check_complete, with_known_roles
+from argosy.data.chat.template import render
 
 SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>"}
 TOOL: Any = {"type": "function", "function": {"name": "f", "description": "Now.", "parameters": {"type": "object", "properties": {}}}}
@@ -49,7 +49,7 @@ def test_tools_are_in_the_prompt_or_refused(name: str):
     if name in WITH_TOOLS:
         assert "f" in checked(template_of(name), [USER], [TOOL])
         return
-    with pytest.raises(Omitted, match="leaves out the tool `f`") as error:
+    with pytest.raises(Omitted, match=r"leaves out the tool `f`") as error:
         checked(template_of(name), [USER], [TOOL])
     assert error.value.param == "tools"
 
@@ -70,7 +70,7 @@ def test_instructions_are_in_the_prompt_or_refused(name: str, messages: list[dic
         text = checked(template, given)
     except BadInput:
         # A text that is found elsewhere in the prompt is no less missing.
-        with pytest.raises(BadInput, match="leaves out a message|refuses these messages"):
+        with pytest.raises(BadInput, match=r"leaves out a message|refuses these messages"):
             checked(template, with_known_roles(messages, template))
     else:
         assert word in text
@@ -96,11 +96,11 @@ def test_a_developers_message_is_the_systems_for_templates_without_that_role():
 
 def test_documents_and_what_stands_beside_calls():
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    with pytest.raises(Omitted, match="leaves out the documents") as error:
+    with pytest.raises(Omitted, match=r"leaves out the documents") as error:
         checked(plain, [USER], documents=[{"title": "t", "text": "u"}])
     assert error.value.param == "documents"
     checked(plain + "{% for d in documents %}{{ d.title }}{% endfor %}", [USER], documents=[{"title": "t", "text": "u"}])
-    with pytest.raises(Omitted, match="leaves out the call of `f`"):
+    with pytest.raises(Omitted, match=r"leaves out the call of `f`"):
         checked(plain, [USER, CALL])
     with pytest.raises(Omitted, match="a message of role `tool`"):
         checked("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", [USER, RESULT])

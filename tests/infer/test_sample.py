@@ -9,11 +9,10 @@ import pytest
 from helpers import relative, shared
 
 from argosy.core.errors import BadInput
-from argosy.infer.sampling.sample import (
-from argosy.infer.engine import Engine
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.request import Event, Request
 from argosy.infer.load import load
-from argosy.infer.request import Event, Request
-from argosy.infer.sample import (
+from argosy.infer.sampling.sample import (
     COLUMNS,
     Sampling,
     choose,

@@ -18,9 +18,8 @@ from serve.conftest import inside, listening, serving
 import argosy
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
-from argosy.data.tokenizers.load import find_tokenizer
 from argosy.core.settings import read_settings, words_layer
-from argosy.data.tokenize import find_tokenizer
+from argosy.data.tokenizers.load import find_tokenizer
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES

@@ -27,8 +27,8 @@ from argosy.serve.service import Service
 QWEN = (
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
-    "{% if tools %}{{ tools[0].function.name }}{% endif %}{% if false %}<tool_call>{% endif %}{% if add_generation_prompt %}<assistant>\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}{% if false %}<tool_call>{% endif %}{% if add_generation_prompt %}"
+    "<assistant>\n{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 # As the later DeepSeek R1 and Qwen 3 Thinking: the prompt opens the thoughts.
 OPENED = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}<assistant><think>\n"
