@@ -8,7 +8,7 @@ counted as asked; there, a random letter takes its place.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -62,6 +62,20 @@ def _check_arguments(kind: str, given: Mapping[str, Any], where: str) -> None:
     for name, value in given.items():
         if not _ACCEPTS[takes[name]](value):
             raise BadInput(f"`{name}` of {kind} should be {takes[name]}, not {value!r}", where=where)
+    for name, expression in _expressions(given):
+        try:
+            re.compile(expression)
+        except (re.error, OverflowError, RecursionError) as error:
+            hint = "as in the authors' program, it is one; a backslash makes a character mean itself"
+            raise BadInput(f"`{name}` of {kind} is no regular expression: {error}", where=where, hint=hint) from None
+
+
+def _expressions(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The arguments that are regular expressions, as in the authors' program, with what is searched for."""
+    for name, value in given.items():
+        if name in EXPRESSIONS:
+            texts = value if isinstance(value, list) else [value]
+            yield from ((name, EXPRESSIONS[name](text)) for text in texts)
 
 
 def _whole(value: Any) -> bool:
@@ -85,19 +99,29 @@ def _compared(count: int, relation: str, threshold: int) -> bool:
 
 # ---- keywords
 
+# By argument: the regular expression that a check searches for.
+EXPRESSIONS: dict[str, Callable[[str], str]] = {
+    "keywords": lambda word: word,
+    "keyword": lambda word: word.strip(),
+    "forbidden_words": lambda word: rf"\b{word}\b",
+    "postscript_marker": lambda marker: MARKERS.get(marker.strip(), rf"\s*{marker.strip().lower()}.*$"),
+    "section_spliter": lambda word: rf"\s?{word.strip()}\s?\d+\s?",
+}
+MARKERS = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
+
 
 def existence(response: str, keywords: list[str]) -> bool:
     """All keywords occur. They are regular expressions, as in the authors' program, and parts of words count."""
-    return all(re.search(word, response, re.IGNORECASE) for word in keywords)
+    return all(re.search(EXPRESSIONS["keywords"](word), response, re.IGNORECASE) for word in keywords)
 
 
 def forbidden(response: str, forbidden_words: list[str]) -> bool:
     """None of the words occurs, as a whole word."""
-    return not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in forbidden_words)
+    return not any(re.search(EXPRESSIONS["forbidden_words"](word), response, re.IGNORECASE) for word in forbidden_words)
 
 
 def frequency(response: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compared(len(re.findall(keyword.strip(), response, re.IGNORECASE)), relation, frequency)
+    return _compared(len(re.findall(EXPRESSIONS["keyword"](keyword), response, re.IGNORECASE)), relation, frequency)
 
 
 def letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
@@ -163,9 +187,7 @@ def placeholders(response: str, num_placeholders: int) -> bool:
 
 
 def postscript(response: str, postscript_marker: str) -> bool:
-    marker = postscript_marker.strip()
-    known = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
-    return bool(re.search(known.get(marker, rf"\s*{marker.lower()}.*$"), response.lower(), re.MULTILINE))
+    return bool(re.search(EXPRESSIONS["postscript_marker"](postscript_marker), response.lower(), re.MULTILINE))
 
 
 def bullets(response: str, num_bullets: int) -> bool:
@@ -186,7 +208,7 @@ def highlights(response: str, num_highlights: int) -> bool:
 
 
 def sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.split(rf"\s?{section_spliter.strip()}\s?\d+\s?", response)) - 1 >= num_sections
+    return len(re.split(EXPRESSIONS["section_spliter"](section_spliter), response)) - 1 >= num_sections
 
 
 def is_json(response: str) -> bool:

@@ -184,7 +184,7 @@ class Admin:
 
     async def finish_update(self, request: Request) -> Response:
         """Replaces the weights between two steps. Running answers go on with the new ones from their next token."""
-        fields = FinishUpdate.of(await read_json(request, self.service.limits) if await request.body() else {})
+        fields = FinishUpdate.of(await read_json(request, self.service.limits, may_be_empty=True))
         async with self._one_at_a_time:
             update = self._begun()
             if not len(update):

@@ -10,17 +10,18 @@ from argosy.serve.errors import ApiError
 from argosy.serve.settings import Limits
 
 
-async def read_json(request: Request, limits: Limits) -> Any:
+async def read_json(request: Request, limits: Limits, *, may_be_empty: bool = False) -> Any:
     """Reads and parses the body.
+
+    Args:
+        may_be_empty: a request without a body is one with an empty object, whatever its type.
 
     Raises:
         ApiError: it is not JSON, too long, or too slow.
         ClientDisconnect: the client went away before its end.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Browsers send other types to any server without asking it first.
-    if kind != "application/json":
-        raise ApiError("send `Content-Type: application/json`", status=415)
+    if not may_be_empty:
+        _check_type(request)
     raw = bytearray()
     try:
         async with asyncio.timeout(limits.upload_seconds):
@@ -30,12 +31,23 @@ async def read_json(request: Request, limits: Limits) -> Any:
                     raise ApiError(f"the body has more than {limits.body} bytes", status=413)
     except TimeoutError:
         raise ApiError(f"the body took more than {limits.upload_seconds:g} seconds", status=408) from None
+    if may_be_empty:
+        if not raw:
+            return {}
+        _check_type(request)
     try:
         return json.loads(bytes(raw), parse_constant=_no_number)
     # A ValueError covers what is not UTF-8, and numbers of thousands of digits.
     except (ValueError, RecursionError) as error:
         why = f": {error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
         raise ApiError(f"the body is not JSON{why}") from None
+
+
+def _check_type(request: Request) -> None:
+    """Raises: ApiError: the body is of another type. Browsers send others to any server without asking it first."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError("send `Content-Type: application/json`", status=415)
 
 
 def _no_number(text: str) -> None:

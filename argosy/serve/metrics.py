@@ -43,7 +43,6 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = (model, str(number))
         self._seen: dict[Counter, int] = {}
-        self._compiled = compiled
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the answers that began.")
         self.rejections = self._counter("admission_rejections", "Requests refused because the queue is full.")
         self._ended = Counter(
@@ -58,6 +57,8 @@ class Metrics:
             "argosy:compilations", "Programs compiled after warm-up; without it, since the start.", LABELS, registry=self.registry
         )
         self.compilations = compilations.labels(*self._labels)
+        # Programs that are counted elsewhere.
+        self._programs: list[tuple[Counter, Callable[[], int]]] = [(self.compilations, compiled)]
         self.ready()
 
     def _gauge(self, name: str, about: str) -> Gauge:
@@ -83,7 +84,7 @@ class Metrics:
 
     def ready(self) -> None:
         """Programs compiled so far were compiled before the first request."""
-        self._seen[self.compilations] = self._compiled()
+        self._seen |= {counter: count() for counter, count in self._programs}
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -92,7 +93,8 @@ class Metrics:
 
     def refresh(self) -> None:
         """Takes the counts that are kept elsewhere."""
-        self._advance(self.compilations, self._compiled())
+        for counter, count in self._programs:
+            self._advance(counter, count())
 
     def _advance(self, counter: Counter, now: int) -> None:
         counter.inc(now - self._seen.get(counter, 0))
@@ -106,7 +108,13 @@ class EngineMetrics(Metrics):
         self.engine = engine
         # Set by the front: what it compiles for log-probabilities of prompts counts too.
         self.prompts: Prompts | None = None
-        super().__init__(model, self._programs, number)
+        super().__init__(model, lambda: engine.stats.compilations + self._prompt_programs(), number)
+        compilations = Counter(
+            "argosy:prompt_logprobs_compilations", "Those of them that only requests for log-probabilities of prompts need.",
+            LABELS, registry=self.registry,
+        )  # fmt: skip
+        self.prompt_compilations = compilations.labels(*self._labels)
+        self._programs.append((self.prompt_compilations, self._prompt_programs))
         scheduler = engine.scheduler
         self._gauge("num_requests_running", "Answers being generated.").set_function(lambda: len(scheduler.running))
         self._gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: scheduler.waiting)
@@ -145,8 +153,8 @@ class EngineMetrics(Metrics):
         self.ended(reason, seconds)
         self.generation.observe(generated)
 
-    def _programs(self) -> int:
-        return self.engine.stats.compilations + (0 if self.prompts is None else self.prompts.compilations)
+    def _prompt_programs(self) -> int:
+        return 0 if self.prompts is None else self.prompts.compilations
 
     def refresh(self) -> None:
         self._advance(self.preemptions, self.engine.scheduler.preemptions)

@@ -338,6 +338,38 @@ def test_a_grammar_is_lark_or_gbnf(lm: LM, text: str):
         assert re.fullmatch(r"a(,a)*\.", found.text) or found.finish_reason == "length"
 
 
+# (grammar, what it accepts, what it does not), by the documentation of GBNF in llama.cpp.
+GBNF = [
+    (r'root ::= "\u00e9" [\u0400-\u04ff]+ "\U0001F600"', ["\u00e9\u0436\u0434\U0001F600"], ["e\u0436\U0001F600", "\u00e9\U0001F600"]),
+    (r'root ::= "\x41\xe9"', ["A\u00e9"], ["A"]),
+    (r'root ::= "\[a\]\"\\/"', ['[a]"\\/'], ["a"]),
+    (r"root ::= [\[\]\\/]+", ["[]\\/"], ["a", ""]),
+    (r"root ::= [^\"\\\x7F\x00-\x1F]+", ["a b\u00e9"], ['a"', "\x7f", "\n"]),
+    (r'root ::= "\x00\x1b\t\n"', ["\0\x1b\t\n"], [""]),
+    (r"root ::= [\u002d\x5d\x5e]+", ["-]^"], [".", "a"]),
+    (r"root ::= [\x2d-\x2f]", ["-", ".", "/"], [",", "0"]),
+    ("root ::= [&&a~~]+", ["&a~"], ["b"]),
+    ('root ::= other # it is "\\q" [\\q]\nother ::= "a"', ["a"], ["q"]),
+    (r"root ::= [\U0001F600-\U0001F64F]", ["\U0001F610"], ["\U0001F680", "a"]),
+]
+
+
+@pytest.mark.parametrize("grammar, right, wrong", GBNF, ids=[grammar for grammar, _, _ in GBNF])
+def test_gbnf_has_the_escapes_of_llama_cpp(grammar: str, right: list[str], wrong: list[str]):
+    compiled = Grammars(ByteTokenizer(), VOCAB).get(structure_of({"grammar": grammar}))
+
+    def accepts(text: str) -> bool:
+        matcher = compiled.matcher(EOS)
+        for byte in text.encode():
+            if not unpacked(masks([matcher])[0][0], VOCAB)[byte]:
+                return False
+            matcher.push(byte)
+        return masks([matcher])[1][0] in ("accepting", "complete")
+
+    assert [text for text in right if not accepts(text)] == []
+    assert [text for text in wrong if accepts(text)] == []
+
+
 def test_any_json_object_and_a_pydantic_class(lm: LM):
     """Greedy, by a model that has learned nothing."""
     found = lm.generate([[5], [6]], 400, structured={"json": Pet}, logit_bias={ord('"'): 30.0})
@@ -532,6 +564,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"choice": "yes"}, "list of texts"),
     ({"grammar": "start: other"}, "other"),
     ({"grammar": "hello"}, "neither Lark nor GBNF"),
+    ({"grammar": r'root ::= "\q"'}, r"unknown escape \q"),
+    ({"grammar": r'root ::= "\ud83d"'}, r"\ud83d is no character"),
+    ({"grammar": r"root ::= [\U00110000]"}, r"\U00110000 is no character"),
     ({"grammar": "root ::= " + "(" * 5000}, "neither Lark nor GBNF"),
     ({"grammar": "start: " + "(" * 5000}, "nested"),
     ({"grammar": "start: <|eos|>"}, "by id"),

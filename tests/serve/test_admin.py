@@ -562,6 +562,27 @@ def test_a_file_holds_some_weights_or_all_under_either_names(lm: LM, other: LM, 
         np.testing.assert_array_equal(a, (new if changed else old)[name], err_msg=name)
 
 
+@pytest.mark.parametrize("path", ["/finish_weight_update", "/update_weight_version", "/v1/load_lora_adapter", "/v1/completions"])
+def test_a_body_is_read_within_the_limits(service: Service, path: str):
+    """By the ASGI protocol itself: httpx's transport without a socket hands over a body whole."""
+    app = App(service, admin=Admin(service, AdminSettings(shared=True, key="secret"))).asgi
+    taken, sent = [], []
+
+    async def receive() -> dict[str, Any]:
+        taken.append(LIMITS.body // 4)
+        assert len(taken) < 100, "it reads for ever"
+        return {"type": "http.request", "body": b" " * taken[-1], "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json"), (b"host", b"localhost")]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
+    asyncio.run(app(scope | {"client": ("127.0.0.1", 1), "server": ("localhost", 80), "scheme": "http"}, receive, send))
+    assert sent[0]["status"] == 413
+    assert sum(taken) <= LIMITS.body + 2 * taken[0]
+
+
 @pytest.mark.slow
 def test_a_running_answer_goes_on_with_the_new_weights_from_its_next_token(lm: LM, other: LM, service: Service, root: Path):
     admin = Admin(service, AdminSettings(shared=True, key="secret", root=str(root)))

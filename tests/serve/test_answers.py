@@ -310,6 +310,19 @@ def test_echo_puts_the_prompt_in_front(lm: LM, served: tuple[str, Service]):
     assert ["".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) for i in (0, 1)] == expected
 
 
+def test_an_echo_of_ids_that_end_within_a_character_writes_it_once(lm: LM, served: tuple[str, Service]):
+    prompt = [97, *"é".encode()[:1]]
+    for forced, text in ((0xA9, "aé\N{REPLACEMENT CHARACTER}"), (98, "a\N{REPLACEMENT CHARACTER}bb")):
+        how: dict[str, Any] = {"prompt": prompt, "echo": True, "max_tokens": 2, "temperature": 0, "logit_bias": {str(forced): 100}}
+        for more in ({}, {"logprobs": 0}):
+            assert post(served, **how, **more)["choices"][0]["text"] == text
+            assert "".join(chunk["choices"][0]["text"] for chunk in events(served, **how, **more)) == text
+    whole = post(served, prompt=prompt, echo=True, max_tokens=0)
+    assert whole["choices"][0]["text"] == "a\N{REPLACEMENT CHARACTER}"
+    offsets = post(served, **how, logprobs=0)["choices"][0]["logprobs"]["text_offset"]
+    assert offsets[:2] == [0, 1]
+
+
 def test_cached_tokens_are_told_and_a_salt_hides_them(served: tuple[str, Service]):
     prompt = "the common beginning of two prompts, "
 

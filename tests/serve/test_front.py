@@ -11,7 +11,7 @@ from serve.conftest import LIMITS, SIZES, alone, serving
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.infer.settings import DraftModel
+from argosy.infer.settings import DraftModel, NGram
 from argosy.serve.engine.front import Front
 from argosy.serve.errors import ApiError
 from argosy.serve.response.streams import Answers
@@ -282,6 +282,28 @@ def test_drafts_are_counted_as_vllm_counts_them(lm: LM):
         assert f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{own},position="{at}"}} {value}.0' in text
     assert f"vllm:generation_tokens_total{{{own}}} 8.0" in text
     assert f"vllm:inter_token_latency_seconds_count{{{own}}} 2.0" in text
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+def test_an_answer_that_begins_and_ends_within_a_step_counts_as_any_other(lm: LM, drafts: bool):
+    """With drafts, a step is read before the next is planned."""
+    sizes = SIZES.model_copy(update={"speculative": NGram()}) if drafts else SIZES
+    # Pages in which prompts end are copied without drafts only.
+    reused = len(PROMPT) // SIZES.page * SIZES.page if drafts else len(PROMPT) - 1
+    with serving(lm, sizes=sizes) as service:
+
+        async def go() -> int:
+            async with service.front.open([Request(PROMPT, 1)]) as answers:
+                assert len((await tokens(answers))[0]) == 1
+                return answers.reused(0)
+
+        assert [asyncio.run(go()) for _ in range(2)] == [0, reused]
+        text = service.front.metrics.text().decode()
+    own = '{engine="0",model_name="tiny"}'
+    assert f"vllm:prompt_tokens_total{own} {2 * len(PROMPT)}.0" in text
+    assert f"vllm:prompt_tokens_cached_total{own} {reused}.0" in text
+    assert f"vllm:request_queue_time_seconds_count{own} 2.0" in text
+    assert (service.front.running, service.front.waiting, service.front.waiting_tokens) == (0, 0, 0)
 
 
 def test_tokens_are_counted_once(lm: LM):

@@ -448,19 +448,19 @@ class Engine:
         if token in wanted.request.ends:
             reason = "stop"
         elif wanted.matcher is not None and wanted.matcher.push(token):
-            self._events.append(Event(wanted.number, token, logprob, None, drawn, top))
+            self._events.append(Event(wanted.number, token, logprob, None, drawn, top, sequence.reused))
             return self._close(sequence, "stop")
         elif answer == sequence.most:
             reason = "length"
         elif wanted.request.repetition is not None and wanted.request.repetition(sequence.tokens[sequence.prompt :]):
             reason = "repetition"
-        self._events.append(Event(wanted.number, token, logprob, reason, drawn, top))
+        self._events.append(Event(wanted.number, token, logprob, reason, drawn, top, sequence.reused))
         if reason is not None:
             self._forget(sequence)
 
     def _close(self, sequence: Scheduled, reason: Reason) -> None:
         """Ends an answer without a token."""
-        self._events.append(Event(sequence.what.number, None, 0.0, reason))
+        self._events.append(Event(sequence.what.number, None, 0.0, reason, reused=sequence.reused))
         self._forget(sequence)
 
     def _forget(self, sequence: Scheduled) -> None:

@@ -66,7 +66,7 @@ class Event(NamedTuple):
     token. It is `blocked` if no token is left: those that the grammar allows are banned, or the grammar has become too complex. It is
     `repetition` if the answer repeats itself.
     drawn: the log-probability in the distribution that the token was drawn from; 0 at temperature 0. top: the likeliest tokens and
-    their log-probabilities, if asked.
+    their log-probabilities, if asked. reused: prompt tokens found in the prefix cache.
     """
 
     id: int
@@ -75,6 +75,7 @@ class Event(NamedTuple):
     reason: Reason | None
     drawn: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
+    reused: int = 0
 
 
 @dataclass

@@ -28,6 +28,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers import Tokenizer
+from argosy.infer.tools.gbnf import unescaped
 
 State = Literal["open", "accepting", "complete", "blocked"]
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "tools"]
@@ -158,8 +159,9 @@ def _regex(regex: str) -> str:
 
 
 def _lark(text: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
+    text = text if is_lark_syntax(text) else unescaped(text)
     try:
         # GBNF is translated by a recursive parser.
         return any_to_lark(text)

@@ -435,7 +435,11 @@ class Front(Computing[Answers, EngineMetrics]):
                 row.admitted = True
                 began.append((row, sequence.reused))
         mine = [(row, event) for event in events if event.reason != "abort" and (row := self._rows.get(event.id))]
-        for _, event in mine:
+        for row, event in mine:
+            if not row.admitted:
+                # It has begun and ended within this step.
+                row.admitted = True
+                began.append((row, event.reused))
             if event.reason is not None:
                 del self._rows[event.id]
         if began or mine:

@@ -74,14 +74,21 @@ def echoed(service: Service, prompt: str | list[int], ids: list[int], fields: Co
         return Echo("", [0] * len(ids))
     # Special tokens are no part of a text that was given.
     skip = given or fields.skip_special_tokens
-    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip)
-    if fields.logprobs is None:
-        return Echo(text)
-    stream, offsets, at = tokenizer.stream(skip), [], 0
+    if given and fields.logprobs is None:
+        return Echo(str(prompt))
+    stream, offsets, pieces, at = tokenizer.stream(skip), [], [], 0
     for token in ids:
-        offsets.append(min(at, len(text)))
-        at += len(stream.push(token))
-    return Echo(text, offsets)
+        offsets.append(at)
+        pieces.append(stream.push(token))
+        at += len(pieces[-1])
+    if isinstance(prompt, str):
+        text = prompt
+    elif fields.max_tokens == 0:
+        text = tokenizer.decode(prompt, skip)
+    else:
+        # A character whose last bytes are still to come belongs to the answer, which writes it.
+        text = "".join(pieces)
+    return Echo(text, [min(one, len(text)) for one in offsets])
 
 
 class Shape(Choices):

@@ -18,7 +18,7 @@ const hits = (now, last, past) => {
   return grew("queries") > 0 ? 100 * grew("hits") / grew("queries") : null;
 };
 const FIRST = "vllm:time_to_first_token_seconds", BETWEEN = "vllm:inter_token_latency_seconds";
-const COMPILED = "argosy:compilations_total";
+const COMPILED = "argosy:compilations_total", PROMPTS = "argosy:prompt_logprobs_compilations_total", ALARM_MS = 60_000;
 const PREEMPTED = "vllm:num_preemptions_total", REJECTED = "vllm:admission_rejections_total";
 const CHARTS = [
   ["Throughput", "tokens/s", { prompt: rate("vllm:prompt_tokens_total"), generated: rate("vllm:generation_tokens_total") }],
@@ -76,12 +76,26 @@ function show() {
   const facts = [["Running", "vllm:num_requests_running"], ["Waiting", "vllm:num_requests_waiting"], ["Compilations", COMPILED],
     ["Preemptions", PREEMPTED], ["Rejections", REJECTED], ["Tokens generated", "vllm:generation_tokens_total"]];
   $("facts").replaceChildren(...facts.map(([label, name]) => el("div", {
-    class: name === COMPILED && last.values[name] > 0 ? "bad" : null,
+    class: name === COMPILED && recent(COMPILED) > 0 ? "bad" : null,
   }, el("dt", {}, label), el("dd", {}, count(name)))));
-  $("alarm").hidden = !(last.values[COMPILED] > 0);
-  const alarm = `${count(COMPILED)} programs were compiled after the server was ready: requests waited for the compiler.`;
+  $("alarm").hidden = !(recent(COMPILED) > 0);
+  const alarm = compiled(recent(PROMPTS), recent(COMPILED) - recent(PROMPTS));
   if ($("alarm").textContent !== alarm) $("alarm").textContent = alarm;
   $("charts").replaceChildren(...CHARTS.map(chart));
+}
+
+/** How much a counter has grown in the last minute. */
+function recent(name) {
+  const last = readings.at(-1), from = readings.find(one => last.at - one.at <= ALARM_MS);
+  return (last.values[name] ?? 0) - (from.values[name] ?? 0);
+}
+
+/** Which requests waited for the compiler. */
+function compiled(prompts, others) {
+  const programs = n => `${n.toLocaleString("en")} program${n === 1 ? " was" : "s were"} compiled in the last minute`;
+  const asked = `${programs(prompts)} for requests with prompt_logprobs, or with echo and logprobs, which waited for the compiler. ` +
+    "The setting warm_up_prompt_logprobs compiles them before the server is ready.";
+  return [prompts && asked, others && `${programs(others)} for a step of the engine: all requests waited.`].filter(Boolean).join(" ");
 }
 
 const number = value => value.toLocaleString("en", { maximumSignificantDigits: 3, useGrouping: value >= 10_000 });

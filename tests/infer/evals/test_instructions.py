@@ -106,6 +106,11 @@ def test_arguments_that_are_none_are_left_out_as_in_the_copy_of_the_hub():
         (["language:response_language"], [{"language": "tlh"}], BadInput, "a language: "),
         (["length_constraints:number_words"], [{"num_words": "3", "relation": LEAST}], BadInput, "a whole number"),
         (["length_constraints:number_words"], [{"num_words": 3, "relation": "about"}], BadInput, "`less than` or"),
+        (["keywords:existence"], [{"keywords": ["good", "("]}], BadInput, "`keywords` of keywords:existence is no regular"),
+        (["keywords:forbidden_words"], [{"forbidden_words": ["c("]}], BadInput, "`forbidden_words` of keywords:forbidden_words"),
+        (["keywords:frequency"], [{"keyword": "[", "frequency": 1, "relation": LEAST}], BadInput, "`keyword` of"),
+        (["detectable_content:postscript"], [{"postscript_marker": "P.S.)"}], BadInput, "`postscript_marker` of"),
+        (["detectable_format:multiple_sections"], [{"section_spliter": "*", "num_sections": 2}], BadInput, "`section_spliter` of"),
         (["keywords:letter_frequency"], [{"letter": "ab", "let_frequency": 1, "let_relation": LEAST}], BadInput, "one character"),
     ],
 )

@@ -1,0 +1,61 @@
+r"""Escapes of GBNF, llama.cpp's notation of grammars (https://github.com/ggml-org/llama.cpp, grammars/README.md), as llguidance's
+translator to Lark can read them.
+
+A literal `"..."` or a class `[...]` may have \xXX, \uXXXX and \UXXXXXXXX for a character by its number, and \t, \r, \n, \\, \", \[ and
+\]. The translator copies them to Lark, whose texts are JSON's and whose classes are those of Rust's regular expressions, and some mean
+nothing there. So characters take the place of their numbers.
+"""
+
+import re
+
+from argosy.core.errors import BadInput
+
+# A comment, a literal, or a class; anything else of a grammar has no escapes.
+_PART = re.compile(r'#[^\n]*|"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]', re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+NAMED = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]"}
+
+
+def unescaped(text: str) -> str:
+    """A grammar in GBNF whose escapes are those that the translator reads.
+
+    Raises:
+        BadInput: an unknown escape, or a number that is no character.
+    """
+    return _PART.sub(lambda part: _of_part(part[0]), text)
+
+
+def _of_part(part: str) -> str:
+    if part[0] == "#":
+        return part
+    if part[0] == '"':
+        return _ESCAPE.sub(lambda found: _in_literal(_character(found)), part)
+    part = _ESCAPE.sub(lambda found: _in_class(_character(found)), part)
+    # Twice, they are set operations of Rust's classes.
+    return part.replace("&", _in_class("&")).replace("~", _in_class("~"))
+
+
+def _character(found: "re.Match[str]") -> str:
+    digits = found[1] or found[2] or found[3]
+    if digits is None:
+        if found[4] not in NAMED:
+            raise BadInput(f"`grammar`: unknown escape \\{found[4]}", hint=r"GBNF has \x, \u, \U, \t, \r, \n, \\, \", \[ and \]")
+        return NAMED[found[4]]
+    number = int(digits, 16)
+    if number > 0x10FFFF or 0xD800 <= number < 0xE000:
+        raise BadInput(f"`grammar`: {found[0]} is no character", hint="Unicode ends at \\U0010FFFF, and has no halves of pairs")
+    return chr(number)
+
+
+def _in_literal(character: str) -> str:
+    """A character in a text as both the translator and JSON read it."""
+    if character in '"\\':
+        return "\\" + character
+    if character in "\t\r\n":
+        return {"\t": "\\t", "\r": "\\r", "\n": "\\n"}[character]
+    return f"\\x{ord(character):02x}" if ord(character) < 0x20 or ord(character) == 0x7F else character
+
+
+def _in_class(character: str) -> str:
+    """A character in a class: by its number, unless it has no meaning of its own there."""
+    return f"\\x{ord(character):02x}" if ord(character) < 0x80 and not character.isalnum() else character
