@@ -783,7 +783,7 @@ EDITS = [
     Edit(
         "an embedding's scale for each feature",
         "argosy/models/parts/einsum.py",
-        "return self.inner if self.inner and set(self.inner) <= LOOKED_UP else self.kept",
+        "return self.inner if self.is_lookup else self.kept",
         "return self.kept",
         (f"{SURGERY}an_outlier_word_of_an_embedding_costs_the_others_nothing",),
     ),

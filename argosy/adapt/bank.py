@@ -29,7 +29,7 @@ class Bank(Contraction):
     """
 
     def __init__(self, of: Contraction, adapters: int, rank: int, chosen: Chosen):
-        self.eq, self.of, self.chosen = of.eq, of, chosen
+        self.eq, self.legend, self.of, self.chosen = of.eq, of.legend, of, chosen
         self.adapters, self.rank = adapters, rank
         lead, sizes = of.shape[: of.stacked], of.sizes
         inner, outer = of.group + of.inner, "".join(letter for letter in of.spec if letter in of.out)
@@ -37,8 +37,8 @@ class Bank(Contraction):
         self.down, self.up = f"{of.x},{inner}r->{between}", f"{between},{of.group}r{outer}->{of.out}"
         ends, starts, kept = ([sizes[letter] for letter in letters] for letters in (inner, of.group, outer))
         zeros = Draw("constant", 0.0)
-        self.a = weight((*lead, *ends, adapters, rank), Meaning(inner + "nr"), zeros, Frozen)
-        self.b = weight((*lead, *starts, adapters, rank, *kept), Meaning(of.group + "nr" + outer), zeros, Frozen)
+        self.a = weight((*lead, *ends, adapters, rank), Meaning(inner + "nr", legend=of.legend), zeros, Frozen)
+        self.b = weight((*lead, *starts, adapters, rank, *kept), Meaning(of.group + "nr" + outer, legend=of.legend), zeros, Frozen)
 
     @property
     def weight(self) -> Array:
@@ -89,7 +89,7 @@ def refused(name: str, of: Contraction, tied: bool) -> str | None:
     """
     if of.chooses:
         return "its output only selects something"
-    if "R" in of.inner:
+    if "latent" in of.summed_axes:
         return "it reads the cache, where tokens of several steps are together"
     if name == "embed" and tied:
         return "the head is tied to it"

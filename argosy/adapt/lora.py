@@ -30,7 +30,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from argosy.adapt.surgery import at, find, put_at
-from argosy.core.dims import LOOKED_UP
 from argosy.core.errors import BadInput, Unsupported, some
 from argosy.models.parts.einsum import Contraction, Einsum, Route, contract
 from argosy.models.parts.stack import layer_addresses
@@ -77,11 +76,11 @@ class LoRA(Contraction):
     ):
         if rank < 1:
             raise ValueError(f"rank {rank}")
-        if dropout and of.several and not is_lookup(of):
+        if dropout and of.several and not of.is_lookup:
             what = f"dropout on {of.eq}, whose weight other equations contract too, is not built"
             raise Unsupported(what, hint="leave it out of adapter.where, or adapter.dropout=0")
         self.dropout = dropout
-        self.eq, self.gain = of.eq, alpha / rank if gain is None else gain
+        self.eq, self.legend, self.gain = of.eq, of.legend, alpha / rank if gain is None else gain
         lead, sizes = of.shape[: of.stacked], of.sizes | {"r": rank}
         a, b = of.group + of.inner + "r", of.group + "r" + _outer(of)
         between = "".join(letter for letter in of.x if letter not in of.inner) + "r"
@@ -89,8 +88,8 @@ class LoRA(Contraction):
         fan_in = math.prod(sizes[letter] for letter in of.inner)
         self.of = _frozen(of)
         shape_a, shape_b = ((*lead, *(sizes[letter] for letter in letters)) for letters in (a, b))
-        draws = Meaning(a, of.inner, of.group), Draw("normal", (3 * fan_in) ** -0.5)
-        zeros = Meaning(b, "r", of.group), Draw("constant", 0.0)
+        draws = Meaning(a, of.inner, of.group, of.legend), Draw("normal", (3 * fan_in) ** -0.5)
+        zeros = Meaning(b, "r", of.group, of.legend), Draw("constant", 0.0)
         self.a, self.b = weight(shape_a, *draws, nnx.LoRAParam), weight(shape_b, *zeros, nnx.LoRAParam)
         self.a0 = weight(shape_a, *draws, Frozen) if start else None
         self.b0 = weight(shape_b, *zeros, Frozen) if start else None
@@ -219,10 +218,10 @@ class DoRA(LoRA):
 
     def __init__(self, of: Contraction, rank: int, alpha: float, *, gain: float | None = None, dropout: float = 0.0):
         super().__init__(of, rank, alpha, gain=gain, dropout=dropout)
-        if is_lookup(of):
+        if of.is_lookup:
             raise Unsupported(f"DoRA on an embedding ({of.eq}) is not built", hint="leave embeddings out of `where`")
         shape = (*of.shape[: of.stacked], *(of.sizes[letter] for letter in of.kept))
-        self.m = weight(shape, Meaning(of.kept, "", of.group), Draw("constant", 1.0), nnx.LoRAParam)
+        self.m = weight(shape, Meaning(of.kept, "", of.group, of.legend), Draw("constant", 1.0), nnx.LoRAParam)
 
     def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
         settled: nnx.Variable | None = getattr(self, "ratio", None)
@@ -278,11 +277,6 @@ def dropping(model: nnx.Module, key: Array) -> None:
         hashes = np.asarray([zlib.crc32(name.encode()) for name in own], np.uint32)
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, FOLDED)))(hashes)
         module.key = Key(keys if module.stacked else keys[0], meaning=Meaning(""), draw=Draw("constant"))
-
-
-def is_lookup(of: Contraction) -> bool:
-    """Whether a contraction is the lookup of an embedding."""
-    return bool(of.inner) and set(of.inner) <= LOOKED_UP
 
 
 def without_adapters(model: nnx.Module) -> Any:

@@ -37,11 +37,11 @@ class QuantizedEinsum(Contraction):
     """
 
     def __init__(self, of: Einsum, w: Quantized, format: Format = "int8", block: int = 64):
-        self.eq, self.b, self.several, self.block = of.eq, of.b, of.several, block
+        self.eq, self.legend, self.b, self.several, self.block = of.eq, of.legend, of.b, of.several, block
         self.format: Format = format
         meaning = of.w.get_metadata()["meaning"]
         # Scales have every letter of the weight, and size 1 along shared axes.
-        scales = Meaning(meaning.letters, "", meaning.group)
+        scales = Meaning(meaning.letters, "", meaning.group, meaning.legend)
         self.values = Codes(w.values, meaning=meaning, draw=Draw())
         self.scale = Codes(w.scale, meaning=scales, draw=Draw())
         self.zero = None if w.zero is None else Codes(w.zero, meaning=scales, draw=Draw())

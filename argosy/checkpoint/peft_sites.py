@@ -90,7 +90,7 @@ def sites(config: Any) -> list[Site]:
     out = []
     for module, names, row, weights in modules_of(config):
         if not weights[0].chooses and (hows := _hows(row.how, weights)) is not None:
-            out.append(Site(module, names, *hows, table="V" in weights[0].inner))
+            out.append(Site(module, names, *hows, table=weights[0].is_lookup))
     return out
 
 

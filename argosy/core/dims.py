@@ -1,7 +1,14 @@
-"""The letters of every equation and shape in this project, and the logical axis each names.
+"""The names of axes, and the letters that stand for them in equations and shapes.
 
-A weight's equation, "BTD,DNH->BTNH", therefore fixes its logical axes; `parallel.rules` maps those to a mesh.
+A weight's equation, "BTD,DNH->BTNH", therefore fixes its logical axes; `parallel.rules` maps those to a mesh. A letter is short for a
+name within one file. Most files use the letters below; one that needs others has a legend of its own, and gives it to its weights.
+Whoever acts on weights from outside (sharding, adapters, scales, optimizers) asks for names, or for a property of the contraction.
 """
+
+from collections.abc import Iterable
+
+# Letters of one file that stand for other axes than in `LEGEND`: pairs of a letter and a name.
+Legend = tuple[tuple[str, str], ...]
 
 LEGEND: dict[str, str] = {
     "B": "batch",
@@ -33,4 +40,10 @@ LEGEND: dict[str, str] = {
 }
 
 # Axes along which rows are looked up; no product sums over them.
-LOOKED_UP = frozenset("VAY")
+LOOKED_UP = frozenset(("vocab", "positions", "token_types"))
+
+
+def axes_of(letters: Iterable[str], legend: Legend = ()) -> tuple[str, ...]:
+    """The names of axes, from their letters; a letter without a name stands for itself."""
+    own = dict(legend)
+    return tuple(own.get(letter) or LEGEND.get(letter, letter) for letter in letters)

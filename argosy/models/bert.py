@@ -23,11 +23,11 @@ from argosy.models.hub_config import ConfigTable
 from argosy.models.settings import Reach
 
 
-def block(config: "BertConfig", kind: str) -> "parts.PostNorm":
+def block(config: "BertConfig", kind: str) -> "parts.Block":
     """One layer. All layers are of one kind."""
     attention = parts.Attention(config.dims, config.layers, bias=True, out_bias=True)
     mlp = parts.MLP(config.dims, config.activation)
-    return parts.PostNorm(attention, mlp, partial(parts.LayerNorm, config.width, config.norm_eps))
+    return parts.Block(attention, mlp, after=partial(parts.LayerNorm, config.width, config.norm_eps), cached=False)
 
 
 class BertConfig(AbsoluteConfig):
@@ -40,6 +40,7 @@ class BertConfig(AbsoluteConfig):
     hub_left_out: ClassVar[tuple[str, ...]] = ("cls.*", "lm_head.*")
     hub_old_ends: ClassVar[dict[str, str]] = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     causal: ClassVar[bool] = False
+    make: ClassVar[Any] = block
 
     norm_eps: float = Field(1e-12, gt=0)
     """Added to the variance in LayerNorm."""
@@ -73,7 +74,7 @@ class BertConfig(AbsoluteConfig):
         """The module. All layers are equal, without rotary positions."""
         plan = [parts.Layer("block", Reach())] * self.layers
         norm = parts.LayerNorm(self.width, self.norm_eps)
-        return parts.Encoder(self, plan, partial(block, self), norm, run, first=self.first, pooler=self.pooler)
+        return parts.Encoder(self, plan, self.make, norm, run, first=self.first, pooler=self.pooler)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         rows = [

@@ -28,13 +28,13 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import Activation, Experts, Index, Rope, Yarn
 
 
-def block(config: "DeepSeekConfig", kind: str) -> "parts.PreNorm":
+def block(config: "DeepSeekConfig", kind: str) -> "parts.Block":
     """One layer. kind: "dense" or "experts"."""
     d, bias = config.dims, config.attention_bias
     attention = parts.LatentAttention(d, config.layers, scale=config.scale, bias=bias, index=config.index)
     experts = kind == "experts"
     mlp = parts.MoE(d, config.moe, config.activation) if experts else parts.GLU(d, config.activation)
-    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+    return parts.Block(attention, mlp, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class DeepSeekConfig(FamilyConfig):
@@ -42,6 +42,7 @@ class DeepSeekConfig(FamilyConfig):
 
     hub_types: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "bias"])
+    make: ClassVar[Any] = block
 
     ffn: int = Field(gt=0)
     """Width of the feed-forward layer F, in layers without experts."""
@@ -146,7 +147,7 @@ class DeepSeekConfig(FamilyConfig):
         """The module. The first layers are dense, the others have experts."""
         from argosy.models.blocks.deepseek import DeepSeek
 
-        return DeepSeek(self, partial(block, self), partial(parts.RMSNorm, self.width, self.norm_eps), run)
+        return DeepSeek(self, self.make, partial(parts.RMSNorm, self.width, self.norm_eps), run)
 
     def parameters(self, active: bool = False) -> int:
         """Includes the `mtp` modules, except for `active`: logits do not use them."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from argosy.core.dims import LOOKED_UP
+from argosy.core.dims import LOOKED_UP, axes_of
 from argosy.core.errors import ArgosyError, BadInput, Unsupported, complaint
 from argosy.core.keymap import Row, kept
 from argosy.core.settings import Also, Settings
@@ -36,6 +36,8 @@ class FamilyConfig(Settings):
     # Prefixes that tensor names may have or lack, depending on the class that wrote the folder.
     hub_old_ends: ClassVar[Mapping[str, str]] = {}
     # Old endings of tensor names, and the current ones.
+    make: ClassVar[Any] = None
+    # Builds a block, as `make(kind)`; a function of the config and the kind.
     causal: ClassVar[bool] = True
     # A token attends to earlier tokens only. False: to its full sequence, and no token is predicted (encoders).
 
@@ -110,8 +112,8 @@ class FamilyConfig(Settings):
         """FLOPs of one forward pass over a row of `tokens` tokens: 2 for each multiply-add of every contraction. Attention counts
         in full, without subtracting for causality or windows. A backward pass costs twice as much."""
         # Embeddings are looked up, and a pooler sees one vector per sequence.
-        apart = LOOKED_UP | {"O"}
-        met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(t.axes))
+        apart = LOOKED_UP | {"pooled"}
+        met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(axes_of(t.axes)))
         weights = sum(t.size * t.layers * self._share(t.axes) for t in met)
         # A head of scores is among the weights that are met.
         head = self.width * self.vocab if self.causal and not self.scored else 0
@@ -130,9 +132,9 @@ class FamilyConfig(Settings):
         return 0
 
     def _share(self, axes: tuple[str, ...]) -> Fraction:
-        """The share of a weight with these axes used for one token. Experts begin with E; a router, used for all tokens, ends in
-        it."""
-        routed = self.experts is not None and len(axes) > 1 and axes[0] == "E"
+        """The share of a weight with these axes used for one token. The weights of experts begin with the axis of experts; a router,
+        used for all tokens, ends in it."""
+        routed = self.experts is not None and len(axes) > 1 and axes_of(axes)[0] == "experts"
         return Fraction(self.experts.active, self.experts.count) if self.experts and routed else Fraction(1)
 
     def for_context(self, tokens: int) -> "FamilyConfig":
@@ -329,14 +331,28 @@ class DecoderConfig(FamilyConfig):
         pattern = self.pattern or ("L" if self.window else "G")
         return (pattern * self.layers)[: self.layers]
 
-    def reaches(self, local_rope: Rope | None = None) -> list[Reach]:
-        """The attention of each layer: window and rotary positions.
+    @property
+    def rope_of_local_layers(self) -> Rope:
+        """Rotary positions of local layers."""
+        return self.rope
 
-        Args:
-            local_rope: rotary positions of local layers, if they differ.
-        """
-        local, full = Reach(self.window, self.rotary(local_rope or self.rope)), Reach(None, self.rotary(self.rope))
+    def reaches(self) -> list[Reach]:
+        """The attention of each layer: window and rotary positions."""
+        local, full = Reach(self.window, self.rotary(self.rope_of_local_layers)), Reach(None, self.rotary(self.rope))
         return [local if span == "L" else full for span in self.spans]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of each layer: the structure of its weights (`parts.stack`)."""
+        return ["block"] * self.layers
+
+    def plan(self) -> "list[parts.Layer]":
+        """The layers in order: the kind of each, and its attention."""
+        return [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
+
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
+        """The module, with RMSNorm before the head. Layers differ by their kind, and in how far back they attend."""
+        return parts.Decoder(self, self.plan(), self.make, parts.RMSNorm(self.width, self.norm_eps), run)
 
     def rotary(self, rope: Rope) -> Rope:
         """Rotary positions as this model applies them, for sequences of any length."""

@@ -23,10 +23,8 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope
 from argosy.models.settings import Activation, Linear, Rope
 
 
-def block(config: "GemmaConfig", kind: str) -> "parts.PreNorm | Any":
+def block(config: "GemmaConfig", kind: str) -> "parts.Block":
     """One layer. All layers are of one kind."""
-    from argosy.models.blocks.gemma import Sandwich
-
     def head_norm(heads: int) -> "parts.RMSNorm":
         return parts.RMSNorm(config.H, config.norm_eps, offset=1.0, letters="H")
 
@@ -40,7 +38,8 @@ def block(config: "GemmaConfig", kind: str) -> "parts.PreNorm | Any":
         cap=config.score_cap,
     )
     norm = partial(parts.RMSNorm, config.width, config.norm_eps, offset=1.0)
-    return (Sandwich if config.post_norms else parts.PreNorm)(attention, parts.GLU(config.dims, config.activation), norm)
+    mlp = parts.GLU(config.dims, config.activation)
+    return parts.Block(attention, mlp, pre=norm, post=norm if config.post_norms else None)
 
 
 class GemmaConfig(DecoderConfig):
@@ -49,6 +48,7 @@ class GemmaConfig(DecoderConfig):
     hub_types: ClassVar[tuple[str, ...]] = ("gemma", "gemma2", "gemma3_text", "gemma3")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_tower.*", "multi_modal_projector.*")
+    make: ClassVar[Any] = block
 
     tied: bool = True
     """Uses the embedding as the output head (tied embeddings)."""
@@ -82,11 +82,14 @@ class GemmaConfig(DecoderConfig):
             "3": cls(**odd, layers=5, kv_heads=4, post_norms=True, local_rope=Rope(), **three, tied=False),
         }
 
+    @property
+    def rope_of_local_layers(self) -> Rope:
+        return self.local_rope or self.rope
+
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """The module. Layers differ in how far back they attend and in their rotary positions."""
-        plan = [parts.Layer("block", reach) for reach in self.reaches(self.local_rope)]
         norm = parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
-        return parts.Decoder(self, plan, partial(block, self), norm, run, gain=self.width**0.5, logit_cap=self.logit_cap)
+        return parts.Decoder(self, self.plan(), self.make, norm, run, gain=self.width**0.5, logit_cap=self.logit_cap)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

@@ -18,11 +18,11 @@ from argosy.models.hub_config import ConfigTable
 from argosy.models.settings import Activation, Reach
 
 
-def block(config: "GPT2Config", kind: str) -> "parts.PreNorm":
+def block(config: "GPT2Config", kind: str) -> "parts.Block":
     """One layer. All layers are of one kind."""
     attention = parts.Attention(config.dims, config.layers, bias=True, out_bias=True)
     mlp = parts.MLP(config.dims, config.activation)
-    return parts.PreNorm(attention, mlp, partial(parts.LayerNorm, config.width, config.norm_eps))
+    return parts.Block(attention, mlp, pre=partial(parts.LayerNorm, config.width, config.norm_eps))
 
 
 class GPT2Config(AbsoluteConfig):
@@ -31,6 +31,7 @@ class GPT2Config(AbsoluteConfig):
     hub_types: ClassVar[tuple[str, ...]] = ("gpt2",)
     hub_ignore: ClassVar[tuple[str, ...]] = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
+    make: ClassVar[Any] = block
 
     tied: bool = True
     """Uses the embedding as the output head (tied embeddings)."""
@@ -46,7 +47,7 @@ class GPT2Config(AbsoluteConfig):
         """The module. All layers are equal, without rotary positions."""
         plan = [parts.Layer("block", Reach())] * self.layers
         norm = parts.LayerNorm(self.width, self.norm_eps)
-        return parts.Decoder(self, plan, partial(block, self), norm, run, positions=True)
+        return parts.Decoder(self, plan, self.make, norm, run, positions=True)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

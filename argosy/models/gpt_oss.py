@@ -21,7 +21,7 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope
 from argosy.models.settings import Experts, Rope, Yarn
 
 
-def block(config: "GptOssConfig", kind: str) -> "parts.PreNorm":
+def block(config: "GptOssConfig", kind: str) -> "parts.Block":
     """One layer. All layers are of one kind."""
     from argosy.models.blocks.gpt_oss import clipped_swiglu
 
@@ -29,7 +29,7 @@ def block(config: "GptOssConfig", kind: str) -> "parts.PreNorm":
     attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias, sinks=True)
     act = partial(clipped_swiglu, limit=config.limit, alpha=config.alpha)
     moe = parts.MoE(config.dims, config.moe, act=act, bias=True)
-    return parts.PreNorm(attention, moe, partial(parts.RMSNorm, config.width, config.norm_eps))
+    return parts.Block(attention, moe, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class GptOssConfig(DecoderConfig):
@@ -40,6 +40,7 @@ class GptOssConfig(DecoderConfig):
         "E D (M (1|1)) -> E D M, E D M": "E (M (1|1)) D -> E D M, E D M",
         "E M D -> E M D": "E D M -> E M D",
     }
+    make: ClassVar[Any] = block
 
     attention_bias: bool = True
     """Adds biases to the four projections of attention."""
@@ -83,11 +84,6 @@ class GptOssConfig(DecoderConfig):
                 moe=Experts(count=6, active=2, **chosen),
             ),
         }
-
-    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. Layers differ only in how far back they attend."""
-        plan = [parts.Layer("block", reach) for reach in self.reaches()]
-        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

@@ -19,18 +19,19 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope
 from argosy.models.settings import Linear, Llama3, Rope, Yarn
 
 
-def block(config: "LlamaConfig", kind: str) -> "parts.PreNorm":
+def block(config: "LlamaConfig", kind: str) -> "parts.Block":
     """One layer. All layers are of one kind."""
     bias = config.attention_bias
     attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias)
     mlp = parts.GLU(config.dims, config.activation, bias=config.mlp_bias)
-    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+    return parts.Block(attention, mlp, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class LlamaConfig(DecoderConfig):
     """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral 7B (arXiv:2310.06825) and relatives."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral")
+    make: ClassVar[Any] = block
 
     attention_bias: bool = False
     """Adds biases to the four projections of attention."""
@@ -51,11 +52,6 @@ class LlamaConfig(DecoderConfig):
             ),
             "pattern": cls(**{**odd, "layers": 5}, kv_heads=2, head_size=12, window=6, pattern="LLG"),
         }
-
-    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. Layers differ only in how far back they attend."""
-        plan = [parts.Layer("block", reach) for reach in self.reaches()]
-        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

@@ -25,13 +25,13 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_rope, text_of, wri
 from argosy.models.settings import Experts, Llama3, Reach, Rope, Temper
 
 
-def block(config: "Llama4Config", kind: str) -> "parts.PreNorm":
+def block(config: "Llama4Config", kind: str) -> "parts.Block":
     """One layer. kind: "dense" or "experts"."""
     d, bias = config.dims, config.attention_bias
     attention = parts.Attention(d, config.layers, bias=bias, out_bias=bias)
     experts = kind == "experts"
     mlp = parts.MoE(d, config.moe, config.activation) if experts else parts.GLU(d, config.activation)
-    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+    return parts.Block(attention, mlp, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class Llama4Config(DecoderConfig):
@@ -41,6 +41,7 @@ class Llama4Config(DecoderConfig):
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared"])
     hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_model.*", "multi_modal_projector.*")
+    make: ClassVar[Any] = block
 
     window: int | None = Field(8192, gt=0)
     """Tokens per chunk: in a local layer, a token attends only to its own chunk."""
@@ -102,19 +103,14 @@ class Llama4Config(DecoderConfig):
         letters = (self.moe_pattern * self.layers)[: self.layers]
         return ["experts" if letter == "E" else "dense" for letter in letters]
 
-    def reaches(self, local_rope: Rope | None = None) -> list[Reach]:
+    def reaches(self) -> list[Reach]:
         local = Reach(
             self.window,
-            self.rotary(local_rope or self.rope),
+            self.rotary(self.rope),
             chunked=True,
             unit=self.norm_eps if self.qk_norm else None,
         )
         return [local if span == "L" else Reach(temper=self.temper) for span in self.spans]
-
-    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. Layers differ in their feed-forward part, and in how far back they attend."""
-        plan = [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
-        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

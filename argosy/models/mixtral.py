@@ -19,17 +19,18 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import Experts, Rope
 
 
-def block(config: "MixtralConfig", kind: str) -> "parts.PreNorm":
+def block(config: "MixtralConfig", kind: str) -> "parts.Block":
     """One layer. All layers are of one kind."""
     attention = parts.Attention(config.dims, config.layers)
     moe = parts.MoE(config.dims, config.moe, config.activation)
-    return parts.PreNorm(attention, moe, partial(parts.RMSNorm, config.width, config.norm_eps))
+    return parts.Block(attention, moe, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class MixtralConfig(DecoderConfig):
     """Mixtral (arXiv:2401.04088). Every layer has experts, so `ffn` must equal their width, `moe.ffn`."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("mixtral",)
+    make: ClassVar[Any] = block
 
     moe: Experts
     """The experts of every layer."""
@@ -57,11 +58,6 @@ class MixtralConfig(DecoderConfig):
             "plain": cls(**odd, kv_heads=2, moe=Experts(count=7, active=2, ffn=38)),
             "window": cls(**odd, kv_heads=1, window=7, tied=True, moe=Experts(count=4, active=3, ffn=38)),
         }
-
-    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. Layers differ only in how far back they attend."""
-        plan = [parts.Layer("block", reach) for reach in self.reaches()]
-        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

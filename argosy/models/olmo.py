@@ -19,23 +19,22 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope
 from argosy.models.settings import Rope, Yarn
 
 
-def block(config: "OlmoConfig", kind: str) -> Any:
+def block(config: "OlmoConfig", kind: str) -> "parts.Block":
     """One layer. All layers are of one kind."""
-    from argosy.models.blocks.olmo import PostNorm
-
     def over_all_heads(heads: int) -> "parts.RMSNorm":
         return parts.RMSNorm((heads, config.H), config.norm_eps, letters="NH" if heads == config.heads else "KH")
 
     bias = config.attention_bias
     attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias, norms=over_all_heads)
     mlp = parts.GLU(config.dims, config.activation)
-    return PostNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+    return parts.Block(attention, mlp, post=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class OlmoConfig(DecoderConfig):
     """OLMo 2 and 3 (arXiv:2501.00656, 2512.13961)."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("olmo2", "olmo3")
+    make: ClassVar[Any] = block
 
     attention_bias: bool = False
     """Adds biases to the four projections of attention."""
@@ -51,10 +50,9 @@ class OlmoConfig(DecoderConfig):
             "3": cls(**odd, layers=5, window=6, pattern="LLLG", rope=scaled, local_rope=Rope(base=5e5)),
         }
 
-    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. Layers differ in how far back they attend and in their rotary positions."""
-        plan = [parts.Layer("block", reach) for reach in self.reaches(self.local_rope)]
-        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
+    @property
+    def rope_of_local_layers(self) -> Rope:
+        return self.local_rope or self.rope
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

@@ -19,16 +19,17 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import LongRope, Rope
 
 
-def block(config: "PhiConfig", kind: str) -> "parts.PreNorm":
+def block(config: "PhiConfig", kind: str) -> "parts.Block":
     """One layer. All layers are of one kind."""
     attention, mlp = parts.Attention(config.dims, config.layers), parts.GLU(config.dims, config.activation)
-    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+    return parts.Block(attention, mlp, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class PhiConfig(DecoderConfig):
     """Phi 3 and 4 (arXiv:2404.14219, 2412.08905, 2503.01743)."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("phi3",)
+    make: ClassVar[Any] = block
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
@@ -39,11 +40,6 @@ class PhiConfig(DecoderConfig):
             "window": cls(**odd, window=7),
             "long": cls(**odd, kv_heads=2, tied=True, rope=turned),
         }
-
-    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. All layers are equal, unless some have a window."""
-        plan = [parts.Layer("block", reach) for reach in self.reaches()]
-        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

@@ -22,7 +22,7 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_patter
 from argosy.models.settings import Experts, Rope, Yarn
 
 
-def block(config: "QwenConfig", kind: str) -> "parts.PreNorm":
+def block(config: "QwenConfig", kind: str) -> "parts.Block":
     """One layer. kind: "dense" or "experts"."""
     d, moe, bias = config.dims, config.moe, config.qkv_bias
 
@@ -32,7 +32,7 @@ def block(config: "QwenConfig", kind: str) -> "parts.PreNorm":
     norms = head_norm if config.qk_norm else None
     attention = parts.Attention(d, config.layers, bias=bias, out_bias=config.out_bias, norms=norms)
     mlp = parts.MoE(d, moe, config.activation) if moe and kind == "experts" else parts.GLU(d, config.activation)
-    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+    return parts.Block(attention, mlp, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class QwenConfig(DecoderConfig):
@@ -40,6 +40,7 @@ class QwenConfig(DecoderConfig):
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "shared_gate"])
+    make: ClassVar[Any] = block
 
     qkv_bias: bool = False
     """Adds biases to queries, keys and values."""
@@ -88,11 +89,6 @@ class QwenConfig(DecoderConfig):
     def kinds(self) -> list[str]:
         """The feed-forward part of each layer."""
         return ["dense" if self.moe is None or i in self.dense else "experts" for i in range(self.layers)]
-
-    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """The module. Layers differ in their feed-forward part, and in how far back they attend."""
-        plan = [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
-        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

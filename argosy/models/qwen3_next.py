@@ -30,7 +30,7 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_rope, 
 from argosy.models.settings import Experts, Reach, Rope, Yarn
 
 
-def block(config: "Qwen3NextConfig", kind: str) -> "parts.PreNorm":
+def block(config: "Qwen3NextConfig", kind: str) -> "parts.Block":
     """One layer. kind: "delta" or "attention", then "_dense" or "_experts"."""
     from argosy.models.blocks.qwen3_next import DeltaNet, GatedAttention
 
@@ -45,7 +45,7 @@ def block(config: "Qwen3NextConfig", kind: str) -> "parts.PreNorm":
         mix = GatedAttention(d, config.layers, bias=config.attention_bias, norms=head_norm)
     dense = kind.endswith("dense")
     mlp = parts.GLU(d, config.activation) if dense else parts.MoE(d, config.moe, config.activation)
-    return parts.PreNorm(mix, mlp, partial(parts.RMSNorm, config.width, config.norm_eps, offset=1.0))
+    return parts.Block(mix, mlp, pre=partial(parts.RMSNorm, config.width, config.norm_eps, offset=1.0))
 
 
 class DeltaHeads(Settings):
@@ -81,6 +81,7 @@ class Qwen3NextConfig(DecoderConfig):
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "shared_gate"])
     # Modules for multi-token prediction, which config.json does not mention.
     hub_left_out: ClassVar[tuple[str, ...]] = ("mtp.*",)
+    make: ClassVar[Any] = block
 
     norm_eps: float = Field(1e-6, gt=0)
     """Added to the mean square in RMSNorm."""
@@ -164,7 +165,7 @@ class Qwen3NextConfig(DecoderConfig):
         reach = Reach(None, self.rope.decided(self.context))
         plan = [parts.Layer(kind, reach if kind.startswith("attention") else None) for kind in self.kinds]
         norm = parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
-        return parts.Decoder(self, plan, partial(block, self), norm, run)
+        return parts.Decoder(self, plan, self.make, norm, run)
 
     def mixing_flops(self, tokens: int) -> int:
         from argosy.ops import delta

@@ -68,7 +68,9 @@ DEFAULT = Rules(
         ("experts", "expert"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
+        ("delta_heads", "tensor"),
         ("ffn", "tensor"),
+        ("mtp_input", "tensor"),
         ("expert_ffn", "tensor"),
         ("vocab", "tensor"),
         ("embed", "fsdp"),
@@ -76,12 +78,14 @@ DEFAULT = Rules(
         ("vocab", "fsdp"),
         ("heads", "fsdp"),
         ("kv_heads", "fsdp"),
+        ("delta_heads", "fsdp"),
     ),
     activations={
         "batch": ("data", "fsdp", "expert", "stage"),
         "time": ("context",),
         "heads": ("tensor",),
         "kv_heads": ("tensor",),
+        "delta_heads": ("tensor",),
         "ffn": ("tensor",),
         "expert_ffn": ("tensor",),
         "vocab": ("tensor",),
@@ -101,7 +105,7 @@ def edited(rules: Rules, own: Sequence[str], mesh_axes: Sequence[str]) -> Rules:
         BadInput: a rule is none, or names an axis that is not there or whose split is not a matter of choice.
     """
     pairs: list[tuple[str, str]] = []
-    known = sorted(set(LEGEND.values()) - set(FIXED))
+    known = sorted({*LEGEND.values(), *(logical for logical, _ in DEFAULT.weights)} - set(FIXED))
     for text in own:
         logical, _, physical = (part.strip() for part in text.partition(":"))
         if logical in FIXED:

@@ -27,7 +27,7 @@ class Decaying(nnx.Module):
     def holds(self, each):
         return Spec(row=(("s", (D,)),))
 
-    def __call__(self, x, each, cache, attend):
+    def __call__(self, x, each, cache, attend, condition=None):
         state, starts, live = attend.carry(cache)
         s = jnp.zeros((x.shape[0], D)) if state is None else state["s"]
         outs = []
@@ -255,7 +255,7 @@ class Both(nnx.Module):
     def holds(self, each):
         return Spec(token=(("k", (1, D)), ("v", (1, D))), row=(("s", (D,)),), span=each)
 
-    def __call__(self, x, each, cache, attend):
+    def __call__(self, x, each, cache, attend, condition=None):
         y, cache = attend(x[:, :, None], {"k": x[:, :, None], "v": x[:, :, None]}, cache, score=Score(0.7, each))
         state, starts, live = attend.carry(cache)
         s = jnp.zeros((x.shape[0], D)) if state is None else state["s"]

@@ -14,7 +14,6 @@ from flax import nnx
 
 from argosy.adapt.quant import QuantizedEinsum
 from argosy.checkpoint.blocks import Origin, Rows
-from argosy.core.dims import LOOKED_UP
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.weight import Leaves, variables
 from argosy.observe.environment import memory_bytes
@@ -86,7 +85,7 @@ def forms_of(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tuple[i
         if not isinstance(node, Einsum | QuantizedEinsum) or node.group or node.stacked or node.several:
             continue
         summed = node.inner
-        if set(summed) & LOOKED_UP:
+        if node.is_lookup:
             if node is not getattr(model, "embed", None) or (getattr(model, "head", None) is not None and not looked_up):
                 continue
             summed = node.kept

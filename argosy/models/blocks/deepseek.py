@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.ahead import Ahead, Depth
 from argosy.models.parts.attend import Attend
-from argosy.models.parts.decoder import Decoder, PreNorm
+from argosy.models.parts.block import Block
+from argosy.models.parts.decoder import Decoder
 from argosy.models.parts.stack import Execution, Layer
 from argosy.models.parts.stack.remat import rematerialised
 from argosy.models.parts.weight import Leaves, merge, split
@@ -18,7 +19,7 @@ from argosy.models.settings import Reach
 class DeepSeek(Decoder):
     """A `Decoder` that can also predict further tokens ahead."""
 
-    def __init__(self, config: Any, block: Callable[[str], PreNorm], norm: Callable[[], nnx.Module], run: Execution | None):
+    def __init__(self, config: Any, block: Callable[[str], Block], norm: Callable[[], nnx.Module], run: Execution | None):
         reach = Reach(None, config.rope.decided(config.context))
         plan = [Layer("dense" if i < config.dense else "experts", reach) for i in range(config.layers)]
         super().__init__(config, plan, block, norm(), run)

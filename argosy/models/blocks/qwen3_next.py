@@ -40,6 +40,10 @@ class GatedAttention(Attention):
         return checkpoint_name(self.o(y), "attention_out"), cache
 
 
+# Letters of a delta net: K key heads, G value heads for each, H and U the sizes of a key and a value.
+LEGEND = (("K", "delta_heads"), ("G", "delta_group"), ("H", "delta_key"), ("U", "delta_value"))
+
+
 class DeltaNet(nnx.Module):
     """A gated delta net (arXiv:2412.06464).
 
@@ -57,21 +61,21 @@ class DeltaNet(nnx.Module):
     def __init__(self, heads: Any, width: int, layers: int, eps: float):
         d = heads.dims | {"D": width}
         self.d = tuple(d.items())
-        self.q, self.k = Einsum("BTD,DKH->BTKH", d), Einsum("BTD,DKH->BTKH", d)
-        self.v, self.z = Einsum("BTD,DKGU->BTKGU", d), Einsum("BTD,DKGU->BTKGU", d)
-        self.a, self.b = Einsum("BTD,DKG->BTKG", d), Einsum("BTD,DKG->BTKG", d)
+        self.q, self.k = Einsum("BTD,DKH->BTKH", d, legend=LEGEND), Einsum("BTD,DKH->BTKH", d, legend=LEGEND)
+        self.v, self.z = Einsum("BTD,DKGU->BTKGU", d, legend=LEGEND), Einsum("BTD,DKGU->BTKGU", d, legend=LEGEND)
+        self.a, self.b = Einsum("BTD,DKG->BTKG", d, legend=LEGEND), Einsum("BTD,DKG->BTKG", d, legend=LEGEND)
         self.q_taps, self.k_taps, self.v_taps = (_taps(letters, d) for letters in ("KHW", "KHW", "KGUW"))
         # A token decays by exp(A) softplus(dt): 0.05 where A is 0, in the middle of the paper's 0.001 to 0.1 for dt.
-        self.a_log = weight((d["K"], d["G"]), Meaning("KG"), Draw("normal", 1.0))
-        self.dt = weight((d["K"], d["G"]), Meaning("KG"), Draw("constant", -3.0))
-        self.norm = RMSNorm(d["U"], eps, letters="U")
-        self.o = Einsum("BTKGU,KGUD->BTD", d, scale=(d["K"] * d["G"] * d["U"] * 2 * layers) ** -0.5)
+        self.a_log = weight((d["K"], d["G"]), Meaning("KG", legend=LEGEND), Draw("normal", 1.0))
+        self.dt = weight((d["K"], d["G"]), Meaning("KG", legend=LEGEND), Draw("constant", -3.0))
+        self.norm = RMSNorm(d["U"], eps, letters="U", legend=LEGEND)
+        self.o = Einsum("BTKGU,KGUD->BTD", d, legend=LEGEND, scale=(d["K"] * d["G"] * d["U"] * 2 * layers) ** -0.5)
 
     def holds(self, each: Any) -> Spec:
         d = dict(self.d)
         K, G, H, U, back = d["K"], d["G"], d["H"], d["U"], d["W"] - 1
         inputs = ("q", (back, K, H)), ("k", (back, K, H)), ("v", (back, K, G, U))
-        letters = ("q", "W K H"), ("k", "W K H"), ("v", "W K G U"), ("state", "K G H U")
+        letters = ("q", "W delta_heads H"), ("k", "W delta_heads H"), ("v", "W delta_heads G U"), ("state", "delta_heads G H U")
         return Spec(row=(*inputs, ("state", (K, G, H, U))), letters=letters)
 
     def __call__(
@@ -104,7 +108,7 @@ class DeltaNet(nnx.Module):
 
 def _taps(letters: str, dims: dict[str, int]) -> Any:
     """The weights of a short convolution."""
-    return weight(tuple(dims[a] for a in letters), Meaning(letters), Draw("normal", dims["W"] ** -0.5))
+    return weight(tuple(dims[a] for a in letters), Meaning(letters, legend=LEGEND), Draw("normal", dims["W"] ** -0.5))
 
 
 def unit(x: Float[Array, "..."]) -> Float[Array, "..."]:

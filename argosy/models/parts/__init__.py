@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from argosy.models.parts.attend import Attend as Attend
     from argosy.models.parts.attend import Bidirectional as Bidirectional
     from argosy.models.parts.attend import Packed as Packed
+    from argosy.models.parts.block import Block as Block
     from argosy.models.parts.decoder import Decoder as Decoder
-    from argosy.models.parts.decoder import PreNorm as PreNorm
     from argosy.models.parts.encoder import Encoder as Encoder
-    from argosy.models.parts.encoder import PostNorm as PostNorm
     from argosy.models.parts.heads import Attention as Attention
     from argosy.models.parts.latent import LatentAttention as LatentAttention
     from argosy.models.parts.mlp import GLU as GLU
@@ -29,6 +28,7 @@ _FROM = {
     "Attend": "argosy.models.parts.attend",
     "Attention": "argosy.models.parts.heads",
     "Bidirectional": "argosy.models.parts.attend",
+    "Block": "argosy.models.parts.block",
     "Decoder": "argosy.models.parts.decoder",
     "Encoder": "argosy.models.parts.encoder",
     "Execution": "argosy.models.parts.stack",
@@ -39,8 +39,6 @@ _FROM = {
     "MLP": "argosy.models.parts.mlp",
     "MoE": "argosy.models.parts.moe",
     "Packed": "argosy.models.parts.attend",
-    "PostNorm": "argosy.models.parts.encoder",
-    "PreNorm": "argosy.models.parts.decoder",
     "RMSNorm": "argosy.models.parts.norm",
 }
 

@@ -17,6 +17,9 @@ from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache
 from argosy.models.parts.einsum import Einsum
 
+# I: an embedding and the input of the head, one behind the other.
+LEGEND = (("I", "mtp_input"),)
+
 
 class Depth(nnx.Module):
     """One module of the chain.
@@ -31,7 +34,7 @@ class Depth(nnx.Module):
     def __init__(self, width: int, block: Any, each: Any, norm: Callable[[], nnx.Module]):
         self.each = each
         self.embed_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
-        self.proj = Einsum("BTF,FD->BTD", {"F": 2 * width, "D": width})
+        self.proj = Einsum("BTI,ID->BTD", {"I": 2 * width, "D": width}, legend=LEGEND)
         self.block = block
 
     def __call__(

@@ -1,6 +1,4 @@
-"""The model around the layers, from tokens to logits; and the block of most families, with norms before each half:
-
-    h = x + attn(norm(x))        y = h + mlp(norm(h))
+"""The model around the layers of a language model, from tokens to logits.
 
 B batch, T time, D width, V vocabulary, A positions.
 """
@@ -10,43 +8,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.moe import MoE
-from argosy.models.parts.rope import Turns
-from argosy.models.parts.stack import Aux, Execution, Layer, Stack, turns_of
+from argosy.models.parts.stack import Aux, Execution, Layer, Stack
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
-
-
-class PreNorm(nnx.Module):
-    """Attention, then the feed-forward layer or the experts, each on a normalized copy of the residual stream."""
-
-    def __init__(self, attn: Any, mlp: Any, norm: Callable[[], nnx.Module]):
-        self.attn_norm, self.attn = norm(), attn
-        self.mlp_norm, self.mlp = norm(), mlp
-
-    def holds(self, each: Any) -> Spec:
-        return self.attn.holds(each)
-
-    def turns(self, each: Any) -> Turns:
-        return turns_of(self.attn, each)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
-        y, cache = self.attn(self.attn_norm(x), each, cache, attend)
-        x = x + y
-        y, aux = fed(self.mlp, self.mlp_norm(x), attend.live)
-        return x + y, cache, aux
-
-
-def fed(mlp: Any, x: Float[Array, "B T D"], live: Bool[Array, "B T"]) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-    """Applies a feed-forward layer, or experts, which have aux outputs."""
-    return mlp(x, live) if isinstance(mlp, MoE) else (mlp(x), {})
 
 
 def head_of(config: Any) -> Einsum | None:

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from argosy.core.dims import LEGEND, LOOKED_UP
+from argosy.core.dims import LOOKED_UP, Legend, axes_of
 from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
 from argosy.ops.matmul import matmul
@@ -170,11 +170,29 @@ def letters_of(eq: str) -> Letters:
 class Contraction(nnx.Module):
     """The interface of `Einsum` and of everything that replaces it: `__call__`, `via`, `take`, and the letters of the equation.
 
-    b: the variable of the bias, or None; `biased` adds it. several: whether other equations contract the weight too (`via`).
+    b: the variable of the bias, or None; `biased` adds it.
+    several: whether other equations contract the weight too (`via`).
+    legend: letters of the equation that stand for other axes than in `core.dims.LEGEND`.
     """
 
     eq: str
     several: bool = False
+    legend: Legend = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the weight's axes."""
+        return axes_of(self.spec, self.legend)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The names of the axes that the contraction sums over."""
+        return axes_of(self.inner, self.legend)
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether rows of the weight are looked up: the embedding of a token, a position or a token type."""
+        return bool(self.inner) and set(self.summed_axes) <= LOOKED_UP
 
     @property
     def weight(self) -> Any:
@@ -226,7 +244,7 @@ class Contraction(nnx.Module):
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Rows of the weight: the lookup of an embedding."""
         w = self.weight
-        return w.rows(ids) if isinstance(w, Quantized | Panels) else gathered(w, tuple(LEGEND[a] for a in self.spec), ids)[ids]
+        return w.rows(ids) if isinstance(w, Quantized | Panels) else gathered(w, self.axes, ids)[ids]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -272,7 +290,7 @@ class Contraction(nnx.Module):
     def scaled(self) -> str:
         """The letters along which quantization has separate scales: each output channel of a contraction, or each row of an
         embedding. With a scale per feature of an embedding, one outlier word would round the others away."""
-        return self.inner if self.inner and set(self.inner) <= LOOKED_UP else self.kept
+        return self.inner if self.is_lookup else self.kept
 
     @property
     def stacked(self) -> int:
@@ -299,6 +317,7 @@ class Einsum(Contraction):
         scale: standard deviation of the initial weights; 1/sqrt(fan-in) by default.
         kind: of its variables: `Choosing` if its output only selects something.
         several: whether other equations contract the weight as well (`via`), so that it is not packed for this one.
+        legend: letters of this equation that stand for other axes than in `core.dims.LEGEND`.
     """
 
     def __init__(
@@ -310,14 +329,15 @@ class Einsum(Contraction):
         scale: float | None = None,
         kind: type[nnx.Variable] = nnx.Param,
         several: bool = False,
+        legend: Legend = (),
     ):
-        self.eq, self.several = eq, several
+        self.eq, self.several, self.legend = eq, several, legend
         fan_in = math.prod(dims[a] for a in self.inner)
-        meaning = Meaning(self.spec, self.inner, self.group)
+        meaning = Meaning(self.spec, self.inner, self.group, legend)
         draw = Draw("normal", fan_in**-0.5 if scale is None else scale)
         self.w = weight(tuple(dims[a] for a in self.spec), meaning, draw, kind)
         b = tuple(dims[a] for a in self.kept)
-        self.b = weight(b, Meaning(self.kept, "", self.group), Draw("constant", 0.0), kind) if bias else None
+        self.b = weight(b, Meaning(self.kept, "", self.group, legend), Draw("constant", 0.0), kind) if bias else None
 
     @property
     def weight(self) -> Any:

@@ -1,7 +1,4 @@
-"""The model around the layers of an encoder, from tokens to vectors; and the block of BERT, with norms after each half.
-
-    h = norm(x + attn(x))        y = norm(h + mlp(h))
-"""
+"""The model around the layers of an encoder, from tokens to vectors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,32 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.stack import Aux, Execution, Layer, Stack
 from argosy.parallel.scope import constrain
-
-
-class PostNorm(nnx.Module):
-    """Attention, then the feed-forward layer; the residual stream is normalized after each (Vaswani et al. 2017,
-    arXiv:1706.03762)."""
-
-    formula = "norm(x + {}(x))"
-
-    def __init__(self, attn: Any, mlp: Any, norm: Callable[[], nnx.Module]):
-        self.attn, self.attn_norm = attn, norm()
-        self.mlp, self.mlp_norm = mlp, norm()
-
-    def holds(self, each: Any) -> Spec:
-        """Nothing: an encoder gets whole sequences."""
-        return Spec()
-
-    def __call__(
-        self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
-        y, cache = self.attn(x, each, cache, attend)
-        x = self.attn_norm(x + y)
-        return self.mlp_norm(x + self.mlp(x)), cache, {}
 
 
 class Encoder(nnx.Module):

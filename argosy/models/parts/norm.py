@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from argosy.core.dims import Legend
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.ops.precision import wide
 
@@ -15,14 +16,16 @@ class RMSNorm(nnx.Module):
     Args:
         width: of the axes that are normalized together, the last ones of x.
         offset: 1 if scale - 1 is stored (Gemma, Qwen3-Next), which then starts at 0.
-        letters: the letters of those axes.
+        letters, legend: the letters of those axes, as in `Einsum`.
     """
 
-    def __init__(self, width: int | tuple[int, ...], eps: float = 1e-6, offset: float = 0.0, letters: str = "D"):
+    def __init__(
+        self, width: int | tuple[int, ...], eps: float = 1e-6, offset: float = 0.0, letters: str = "D", legend: Legend = ()
+    ):
         shape = (width,) if isinstance(width, int) else width
         assert len(shape) == len(letters), f"{shape} as {letters}"
         self.eps, self.offset, self.axes = eps, offset, tuple(range(-len(shape), 0))
-        self.scale = weight(shape, Meaning(letters), Draw("constant", 1.0 - offset))
+        self.scale = weight(shape, Meaning(letters, legend=legend), Draw("constant", 1.0 - offset))
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y = over_rms(wide(x), self.eps, self.axes)

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Key
 
-from argosy.core.dims import LEGEND, LOOKED_UP
+from argosy.core.dims import LOOKED_UP, Legend, axes_of
 
 # Models of up to this many numbers are drawn as rows of equal length.
 SMALL = 1 << 26
@@ -38,17 +38,29 @@ class Draw(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """The letters of a weight's axes (`core.dims`): all of them, the summed ones, those selected per row."""
+    """The axes of a weight, by letters of its file.
+
+    letters: all axes.
+    inner: the summed ones.
+    group: those selected per row.
+    legend: letters that stand for other axes than in `core.dims.LEGEND`.
+    """
 
     letters: str
     inner: str = ""
     group: str = ""
+    legend: Legend = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of all axes."""
+        return axes_of(self.letters, self.legend)
 
     @property
     def is_matrix(self) -> bool:
         """Whether it maps features to features, as matrix optimizers and weight decay expect. Embeddings of words or positions do
         not."""
-        return bool(self.inner) and not LOOKED_UP & set(self.letters)
+        return bool(self.inner) and not LOOKED_UP & set(self.axes)
 
 
 def weight(shape: tuple[int, ...], meaning: Meaning, draw: Draw, kind: type[nnx.Variable] = nnx.Param) -> nnx.Variable:
@@ -146,7 +158,7 @@ def logical(model: nnx.Module) -> dict[str, tuple[str, ...]]:
     """Names of the logical axes of each weight, including the leading axis of stacked layers."""
     out = {}
     for address, v in variables(model).items():
-        names = tuple(LEGEND.get(letter, letter) for letter in v.get_metadata()["meaning"].letters)
+        names = v.get_metadata()["meaning"].axes
         out[address] = ("layers",) * (len(v.shape) - len(names)) + names
     return out
 

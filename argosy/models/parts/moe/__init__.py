@@ -23,7 +23,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from argosy.core.dims import LEGEND
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.mlp import ACTIVATIONS, GLU, Activation
 from argosy.models.parts.moe.dispatch import Act, Capacity, Dispatch, Local, Sorted
@@ -165,10 +164,11 @@ def expert_specs(module: nnx.Module, over: frozenset[str], rows: frozenset[str])
     along their features M where the axis does not split rows. A device has all of D of its rows."""
     out = {}
     for address, v in variables(module).items():
-        letters = v.get_metadata()["meaning"].letters
-        spec = weight_spec(tuple(str(LEGEND.get(a, a)) for a in letters), tuple(v.shape), over)
-        axes = [*spec, *[None] * (len(letters) - len(spec))]
-        kept = (axis if letter == "E" or (letter == "M" and axis not in rows) else None for letter, axis in zip(letters, axes))
+        names = v.get_metadata()["meaning"].axes
+        spec = weight_spec(names, tuple(v.shape), over)
+        axes = [*spec, *[None] * (len(names) - len(spec))]
+        split = (name == "experts" or (name == "expert_ffn" and axis not in rows) for name, axis in zip(names, axes))
+        kept = (axis if is_split else None for axis, is_split in zip(axes, split))
         out[address] = PartitionSpec(*kept)
     return out
 

@@ -12,6 +12,9 @@ four groups of six, are in "layers.block_2.attn.q.w" [2 ...].
 
 In any layout, a layer's weights also have per-layer names, "layers.3.attn.q.w", which are used by Hub tables,
 checkpoints of the other layout and random draws (`layer_addresses`, `to_layers`, `from_layers`).
+
+What flows through the layers is one array [B T D], or a tree of such arrays (streams: image and text). Every block also gets the
+`condition` of the call: a tree of arrays that lead with the batch, such as an embedding of the time step or the memory of an encoder.
 """
 
 from collections import Counter
@@ -26,7 +29,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Caches, Spec, Specs
@@ -49,15 +52,23 @@ class Layer:
     each: Hashable = None
 
 
-@runtime_checkable
-class Block(Protocol):
-    """One layer, as a family defines it. It returns the residual stream, its cache and its aux outputs (loads, aux losses)."""
+# What flows through the layers: one array [B T D], or a tree of them.
+Streams = Any
+
+
+class LayerBlock(Protocol):
+    """One layer: `parts.block.Block`, or a block of a family. It returns the streams, its cache and its aux outputs (loads, losses)."""
 
     def holds(self, each: Any) -> Spec: ...
 
     def __call__(
-        self, x: Array, each: Any, cache: Cache | None, attend: Attend
-    ) -> tuple[Array, Cache | None, dict[str, Array]]: ...
+        self, x: Streams, each: Any, cache: Cache | None, attend: Attend, condition: Any = None
+    ) -> tuple[Streams, Cache | None, dict[str, Array]]: ...
+
+
+def constrained(x: Streams) -> Streams:
+    """The streams, laid out over the mesh in scope."""
+    return jax.tree.map(lambda a: constrain(a, "B T D"), x)
 
 
 def turns_of(module: Any, each: Any) -> Turns:
@@ -69,23 +80,24 @@ def run_block(
     graph: Any,
     layer: Layer,
     weights: Leaves,
-    x: Array,
+    x: Streams,
     cache: Cache | None,
     attend: Attend,
     remat: Remat,
     unrolled: bool = False,
-) -> tuple[Array, Cache | None, dict[str, Array]]:
+    condition: Any = None,
+) -> tuple[Streams, Cache | None, dict[str, Array]]:
     """One layer as a pure function of its weights."""
 
-    def run(weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
+    def run(weights: Leaves, x: Streams, cache: Cache | None, attend: Attend, condition: Any) -> Any:
         heard = Listening(attend) if isinstance(attend, Watched) else None
-        x, cache, aux = merge(graph, brought(weights))(x, layer.each, cache, heard or attend)
-        return constrain(x, "B T D"), cache, aux | heard.told if heard else aux
+        x, cache, aux = merge(graph, brought(weights))(x, layer.each, cache, heard or attend, condition)
+        return constrained(x), cache, aux | heard.told if heard else aux
 
     # A weight that was brought from the host must not be kept for the backward pass: all layers' would be.
     picks = remat == "none" and any_hosted(weights.values())
     again = on_picked_weights(run, remat) if picks else rematerialised(run, remat, unrolled)
-    x, cache, aux = again(weights, x, cache, attend)
+    x, cache, aux = again(weights, x, cache, attend, condition)
     return x, cache, aux | {OUTPUT: x} if isinstance(attend, Watched) and attend.outputs else aux
 
 
@@ -104,8 +116,8 @@ class Execution(Protocol):
     def rounds(self) -> int: ...
 
     def __call__(
-        self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
-    ) -> tuple[Array, Caches | None, Aux]: ...
+        self, stack: "Stack", x: Streams, caches: Caches | None, attend: Attend, condition: Any = None
+    ) -> tuple[Streams, Caches | None, Aux]: ...
 
 
 @dataclass(frozen=True)
@@ -117,15 +129,15 @@ class Unroll:
     rounds = 1
 
     def __call__(
-        self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
-    ) -> tuple[Array, Caches | None, Aux]:
+        self, stack: "Stack", x: Streams, caches: Caches | None, attend: Attend, condition: Any = None
+    ) -> tuple[Streams, Caches | None, Aux]:
         kept, aux = {}, {}
         for i, layer in enumerate(stack.plan):
             name = str(i)
             # Split per layer, because layers of a kind may have different adapters.
             graph, weights = split(getattr(stack, name))
             cache = caches[name] if caches else None
-            x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat, unrolled=True)
+            x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat, True, condition)
             aux.setdefault(layer.kind, []).append(own)
         return x, caches and kept, {kind: _stack_trees(own) for kind, own in aux.items()}
 
@@ -143,8 +155,8 @@ class Scan:
     stacked = True
 
     def __call__(
-        self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
-    ) -> tuple[Array, Caches | None, Aux]:
+        self, stack: "Stack", x: Streams, caches: Caches | None, attend: Attend, condition: Any = None
+    ) -> tuple[Streams, Caches | None, Aux]:
         # For each cache, the number of its layers in earlier groups.
         first: Counter[str] = Counter()
         aux = []
@@ -152,7 +164,7 @@ class Scan:
             graphs, leaves = parts_of(stack, group)
             names = [stack.cache_name(layer) for layer in group.layers]
             at = {name: jnp.asarray(first[name], jnp.int32) for name in dict.fromkeys(names)} if caches else {}
-            x, caches, told = run_group(group, graphs, leaves, x, attend, self.remat, caches, names, at)
+            x, caches, told = run_group(group, graphs, leaves, x, attend, self.remat, caches, names, at, condition=condition)
             aux.append(told)
             for name in names:
                 first[name] += group.repeats
@@ -174,14 +186,15 @@ def run_group(
     group: "Group",
     graphs: Mapping[str, Any],
     leaves: Mapping[str, Leaves],
-    x: Array,
+    x: Streams,
     attend: Attend,
     remat: Remat,
     caches: Caches | None = None,
     names: Sequence[str] = (),
     at: Mapping[str, Array] = MappingProxyType({}),
     marked: bool = False,
-) -> tuple[Array, Caches | None, Aux]:
+    condition: Any = None,
+) -> tuple[Streams, Caches | None, Aux]:
     """The layers of a group, in a loop over its repeats.
 
     Args:
@@ -204,8 +217,8 @@ def run_group(
                 mine = _at(mine, seen[layer.kind])
             seen[layer.kind] += 1
             cache = _taken(caches[names[i]], at[names[i]]) if caches else None
-            x = checkpoint_name(x, INPUT) if marked else x
-            x, cache, told = run_block(graphs[layer.kind], layer, mine, x, cache, attend, remat)
+            x = jax.tree.map(lambda a: checkpoint_name(a, INPUT), x) if marked else x
+            x, cache, told = run_block(graphs[layer.kind], layer, mine, x, cache, attend, remat, condition=condition)
             if caches:
                 caches[names[i]] = _put(caches[names[i]], cache, at[names[i]])
                 at[names[i]] = at[names[i]] + 1
@@ -332,16 +345,22 @@ class Stack(nnx.Module):
         return out
 
     def __call__(
-        self, x: Float[Array, "B T D"], caches: Caches | None, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Caches | None, Aux]:
-        return self.run(self, constrain(x, "B T D"), caches, self.with_angles(attend))
+        self, x: Streams, caches: Caches | None, attend: Attend, condition: Any = None
+    ) -> tuple[Streams, Caches | None, Aux]:
+        """Runs the layers.
+
+        Args:
+            x: [B T D], or a tree of such arrays.
+            condition: handed to every block; a tree of arrays [B ...].
+        """
+        return self.run(self, constrained(x), caches, self.with_angles(attend), condition)
 
     def told(self, aux: Aux) -> tuple[list[dict[str, Array]], Aux]:
         """What every layer of the plan told (`parts.stack.watch`), and the other aux outputs."""
         places, found = self.indexes(), dict[int, dict[str, Array]]()
         for kind, own in aux.items():
             for place, i in enumerate(places[kind]):
-                found[i] = {name: a[place] for name, a in own.items() if name.startswith(TOLD)}
+                found[i] = {name: _at(a, place) for name, a in own.items() if name.startswith(TOLD)}
         rest = {kind: {name: a for name, a in own.items() if not name.startswith(TOLD)} for kind, own in aux.items()}
         return [found[i] for i in range(len(self.plan))], rest
 

@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Caches
-from argosy.models.parts.stack import Aux, Group, Scan, Stack, joined, parts_of, run_group
+from argosy.models.parts.stack import Aux, Group, Scan, Stack, Streams, joined, parts_of, run_group
 from argosy.models.parts.stack.remat import Remat, on_picked_weights
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform
 
@@ -54,37 +54,47 @@ class Pipeline:
     stacked = True
 
     def __call__(
-        self, stack: Stack, x: Array, caches: Caches | None, attend: Attend
-    ) -> tuple[Array, Caches | None, Aux]:
+        self, stack: Stack, x: Streams, caches: Caches | None, attend: Attend, condition: Any = None
+    ) -> tuple[Streams, Caches | None, Aux]:
         if caches or axis_sizes().get(AXIS, 1) == 1:
-            return Scan(self.remat, self.rounds)(stack, x, caches, attend)
-        if x.shape[0] % self.microbatches:
-            raise ValueError(f"{x.shape[0]} rows do not divide into {self.microbatches} microbatches")
+            return Scan(self.remat, self.rounds)(stack, x, caches, attend, condition)
+        if (rows := _rows(x)) % self.microbatches:
+            raise ValueError(f"{rows} rows do not divide into {self.microbatches} microbatches")
         aux, groups = [], list(stack.groups)
         while groups:
             group, graphs, leaves = groups[0], *parts_of(stack, groups[0])
             if group.repeats % self.stages:
-                groups, (x, _, told) = groups[1:], run_group(group, graphs, leaves, x, attend, self.remat)
+                groups, (x, _, told) = groups[1:], run_group(
+                    group, graphs, leaves, x, attend, self.remat, condition=condition
+                )
             else:
                 # The rounds of a group follow each other.
                 more = list(takewhile(lambda other: other.round, groups[1:]))
                 all_leaves = [leaves, *(parts_of(stack, other)[1] for other in more)]
-                groups, (x, told) = groups[1 + len(more) :], self.staged(group, graphs, all_leaves, x, attend)
+                groups, (x, told) = groups[1 + len(more) :], self.staged(group, graphs, all_leaves, x, (attend, condition))
             aux.append(told)
         return x, caches, joined(aux)
 
-    def staged(self, group: Group, graphs: Any, leaves: list[Any], x: Array, attend: Attend) -> tuple[Array, Aux]:
-        """A group of layers over the stages. leaves: the weights of each round."""
+    def staged(
+        self, group: Group, graphs: Any, leaves: list[Any], x: Streams, beside: tuple[Attend, Any]
+    ) -> tuple[Streams, Aux]:
+        """A group of layers over the stages.
+
+        Args:
+            leaves: the weights of each round.
+            beside: the strategy of attention and the condition, whose arrays all lead with the batch.
+        """
         S, M, R = self.stages, self.microbatches, len(leaves)
         mine = group._replace(repeats=group.repeats // S)
         # Rows of a microbatch come in equal parts from all devices that have rows, so none of them moves.
         sizes = axis_sizes()
         apart = 1
-        for axis in axes_in(activation_spec("B", (x.shape[0] // M,))) - {AXIS}:
+        for axis in axes_in(activation_spec("B", (_rows(x) // M,))) - {AXIS}:
             apart *= sizes[axis]
 
         # XLA:CPU aborts on sums over devices of 16-bit numbers in here. All but one stage add zeros, so either way is exact.
-        summable = jnp.float32 if platform() == "cpu" and x.dtype.itemsize < 4 else x.dtype
+        def summable(a: Array) -> Array:
+            return a.astype(jnp.float32) if platform() == "cpu" and a.dtype.itemsize < 4 else a
 
         def cut(a: Array) -> Array:
             return a.reshape(apart, M, a.shape[0] // (apart * M), *a.shape[1:])
@@ -92,46 +102,59 @@ class Pipeline:
         def whole(a: Array) -> Array:
             return a.reshape(-1, *a.shape[2:])
 
-        strategy, form = jax.tree.flatten(attend)
+        strategy, form = jax.tree.flatten(beside)
         # Where the last stage sends to: the first one takes up what has rounds left.
         ring = [(i, (i + 1) % S) for i in range(S)][: S if R > 1 else S - 1]
 
-        def stage(s: Array, leaves: list[Any], x: Array, strategy: list[Array]) -> tuple[Array, Aux]:
+        def stage(s: Array, leaves: list[Any], x: Streams, strategy: list[Array]) -> tuple[Streams, Aux]:
             s = s[0]
-            x = lax.all_gather(x.astype(summable), AXIS, axis=1, tiled=True).astype(x.dtype)
+            x = jax.tree.map(lambda a: lax.all_gather(summable(a), AXIS, axis=1, tiled=True).astype(a.dtype), x)
 
             def of(a: Array, m: Array) -> Array:
                 return whole(lax.dynamic_index_in_dim(a, m, 1, keepdims=False))
 
-            def step(came: Array, t: Array) -> tuple[Array, tuple[Array, Aux]]:
-                # Before its first and after its last microbatch a stage computes on rows that are there anyway, and nobody reads it.
-                here = jnp.where(s == 0, of(x, jnp.minimum(t, M - 1)), came)
-                attend = jax.tree.unflatten(form, [of(a, jnp.clip(t - s, 0, M - 1)) for a in strategy])
-                y, _, told = run_group(mine, graphs, leaves[0], here, attend, self.remat)
-                return lax.ppermute(y, AXIS, ring), (y, told)
+            def entering(enters: Array, m: Array, came: Streams) -> Streams:
+                return jax.tree.map(lambda a, b: jnp.where(enters, of(a, m), b), x, came)
 
-            def step_of_rounds(came: Array, t: Array) -> tuple[Array, tuple[Array, Aux]]:
+            def sent(y: Streams) -> Streams:
+                return jax.tree.map(lambda a: lax.ppermute(a, AXIS, ring), y)
+
+            def step(came: Streams, t: Array) -> tuple[Streams, tuple[Streams, Aux]]:
+                # Before its first and after its last microbatch a stage computes on rows that are there anyway, and nobody reads it.
+                here = entering(s == 0, jnp.minimum(t, M - 1), came)
+                attend, condition = jax.tree.unflatten(form, [of(a, jnp.clip(t - s, 0, M - 1)) for a in strategy])
+                y, _, told = run_group(mine, graphs, leaves[0], here, attend, self.remat, condition=condition)
+                return sent(y), (y, told)
+
+            def step_of_rounds(came: Streams, t: Array) -> tuple[Streams, tuple[Streams, Aux]]:
                 # S microbatches make all their rounds, then the next S: what the last stage sends is taken up at once.
                 i = jnp.clip(t - s, 0, M * R - 1)
                 r, m = i // S % R, i // (S * R) * S + i % S
-                here = jnp.where((s == 0) & (r == 0), of(x, m), came)
-                attend = jax.tree.unflatten(form, [of(a, m) for a in strategy])
-                y, told = picked(stacked, r, here, attend)
-                return lax.ppermute(y, AXIS, ring), (y, told)
+                here = entering((s == 0) & (r == 0), m, came)
+                y, told = picked(stacked, r, here, jax.tree.unflatten(form, [of(a, m) for a in strategy]))
+                return sent(y), (y, told)
 
-            def run(stacked: Any, r: Array, here: Array, attend: Attend) -> tuple[Array, Aux]:
+            def run(stacked: Any, r: Array, here: Streams, beside: tuple[Attend, Any]) -> tuple[Streams, Aux]:
                 own = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, r, keepdims=False), stacked)
-                y, _, told = run_group(mine, graphs, own, here, attend, self.remat, marked=True)
+                attend, condition = beside
+                y, _, told = run_group(
+                    mine, graphs, own, here, attend, self.remat, marked=True, condition=condition
+                )
                 return y, told
 
             picked, steps = on_picked_weights(run, self.remat), M * R + S - 1
             stacked = jax.tree.map(lambda *a: jnp.stack(a), *leaves) if R > 1 else None
-            _, (y, told) = lax.scan(step_of_rounds if R > 1 else step, of(x, jnp.int32(0)), jnp.arange(steps))
-            y = jnp.where(s == S - 1, last(y[S - 1 :]), 0)
-            y = jnp.moveaxis(y.reshape(M, apart, -1, *y.shape[2:]), 0, 1)
-            y = lax.psum_scatter(y.astype(summable), AXIS, scatter_dimension=1, tiled=True).astype(x.dtype)
+            first = jax.tree.map(lambda a: of(a, jnp.int32(0)), x)
+            _, (y, told) = lax.scan(step_of_rounds if R > 1 else step, first, jnp.arange(steps))
+            y = jax.tree.map(partial(handed_out, s), y)
             told = jax.tree.map(lambda a: by_round(lax.dynamic_slice_in_dim(a, s, M * R)), told)
             return y, {kind: {name: jax.vmap(partial(together, name))(a) for name, a in own.items()} for kind, own in told.items()}
+
+        def handed_out(s: Array, y: Array) -> Array:
+            """What the last stage has computed in all steps, each stage with its share of the rows."""
+            own = jnp.where(s == S - 1, last(y[S - 1 :]), 0)
+            own = jnp.moveaxis(own.reshape(M, apart, -1, *own.shape[2:]), 0, 1)
+            return lax.psum_scatter(summable(own), AXIS, scatter_dimension=1, tiled=True).astype(y.dtype)
 
         def by_round(a: Array) -> Array:
             """[M R ...] in the order of the steps as [R M ...]."""
@@ -156,5 +179,9 @@ class Pipeline:
             axis_names={AXIS},
             check_vma=False,
         )
-        y, told = run(jnp.arange(S), leaves, cut(x), [cut(a) for a in strategy])
-        return y.reshape(x.shape), jax.tree.map(whole, told)
+        y, told = run(jnp.arange(S), leaves, jax.tree.map(cut, x), [cut(a) for a in strategy])
+        return jax.tree.map(lambda a, like: a.reshape(like.shape), y, x), jax.tree.map(whole, told)
+
+
+def _rows(x: Streams) -> int:
+    return jax.tree.leaves(x)[0].shape[0]
