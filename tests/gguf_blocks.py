@@ -9,10 +9,10 @@ from gguf_files import Packed, write_gguf
 
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
-from argosy.models.family import FamilyConfig
+from argosy.models.language import LanguageConfig
 
 
-def gguf_in_blocks(path: Path, config: FamilyConfig, kinds: tuple[str, ...], seed: int = 0) -> Path:
+def gguf_in_blocks(path: Path, config: LanguageConfig, kinds: tuple[str, ...], seed: int = 0) -> Path:
     """A file with every matrix in one of these types, in turn."""
     table, rng, count = KeyMap(*config.hub_rows()), np.random.default_rng(seed), 0
     drawn = {name: rng.normal(0, 0.1, table.shape(name)).astype(np.float32) for name in table.paths}

@@ -668,7 +668,7 @@ EDITS = [
     ),
     Edit(
         "a config.json without rope scaling",
-        "argosy/models/hub_config.py",
+        "argosy/models/hub/config.py",
         "new = scaling | {",
         'new = {"rope_type": "default"} | {',
         (f"{LAWS}hub_folder_gives_the_model_again[phi-long]",),

@@ -22,7 +22,7 @@ from argosy.core.errors import BadInput, Unsupported, complaint, nearest
 from argosy.core.formats import Reader, View, listed
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap
-from argosy.models.family import FamilyConfig
+from argosy.models.language import LanguageConfig
 
 
 def open_gguf(path: Path) -> Stored:
@@ -60,7 +60,7 @@ def _model(read: Callable[[Metadata], Described], meta: Metadata) -> Described:
     return model
 
 
-def _hub(config: FamilyConfig, meta: dict[str, Any]) -> dict[str, Any]:
+def _hub(config: LanguageConfig, meta: dict[str, Any]) -> dict[str, Any]:
     """The config.json of this model: the architecture if the Hub has it, and the ids of the first and last token."""
     try:
         hub = config.to_hub()

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from argosy.checkpoint.gguf_meta import Metadata
 from argosy.core.errors import Damaged
 from argosy.core.keymap import Row
-from argosy.models.family import FamilyConfig
-from argosy.models.hub_rows import of_layers
+from argosy.models.hub.rows import of_layers
+from argosy.models.language import LanguageConfig
 
 BLOCK = "blk.{l}."
 NORMS = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}
@@ -23,7 +23,7 @@ PLAIN = {"N": "(N H)", "K": "(K H)"}
 class Described(NamedTuple):
     """The model a file describes. `raised`: its norm scales are stored plus one."""
 
-    config: FamilyConfig
+    config: LanguageConfig
     rows: list[Row]
     sizes: dict[str, int]
     raised: bool = False

@@ -24,7 +24,8 @@ from argosy.core.formats.safetensors import Folder, folder_files
 from argosy.core.keymap import IGNORED, How, KeyMap, Row
 from argosy.data.tokenizers.load import matching
 from argosy.models import FAMILIES
-from argosy.models.family import SCORING, FamilyConfig, with_scores
+from argosy.models.config import SCORING, with_scores
+from argosy.models.language import LanguageConfig
 from argosy.models.parts.weight import exact
 
 CONFIG_BYTES = 16 << 20
@@ -53,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
+def config_from(hub: dict[str, Any], where: str) -> LanguageConfig:
     """The settings that a config.json describes.
 
     Raises:
@@ -81,13 +82,13 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
     return config
 
 
-def by_hub_type() -> dict[str, type[FamilyConfig]]:
+def by_hub_type() -> dict[str, type[LanguageConfig]]:
     """The family that reads each `model_type`.
 
     Raises:
         ValueError: two families claim one.
     """
-    out: dict[str, type[FamilyConfig]] = {}
+    out: dict[str, type[LanguageConfig]] = {}
     for name in FAMILIES:
         for kind in FAMILIES[name].hub_types:
             if kind in out:
@@ -275,7 +276,7 @@ def check_tied(stored: Stored) -> None:
 
 
 def folder_of(
-    config: FamilyConfig,
+    config: LanguageConfig,
     weights: Reader,
     *,
     hub: dict[str, Any] | None = None,
@@ -300,7 +301,7 @@ def folder_of(
 
 def save_folder(
     folder: str | Path,
-    config: FamilyConfig,
+    config: LanguageConfig,
     weights: Reader,
     *,
     hub: dict[str, Any] | None = None,
@@ -325,7 +326,7 @@ def copies(companions: Path | None) -> list[File]:
     return [of_bytes(file.relative_to(companions).as_posix(), file.read_bytes()) for file in files]
 
 
-def typed(config: FamilyConfig, weights: Reader, dtype: Any) -> Reader:
+def typed(config: LanguageConfig, weights: Reader, dtype: Any) -> Reader:
     """Per-layer weights in another type. Weights that would change discrete choices if they were rounded keep their type
     (`weight.exact`).
 

@@ -23,7 +23,7 @@ from argosy.checkpoint.peft_sites import Contents
 from argosy.checkpoint.stored import Stored, open_model, stored_arrays
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, Over
-from argosy.models.family import FamilyConfig
+from argosy.models.language import LanguageConfig
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, kept_in, logical, put, variables
 from argosy.observe.environment import check_fits
@@ -44,7 +44,7 @@ class Loaded:
     read from.
     """
 
-    config: FamilyConfig
+    config: LanguageConfig
     module: Any
     tokenizer: Any = None
     generation: Mapping[str, Any] = field(default_factory=dict)
@@ -153,7 +153,7 @@ def places(model: Any, tensor: int, devices: Sequence[Any] | None = None) -> dic
     return found
 
 
-def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> Loaded:
+def random(config: LanguageConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> Loaded:
     """A model with random weights from a seed, and no tokenizer."""
     dtype = as_dtype(dtype)
     # Weights are drawn in float32.
@@ -179,7 +179,7 @@ def in_blocks(blocks: InBlocks, forms: Mapping[str, tuple[int, bool]]) -> dict[s
     return {address: rows for address, rows in found.items() if rows is not None}
 
 
-def check_memory(config: FamilyConfig, dtype: Any, rows: Mapping[str, Rows] = NONE) -> None:
+def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, Rows] = NONE) -> None:
     """Checks that the weights fit into memory, where memory is the computer's own.
 
     Args:
@@ -215,7 +215,7 @@ def default_dtype() -> Any:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def default_run(config: FamilyConfig) -> Execution:
+def default_run(config: LanguageConfig) -> Execution:
     return Unroll() if jax.default_backend() == "cpu" and config.layers <= 32 else Scan()
 
 

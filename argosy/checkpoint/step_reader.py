@@ -19,7 +19,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Shape
 from argosy.core.formats.zarr import map_array
-from argosy.models.family import FamilyConfig
+from argosy.models.language import LanguageConfig
 from argosy.models.parts.stack import Execution, stored_addresses
 
 # Linux 5.14. Reads a range at once and in order: 2.4 GB/s from a cold disk, where page faults give 1.5.
@@ -40,7 +40,7 @@ class StepReader:
         Damaged: it cannot be read.
     """
 
-    def __init__(self, folder: Path, config: FamilyConfig, layers: Execution):
+    def __init__(self, folder: Path, config: LanguageConfig, layers: Execution):
         try:
             self._held = manifest.Held(folder)
         except FileNotFoundError:

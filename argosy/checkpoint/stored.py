@@ -22,7 +22,7 @@ from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
 from argosy.data.tokenizers.load import BESIDE, VOCABULARIES, matching
 from argosy.models import FAMILIES
-from argosy.models.family import FamilyConfig
+from argosy.models.language import LanguageConfig
 from argosy.models.parts.stack import layer_addresses, stored_addresses, stored_as
 from argosy.models.parts.weight import kept_in, put, variables
 from argosy.parallel.place import on_devices
@@ -55,7 +55,7 @@ class Stored:
 
     path: Path
     kind: str
-    config: FamilyConfig
+    config: LanguageConfig
     weights: Reader
     companions: Path | None = None
     hub: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def model_of(path: str | Path) -> dict[str, Any]:
     return {"family": Choice(FAMILIES, tag="family").name_of(config)} | dump(config)
 
 
-def config_of(dumped: dict[str, Any]) -> FamilyConfig:
+def config_of(dumped: dict[str, Any]) -> LanguageConfig:
     """A model's settings from what `dump` wrote, including its family.
 
     Raises:

@@ -10,7 +10,7 @@ from argosy.checkpoint import load as loading
 from argosy.infer.cpu.panels import forms_in_blocks
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
-from argosy.models.family import FamilyConfig
+from argosy.models.language import LanguageConfig
 from argosy.models.parts.stack import Execution
 from argosy.ops.native import library
 
@@ -45,7 +45,7 @@ def load(
 
 
 def random(
-    config: FamilyConfig,
+    config: LanguageConfig,
     seed: int,
     *,
     dtype: Any = None,

@@ -7,15 +7,12 @@ Touvron et al. 2023 (arXiv:2302.13971, 2307.09288), the Llama team 2024 (arXiv:2
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from argosy.core.keymap import Row
-from argosy.models import hub_rows as hub
 from argosy.models import parts
-from argosy.models.family import DecoderConfig
-from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.hub.llama import LlamaHub
+from argosy.models.language import DecoderConfig
 from argosy.models.settings import Linear, Llama3, Rope, Yarn
 
 
@@ -27,10 +24,9 @@ def block(config: "LlamaConfig", kind: str) -> "parts.Block":
     return parts.Block(attention, mlp, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
-class LlamaConfig(DecoderConfig):
+class LlamaConfig(LlamaHub, DecoderConfig):
     """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral 7B (arXiv:2310.06825) and relatives."""
 
-    hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral")
     make: ClassVar[Any] = block
 
     attention_bias: bool = False
@@ -52,46 +48,3 @@ class LlamaConfig(DecoderConfig):
             ),
             "pattern": cls(**{**odd, "layers": 5}, kv_heads=2, head_size=12, window=6, pattern="LLG"),
         }
-
-    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
-        over = range(self.layers)
-        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
-        rows += hub.glu(over, bias=self.mlp_bias) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
-        return rows, self.dims
-
-    @classmethod
-    def from_hub(cls, config: dict[str, Any]) -> "LlamaConfig":
-        table = TABLES[config["model_type"]]
-        read = table.read(config)
-        return cls(**read, **read_pattern(config, read), rope=Rope(**read_rope(config)))
-
-    def to_hub(self) -> dict[str, Any]:
-        """Mistral with a window, Ministral with a window in some layers, otherwise Llama."""
-        mixed = len(set(self.spans)) > 1
-        kind = ("ministral", "MinistralForCausalLM") if mixed else ("mistral", "MistralForCausalLM")
-        kind = kind if self.window else ("llama", "LlamaForCausalLM")
-        written = {"model_type": kind[0], "architectures": [kind[1]]} | TABLES[kind[0]].write(self)
-        written |= {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope)
-        return self.agreed(written | (write_pattern(self.spans) if mixed else {}))
-
-
-# By `model_type`: keys, the defaults of transformers, and keys that it never reads.
-TABLES = {
-    "llama": ConfigTable(
-        [*SIZES, ("attention_bias", "attention_bias"), ("mlp_bias", "mlp_bias")],
-        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-        fixed={"rope_interleaved": (False, None)},
-        harmless=frozenset(["sliding_window"]),
-    ),
-    "mistral": ConfigTable(
-        [*SIZES, ("sliding_window", "window")],
-        defaults={
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-        },
-        harmless=frozenset(["attention_bias", "mlp_bias"]),
-    ),
-}
-TABLES["ministral"] = replace(TABLES["mistral"], harmless=TABLES["mistral"].harmless | {"layer_types"})

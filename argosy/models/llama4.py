@@ -16,12 +16,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from argosy.core.errors import BadInput
-from argosy.core.keymap import Row
-from argosy.models import hub_rows as hub
 from argosy.models import parts
-from argosy.models.family import DecoderConfig, shortest_pattern
-from argosy.models.hub_config import SIZES, ConfigTable, read_rope, text_of, write_rope
+from argosy.models.hub.llama4 import Llama4Hub
+from argosy.models.language import DecoderConfig, shortest_pattern
 from argosy.models.settings import Experts, Llama3, Reach, Rope, Temper
 
 
@@ -34,13 +31,10 @@ def block(config: "Llama4Config", kind: str) -> "parts.Block":
     return parts.Block(attention, mlp, pre=partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
-class Llama4Config(DecoderConfig):
+class Llama4Config(Llama4Hub, DecoderConfig):
     """Llama 4 (text)."""
 
-    hub_types: ClassVar[tuple[str, ...]] = ("llama4_text", "llama4")
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared"])
-    hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
-    hub_left_out: ClassVar[tuple[str, ...]] = ("vision_model.*", "multi_modal_projector.*")
     make: ClassVar[Any] = block
 
     window: int | None = Field(8192, gt=0)
@@ -112,116 +106,6 @@ class Llama4Config(DecoderConfig):
         )
         return [local if span == "L" else Reach(temper=self.temper) for span in self.spans]
 
-    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
-        over = range(self.layers)
-        dense, sparse = ([i for i in over if self.kinds[i] == kind] for kind in ("dense", "experts"))
-        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
-        rows += hub.norms(over, hub.PRE_NORMS) + (hub.glu(dense, "feed_forward") if dense else [])
-        both = ("layers.{l}.mlp.gate.w", "layers.{l}.mlp.up.w")
-        rows.append(Row(f"{hub.LAYER}feed_forward.experts.gate_up_proj", both, "E D (M|M) -> E D M, E D M", sparse))
-        rows += hub.of_layers(
-            sparse,
-            ("feed_forward.router.weight", "mlp.router.w", "E D -> D E"),
-            ("feed_forward.experts.down_proj", "mlp.down.w", "E M D -> E M D"),
-        )
-        rows += hub.glu(sparse, "feed_forward.shared_expert", "mlp.shared", "shared") if self.moe.shared else []
-        return rows + hub.ends(self.tied, scores=self.scores), self.dims
-
-    @classmethod
-    def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Llama 4 is published with a vision tower; `text_config` describes the text model."""
-        return text_of(config, "llama4", ARCHITECTURE)
-
-    @classmethod
-    def from_hub(cls, config: dict[str, Any]) -> "Llama4Config":
-        read: dict[str, Any] = {"window": None} | TABLE.read(config)  # a chunk size of null is none, not ours
-        read["moe"] |= FIXED | {"shared": read["moe"]["ffn"]}
-        read |= {"pattern": _spans(config, read["layers"]), "moe_pattern": _fed(config, read["layers"])}
-        if config.get("attn_temperature_tuning", True):  # the first files say 4, and mean yes
-            read["temper"] = Temper(floor=config.get("floor_scale", 8192), scale=config.get("attn_scale", 0.1))
-        return cls(**read, rope=Rope(**read_rope(config, 5e5), pairs="interleaved"))
-
-    def to_hub(self) -> dict[str, Any]:
-        """The config.json as transformers writes it."""
-        written = ARCHITECTURE | TABLE.write(self) | {"num_key_value_heads": self.K, "head_dim": self.H}
-        # Transformers requires one even if no layer is local.
-        written |= {"attention_chunk_size": self.window or 8192}
-        written |= {"no_rope_layers": [int(span == "L") for span in self.spans]}
-        written |= {"layer_types": [KINDS[span] for span in self.spans]}
-        written |= {"moe_layers": [i for i, kind in enumerate(self.kinds) if kind == "experts"]}
-        fed = self.resolved().moe_pattern
-        if fed == "E".rjust(len(fed), "D"):  # vLLM reads no list
-            written |= {"interleave_moe_layer_step": len(fed)}
-        written |= {"attn_temperature_tuning": self.temper is not None}
-        if self.temper is not None:
-            written |= {"floor_scale": self.temper.floor, "attn_scale": self.temper.scale}
-        return self.agreed(written | write_rope(self.rope))
-
     def resolved(self) -> "Llama4Config":
         fed = "".join("E" if kind == "experts" else "D" for kind in self.kinds)
         return super().resolved().model_copy(update={"moe_pattern": shortest_pattern(fed)})
-
-
-def _spans(config: dict[str, Any], layers: int) -> str:
-    """L or G for each layer. Rotary layers are the chunked ones; a list of kinds must agree with that.
-
-    Raises:
-        BadInput: it does not agree, or the lists are shorter than the number of layers.
-    """
-    every = config.get("no_rope_layer_interval", 4)
-    turn = config.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(layers)]
-    spans = "".join("L" if rotary else "G" for rotary in turn[:layers])
-    kinds = config.get("layer_types")
-    if len(spans) < layers or (kinds is not None and list(kinds) != [KINDS[span] for span in spans]):
-        raise BadInput(
-            f"config.json: `no_rope_layers` and `layer_types` do not describe the same {layers} layers",
-            hint="only chunked layers with rotary positions and full layers without are built",
-        )
-    return shortest_pattern(spans)
-
-
-def _fed(config: dict[str, Any], layers: int) -> str:
-    """E or D for each layer: from a list of layers with experts, otherwise every n-th layer has them."""
-    named, every = config.get("moe_layers"), config.get("interleave_moe_layer_step", 1)
-    has = [(i + 1) % every == 0 if named is None else i in named for i in range(layers)]
-    return shortest_pattern("".join("E" if one else "D" for one in has))
-
-
-ARCHITECTURE = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}
-KINDS = {"L": "chunked_attention", "G": "full_attention"}
-# Facts that the architecture fixes and no key of config.json states.
-FIXED: dict[str, Any] = {"score": "sigmoid", "normalized": False, "weigh": "input"}
-TABLE = ConfigTable(
-    [
-        *(row for row in SIZES if row[1] != "ffn"),
-        ("intermediate_size_mlp", "ffn"),
-        ("intermediate_size", "moe.ffn"),
-        ("num_local_experts", "moe.count"),
-        ("num_experts_per_tok", "moe.active"),
-        ("router_aux_loss_coef", "moe.balance"),
-        ("attention_chunk_size", "window"),
-        ("attention_bias", "attention_bias"),
-        ("use_qk_norm", "qk_norm"),
-    ],
-    {
-        "vocab_size": 202048,
-        "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 1,
-        "attention_chunk_size": 8192,
-        "use_qk_norm": True,
-    },
-    # All but the last three are read above. No implementation has router noise, and two keys describe how a file was made.
-    harmless=frozenset(
-        """no_rope_layers no_rope_layer_interval layer_types moe_layers interleave_moe_layer_step attn_temperature_tuning
-        floor_scale attn_scale output_router_logits router_jitter_noise for_llm_compressor cache_implementation""".split()  # noqa: SIM905
-    ),
-)

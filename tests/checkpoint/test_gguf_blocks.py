@@ -15,7 +15,7 @@ from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap, Row
 from argosy.infer.cpu.panels import forms_of
 from argosy.models.deepseek import DeepSeekConfig
-from argosy.models.family import FamilyConfig
+from argosy.models.language import LanguageConfig
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.stack import Unroll
 from argosy.models.phi import PhiConfig
@@ -25,7 +25,7 @@ from argosy.models.settings import Experts
 SIZES: dict[str, Any] = {"vocab": 97, "width": 64, "layers": 2, "ffn": 96, "heads": 4, "head_size": 16, "context": 64}
 ATTENTION = {f"attn.{name}.w" for name in "qkvo"}
 MLP = {"mlp.gate.w", "mlp.up.w", "mlp.down.w"}
-MODELS: dict[str, tuple[FamilyConfig, set[str]]] = {
+MODELS: dict[str, tuple[LanguageConfig, set[str]]] = {
     "llama": (LlamaConfig(**SIZES, kv_heads=2), {"embed.w", "head.w", *ATTENTION, *MLP}),
     "llama-tied": (LlamaConfig(**SIZES, kv_heads=2, tied=True), {"embed.w", *ATTENTION, *MLP}),
     "phi3": (PhiConfig(**SIZES, kv_heads=2), {"embed.w", "head.w", *ATTENTION, *MLP}),

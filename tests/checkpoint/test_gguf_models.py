@@ -23,9 +23,9 @@ from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
-from argosy.models.family import FamilyConfig
 from argosy.models.gemma import GemmaConfig
 from argosy.models.gpt_oss import GptOssConfig
+from argosy.models.language import LanguageConfig
 from argosy.models.qwen import QwenConfig
 from argosy.models.settings import Experts, Llama3
 
@@ -37,7 +37,7 @@ SAME = """llama-llama3-mlp-bias-tied llama-multi-query-tied llama-linear-attenti
     mistral-window-tied mixtral-window qwen2-plain qwen2-yarn qwen3-plain qwen3-moe gemma-multi-query gemma2-uncapped phi3-window
     deepseek_v2-lite gpt-oss-yarn""".split()  # noqa: SIM905
 WIDE: dict[str, Any] = {"vocab": 97, "width": 256, "layers": 2, "ffn": 256, "heads": 2, "head_size": 128, "context": 64}
-WIDE_MODELS: dict[str, FamilyConfig] = {
+WIDE_MODELS: dict[str, LanguageConfig] = {
     "qwen3moe": QwenConfig(**WIDE, kv_heads=1, qk_norm=True, moe=Experts(count=3, active=2, ffn=256)),
     "gpt-oss": GptOssConfig(
         **WIDE, kv_heads=1, window=5, pattern="LG", moe=Experts(count=3, active=2, ffn=256, score="softmax_chosen")
@@ -92,7 +92,7 @@ def test_the_same_model_as_the_hub_folder(name: str, tmp_path: Path):
         np.testing.assert_allclose(file.weights.read(path), folder.weights.read(path), rtol=0, atol=3e-7, err_msg=path)
 
 
-def settings(config: FamilyConfig) -> dict[str, Any]:
+def settings(config: LanguageConfig) -> dict[str, Any]:
     """Those that a forward pass reads."""
     said = config.resolved().model_dump()
     return said | ({"moe": said["moe"] | {"balance": 0}} if said.get("moe") else {})
@@ -129,7 +129,7 @@ def test_blocks_equal_what_they_dequantise_to(name: str, kinds: list[str], tmp_p
         assert relative(lm.logits(TOKENS), argosy.load(tmp_path / "hub").logits(TOKENS)) < LOGIT_ROUNDING
 
 
-def random_weights(config: FamilyConfig, rng: np.random.Generator) -> Arrays:
+def random_weights(config: LanguageConfig, rng: np.random.Generator) -> Arrays:
     table = KeyMap(*config.hub_rows())
     return Arrays({path: rng.normal(0, 0.1, table.shape(path)).astype(np.float32) for path in table.paths})
 

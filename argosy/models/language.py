@@ -1,51 +1,29 @@
-"""The base of every family's config, and the protocol of its module.
+"""Models of text: the settings of language models, and of families with ordinary attention."""
 
-A family is one file: its config counts parameters and FLOPs (the laws compare them with the built model), builds the module, and
-maps names on the Hub. The module has `hidden` and `unembed`.
-"""
-
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from argosy.core.dims import LOOKED_UP, axes_of
-from argosy.core.errors import ArgosyError, BadInput, Unsupported, complaint
-from argosy.core.keymap import Row, kept
-from argosy.core.settings import Also, Settings
+from argosy.core.dims import axes_of
+from argosy.core.errors import BadInput
+from argosy.core.settings import Also
 from argosy.models import parts
-from argosy.models.hub_rows import scaled
+from argosy.models.config import SCORING, ModelConfig
 from argosy.models.settings import Activation, Experts, Reach, Rope
 
 
-class FamilyConfig(Settings):
-    """Settings that every family has. Everything architectural is in the config; nothing branches on a model's name."""
+class LanguageConfig(ModelConfig):
+    """Settings of a model that reads tokens: vocabulary, context, layers, head."""
 
-    hub_types: ClassVar[tuple[str, ...]] = ()
-    # The `model_type`s of config.json that this family reads.
-    hub_ignore: ClassVar[tuple[str, ...]] = ()
-    # Tensors that may be in the family's Hub folders and follow from the config: causal masks, position numbers.
-    hub_unsaid: ClassVar[frozenset[str]] = frozenset()
-    # Settings without a key in config.json: the tensors decide them (`fitted`).
-    hub_left_out: ClassVar[tuple[str, ...]] = ()
-    # Tensors that may be in its folders and that the model does not use: ignored, with a warning.
     moe_parts: ClassVar[frozenset[str]] = frozenset()
     """The optional parts its experts may have, of `shared`, `shared_gate` and `bias`."""
-    hub_prefixes: ClassVar[tuple[str, ...]] = ()
-    # Prefixes that tensor names may have or lack, depending on the class that wrote the folder.
-    hub_old_ends: ClassVar[Mapping[str, str]] = {}
-    # Old endings of tensor names, and the current ones.
     make: ClassVar[Any] = None
     # Builds a block, as `make(kind)`; a function of the config and the kind.
     causal: ClassVar[bool] = True
     # A token attends to earlier tokens only. False: to its full sequence, and no token is predicted (encoders).
 
-    hub_blocks: ClassVar[Mapping[str, str]] = {}
-    # For folders with MXFP4 blocks: how a weight is read from them, by how it is read plain.
-
-    preset: str | None = None
-    """Name of the preset these settings came from."""
     vocab: Annotated[int, Also("vocab_size")] = Field(gt=0)
     """Vocabulary size V: rows of the embedding."""
     width: Annotated[
@@ -71,17 +49,8 @@ class FamilyConfig(Settings):
         """How many scores the head gives for a token, in place of logits; 0 for a language model."""
         return getattr(self, "scores", 0)
 
-    def build(self, run: "parts.Execution | None" = None) -> Any:
-        """Builds the module; every weight is a description (`parts.weight`)."""
-        raise NotImplementedError
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """The size of each letter of its equations (`core.dims`)."""
-        raise NotImplementedError
-
     @model_validator(mode="after")
-    def _experts_have_names(self) -> "FamilyConfig":
+    def _experts_have_names(self) -> "LanguageConfig":
         """Refuses parts of experts for which the family has no Hub rows: they would be built but not counted, read or written."""
         how = self.experts
         strange = [
@@ -102,34 +71,11 @@ class FamilyConfig(Settings):
         """The attention strategy for full sequences. segments: [B T] ints; segment 0 is padding."""
         return parts.Packed(segments) if self.causal else parts.Bidirectional(segments)
 
-    def parameters(self, active: bool = False) -> int:
-        """The number of parameters, or with `active` those used for one token. Counted from the table of names; nothing is
-        built."""
-        share = self._share if active else lambda axes: Fraction(1)
-        return int(sum(t.size * t.layers * share(t.axes) for t in kept(*self.hub_rows())))
-
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass over a row of `tokens` tokens: 2 for each multiply-add of every contraction. Attention counts
-        in full, without subtracting for causality or windows. A backward pass costs twice as much."""
-        # Embeddings are looked up, and a pooler sees one vector per sequence.
-        apart = LOOKED_UP | {"pooled"}
-        met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(axes_of(t.axes)))
-        weights = sum(t.size * t.layers * self._share(t.axes) for t in met)
-        # A head of scores is among the weights that are met.
+        """As in `ModelConfig`, with the head: one product for each token."""
+        # A head of scores is among the weights that are counted there.
         head = self.width * self.vocab if self.causal and not self.scored else 0
-        return int(2 * tokens * (weights + head)) + self.mixing_flops(tokens)
-
-    def training_flops(self, tokens: int) -> int:
-        """FLOPs of a forward and a backward pass over a row of `tokens` tokens."""
-        return 3 * self.flops(tokens) - 2 * self.choosing_flops(tokens)
-
-    def mixing_flops(self, tokens: int) -> int:
-        """The part of `flops` that mixes tokens without weights (attention scores and sums)."""
-        raise NotImplementedError
-
-    def choosing_flops(self, tokens: int) -> int:
-        """The part of `flops` that only selects experts or tokens: no gradient flows through it."""
-        return 0
+        return super().flops(tokens) + 2 * tokens * head
 
     def _share(self, axes: tuple[str, ...]) -> Fraction:
         """The share of a weight with these axes used for one token. The weights of experts begin with the axis of experts; a router,
@@ -137,7 +83,7 @@ class FamilyConfig(Settings):
         routed = self.experts is not None and len(axes) > 1 and axes_of(axes)[0] == "experts"
         return Fraction(self.experts.active, self.experts.count) if self.experts and routed else Fraction(1)
 
-    def for_context(self, tokens: int) -> "FamilyConfig":
+    def for_context(self, tokens: int) -> Any:
         """The same model, for sequences of at most `tokens` tokens.
 
         Raises:
@@ -148,110 +94,20 @@ class FamilyConfig(Settings):
         rope = getattr(self, "rope", None)
         return self if rope is None else self.model_copy(update={"rope": rope.decided(tokens)})
 
-    def resolved(self) -> "FamilyConfig":
-        """The same model with all sizes set that would otherwise be derived from others."""
-        return self
-
-    @classmethod
-    def examples(cls) -> dict[str, Any]:
-        """Small configs with odd sizes in which every option is used both ways; the laws run over them."""
-        raise NotImplementedError
-
-    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
-        """The table of names on the Hub, and the sizes its rows use."""
-        raise NotImplementedError
-
-    def hub_scaled(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
-        """The rows for a folder with these tensors, some of which may be values and their scales."""
-        return scaled(rows, names, self.hub_blocks)
-
-    def fitted(self, names: Collection[str]) -> "FamilyConfig":
-        """The same model without parts that config.json declares but whose tensors are missing."""
-        return self
-
-    @classmethod
-    def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The part of a config.json about this model, if it also describes other models (a vision tower)."""
-        return config
-
-    @classmethod
-    def from_hub(cls, config: dict[str, Any]) -> "FamilyConfig":
-        """The settings from a Hub folder's config.json. Raises BadInput for keys that would change the results and are not
-        understood."""
-        raise NotImplementedError
-
-    def to_hub(self) -> dict[str, Any]:
-        """The config.json of this model, checked by `agreed`.
-
-        Raises:
-            Unsupported: no architecture on the Hub has this combination of options.
-        """
-        raise NotImplementedError
-
-    def agreed(self, written: dict[str, Any]) -> dict[str, Any]:
-        """Returns the config.json if reading it gives this model again.
-
-        Raises:
-            Unsupported: it does not; names the settings that would be lost.
-        """
-        hint = 'Argosy\'s own format keeps every setting: to=argosy, lm.save(..., format="argosy")'
-        if self.scored:
-            (kind,) = written["architectures"]
-            written |= {"architectures": [kind.replace("ForCausalLM", SCORING)]}
-            written |= {"id2label": {str(i): f"LABEL_{i}" for i in range(self.scored)}}
-            written |= {"label2id": {f"LABEL_{i}": i for i in range(self.scored)}}
-        try:
-            again = with_scores(type(self).from_hub(written), written).resolved()
-        except (ArgosyError, ValueError) as error:
-            raise Unsupported(
-                f"the Hub's `{written['model_type']}` has no such model: {complaint(error)}", hint=hint
-            ) from None
-        mine, theirs = (_without_training(config.model_dump()) for config in (self.resolved(), again))
-        if lost := list(_differing(mine, theirs)):
-            raise Unsupported(f"the Hub's `{written['model_type']}` cannot express {', '.join(lost)} of this model", hint=hint)
-        return written
+    def hub_head(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """The class and the labels of a head of scores."""
+        if not self.scored:
+            return {}
+        (kind,) = written["architectures"]
+        labels = [f"LABEL_{i}" for i in range(self.scored)]
+        return {
+            "architectures": [kind.replace("ForCausalLM", SCORING)],
+            "id2label": {str(i): label for i, label in enumerate(labels)},
+            "label2id": {label: i for i, label in enumerate(labels)},
+        }
 
 
-# The end of the name of transformers' classes with a head of scores.
-SCORING = "ForSequenceClassification"
-
-
-def with_scores(config: "FamilyConfig", hub: Mapping[str, Any]) -> "FamilyConfig":
-    """The settings of a model whose config.json names a class with a head of scores; of any other, unchanged.
-
-    Raises:
-        BadInput: the family has no such head.
-    """
-    if not any(str(name).endswith(SCORING) for name in hub.get("architectures") or ()):
-        return config
-    if "scores" not in type(config).model_fields:
-        what = f"a `{hub.get('model_type')}` with a head of scores ({SCORING}) is not built"
-        raise BadInput(what)
-    # transformers writes labels only if there are not two.
-    labels = hub.get("id2label")
-    return config.model_copy(update={"scores": len(labels) if isinstance(labels, dict) and labels else 2})
-
-
-def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
-    """The settings that differ, each with its value in `mine`."""
-    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
-        yield from [f"{at} = {mine}"] if mine != theirs else []
-        return
-    for key in mine:
-        yield from _differing(mine[key], theirs.get(key), f"{at}.{key}" if at else key)
-
-
-def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings without those that config.json has no keys for: settings of training, and choices made when loading."""
-    settings = dict(settings)
-    if (scaling := (settings.get("rope") or {}).get("scaling")) and "table" in scaling:
-        settings["rope"] = settings["rope"] | {"scaling": scaling | {"table": None}}
-    moe = settings.get("moe")
-    kept = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance", "balance_over")} if moe else moe
-    return settings | {"preset": None} | ({"moe": kept} if moe else {})
-
-
-class DecoderConfig(FamilyConfig):
+class DecoderConfig(LanguageConfig):
     """The common settings of families with ordinary multi-head attention."""
 
     ffn: Annotated[int, Also("intermediate_size", "d_ff", "mlp_dim", "base_mlp_dim", "hidden_dim", "ffn_dim")] = Field(
@@ -362,7 +218,7 @@ class DecoderConfig(FamilyConfig):
         return 4 * tokens * tokens * self.heads * self.H * self.layers
 
 
-class AbsoluteConfig(FamilyConfig):
+class AbsoluteConfig(LanguageConfig):
     """The common settings of families with learned positions, LayerNorm, a plain feed-forward layer and biases everywhere."""
 
     ffn: int = Field(gt=0)

@@ -1,0 +1,178 @@
+"""`ModelConfig`: the settings that describe a model of any kind, and what is known of it from them alone.
+
+A model is one file: its config counts parameters and FLOPs (the laws compare them with the built model), builds the module, and
+maps names on the Hub. Everything architectural is in the config; nothing branches on a model's name.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from argosy.core.dims import LOOKED_UP, axes_of
+from argosy.core.errors import ArgosyError, BadInput, Unsupported, complaint
+from argosy.core.keymap import Row, kept
+from argosy.core.settings import Settings
+from argosy.models import parts
+from argosy.models.hub.rows import scaled
+
+
+class ModelConfig(Settings):
+    """Settings of a model. It may predict tokens (`LanguageConfig`) or not: a tower, a denoiser, a ranker."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ()
+    # The `model_type`s of config.json that this config reads.
+    hub_ignore: ClassVar[tuple[str, ...]] = ()
+    # Tensors that may be in Hub folders of these types and follow from the config: causal masks, position numbers.
+    hub_unsaid: ClassVar[frozenset[str]] = frozenset()
+    # Settings without a key in config.json: the tensors decide them (`fitted`).
+    hub_left_out: ClassVar[tuple[str, ...]] = ()
+    # Tensors that may be in such folders and that the model does not use: ignored, with a warning.
+    hub_prefixes: ClassVar[tuple[str, ...]] = ()
+    # Prefixes that tensor names may have or lack, depending on the class that wrote the folder.
+    hub_old_ends: ClassVar[Mapping[str, str]] = {}
+    # Old endings of tensor names, and the current ones.
+    hub_blocks: ClassVar[Mapping[str, str]] = {}
+    # For folders with MXFP4 blocks: how a weight is read from them, by how it is read plain.
+
+    preset: str | None = None
+    """Name of the preset these settings came from."""
+
+    def build(self, run: "parts.Execution | None" = None) -> Any:
+        """Builds the module; every weight is a description (`parts.weight`)."""
+        raise NotImplementedError
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each letter of its equations (`core.dims`)."""
+        raise NotImplementedError
+
+    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
+        """The table of names on the Hub, and the sizes its rows use."""
+        raise NotImplementedError
+
+    def parameters(self, active: bool = False) -> int:
+        """The number of parameters, or with `active` those used for one position. Counted from the table of names; nothing is
+        built."""
+        share = self._share if active else lambda axes: 1
+        return int(sum(t.size * t.layers * share(t.axes) for t in kept(*self.hub_rows())))
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one forward pass over a row of `tokens` positions: 2 for each multiply-add of every contraction. Attention counts
+        in full, without subtracting for causality or windows. A backward pass costs twice as much."""
+        # Embeddings are looked up, and a pooler sees one vector per sequence.
+        apart = LOOKED_UP | {"pooled"}
+        met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(axes_of(t.axes)))
+        return int(2 * tokens * sum(t.size * t.layers * self._share(t.axes) for t in met)) + self.mixing_flops(tokens)
+
+    def training_flops(self, tokens: int) -> int:
+        """FLOPs of a forward and a backward pass over a row of `tokens` positions."""
+        return 3 * self.flops(tokens) - 2 * self.choosing_flops(tokens)
+
+    def mixing_flops(self, tokens: int) -> int:
+        """The part of `flops` that mixes positions without weights (attention scores and sums)."""
+        raise NotImplementedError
+
+    def choosing_flops(self, tokens: int) -> int:
+        """The part of `flops` that only selects experts or tokens: no gradient flows through it."""
+        return 0
+
+    def _share(self, axes: tuple[str, ...]) -> Any:
+        """The share of a weight with these axes that is used for one position."""
+        return 1
+
+    def resolved(self) -> Any:
+        """The same model with all sizes set that would otherwise be derived from others."""
+        return self
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        """Small configs with odd sizes in which every option is used both ways; the laws run over them."""
+        raise NotImplementedError
+
+    def hub_scaled(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
+        """The rows for a folder with these tensors, some of which may be values and their scales."""
+        return scaled(rows, names, self.hub_blocks)
+
+    def fitted(self, names: Collection[str]) -> Any:
+        """The same model without parts that config.json declares but whose tensors are missing."""
+        return self
+
+    @classmethod
+    def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """The part of a config.json about this model, if it also describes other models (a vision tower)."""
+        return config
+
+    @classmethod
+    def from_hub(cls, config: dict[str, Any]) -> Any:
+        """The settings from a Hub folder's config.json. Raises BadInput for keys that would change the results and are not
+        understood."""
+        raise NotImplementedError
+
+    def to_hub(self) -> dict[str, Any]:
+        """The config.json of this model, checked by `agreed`.
+
+        Raises:
+            Unsupported: no architecture on the Hub has this combination of options.
+        """
+        raise NotImplementedError
+
+    def agreed(self, written: dict[str, Any]) -> dict[str, Any]:
+        """Returns the config.json if reading it gives this model again.
+
+        Raises:
+            Unsupported: it does not; names the settings that would be lost.
+        """
+        hint = 'Argosy\'s own format keeps every setting: to=argosy, lm.save(..., format="argosy")'
+        written |= self.hub_head(written)
+        try:
+            again = with_scores(type(self).from_hub(written), written).resolved()
+        except (ArgosyError, ValueError) as error:
+            raise Unsupported(
+                f"the Hub's `{written['model_type']}` has no such model: {complaint(error)}", hint=hint
+            ) from None
+        mine, theirs = (_without_training(config.model_dump()) for config in (self.resolved(), again))
+        if lost := list(_differing(mine, theirs)):
+            raise Unsupported(f"the Hub's `{written['model_type']}` cannot express {', '.join(lost)} of this model", hint=hint)
+        return written
+
+    def hub_head(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of config.json that describe another head than the usual one."""
+        return {}
+
+
+# The end of the name of transformers' classes with a head of scores.
+SCORING = "ForSequenceClassification"
+
+
+def with_scores(config: Any, hub: Mapping[str, Any]) -> Any:
+    """The settings of a model whose config.json names a class with a head of scores; of any other, unchanged.
+
+    Raises:
+        BadInput: the family has no such head.
+    """
+    if not any(str(name).endswith(SCORING) for name in hub.get("architectures") or ()):
+        return config
+    if "scores" not in type(config).model_fields:
+        what = f"a `{hub.get('model_type')}` with a head of scores ({SCORING}) is not built"
+        raise BadInput(what)
+    # transformers writes labels only if there are not two.
+    labels = hub.get("id2label")
+    return config.model_copy(update={"scores": len(labels) if isinstance(labels, dict) and labels else 2})
+
+
+def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
+    """The settings that differ, each with its value in `mine`."""
+    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
+        yield from [f"{at} = {mine}"] if mine != theirs else []
+        return
+    for key in mine:
+        yield from _differing(mine[key], theirs.get(key), f"{at}.{key}" if at else key)
+
+
+def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without those that config.json has no keys for: settings of training, and choices made when loading."""
+    settings = dict(settings)
+    if (scaling := (settings.get("rope") or {}).get("scaling")) and "table" in scaling:
+        settings["rope"] = settings["rope"] | {"scaling": scaling | {"table": None}}
+    moe = settings.get("moe")
+    kept = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance", "balance_over")} if moe else moe
+    return settings | {"preset": None} | ({"moe": kept} if moe else {})

@@ -1,0 +1,1 @@
+"""Models on the Hub: config.json and the names of tensors, a file a family."""

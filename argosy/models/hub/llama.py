@@ -1,0 +1,58 @@
+"""Llama on the Hub: config.json, and the names of tensors (`models.llama` has the equations)."""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from argosy.core.keymap import Row
+from argosy.models.hub import rows as hub
+from argosy.models.hub.config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.settings import Rope
+
+
+class LlamaHub:
+    """Reads and writes folders of this family; a base of its config."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral")
+
+    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
+        rows += hub.glu(over, bias=self.mlp_bias) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
+        return rows, self.dims
+
+    @classmethod
+    def from_hub(cls: Any, config: dict[str, Any]) -> Any:
+        table = TABLES[config["model_type"]]
+        read = table.read(config)
+        return cls(**read, **read_pattern(config, read), rope=Rope(**read_rope(config)))
+
+    def to_hub(self: Any) -> dict[str, Any]:
+        """Mistral with a window, Ministral with a window in some layers, otherwise Llama."""
+        mixed = len(set(self.spans)) > 1
+        kind = ("ministral", "MinistralForCausalLM") if mixed else ("mistral", "MistralForCausalLM")
+        kind = kind if self.window else ("llama", "LlamaForCausalLM")
+        written = {"model_type": kind[0], "architectures": [kind[1]]} | TABLES[kind[0]].write(self)
+        written |= {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope)
+        return self.agreed(written | (write_pattern(self.spans) if mixed else {}))
+
+
+# By `model_type`: keys, the defaults of transformers, and keys that it never reads.
+TABLES = {
+    "llama": ConfigTable(
+        [*SIZES, ("attention_bias", "attention_bias"), ("mlp_bias", "mlp_bias")],
+        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+        fixed={"rope_interleaved": (False, None)},
+        harmless=frozenset(["sliding_window"]),
+    ),
+    "mistral": ConfigTable(
+        [*SIZES, ("sliding_window", "window")],
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        harmless=frozenset(["attention_bias", "mlp_bias"]),
+    ),
+}
+TABLES["ministral"] = replace(TABLES["mistral"], harmless=TABLES["mistral"].harmless | {"layer_types"})

@@ -1,0 +1,56 @@
+"""Mixtral on the Hub: config.json, and the names of tensors (`models.mixtral` has the equations)."""
+
+from typing import Any, ClassVar
+
+from argosy.core.keymap import Row
+from argosy.models.hub import rows as hub
+from argosy.models.hub.config import SIZES, ConfigTable, read_rope, write_rope
+from argosy.models.settings import Rope
+
+
+class MixtralHub:
+    """Reads and writes folders of this family; a base of its config."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("mixtral",)
+
+    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+        rows = hub.attention(over) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
+        rows += hub.of_layers(
+            over,
+            ("block_sparse_moe.gate.weight", "mlp.router.w", "E D -> D E"),
+            ("block_sparse_moe.experts.{e}.w1.weight", "mlp.gate.w", "M D -> E D M"),
+            ("block_sparse_moe.experts.{e}.w3.weight", "mlp.up.w", "M D -> E D M"),
+            ("block_sparse_moe.experts.{e}.w2.weight", "mlp.down.w", "D M -> E M D"),
+        )
+        return rows, self.dims
+
+    @classmethod
+    def from_hub(cls: Any, config: dict[str, Any]) -> Any:
+        read = TABLE.read(config)
+        return cls(**read | {"moe": read["moe"] | {"ffn": read["ffn"]}}, rope=Rope(**read_rope(config, 1e6)))
+
+    def to_hub(self: Any) -> dict[str, Any]:
+        """The config.json as transformers writes it."""
+        written = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TABLE.write(self)
+        return self.agreed(written | {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope))
+
+
+TABLE = ConfigTable(
+    [
+        *SIZES,
+        ("sliding_window", "window"),
+        ("num_local_experts", "moe.count"),
+        ("num_experts_per_tok", "moe.active"),
+        ("router_aux_loss_coef", "moe.balance"),
+    ],
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    fixed={"router_jitter_noise": (0, 0.0)},
+    harmless=frozenset(["output_router_logits"]),
+)

@@ -1,0 +1,61 @@
+"""Olmo on the Hub: config.json, and the names of tensors (`models.olmo` has the equations)."""
+
+from typing import Any, ClassVar
+
+from argosy.core.keymap import Row
+from argosy.models.hub import rows as hub
+from argosy.models.hub.config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.settings import Rope
+
+
+class OlmoHub:
+    """Reads and writes folders of this family; a base of its config."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("olmo2", "olmo3")
+
+    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(over)
+        rows += hub.norms(over, POST_NORMS)
+        rows += hub.of_layers(
+            over,
+            ("self_attn.q_norm.weight", "attn.q_norm.scale", "(N H) -> N H"),
+            ("self_attn.k_norm.weight", "attn.k_norm.scale", "(K H) -> K H"),
+        )
+        return rows + hub.ends(self.tied, scores=self.scores), self.dims
+
+    @classmethod
+    def from_hub(cls: Any, config: dict[str, Any]) -> Any:
+        kind = config["model_type"]
+        read = TABLES[kind].read(config)
+        if kind == "olmo2":
+            return cls(**read, rope=Rope(**read_rope(config)))
+        spans = "".join("L" if (i + 1) % 4 else "G" for i in range(read["layers"]))
+        full = Rope(**read_rope(config, 5e5, layer_type="full_attention"))
+        by_type = "sliding_attention" in (config.get("rope_parameters") or {})
+        local = Rope(**read_rope(config, 5e5, layer_type="sliding_attention")) if by_type else Rope(base=full.base)
+        return cls(**read | read_pattern(config, read, spans), rope=full, local_rope=local)
+
+    def to_hub(self: Any) -> dict[str, Any]:
+        """OLMo 3 if there is a window, otherwise OLMo 2."""
+        kind = "olmo3" if self.window or self.local_rope else "olmo2"
+        written = {"model_type": kind, "architectures": [kind.replace("olmo", "Olmo") + "ForCausalLM"]}
+        written |= TABLES[kind].write(self) | {"num_key_value_heads": self.K} | write_rope(self.rope)
+        if kind == "olmo2":
+            return self.agreed(written)
+        local = write_rope(self.local_rope or self.rope)["rope_parameters"]
+        both = {"full_attention": written["rope_parameters"], "sliding_attention": local}
+        return self.agreed(written | write_pattern(self.spans) | {"rope_parameters": both})
+
+
+POST_NORMS = {"post_attn_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+ROWS = [*(row for row in SIZES if row[0] != "head_dim"), ("attention_bias", "attention_bias")]
+DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+TABLES = {
+    "olmo2": ConfigTable(ROWS, DEFAULTS, harmless=frozenset(["head_dim"])),
+    "olmo3": ConfigTable(
+        [*ROWS, ("sliding_window", "window")],
+        DEFAULTS | {"sliding_window": 4096},
+        harmless=frozenset(["head_dim", "layer_types"]),
+    ),
+}

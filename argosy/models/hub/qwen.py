@@ -1,0 +1,111 @@
+"""Qwen on the Hub: config.json, and the names of tensors (`models.qwen` has the equations)."""
+
+from typing import Any, ClassVar
+
+from argosy.core.keymap import Row
+from argosy.models.hub import rows as hub
+from argosy.models.hub.config import SIZES, ConfigTable, read_dense, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.settings import Rope
+
+
+class QwenHub:
+    """Reads and writes folders of this family; a base of its config."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+
+    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+        dense, sparse = ([i for i in over if self.kinds[i] == kind] for kind in ("dense", "experts"))
+        rows = hub.attention(over, bias=self.qkv_bias, out_bias=self.out_bias) + hub.norms(over, hub.PRE_NORMS)
+        rows += hub.head_norms(over) if self.qk_norm else []
+        rows += hub.glu(dense) if dense else []
+        if self.moe is not None:
+            rows += hub.of_layers(sparse, ("mlp.gate.weight", "mlp.router.w", "E D -> D E")) + hub.experts(sparse)
+            if self.moe.shared:
+                rows += hub.glu(sparse, "mlp.shared_expert", "mlp.shared", "shared")
+            if self.moe.shared_gate:
+                rows += hub.of_layers(sparse, ("mlp.shared_expert_gate.weight", "mlp.shared_gate.w", "1 D -> D 1"))
+        return rows + hub.ends(self.tied, scores=self.scores), self.dims
+
+    @classmethod
+    def from_hub(cls: Any, config: dict[str, Any]) -> Any:
+        kind = config["model_type"]
+        # Transformers 5 writes this key and reads both.
+        if kind == "qwen3_moe" and "num_local_experts" in config:
+            config = {"num_experts": config["num_local_experts"]} | config
+        read = TABLES[kind].read(config) | FIXED[kind]
+        if "moe" in read:
+            read["moe"] |= {"shared_gate": bool(read["moe"].get("shared"))}
+            read["dense"] = read_dense(config, read["layers"])
+        return cls(**read | windows(config, read), rope=Rope(**read_rope(config)))
+
+    def to_hub(self: Any) -> dict[str, Any]:
+        """The config.json of the architecture in transformers that has these options."""
+        moe = self.moe
+        kind = ("qwen3" if self.qk_norm else "qwen2") + ("_moe" if moe else "")
+        written = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        written |= {"num_key_value_heads": self.K} | write_rope(self.rope)
+        written |= {} if kind == "qwen2" else {"head_dim": self.H}
+        if moe:
+            written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
+        if kind == "qwen3_moe" and moe:
+            written |= {"num_local_experts": moe.count}
+        written |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
+        # Its windows are in all layers or in none.
+        if kind == "qwen3_moe":
+            return self.agreed(written)
+        first = {} if moe else {"max_window_layers": (self.spans + "L").find("L")}
+        return self.agreed(written | first | write_pattern(self.spans))
+
+
+def windows(config: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+    """The settings `window` and `pattern`. Windows are off by default. Without `layer_types`, the layers with a window depend on
+    the
+    architecture: from layer `max_window_layers` on (Qwen2 and 3), every second layer before it
+    (Qwen2 with experts), or always all layers (Qwen3 with experts)."""
+    if not config.get("use_sliding_window"):
+        return {}
+    kind, first = config["model_type"], config.get("max_window_layers", 28)
+    if kind == "qwen3_moe":
+        return {"window": config.get("sliding_window", 4096)}
+    local = (lambda i: i % 2 == 0 and i < first) if kind == "qwen2_moe" else (lambda i: i >= first)
+    spans = "".join("L" if local(i) else "G" for i in range(read["layers"]))
+    return {"window": config.get("sliding_window", 4096)} | read_pattern(config, read, spans)
+
+
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+# Qwen2.5 has this key; positions of images and time belong to another architecture.
+PLAIN = {"use_mrope": (False, None)}
+WINDOWS = frozenset(["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"])
+DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+MOE = [
+    *SIZES,
+    ("num_experts", "moe.count"),
+    ("num_experts_per_tok", "moe.active"),
+    ("moe_intermediate_size", "moe.ffn"),
+    ("norm_topk_prob", "moe.normalized"),
+    ("router_aux_loss_coef", "moe.balance"),
+]
+BIASES = [("attention_bias", "qkv_bias"), ("attention_bias", "out_bias")]
+SHARED = [("shared_expert_intermediate_size", "moe.shared"), ("qkv_bias", "qkv_bias")]
+SPARSE = frozenset(["decoder_sparse_step", "mlp_only_layers", "output_router_logits", "num_local_experts"])
+TABLES = {
+    "qwen2": ConfigTable([r for r in SIZES if r[0] != "head_dim"], DEFAULTS, PLAIN, WINDOWS | {"head_dim"}),
+    "qwen3": ConfigTable([*SIZES, *BIASES], DEFAULTS | {"head_dim": 128}, harmless=WINDOWS),
+    "qwen2_moe": ConfigTable(
+        [*MOE, *SHARED], DEFAULTS | {"norm_topk_prob": False, "qkv_bias": True}, harmless=WINDOWS | SPARSE
+    ),
+    "qwen3_moe": ConfigTable([*MOE, *BIASES], DEFAULTS | {"norm_topk_prob": False}, harmless=WINDOWS | SPARSE),
+}
+# Facts that the architecture fixes and no key of config.json states.
+FIXED: dict[str, dict[str, Any]] = {
+    "qwen2": {"qkv_bias": True},
+    "qwen2_moe": {},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
+}
