@@ -17,11 +17,12 @@ They are one set of parts with different defaults, so any part can be exchanged:
 means beyond these parts is in `rollout` (dynamic sampling, punishment of overlong answers), which its recipe sets.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from argosy.core.settings import Also, MayChange, Settings
+from argosy.core.settings import Also, BrokenRules, MayChange, Settings
 from argosy.train.settings import OfTokens
 
 Advantage = Literal["group", "leave_one_out", "batch", "group_batch", "greedy", "useful", "length"]
@@ -140,51 +141,57 @@ class Policy(OfTokens):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Policy":
-        if self.normalize == "each" and self.advantages != "group":
-            raise ValueError(f"normalize=each is for advantages=group, not {self.advantages}")
-        if self.scale != "group" and self.advantages != "group":
-            raise ValueError(f"scale={self.scale} is for advantages=group, not {self.advantages}")
-        if self.kl and self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ValueError("kl_estimator=k1 has no gradient on average, so it penalizes nothing: k3+ or k2 do")
-        if self.loss == "cispo" and not self.low <= 1 <= self.high:
-            raise ValueError(f"low = {self.low:g}, high = {self.high:g}: with loss=cispo they bound the ratio itself, such as 0 and 5")
-        if self.loss in ("ppo", "gspo") and self.low > 1:
-            raise ValueError(f"low = {self.low:g} is above 1: ratios are clipped at 1 - low")
-        if self.dual is not None and self.loss != "ppo":
-            raise ValueError(f"dual is for loss=ppo, not {self.loss}")
-        self._credited()
-        if self.critic is not None:
-            self._leave(("advantages", "scale", "normalize"), "with a critic the advantages are against its values")
-        if self.loss == "reinforce":
-            self._leave(("low", "high"), "loss=reinforce has no ratio to clip")
-        if not self.kl:
-            self._leave(("kl_estimator",), "there is no KL penalty: objective.kl is 0")
-        elif self.kl_in == "reward":
-            self._leave(("kl_estimator",), "in the reward the divergence is estimated by k1, which is right there")
+        if broken := [*self._broken(), *self._broken_by_credit(), *self._idle()]:
+            raise BrokenRules(broken)
         return self
 
-    def _credited(self) -> None:
-        """Raises where turns cannot be credited apart."""
+    def _broken(self) -> Iterator[str]:
+        """The rules between the parts that do not hold."""
+        if self.normalize == "each" and self.advantages != "group":
+            yield f"normalize=each is for advantages=group, not {self.advantages}"
+        if self.scale != "group" and self.advantages != "group":
+            yield f"scale={self.scale} is for advantages=group, not {self.advantages}"
+        if self.kl and self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield "kl_estimator=k1 has no gradient on average, so it penalizes nothing: k3+ or k2 do"
+        if self.loss == "cispo" and not self.low <= 1 <= self.high:
+            yield f"low = {self.low:g}, high = {self.high:g}: with loss=cispo they bound the ratio itself, such as 0 and 5"
+        if self.loss in ("ppo", "gspo") and self.low > 1:
+            yield f"low = {self.low:g} is above 1: ratios are clipped at 1 - low"
+        if self.dual is not None and self.loss != "ppo":
+            yield f"dual is for loss=ppo, not {self.loss}"
+
+    def _broken_by_credit(self) -> Iterator[str]:
+        """Why turns cannot be credited apart."""
         by = self.credit.by
         if by == "answer":
             return
         if self.critic is not None:
             if by == "mixed":
-                raise ValueError("credit.by=mixed compares answers with each other, not with a critic: credit.by=to_go does")
+                yield "credit.by=mixed compares answers with each other, not with a critic: credit.by=to_go does"
             if self.credit.gamma != 1:
-                raise ValueError(f"credit.gamma = {self.credit.gamma:g} does not apply: with a critic it is critic.gamma, of tokens")
+                yield f"credit.gamma = {self.credit.gamma:g} does not apply: with a critic it is critic.gamma, of tokens"
         elif self.advantages != "group":
             what = f"credit.by={by} is for objectives that compare within groups (grpo, dr_grpo, dapo, gspo, cispo) and for ppo"
-            raise ValueError(f"{what}: {self.advantages} needs one reward an answer")
+            yield f"{what}: {self.advantages} needs one reward an answer"
         if self.normalize == "each":
-            raise ValueError(f"normalize=each compares one number an answer of every reward: it is for credit.by=answer, not {by}")
+            yield f"normalize=each compares one number an answer of every reward: it is for credit.by=answer, not {by}"
 
-    def _leave(self, names: tuple[str, ...], why: str) -> None:
-        """Raises where one of these settings, which mean nothing here, is not the default."""
-        for name in names:
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
-                raise ValueError(f"{name} = {value} does not apply: {why}")
+    def _idle(self) -> Iterator[str]:
+        """The settings that mean nothing here and are not the default."""
+        idle: dict[str, tuple[str, ...]] = {}
+        if self.critic is not None:
+            idle["with a critic the advantages are against its values"] = ("advantages", "scale", "normalize")
+        if self.loss == "reinforce":
+            idle["loss=reinforce has no ratio to clip"] = ("low", "high")
+        if not self.kl:
+            idle["there is no KL penalty: objective.kl is 0"] = ("kl_estimator",)
+        elif self.kl_in == "reward":
+            idle["in the reward the divergence is estimated by k1, which is right there"] = ("kl_estimator",)
+        for why, names in idle.items():
+            for name in names:
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default:
+                    yield f"{name} = {value} does not apply: {why}"
 
     @property
     def reference(self) -> str | None:
@@ -382,13 +389,18 @@ class Rollout(Settings):
 
     @model_validator(mode="after")
     def _in_order(self) -> "Rollout":
+        if broken := [*self._broken()]:
+            raise BrokenRules(broken)
+        return self
+
+    def _broken(self) -> Iterator[str]:
+        """The rules between the settings that do not hold."""
         if self.overlong > self.tokens:
-            raise ValueError(f"overlong = {self.overlong} is above tokens = {self.tokens}")
+            yield f"overlong = {self.overlong} is above tokens = {self.tokens}"
         if self.processes is not None and self.devices is not None:
-            raise ValueError("devices are those of this process that sample, and processes sample instead of it: leave one out")
+            yield "devices are those of this process that sample, and processes sample instead of it: leave one out"
         if self.stuck is not None and self.processes is None:
-            raise ValueError(f"stuck = {self.stuck:g} is for processes that sample: rollout.processes=N")
+            yield f"stuck = {self.stuck:g} is for processes that sample: rollout.processes=N"
         if self.ahead and self.devices is None and self.processes is None:
             what = "needs devices that sample while others train: rollout.devices=N, or rollout.processes=N"
-            raise ValueError(f"ahead = {self.ahead} {what}")
-        return self
+            yield f"ahead = {self.ahead} {what}"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, UserError, refuse
 from argosy.data.batch import Batches
 from argosy.data.order import whole_numbers
 from argosy.data.rows.prompts import Prompt
@@ -129,16 +129,18 @@ def check_sizes(batch: int, rollout: Rollout, shape: Shape, most: int | None, as
         most: prompts of all epochs; None: they do not end. asked: prompts of a rollout, at most.
 
     Raises:
-        BadInput: they do not, or there is none.
+        UserError: they do not, or there is none.
     """
+    mistakes: list[UserError] = []
     n = rollout.completions
     if batch % (n * rollout.minibatches):
         by = f" and {rollout.minibatches} updates" if rollout.minibatches > 1 else ""
         what = f"data.batch = {batch} answers do not divide into groups of {n}{by}"
-        raise BadInput(what, hint=f"make it a multiple of {n * rollout.minibatches}")
+        mistakes.append(BadInput(what, hint=f"make it a multiple of {n * rollout.minibatches}"))
     if shape.sequence <= rollout.tokens:
         what = f"data.sequence = {shape.sequence} has no room for a prompt before an answer of {rollout.tokens} tokens"
-        raise BadInput(what, where="rollout.tokens", hint="raise data.sequence, or lower rollout.tokens")
+        mistakes.append(BadInput(what, where="rollout.tokens", hint="raise data.sequence, or lower rollout.tokens"))
     if most is not None and most < asked:
         what = f"data.epochs: {most} prompts are fewer than the {asked} of a rollout"
-        raise BadInput(what, hint="raise data.epochs, or lower data.batch")
+        mistakes.append(BadInput(what, hint="raise data.epochs, or lower data.batch"))
+    refuse(mistakes)

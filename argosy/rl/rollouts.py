@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, UserError, mistakes_of, refuse
 from argosy.core.progress import Say
 from argosy.data.order import picked
 from argosy.data.rows.prompts import Prompts
@@ -72,9 +72,9 @@ class Rollouts(Queued):
         self.prompts, self.held_out, self.policy, self.rollout = prompts, held_out, policy, rollout
         self.shape, self.judge = shape, judge
         self.groups, longest_prompt = batch // rollout.completions, shape.sequence - rollout.tokens
-        check_sizes(batch, rollout, shape, prompts.most, self.groups)
-        check_groups(policy, rollout)
-        check_credit(policy, table)
+        sizes = batch, rollout, shape, prompts.most, self.groups
+        checks = lambda: check_sizes(*sizes), lambda: check_groups(policy, rollout), lambda: check_credit(policy, table)
+        refuse(mistakes_of(*checks))
         self.collector = Collector(prompts, policy, rollout, self.groups, longest_prompt, judge, seed, say, table)
         self.trainer: Trainer | None = None
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
@@ -351,16 +351,22 @@ def check_groups(policy: Policy, rollout: Rollout) -> None:
     """Checks that a policy learns from groups of this kind.
 
     Raises:
-        BadInput: it does not.
+        UserError: it does not.
     """
+    mistakes: list[UserError] = []
     n = rollout.completions
     if n < 2 and policy.critic is None and policy.advantages not in ("batch", "greedy"):
         what = f"objective.advantages={policy.advantages} compares the answers to one prompt, and rollout.completions = {n}"
-        raise BadInput(what, hint="sample at least 2 answers, or compare with the whole batch: objective.advantages=batch")
+        hint = "sample at least 2 answers, or compare with the whole batch: objective.advantages=batch"
+        mistakes.append(BadInput(what, hint=hint))
     if rollout.resample and (policy.advantages in ("batch", "greedy") or policy.critic is not None):
-        raise BadInput("rollout.resample: groups of equal rewards teach too, where they are compared with more", hint="leave it out")
+        what = "rollout.resample: groups of equal rewards teach too, where they are compared with more"
+        mistakes.append(BadInput(what, hint="leave it out"))
     if policy.kl and policy.kl_in == "reward" and policy.normalize == "each":
-        raise BadInput("objective.kl_in=reward and objective.normalize=each: the penalty is no reward to compare", hint="kl_in=loss")
+        what = "objective.kl_in=reward and objective.normalize=each: the penalty is no reward to compare"
+        mistakes.append(BadInput(what, hint="kl_in=loss"))
     if policy.loss == "reinforce" and rollout.updates > 1:
         what = f"objective.loss=reinforce is for one update a rollout, and there are {rollout.updates}"
-        raise BadInput(what, hint="objective.loss=ppo weighs answers of older weights; or rollout.epochs=1 rollout.minibatches=1")
+        hint = "objective.loss=ppo weighs answers of older weights; or rollout.epochs=1 rollout.minibatches=1"
+        mistakes.append(BadInput(what, hint=hint))
+    refuse(mistakes)

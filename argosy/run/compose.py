@@ -381,12 +381,34 @@ def _unknown_recipe(name: str, known: list[str], configs: Path) -> UserError:
     if Path(name).is_file():
         hint = f"a recipe ends in .yml; to train on a text: argosy train {_usual(known)} data.source={name}"
         return BadInput(error.what, where=f"`{name}` is a file", hint=hint)
+    if words := _objective_words(name, known):
+        return BadInput(f"`{name}` is an objective, not a recipe", hint=f"name a recipe first: argosy train {words}")
     models = presets(configs)
     for what, close in [("a model", [m for m in models if m == name]), ("a model family", _of_family(name, models))]:
         if close and known:
             hint = f"name a recipe first, then the model: {_usual(known)} model={close[0]}"
             return BadInput(f"`{name}` is {what}, not a recipe", hint=hint)
     return error
+
+
+# The recipe of objectives without one of their own, by the format of records that they train on.
+_RECIPES = {"prompt": "grpo", "preference": "dpo", "stepwise": "reward"}
+
+
+def _objective_words(name: str, known: list[str]) -> str | None:
+    """The recipe and the setting that choose an objective, or a loss of DPO, of this name; None if there is none."""
+    from argosy.train.preferences import DPO_LOSSES, SMOOTHED
+    from argosy.train.settings import OBJECTIVES
+
+    named = {_plain(one): one for one in OBJECTIVES}
+    words = {_plain(loss): f"dpo objective.losses.{loss}=1" for loss in DPO_LOSSES}
+    words |= {_plain(loss): f"{words[_plain(loss)]} objective.label_smoothing=0.1" for loss in SMOOTHED}
+    for plain, one in named.items():
+        formats = getattr(OBJECTIVES[one], "trains_on", None)
+        recipe = _RECIPES.get(formats[0], "sft") if formats else "distill" if "teacher" in OBJECTIVES[one].model_fields else "sft"
+        words[plain] = one if one in known else f"{recipe} objective={one}"
+    found = words.get(_plain(name.replace("++", "pp")))
+    return found if found and found.partition(" ")[0] in known else None
 
 
 def recipes_named(known: list[str]) -> str:

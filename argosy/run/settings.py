@@ -1,12 +1,13 @@
 """The settings of a run: one tree, to which each room contributes a part."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from argosy.adapt.settings import ADAPTERS
 from argosy.checkpoint.settings import CheckpointSettings
-from argosy.core.settings import Also, Choice, MayChange, Repeats, Settings
+from argosy.core.settings import Also, BrokenRules, Choice, MayChange, Repeats, Settings
 from argosy.data.settings import DataSettings
 from argosy.models import FAMILIES
 from argosy.models.settings import Kept
@@ -303,56 +304,19 @@ class Run(Settings):
             raise ValueError(
                 "model is an encoder: it predicts no tokens, and no objective that trains one is built yet"
             )
-        self._check_rewards()
-        scores = getattr(self.objective, "scores", 0)
-        if scores and "scores" not in type(self.model).model_fields:
-            raise ValueError("models of this family have no head of scores yet: a Llama, Qwen, Gemma, OLMo or Phi has")
-        if scores and not self.model.scores:
-            object.__setattr__(self, "model", self.model.model_copy(update={"scores": scores}))
-        if self.model.scored != scores:
-            raise ValueError(
-                f"model.scores = {self.model.scored}, and the objective needs {scores}: "
-                + ("a reward model predicts no tokens" if not scores else "its head gives one score")
-            )
-        if self.data.sequence > self.model.context:
-            raise ValueError(
-                f"data.sequence = {self.data.sequence} is longer than the model's context, "
-                f"model.context = {self.model.context} tokens"
-            )
-        if not self.adapter.trains_base and not self.init.weights:
-            what = "init.state is not built with an adapter" if self.init.state else "the weights under an adapter are random"
-            raise ValueError(f"{what}: model=FOLDER or init.weights=FOLDER names the trained model to put it on")
-        if self.data.batch % self.accumulate:
-            raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
-        if self.execution.gather == "once" and self.accumulate == 1:
-            raise ValueError("execution.gather=once gathers weights once for all parts of a batch, and accumulate=1 makes one part")
+        self._complete()
+        if broken := [*self._broken_by_rewards(), *self._broken_by_sizes()]:
+            raise BrokenRules(broken)
         return self
 
-    def _check_rewards(self) -> None:
-        """Rewards and rollouts go with objectives that learn from them, and with no others."""
-        on_policy, rewarded = getattr(self.objective, "on_policy", False), getattr(self.objective, "rewarded", True)
-        if not on_policy:
-            for name in ("reward", "rollout"):
-                if getattr(self, name):
-                    raise ValueError(f"{name} is for objectives that learn from rewards, such as objective=grpo")
-            if self.environment.played:
-                raise ValueError("environment is for objectives that learn from rewards, such as objective=grpo")
+    def _complete(self) -> None:
+        """Sets what follows from the objective."""
+        scores = getattr(self.objective, "scores", 0)
+        if scores and "scores" in type(self.model).model_fields and not self.model.scores:
+            object.__setattr__(self, "model", self.model.model_copy(update={"scores": scores}))
+        if not getattr(self.objective, "on_policy", False):
             return
-        if "rollback" in self.guard.actions:
-            raise ValueError("guard: rollback is not built for rollouts, which depend on the weights: skip or stop")
-        if rewarded and not self.reward and not (self.environment.played and self.environment.gives):
-            what = "reward is missing: reward=maths compares answers with the column `answer`, and reward=FILE.py:FUNCTION calls a "
-            raise ValueError(what + "function of yours, `def FUNCTION(completions, **columns)`, which gives a number for each")
-        if not rewarded and self.reward:
-            raise ValueError("reward is for objectives that learn from rewards: this one learns from its teacher")
-        if not rewarded and self.environment.played:
-            raise ValueError("environment is for objectives that learn from rewards: this one learns from its teacher")
-        if getattr(self.adapter, "dropout", 0):
-            raise ValueError("adapter.dropout makes the policy that is trained another one than the one that answers: leave it out")
-        if self.accumulate > 1:
-            raise ValueError("accumulate does not apply: the parts of an update follow from the lengths (rollout.rows)")
-        if getattr(self.objective, "critic", None) is not None and "scores" not in type(self.model).model_fields:
-            raise ValueError("models of this family have no head of scores yet, which a critic needs")
+        rewarded = getattr(self.objective, "rewarded", True)
         if rewarded and self.data.format == "auto":
             object.__setattr__(self, "data", self.data.model_copy(update={"format": "prompt"}))
         if not rewarded and (self.rollout is None or "completions" not in self.rollout.model_fields_set):
@@ -361,7 +325,55 @@ class Run(Settings):
             object.__setattr__(self, "rollout", rollout)
         if self.rollout is None:
             object.__setattr__(self, "rollout", Rollout())
-        elif self.rollout.processes is not None and self.environment.played:
-            raise ValueError("rollout.processes with an environment is not built: answers of several turns are sampled in this process")
-        elif self.rollout.weights != "same" and not self.adapter.trains_base:
-            raise ValueError("rollout.weights=int8 is for runs that train all weights: adapter=qlora rounds the base to fewer bits")
+
+    def _broken_by_sizes(self) -> Iterator[str]:
+        """The rules between model, data and batch that do not hold."""
+        scores = getattr(self.objective, "scores", 0)
+        if scores and "scores" not in type(self.model).model_fields:
+            yield "models of this family have no head of scores yet: a Llama, Qwen, Gemma, OLMo or Phi has"
+        elif self.model.scored != scores:
+            why = "a reward model predicts no tokens" if not scores else "its head gives one score"
+            yield f"model.scores = {self.model.scored}, and the objective needs {scores}: {why}"
+        if self.data.sequence > self.model.context:
+            yield (
+                f"data.sequence = {self.data.sequence} is longer than the model's context, "
+                f"model.context = {self.model.context} tokens"
+            )
+        if not self.adapter.trains_base and not self.init.weights:
+            what = "init.state is not built with an adapter" if self.init.state else "the weights under an adapter are random"
+            yield f"{what}: model=FOLDER or init.weights=FOLDER names the trained model to put it on"
+        if self.data.batch % self.accumulate:
+            yield f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}"
+        if self.execution.gather == "once" and self.accumulate == 1:
+            yield "execution.gather=once gathers weights once for all parts of a batch, and accumulate=1 makes one part"
+
+    def _broken_by_rewards(self) -> Iterator[str]:
+        """Rewards and rollouts go with objectives that learn from them, and with no others."""
+        on_policy, rewarded = getattr(self.objective, "on_policy", False), getattr(self.objective, "rewarded", True)
+        if not on_policy:
+            for name in ("reward", "rollout"):
+                if getattr(self, name):
+                    yield f"{name} is for objectives that learn from rewards, such as objective=grpo"
+            if self.environment.played:
+                yield "environment is for objectives that learn from rewards, such as objective=grpo"
+            return
+        if "rollback" in self.guard.actions:
+            yield "guard: rollback is not built for rollouts, which depend on the weights: skip or stop"
+        if rewarded and not self.reward and not (self.environment.played and self.environment.gives):
+            what = "reward is missing: reward=maths compares answers with the column `answer`, and reward=FILE.py:FUNCTION calls a "
+            yield what + "function of yours, `def FUNCTION(completions, **columns)`, which gives a number for each"
+        if not rewarded and self.reward:
+            yield "reward is for objectives that learn from rewards: this one learns from its teacher"
+        if not rewarded and self.environment.played:
+            yield "environment is for objectives that learn from rewards: this one learns from its teacher"
+        if getattr(self.adapter, "dropout", 0):
+            yield "adapter.dropout makes the policy that is trained another one than the one that answers: leave it out"
+        if self.accumulate > 1:
+            yield "accumulate does not apply: the parts of an update follow from the lengths (rollout.rows)"
+        if getattr(self.objective, "critic", None) is not None and "scores" not in type(self.model).model_fields:
+            yield "models of this family have no head of scores yet, which a critic needs"
+        assert self.rollout is not None
+        if self.rollout.processes is not None and self.environment.played:
+            yield "rollout.processes with an environment is not built: answers of several turns are sampled in this process"
+        if self.rollout.weights != "same" and not self.adapter.trains_base:
+            yield "rollout.weights=int8 is for runs that train all weights: adapter=qlora rounds the base to fewer bits"

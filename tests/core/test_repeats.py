@@ -45,6 +45,10 @@ def test_repeated_words_add_up_in_their_order():
     assert rewards("reward=a.py:f", "steps=2", "reward=b.py:g") == [("a.py:f", 1), ("b.py:g", 1)]
     assert rewards("reward=a.py:f") == [("a.py:f", 1)]
     assert rewards() == []
+    whole, plain = "reward={of: a.py:f, weight: .5}", "reward=b.py:g"
+    assert rewards(whole, plain) == [("a.py:f", 0.5), ("b.py:g", 1)]
+    assert rewards(plain, whole) == [("b.py:g", 1), ("a.py:f", 0.5)]
+    assert rewards(plain, whole, "reward=c", whole) == [("b.py:g", 1), ("a.py:f", 0.5), ("c", 1), ("a.py:f", 0.5)]
 
 
 @pytest.mark.parametrize("word", ["reward={of: b, weight: 0.5}", "reward=[{of: b, weight: 0.5}]"])

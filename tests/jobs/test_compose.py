@@ -14,6 +14,8 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
 from argosy.run.compose import CONFIGS, compose, editor_schema, preset_config, presets, recipes
 from argosy.run.settings import Run as TrainingRun
+from argosy.train.preferences import DPO_LOSSES
+from argosy.train.settings import OBJECTIVES
 
 
 class Llama(Settings):
@@ -163,6 +165,44 @@ def test_files_that_are_not_there(configs, tmp_path, monkeypatch, recipe, words,
     assert caught.value.where == where
     assert caught.value.exit_code == 2
     assert len(str(caught.value).splitlines()) <= 5
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, *DPO_LOSSES, "GSPO", "dr-grpo", "reinforce++"])
+def test_the_name_of_an_objective_is_answered_with_its_recipe(name):
+    """By words that compose: the recipe exists, and takes the objective."""
+    if name in recipes():
+        return
+    with pytest.raises(BadInput, match="is an objective, not a recipe") as caught:
+        compose(TrainingRun, name, [])
+    words = str(caught.value.hint).partition("argosy train ")[2].split()
+    chosen = settled_objective(words)
+    plain = name.lower().replace("-", "_").replace("++", "_pp")
+    assert chosen == plain or words[:2] == ["dpo", f"objective.losses.{name}=1"]
+
+
+def settled_objective(words):
+    recipe, *more = words
+    needs = {"grpo": ["reward=exact"]}.get(recipe, [])
+    more += ["objective.teacher=t"] if "uld" in words[-1] else []
+    reading = compose(TrainingRun, recipe, ["model.preset=llama3.2-1b", "data.source=x.jsonl", *needs, *more])
+    return Choice(OBJECTIVES).name_of(reading.value.objective)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "rules"),
+    [
+        ("tiny", ["data.sequence=99999", "data.batch=7", "accumulate=2"], ["longer than the model's context", "not a multiple of"]),
+        ("tiny", ["reward=exact", "rollout.tokens=9", "data.batch=7", "accumulate=2"], ["reward is for", "rollout is for", "multiple"]),
+        ("grpo", ["objective.normalize=each", "objective.advantages=batch", "objective.dual=2", "objective.loss=gspo"],
+         ["normalize=each is for", "dual is for"]),
+        ("grpo", ["rollout.overlong=9999", "rollout.ahead=1"], ["overlong = 9999 is above", "ahead = 1 needs devices"]),
+    ],
+)  # fmt: skip
+def test_all_rules_that_do_not_hold_are_reported_at_once(recipe, words, rules):
+    with pytest.raises(SettingsError) as caught:
+        compose(TrainingRun, recipe, ["model.family=llama", "data.source=x.jsonl", *words])
+    for rule in rules:
+        assert len([one for one in caught.value.problems if rule in one.what]) == 1, rule
 
 
 def test_of_a_list_of_files_the_later_ones_win(configs):

@@ -17,13 +17,14 @@ from argosy.core.settings import mistakes
 from argosy.core.settings.plain import diff, dump, flatten
 from argosy.core.settings.reader import DEFAULT, Given, Reader
 from argosy.core.settings.repeats import Repeats
-from argosy.core.settings.schema import Also, Choice, MayChange, Settings
+from argosy.core.settings.schema import Also, BrokenRules, Choice, MayChange, Settings
 from argosy.core.settings.words import COMMAND_LINE, Mark, SettingsLayer, words_layer, yaml_layer, yaml_text_layer
 
 __all__ = [
     "COMMAND_LINE",
     "DEFAULT",
     "Also",
+    "BrokenRules",
     "Choice",
     "Mark",
     "MayChange",

@@ -225,6 +225,12 @@ def broken_rule(key: str, leaves: Iterable[str], what: str, setter: Setter, hint
     return BadInput(f"`{key}`: {what}" if key else what, where=where, hint=hint)
 
 
+def messages(error: Any) -> list[str]:
+    """The messages of a Pydantic error: one, or those of all rules that its validator found broken."""
+    rules = getattr(error.get("ctx", {}).get("error"), "rules", None)
+    return [" ".join(rule.split()) for rule in rules] if rules else [message(error)]
+
+
 def message(error: Any) -> str:
     """The message of a Pydantic error in one line, without Pydantic's prefix."""
     return " ".join(str(error.get("ctx", {}).get("error", error["msg"])).split())

@@ -230,7 +230,8 @@ class Reader:
             self.problems += mistakes.wrong(dotted(key, name), documented(cls)[name], its, self.setter.get)
         if not (failed or wrong):
             leaves = self._leaves()
-            self.problems += [mistakes.broken_rule(key, leaves, mistakes.message(e), self.setter.get) for e in errors]
+            broken = [what for e in errors for what in mistakes.messages(e)]
+            self.problems += [mistakes.broken_rule(key, leaves, what, self.setter.get) for what in broken]
         return _FAILED
 
     def _leaves(self) -> list[str]:

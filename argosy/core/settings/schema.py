@@ -14,7 +14,7 @@ is never a number, nor a number a switch. This module knows nothing of layers; `
 import ast
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import cleandoc
@@ -44,6 +44,14 @@ if TYPE_CHECKING:
 
 else:
     _Keys = type(BaseModel)
+
+
+class BrokenRules(ValueError):
+    """All rules between keys of a group that do not hold, for its validator to raise. Each is a mistake of its own."""
+
+    def __init__(self, rules: Iterable[str]):
+        self.rules = list(rules)
+        super().__init__("; ".join(self.rules))
 
 
 class Settings(BaseModel, metaclass=_Keys):

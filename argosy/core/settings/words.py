@@ -7,6 +7,7 @@ text for a text setting and false for a switch, `007` stays `007`, and errors na
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -224,7 +225,8 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
         else:
             marks |= its_marks
             given.setdefault(key, []).append((value, its_marks))
-            _put(values, key.split("."), value)
+            # A copy: a later word may change the tree, and a key that `Repeats` reads each word as it was.
+            _put(values, key.split("."), deepcopy(value))
     if problems:
         raise SettingsError(problems)
     return SettingsLayer(origin, values, marks, given)
