@@ -10,12 +10,15 @@ import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.process.cores import core_count
 
 NAME = "manifest.json"
 CHUNK_BYTES = 1 << 20
@@ -77,7 +80,7 @@ def compared(folder: Path, files: dict[str, Any]) -> dict[str, ArgosyError | Non
 
     # The largest first, so that no core is left with one at the end.
     order = sorted(files, key=lambda name: -files[name]["bytes"])
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "verify") as pool:
+    with ThreadPoolExecutor(min(THREADS, core_count()), "verify") as pool:
         found = dict(zip(order, pool.map(one, order)))
     return {name: found[name] for name in files}
 
@@ -125,14 +128,28 @@ class Held:
     """A shared lock on a checkpoint while it is read; retention does not remove a locked one. Released with this object.
 
     On file systems without locks there is no protection, and a reader may have to start again.
+
+    Raises:
+        FileNotFoundError: the checkpoint is gone, or was removed while this waited for its lock.
     """
 
     def __init__(self, folder: Path):
         self._file: int | None = os.open(folder / NAME, os.O_RDONLY)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # What removes a checkpoint holds its lock for the time of a rename.
+            fcntl.flock(self._file, fcntl.LOCK_SH)
         except OSError:
             self.release()
+            return
+        try:
+            there = os.path.sameopenfile(self._file, now := os.open(folder / NAME, os.O_RDONLY))
+            os.close(now)
+        except OSError:
+            self.release()
+            raise
+        if not there:
+            self.release()
+            raise FileNotFoundError(errno.ENOENT, "it was replaced while its lock was awaited", str(folder / NAME))
 
     def release(self) -> None:
         if self._file is not None:
@@ -143,16 +160,19 @@ class Held:
         self.release()
 
 
-def is_held(folder: Path) -> bool:
-    """Whether somebody is reading a checkpoint."""
+@contextmanager
+def unread(folder: Path) -> Iterator[bool]:
+    """Whether nobody reads a checkpoint. While the block runs nobody begins to, so what renames it does so inside."""
     file = os.open(folder / NAME, os.O_RDONLY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EAGAIN, errno.EACCES)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            yield error.errno not in (errno.EAGAIN, errno.EACCES)
+        else:
+            yield True
     finally:
         os.close(file)
-    return False
 
 
 def describe(path: Path, sync: bool = False) -> dict[str, Any]:

@@ -116,6 +116,8 @@ def fetch_model(address: str) -> Path:
         raise BadInput(f"{address} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
     if run.store.is_directory(TOKENIZER):
         copied(run.store.child(TOKENIZER), scratch / TOKENIZER)
+    # Where the parent of its target is missing, `shutil.move` copies instead of renaming: twice the disk, and minutes.
+    (scratch / CHECKPOINTS).mkdir(exist_ok=True)
     return Path(shutil.move(run.checkpoints.path(step), scratch / CHECKPOINTS / str(step)))
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from argosy.observe.environment import cores
+from argosy.core.process.cores import cores
 
 # Seconds of rest for each of work.
 REST = 6.0

@@ -27,6 +27,7 @@ from argosy.core.formats import Entry, Shape
 from argosy.core.formats.files import File, sync, write_all
 from argosy.core.formats.zarr import array_files, described_shards, shard_file
 from argosy.core.formats.zarr_parts import Laid, Spans, aligned, laid, read_parts
+from argosy.core.process.cores import core_count
 
 Described = dict[str, dict[str, Any]]
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def split_all(items: Mapping[str, Mapping[str, Any]], copies: Copies, leads: boo
 
 def for_each(items: Mapping[str, Mapping[str, Any]], copy: Callable[[Any], T]) -> dict[str, dict[str, T]]:
     """Copies arrays, {item: {name: array}}, some at once: training stands still meanwhile."""
-    with ThreadPoolExecutor(min(COPIES_AT_ONCE, os.cpu_count() or 1), "copy") as pool:
+    with ThreadPoolExecutor(min(COPIES_AT_ONCE, core_count()), "copy") as pool:
         made = iter(list(pool.map(copy, _arrays_of(items))))
     return {item: {name: next(made) for name in own} for item, own in items.items()}
 

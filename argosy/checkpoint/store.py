@@ -247,9 +247,12 @@ class Checkpoints(Saving):
         for step in set(steps) - keep:
             if not self.store.is_local:
                 objects.retire(self.store, str(step))
-            elif not manifest.is_held(self.path(step)):
-                going = self.store.local_path(f"{step}{REMOVED}")
-                self.path(step).rename(going)
+                continue
+            going = self.store.local_path(f"{step}{REMOVED}")
+            with manifest.unread(self.path(step)) as free:
+                if free:
+                    self.path(step).rename(going)
+            if free:
                 emptied(going, self._pace)
                 shutil.rmtree(going)
 

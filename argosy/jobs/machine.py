@@ -13,6 +13,7 @@ from pathlib import Path
 from argosy.core.caches import cache_home
 from argosy.core.counts import plural
 from argosy.core.process import signals
+from argosy.core.process.cores import core_count
 
 TUNABLE = "glibc.malloc.hugetlb=1"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -78,9 +79,7 @@ def described() -> str:
     """Python, jax, system, cores and devices in one line."""
     import jax
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = jax.devices()
     device = "cpu" if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}"
     system = f"{platform.system()} {platform.machine()}"
-    counted = plural(cores, "core") if cores else "an unknown number of cores"
-    return f"Python {platform.python_version()}, jax {jax.__version__}, {system}, {counted}, {device}"
+    return f"Python {platform.python_version()}, jax {jax.__version__}, {system}, {plural(core_count(), 'core')}, {device}"

@@ -24,6 +24,7 @@ from typing import Any
 
 from argosy.core.errors import ATTEMPT, SUPERVISED, ArgosyError, BadInput, Unsupported
 from argosy.core.process import signals
+from argosy.core.process.cores import core_count
 from argosy.core.progress import Say
 from argosy.launch.cluster import PARENT, STACKS, STUCK, with_port
 from argosy.launch.local import Gang, Member, supervise
@@ -237,7 +238,7 @@ def connected(settings: Ray) -> Iterator[None]:
     address = settings.address or os.environ.get("RAY_ADDRESS")
     # As many slots as are asked for: on a machine of few cores they share them.
     own: dict[str, Any] = {} if address else {"include_dashboard": False}
-    if not address and settings.processes * settings.cpus > (os.cpu_count() or 1):
+    if not address and settings.processes * settings.cpus > core_count():
         own["num_cpus"] = settings.processes * settings.cpus
     try:
         with warnings.catch_warnings():

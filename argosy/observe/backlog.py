@@ -35,20 +35,26 @@ class Backlog:
         with self._lock:
             waiting = len(self._left)
             self._left.append(line)
-            try:
-                self._put()
-            except ArgosyError as error:
-                # Said once, not with each line.
-                if not waiting:
-                    self.say(f"{self.file} cannot be written: {error.what}; the run goes on, and its lines wait in memory")
-                return
-            if waiting:
-                self.say(f"{self.file} can be written again; {plural(waiting, 'line', 'was', 'were')} waiting")
+            self._try(waiting)
 
     def flush(self) -> None:
         """Writes what waits, if that is possible."""
         if not self.store.is_local:
             self._elsewhere(lambda: self.store.flush(self.file))
+            return
+        with self._lock:
+            self._try(len(self._left))
+
+    def _try(self, waiting: int) -> None:
+        """Writes what waits. waiting: lines that did before; then it was said, and not with each line."""
+        try:
+            self._put()
+        except ArgosyError as error:
+            if not waiting:
+                self.say(f"{self.file} cannot be written: {error.what}; the run goes on, and its lines wait in memory")
+            return
+        if waiting:
+            self.say(f"{self.file} can be written again; {plural(waiting, 'line', 'was', 'were')} waiting")
 
     def _elsewhere(self, write: Callable[[], None]) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.core.process.cores import cores
 from argosy.core.process.signals import before_leaving
 from argosy.observe.readable import sized
 
@@ -80,15 +81,6 @@ def vector_bits() -> int | None:
         if name in flags:
             return bits
     return 128 if platform.machine() in ("arm64", "aarch64") else None
-
-
-def cores() -> float:
-    """Cores available to this process: its affinity, or the quota of its control group if that is less."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0].isdecimal():
-        return min(allowed, round(int(quota[0]) / int(quota[1]), 2))
-    return allowed
 
 
 def memory_bytes() -> tuple[int | None, int | None]:

@@ -27,9 +27,13 @@ WAIT_MS = 60_000
 LOOK_S = 0.25
 
 _calls: Counter[str] = Counter()
+# By name: the last call of the leader whose value is removed.
+_dropped: Counter[str] = Counter()
 _failed_together = threading.Event()
 # Calls of one name after which nobody reads what one gave in a call any more.
 READ_BY_ALL = 2
+# The part of a key under which each process says up to which call it has read.
+READ = "read"
 
 
 def count() -> int:
@@ -68,10 +72,12 @@ def told(name: str, make: Callable[[], T]) -> T:
     key = _next(name)
     if not leads():
         found = json.loads(_wait_for(key))
+        _set(f"argosy/{name}/{READ}/{rank()}", str(_calls[name]))
         if "failed" in found:
             _ends()
             raise Elsewhere(found["what"], found["failed"])
         return found["value"]
+    _drop_read(name)
     try:
         value = make()
     except Exception as error:
@@ -258,6 +264,16 @@ def _drop(name: str) -> None:
     """Removes what this process gave in an earlier call: all have read it, because they answered the next one."""
     if (earlier := _calls[name] - READ_BY_ALL) > 0:
         _client().key_value_delete(f"argosy/{name}/{earlier}/{rank()}")
+
+
+def _drop_read(name: str) -> None:
+    """Removes what the leader said in earlier calls that all others have read. They answer none of these calls, so each says how far it
+    is, under one key that it overwrites."""
+    found = {key.rpartition("/")[2]: int(value) for key, value in _client().key_value_dir_get(f"argosy/{name}/{READ}/")}
+    done = min(found.values()) if len(found) == count() - 1 else 0
+    for call in range(_dropped[name] + 1, done + 1):
+        _client().key_value_delete(f"argosy/{name}/{call}")
+        _dropped[name] = call
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -8,7 +8,6 @@ what came back.
 import json
 import os
 import pickle
-import select
 import signal
 import struct
 import subprocess
@@ -24,6 +23,7 @@ from threading import Lock
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, complaint
+from argosy.core.process.poll import readable
 from argosy.rl.process_guard import ended
 
 LENGTH = struct.Struct("<Q")
@@ -168,7 +168,7 @@ class Pool:
         if not busy:
             return []
         left = min(self._processes[place].until for place in busy.values()) - time.monotonic()
-        ready, _, _ = select.select(list(busy), [], [], max(0.0, min(left, LOOK_S)))
+        ready = readable(list(busy), min(left, LOOK_S))
         found: list[tuple[int, Answer]] = []
         for pipe, place in busy.items():
             one, answer = self._processes[place], None

@@ -114,6 +114,10 @@ class Rollouts(Queued):
 
     def seek(self, position: dict[str, Any]) -> None:
         super().seek(position)
+        # What is being sampled for another position is given up, and its thread ends.
+        self.closing = True
+        self.ahead.close()
+        self.closing = False
         self.ahead, self.sampled = Ahead(self.collected), list(position.get("ahead", ()))
         self.collector.place, self.collector.number = self.place, self.number
 

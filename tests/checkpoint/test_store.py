@@ -461,6 +461,18 @@ def test_a_kill_while_damage_is_set_aside_loses_no_file(remote: Store, monkeypat
     assert objects.files_under(remote, "4.damaged") == files
 
 
+def test_a_model_that_was_fetched_is_renamed_and_not_copied(remote: Store, monkeypatch: pytest.MonkeyPatch):
+    saved(remote, [2])
+
+    def copies(*_: object, **__: object) -> None:
+        raise AssertionError("a copy: twice the disk")
+
+    monkeypatch.setattr(shutil, "copytree", copies)
+    folder = objects.fetch_model(remote.root.removesuffix("/checkpoints"))
+    assert folder.name == "2"
+    manifest.verify(folder)
+
+
 def test_an_interrupted_download_is_not_taken_as_the_step(remote: Store, monkeypatch: pytest.MonkeyPatch):
     checkpoints, got, get = saved(remote, [2]), [], Store.get_file
 

@@ -34,6 +34,21 @@ def test_lines_wait_and_come_in_their_order(tmp_path: Path, monkeypatch: pytest.
     assert len(said) == 2
 
 
+def test_flush_writes_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    lines = Backlog(Store(tmp_path), "file", said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(lines.store, "append_line", full)
+        lines.append("a")
+        lines.flush()
+        assert len(said) == 1, "that it cannot is said once"
+    lines.flush()
+    assert (tmp_path / "file").read_text() == "a\n"
+    assert said[1:] == ["file can be written again; 1 line was waiting"]
+    lines.flush()
+    assert len(said) == 2
+
+
 def test_what_cannot_be_written_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     lines = Backlog(Store(tmp_path), "file", said.append)

@@ -76,6 +76,14 @@ def test_any_object_of_that_form(lm: LM, tmp_path: Path):
     assert (cut.ended, cut.played.why) == (False, "environment"), "it was truncated"
 
 
+def test_an_exception_is_blamed_on_the_users_file(lm: LM, tmp_path: Path):
+    broken = CODE + "\nclass Broken(Plain):\n    def step(self, action): raise KeyError('mine')\n"
+    answer = played(lm, tmp_path, broken, "Broken", ["a\n"])
+    kind, message = answer.played.failure
+    assert kind == "raised"
+    assert message.splitlines()[0] == f"KeyError: 'mine', in {tmp_path}/game.py:16: def step(self, action): raise KeyError('mine')"
+
+
 def test_observations_are_texts(lm: LM, tmp_path: Path):
     answer = played(lm, tmp_path, CODE, "Numbers", ["a\n"])
     assert "an observation is a int, not a text" in answer.played.failure[1]

@@ -503,3 +503,22 @@ def test_neither_a_process_nor_opening_imports_jax(write):
     assert score("mine.py:f").values.tolist() == [[0]] * 3
     code = "import sys; from argosy.rl import reward_functions, settings; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_more_than_1023_open_files(write):
+    """`select.select` refuses descriptors above 1,023. In a process of its own, whose limit is raised."""
+    write("def f(completions): return [len(c) for c in completions]")
+    code = """
+        import os, resource
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        from argosy.data.chat.template import render
+        from argosy.rl.reward_functions import open_rewards
+        from argosy.rl.settings import Reward
+        with open_rewards([Reward(of="mine.py:f")], 2) as rewards:
+            print(rewards(["p"], ["four"], {}).values.tolist())
+        print(render("{{ messages[0].content }}", [{"role": "user", "content": "hi"}], {}))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert (done.stdout.splitlines(), done.stderr) == (["[[4.0]]", "hi"], "")

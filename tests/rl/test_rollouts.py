@@ -369,6 +369,19 @@ def test_an_answer_without_a_reward_is_missing_beside_a_punishment_too(lm: LM):
     assert made.queue[0].numbers["answers/left_out"] == pytest.approx(2 / 8)
 
 
+def test_another_position_ends_what_is_sampled_ahead(lm: LM):
+    made = rollouts(lm, OwnJudge(by_length), devices=1, ahead=1)
+    made.begin(made.trainer, lambda _: None, lambda _: None, lambda: False)
+    made.advance(None)
+    made.ahead.settled()
+    before = made.ahead._thread
+    made.seek({"place": 0, "rollout": 0, "tokens": 0, "waiting": []})
+    assert not before.is_alive()
+    made.advance(None)
+    assert next(made).numbers["rollout"] == 1, "and sampling goes on"
+    made.close()
+
+
 def test_a_signal_ends_an_evaluation_but_no_rollout_that_is_sampled_ahead(lm: LM):
     made = rollouts(lm, OwnJudge(by_length), held_out=prompts(lm, 2), devices=1, ahead=1)
     made.begin(made.trainer, lambda _: None, lambda _: None, lambda: True)

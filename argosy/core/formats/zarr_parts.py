@@ -18,6 +18,7 @@ import numpy as np
 
 from argosy.core.formats import Entry, Shape, damaged, map_file
 from argosy.core.formats.zarr import describes, index_of
+from argosy.core.process.cores import core_count
 
 # At most so many files are read at once.
 THREADS = 8
@@ -84,7 +85,7 @@ def read_parts(parts: Iterable[tuple[Laid, Spans, np.ndarray]]) -> None:
     pieces = [piece for array, spans, out in parts for piece in _pieces(array, spans, out)]
     # The largest first, so that no core is left with one at the end.
     pieces.sort(key=lambda piece: -piece[3].nbytes)
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "read") as pool:
+    with ThreadPoolExecutor(min(THREADS, core_count()), "read") as pool:
         for _ in pool.map(_read, *zip(*pieces, strict=True)) if pieces else ():
             pass
 

@@ -10,7 +10,6 @@ tokenizer: special tokens come as texts.
 import atexit
 import json
 import os
-import select
 import struct
 import subprocess
 import sys
@@ -24,6 +23,8 @@ from threading import Lock
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, nearest
+from argosy.core.process.cores import core_count
+from argosy.core.process.poll import readable
 
 Message = Mapping[str, Any]
 # A render of the first so many messages, and whether it ends with the tokens that open an answer.
@@ -303,8 +304,7 @@ def receive_bytes(process: subprocess.Popen[bytes], count: int, until: float) ->
     assert process.stdout is not None
     parts, left = [], count
     while left:
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))
-        if not ready:
+        if not readable([process.stdout.fileno()], until - time.monotonic()):
             raise TimeoutError
         part = os.read(process.stdout.fileno(), min(left, 1 << 20))
         if not part:
@@ -317,7 +317,7 @@ def receive_bytes(process: subprocess.Popen[bytes], count: int, until: float) ->
 def children() -> list[Child]:
     """A rendering process for each core that this process may use; none is started before its first request, and `close_all` ends
     them until the next."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = core_count()
     with GROWING:
         CHILDREN.extend(Child() for _ in range(cores - len(CHILDREN)))
     return CHILDREN[:cores]

@@ -10,7 +10,6 @@ A warm-up that computed each step, 1,133 tokens in all, spent 3 of 8 s on that w
 and lowering 57 programs.
 """
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from argosy.core.process.cores import core_count
 from argosy.core.progress import Say
 from argosy.infer.engine.fingerprint import NoFingerprint, fingerprint, of_options
 from argosy.infer.engine.program_store import ANEW, ProgramStore, Stored, compiled_anew
@@ -126,7 +126,7 @@ class Programs:
             store: where programs are read from and written to. say: called each second with what is still being done.
         """
         # Programs for GPUs are timed while they are compiled, each alone.
-        threads = min(8, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        threads = min(8, core_count()) if jax.default_backend() == "cpu" else 1
         with ExitStack() as anew, ThreadPoolExecutor(threads, "compile") as pool:
             self._ahead = _Ahead(self.scope, store, pool, anew, self._outputs)
             try:

@@ -7,7 +7,6 @@ many parts as a rollout's answers fill, by one program.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.core.process.cores import core_count
 from argosy.data.batch import Batch, Fields
 from argosy.data.rows.prompts import Prompt, lengths_of, prompts_of
 from argosy.observe.goodput import Clock
@@ -301,7 +301,7 @@ def rollouts_of(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> Rollou
     how, shape = run.rollout, shape_of(run, mesh, decided.shared_prompts)
     assert how is not None
     prompts, held_out = prompts_of(run.data, tokenizer, run.seed)
-    workers = how.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    workers = how.workers or min(core_count(), MOST_WORKERS)
     table = open_table(run.environment, prompts, held_out) if run.environment.played else None
     judge: Any = NoRewards()
     try:

@@ -1,0 +1,38 @@
+"""The cores that this process may use: a container's share, not those of the machine.
+
+`os.cpu_count` counts the machine's. Threads beyond the share wait for each other: the quota of a control group is spent early in each
+period, and all of them stand still for the rest of it.
+"""
+
+import math
+import os
+from pathlib import Path
+
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def cores() -> float:
+    """Cores of this process: its affinity, or the quota of its control group if that is less."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota()
+    return allowed if quota is None else min(allowed, quota)
+
+
+def core_count() -> int:
+    """Threads or processes that the cores can keep busy; at least 1."""
+    return max(1, math.ceil(cores()))
+
+
+def _quota() -> float | None:
+    """The cores of the control group, of version 2 or 1; None: no limit."""
+    found = _read("cpu.max").split() or [_read("cpu/cpu.cfs_quota_us").strip(), _read("cpu/cpu.cfs_period_us").strip()]
+    if len(found) == 2 and all(number.isdecimal() and int(number) for number in found):
+        return round(int(found[0]) / int(found[1]), 2)
+    return None
+
+
+def _read(name: str) -> str:
+    try:
+        return (GROUPS / name).read_text()
+    except OSError:
+        return ""
