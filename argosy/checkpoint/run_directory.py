@@ -18,10 +18,11 @@ It may be a local folder or any address that `core.storage` knows. Importing thi
 import hashlib
 import io
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -222,6 +223,26 @@ class RunDirectory:
         # A run killed before its settings were written leaves a log, and may have made a tokenizer.
         if set(self.store.list()) - {TOKENIZER, LOG, LOCK, LIFE}:
             raise BadInput(f"{self} is not empty and holds no run", hint="dir=NEW names another directory")
+
+    def missing(self) -> list[Path]:
+        """The folders that a start will make: that of the run, and those above it that do not exist, the innermost first."""
+        if not (self.store.is_local and self.writes):
+            return []
+        folder = self.path.absolute()
+        return [place for place in (folder, *folder.parents) if not place.exists()]
+
+    def remove_unused(self, made: Sequence[Path]) -> None:
+        """Removes what a start made that was refused: these folders, if the run's has nothing but its lock, which this process holds,
+        and a log."""
+        if not made or self.has_run or set(os.listdir(made[0])) - {LOCK, LOG, LIFE}:
+            return
+        self.log_lines.close()
+        with suppress(OSError):
+            shutil.rmtree(made[0] / LIFE, ignore_errors=True)
+            for name in (LOG, LOCK):
+                (made[0] / name).unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
 
     def check_place(self) -> None:
         """Checks that a local directory can be created and written; a remote one is not tried.

@@ -45,6 +45,10 @@ class Saving(ABC):
         self._writing = threading.Thread(target=write, args=job, name=f"{self._what.removeprefix('a ')} {job[0]}")
         self._writing.start()
 
+    def lacks_all(self) -> bool:
+        """Whether the run has no checkpoint at all. A local tier does not know."""
+        return False
+
     @abstractmethod
     def retire(self, newest: int) -> None:
         """Removes what is not kept once a step is committed."""
@@ -62,7 +66,8 @@ class Saving(ABC):
             self._rest /= 2
         self.join()
         if self._failure is not None:
-            self.warn(f"{self._what} could not be written: {root_of(self._failure)}; trying again with step {step}")
+            none = "; the run has no checkpoint yet" if self.lacks_all() else ""
+            self.warn(f"{self._what} could not be written: {root_of(self._failure)}; trying again with step {step}{none}")
             self._failure = None
 
     def join(self) -> None:
@@ -90,7 +95,7 @@ class Saving(ABC):
         """Waits until the save under way is committed.
 
         Raises:
-            ArgosyError: the save failed; earlier checkpoints are intact.
+            ArgosyError: the save failed; earlier checkpoints, if there are any, are intact.
         """
         self.join()
         if self._failure is not None:
@@ -98,10 +103,11 @@ class Saving(ABC):
             # A save fails in all processes.
             processes.fail_together()
             remedy = "free some space or fix the permissions" if isinstance(failure, OSError) else "mend that"
+            kept = "the run has no checkpoint, and starts anew" if self.lacks_all() else "earlier checkpoints are intact"
             raise ArgosyError(
                 f"{self._what} could not be written: {root_of(failure)}",
                 where=where,
-                hint=f"earlier checkpoints are intact; {remedy}, and run the same command again",
+                hint=f"{kept}; {remedy}, and run the same command again",
             ) from failure
 
 

@@ -229,6 +229,9 @@ class Checkpoints(Saving):
         else:
             objects.sweep(self.store)
 
+    def lacks_all(self) -> bool:
+        return not self.steps()
+
     def retire(self, newest: int) -> None:
         """Removes checkpoints that the settings do not keep, except one that is being read: that one is removed next time.
 

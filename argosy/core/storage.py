@@ -385,24 +385,29 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 class _Flock:
-    """A kernel lock on a file that is never removed: if it were, two processes could lock two files of one name."""
+    """A kernel lock on a file. Only its holder may remove it, with its folder; two processes never lock two files of one name."""
 
     _held: ClassVar[set["_Flock"]] = set()
 
     def __init__(self, path: Path):
         import fcntl
 
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _parsed(os.read(self._file, 1000).decode("utf-8", "replace"))
+        while True:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _parsed(os.read(self._file, 1000).decode("utf-8", "replace"))
+                os.close(self._file)
+                raise _busy(holder, str(path.parent)) from None
+            except OSError:
+                os.close(self._file)
+                raise
+            # Between the two calls its holder may have removed it: a lock on a file that nobody finds locks nothing.
+            if path.exists() and os.path.samestat(os.fstat(self._file), path.stat()):
+                break
             os.close(self._file)
-            raise _busy(holder, str(path.parent)) from None
-        except OSError:
-            os.close(self._file)
-            raise
         os.ftruncate(self._file, 0)
         os.write(self._file, json.dumps(_holder()).encode())
         self._held.add(self)

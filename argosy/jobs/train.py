@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory
 from argosy.core.command import command as as_run
 from argosy.core.counts import plural
-from argosy.core.errors import ArgosyError, Unsupported
+from argosy.core.errors import ArgosyError, Unsupported, UserError
 from argosy.core.process import garbage
 from argosy.core.process.allocator import keep_freed_memory, share_one_arena
 from argosy.core.process.signals import asked_to_stop
@@ -88,12 +88,17 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
         # Finds every mistake before the first file is written.
         with telling(view.say, DATA):
             assembly = checked(settings)
+    missing = directory.missing()
     try:
         with processes.together("lock", directory.store.lock):
-            # Another process may have started a run here since.
-            processes.together("admit", lambda: directory.admit(reading))
             try:
+                # Another process may have started a run here since.
+                processes.together("admit", lambda: directory.admit(reading))
                 outcome = _locked(reading, directory, view, command, assembly)
+            except UserError:
+                # A start that is refused leaves nothing.
+                directory.remove_unused(missing)
+                raise
             finally:
                 # Each file says what it could not write.
                 with suppress(ArgosyError):
@@ -238,6 +243,11 @@ class Training:
         if assembly is None or assembly.decided != decided:
             with telling(view.say, DATA):
                 assembly = processes.one_by_one("assemble", lambda: assemble(settings, decided))
+        if directory.store.is_local:
+            from argosy.run.disk import check_disk
+
+            there = len(directory.steps())
+            processes.together("disk", lambda: check_disk(assembly, directory.path, there, view.say))
         training = cls(reading, assembly, directory, view, clock, command, hub)
         if meta is not None:
             training.say_what_changed(meta)
@@ -360,7 +370,7 @@ class Training:
         a, settings, store = self.assembly, self.settings, self.directory.store
         metrics, answers = Metrics(store, say=self.view.say), Metrics(store, ANSWERS, self.view.say)
         last: dict[str, float] = {}
-        began = int(state.step)
+        began, begun = int(state.step), list[bool]()
 
         def pace(seconds: float) -> None:
             self.say_pace(seconds, a.steps - began)
@@ -426,6 +436,7 @@ class Training:
 
                 def stop() -> bool:
                     life.steps()
+                    begun.append(True)
                     return watch.stop()
 
                 more: Any = {"place": a.place, "meter": meter, "interrupted": stop}
@@ -437,6 +448,11 @@ class Training:
                     if int(state.step) < settings.steps:
                         raise failed
                     self.view.say(f"step {settings.steps} is saved, but its evaluation is missing: {failed.what}")
+        except UserError as error:
+            if not begun:
+                raise
+            # Exit code 2 says that no work was done.
+            raise ArgosyError(error.what, where=error.where, hint=error.hint) from error
         finally:
             # Before the lock on the directory is released.
             self.directory.checkpoints.close()

@@ -574,6 +574,64 @@ def test_a_disk_that_stays_full_is_an_error_with_what_was_saved_intact(tmp_path:
     assert outcome.done
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from argosy.run import disk
+
+    sizes, measure = list[int](), disk.checkpoint_bytes
+    monkeypatch.setattr(disk, "checkpoint_bytes", lambda assembly: sizes.append(measure(assembly)) or sizes[-1])
+    fit(tmp_path / "run", "steps=2")
+    arrays = (tmp_path / "run" / "checkpoints" / "2").rglob("c/**/*")
+    assert sizes[0] == pytest.approx(sum(f.stat().st_size for f in arrays if f.is_file()), rel=0.05)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: sizes[0] - 1)
+    with pytest.raises(BadInput, match=r"a checkpoint takes .* and the disk of .* has .* free"):
+        fit(tmp_path / "some" / "other", "steps=2")
+    assert not (tmp_path / "some").exists(), "a start that is refused leaves no folder"
+    with pytest.raises(BadInput, match="a checkpoint takes"):
+        fit(tmp_path / "run", "steps=4")
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: sizes[0] * 2)
+    outcome, said = fit(tmp_path / "other", "steps=2")
+    assert outcome.done
+    assert "do not fit into the" in said
+    monkeypatch.undo()
+    assert "do not fit into the" not in fit(tmp_path / "third", "steps=2")[1]
+
+
+def test_a_run_without_a_checkpoint_says_so_where_none_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from argosy.checkpoint import manifest
+
+    def full(folder: Path, files: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "commit", full)
+    heard = Heard()
+    with pytest.raises(ArgosyError, match="No space left") as caught:
+        argosy.fit("tiny", *WORDS, f"dir={tmp_path / 'run'}", "steps=4", view=heard)
+    assert "the run has no checkpoint, and starts anew; free some space" in str(caught.value.hint)
+    assert "trying again with step 4; the run has no checkpoint yet" in heard.words
+
+
+def test_a_mistake_that_is_found_after_work_began_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A directory that became read-only, for example: 2 says that nothing was done."""
+
+    def refused(*_: object) -> None:
+        raise BadInput("no permission for `x`", where="in a directory", hint="give it")
+
+    monkeypatch.setattr("argosy.run.hooks.Saver.__call__", refused)
+    with pytest.raises(ArgosyError, match="no permission for `x`") as caught:
+        fit(tmp_path / "run", "steps=4")
+    assert (caught.value.exit_code, caught.value.hint) == (1, "give it")
+
+
+def test_a_start_that_is_refused_after_the_lock_leaves_nothing(finished: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="has made 4 steps, but steps = 1"):
+        fit(tmp_path / "deep" / "run", "steps=1", f"init.state={finished}")
+    assert not (tmp_path / "deep").exists()
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UserError, match="has made 4 steps, but steps = 1"):
+        fit(tmp_path / "there", "steps=1", f"init.state={finished}")
+    assert (tmp_path / "there").is_dir(), "it was there before"
+
+
 def test_settings_name_implementations(tmp_path: Path):
     """A name that is none, or one that cannot do what is asked, is an error before the first file."""
     for words, says in (
