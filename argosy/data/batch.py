@@ -9,8 +9,8 @@ others. Language modeling asks for four, over B rows of T tokens:
     mask      float32  [B T]   weight of each target in the loss; 0 where the target is padding, belongs to another document
                                than its input, or is not to be learned
 
-Every other per-token field is aligned with the targets, as `mask` is: entry t belongs to `targets[t]`, and it is 0 where
-the input at t has no target of its own document.
+Other per-token fields are aligned with the targets, as `mask` is, unless they say otherwise (`Field.at`): entry t belongs to
+`targets[t]`, and it is 0 where the input at t has no target of its own document.
 """
 
 from abc import ABC, abstractmethod
@@ -35,11 +35,13 @@ class Field:
     the leading axes belongs to. A "token" field is packed like the tokens themselves, a "row" field has one entry a row, a
     "group" field one entry for every group of rows that belong together (a preference pair, the samples of one prompt): its
     first axis is then B divided by the rows of a group.
+    at: whether entry t of a "token" field belongs to the target or to the input at t.
     """
 
     axes: str
     dtype: Any = np.int32
     per: Literal["token", "row", "group"] = "token"
+    at: Literal["target", "input"] = "target"
 
 
 Fields = Mapping[str, Field]

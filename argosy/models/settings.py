@@ -139,6 +139,20 @@ class Rope(Settings):
     """Which features form a pair: i and i + H/2 (halves), or 2i and 2i + 1 (interleaved)."""
     part: float = Field(1.0, gt=0, le=1)
     """Share of a head with rotary positions: its first features. The others have no position."""
+    sections: Annotated[tuple[int, ...] | None, Also("mrope_section")] = None
+    """Pairs that turn by each axis of a position, in their order (M-RoPE, arXiv:2409.12191: time, height, width). They add up to half
+    of the rotated features. None: positions have one axis."""
+
+    def sections_for(self, size: int, axes: int) -> tuple[int, ...]:
+        """The pairs of each axis, for `size` rotated features.
+
+        Raises:
+            ValueError: the sections do not fit the features or the axes.
+        """
+        if self.sections is None or len(self.sections) != axes or sum(self.sections) != size // 2:
+            what = f"positions with {axes} axes need as many sections of {size // 2} pairs in all"
+            raise ValueError(f"rope.sections = {self.sections}: {what}")
+        return self.sections
 
     def decided(self, context: int) -> "Rope":
         """These positions for a model with this context; if the scaling has two tables of frequencies, one is chosen."""

@@ -26,13 +26,15 @@ class Example:
 
     tokens: n ids, of which n - 1 are inputs.  weights: [n] of each token in the loss; None means 1. The first is not used,
     because the first token is no target.  columns: further numbers for each token, [n] each, such as advantages; they come
-    out beside the targets.  values: one number or array for the row, such as a reward.
+    out beside the targets.  inputs: numbers or vectors for each token that come out beside the inputs, [n ...] each, such as the
+    embeddings of an image.  values: one number or array for the row, such as a reward.
     """
 
     tokens: Sequence[int]
     weights: Sequence[float] | None = None
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class GroupRows:
             self._check(example, f"example {number % self.per_group} of group {number // self.per_group}", vocab)
         self._tables = {
             "token": stacked([example.columns for example in examples], "column", tokens=True),
+            "input": stacked([example.inputs for example in examples], "input", tokens=True),
             "row": stacked([example.values for example in examples], "value of a row"),
             "group": stacked([group.values for group in groups], "value of a group"),
         }
@@ -70,7 +73,8 @@ class GroupRows:
             for name, field_ in table.items():
                 if name in self.fields:
                     raise BadInput(f"two fields are called `{name}`", hint="rename the column or the value")
-                self.fields[name] = Field(axes_of(per, field_), field_.dtype, per)  # type: ignore[arg-type]
+                kind: Any = "token" if per == "input" else per
+                self.fields[name] = Field(axes_of(kind, field_), field_.dtype, kind, "input" if per == "input" else "target")
 
     def _check(self, example: Example, where: str, vocab: int) -> None:
         count = len(example.tokens)
@@ -79,7 +83,7 @@ class GroupRows:
             raise BadInput(what, where=where, hint="raise `data.sequence`, or cut the example")
         if wrong := next((token for token in example.tokens if not 0 <= token < vocab), None):
             raise BadInput(f"token {wrong} is outside the vocabulary of {vocab}", where=where)
-        given = dict(example.columns) | ({} if example.weights is None else {"weights": example.weights})
+        given = {**example.columns, **example.inputs} | ({} if example.weights is None else {"weights": example.weights})
         for name, values in given.items():
             if len(values) != count:
                 raise BadInput(f"`{name}` has {plural(len(values), 'number')} for {plural(count, 'token')}", where=where)
@@ -95,7 +99,8 @@ class GroupRows:
         batch: Batch = {}
         for name, field_ in self.fields.items():
             if field_.per == "token":
-                batch[name] = np.zeros((len(rows), self.sequence), field_.dtype)
+                own = self._tables["input"][name].shape[1:] if name in self._tables["input"] else ()
+                batch[name] = np.zeros((len(rows), self.sequence, *own), field_.dtype)
         for at, row in enumerate(rows.tolist()):
             example = self.groups[row // self.per_group].examples[row % self.per_group]
             here = at, slice(0, len(example.tokens) - 1)
@@ -104,6 +109,8 @@ class GroupRows:
             batch["mask"][here] = 1 if example.weights is None else example.weights[1:]
             for name in self._tables["token"]:
                 batch[name][here] = example.columns[name][1:]
+            for name in self._tables["input"]:
+                batch[name][here] = np.asarray(example.inputs[name])[:-1]
         batch |= {name: table[rows] for name, table in self._tables["row"].items()}
         return batch | {name: table[numbers] for name, table in self._tables["group"].items()}
 
@@ -123,12 +130,14 @@ class Examples(RowSource):
             for example in group.examples:
                 digest.update(f"row {described(example.tokens)} {described(example.weights)}".encode())
                 digest.update(f"{mapped(example.columns)} {mapped(example.values)}".encode())
+                digest.update(mapped(example.inputs).encode())
             digest.update(f"group {mapped(group.values)}".encode())
         return {"source": "examples", "source.sha256": digest.hexdigest()}
 
 
 def stacked(given: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False) -> dict[str, np.ndarray]:
-    """One array for each name, from mappings that must have the same names; of columns of tokens, an empty one of their type.
+    """One array for each name, from mappings that must have the same names; of columns of tokens, an empty one of their type and of
+    the shape of one entry.
 
     Raises:
         BadInput: names or shapes that differ.
@@ -142,7 +151,9 @@ def stacked(given: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False)
     for name in names:
         arrays = [number_array(one[name]) for one in given]
         if tokens:
-            tables[name] = np.zeros(0, np.result_type(*arrays))
+            if len({array.shape[1:] for array in arrays}) > 1:
+                raise BadInput(f"the {noun} `{name}` has entries of different shapes")
+            tables[name] = np.zeros((0, *arrays[0].shape[1:]), np.result_type(*arrays))
         elif len({array.shape for array in arrays}) > 1:
             raise BadInput(f"the {noun} `{name}` has different shapes", hint="pad it to one shape")
         else:
@@ -160,7 +171,9 @@ def number_array(value: Any) -> np.ndarray:
 
 def axes_of(per: str, table: np.ndarray) -> str:
     """How a field's axes are written: its own sizes after B as lower-case letters."""
-    return "B T" if per == "token" else " ".join(["B", *"abcdef"[: table.ndim - 1]])
+    if per == "token":
+        return " ".join(["B", "T", *"abcdef"[: table.ndim - 1]])
+    return " ".join(["B", *"abcdef"[: table.ndim - 1]])
 
 
 def described(values: Any) -> str:

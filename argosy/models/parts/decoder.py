@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.inputs import Inputs, as_inputs
 from argosy.models.parts.stack import Aux, Execution, Layer, Stack
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
@@ -57,17 +58,20 @@ class Decoder(nnx.Module):
         self.norm = norm
         self.head = head_of(config)
 
-    def embedded(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
+    def embedded(self, tokens: Int[Array, "B T"] | Inputs, attend: Attend) -> Float[Array, "B T D"]:
         """The input of the first layer."""
-        x = self.embed.take(tokens).astype(self.dtype)
+        ids, overlay, _ = as_inputs(tokens)
+        x = self.embed.take(ids).astype(self.dtype)
         x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
+        x = x if overlay is None else overlay.onto(x)
         return x if self.positions is None else x + self.positions.take(attend.positions).astype(x.dtype)
 
     def hidden(
-        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+        self, tokens: Int[Array, "B T"] | Inputs, attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
         """The input of the head, the cache after these tokens, and the aux outputs of the layers."""
-        x, cache, aux = self.layers(self.embedded(tokens, attend), cache, attend)
+        x = self.embedded(tokens, attend)
+        x, cache, aux = self.layers(x, cache, attend, positions=as_inputs(tokens).positions)
         return constrain(self.norm(x), "B T D"), cache, aux
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -82,7 +86,7 @@ class Decoder(nnx.Module):
         return y if self.logit_cap is None else self.logit_cap * jnp.tanh(y / self.logit_cap)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+        self, tokens: Int[Array, "B T"] | Inputs, attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T V"], Any, Aux]:
         x, cache, aux = self.hidden(tokens, attend, cache)
         return self.unembed(x), cache, aux

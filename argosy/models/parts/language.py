@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.attend import Attend
+from argosy.models.parts.inputs import Inputs
 from argosy.models.parts.stack import Aux, Stack
 
 
@@ -17,7 +18,7 @@ class LanguageModel(Protocol):
     dtype: Any
 
     def hidden(
-        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+        self, tokens: Int[Array, "B T"] | Inputs, attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
         """The input of the head, the cache after these tokens, and the aux outputs of the layers."""
         ...
@@ -27,5 +28,5 @@ class LanguageModel(Protocol):
         ...
 
     def __call__(
-        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+        self, tokens: Int[Array, "B T"] | Inputs, attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T V"], Any, Aux]: ...

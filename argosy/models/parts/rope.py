@@ -4,8 +4,8 @@ Frequencies are NumPy constants of the traced program. Angles are float32, or fl
 position 257 to 256.
 """
 
-
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.models.settings import Rope
@@ -16,14 +16,19 @@ Turns = tuple[tuple[Rope, int], ...]
 Angles = tuple[Float[Array, "B T 1 pairs"], Float[Array, "B T 1 pairs"]]
 
 
-def angles(at: Int[Array, "B T"], rope: Rope, size: int) -> Angles:
-    """Cosine and sine of each position, for this number of rotated features.
+def angles(at: Int[Array, "B T"] | Int[Array, "B T A"], rope: Rope, size: int) -> Angles:
+    """Cosine and sine of each position, for this number of rotated features. Positions with several axes turn each section of the pairs
+    (`Rope.sections`) by its axis; positions with one turn all.
 
     A stack computes them once for all its layers. XLA:CPU still fuses the cosine into each place that reads it, with or without an
     optimization barrier; a loop over rows stops that and is no faster (docs/log.md).
     """
     freq, factor = rope.frequencies(size)
-    angle = at.astype(float)[:, :, None, None] * jnp.asarray(freq, float)
+    if at.ndim == 3:
+        at = jnp.repeat(at, np.asarray(rope.sections_for(size, at.shape[2])), axis=2, total_repeat_length=size // 2)
+        angle = at.astype(float)[:, :, None] * jnp.asarray(freq, float)
+    else:
+        angle = at.astype(float)[:, :, None, None] * jnp.asarray(freq, float)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 

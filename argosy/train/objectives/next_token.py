@@ -13,6 +13,7 @@ from argosy.data.batch import Field as BatchField
 from argosy.data.batch import Fields
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.inputs import batch_inputs
 from argosy.ops.cross_entropy import by_times, from_logits, row_chunks, vocabulary_blocks
 from argosy.parallel.scope import axis_sizes, platform, splits
 from argosy.train.objectives import Loss, Mean, Models
@@ -33,7 +34,7 @@ FIELDS: Fields = {
 def loss(how: NextToken, models: Models, batch: dict[str, Array], key: Array) -> Loss:
     """Computes the objective."""
     model = models["model"]
-    x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
+    x, _, aux = model.hidden(batch_inputs(batch), Packed(batch["segments"]))
     nll, lse = losses(how, model, x, batch["targets"])
     mask = batch["mask"]
     weight = jnp.sum(mask)

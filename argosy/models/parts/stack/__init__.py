@@ -29,7 +29,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Caches, Spec, Specs
@@ -345,15 +345,22 @@ class Stack(nnx.Module):
         return out
 
     def __call__(
-        self, x: Streams, caches: Caches | None, attend: Attend, condition: Any = None
+        self,
+        x: Streams,
+        caches: Caches | None,
+        attend: Attend,
+        condition: Any = None,
+        *,
+        positions: Int[Array, "B T A"] | None = None,
     ) -> tuple[Streams, Caches | None, Aux]:
         """Runs the layers.
 
         Args:
             x: [B T D], or a tree of such arrays.
             condition: handed to every block; a tree of arrays [B ...].
+            positions: rotary positions with several axes, in place of those of the strategy.
         """
-        return self.run(self, constrained(x), caches, self.with_angles(attend), condition)
+        return self.run(self, constrained(x), caches, self.with_angles(attend, positions), condition)
 
     def told(self, aux: Aux) -> tuple[list[dict[str, Array]], Aux]:
         """What every layer of the plan told (`parts.stack.watch`), and the other aux outputs."""
@@ -364,12 +371,19 @@ class Stack(nnx.Module):
         rest = {kind: {name: a for name, a in own.items() if not name.startswith(TOLD)} for kind, own in aux.items()}
         return [found[i] for i in range(len(self.plan))], rest
 
-    def with_angles(self, attend: Attend) -> Attend:
-        """The strategy with the angles of its tokens, for all rotary positions that layers of the plan use."""
+    def with_angles(self, attend: Attend, positions: Int[Array, "B T A"] | None = None) -> Attend:
+        """The strategy with the angles of its tokens, for all rotary positions that layers of the plan use.
+
+        Raises:
+            ValueError: positions with several axes, for layers or a strategy that cannot take them.
+        """
         turns = dict.fromkeys(t for layer in dict.fromkeys(self.plan) for t in turns_of(self.example(layer), layer.each))
         if not turns or not is_dataclass(attend):
+            if positions is not None:
+                raise ValueError("these layers have no rotary positions that could have several axes")
             return attend
-        return replace(attend, angles={rope.key(size): angles(attend.positions, rope, size) for rope, size in turns})
+        at = attend.positions if positions is None else positions
+        return replace(attend, angles={rope.key(size): angles(at, rope, size) for rope, size in turns})
 
 
 # ---------------------------------------------------------------- converting between layouts
