@@ -1,6 +1,7 @@
 """`argosy runs [ROOT]`, `argosy runs show DIR`, `argosy runs compare A B ...`."""
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -75,18 +76,26 @@ def compare(
 
 
 def comparison(found: dict[str, Any]) -> str:
-    """What `runs.compare` found, as two tables."""
+    """What `runs.compare` found, as two tables: a column a run, or a row a run where that is too wide."""
     from argosy.jobs import runs
 
-    right = range(1, len(found["runs"]) + 1)
-    rows = [[name, *("-" if v is None else _end(v) for v in values)] for name, values in found["numbers"].items()]
-    text = columns(["", *found["runs"]], rows, figures=right)
-    differ = [[key, *map(runs.shown, values)] for key, values in found["settings"].items()]
-    return (
-        text
-        + "\n\n"
-        + (columns(["setting", *found["runs"]], differ, figures=right) if differ else "no setting differs")
-    )
+    rows = {name: ["-" if v is None else _end(v) for v in values] for name, values in found["numbers"].items()}
+    differ = {key: list(map(runs.shown, values)) for key, values in found["settings"].items()}
+    numbers = by_run("", found["runs"], rows)
+    return f"{numbers}\n\n{by_run('setting', found['runs'], differ) if differ else 'no setting differs'}"
+
+
+# Characters of a line of a table of runs.
+WIDEST = 120
+
+
+def by_run(corner: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """A table of values by run. rows: one value for each run, by name."""
+    text = columns([corner, *names], [[name, *values] for name, values in rows.items()], figures=range(1, len(names) + 1))
+    if max(map(len, text.splitlines())) <= WIDEST:
+        return text
+    turned = [[name, *(values[i] for values in rows.values())] for i, name in enumerate(names)]
+    return columns(["run", *rows], turned, figures=range(1, len(rows) + 1))
 
 
 def _row(found: Any) -> list[str]:

@@ -14,7 +14,8 @@ from argosy.launch.cluster import found, join, lost_peers
 from argosy.run.compose import about, recipes
 from argosy.run.view import Quiet
 
-RECIPES = "\n".join(f"  {name:12}{about(name)}" for name in recipes())
+LONGEST = max(map(len, recipes()))
+RECIPES = "\n".join(f"  {name:{LONGEST}}  {about(name)}" for name in recipes())
 HELP = f"""Trains by a recipe, or resumes: the run directory (dir=, by default runs/RECIPE) continues from its last good checkpoint.
 
 \b

@@ -79,7 +79,8 @@ class Slurm(Rendered):
     restarts: int = Field(10, ge=0)
     """Most restarts in a row without a new checkpoint, within a job."""
     program: str | None = None
-    """What starts Argosy there, as a shell would read it. None: this Python, which all machines must see."""
+    """What starts Argosy there, as a shell would read it. None: this Python, which all machines must see; with `gpus`, that of
+    `.venv-gpu` beside its `.venv`, which `./run --gpu` makes."""
     per_node: int = Field(1, gt=0)
     """Processes on each machine. GPUs are shared out evenly among them."""
     gpus: int = Field(0, ge=0)

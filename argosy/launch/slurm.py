@@ -136,7 +136,16 @@ def devices(settings: Slurm, between: bool) -> Devices | None:
 
 def program_of(settings: Slurm) -> str:
     """What starts Argosy, as a shell would read it."""
-    return settings.program or shlex.join([sys.executable, "-m", "argosy"])
+    return settings.program or shlex.join([python_for(settings.gpus > 0, Path(sys.executable)), "-m", "argosy"])
+
+
+def python_for(gpus: bool, python: Path) -> str:
+    """The Python of the job: this one, or, for GPUs, that of the environment that `./run --gpu` makes beside the one for CPUs."""
+    # Not resolved: in an environment it is a link to the system's.
+    home = python.parents[1]
+    if not gpus or home.name != ".venv":
+        return str(python)
+    return str(home.with_name(".venv-gpu") / python.relative_to(home))
 
 
 def render(command: Command, settings: Slurm, folder: Path) -> str:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from argosy.cli.runs import comparison
 from argosy.core.errors import ArgosyError, BadInput, SettingsError
 from argosy.jobs.sweep import Combination, combinations, listed, sweep
 
@@ -73,3 +74,15 @@ def test_a_sweep_from_the_command_line_skips_what_is_done_and_ends_in_a_comparis
     assert compared["numbers"]["state"] == ["done", "done"]
     assert main(words) == 0
     assert capsys.readouterr().err.count("is done: 2 steps of 2") == 2
+
+
+def test_many_runs_are_compared_in_a_row_each():
+    """A column each would make lines of 300 characters."""
+    names = [f"runs/tiny-sweep/learning_rate={i}e-3" for i in range(1, 9)]
+    found = {"runs": names, "numbers": {"loss": [2.5] * 8, "step": [4] * 8}, "settings": {"optimizer.learning_rate": [1e-3] * 8}}
+    lines = comparison(found).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert [line.split()[0] for line in lines if line.startswith("runs/")] == [*names, *names]
+    few = comparison({"runs": names[:2], "numbers": {"loss": [2.5] * 2}, "settings": {}})
+    assert names[0] in few.splitlines()[0]
+    assert names[1] in few.splitlines()[0]

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import python_script
 
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
@@ -20,21 +21,21 @@ from argosy.launch.settings import Slurm, seconds_of
 
 # srun starts the command for each task, tells the highest exit code, and signals are not passed on. It leaves its arguments, its
 # number, and what each task had for variables.
-SRUN = """#!{python}
+SRUN = """
 import json, os, subprocess, sys
 folder, words = os.environ["TEST_FOLDER"], sys.argv[1:]
 options = []
 while words[0].startswith("-"):
     options.append(words.pop(0))
 count = len([name for name in os.listdir(folder) if name.startswith("srun-")])
-json.dump(options, open(f"{{folder}}/srun-{{count}}", "w"))
+json.dump(options, open(f"{folder}/srun-{count}", "w"))
 tasks = []
 for rank in range(int(os.environ["SLURM_NTASKS"])):
     each = int(os.environ["SLURM_NTASKS_PER_NODE"])
-    own = {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % each), "SLURM_STEP_NODELIST": "gpu[03-04]",
-           "SLURM_STEP_NUM_TASKS": os.environ["SLURM_NTASKS"], "TEST_START": str(count)}}
+    own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % each), "SLURM_STEP_NODELIST": "gpu[03-04]",
+           "SLURM_STEP_NUM_TASKS": os.environ["SLURM_NTASKS"], "TEST_START": str(count)}
     tasks.append(subprocess.Popen(words, env=os.environ | own, start_new_session=True))
-open(f"{{folder}}/pids", "w").write(" ".join(str(task.pid) for task in tasks))
+open(f"{folder}/pids", "w").write(" ".join(str(task.pid) for task in tasks))
 codes = [task.wait() for task in tasks]
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
@@ -67,7 +68,7 @@ class Job:
     """A job script in bash, in an allocation of two machines."""
 
     def __init__(self, folder: Path, task: str, *words: str, per_node: int = 1, **settings):
-        for name, text in (("srun", SRUN.format(python=sys.executable)), ("scancel", SCANCEL), ("scontrol", SCONTROL)):
+        for name, text in (("srun", python_script(SRUN)), ("scancel", SCANCEL), ("scontrol", SCONTROL)):
             path = folder / "bin" / name
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
@@ -255,8 +256,18 @@ def test_submit_needs_sbatch_and_hands_the_script_over(tmp_path: Path, monkeypat
     with pytest.raises(BadInput, match="no `sbatch`"):
         slurm.launch(command, Slurm(submit=True), print)
     write = f"open({str(tmp_path / 'got')!r}, 'w').write(sys.stdin.read())"
-    (tmp_path / "sbatch").write_text(f"#!{sys.executable}\nimport sys\n{write}\nsys.exit(3)\n")
+    (tmp_path / "sbatch").write_text(python_script(f"import sys\n{write}\nsys.exit(3)\n"))
     (tmp_path / "sbatch").chmod(0o755)
     assert slurm.launch(command, Slurm(submit=True), print) == 3
     assert (tmp_path / "got").read_text() == slurm.render(command, Slurm(submit=True), Path.cwd())
     assert capsys.readouterr().out == ""
+
+
+def test_a_job_with_gpus_names_the_environment_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """That of `./run --gpu`, beside the one for CPUs that writes the script."""
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/a b/.venv/bin/python")
+    command = Command(("train", "tiny"), "run")
+    assert f"command=('{tmp_path}/a b/.venv-gpu/bin/python' -m argosy train tiny" in slurm.render(command, Slurm(gpus=8), tmp_path)
+    assert f"command=('{tmp_path}/a b/.venv/bin/python' -m argosy train tiny" in slurm.render(command, Slurm(), tmp_path)
+    monkeypatch.setattr(sys, "executable", "/opt/python/bin/python")
+    assert "command=(/opt/python/bin/python -m argosy train tiny" in slurm.render(command, Slurm(gpus=8), tmp_path)
