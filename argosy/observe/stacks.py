@@ -110,7 +110,16 @@ def _stacks(text: str) -> list[str]:
         elif not line.startswith("  "):
             # What follows the stacks, such as the list of extension modules.
             out.append([])
-    return ["\n".join(stack) for stack in out if stack]
+    return ["\n".join(stack) for stack in out if stack and not _is_idle(stack)]
+
+
+# Where a thread waits for work: file and function of its last frame.
+_WAITS = re.compile(r'(threading\.py|queue\.py|selectors\.py|concurrent/futures/thread\.py)", line \d+ in (wait|get|select|_worker)$')
+
+
+def _is_idle(stack: list[str]) -> bool:
+    """Whether a thread other than the main one waits for work, which says nothing of why the process does not go on."""
+    return stack[-1].endswith(" in _bootstrap") and _WAITS.search(stack[0]) is not None
 
 
 def _ranges(ranks: list[int]) -> str:

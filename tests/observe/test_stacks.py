@@ -30,6 +30,31 @@ def test_stacks_that_are_alike_are_shown_once():
     assert "0x" not in shown
 
 
+def test_threads_that_wait_for_work_are_left_out():
+    code = """
+import faulthandler, queue, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)
+pool.submit(int).result()
+def works(): time.sleep(60)
+for waits in (queue.Queue().get, queue.SimpleQueue().get, threading.Event().wait, works):
+    threading.Thread(target=waits, daemon=True).start()
+time.sleep(0.3)
+faulthandler.dump_traceback(sys.stdout)
+sys.stdout.flush()
+import os; os._exit(0)
+"""
+    written = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    shown = folded({0: written})
+    assert written.count("most recent call first") == 6
+    assert " in works" in shown
+    assert " in <module>" in shown
+    assert " in _worker" not in shown
+    assert 'queue.py"' not in shown
+    # The thread of a queue without Python code of its own ends in `run`.
+    assert shown.count("process 0:") <= 3
+
+
 def test_a_process_that_does_not_go_on_ends_and_says_where(tmp_path: Path):
     code = """
 import sys, time
