@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from argosy.data.chat.template import RENDERING
 from argosy.infer.tools.grammar import COMPILING
 from argosy.serve import playground
 from argosy.serve.admin import Admin
@@ -53,8 +54,10 @@ class App:
         admin: Admin | None = None,
     ):
         self.service = service
-        # One thread: tokenizers are not known to be safe in several. Rendering a template may take seconds.
-        self._slow = ThreadPoolExecutor(1, "prepare")
+        # Several threads, because rendering a template may take seconds.
+        self._slow = ThreadPoolExecutor(RENDERING, "prepare")
+        # A thread of their own for templates that clients bring, so that these can take all others from nobody.
+        self._foreign = ThreadPoolExecutor(1, "prepare with a template")
         # Separate, so that a schema that takes seconds to compile delays no request without one.
         self._compiling = ThreadPoolExecutor(2 * COMPILING, "compile")
         # One, because XLA compiles with several threads of its own.
@@ -138,7 +141,9 @@ class App:
 
     async def _prepared(self, request: Request, work: Callable[[Any, Any], Any]) -> Any:
         body = await read_json(request, self.service.limits)
-        return await asyncio.get_running_loop().run_in_executor(self._slow, work, self.service, body)
+        foreign = isinstance(body, dict) and body.get("chat_template") is not None
+        threads = self._foreign if foreign else self._slow
+        return await asyncio.get_running_loop().run_in_executor(threads, work, self.service, body)
 
     # ---------------------------------------------------------------- stored responses
 

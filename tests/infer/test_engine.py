@@ -508,3 +508,35 @@ def test_the_cache_takes_a_share_of_the_memory_that_is_free(lm: LM, monkeypatch:
     device = Mock(platform="gpu", memory_stats=lambda: {"bytes_limit": 1000.0, "bytes_in_use": 200.0})
     monkeypatch.setattr(memory.jax, "Array", SimpleNamespace)
     assert memory.room_for_cache({"w": SimpleNamespace(devices=lambda: {device})}) == 640
+
+
+def test_the_steps_of_a_server_do_not_look_at_each_weight(lm: LM, monkeypatch: pytest.MonkeyPatch):
+    """Nobody else writes them while it is busy; between two requests anybody may."""
+    engine = Engine(lm.module, EngineSettings(slots=2, context=64, pages=16, page=8), keeps=True)
+    looks: list[str] = []
+
+    class Watched:
+        def __init__(self, address: str, inner: Any):
+            self.address, self.inner = address, inner
+
+        def get_raw_value(self) -> Any:
+            looks.append(self.address)
+            return self.inner.get_raw_value()
+
+        def get_value(self) -> Any:
+            return self.inner.get_value()
+
+    monkeypatch.setattr(engine, "variables", {address: Watched(address, v) for address, v in engine.variables.items()})
+    counts = []
+    for most in (2, 30):
+        engine.add(Request([1, 2, 3], most))
+        list(engine.run())
+        counts.append(len(looks))
+        looks.clear()
+    assert counts[1] <= counts[0], "a number for each request, not for each step"
+    engine.add(Request([1, 2, 3], 30))
+    engine.step()
+    looks.clear()
+    engine.swap_weights({})
+    engine.step()
+    assert set(looks) == set(engine.variables)

@@ -29,6 +29,7 @@ from argosy.infer.sampling.sample import Sampling
 from argosy.serve import run
 from argosy.serve.admin import Admin
 from argosy.serve.app import App
+from argosy.serve.engine import replicas
 from argosy.serve.engine.front import Front
 from argosy.serve.engine.replicas import Copies
 from argosy.serve.errors import ApiError
@@ -180,6 +181,31 @@ def test_answers_to_one_prompt_stay_on_one_copy(front: Copies):
     assert asyncio.run(go()) == [[3], [3]]
 
 
+def _shares(front: Copies, request: Request) -> Any:
+    return front._shares([request], (), front._page_hashes([request]), whole=False)
+
+
+def test_a_long_prompt_is_hashed_beside_the_event_loop(front: Copies, monkeypatch: pytest.MonkeyPatch):
+    """For as long as hashing takes, here until the loop has made a turn of its own."""
+    turned = threading.Event()
+    own = replicas.page_hashes
+
+    def slowly(*given: Any) -> Any:
+        assert turned.wait(30), "the event loop waits"
+        return own(*given)
+
+    monkeypatch.setattr(replicas, "page_hashes", slowly)
+
+    async def go() -> Any:
+        found = asyncio.create_task(front._hashes([Request([1] * (replicas.FEW_TOKENS + 1), 1)]))
+        await asyncio.sleep(0.01)
+        turned.set()
+        return await found
+
+    [hashes] = asyncio.run(go()).values()
+    assert hashes == own([1] * replicas.FEW_TOKENS, front.engine.settings.page)
+
+
 def test_a_request_goes_to_the_least_busy_copy_and_waiting_counts_fourfold(front: Copies):
     async def go() -> list[list[int]]:
         found = []
@@ -195,7 +221,7 @@ def test_a_request_goes_to_the_least_busy_copy_and_waiting_counts_fourfold(front
     try:
         first.waiting, second.running, third.running = 1, 3, 5
         assert [one.load for one in front.fronts] == [4, 3, 5]
-        assert list(front._shares([Request([3, 3], 1)], (), whole=False)) == [second]
+        assert list(_shares(front, Request([3, 3], 1))) == [second]
     finally:
         first.waiting, second.running, third.running = 0, 0, 0
 
@@ -210,7 +236,7 @@ def test_a_cached_prefix_outweighs_one_waiting_sequence_and_no_more(front: Copie
     found = []
     try:
         for first.running, second.running, third.running in ((7, 3, 5), (8, 3, 5)):
-            found += front._shares([Request([*PROMPT, 1], 1)], (), whole=False)
+            found += _shares(front, Request([*PROMPT, 1], 1))
     finally:
         first.running, second.running, third.running = 0, 0, 0
     assert found == [first, second]

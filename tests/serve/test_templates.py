@@ -1,5 +1,6 @@
 """What a client may say about the template of a chat: the prompt is what transformers renders, on both routes."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -158,3 +159,36 @@ def test_an_answer_continues_the_assistants_last_message(strict: Ask):
     refused = strict("POST", "/v1/messages", json={"messages": [*HI, {"role": "assistant", "content": [call]}], "max_tokens": 1})
     assert refused.status_code == 400
     assert "its result is missing" in refused.json()["error"]["message"]
+
+
+SLOW = (
+    "{% if messages[0].content == 'slow' %}{% for a in range(5000) %}{% for b in range(400) %}{% set c = a * b %}{% endfor %}"
+    "{% endfor %}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the model's", "the client's"])
+def test_a_slow_template_delays_nobody_else(lm: LM, own: bool):
+    """Those behind it are answered while it is rendered, however many came with a template of their own."""
+    tokenizer = ByteTokenizer(TokenizerConfig(templates={"default": SLOW if own else TEMPLATE}))
+    ended: list[str] = []
+
+    async def go(client: httpx.AsyncClient) -> None:
+        async def one(content: str) -> None:
+            body: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
+            if content == "slow" and not own:
+                body["chat_template"] = SLOW
+            assert (await client.post("/tokenize", json=body)).status_code in (200, 400)
+            ended.append(content)
+
+        # The process that renders is there.
+        await one("first")
+        slow = [asyncio.create_task(one("slow")) for _ in range(2 if own else 6)]
+        await asyncio.sleep(0.1)
+        await asyncio.gather(*(one("quick") for _ in range(4)))
+        assert ended == ["first", *["quick"] * 4]
+        for task in slow:
+            task.cancel()
+
+    with serving(LM(lm.config, lm.module, tokenizer), templates=True) as service:
+        inside(App(service).asgi, go)

@@ -14,7 +14,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.util import find_spec
@@ -40,6 +41,8 @@ START_S = 60.0
 TEMPLATE_CHARACTERS = 1 << 20
 # Any template may produce this much text; a longer input allows four times its own length.
 LEAST_CHARACTERS = 1 << 20
+# Conversations that are rendered at a time, each in a process of its own.
+RENDERING = 4
 
 
 def render(
@@ -130,7 +133,8 @@ def rendered(
     """The text of one conversation, and its spans in `{% generation %}`."""
     rest = {name: value for name, value in variables.items() if name != "add_generation_prompt"}
     part = len(messages), bool(variables.get("add_generation_prompt"))
-    return told(all_rendered([Job(template, messages, [part], rest)], special, now, CHILD)[0][0])
+    with free_child() as child:
+        return told(all_rendered([Job(template, messages, [part], rest)], special, now, child)[0][0])
 
 
 def told(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
@@ -210,6 +214,8 @@ class Child:
 
     def __init__(self) -> None:
         self._lock = Lock()
+        # Held by who has taken it from among those that are free.
+        self.turn = Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +250,7 @@ class Child:
 
     def forget(self) -> None:
         """Called in a forked process: the rendering process, and perhaps the lock, are the parent's."""
-        process, self._process, self._lock = self._process, None, Lock()
+        process, self._process, self._lock, self.turn = self._process, None, Lock(), Lock()
         for pipe in (process.stdin, process.stdout) if process is not None else ():
             if pipe is not None:
                 pipe.close()
@@ -321,6 +327,22 @@ def children() -> list[Child]:
     with GROWING:
         CHILDREN.extend(Child() for _ in range(cores - len(CHILDREN)))
     return CHILDREN[:cores]
+
+
+@contextmanager
+def free_child() -> Iterator[Child]:
+    """A process for one conversation. A second one renders while the first is busy, and so on up to `RENDERING`: a template that takes
+    two seconds delays nobody else."""
+    with GROWING:
+        CHILDREN.extend(Child() for _ in range(RENDERING - len(CHILDREN)))
+    for child in CHILDREN[:RENDERING]:
+        if child.turn.acquire(blocking=False):
+            try:
+                yield child
+            finally:
+                child.turn.release()
+            return
+    yield CHILD
 
 
 def close_all() -> None:

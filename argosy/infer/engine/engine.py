@@ -78,8 +78,9 @@ class Engine:
     """Answers many requests with one model at a time.
 
     Args:
-        model: a decoder module. Its weights are read at each step. If one was replaced, running sequences are computed again from
-            their first token, and the prefix cache is cleared.
+        model: a decoder module. Its weights are read at each step; with `keeps` at the first step after it was idle, and after
+            `swap_weights`. If one was replaced, running sequences are computed again from their first token, and the prefix cache is
+            cleared.
         say: called with what is being compiled, if that takes longer than a second.
         keeps: whether weights stay prepared while nothing runs. Not if they are trained meanwhile: views of them would make a
             training step copy what it should reuse.
@@ -164,6 +165,8 @@ class Engine:
         # Held weakly while nothing runs: a weight that was replaced is not kept in memory.
         self._seen: dict[str, Any] = {}
         self._weights: Any = None
+        # Whether nothing can have replaced a weight since they were looked at: with `keeps`, nobody else writes them while it is busy.
+        self._looked = False
 
     @property
     def caches(self) -> Caches:
@@ -223,6 +226,7 @@ class Engine:
             KeyError: no such address. ValueError: another shape.
         """
         put(self.model, dict(weights))
+        self._looked = False
 
     def reset_prefix_cache(self, *, running: bool = False) -> bool:
         """Clears the prefix cache; returns whether it did. Not while sequences run, unless `running` computes those again from their
@@ -333,6 +337,9 @@ class Engine:
 
     def _look_for_new_weights(self) -> None:
         """Computes running sequences again and clears the prefix cache, if a weight was replaced since the last step."""
+        if self._looked and self.keeps:
+            return
+        self._looked = True
         # Through `get_value`, looking at 270 weights takes 3 ms a step.
         now = {address: v.get_raw_value() for address, v in self.variables.items()}
         if self._seen and any(self._seen[address]() is not a for address, a in now.items()):
@@ -371,8 +378,10 @@ class Engine:
             self.scheduler.forget_all()
             raise
         events, self._events = self._events, []
-        if not self.busy and not self.keeps:
-            self._weights = None
+        if not self.busy:
+            self._looked = False
+            if not self.keeps:
+                self._weights = None
         return events
 
     def _steps(self) -> int:
