@@ -1,7 +1,8 @@
 """What a client may say about the template of a chat: the prompt is what transformers renders, on both routes."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from serve.conftest import TEMPLATE, inside, serving
 
+from argosy.data.chat import template
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer.lm import LM
@@ -161,34 +163,32 @@ def test_an_answer_continues_the_assistants_last_message(strict: Ask):
     assert "its result is missing" in refused.json()["error"]["message"]
 
 
-SLOW = (
-    "{% if messages[0].content == 'slow' %}{% for a in range(5000) %}{% for b in range(400) %}{% set c = a * b %}{% endfor %}"
-    "{% endfor %}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
 @pytest.mark.parametrize("own", [True, False], ids=["the model's", "the client's"])
-def test_a_slow_template_delays_nobody_else(lm: LM, own: bool):
-    """Those behind it are answered while it is rendered, however many came with a template of their own."""
-    tokenizer = ByteTokenizer(TokenizerConfig(templates={"default": SLOW if own else TEMPLATE}))
-    ended: list[str] = []
+def test_a_slow_template_delays_nobody_else(lm: LM, own: bool, monkeypatch: pytest.MonkeyPatch):
+    """Here a conversation is rendered until the others have been answered: those with the model's template while three of it take
+    their time, or however many with a template of their own."""
+    answered, renders = threading.Event(), template.all_rendered
+
+    def slowly(jobs: Sequence[template.Job], *given: Any) -> Any:
+        if jobs[0].messages[0]["content"] == "slow":
+            assert answered.wait(60), "the others wait"
+        return renders(jobs, *given)
+
+    monkeypatch.setattr(template, "all_rendered", slowly)
 
     async def go(client: httpx.AsyncClient) -> None:
-        async def one(content: str) -> None:
+        async def one(content: str) -> int:
             body: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
             if content == "slow" and not own:
-                body["chat_template"] = SLOW
-            assert (await client.post("/tokenize", json=body)).status_code in (200, 400)
-            ended.append(content)
+                body["chat_template"] = TEMPLATE
+            return (await client.post("/tokenize", json=body)).status_code
 
-        # The process that renders is there.
-        await one("first")
-        slow = [asyncio.create_task(one("slow")) for _ in range(2 if own else 6)]
-        await asyncio.sleep(0.1)
-        await asyncio.gather(*(one("quick") for _ in range(4)))
-        assert ended == ["first", *["quick"] * 4]
-        for task in slow:
-            task.cancel()
+        slow = [asyncio.create_task(one("slow")) for _ in range(3 if own else 6)]
+        await asyncio.sleep(0.05)
+        assert await asyncio.gather(*(one("quick") for _ in range(4))) == [200] * 4
+        assert not any(task.done() for task in slow)
+        answered.set()
+        assert await asyncio.gather(*slow) == [200] * len(slow)
 
-    with serving(LM(lm.config, lm.module, tokenizer), templates=True) as service:
+    with serving(lm, templates=True) as service:
         inside(App(service).asgi, go)
