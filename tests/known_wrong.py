@@ -421,9 +421,9 @@ EDITS = [
     ),
     Edit(
         "answers to the same prompt taken for mismatched ones",
-        "argosy/data/rows/sequences.py",
-        "if asked_of(one) != asked_of(record) and is_chat(one)",
-        "if one is not record and is_chat(one)",
+        "argosy/data/rows/mismatched.py",
+        "        if run and asked != prompt:",
+        "        if run:",
         ("tests/data/test_sequences.py::test_answers_to_the_same_prompt_are_not_taken_for_mismatched_ones",),
     ),
     Edit(

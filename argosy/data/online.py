@@ -85,7 +85,7 @@ class OnlineBatches(Batches):
         if self.source.format != "text":
             rendered = shown_template(encoder.tokenizer, self.source.format, self.settings.template)
             known |= {"rendered": rendered, "learn": self.settings.learn}
-        known |= {"ignored": self.source.ignored}
+        known |= {"ignored": self.source.ignored, "ends_short": self.settings.epochs is not None}
         return described(self.settings.source, self.settings, identity=self.identity, online=True, **known)
 
     def position(self) -> dict[str, Any]:

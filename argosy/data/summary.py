@@ -14,7 +14,8 @@ class CorpusSummary:
     bytes, documents, tokens: of the text that is trained on.  rows: of `sequence` tokens, in one epoch.  batch: rows of a step.
     epochs: passes over the rows in the steps of the run.  held_out_documents, held_out_tokens: kept for evaluation.
     max_bytes: the limit on the text, where it cut any off.  short_documents: of fewer than two tokens, which have no target
-    and which packing by fit leaves out.  tail_rows: of the last epoch, too few for a batch.  ends_after: batches until the
+    and which packing by fit leaves out.  tail_rows: of the last epoch, too few for a batch.  ends_short: online data ends after epochs,
+    and it is not known how many rows are too few for a batch then.  ends_after: batches until the
     epochs asked for are over.  special_documents: hold the name of a special token, which trains as plain text.
     special_names: some of those names.
 
@@ -40,6 +41,7 @@ class CorpusSummary:
     max_bytes: int | None = None
     short_documents: int = 0
     tail_rows: int = 0
+    ends_short: bool = False
     ends_after: int | None = None
     special_documents: int = 0
     special_names: tuple[str, ...] = ()
@@ -123,7 +125,10 @@ class CorpusSummary:
         if self.short_documents:
             parts.append(f"{plural(self.short_documents, 'document')} of fewer than two tokens")
         if self.tail_rows:
-            parts.append(f"the last {plural(self.tail_rows, 'row')}, too few for a batch (data.epochs)")
+            rows = plural(self.tail_rows, "prompt" if self.format == "prompt" else "row")
+            parts.append(f"the last {rows}, too few for a batch (data.epochs)")
+        if self.online and self.ends_short:
+            parts.append(f"what is left at the end of the last epoch, fewer than {plural(self.batch or 0, 'row')} (data.epochs)")
         return f"Left out: {'; '.join(parts)}." if parts else ""
 
     def _cut(self) -> str:
@@ -166,7 +171,7 @@ class CorpusSummary:
         least = "at least " if self.online else ""
         hold = "holds" if self.special_documents == 1 else "hold"
         return (
-            f"Warning: {least}{plural(self.special_documents, 'document')} {hold} names of special tokens ({names}), which train as "
+            f"Warning: {least}{plural(self.special_documents, self.noun)} {hold} names of special tokens ({names}), which train as "
             "plain text; data.special=true encodes them as special tokens."
         )
 

@@ -21,6 +21,7 @@ from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.progress import Complaining
 from argosy.data.batch import Batch
 from argosy.data.distillation.across import Aligned
+from argosy.data.encode import NAMES_SHOWN
 from argosy.data.order import picked
 from argosy.data.rows.answered import Answered, AnsweredPrompts
 from argosy.data.summary import CorpusSummary
@@ -102,7 +103,7 @@ class Lessons(Queued, Complaining):
 
     def summary(self, steps: int | None = None) -> CorpusSummary:
         held = len(self.held_out) if self.held_out is not None else 0
-        ends, rollouts, place = None, 0, 0
+        ends, rollouts, place, tail = None, 0, 0, 0
         most = -(-steps // self.rollout.updates) if steps is not None else None
         while most is None or rollouts < most:
             place += self.asked(rollouts)
@@ -110,10 +111,13 @@ class Lessons(Queued, Complaining):
                 break
             if self.prompts.most is not None and place > self.prompts.most:
                 ends, place = rollouts * self.rollout.updates, place - self.asked(rollouts)
+                tail = self.prompts.most - place
                 break
             rollouts += 1
         drawn = None if steps is None and ends is None else place / len(self.prompts)
-        known = {"documents": len(self.prompts), "epochs": drawn, "held_out_documents": held, "ends_after": ends}
+        known: dict[str, Any] = {"documents": len(self.prompts), "epochs": drawn, "held_out_documents": held, "ends_after": ends}
+        names = self.prompts.special_names
+        known |= {"special_documents": sum(names.values()), "special_names": tuple(names)[:NAMES_SHOWN], "tail_rows": tail}
         return CorpusSummary(self.prompts.source, format="prompt", **known)
 
     # ---------------------------------------------------------------- answers

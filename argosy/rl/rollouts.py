@@ -17,6 +17,7 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UserError, mistakes_of, refuse
 from argosy.core.progress import Say
+from argosy.data.encode import NAMES_SHOWN
 from argosy.data.order import picked
 from argosy.data.rows.prompts import Prompts
 from argosy.data.summary import CorpusSummary
@@ -143,8 +144,12 @@ class Rollouts(Queued):
         held = len(self.held_out) if self.held_out is not None else 0
         ends = None if self.prompts.most is None else self.prompts.most // self.groups * self.rollout.updates
         made = steps if steps is None or ends is None else min(steps, ends)
+        reached = ends is not None and (steps is None or steps >= ends)
+        tail = (self.prompts.most or 0) % self.groups if reached else 0
         drawn = None if made is None else -(-made // self.rollout.updates) * self.groups / len(self.prompts)
-        known = {"documents": len(self.prompts), "epochs": drawn, "held_out_documents": held, "ends_after": ends}
+        known: dict[str, Any] = {"documents": len(self.prompts), "epochs": drawn, "held_out_documents": held, "ends_after": ends}
+        names = self.prompts.special_names
+        known |= {"special_documents": sum(names.values()), "special_names": tuple(names)[:NAMES_SHOWN], "tail_rows": tail}
         return CorpusSummary(self.prompts.source, format="prompt", **known)
 
     # ---------------------------------------------------------------- a rollout

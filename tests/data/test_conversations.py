@@ -237,6 +237,50 @@ def test_records_without_an_answer_are_counted_and_left_out(tmp_path, smollm2):
     assert smollm2.decode(batch["targets"][batch["mask"] > 0].tolist(), skip_special=False) == "ho<|im_end|>"
 
 
+def test_a_call_that_the_template_does_not_write_is_no_empty_answer(tmp_path, smollm2):
+    """SmolLM2's template knows no tools: the turn would be the end of a turn alone, and would be learned."""
+    rows = [json.loads(line) for line in shared("../cases/tools_without_template.jsonl").read_text().splitlines()]
+    tokenizer = tokenizer_for(shared("chat_templates/SmolLM2-135M-Instruct.jinja").read_text(), "<|im_start|>", "<|im_end|>")
+    for learn in ("answers", "all"):
+        with pytest.raises(BadInput, match="does not write the tool calls of message 1, of the assistant") as caught:
+            encoded(tokenizer, tmp_path, rows, learn=learn)
+        assert str(caught.value.where).endswith(":1")
+        assert "data.template" in str(caught.value.hint)
+    template = shared("chat_templates/Qwen-Qwen2.5-7B-Instruct.jinja").read_text()
+    qwen = tokenizer_for(template, "<|im_start|>", "<|im_end|>")
+    ((ids, learned), *_) = encoded(qwen, tmp_path, rows)
+    assert '"name": "weather"' in qwen.decode([token for token, counts in zip(ids, learned) if counts])
+
+
+def test_tools_that_the_template_does_not_write_are_an_ignored_column(tmp_path, smollm2):
+    rows = [{"messages": [HI, HO], "tools": [TOOL]}, {"messages": [HI, HO]}]
+    for template, ignored in (("SmolLM2-135M-Instruct", True), ("Qwen-Qwen2.5-7B-Instruct", False)):
+        (tmp_path / template).mkdir()
+        tokenizer = tokenizer_for(shared(f"chat_templates/{template}.jinja").read_text(), "<|im_start|>", "<|im_end|>")
+        text = build(settings_for(tmp_path / template, rows, sequence=512), tokenizer, vocab=60_000, seed=0).summary().text
+        assert ("Ignored columns: `tools`." in text) == ignored
+
+
+def test_conversations_of_nothing_but_empty_answers_are_left_out(tmp_path, smollm2):
+    nothing = {"messages": [HI, {**HO, "content": ""}, HI, {**HO, "content": " "}]}
+    some = {"messages": [HI, {**HO, "content": ""}, HI, HO]}
+    answers = encoded(smollm2, tmp_path, [nothing, some, {"messages": [HI, HO]}])
+    assert [len(ids) > 0 for ids, _ in answers] == [False, True, True]
+    assert all(len(ids) for ids, _ in encoded(smollm2, tmp_path, [nothing], learn="all"))
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_texts_that_a_template_has_rendered_elsewhere_are_reported(tmp_path, smollm2, online):
+    """36 tokens for 11: names of special tokens are text unless data.special is on."""
+    rendered = {"prompt": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "completion": "ho<|im_end|>"}
+    rows = [rendered, {"prompt": "hi", "completion": "ho"}, {**rendered, "prompt": "hi"}]
+    settings = settings_for(tmp_path, rows, online=online)
+    text = build(settings, smollm2, vocab=50_000, seed=0).summary().text
+    least = "at least " if online else ""
+    assert f"Warning: {least}2 examples hold names of special tokens (<|im_start|>, <|im_end|>)" in text
+    assert "Warning" not in build(settings.model_copy(update={"special": True}), smollm2, vocab=50_000, seed=0).summary().text
+
+
 def test_records_none_of_which_has_an_answer_are_an_error(tmp_path, smollm2):
     settings = settings_for(tmp_path, [{"messages": [HI]}] * 2)
     with pytest.raises(BadInput, match="none of 2 records has an answer"):

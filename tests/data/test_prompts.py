@@ -46,6 +46,16 @@ def test_what_is_no_prompt_is_not_counted():
     assert lengths_of(lambda first, count: rows[first : first + count], 3, 8, 60.0).long == 1
 
 
+def test_prompts_that_a_template_has_rendered_elsewhere_are_counted_by_the_name_they_hold_first():
+    tokenizer = ByteTokenizer()
+    name = tokenizer.special["eos_token"]
+    asked = [f"hi{name}", "hi", f"{name}{name}", None]
+    records = [Record(where="line", prompt=text, messages=None if text else [{"role": "user", "content": name}]) for text in asked]
+    how = (records, tokenizer, Order(len(records), 7), {"source": "test"})
+    assert Prompts(*how).special_names == {name: 2}
+    assert Prompts(*how, special=True).special_names == {}
+
+
 def test_a_prompt_that_cannot_be_rendered_is_named_before_the_first_step():
     with pytest.raises(BadInput, match="an empty prompt") as told:
         lengths_of(made([3, 0, 3]), 3, 8, 60.0)

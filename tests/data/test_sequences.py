@@ -165,6 +165,37 @@ def test_equal_answers_and_empty_ones_are_dropped_and_counted(tmp_path):
     assert "2 pairs without an answer" in text
 
 
+def test_an_empty_message_is_no_answer(tmp_path):
+    """The template would write the end of a turn after it, and a model would learn to say nothing."""
+    tokenizer = tokenizer_for(CHATML, "<|im_start|>", "<|im_end|>")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "ho", "arguments": {}}}]}
+    empty, blank = {**HO, "content": ""}, {**HO, "content": " \n"}
+    pairs = [(HO, OTHER), (empty, OTHER), (HO, empty), (blank, OTHER)]
+    rows = [{"prompt": [HI], "chosen": [chosen], "rejected": [rejected]} for chosen, rejected in pairs]
+    batches = batches_of(tmp_path, rows, tokenizer=tokenizer)
+    assert "1 pair," in batches.summary().text
+    assert "3 pairs without an answer" in batches.summary().text
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls }}")
+    (tmp_path / "calls").mkdir()
+    with_calls = batches_of(
+        tmp_path / "calls", [{"prompt": [HI], "chosen": [call], "rejected": [OTHER]}],
+        tokenizer=tokenizer_for(template, "<|im_start|>", "<|im_end|>"),
+    )  # fmt: skip
+    assert "1 pair," in with_calls.summary().text
+
+
+def test_pairs_that_a_template_has_rendered_elsewhere_are_reported_once_each(tmp_path):
+    tokenizer = tokenizer_for(CHATML, "<|im_start|>", "<|im_end|>")
+    rendered = {"prompt": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "chosen": "ho<|im_end|>", "rejected": "no<|im_end|>"}
+    rows = [rendered, {**rendered, "chosen": "other<|im_end|>"}, {"prompt": "p", "chosen": "a", "rejected": "b"}]
+    batches = batches_of(tmp_path, rows, tokenizer=tokenizer)
+    assert "Warning: 2 pairs hold names of special tokens (<|im_start|>)" in batches.summary().text
+    assert "data.special=true" in batches.summary().text
+    quiet = batches_of(tmp_path, rows, tokenizer=tokenizer, special=True)
+    assert "Warning" not in quiet.summary().text
+    assert (next(quiet)["tokens"][0] == tokenizer.encode("<|im_start|>", special=True)[0]).sum() == 2
+
+
 def test_nothing_but_equal_answers_is_an_error(tmp_path):
     with pytest.raises(BadInput, match="of 2 pairs, 2 have a rejected answer equal to the chosen one") as caught:
         batches_of(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "a"}] * 2)
@@ -273,6 +304,42 @@ def test_answers_to_the_same_prompt_are_not_taken_for_mismatched_ones(tmp_path):
     assert all(text.startswith("⟦q:⟧ b") for text in shown(batch)[1:6:2])
     with pytest.raises(BadInput, match="all records have the same one"):
         batches_of(tmp_path, rows, named=("desirable",))
+
+
+@pytest.mark.parametrize("group_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("order", ["sorted", "alternating", "pairs"])
+def test_the_answer_to_another_prompt_depends_on_the_file_alone(tmp_path, monkeypatch, order, group_bytes):
+    """Files are read in groups of about 1 MiB: a group of one prompt alone is no reason to refuse a file with two."""
+    monkeypatch.setattr("argosy.data.prepare.GROUP_BYTES", group_bytes)
+    count = 200
+    prompts = {"sorted": "a" * 100 + "b" * 100, "alternating": "ab" * 100, "pairs": "aabbccdd" * 25}[order]
+    rows = [{"prompt": f"{prompt}:", "completion": f" {i}", "label": i % 2 == 0} for i, prompt in enumerate(prompts)]
+    batches = batches_of(tmp_path, rows, named=("desirable",), batch=2 * count)
+    texts = [text.split("<")[0] for text in shown(next(batches))]
+    own, other = texts[::2], texts[1::2]
+    assert own == [f"⟦{prompt}:⟧ {i}" for i, prompt in enumerate(prompts)]
+    partners = [int(text.split("⟧ ")[1]) for text in other]
+    assert [text[1] for text in other] == list(prompts), "the prompt stays"
+    assert all(prompts[i] != prompts[j] for i, j in enumerate(partners)), "its answer is that to another"
+    if order == "sorted":
+        assert partners == [*range(100, 164), *range(100, 136), *range(64), *range(36)], "and not always the same"
+    if order == "pairs":
+        assert partners[:-2] == list(range(2, 200))
+
+
+def test_answers_of_conversations_go_with_conversations_and_those_of_texts_with_texts(tmp_path):
+    tokenizer = tokenizer_for(CHATML, "<|im_start|>", "<|im_end|>")
+    rows = [
+        {"prompt": [HI], "completion": [HO], "label": True},
+        {"prompt": "p:", "completion": " x", "label": True},
+        {"prompt": "q:", "completion": " y", "label": True},
+        {"prompt": [{**HI, "content": "why"}], "completion": [OTHER], "label": False},
+    ]
+    texts = shown(next(batches_of(tmp_path, rows, named=("desirable",), tokenizer=tokenizer, batch=8)), tokenizer)
+    assert "no<|im_end|>" in texts[1]
+    assert texts[3].startswith("⟦p:⟧ y")
+    assert texts[5].startswith("⟦q:⟧ x")
+    assert "ho<|im_end|>" in texts[7]
 
 
 def test_mismatched_conversations_keep_their_own_prompt(tmp_path):

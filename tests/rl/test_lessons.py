@@ -142,6 +142,9 @@ def test_epochs_end_where_too_few_prompts_are_left(lm: LM):
     made = lessons(lm, prompts(lm, most=20, alone=True), own=1)
     assert made.summary().ends_after == 5
     assert made.summary(2).epochs == 1
+    assert (made.summary().tail_rows, made.summary(2).tail_rows) == (0, 0)
+    short = lessons(lm, prompts(lm, most=18, alone=True), own=1).summary(100)
+    assert (short.ends_after, short.tail_rows) == (4, 2)
     count = 0
     while True:
         made.advance(None)

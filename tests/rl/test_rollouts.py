@@ -413,6 +413,8 @@ def test_a_run_ends_with_the_epochs_of_its_prompts(lm: LM):
         made.advance(None)
         handed += [one] if (one := next(made, None)) is not None else []
     assert len(handed) == 4 == made.summary().ends_after, "two rollouts of four prompts, two updates each; one prompt is left"
+    assert "Left out: the last 1 prompt, too few for a batch (data.epochs)." in made.summary().text
+    assert made.summary(3).tail_rows == 0
     assert made.summary(100).epochs == pytest.approx(8 / 6)
 
 

@@ -20,6 +20,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, nearest
 from argosy.data.chat import template as chat
 from argosy.data.chat.mask import Conversation, Ids, Way, encode_all, encoded
+from argosy.data.chat.template import choose_template
 from argosy.data.encode import Encoder
 from argosy.data.pack import Encoded
 from argosy.data.sources import Document, Record, Source
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 CLOCK = datetime(2024, 7, 26)
 # The name of Stanford's text, for Alpaca records whose tokenizer has a chat template too.
 ALPACA = "alpaca"
+RECORDS_VERSION = 2
 HINT = "data.template=FILE.jinja gives one; many are in the folders of instruction-tuned models"
 
 
@@ -40,7 +42,7 @@ class ConversationEncoder(Encoder):
     """Encodes documents that hold records; the counts are of those so far.
 
     read: records.  unanswered: left out because nothing in them is learned.  endless: conversations whose last answer ends with no
-    special token, so that a model does not learn to stop.
+    special token, so that a model does not learn to stop.  toolless: conversations with tools, of which their template writes none.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class ConversationEncoder(Encoder):
         self.learn, self.bos_first = learn, bool(bos)
         self.templates, self.name = templates_of(tokenizer, template)
         self.way = Way(self.templates, self.name, CLOCK, masked=learn == "answers")
-        self.read = self.unanswered = self.endless = 0
+        self.read = self.unanswered = self.endless = self.toolless = 0
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
         """The records in order, one answer each, which is empty for those that are left out.
@@ -77,10 +79,16 @@ class ConversationEncoder(Encoder):
                 where = f"{record.where}: {found.where}" if found.where else record.where
                 raise BadInput(found.what, where=where, hint=found.hint)
             self.read += 1
+            if self.learn == "answers" and not says_something(record):
+                self.unanswered += 1
+                yield NOTHING
+                continue
             yield self.finished(found, is_chat)
 
     def skip(self, document: Document) -> None:
-        """Passes over a record, which leaves nothing behind."""
+        """Passes over a record; only names of special tokens in its texts are counted."""
+        if document.record is not None and document.record.messages is None:
+            self._look_for_names(document.record.words, ends=True)
 
     def close(self) -> None:
         chat.close_all()
@@ -101,12 +109,15 @@ class ConversationEncoder(Encoder):
         return False
 
     def conversation(self, record: Record) -> Conversation:
+        if record.tools and "tools" not in choose_template(self.templates, name=self.name, tools=True):
+            self.toolless += 1
         return Conversation(record.messages or (), record.tools, record.variables, record.learned)
 
     def completion(self, record: Record) -> Ids:
         """A prompt and what follows it. Names of special tokens are text, unless `special`."""
         prompt, answer = record.prompt or "", record.completion or ""
         span = [(len(prompt), len(prompt) + len(answer))] if answer else []
+        self._look_for_names(prompt + answer, ends=True)
         return encoded(self.tokenizer, prompt + answer, span, special=self.special)
 
     def finished(self, found: Ids, is_chat: bool, ends: bool = True) -> Encoded:
@@ -114,7 +125,7 @@ class ConversationEncoder(Encoder):
         ids, mask = found
         if not ids or (self.learn == "answers" and not any(mask)):
             self.unanswered += 1
-            return Encoded(np.zeros(0, self.dtype), np.zeros(0, np.uint8), begins=False)
+            return NOTHING
         if is_chat and self.learn == "answers":
             last = next(token for token, learned in zip(reversed(ids), reversed(mask)) if learned)
             self.endless += last not in self.tokenizer.hidden
@@ -125,6 +136,20 @@ class ConversationEncoder(Encoder):
             return Encoded(tokens)
         learned = np.array([False] * len(before) + mask + mask[-1:] * len(after), np.uint8)
         return Encoded(tokens, learned)
+
+
+# What is written of a record that is left out.
+NOTHING = Encoded(np.zeros(0, np.uint16), np.zeros(0, np.uint8), begins=False)
+
+
+def says_something(record: Record) -> bool:
+    """Whether any message that may be learned holds words, a call, or anything else that a template writes. An empty one would teach a
+    model to end its turn at once. Records that are texts are judged by their tokens."""
+    if record.messages is None:
+        return True
+    learned = record.learned or [True] * len(record.messages)
+    own = [message for message, counts in zip(record.messages, learned) if counts and message.get("role") == "assistant"]
+    return any(str(value).strip() for message in own for name, value in message.items() if name not in ("role", "name") and value)
 
 
 def templates_of(tokenizer: "Tokenizer", template: str | None) -> tuple[Mapping[str, str], str | None]:
@@ -157,10 +182,11 @@ def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
 
 
 def made_by(source: Source, tokenizer: "Tokenizer", learn: str, template: str | None) -> dict[str, Any]:
-    """What of the settings decides the tokens of records, for a fingerprint: what is learned, and by which templates."""
+    """What decides the tokens of records, for a fingerprint: what is learned, by which templates, and how records are read. Another way
+    of reading them gets another number, or an older corpus in the cache would be taken for the same."""
     if source.format == "text":
         return {}
-    return {"learn": learn, "template": template_hash(tokenizer, template)}
+    return {"learn": learn, "template": template_hash(tokenizer, template), "records": RECORDS_VERSION}
 
 
 def template_hash(tokenizer: "Tokenizer", template: str | None) -> str:
@@ -186,7 +212,8 @@ def shown_template(tokenizer: "Tokenizer", format: str, template: str | None) ->
 
 def counted(encoder: Encoder, source: Source, template: str | None) -> dict[str, Any]:
     """What a manifest keeps of the records that were read; empty for text."""
-    found: dict[str, Any] = {"ignored": list(source.ignored)} if source.ignored else {}
+    ignored = [*source.ignored, *(["tools"] if getattr(encoder, "toolless", 0) else [])]
+    found: dict[str, Any] = {"ignored": ignored} if ignored else {}
     if isinstance(encoder, ConversationEncoder):
         rendered = shown_template(encoder.tokenizer, source.format, template)
         found |= {"read": encoder.read, "unanswered": encoder.unanswered, "rendered": rendered, "learn": encoder.learn}

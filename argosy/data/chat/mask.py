@@ -117,6 +117,7 @@ def encode_chunk(
         try:
             renders = Renders(job, tokenizer.special, now, way.name or "default", dict(zip(job.parts, answers)), child)
             turns = renders.turns(ends) if way.masked else {}
+            renders.check_calls(turns)
             found.append(encoded(tokenizer, renders.whole, list(kept(turns, one).values()), way.masked))
         except BadInput as error:
             found.append(error)
@@ -277,6 +278,24 @@ class Renders:
             spans = [self.turn(place, ends) for place in places]
         spans = [(start, without_blanks(self.whole, start, stop, ends)) for start, stop in spans]
         return {place: span for place, span in zip(places, spans) if span[0] < span[1]}
+
+    def check_calls(self, turns: Mapping[int, Span]) -> None:
+        """Checks that the template writes the calls of tools: without them a turn would be learned as an empty answer.
+
+        Args:
+            turns: the spans that were found, by the place of their message.
+
+        Raises:
+            BadInput: the name of a function is not in the turn that calls it; or not in the text, where turns are not known.
+        """
+        for place, message in enumerate(self.messages):
+            start, stop = turns.get(place, (0, len(self.whole)))
+            functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+            if any(str(function.get("name", "")) not in self.whole[start:stop] for function in functions):
+                raise BadInput(
+                    f"the chat template `{self.name}` does not write the tool calls of message {place}, of the assistant",
+                    hint="use a template that knows tools (data.template=FILE.jinja), or leave such records out of the file",
+                )
 
     def turn(self, place: int, ends: Collection[str]) -> Span:
         """The span of the message at a place in the whole text."""

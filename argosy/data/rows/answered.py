@@ -49,6 +49,11 @@ class AnsweredPrompts:
         return len(self.prompts)
 
     @property
+    def special_names(self) -> dict[str, int]:
+        """As `Prompts.special_names`."""
+        return self.prompts.special_names
+
+    @property
     def has_answers(self) -> bool:
         return self.encoder is not None
 

@@ -7,6 +7,7 @@ Which of them are held out depends on their own text alone, as in a corpus.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,6 +87,17 @@ class Prompts:
         rows = self.order(np.arange(first, first + max(count, 0)))
         found = enumerate(rows.tolist(), first)
         return [replace(self.rendered(self.records[row]), place=place) for place, row in found if row >= 0]
+
+    @cached_property
+    def special_names(self) -> dict[str, int]:
+        """Names of special tokens that stay text in prompts, and how many prompts hold each one first: they were rendered by a chat
+        template elsewhere. Prompts of messages have none."""
+        found: dict[str, int] = {}
+        pattern = None if self.special else self.tokenizer.special_names
+        for record in self.records if pattern is not None else ():
+            if record.messages is None and (name := pattern.search(record.prompt or "")):
+                found[name[0]] = found.get(name[0], 0) + 1
+        return found
 
     def rendered(self, record: Record) -> Prompt:
         """One record as token ids, and all columns."""

@@ -9,7 +9,7 @@ Rows hold one sequence each, or several by best fit (`data.packing=fit`), where 
 the second rows their second ones, in the same order: slot k of a row belongs to slot k of the next. Nothing here knows losses.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +18,16 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch, Field, Fields
-from argosy.data.chat.conversations import ConversationEncoder
+from argosy.data.chat.conversations import NOTHING, ConversationEncoder, says_something
 from argosy.data.chat.mask import encode_all, encode_cut
 from argosy.data.encode import Encoder
 from argosy.data.pack import Corpus, Encoded, PackCounts, best_fit_decreasing
+from argosy.data.rows.mismatched import MismatchedRecords
 from argosy.data.sources import Document, Record, Source
 from argosy.data.sources.records import GROUPS
 
 if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
-
-# Records of KTO whose answers may be taken for the first ones after them.
-RECENT = 8
 
 
 class SequenceEncoder(ConversationEncoder):
@@ -47,16 +45,19 @@ class SequenceEncoder(ConversationEncoder):
         special: bool = False,
         learn: str = "answers",
         template: str | None = None,
+        source: Source | None = None,
     ):
-        """Raises:
-        BadInput: as ConversationEncoder; or prompts are to be learned.
+        """source: of the documents, from which KTO takes answers to other prompts; None: of those that are encoded together.
+
+        Raises:
+            BadInput: as ConversationEncoder; or prompts are to be learned.
         """
         if learn != "answers":
             what = f"data.learn={learn} is for fine-tuning: of `{format}` records only the answers count"
             raise BadInput(what, hint="leave `data.learn` out")
         super().__init__(tokenizer, bos, special, learn, template)
         self.format, self.identical = format, 0
-        self.recent: list[Record] = []
+        self.others = None if source is None else MismatchedRecords(lambda: records_of(source.documents()))
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
         """The records in order, one answer each: the first sequence, with the others in its `group`. Empty for those left out.
@@ -64,55 +65,48 @@ class SequenceEncoder(ConversationEncoder):
         Raises:
             BadInput: as ConversationEncoder; or KTO's records all have one prompt.
         """
-        records = [document.record for document in documents if document.record is not None]
-        groups = [self.rows_of(records, at) for at in range(len(records))]
-        self.recent = [*self.recent, *records][-RECENT:]
+        records = list(records_of(documents))
+        others = self.others or MismatchedRecords(lambda: records)
+        groups = [self.rows_of(record, others) for record in records]
         flat = [row for group in groups for row in group]
         chats = encode_all(self.tokenizer, [self.conversation(row) for row in flat if self.is_chat(row)], self.way)
         for record, group in zip(records, groups):
             self.read += 1
             if not group:
                 self.identical += 1
-                yield self.left_out()
+                yield NOTHING
                 continue
+            named = self.special_documents
             found = [next(chats) if self.is_chat(row) else self.completion(row) for row in group]
             if error := next((one for one in found if isinstance(one, BadInput)), None):
                 where = f"{record.where}: {error.where}" if error.where else record.where
                 raise BadInput(error.what, where=where, hint=error.hint)
+            self.special_documents = named + (self.special_documents > named)
+            if not all(says_something(row) for row in group):
+                self.unanswered += 1
+                yield NOTHING
+                continue
             unanswered, endless = self.unanswered, self.endless
             each = [self.sequence(row, ids) for row, ids in zip(group, found)]
             self.endless = endless + (self.endless > endless)
             if self.unanswered > unanswered:
                 self.unanswered = unanswered + 1
-                yield self.left_out()
+                yield NOTHING
                 continue
             yield replace(each[0], group=tuple(each[1:]), values=record.values)
 
-    def left_out(self) -> Encoded:
-        return Encoded(np.zeros(0, self.dtype), np.zeros(0, np.uint8), begins=False)
+    def skip(self, document: Document) -> None:
+        super().skip(document)
+        if self.format == "kto" and self.others is not None and document.record is not None:
+            self.others.of(document.record)
 
-    def rows_of(self, records: Sequence[Record], at: int) -> list[Record]:
+    def rows_of(self, record: Record, mismatched: MismatchedRecords) -> list[Record]:
         """The sequences of a record; none if its answers are the same."""
-        record = records[at]
         if self.format == "kto":
-            return [record, self.mismatched(records, at)]
+            return [record, answered_by(record, mismatched.of(record))]
         others = list(record.others)
         same = any((record.messages, record.prompt, record.completion) == (o.messages, o.prompt, o.completion) for o in others)
         return [] if same else [record, *others]
-
-    def mismatched(self, records: Sequence[Record], at: int) -> Record:
-        """A record's prompt with the answer to another prompt: that of the next record which has another one."""
-        record = records[at]
-        others = [*records[at + 1 :], *records[:at], *reversed(self.recent)]
-        other = next((one for one in others if asked_of(one) != asked_of(record) and is_chat(one) == is_chat(record)), None)
-        if other is None:
-            what = "KTO compares with answers to other prompts, and all records have the same one"
-            raise BadInput(what, where=record.where, hint="give examples with at least two prompts")
-        if record.messages is None:
-            return Record(where=record.where, prompt=record.prompt, completion=other.completion)
-        messages = [*record.messages[: record.asked], *(other.messages or ())[other.asked :]]
-        learned = (*[False] * record.asked, *(other.learned or ())[other.asked :])
-        return replace(record, messages=messages, learned=learned, values={})
 
     def completion(self, record: Record) -> Any:
         return super().completion(record) if not record.steps else self.in_steps(record)
@@ -123,6 +117,7 @@ class SequenceEncoder(ConversationEncoder):
         for step, _ in record.steps:
             cuts.append(len(text))
             text += f"{step}\n"
+        self._look_for_names(text, ends=True)
         ids, places = encode_cut(self.tokenizer, text, [cut for cut in cuts if cut], self.special)
         mask, begins = [False] * len(ids), np.array([begin for begin, _ in places])
         for stop in [*cuts[1:], len(text)]:
@@ -140,13 +135,17 @@ class SequenceEncoder(ConversationEncoder):
         return replace(made, columns={"right": right})
 
 
-def is_chat(record: Record) -> bool:
-    return record.messages is not None
+def records_of(documents: Iterable[Document]) -> Iterator[Record]:
+    return (document.record for document in documents if document.record is not None)
 
 
-def asked_of(record: Record) -> Any:
-    """What a record asks, to tell whether two ask the same."""
-    return list(record.messages[: record.asked]) if record.messages is not None else record.prompt
+def answered_by(record: Record, other: Record) -> Record:
+    """A record's prompt with another record's answer."""
+    if record.messages is None:
+        return Record(where=record.where, prompt=record.prompt, completion=other.completion)
+    messages = [*record.messages[: record.asked], *(other.messages or ())[other.asked :]]
+    learned = (*[False] * record.asked, *(other.learned or ())[other.asked :])
+    return replace(record, messages=messages, learned=learned, values={})
 
 
 def encoder_for(
@@ -161,7 +160,7 @@ def encoder_for(
     if source.format == "text":
         return Encoder(tokenizer, bos, special)
     if source.format in GROUPS:
-        return SequenceEncoder(tokenizer, source.format, bos, special, learn, template)
+        return SequenceEncoder(tokenizer, source.format, bos, special, learn, template, source)
     return ConversationEncoder(tokenizer, bos, special, learn, template)
 
 

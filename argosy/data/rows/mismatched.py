@@ -1,0 +1,93 @@
+"""The answers to other prompts that KTO compares with (arXiv:2402.01306): for each record, one of another prompt.
+
+Records of one prompt often stand together, sorted files hold thousands in a row. So the file is read by runs of records of one prompt:
+the k-th record of a run gets the k-th answer of the run after it, and those of the last run get answers of the first. The file is read a
+second time, up to a run ahead of the first reading, and of each run only the first KEPT records are in memory. Which answer a record
+gets depends on the file alone, not on how it is read in groups.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.data.sources import Record
+
+# Answers of a run that are kept; those of longer runs take turns.
+KEPT = 64
+
+
+class MismatchedRecords:
+    """Records of other prompts.
+
+    Args:
+        records: begins to read all records from the first, as often as it is called.
+    """
+
+    def __init__(self, records: Callable[[], Iterable[Record]]):
+        self._records = records
+        # Conversations and texts are two files in one: an answer of one kind does not fit a prompt of the other.
+        self._runs: dict[bool, _Runs] = {}
+
+    def of(self, record: Record) -> Record:
+        """The record whose answer goes with this one's prompt. It is asked for every record in the order of the file.
+
+        Raises:
+            BadInput: all records have the same prompt.
+        """
+        kind = is_chat(record)
+        if kind not in self._runs:
+            self._runs[kind] = _Runs(one for one in self._records() if is_chat(one) == kind)
+        return self._runs[kind].of(record)
+
+
+class _Runs:
+    """The runs of a file, read one ahead. beginning: the first two, of which the last run takes one that has another prompt."""
+
+    def __init__(self, records: Iterable[Record]):
+        self.runs, self.beginning = runs_of(records), list[list[Record]]()
+        self.current: list[Record] | None = None
+        self.following = self._next()
+        self.place = 0
+
+    def _next(self) -> list[Record] | None:
+        run = next(self.runs, None)
+        if run is not None and len(self.beginning) < 2:
+            self.beginning.append(run)
+        return run
+
+    def of(self, record: Record) -> Record:
+        asked, self.place = prompt_key(record), self.place + 1
+        while self.current is None or prompt_key(self.current[0]) != asked:
+            if self.following is None:
+                raise ValueError(f"{record.where} comes before a record that was asked for earlier")
+            self.current, self.following, self.place = self.following, self._next(), 0
+        others = self.following or next((run for run in self.beginning if prompt_key(run[0]) != asked), None)
+        if others is None:
+            what = "KTO compares with answers to other prompts, and all records have the same one"
+            raise BadInput(what, where=record.where, hint="give examples with at least two prompts")
+        return others[self.place % len(others)]
+
+
+def runs_of(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """The first records of each run of records of one prompt."""
+    run: list[Record] = []
+    prompt: Any = None
+    for record in records:
+        asked = prompt_key(record)
+        if run and asked != prompt:
+            yield run
+            run = []
+        prompt = asked
+        if len(run) < KEPT:
+            run.append(record)
+    if run:
+        yield run
+
+
+def is_chat(record: Record) -> bool:
+    return record.messages is not None
+
+
+def prompt_key(record: Record) -> Any:
+    """What a record asks, to tell whether two ask the same."""
+    return list(record.messages[: record.asked]) if record.messages is not None else record.prompt
