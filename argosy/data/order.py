@@ -69,9 +69,6 @@ def packing_of(settings: DataSettings, identity: Fingerprint) -> str:
         BadInput: the setting is not for such data.
     """
     if not of_sequences(identity):
-        if settings.packing == "alone":
-            what = "data.packing=alone is for pairs, labeled answers and steps"
-            raise BadInput(what, hint="data.packing=fit packs whole conversations")
         return settings.packing or ("fit" if of_records(identity) else "split")
     if settings.packing == "split":
         what = f"data.packing=split would cut `{identity['source.format']}` records, which are compared as a whole"
@@ -88,11 +85,16 @@ def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
     if of_sequences(identity):
         if settings.too_long == "continue":
             what = f"data.too_long=continue would cut `{identity['source.format']}` records, which are compared as a whole"
-            raise BadInput(what, hint="set `data.too_long=drop`, `cut` or `error`, or leave it out")
+            raise BadInput(what, hint="set `data.too_long=drop`, `cut_prompt`, `cut` or `error`, or leave it out")
+        if settings.too_long == "cut_prompt" and identity["source.format"] == "stepwise":
+            raise BadInput("data.too_long=cut_prompt is for pairs and labeled answers", hint="set `data.too_long=drop`, `cut` or `error`")
         return settings.too_long or "drop"
+    if settings.too_long == "cut_prompt":
+        what = "data.too_long=cut_prompt is for pairs and labeled answers, which are one prompt and its answers"
+        raise BadInput(what, hint="set `data.too_long=cut`, `drop` or `error`, or leave it out")
     if settings.too_long is not None and packing_of(settings, identity) == "split":
-        what = f"data.too_long={settings.too_long} is for data.packing=fit: data.packing=split joins documents and cuts the stream"
-        raise BadInput(what, hint="set `data.packing=fit`, or leave `data.too_long` out")
+        what = f"data.too_long={settings.too_long} is for whole documents: data.packing=split joins them and cuts the stream"
+        raise BadInput(what, hint="set `data.packing=fit` or `alone`, or leave `data.too_long` out")
     return settings.too_long or ("cut" if of_records(identity) else "continue")
 
 

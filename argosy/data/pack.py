@@ -4,7 +4,7 @@ Two packings. Both make any row directly from its number:
 
     SplitRows   the documents as one stream; row i reads stream[i T : i T + T + 1]. The overlap of one keeps every
                 target, the only padding is in the last row, and a document may begin in one row and end in the next.
-    FitRows     whole documents, best fit decreasing (Johnson, 1973); documents longer than a row continue in others, or
+    FitRows     whole documents, one a row or best fit decreasing (Johnson, 1973); documents longer than a row continue in others, or
                 are cut or left out. Every place holds an input with its target, so a document of n tokens takes n - 1.
 
 A document is never predicted from the one before it: in both packings the first token of a document is not a target. The
@@ -160,8 +160,9 @@ class FitRows:
 
     per_group = 1
 
-    def __init__(self, corpus: Corpus, sequence: int, too_long: str = "continue"):
-        """too_long: what happens to documents longer than a row: `continue` in further rows, `cut`, `drop`, or `error`.
+    def __init__(self, corpus: Corpus, sequence: int, too_long: str = "continue", *, alone: bool = False):
+        """too_long: what happens to documents longer than a row: `continue` in further rows, `cut`, `drop`, or `error`. alone: one
+        document, or one piece of a longer one, a row.
 
         Raises:
             BadInput: there are some, and they are errors.
@@ -172,7 +173,7 @@ class FitRows:
             self.begin, self.size = cut_long(corpus.starts, sequence)
         else:
             self.begin, self.size = self.kept(np.diff(corpus.starts) - 1, too_long)
-        row_of = best_fit_decreasing(self.size, sequence)
+        row_of = np.arange(len(self.size)) if alone else best_fit_decreasing(self.size, sequence)
         # Pieces by row, then in the order of the corpus.
         self.order = np.argsort(row_of, kind="stable")
         self.offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of))]).astype(np.int64)
@@ -262,8 +263,8 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def rows_of(corpus: Corpus, packing: str, sequence: int, too_long: str = "continue") -> Rows:
-    """The rows of a corpus under one of the two packings."""
-    return FitRows(corpus, sequence, too_long) if packing == "fit" else SplitRows(corpus, sequence)
+    """The rows of a corpus under one of the packings."""
+    return SplitRows(corpus, sequence) if packing == "split" else FitRows(corpus, sequence, too_long, alone=packing == "alone")
 
 
 @dataclass(frozen=True)

@@ -87,16 +87,18 @@ class DataSettings(Settings):
         Literal["split", "fit", "alone"] | None, Also("sample_packing", "group_by_length", "pad_to_sequence_len")
     ] = None
     """How documents become rows. split: joined to one stream and cut every `sequence` tokens, without padding. fit: packed into
-    rows by best fit, so that only documents longer than a row are cut (`too_long`). alone: one sequence a row, for pairs, labeled
-    answers and steps. None: split for text; fit for conversations, since the rest of one in another row would lack its prompt;
-    alone for pairs and the like, so that `batch` counts their sequences."""
+    rows by best fit, so that only documents longer than a row are cut (`too_long`). alone: one document a row, so that `batch` counts
+    conversations, or sequences of pairs; the rest of the row is padding. None: split for text; fit for conversations, since the rest
+    of one in another row would lack its prompt; alone for pairs, labeled answers and steps."""
 
     too_long: Annotated[
-        Literal["continue", "cut", "drop", "error"] | None, Also("excess_length_strategy", "truncation_mode", "truncation")
+        Literal["continue", "cut", "cut_prompt", "drop", "error"] | None,
+        Also("excess_length_strategy", "truncation_mode", "truncation"),
     ] = None
     """What happens to a document longer than a row, where documents stay whole. continue: the rest goes into further rows; cut: the
-    rest is left out; drop: all of it is left out, of a pair both answers; error: the run ends before its first step. What is cut or
-    left out is counted. None: continue for text, cut for conversations, drop for pairs and the like, since an answer without its end
+    rest is left out; cut_prompt: of pairs and labeled answers the beginning of the prompt is left out, as much for both answers, and
+    the whole record where an answer leaves no room for any of the prompt; drop: all of it is left out, of a pair both answers; error: the run
+    ends before its first step. What is cut or left out is counted. None: continue for text, cut for conversations, drop for pairs and the like, since an answer without its end
     is another answer."""
 
     shuffle: Annotated[bool, Also("enable_data_shuffling", "shuffle_data")] = True

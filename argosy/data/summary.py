@@ -119,7 +119,8 @@ class CorpusSummary:
             why = "" if self.compared else " (data.learn=answers)"
             parts.append(f"{plural(self.unanswered, self.noun)} without an answer{why}")
         if self.dropped:
-            parts.append(f"{plural(self.dropped, self.noun)} longer than a row (data.too_long=drop)")
+            why = "whose answer leaves no room for its prompt" if self.too_long == "cut_prompt" else "longer than a row"
+            parts.append(f"{plural(self.dropped, self.noun)} {why} (data.too_long={self.too_long})")
         if self.unlearned:
             parts.append(f"{plural(self.unlearned, self.noun)} whose answer begins after the end of a row (data.sequence)")
         if self.short_documents:
@@ -133,7 +134,8 @@ class CorpusSummary:
 
     def _cut(self) -> str:
         if self.cut:
-            return f"Cut: {plural(self.cut, self.noun)} longer than a row of {self.sequence} (data.too_long=cut)."
+            where = ", at the beginning of the prompt" if self.too_long == "cut_prompt" else ""
+            return f"Cut: {plural(self.cut, self.noun)} longer than a row of {self.sequence}{where} (data.too_long={self.too_long})."
         parted = f"Cut: {plural(self.parted, self.noun)} at the end of a row, to go on in the next one without what came before"
         return f"{parted} (data.packing=split)." if self.parted else ""
 

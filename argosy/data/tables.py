@@ -234,7 +234,7 @@ def described(
     if corpus is not None and together:
         more |= {"documents": corpus.documents // together, "tokens": len(corpus.tokens)}
     elif corpus is not None:
-        short = int((np.diff(corpus.starts) < 2).sum()) if packing_of(settings, identity) == "fit" else 0
+        short = int((np.diff(corpus.starts) < 2).sum()) if packing_of(settings, identity) != "split" else 0
         more |= {"documents": corpus.documents, "tokens": len(corpus.tokens), "short_documents": short}
     if of_records(identity):
         more |= {"format": identity["source.format"], "packing": packing_of(settings, identity)}

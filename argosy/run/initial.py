@@ -20,6 +20,7 @@ from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, Over
 from argosy.core.settings import diff, dump
 from argosy.data.tokenizers.load import Tokenizer
+from argosy.data.tokenizers.matched import same_tokens
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses, stored_as
 from argosy.models.parts.weight import Leaves, fill, put, split
 from argosy.parallel.place import on_devices
@@ -31,6 +32,10 @@ from argosy.train.state import TrainState, trained
 
 # The name of a head's weight.
 HEAD = "head.w"
+
+
+# Of a model's ids, the share that its own tokenizer makes: vocabularies are padded by a few percent.
+LEAST_SHARE = 0.9
 
 
 def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, Stored]:
@@ -52,8 +57,8 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     if _fill_from(assembly, stored):
         say("a head of scores takes the place of the language model's: drawn from the random seed")
     theirs, ours = tokenizer_of(stored), assembly.tokenizer
-    if theirs is not None and ours is not None and theirs.fingerprint != ours.fingerprint:
-        say(f"{model} was trained with another tokenizer than this run's: data.tokenizer={model} uses its own")
+    if theirs is not None and ours is not None and not same_tokens(theirs, ours):
+        say(f"{model} was trained with another tokenizer than this run's (init.tokenizer_mismatch=allow)")
     _, params, rest = trained(assembly.model)
     return assembly.begin(params, rest), stored
 
@@ -187,14 +192,17 @@ def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, A
 
 
 def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenizer: Tokenizer | None = None) -> None:
-    """Checks that what the run starts from exists and is the same model, before a file is written; of a state also that it was
-    trained with the run's tokenizer, if that is given.
+    """Checks that what the run starts from exists and is the same model, and that it was trained with the run's tokenizer, if that is
+    given, before a file is written.
 
     Raises:
-        BadInput, Damaged: as `weights_for` and `state_from`; or the state is of another tokenizer.
+        BadInput, Damaged: as `weights_for` and `state_from`; or weights or state are of another tokenizer.
     """
     if run.init.weights:
-        _check_same(run.model, open_model(run.init.weights, say).config, run.init.weights)
+        stored = open_model(run.init.weights, say)
+        _check_same(run.model, stored.config, run.init.weights)
+        if tokenizer is not None and run.init.tokenizer_mismatch == "error":
+            _check_tokenizer(run, tokenizer, tokenizer_of(stored))
     if run.init.state:
         path, meta = step_of(run.init.state, say)
         if "base" in meta:
@@ -208,6 +216,22 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenize
         if tokenizer is not None and theirs is not None and theirs.fingerprint != tokenizer.fingerprint:
             what = f"{run.init.state} was trained with another tokenizer than data.tokenizer = {run.data.tokenizer}"
             raise BadInput(what, where="set by init.state", hint="leave data.tokenizer out: init.state brings its own")
+
+
+def _check_tokenizer(run: Run, ours: Tokenizer, theirs: Tokenizer | None) -> None:
+    """Checks that weights belong to the run's tokenizer.
+
+    Raises:
+        BadInput: they belong to another, or to one that makes many more ids.
+    """
+    model, name, vocab = run.init.weights, run.data.tokenizer, run.model.vocab
+    consent = "init.tokenizer_mismatch=allow trains all the same"
+    if theirs is not None and not same_tokens(theirs, ours):
+        what = f"{model} was trained with another tokenizer than data.tokenizer = {name}: its ids mean other words"
+        raise BadInput(what, where="set by init.weights", hint=f"leave data.tokenizer out: the model brings its own; {consent}")
+    if theirs is None and ours.vocab < LEAST_SHARE * vocab:
+        what = f"the tokenizer makes {ours.vocab:,} of the {vocab:,} ids of {model}, which brings none: it is probably another model's"
+        raise BadInput(what, where=f"data.tokenizer = {name}", hint=f"data.tokenizer=FOLDER names the model's own; {consent}")
 
 
 def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:

@@ -47,6 +47,10 @@ class Init(Settings):
     """A model whose weights to start from: Hub folder, GGUF file, run directory or checkpoint."""
     state: Annotated[str | None, Also("load_full_state_path")] = None
     """A run directory or checkpoint whose weights, optimizer state and step to start from."""
+    tokenizer_mismatch: Literal["error", "allow"] = "error"
+    """What to do where `weights` belong to another tokenizer than `data.tokenizer`, so that ids mean other words. error: the run ends
+    before its first step; allow: it trains, as where embeddings are to be learned anew. A model that brings no tokenizer is taken to
+    belong to another one if more than a tenth of its ids are none of the tokenizer's."""
 
     @model_validator(mode="after")
     def _one(self) -> "Init":

@@ -318,7 +318,7 @@ def test_what_is_longer_than_a_row_is_cut_or_left_out_and_counted(tmp_path, too_
 
 @pytest.mark.parametrize(("values", "says", "hint"), [
     ({"too_long": "error"}, "2 of 3 documents are longer than a row of 32", "raise `data.sequence`"),
-    ({"too_long": "drop", "packing": "split"}, "data.too_long=drop is for data.packing=fit", "leave `data.too_long` out"),
+    ({"too_long": "drop", "packing": "split"}, "data.too_long=drop is for whole documents", "leave `data.too_long` out"),
     ({"sequence": 4, "too_long": "drop"}, "nothing to train on is left", "raise `data.sequence`"),
 ])  # fmt: skip
 def test_settings_that_leave_nothing_or_contradict_are_errors(tmp_path, values, says, hint):
@@ -326,6 +326,31 @@ def test_settings_that_leave_nothing_or_contradict_are_errors(tmp_path, values, 
     with pytest.raises(BadInput, match=says) as e:
         build(settings, tokenizer_of("byte"), vocab=258, seed=0)
     assert hint in (e.value.hint or "")
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_alone_every_conversation_has_a_row_of_its_own(tmp_path, smollm2, online):
+    """So a batch is a number of conversations, whatever their lengths."""
+    rows = [{"messages": [HI, {**HO, "content": "ho " * (i + 1)}]} for i in range(9)]
+    settings = settings_for(tmp_path, rows, packing="alone", batch=3, online=online)
+    batches = build(settings, smollm2, vocab=50_000, seed=0)
+    assert "data.packing=alone" in batches.summary().text
+    seen = []
+    for _ in range(3):
+        batch = next(batches)
+        assert (batch["segments"].max(1) == 1).all()
+        assert ((batch["segments"] == 1).sum(1) == (batch["tokens"] > 0).sum(1)).all()
+        seen += [smollm2.decode(row[mask > 0].tolist()).split().count("ho") for row, mask in zip(batch["targets"], batch["mask"])]
+    assert seen == list(range(1, 10))
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+def test_alone_what_is_longer_than_a_row_is_cut_or_left_out_too(tmp_path, too_long):
+    settings = settings_for(tmp_path, LONG, sequence=20, packing="alone", too_long=too_long)
+    batches = build(settings, tokenizer_of("byte"), vocab=258, seed=0)
+    assert len(batches.table.rows) == (2 if too_long == "cut" else 1)
+    counts = batches.summary()
+    assert (counts.cut, counts.dropped, counts.unlearned) == ((1, 0, 1) if too_long == "cut" else (0, 2, 0))
 
 
 def test_split_packing_counts_what_continues_without_its_prompt(tmp_path):

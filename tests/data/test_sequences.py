@@ -186,7 +186,8 @@ def test_an_empty_message_is_no_answer(tmp_path):
 
 def test_pairs_that_a_template_has_rendered_elsewhere_are_reported_once_each(tmp_path):
     tokenizer = tokenizer_for(CHATML, "<|im_start|>", "<|im_end|>")
-    rendered = {"prompt": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "chosen": "ho<|im_end|>", "rejected": "no<|im_end|>"}
+    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    rendered = {"prompt": asked, "chosen": "ho<|im_end|>", "rejected": "no<|im_end|>"}
     rows = [rendered, {**rendered, "chosen": "other<|im_end|>"}, {"prompt": "p", "chosen": "a", "rejected": "b"}]
     batches = batches_of(tmp_path, rows, tokenizer=tokenizer)
     assert "Warning: 2 pairs hold names of special tokens (<|im_start|>)" in batches.summary().text
@@ -221,6 +222,34 @@ def test_a_pair_too_long_is_handled_as_a_whole(tmp_path, too_long):
         assert "Cut: 1 pair longer than a row of 64" in text
 
 
+@pytest.mark.parametrize("packing", ["alone", "fit"])
+def test_a_long_prompt_is_cut_at_its_beginning_alike_for_both_answers(tmp_path, packing):
+    """As TRL's truncation that keeps the end; the answers stay whole."""
+    prompt = "".join(chr(ord("a") + i % 26) for i in range(200))
+    rows = [
+        *text_pairs(2),
+        {"prompt": prompt, "chosen": " yes it is", "rejected": " no"},
+        {"prompt": "p" * 9, "chosen": " a" * 40, "rejected": " b"},
+        {"prompt": "q" * 60, "chosen": "c" * 63, "rejected": " b"},
+        {"prompt": "r" * 60, "chosen": "c" * 62, "rejected": " b"},
+    ]
+    batches = batches_of(tmp_path, rows, too_long="cut_prompt", packing=packing, batch=6 if packing == "fit" else 8)
+    text = batches.summary().text
+    assert "2 pairs whose answer leaves no room for its prompt (data.too_long=cut_prompt)" in text
+    assert "Cut: 2 pairs longer than a row of 64, at the beginning of the prompt (data.too_long=cut_prompt)." in text
+    found = set()
+    batch = next(batches)
+    for row in range(len(batch["tokens"])):
+        for slot in np.unique(batch["segments"][row][batch["segments"][row] > 0]):
+            here = batch["segments"][row] == slot
+            tokens, mask = batch["tokens"][row][here], batch["mask"][row][here] > 0
+            learned = bytes(batch["targets"][row][here][mask][:-1].tolist()).decode()
+            found.add((bytes(tokens[: int(np.argmax(mask)) + 1].tolist()).decode(), learned))
+    kept = prompt[-(64 - len(" yes it is") - 1) :]
+    assert {("0 + 1 =", " 1"), ("0 + 1 =", " no idea"), (kept, " yes it is"), (kept, " no"), ("r", "c" * 62), ("r", " b")} <= found
+    assert len(found) == 8
+
+
 def test_settings_that_would_cut_or_ignore_are_refused(tmp_path):
     for values, what in (
         ({"packing": "split"}, "would cut `preference` records"),
@@ -230,8 +259,9 @@ def test_settings_that_would_cut_or_ignore_are_refused(tmp_path):
     ):
         with pytest.raises(BadInput, match=what):
             batches_of(tmp_path, text_pairs(2), **values)
-    with pytest.raises(BadInput, match=r"data\.packing=alone is for pairs"):
-        batches_of(tmp_path, [{"prompt": "a", "completion": "b"}], per_group=1, named=(), packing="alone")
+    for row in ({"prompt": "a", "completion": "b"}, {"prompt": "p:", "completions": ["one"], "labels": [True]}):
+        with pytest.raises(BadInput, match=r"data\.too_long=cut_prompt is for pairs and labeled answers"):
+            batches_of(tmp_path, [row], per_group=1, named=(), too_long="cut_prompt")
 
 
 # ---- rows

@@ -288,3 +288,43 @@ def test_a_damaged_source_is_walked_back_and_left_alone(source: Path, tmp_path: 
     assert sorted(d.name for d in (run / "checkpoints").iterdir()) == ["4", "8"]
     with pytest.raises(Damaged, match=r"meta\.json"):
         fit(tmp_path / "other", "steps=9", f"init.state={run / 'checkpoints' / '8'}")
+
+
+STORIES = shared("models/stories260k")
+
+
+def test_weights_of_another_tokenizer_are_trained_only_with_consent(tmp_path: Path, chats: Path):
+    """Ids that mean other words train a model to nonsense, and the loss falls all the same."""
+    words = [f"model={STORIES}", "steps=1", "data.sequence=64"]
+    with pytest.raises(BadInput, match=r"trained with another tokenizer than data\.tokenizer = byte") as told:
+        tuned(tmp_path / "run", chats, *words, "data.tokenizer=byte")
+    assert "leave data.tokenizer out" in str(told.value)
+    assert "init.tokenizer_mismatch=allow" in str(told.value)
+    assert not (tmp_path / "run").exists()
+    for name, more in (("other", ["data.tokenizer=byte", "init.tokenizer_mismatch=allow"]), ("own", [])):
+        tuned(tmp_path / name, chats, *words, *more)
+        assert ("another tokenizer" in (tmp_path / name / "log.txt").read_text()) == (name == "other")
+
+
+def test_a_model_that_brings_no_tokenizer_is_no_model_of_a_much_smaller_one(tmp_path: Path, chats: Path):
+    """No model pads its vocabulary by more than a few percent."""
+    lm = argosy.load(STORIES)
+    lm.tokenizer = None
+    lm.save(tmp_path / "bare", format="hub")
+    for file in (tmp_path / "bare").glob("tokenizer*"):
+        file.unlink()
+    words = [f"model={tmp_path / 'bare'}", "data.tokenizer=byte", "steps=1", "data.sequence=64"]
+    with pytest.raises(BadInput, match=r"the tokenizer makes 258 of the 512 ids of .*, which brings none"):
+        tuned(tmp_path / "run", chats, *words)
+    tuned(tmp_path / "run", chats, *words[:1], f"data.tokenizer={STORIES}", *words[2:])
+
+
+def test_the_same_tokens_from_another_file_are_the_same_tokenizer():
+    """A GGUF file's tokenizer and the SentencePiece model that it was made from have other bytes, and the same ids."""
+    from argosy.data.tokenizers.load import load_tokenizer
+    from argosy.data.tokenizers.matched import same_tokens
+
+    pieces, gguf = load_tokenizer(STORIES), load_tokenizer(shared("gguf/stories260K-f32.gguf"))
+    assert same_tokens(pieces, gguf)
+    assert same_tokens(pieces, pieces)
+    assert not same_tokens(pieces, load_tokenizer("byte"))

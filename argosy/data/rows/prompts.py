@@ -93,8 +93,10 @@ class Prompts:
         """Names of special tokens that stay text in prompts, and how many prompts hold each one first: they were rendered by a chat
         template elsewhere. Prompts of messages have none."""
         found: dict[str, int] = {}
-        pattern = None if self.special else self.tokenizer.special_names
-        for record in self.records if pattern is not None else ():
+        pattern = self.tokenizer.special_names
+        if self.special or pattern is None:
+            return found
+        for record in self.records:
             if record.messages is None and (name := pattern.search(record.prompt or "")):
                 found[name[0]] = found.get(name[0], 0) + 1
         return found

@@ -173,12 +173,12 @@ class SequenceRows:
 
     and the columns of the corpus for each token. All tokens of a sequence are inputs, the last one without a target.
 
-    dropped: groups with a sequence longer than a row, left out.  cut: groups with one that was cut at the end.  unlearned: groups left
-    out because no token of an answer is within the row.
+    dropped: groups with a sequence longer than a row, left out.  cut: groups with one that was cut, at the end or at the beginning of
+    the prompt.  unlearned: groups left out because no token of an answer is within the row.
     """
 
     def __init__(self, corpus: Corpus, per_group: int, sequence: int, packing: str = "alone", too_long: str = "drop"):
-        """too_long: what happens to a group with a sequence longer than a row: `drop`, `cut`, or `error`.
+        """too_long: what happens to a group with a sequence longer than a row: `drop`, `cut`, `cut_prompt`, or `error`.
 
         Raises:
             BadInput: there is one, and it is an error.
@@ -190,8 +190,16 @@ class SequenceRows:
             are = "is" if long.sum() == 1 else "are"
             what = f"{long.sum():,} of {plural(len(long), 'record')} {are} longer than a row of {sequence:,} tokens"
             where = f"the longest sequence has {sizes.max():,} tokens (data.too_long=error)"
-            raise BadInput(what, where=where, hint="raise `data.sequence`, or set `data.too_long=cut` or `drop`")
+            raise BadInput(what, where=where, hint="raise `data.sequence`, or set `data.too_long=cut_prompt`, `cut` or `drop`")
+        # [groups] tokens that are left out at the beginning of each sequence.
+        self.skipped = np.zeros(len(sizes), np.int64)
         kept = ~long if too_long == "drop" else np.ones(len(long), bool)
+        if too_long == "cut_prompt":
+            # The same of both, so that they stay answers to one prompt, of which at least one token is left.
+            more = np.maximum(sizes.max(1) - sequence, 0)
+            kept = ~long | (more < self.prompts(sizes).min(1))
+            self.skipped = np.where(kept, more, 0)
+            sizes = sizes - self.skipped[:, None]
         sizes = np.minimum(sizes, sequence)
         learns = (self.learned_of(sizes) > 0).all(1)
         self.dropped = int((~kept).sum())
@@ -222,11 +230,20 @@ class SequenceRows:
 
     def learned_of(self, sizes: np.ndarray) -> np.ndarray:
         """How many targets of each sequence count, where that many of its tokens are kept."""
-        begin = self.corpus.starts[:-1].reshape(sizes.shape)
+        begin = self.corpus.starts[:-1].reshape(sizes.shape) + self.skipped[:, None]
         if self.corpus.weights is None:
             return np.maximum(sizes - 1, 0)
         edges = np.concatenate([[0], np.cumsum(np.asarray(self.corpus.weights) != 0, dtype=np.int64)])
         return edges[begin + sizes] - edges[np.minimum(begin + 1, begin + sizes)]
+
+    def prompts(self, sizes: np.ndarray) -> np.ndarray:
+        """How many tokens of each sequence come before its answer."""
+        begin, weights = self.corpus.starts[:-1], self.corpus.weights
+        if weights is None:
+            return np.zeros_like(sizes)
+        learned = np.append(np.flatnonzero(weights), len(weights))
+        first = learned[np.searchsorted(learned, begin)] - begin
+        return np.minimum(first.reshape(sizes.shape), sizes)
 
     def __len__(self) -> int:
         return (len(self.offsets) - 1) * self.per_group
@@ -247,7 +264,7 @@ class SequenceRows:
     def write(self, batch: Batch, row: int, at: int, slot: int, group: int, place: int) -> int:
         """Writes a sequence into a slot; returns the places it takes."""
         document, corpus = group * self.per_group + place, self.corpus
-        begin, size = int(corpus.starts[document]), int(self.sizes[group, place])
+        begin, size = int(corpus.starts[document] + self.skipped[group]), int(self.sizes[group, place])
         tokens = corpus.tokens[begin : begin + size]
         inputs, targets = (row, slice(at, at + size)), (row, slice(at, at + size - 1))
         batch["tokens"][inputs], batch["targets"][targets] = tokens, tokens[1:]

@@ -37,6 +37,17 @@ def matched(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
     return Matched(found[:, 0].tobytes(), found[:, 1].tobytes())
 
 
+def same_tokens(one: "Tokenizer", other: "Tokenizer") -> bool:
+    """Whether every id stands for the same in both, though they may come from files of two kinds, such as GGUF and tokenizer.json."""
+    if one.fingerprint == other.fingerprint:
+        return True
+    if one.vocab != other.vocab or one.unknown != other.unknown:
+        return False
+    # What stands for unknown bytes has no bytes of its own, and files write it in many ways.
+    ids = (token for token in range(one.vocab) if token != one.unknown)
+    return all(one.piece(token, False) == other.piece(token, False) for token in ids)
+
+
 def by_bytes(tokenizer: "Tokenizer") -> Mapping[bytes, int]:
     """{bytes: id} of ordinary tokens. Of several tokens of the same bytes, such as a character and its byte, it is the one that the
     tokenizer writes."""
