@@ -87,7 +87,8 @@ def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
             what = f"data.too_long=continue would cut `{identity['source.format']}` records, which are compared as a whole"
             raise BadInput(what, hint="set `data.too_long=drop`, `cut_prompt`, `cut` or `error`, or leave it out")
         if settings.too_long == "cut_prompt" and identity["source.format"] == "stepwise":
-            raise BadInput("data.too_long=cut_prompt is for pairs and labeled answers", hint="set `data.too_long=drop`, `cut` or `error`")
+            what = "data.too_long=cut_prompt is for pairs and labeled answers"
+            raise BadInput(what, hint="set `data.too_long=drop`, `cut` or `error`")
         return settings.too_long or "drop"
     if settings.too_long == "cut_prompt":
         what = "data.too_long=cut_prompt is for pairs and labeled answers, which are one prompt and its answers"

@@ -97,9 +97,9 @@ class DataSettings(Settings):
     ] = None
     """What happens to a document longer than a row, where documents stay whole. continue: the rest goes into further rows; cut: the
     rest is left out; cut_prompt: of pairs and labeled answers the beginning of the prompt is left out, as much for both answers, and
-    the whole record where an answer leaves no room for any of the prompt; drop: all of it is left out, of a pair both answers; error: the run
-    ends before its first step. What is cut or left out is counted. None: continue for text, cut for conversations, drop for pairs and the like, since an answer without its end
-    is another answer."""
+    the whole record where an answer leaves no room for any of the prompt; drop: all of it is left out, of a pair both answers; error:
+    the run ends before its first step. What is cut or left out is counted. None: continue for text, cut for conversations, drop for
+    pairs and the like, since an answer without its end is another answer."""
 
     shuffle: Annotated[bool, Also("enable_data_shuffling", "shuffle_data")] = True
     """Shuffles the rows of each epoch differently. Off: rows come in the order of the source."""

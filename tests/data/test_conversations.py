@@ -76,7 +76,7 @@ def test_the_ids_before_an_answer_are_those_that_chat_feeds(tmp_path, name, monk
     template = shared(f"chat_templates/{name}.jinja").read_text()
     tokenizer = tokenizer_for(template, "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
     given = json.loads(shared("chat_templates/golden.json").read_text())["conversations"]["system_multi"]["messages"]
-    rows = [{"messages": [*given[:2], HO]}, {"messages": [HI, HO], "tools": [TOOL]}]
+    rows = [{"messages": [*given[:2], HO]}, {"messages": [HI, HO]} | ({"tools": [TOOL]} if "tools" in template else {})]
     answers = encoded(tokenizer, tmp_path, rows)
     for (ids, learned), row in zip(answers, rows):
         prompt = asked(tokenizer, row["messages"][:-1], tools=row.get("tools"), **({"date_string": "26 Jul 2024"}))
@@ -250,6 +250,22 @@ def test_a_call_that_the_template_does_not_write_is_no_empty_answer(tmp_path, sm
     qwen = tokenizer_for(template, "<|im_start|>", "<|im_end|>")
     ((ids, learned), *_) = encoded(qwen, tmp_path, rows)
     assert '"name": "weather"' in qwen.decode([token for token, counts in zip(ids, learned) if counts])
+
+
+def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developer(tmp_path):
+    """Qwen's template would drop the message; chats are asked in the same way."""
+    tokenizer = tokenizer_for(shared("chat_templates/Qwen-Qwen2.5-7B-Instruct.jinja").read_text(), "<|im_start|>", "<|im_end|>")
+    system, developer = ({"role": role, "content": f"{role} words"} for role in ("system", "developer"))
+    both = {"role": "system", "content": "system words\n\ndeveloper words"}
+    said = {**HO, "weight": 0}
+    begins = [developer], [{**developer, "role": "system"}], [system, developer], [both]
+    rows = [{"messages": [*begin, HI, said, HI, HO]} for begin in begins]
+    answers = encoded(tokenizer, tmp_path, rows)
+    assert answers[0] == answers[1]
+    assert answers[2] == answers[3]
+    for ids, learned in answers:
+        assert "developer words" in tokenizer.decode(ids)
+        assert tokenizer.decode([token for token, counts in zip(ids, learned) if counts], skip_special=False) == "ho<|im_end|>"
 
 
 def test_tools_that_the_template_does_not_write_are_an_ignored_column(tmp_path, smollm2):

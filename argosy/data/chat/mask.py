@@ -11,11 +11,12 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.data.chat.omissions import with_known_roles
 from argosy.data.chat.template import CHILD, Child, Job, Message, Part, all_rendered, children, choose_template, told
 from argosy.data.tokenizers import Span, Tokenizer
 
@@ -107,8 +108,9 @@ def encode_chunk(
     now = way.now or datetime.now()  # one clock for all renders
     ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.hidden]
     jobs = []
-    for one in conversations:
-        template = choose_template(way.templates, name=way.name, tools=bool(one.tools))
+    templates = [choose_template(way.templates, name=way.name, tools=bool(one.tools)) for one in conversations]
+    conversations = [in_known_roles(one, template) for one, template in zip(conversations, templates)]
+    for one, template in zip(conversations, templates):
         whole = [(len(one.messages), False)]
         parts = parts_of(template, one.messages) if way.masked else whole
         jobs.append(Job(template, one.messages, parts, {"tools": one.tools} | dict(one.variables)))
@@ -122,6 +124,14 @@ def encode_chunk(
         except BadInput as error:
             found.append(error)
     return found
+
+
+def in_known_roles(conversation: Conversation, template: str) -> Conversation:
+    """A conversation in the roles that its template knows, as chats are asked."""
+    messages, learned = with_known_roles(conversation.messages, template), conversation.learned
+    # Only system messages at the beginning become fewer.
+    learned = None if learned is None else learned[len(conversation.messages) - len(messages) :]
+    return replace(conversation, messages=messages, learned=learned)
 
 
 def parts_of(template: str, messages: Sequence[Message]) -> list[Part]:

@@ -1,9 +1,9 @@
 """The answers to other prompts that KTO compares with (arXiv:2402.01306): for each record, one of another prompt.
 
-Records of one prompt often stand together, sorted files hold thousands in a row. So the file is read by runs of records of one prompt:
-the k-th record of a run gets the k-th answer of the run after it, and those of the last run get answers of the first. The file is read a
-second time, up to a run ahead of the first reading, and of each run only the first KEPT records are in memory. Which answer a record
-gets depends on the file alone, not on how it is read in groups.
+Records of one prompt often stand together, and sorted files hold thousands in a row. So the file is read by runs of records of one
+prompt: the k-th record of a run gets the k-th answer of the run after it, and those of the last run get answers of the first. The file
+is read a second time, up to a run ahead of the first reading, and only the first KEPT records of each run are in memory. Which answer
+a record gets depends on the file alone, not on how it is read in groups.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -16,6 +16,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Fingerprint
 from argosy.data.chat.conversations import CLOCK, HINT, template_hash, templates_of
+from argosy.data.chat.omissions import with_known_roles
 from argosy.data.chat.template import choose_template, render
 from argosy.data.order import Order
 from argosy.data.prepare import HeldOut
@@ -133,7 +134,7 @@ class Prompts:
         """
         chosen = self.template_for(tools)
         how: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, "now": CLOCK}
-        return render(chosen, list(messages), self.tokenizer.special, **how, **variables)
+        return render(chosen, with_known_roles(messages, chosen), self.tokenizer.special, **how, **variables)
 
     def template_for(self, tools: Any) -> str:
         """The chat template of conversations with or without tools."""
