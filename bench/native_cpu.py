@@ -17,10 +17,10 @@ import numpy as np
 
 from argosy.ops import matmul
 from argosy.ops.attention import Score
-from argosy.ops.choice import implementations
 from argosy.ops.native import library
 from argosy.ops.native.products import packed, product
-from argosy.ops.paged.attention import IMPLEMENTATIONS
+from argosy.ops.op import implementations
+from argosy.ops.paged.attention import PAGED_ATTENTION
 
 LAYERS, WIDTH, FFN, VOCAB, TURNS = 30, 576, 1536, 49152, 15
 MATRICES = ((WIDTH, 960), (WIDTH, WIDTH), (WIDTH, FFN), (WIDTH, FFN), (FFN, WIDTH))
@@ -97,7 +97,7 @@ def training(*rows: str) -> None:
         for (K, N), count in counts.items():
             x, w, g = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((M, K), (K, N), (M, N)))
             calls: dict[str, Callable[[], Any]] = {}
-            for name in matmul.IMPLEMENTATIONS:
+            for name in matmul.MATMUL:
                 for what, (a, b, *order) in {"y": (x, w, 1, 0), "dx": (g, w, 1, 1), "dw": (x, g, 0, 0)}.items():
                     with implementations(products=name):
                         program = (
@@ -105,7 +105,7 @@ def training(*rows: str) -> None:
                         )
                     calls[f"{name} {what}"] = partial(program, a, b)
             found = medians(calls)
-            for name in matmul.IMPLEMENTATIONS:
+            for name in matmul.MATMUL:
                 total[name] = total.get(name, 0) + count * sum(found[f"{name} {what}"] for what in ("y", "dx", "dw"))
             shown(f"{M} x {K} x {N}, GFLOP/s", {name: 2e-6 * M * K * N / ms for name, ms in found.items()})
         shown(f"all products of a step of {M} tokens, ms", total)
@@ -125,7 +125,7 @@ def attention() -> None:
         given, score = (q, pools, *map(jnp.asarray, (table, lengths, at))), Score(H**-0.5)
 
         def by(name: str, given: Any = given, score: Score = score) -> Callable[[], Any]:
-            compiled = jax.jit(lambda *arrays: IMPLEMENTATIONS[name].run(*arrays, score))
+            compiled = jax.jit(lambda *arrays: PAGED_ATTENTION[name].run(*arrays, score))
             return lambda: compiled(*given)
 
         names = ["native", "blocked"] + ["rows"] * (T == 1)

@@ -200,21 +200,21 @@ def page() -> str:
         "triton": lambda *given: paged_triton.cannot(given[0], given[1], given[4]),
         "ragged": on_a_tpu,
     }
-    ops = {"attention": attention, "paged_attention": paged_attention, "products": matmul, "experts": grouped}
-    for op, there in ops.items():
-        assert set(SPEED[op]) == set(there.IMPLEMENTATIONS), op
+    ops = (attention.ATTENTION, paged_attention.PAGED_ATTENTION, matmul.MATMUL, grouped.GROUPED_MATMUL)
+    for op in ops:
+        assert set(SPEED[op.key]) == set(op), op.key
     parts = (
         "# Kernels",
         START,
         "## Attention over whole sequences",
-        preferred(then(attention.PREFERENCE, "reference")),
+        preferred(then(attention.ATTENTION.prefer, "reference")),
         known("attention"),
         SEQUENCES,
         refusals(attention_cases(), heads),
         BLOCKS,
         blocks(),
         "## Attention over pages",
-        preferred(then(paged_attention.PREFERENCE, "reference")),
+        preferred(then(paged_attention.PAGED_ATTENTION.prefer, "reference")),
         known("paged_attention"),
         PAGES,
         refusals(paged_cases(), pages),
@@ -222,7 +222,7 @@ def page() -> str:
         PRODUCTS,
         known("products"),
         "## Products of experts",
-        preferred({name: (grouped.PREFERENCE.get(name, "ragged_dot"),) for name in PLATFORMS}),
+        preferred({name: grouped.GROUPED_MATMUL.prefer.get(name, ("ragged_dot",)) for name in PLATFORMS}),
         known("experts"),
     )
     return "\n\n".join(parts) + "\n"

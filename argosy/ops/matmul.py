@@ -9,34 +9,19 @@
 """
 
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from argosy.core.errors import Unsupported
-from argosy.core.registry import Registry
-from argosy.ops.choice import asked_for
 from argosy.ops.native import library
+from argosy.ops.op import Implementation, Op
 from argosy.parallel.scope import on_several_devices, platform
 
 # Multiply-adds below which XLA is as fast: laying out the tiles of a small product takes as long as the product.
 SMALLEST = 1 << 24
-
-
-class Run(Protocol):
-    """As `matmul`, with the type of the output."""
-
-    def __call__(self, a: Array, b: Array, a_summed: int, b_summed: int, dtype: Any) -> Array: ...
-
-
-class Implementation(NamedTuple):
-    """The function, and one that says why it cannot be used here, or None."""
-
-    run: Run
-    refuses: Any
 
 
 def matmul(
@@ -53,11 +38,7 @@ def matmul(
         Unsupported: the named implementation cannot run here.
         UnknownName: there is no implementation of this name.
     """
-    name = asked_for("products") or "xla"
-    chosen: Implementation = IMPLEMENTATIONS[name]
-    if reason := chosen.refuses():
-        raise Unsupported(f"products `{name}`: {reason}")
-    return chosen.run(a, b, a_summed, b_summed, dtype or a.dtype)
+    return MATMUL.choose().run(a, b, a_summed, b_summed, dtype or a.dtype)
 
 
 def _by_xla(a: Array, b: Array, a_summed: int, b_summed: int, dtype: Any) -> Array:
@@ -103,7 +84,7 @@ def amx_refuses() -> str | None:
     return library.unavailable() or (None if library.has_amx() else "this processor has no matrix units (AMX)")
 
 
-IMPLEMENTATIONS = Registry("product implementation")
-IMPLEMENTATIONS.add("xla", Implementation(_by_xla, lambda: None))
-IMPLEMENTATIONS.add("amx", Implementation(partial(_by_amx, parts=3), amx_refuses))
-IMPLEMENTATIONS.add("amx3", Implementation(partial(_by_amx, parts=2), amx_refuses))
+MATMUL = Op("products", "products", default="xla")
+MATMUL.add("xla", Implementation(_by_xla))
+MATMUL.add("amx", Implementation(partial(_by_amx, parts=3), amx_refuses))
+MATMUL.add("amx3", Implementation(partial(_by_amx, parts=2), amx_refuses))

@@ -22,9 +22,9 @@ from argosy.data.sources import RowSource
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.models.parts.stack.remat import check_kept
 from argosy.models.parts.weight import Choosing, abstract, logical, variables
-from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
-from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
-from argosy.ops.matmul import IMPLEMENTATIONS as PRODUCTS
+from argosy.ops.attention import ATTENTION
+from argosy.ops.grouped import GROUPED_MATMUL
+from argosy.ops.matmul import MATMUL
 from argosy.parallel.gather import Once
 from argosy.parallel.place import like_weights, row_shares, rows_here
 from argosy.parallel.rules import shardings
@@ -61,7 +61,7 @@ def check_implementations(execution: Any) -> None:
     Raises:
         UserError: one does not.
     """
-    named = ((ATTENTION, execution.attention), (EXPERTS, execution.experts), (PRODUCTS, execution.products))
+    named = ((ATTENTION, execution.attention), (GROUPED_MATMUL, execution.experts), (MATMUL, execution.products))
     refuse(mistakes_of(*(partial(registry.__getitem__, name) for registry, name in named if name is not None)))
 
 

@@ -14,7 +14,7 @@ from argosy.data.batch import Batches
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import count, fill
-from argosy.ops.choice import implementations
+from argosy.ops.op import implementations
 from argosy.parallel.gather import Once
 from argosy.parallel.place import batch_sharding, on_devices, place_batch
 from argosy.parallel.scope import scope

@@ -28,7 +28,7 @@ from argosy.infer.engine.request import Request
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import split
-from argosy.ops.choice import implementations
+from argosy.ops.op import implementations
 
 A = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 

@@ -146,8 +146,8 @@ def test_counts_are_those_of_what_is_built(case):
 def test_flops_are_those_of_the_trace(case, monkeypatch):
     """Forward, and twice as much backward but for what only a choice follows from. Attention in full and experts by `ragged_dot`:
     what is needed, not what is padded."""
-    monkeypatch.setattr(grouped, "PREFERENCE", {})
-    monkeypatch.setattr(ops_attention, "PREFERENCE", {})
+    monkeypatch.setattr(grouped.GROUPED_MATMUL, "prefer", {})
+    monkeypatch.setattr(ops_attention.ATTENTION, "prefer", {})
     config = CASES[case]
     graph, params, rest = split(config.build(Scan()), nnx.Param)
     tokens = jax.ShapeDtypeStruct((1, 23), jnp.int32)

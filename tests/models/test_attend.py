@@ -13,7 +13,7 @@ from argosy.models.parts.cache import ROW, Spec, contiguous, paged, restore, sna
 from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, layer_addresses, repeating
 from argosy.models.parts.weight import Draw, Meaning, fill, merge, split, weight
 from argosy.ops import attention as ops_attention
-from argosy.ops.choice import implementations
+from argosy.ops.op import implementations
 
 B, T, D = 2, 11, 6
 
@@ -184,7 +184,7 @@ def held(k, v):
 @pytest.mark.parametrize("backend", ["cpu", "none"])
 def test_chunks_begin_where_their_sequence_does(backend, monkeypatch):
     """Sequences that begin in the middle of a row, padding between and after them."""
-    monkeypatch.setattr(ops_attention, "PREFERENCE", {"cpu": ("blocked",)} if backend == "cpu" else {})
+    monkeypatch.setattr(ops_attention.ATTENTION, "prefer", {"cpu": ("blocked",)} if backend == "cpu" else {})
     q, k, v = heads()
     segments = np.asarray([[1] * 9 + [2] * 3 + [3] * 11, [4] * 6 + [0] * 3 + [9] * 13 + [0]], np.int32)
     y, _ = Packed(jnp.asarray(segments))(q, held(k, v), None, score=CHUNKED)

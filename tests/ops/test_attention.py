@@ -11,7 +11,7 @@ import pytest
 from helpers import relative
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import IMPLEMENTATIONS, PREFERENCE, SPLIT, Score, See, attention
+from argosy.ops.attention import ATTENTION, Score, See, attention
 from argosy.ops.attention.splash import cannot
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
@@ -61,7 +61,7 @@ def test_reference_equals_numpy(window, score):
     assert relative(got, oracle(q, k, v, mask, wanted)) < 1e-6
 
 
-@pytest.mark.parametrize("name", [n for n in IMPLEMENTATIONS if n not in ("reference", *ELSEWHERE)])
+@pytest.mark.parametrize("name", [n for n in ATTENTION if n not in ("reference", *ELSEWHERE)])
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 100])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", [5, 64, 150])
@@ -132,7 +132,7 @@ def test_kernels_without_prefixes_say_so(name):
     segments, prefixes = map(jnp.asarray, branches(40))
     see = See(jnp.asarray(at), jnp.asarray(at), segments, segments, aligned=True)
     arrays = tuple(map(jnp.asarray, (q, k, v)))
-    refuses = IMPLEMENTATIONS[name].refuses
+    refuses = ATTENTION[name].refuses
     found = {}
     for prefix in (None, prefixes):
         with scope(MeshSettings(context=2, fsdp=4).build()) if name == "ring" else nullcontext():
@@ -144,7 +144,7 @@ def test_kernels_without_prefixes_say_so(name):
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_kernels_for_other_devices_are_tested_on_their_own(name):
     assert Path(__file__).with_name(f"test_attention_{name}.py").exists()
-    assert any(name in found for found in (*PREFERENCE.values(), SPLIT))
+    assert any(name in found for found in (*ATTENTION.prefer.values(), ATTENTION.always))
 
 
 def test_what_an_implementation_cannot_do_it_refuses():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import IMPLEMENTATIONS, Score, See, attention, reference
+from argosy.ops.attention import ATTENTION, Score, See, attention, reference
 from argosy.ops.attention import cudnn as attention_cudnn
 from argosy.ops.attention.cudnn import PLUGINS, cannot, cudnn
 from argosy.parallel.mesh import MeshSettings
@@ -83,7 +83,7 @@ def test_what_it_cannot_do_is_refused():
         attention(*half, see, Score(1.0), "cudnn")
     if not any(map(find_spec, PLUGINS)):
         with jax.default_device("gpu"):
-            assert "plugin for CUDA" in IMPLEMENTATIONS["cudnn"].refuses(*half, see, Score(1.0), False)
+            assert "plugin for CUDA" in ATTENTION["cudnn"].refuses(*half, see, Score(1.0), False)
 
 
 def test_old_gpus_are_refused(monkeypatch):
@@ -94,7 +94,7 @@ def test_old_gpus_are_refused(monkeypatch):
     with jax.default_device("gpu"):
         for capability, refused in ((None, False), (7.5, True), (8.0, False), (9.0, False), (12.0, False)):
             monkeypatch.setattr(attention_cudnn, "_capability", lambda found=capability: found)
-            assert ("Ampere" in (IMPLEMENTATIONS["cudnn"].refuses(*half, see, Score(1.0), False) or "")) == refused
+            assert ("Ampere" in (ATTENTION["cudnn"].refuses(*half, see, Score(1.0), False) or "")) == refused
 
 
 def test_it_compiles_for_an_h100():

@@ -11,7 +11,7 @@ from helpers import default, relative
 from jax._src.mesh import AbstractDevice
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import IMPLEMENTATIONS, Score, See, reference
+from argosy.ops.attention import ATTENTION, Score, See, reference
 from argosy.ops.attention import splash as attention_splash
 from argosy.ops.attention.splash import cannot, splash
 from argosy.ops.attention.splash_blocks import INSTRUCTIONS, block_of, computed, sizes_of
@@ -104,10 +104,10 @@ def test_what_it_cannot_do_is_refused():
     picked = See(see.q_at, see.k_at, aligned=True, picked=jnp.ones((2, 8, 8), bool))
     assert "choose their keys" in why(see=picked)
     assert "int8" in cannot(arrays[0].astype(jnp.int8), *arrays[1:], see, Score(1.0), False)
-    assert "for TPUs; this program is for cpu" in IMPLEMENTATIONS["splash"].refuses(*arrays, see, Score(1.0), False)
+    assert "for TPUs; this program is for cpu" in ATTENTION["splash"].refuses(*arrays, see, Score(1.0), False)
     old = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("TPU v3", 1, "tpu"))
     with jax.sharding.use_abstract_mesh(old):
-        assert "TPU v4 and later" in IMPLEMENTATIONS["splash"].refuses(*arrays, see, Score(1.0), False)
+        assert "TPU v4 and later" in ATTENTION["splash"].refuses(*arrays, see, Score(1.0), False)
     with scope(MeshSettings(fsdp=1, tensor=2).build(jax.devices()[:2])):
         assert "2 do not share 3" in why(see=see)
 

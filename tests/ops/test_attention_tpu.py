@@ -19,7 +19,7 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, logical, merge, split
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.attention.splash import splash
-from argosy.ops.choice import implementations
+from argosy.ops.op import implementations
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope

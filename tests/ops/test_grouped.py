@@ -10,7 +10,7 @@ import pytest
 from helpers import described_tpus, relative
 
 from argosy.core.errors import UnknownName, Unsupported
-from argosy.ops.grouped import IMPLEMENTATIONS, PREFERENCE, grouped_matmul
+from argosy.ops.grouped import GROUPED_MATMUL, grouped_matmul
 from argosy.ops.grouped import blocked as grouped_blocked
 from argosy.ops.grouped.kernels import MEGABLOX
 
@@ -201,7 +201,7 @@ def test_few_rows_touch_only_the_experts_they_chose(monkeypatch):
 
 
 def test_the_cpu_takes_blocked_and_others_take_what_xla_has():
-    assert PREFERENCE["cpu"] == "blocked"
+    assert GROUPED_MATMUL.prefer["cpu"] == ("blocked",)
     (x, w, _), sizes = arrays("even")
     assert "while" in str(jax.make_jaxpr(lambda x: grouped_matmul(x, w, sizes))(x))
     with jax.default_device("tpu"):
@@ -234,4 +234,4 @@ def test_compiles_for_a_tpu(name, monkeypatch):
     with jax.default_device(device), rules(name):
         text = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args).compile().as_text()
     assert len(re.findall('custom_call_target="tpu_custom_call"', text)) == 3
-    assert set(IMPLEMENTATIONS) >= {name}
+    assert set(GROUPED_MATMUL) >= {name}

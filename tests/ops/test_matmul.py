@@ -11,9 +11,9 @@ from jax.sharding import AxisType
 
 from argosy.core.errors import Unsupported
 from argosy.ops import matmul as products
-from argosy.ops.choice import implementations
 from argosy.ops.matmul import matmul
 from argosy.ops.native import library
+from argosy.ops.op import implementations
 from argosy.parallel.scope import scope
 
 ORDERS = [(1, 0), (1, 1), (0, 0), (0, 1)]

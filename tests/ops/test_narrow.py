@@ -10,8 +10,8 @@ import pytest
 
 from argosy.core.errors import Unsupported
 from argosy.ops.attention import Score
-from argosy.ops.choice import implementations
 from argosy.ops.narrow import FORMS, blocks_of, empty, largest, narrowed, written
+from argosy.ops.op import implementations
 from argosy.ops.paged.attention import gathered, paged_attention, reads_joined
 from argosy.ops.paged.blocked import BLOCK, blocked
 

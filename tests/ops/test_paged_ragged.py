@@ -15,7 +15,7 @@ from argosy.models.llama import LlamaConfig
 from argosy.models.parts.cache import Window, layouts, paged
 from argosy.models.parts.weight import abstract, logical, split
 from argosy.ops.attention import Score
-from argosy.ops.choice import implementations
+from argosy.ops.op import implementations
 from argosy.ops.paged import ragged as paged_ragged
 from argosy.ops.paged.attention import apart, joined, paged_attention, reference
 from argosy.parallel.mesh import MeshSettings

@@ -25,14 +25,14 @@ import pydantic
 from flax import nnx
 
 import argosy
-from argosy.ops.choice import asked_for
 from argosy.ops.native import library
+from argosy.ops.op import named
 
 # Packages whose code is known by a version, beside argosy, which is hashed.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "qwix", "tokamax")
 TRUSTED = frozenset(["argosy", "builtins", "functools", "operator", *PACKAGES])
 # Rooms that this one may not import, and settings, whose values are in what programs are made from.
-LATER = frozenset(["rl", "export", "serve", "launch", "jobs", "cli", "configs", "__pycache__"])
+LATER = frozenset(["evals", "rl", "export", "serve", "client", "launch", "run", "jobs", "cli", "configs", "__pycache__"])
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "CUDA_VISIBLE_DEVICES")
 # Options of jax that change no program: where things are kept and what is logged.
 PLAIN_OPTIONS = ("jax_compilation_cache", "jax_enable_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_pprint")
@@ -203,8 +203,7 @@ def of_options() -> str:
     # An attribute is the value in this thread; some options have none.
     found = {name: getattr(jax.config, name, value) for name, value in sorted(jax.config.values.items())}
     options = {name: str(value) for name, value in found.items() if not name.startswith(PLAIN_OPTIONS)}
-    named = {op: asked_for(op) for op in ("attention", "paged_attention", "experts", "products")}
-    return fingerprint(options, named, library.unavailable() == "")
+    return fingerprint(options, named(), library.unavailable() == "")
 
 
 def _sources() -> str:

@@ -1,24 +1,21 @@
 """Softmax attention: which keys a query sees, how scores are computed, and several implementations of the same function.
 
 `reference` is the specification: dense, any score. `blocked` is for CPUs: causal rows in blocks that only read their prefix, with
-its own backward pass. `splash` is for TPUs, `cudnn` for NVIDIA GPUs: kernels that keep scores out of memory. All register in
-`IMPLEMENTATIONS`; `attention(...)` takes the first of `PREFERENCE` that can do what is asked, otherwise the reference.
+its own backward pass. `splash` is for TPUs, `cudnn` for NVIDIA GPUs: kernels that keep scores out of memory. All are implementations
+of the op `ATTENTION`, which takes the first of its platform that can do what is asked, otherwise the reference.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from argosy.core.errors import Unsupported
-from argosy.core.registry import Registry
-from argosy.ops.choice import asked_for
+from argosy.ops.op import Implementation, Op
 from argosy.ops.precision import sums_in, wide
-from argosy.parallel.scope import platform
 
 # The score of a key that a query does not see.
 UNSEEN = -1e30
@@ -81,14 +78,6 @@ def of_segments(q: Int[Array, "B T"], k: Int[Array, "B S"], prefix: Int[Array, "
     return own if prefix is None else own | ((prefix[:, :, None] == k[:, None, :]) & (prefix > 0)[:, :, None])
 
 
-class Implementation(NamedTuple):
-    """A function (q, k, v, see, score) -> y, or with `lse=True` -> (y, lse); and a function that says why it cannot be used, or
-    None."""
-
-    run: Callable[..., Any]
-    refuses: Callable[[Any, Any, Any, See, Score, bool], str | None]
-
-
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -104,24 +93,14 @@ def attention(
     A query that sees no key (padding) gets finite values without meaning. Values that no query sees must be finite.
 
     Args:
-        implementation: its name; by default the one of `choice.implementations`, otherwise the first that can, best first.
+        implementation: its name; by default the one of `op.implementations`, otherwise the first that can, best first.
         lse: also returns the log of each query's sum of exponentials, [B T N] float32 at least, -1e30 if it sees no key. `merged`
             uses it to combine outputs over parts of the keys.
 
     Raises:
         Unsupported: the named implementation cannot do this.
     """
-    name = implementation or asked_for("attention")
-    if name is not None:
-        chosen: Implementation = IMPLEMENTATIONS[name]
-        if reason := chosen.refuses(q, k, v, see, score, lse):
-            raise Unsupported(f"attention `{name}`: {reason}")
-        return chosen.run(q, k, v, see, score, lse=lse)
-    for preferred in (*SPLIT, *PREFERENCE.get(platform(), ())):
-        chosen = IMPLEMENTATIONS[preferred]
-        if chosen.refuses(q, k, v, see, score, lse) is None:
-            return chosen.run(q, k, v, see, score, lse=lse)
-    return reference(q, k, v, see, score, lse=lse)
+    return ATTENTION.choose(q, k, v, see, score, lse, implementation=implementation).run(q, k, v, see, score, lse=lse)
 
 
 def reference(
@@ -161,20 +140,13 @@ def merged(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]
     return jnp.asarray(y).astype(parts[0][0].dtype), total
 
 
-REFERENCE = Implementation(reference, lambda *_: None)
-
-IMPLEMENTATIONS = Registry("attention implementation")
-IMPLEMENTATIONS.add("reference", REFERENCE)
-IMPLEMENTATIONS.add("blocked", "argosy.ops.attention.blocked:BLOCKED")
-IMPLEMENTATIONS.add("splash", "argosy.ops.attention.splash:SPLASH")
-IMPLEMENTATIONS.add("cudnn", "argosy.ops.attention.cudnn:CUDNN")
-
-IMPLEMENTATIONS.add("splash", "argosy.ops.attention.splash:SPLASH")
-IMPLEMENTATIONS.add("cudnn", "argosy.ops.attention.cudnn:CUDNN")
-IMPLEMENTATIONS.add("ring", "argosy.ops.attention.ring:RING")
-
-# What to try before all others: it refuses unless sequences are split over devices.
-SPLIT = ("ring",)
 # What to try first on each platform: docs/reference/kernels.md says what is known of their speed. The reference computes [B N T S]
-# scores in memory, so on TPUs and GPUs kernels are preferred to it unmeasured.
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("blocked",), "tpu": ("splash",), "gpu": ("cudnn",)}
+# scores in memory, so on TPUs and GPUs kernels are preferred to it unmeasured. `ring` refuses unless sequences are split over devices.
+ATTENTION = Op(
+    "attention", "attention", prefer={"cpu": ("blocked",), "tpu": ("splash",), "gpu": ("cudnn",)}, always=("ring",)
+)
+ATTENTION.add("reference", Implementation(reference))
+ATTENTION.add("blocked", "argosy.ops.attention.blocked:BLOCKED")
+ATTENTION.add("splash", "argosy.ops.attention.splash:SPLASH")
+ATTENTION.add("cudnn", "argosy.ops.attention.cudnn:CUDNN")
+ATTENTION.add("ring", "argosy.ops.attention.ring:RING")

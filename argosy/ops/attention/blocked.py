@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import Implementation, Score, See, of_segments
+from argosy.ops.attention import Score, See, of_segments
+from argosy.ops.op import Implementation
 from argosy.ops.precision import sums_in, wide
 
 # The segment of each token, and the one that is its prefix; None: a row is one segment, and there are no prefixes.

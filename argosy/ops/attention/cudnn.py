@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.ops.attention import Implementation, Score, See, of_segments
+from argosy.ops.attention import Score, See, of_segments
 from argosy.ops.attention.split import cannot_split, split
+from argosy.ops.op import Implementation
 from argosy.parallel.scope import platform
 
 # Heads are padded to a multiple of the first and may be as large as the second; larger ones depend on the GPU.

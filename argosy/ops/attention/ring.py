@@ -23,7 +23,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import UNSEEN, Implementation, Score, See
+from argosy.ops.attention import UNSEEN, Score, See
+from argosy.ops.op import Implementation
 from argosy.ops.precision import sums_in, wide
 from argosy.parallel.scope import activation_spec, axis_sizes, splits
 

@@ -19,9 +19,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import KEPT, Implementation, Score, See
+from argosy.ops.attention import KEPT, Score, See
 from argosy.ops.attention.splash_blocks import block_of, sizes_of
 from argosy.ops.attention.split import cannot_split, split
+from argosy.ops.op import Implementation
 from argosy.ops.precision import wide
 from argosy.parallel.scope import device_kind, platform
 

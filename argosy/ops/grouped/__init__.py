@@ -6,23 +6,12 @@ This module knows nothing of routing.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from argosy.core.errors import Unsupported
-from argosy.core.registry import Registry
-from argosy.ops.choice import asked_for
-from argosy.parallel.scope import platform
-
-
-class Implementation(NamedTuple):
-    """A function (x, w, sizes) -> y, and a function that says why it cannot be used on x and w, or None."""
-
-    run: Callable[[Array, Array, Array], Array]
-    refuses: Callable[[Array, Array], str | None]
+from argosy.ops.op import Implementation, Op
 
 
 def grouped_matmul(
@@ -37,14 +26,7 @@ def grouped_matmul(
         Unsupported: the named implementation cannot run here.
         UnknownName: there is no implementation of this name.
     """
-    # False in an export with symbolic lengths, which is for several platforms at once.
-    known = isinstance(x.shape[0], int)
-    preferred = PREFERENCE.get(platform(), "ragged_dot") if known else "ragged_dot"
-    name = implementation or asked_for("experts") or preferred
-    chosen: Implementation = IMPLEMENTATIONS[name]
-    if reason := chosen.refuses(x, w):
-        raise Unsupported(f"grouped matmul `{name}`: {reason}")
-    return chosen.run(x, w, jnp.asarray(sizes, jnp.int32))
+    return GROUPED_MATMUL.choose(x, w, implementation=implementation).run(x, w, jnp.asarray(sizes, jnp.int32))
 
 
 def cleared(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:
@@ -61,11 +43,9 @@ def cleared(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array,
     return run
 
 
-IMPLEMENTATIONS = Registry("grouped matmul implementation")
-IMPLEMENTATIONS.add("ragged_dot", Implementation(cleared(jax.lax.ragged_dot), lambda *_: None))
-IMPLEMENTATIONS.add("blocked", "argosy.ops.grouped.blocked:BLOCKED")
-IMPLEMENTATIONS.add("megablox", "argosy.ops.grouped.kernels:MEGABLOX")
-IMPLEMENTATIONS.add("tokamax", "argosy.ops.grouped.kernels:TOKAMAX")
-
-# The default of each platform; `ragged_dot` elsewhere. Each entry was measured to be faster there: docs/log.md.
-PREFERENCE: dict[str, str] = {"cpu": "blocked"}
+# What is preferred was measured to be faster there: docs/log.md.
+GROUPED_MATMUL = Op("experts", "grouped matmul", prefer={"cpu": ("blocked",)}, default="ragged_dot")
+GROUPED_MATMUL.add("ragged_dot", Implementation(cleared(jax.lax.ragged_dot)))
+GROUPED_MATMUL.add("blocked", "argosy.ops.grouped.blocked:BLOCKED")
+GROUPED_MATMUL.add("megablox", "argosy.ops.grouped.kernels:MEGABLOX")
+GROUPED_MATMUL.add("tokamax", "argosy.ops.grouped.kernels:TOKAMAX")

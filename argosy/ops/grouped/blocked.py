@@ -17,7 +17,7 @@ from jax.lax import dynamic_update_index_in_dim as updated_index
 from jax.lax import dynamic_update_slice_in_dim as updated_slice
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from argosy.ops.grouped import Implementation
+from argosy.ops.op import Implementation
 from argosy.ops.precision import sums_in
 
 # Rows; a product of 8 rows by 512 x 256 runs at 2/3 of the speed of 256 rows.
@@ -42,7 +42,12 @@ def _backward(kept: tuple[Array, Array, Array], g: Float[Array, "X M"]) -> tuple
 
 
 _blocked.defvjp(_forward, _backward)
-BLOCKED = Implementation(_blocked, lambda *_: None)
+def _refuses(x: Array, w: Array) -> str | None:
+    """An export with open sizes is for several platforms at once."""
+    return None if isinstance(x.shape[0], int) else "the number of rows is not known"
+
+
+BLOCKED = Implementation(_blocked, _refuses)
 
 
 def _rows_times(x: Float[Array, "X K"], w: Real[Array, "E ..."], sizes: Array, axes: tuple[int, int]) -> Array:

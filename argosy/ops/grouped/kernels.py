@@ -8,7 +8,9 @@ import importlib.util
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.grouped import Implementation, cleared, platform
+from argosy.ops.grouped import cleared
+from argosy.ops.op import Implementation
+from argosy.parallel.scope import platform
 
 # The kernel needs a multiple of this, so rows are padded.
 TILE_ROWS = 512

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import Implementation, Score
+from argosy.ops.attention import Score
 from argosy.ops.narrow import Narrow
 from argosy.ops.native import library
+from argosy.ops.op import Implementation
 from argosy.ops.paged.attention import Pools
 
 

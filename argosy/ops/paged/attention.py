@@ -13,12 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from argosy.core.errors import Unsupported
-from argosy.core.registry import Registry
-from argosy.ops.attention import NOWHERE, Implementation, Score, See, attention
-from argosy.ops.choice import asked_for
+from argosy.ops.attention import NOWHERE, Score, See, attention
 from argosy.ops.narrow import Narrow
-from argosy.parallel.scope import platform
+from argosy.ops.op import Implementation, Op
 
 # (keys, values), or (joined,); those that are not joined may be quantized.
 Pools = tuple[Float[Array, "pages page _ _"] | Narrow, ...]
@@ -45,15 +42,7 @@ def paged_attention(
     Raises:
         Unsupported: the named implementation cannot do this.
     """
-    name = asked_for("paged_attention")
-    for candidate in [name] if name else PREFERENCE.get(platform(), ()):
-        chosen: Implementation = IMPLEMENTATIONS[candidate]
-        reason = chosen.refuses(q, pools, table, lengths, score, lse)  # pyright: ignore[reportArgumentType]
-        if reason is None:
-            return chosen.run(q, pools, table, lengths, at, score, lse=lse)
-        if name:
-            raise Unsupported(f"paged attention `{name}`: {reason}")
-    return reference(q, pools, table, lengths, at, score, lse=lse)
+    return PAGED_ATTENTION.choose(q, pools, table, lengths, score, lse).run(q, pools, table, lengths, at, score, lse=lse)
 
 
 def reference(
@@ -100,28 +89,24 @@ def token_positions(table: Int[Array, "B P"], lengths: Int[Array, "B"], pages: i
     return jnp.where(valid & (at < lengths[:, None]), at, NOWHERE)
 
 
-REFERENCE = Implementation(reference, lambda *_: None)
-
-IMPLEMENTATIONS = Registry("paged attention implementation")
-IMPLEMENTATIONS.add("reference", REFERENCE)
-IMPLEMENTATIONS.add("blocked", "argosy.ops.paged.blocked:BLOCKED")
-IMPLEMENTATIONS.add("rows", "argosy.ops.paged.rows:ROWS")
-IMPLEMENTATIONS.add("native", "argosy.ops.native.paged:NATIVE")
-IMPLEMENTATIONS.add("triton", "argosy.ops.paged.triton:TRITON")
-IMPLEMENTATIONS.add("ragged", "argosy.ops.paged.ragged:RAGGED")
-
 # What to try first on each platform. `blocked` reads only the pages in use, and is `reference` for tables of one block; `rows` does
 # so for decoding rows, faster on a CPU; `native` is faster still, where its library is loaded (`ops.native.library`).
-PREFERENCE: dict[str, tuple[str, ...]] = {
-    "cpu": ("native", "rows", "blocked"),
-    "gpu": ("triton", "blocked"),
-    "tpu": ("ragged", "blocked"),
-}
+PAGED_ATTENTION = Op(
+    "paged_attention",
+    "paged attention",
+    prefer={"cpu": ("native", "rows", "blocked"), "gpu": ("triton", "blocked"), "tpu": ("ragged", "blocked")},
+)
+PAGED_ATTENTION.add("reference", Implementation(reference))
+PAGED_ATTENTION.add("blocked", "argosy.ops.paged.blocked:BLOCKED")
+PAGED_ATTENTION.add("rows", "argosy.ops.paged.rows:ROWS")
+PAGED_ATTENTION.add("native", "argosy.ops.native.paged:NATIVE")
+PAGED_ATTENTION.add("triton", "argosy.ops.paged.triton:TRITON")
+PAGED_ATTENTION.add("ragged", "argosy.ops.paged.ragged:RAGGED")
 
 
 def reads_joined(heads: int, size: int, dtype: Any) -> bool:
     """Whether layers on this platform should keep keys and values of these heads in joined pools."""
-    if (asked_for("paged_attention") or PREFERENCE.get(platform(), ("",))[0]) != "ragged":
+    if (PAGED_ATTENTION.requested or PAGED_ATTENTION.preferred[0]) != "ragged":
         return False
     from argosy.ops.paged.ragged import cannot_hold
 

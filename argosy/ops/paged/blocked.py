@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import NOWHERE, UNSEEN, Implementation, Score, See, attention, merged
+from argosy.ops.attention import NOWHERE, UNSEEN, Score, See, attention, merged
 from argosy.ops.narrow import Narrow
+from argosy.ops.op import Implementation
 from argosy.ops.paged import attention as paged
 from argosy.ops.precision import wide
 
@@ -96,4 +97,4 @@ def with_sinks(y: Float[Array, "B T N U"], total: Float[Array, "B T N"], score: 
     return y * jnp.exp(total - both)[..., None], both
 
 
-BLOCKED = Implementation(blocked, lambda *_: None)
+BLOCKED = Implementation(blocked)

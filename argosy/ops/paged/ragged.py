@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import Implementation, Score
+from argosy.ops.attention import Score
 from argosy.ops.narrow import Narrow
+from argosy.ops.op import Implementation
 from argosy.ops.paged.attention import Pools
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, on_several_devices, platform
 

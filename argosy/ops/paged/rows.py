@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import UNSEEN, Implementation, Score, See
+from argosy.ops.attention import UNSEEN, Score, See
+from argosy.ops.op import Implementation
 from argosy.ops.paged import attention as paged
 from argosy.ops.paged.blocked import BLOCK, fits_one_block, over_blocks, with_sinks
 from argosy.ops.precision import sums_in, wide

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from argosy.ops.attention import UNSEEN, Implementation, Score
+from argosy.ops.attention import UNSEEN, Score
 from argosy.ops.narrow import Narrow
+from argosy.ops.op import Implementation
 from argosy.ops.paged.attention import Pools
 from argosy.ops.paged.blocked import with_sinks
 from argosy.parallel.scope import activation_spec, axes_in, on_several_devices, platform
