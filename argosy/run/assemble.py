@@ -31,6 +31,7 @@ from argosy.parallel.rules import shardings
 from argosy.rl.critic import PREFIX, attach
 from argosy.run import diloco as replicas
 from argosy.run.assembly import Assembly, scheduled_steps
+from argosy.run.combinations import Situation, violated
 from argosy.run.decided import Decided, backend
 from argosy.run.distillation import teacher_cache
 from argosy.run.distillation.across import Both, is_across
@@ -74,10 +75,6 @@ def mesh_of(run: Run) -> Mesh:
     if run.rollout is not None:
         from argosy.run.rl.rollout_engine import trainer_devices
 
-        if run.mesh.splits("context"):
-            raise Unsupported(
-                "mesh.context with rollouts is not built", hint="mesh.fsdp and mesh.tensor split their work"
-            )
         mesh = run.mesh.build(trainer_devices(run.rollout))
         check_experts(run.model, mesh.shape["expert"])
         return mesh
@@ -155,31 +152,13 @@ def check_formats(run: Run, source: Any) -> None:
         )
 
 
-def check_processes(run: Run) -> None:
-    """Checks that a run of several processes asks for nothing that only one process can do.
-
-    Raises:
-        BadInput: it does.
-    """
-    if jax.process_count() == 1:
-        return
-    frozen = reference.kind_of(run.objective) or taught(run.objective)
-    asked = {"rollouts": run.rollout is not None, "sample.every": run.sample.every, "a reference or a teacher": frozen}
-    # Sums that are scattered over CPUs of several processes are wrong now and then (jax-ml/jax#40830).
-    asked["mesh.stage on CPUs"] = run.mesh.splits("stage") and backend() == "cpu"
-    if found := [name for name, is_asked in asked.items() if is_asked]:
-        what = f"{' and '.join(found)}: not built over several processes yet"
-        raise BadInput(what, hint="use the devices of one process")
-
-
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     """Checks and builds everything, without drawing or reading weights.
 
     Raises:
         UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
     """
-    backend()
-    check_processes(run)
+    refuse(list(violated(Situation(run, jax.process_count(), backend()))))
     parts: dict[str, Any] = {}
     refuse(
         mistakes_of(
@@ -202,8 +181,6 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     share, shares = rows_here(mesh, run.data.batch)
     common |= {"process": share, "processes": shares, "source": source}
     teaching = taught(run.objective)
-    if teaching == "cached":
-        teacher_cache.check_settings(run)
     both = Both(run, tokenizer) if is_across(run.objective) else None
     fields = (
         teacher_cache.asked_of_data(run.objective) if teaching == "cached" else reference.asked_of_data(run.objective)

@@ -41,8 +41,10 @@ from argosy.core.settings import (
 from argosy.core.settings.explain import json_schema
 from argosy.core.settings.words import SELF
 from argosy.data.sources import is_prepared
+from argosy.models import FAMILIES
 from argosy.run.mesh_presets import with_mesh
 from argosy.run.stored_layers import init_of, overruled, spelt_out, with_folders
+from argosy.train.settings import OBJECTIVES
 
 T = TypeVar("T", bound=Settings)
 
@@ -95,7 +97,34 @@ def compose(
         if others:
             raise SettingsError([*problems_of(error), *others], error.good) from None
         raise
-    return read_settings(schema, *layers)
+    return read_settings(schema, *layers, *objective_layers(schema, layers))
+
+
+def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> list[SettingsLayer]:
+    """What follows from the objective, for settings that no layer gives: the head of a reward model, and rollouts."""
+    if "objective" not in schema.model_fields:
+        return []
+    try:
+        objective = OBJECTIVES[_chosen(schema, layers, "objective")]
+        family = FAMILIES[_chosen(schema, layers, "model", "family")]
+    except (UnknownName, ImportError, AttributeError):
+        # Reading the layers reports it.
+        return []
+
+    def is_given(key: str) -> bool:
+        return any(_gives(layer.values, key) for layer in layers)
+
+    values: dict[str, Any] = {}
+    scores = getattr(objective, "scores", 0)
+    if scores and "scores" in family.model_fields and not is_given("model.scores"):
+        values["model"] = {"scores": scores}
+    if getattr(objective, "on_policy", False):
+        if not getattr(objective, "rewarded", True) and not is_given("rollout.completions"):
+            # Without rewards there are no groups to compare.
+            values["rollout"] = {"completions": 1}
+        elif not is_given("rollout"):
+            values["rollout"] = {}
+    return [SettingsLayer("the objective", values)] if values else []
 
 
 def with_conditions(
@@ -117,11 +146,11 @@ def with_conditions(
     return out, needs
 
 
-def _chosen(schema: type[Settings], layers: list[SettingsLayer], key: str) -> str:
+def _chosen(schema: type[Settings], layers: list[SettingsLayer], key: str, tag: str = "name") -> str:
     """The name that the layers give to a choice at the root."""
     for layer in reversed(layers):
         value = layer.values.get(key, {})
-        given = [value[own] for own in ("name", SELF) if own in value] if isinstance(value, dict) else [value]
+        given = [value[own] for own in (tag, SELF) if own in value] if isinstance(value, dict) else [value]
         if given:
             return "none" if given[0] is None else str(given[0])
     field = schema.model_fields.get(key)

@@ -9,7 +9,6 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported, some
 from argosy.models.parts.weight import Moved, variables
 from argosy.train.diloco import AXIS, REPLICAS
-from argosy.train.settings import NextToken
 
 WHERE = "diloco.every={}"
 # Of these mesh axes, one may split a replica.
@@ -21,7 +20,7 @@ def check(run: Any, mesh: Mesh) -> None:
 
     Raises:
         BadInput: there is one replica.
-        Unsupported: the run does what replicas cannot do.
+        Unsupported: two axes of the mesh split a replica.
     """
     if not run.diloco.every:
         return
@@ -29,19 +28,6 @@ def check(run: Any, mesh: Mesh) -> None:
     if mesh.shape[AXIS] == 1:
         hint = "mesh.data=2, or mesh.between.data=2 with a replica on each group of devices; mesh.fsdp is then within a replica"
         raise BadInput("the mesh has one replica: mesh.data is 1", where=where, hint=hint)
-    asked = {
-        "rollouts": run.rollout is not None,
-        "another objective than next_token": not isinstance(run.objective, NextToken),
-        "adapters": not run.adapter.trains_base,
-        "init.state": run.init.state is not None,
-        "mesh.stage": mesh.shape["stage"] > 1,
-        # The number of rounds in which rows are exchanged is agreed on by all devices, in every layer.
-        "mesh.expert": mesh.shape["expert"] > 1,
-        "execution.gather=once": run.execution.gather == "once",
-    }
-    if found := [name for name, is_asked in asked.items() if is_asked]:
-        hint = "diloco.every=0 sums gradients over mesh.data in every step"
-        raise Unsupported(f"{' and '.join(found)}: not built over replicas yet", where=where, hint=hint)
     if len(split := [f"mesh.{axis} = {mesh.shape[axis]}" for axis in WITHIN if mesh.shape[axis] > 1]) > 1:
         # jax 0.10.2: "Check failed" in spmd_partitioner_util.cc, for dense layers as for others.
         what = f"{' and '.join(split)} within a replica: XLA aborts where it splits a replica over two axes"

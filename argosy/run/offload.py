@@ -5,8 +5,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from argosy.core.errors import BadInput, Unsupported
-from argosy.run.distillation.teacher import kind_of as taught
-from argosy.run.frozen import reference
 from argosy.train.offload import HOST
 
 # What is said where it saves nothing.
@@ -18,35 +16,11 @@ def check_offload(run: Any, decided: Any, mesh: Mesh) -> None:
 
     Raises:
         BadInput: layers are not stacked, so their state would come to the device at once.
-        Unsupported: the device cannot read the host's memory, or the run does what is not built with it.
+        Unsupported: the device cannot read the host's memory.
     """
     device, where = mesh.devices.flat[0], "set by execution.offload"
     if HOST not in {memory.kind for memory in device.addressable_memories()}:
         raise Unsupported(f"{device.device_kind} has no pinned memory of the host", where=where, hint="execution.offload=none")
-    asked = {
-        "mesh.stage": mesh.shape["stage"] > 1,
-        "rollouts": run.rollout is not None,
-        "diloco.every": bool(run.diloco.every),
-        "guard.replay": bool(run.guard.replay),
-    }
-    if found := [name for name, is_asked in asked.items() if is_asked]:
-        what = f"{' and '.join(found)} does not work with the optimizer's state on the host"
-        raise Unsupported(what, where=where, hint="execution.offload=none")
-    if run.execution.offload == "weights":
-        _check_weights(run, where)
     if decided.layers == "unroll":
         what = "the optimizer's state goes to the device layer by layer, and these layers are a list (execution.run=unroll)"
         raise BadInput(what, where=where, hint="execution.run=scan; a run that began with a list of layers keeps it")
-
-
-def _check_weights(run: Any, where: str) -> None:
-    asked = {
-        "adapter": not run.adapter.trains_base,
-        "execution.gather=once": run.execution.gather == "once",
-        "sample.every": bool(run.sample.every),
-        "a reference": reference.kind_of(run.objective) is not None,
-        "a teacher": bool(taught(run.objective)),
-    }
-    if found := [name for name, is_asked in asked.items() if is_asked]:
-        what = f"{' and '.join(found)} does not work with weights on the host"
-        raise Unsupported(what, where=where, hint="execution.offload=optimizer")

@@ -17,6 +17,7 @@ from argosy.data.settings import DataSettings
 from argosy.data.sources import check_readable
 from argosy.data.tokenizers.load import check_tokenizer
 from argosy.parallel.mesh import MeshSettings
+from argosy.run.combinations import Situation, violated
 from argosy.run.compose import check_start, compose, no_model, run_folder
 from argosy.run.distillation.address import check_address, is_endpoint
 from argosy.run.settings import Init, Run
@@ -45,7 +46,8 @@ def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) 
         # What a run starts from may be gone when it resumes.
         del values["init"]
     checks = inputs(values) if made < reading.value.steps else []
-    refuse(mistakes_of(*checks, lambda: RunDirectory(directory_of(reading, recipe)).admit(reading)))
+    mistakes = mistakes_of(*checks, lambda: RunDirectory(directory_of(reading, recipe)).admit(reading))
+    refuse([*violated(Situation(reading.value)), *mistakes])
     return reading
 
 

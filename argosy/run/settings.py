@@ -308,27 +308,9 @@ class Run(Settings):
             raise ValueError(
                 "model is an encoder: it predicts no tokens, and no objective that trains one is built yet"
             )
-        self._complete()
         if broken := [*self._broken_by_rewards(), *self._broken_by_sizes()]:
             raise BrokenRules(broken)
         return self
-
-    def _complete(self) -> None:
-        """Sets what follows from the objective."""
-        scores = getattr(self.objective, "scores", 0)
-        if scores and "scores" in type(self.model).model_fields and not self.model.scores:
-            object.__setattr__(self, "model", self.model.model_copy(update={"scores": scores}))
-        if not getattr(self.objective, "on_policy", False):
-            return
-        rewarded = getattr(self.objective, "rewarded", True)
-        if rewarded and self.data.format == "auto":
-            object.__setattr__(self, "data", self.data.model_copy(update={"format": "prompt"}))
-        if not rewarded and (self.rollout is None or "completions" not in self.rollout.model_fields_set):
-            # Without rewards there are no groups to compare.
-            rollout = (self.rollout or Rollout()).model_copy(update={"completions": 1})
-            object.__setattr__(self, "rollout", rollout)
-        if self.rollout is None:
-            object.__setattr__(self, "rollout", Rollout())
 
     def _broken_by_sizes(self) -> Iterator[str]:
         """The rules between model, data and batch that do not hold."""
@@ -343,9 +325,10 @@ class Run(Settings):
                 f"data.sequence = {self.data.sequence} is longer than the model's context, "
                 f"model.context = {self.model.context} tokens"
             )
-        if not self.adapter.trains_base and not self.init.weights:
-            what = "init.state is not built with an adapter" if self.init.state else "the weights under an adapter are random"
-            yield f"{what}: model=FOLDER or init.weights=FOLDER names the trained model to put it on"
+        if not self.adapter.trains_base and not self.init.weights and not self.init.state:
+            yield (
+                "the weights under an adapter are random: model=FOLDER or init.weights=FOLDER names the trained model to put it on"
+            )
         if self.data.batch % self.accumulate:
             yield f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}"
         if self.execution.gather == "once" and self.accumulate == 1:
@@ -361,8 +344,8 @@ class Run(Settings):
             if self.environment.played:
                 yield "environment is for objectives that learn from rewards, such as objective=grpo"
             return
-        if "rollback" in self.guard.actions:
-            yield "guard: rollback is not built for rollouts, which depend on the weights: skip or stop"
+        if self.rollout is None:
+            yield "rollout is missing: an objective that learns from completions samples them"
         if rewarded and not self.reward and not (self.environment.played and self.environment.gives):
             what = "reward is missing: reward=maths compares answers with the column `answer`, and reward=FILE.py:FUNCTION calls a "
             yield what + "function of yours, `def FUNCTION(completions, **columns)`, which gives a number for each"
@@ -370,14 +353,5 @@ class Run(Settings):
             yield "reward is for objectives that learn from rewards: this one learns from its teacher"
         if not rewarded and self.environment.played:
             yield "environment is for objectives that learn from rewards: this one learns from its teacher"
-        if getattr(self.adapter, "dropout", 0):
-            yield "adapter.dropout makes the policy that is trained another one than the one that answers: leave it out"
-        if self.accumulate > 1:
-            yield "accumulate does not apply: the parts of an update follow from the lengths (rollout.rows)"
         if getattr(self.objective, "critic", None) is not None and "scores" not in type(self.model).model_fields:
             yield "models of this family have no head of scores yet, which a critic needs"
-        assert self.rollout is not None
-        if self.rollout.processes is not None and self.environment.played:
-            yield "rollout.processes with an environment is not built: answers of several turns are sampled in this process"
-        if self.rollout.weights != "same" and not self.adapter.trains_base:
-            yield "rollout.weights=int8 is for runs that train all weights: adapter=qlora rounds the base to fewer bits"

@@ -6,11 +6,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput, Unsupported
+from argosy.core.errors import BadInput
 from argosy.models.parts.stack import Execution, Stack, groups_of
 from argosy.models.parts.stack.pipeline import AXIS, Pipeline
 from argosy.parallel.place import row_shares
-from argosy.run.distillation.teacher import kind_of as taught
 
 # Microbatches a stage, unless a setting says otherwise: a fifth of the time is idle.
 EACH = 4
@@ -22,7 +21,6 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
     Raises:
         BadInput: the rows do not divide into microbatches, microbatches are asked for without stages, or layers that are stages or
             rounds of are a list.
-        Unsupported: the run does what stages cannot do.
     """
     stages = mesh.shape[AXIS]
     if decided.rounds > 1 and decided.layers == "unroll":
@@ -36,17 +34,6 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
     if decided.layers == "unroll":
         hint = "execution.run=scan; a run that began with a list of layers keeps it"
         raise BadInput(f"mesh.stage = {stages} splits stacked layers, and these are a list (execution.run=unroll)", hint=hint)
-    experts = getattr(run.model, "experts", None)
-    asked = {
-        "rollouts": run.rollout is not None,
-        "sample.every": run.sample.every is not None,
-        "a teacher": taught(run.objective) is not None,
-        "adapter.dropout": not run.adapter.trains_base and getattr(run.adapter, "dropout", 0) > 0,
-        "moe.balance_over=batch": experts is not None and experts.balance_over == "batch",
-    }
-    if found := [name for name, is_asked in asked.items() if is_asked]:
-        what = f"{' and '.join(found)}: not built over several stages yet"
-        raise Unsupported(what, where=f"mesh.stage={stages}", hint="mesh.fsdp and mesh.tensor split the weights of every run")
     return Pipeline(stages, microbatches(run, mesh), run.execution.recompute, decided.rounds)
 
 

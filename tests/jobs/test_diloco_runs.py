@@ -16,6 +16,7 @@ from argosy.jobs.train import train
 from argosy.models.parts.stack import Unroll
 from argosy.parallel.mesh import MeshSettings
 from argosy.run import assemble, diloco
+from argosy.run.combinations import Situation, violated
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.settings import Run
@@ -137,9 +138,9 @@ def settings(*words: str) -> Run:
         (["steps=3"], r"steps = 3 is no multiple of diloco\.every = 4"),
         (["data.batch=9"], r"data\.batch = 9 does not divide over 2 devices"),
         (["data.batch=6", "accumulate=2"], r"data\.batch = 6 does not divide over 2 devices, accumulate = 2"),
-        (["init.state=somewhere"], r"init\.state: not built over replicas yet"),
-        (["objective=dpo"], r"another objective than next_token: not built over replicas yet"),
-        (["init.weights=somewhere", "adapter=lora"], r"adapters: not built over replicas yet"),
+        (["init.state=somewhere"], r"diloco\.every and init\.state do not combine"),
+        (["objective=dpo"], r"diloco\.every and another objective than next_token do not combine"),
+        (["init.weights=somewhere", "adapter=lora"], r"diloco\.every and an adapter do not combine"),
     ],
 )
 def test_what_replicas_cannot_do_is_refused(words: list[str], what: str):
@@ -161,18 +162,18 @@ def test_steps_that_no_outer_step_followed_are_said():
 
 def test_layers_that_replicas_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    with pytest.raises(ArgosyError, match=r"mesh\.stage: not built over replicas yet"):
+    with pytest.raises(ArgosyError, match=r"diloco\.every and mesh\.stage do not combine"):
         assemble.assemble(settings("mesh.stage=2", "model.layers=2", "mesh.fsdp=-1"), Decided("scan", "float32"))
     two = settings("mesh.fsdp=2", "mesh.tensor=2")
     with pytest.raises(ArgosyError, match=r"mesh\.fsdp = 2 and mesh\.tensor = 2 within a replica: XLA aborts"):
         diloco.check(two, two.mesh.build())
     config = config_of("experts")
     run = settings("mesh.expert=2", "mesh.fsdp=-1")
-    with pytest.raises(ArgosyError, match=r"mesh\.expert: not built over replicas yet"):
-        diloco.check(run, run.mesh.build())
+    assert "diloco.every and mesh.expert do not combine" in " ".join(error.what for error in violated(Situation(run)))
     run = settings("accumulate=2", "execution.gather=once", "mesh.fsdp=-1")
-    with pytest.raises(ArgosyError, match=r"execution\.gather=once: not built over replicas yet"):
-        diloco.check(run, run.mesh.build())
+    assert [error.what for error in violated(Situation(run))] == [
+        "diloco.every and execution.gather=once do not combine: not built together yet"
+    ]
     config = config.model_copy(update={"moe": config.moe.model_copy(update={"bias": True})})
     with pytest.raises(ArgosyError, match=r"router biases that move by load \(layers\.0\.\w+\.bias"):
         diloco.check_model(run, config.build(Unroll()), 12)
@@ -188,7 +189,7 @@ def test_a_run_resumes_with_as_many_replicas_and_the_same_outer_steps(tmp_path: 
         with pytest.raises(ArgosyError, match=other.split("=")[0]):
             fit(tmp_path / "run", other)
     for other in (["diloco.every=0"], ["diloco.every=4"]):
-        with pytest.raises(ArgosyError, match=r"trained replicas|init\.state: not built over replicas"):
+        with pytest.raises(ArgosyError, match=r"trained replicas|diloco\.every and init\.state do not combine"):
             fit(tmp_path / "new", f"init.state={tmp_path / 'run'}", *other)
     # Its outer weights may begin other runs, and other axes may split a replica.
     fit(tmp_path / "new", f"init.weights={tmp_path / 'run'}", "mesh.data=4", "steps=4")

@@ -130,7 +130,7 @@ def test_eight_devices_learn_as_one(data: Path, teacher: Path, base: Path, tmp_p
     ("words", "said"),
     [
         (["reward=x.py:f"], "this one learns from its teacher"),
-        (["accumulate=2"], "accumulate does not apply"),
+        (["accumulate=2"], "rollouts and accumulate do not combine"),
         (["environment=x.py:Game"], "environment is for objectives that learn from rewards"),
         (["objective.own=1.5"], "own"),
         (["objective.lmbda=1"], "objective.own"),

@@ -360,5 +360,5 @@ def test_the_rollbacks_of_a_run_are_limited(poison: Any, tmp_path: Path):
 
 
 def test_rollouts_are_not_rolled_back(tmp_path: Path):
-    with pytest.raises(ArgosyError, match="rollback is not built for rollouts"):
+    with pytest.raises(ArgosyError, match="rollouts and guard=rollback do not combine"):
         train("grpo", [*ASKING, "guard.spike=rollback", "reward=exact", f"dir={tmp_path}", "data.source=x.jsonl"])

@@ -253,7 +253,7 @@ def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path:
     ("words", "said"),
     [
         (["reward=[]"], "reward is missing"),
-        (["accumulate=2"], "accumulate does not apply"),
+        (["accumulate=2"], "rollouts and accumulate do not combine"),
         (["data.batch=18"], "groups of 4"),
         (["rollout.completions=1", "data.batch=16"], "compares the answers to one prompt"),
         (["data.sequence=6"], "no room for a prompt"),
@@ -264,7 +264,7 @@ def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path:
         (["data.epochs=0.2"], "fewer than the 4 of a rollout"),
         (["rollout.overlong=9"], "overlong = 9 is above tokens"),
         (["rollout.ahead=1"], "needs devices that sample"),
-        (["adapter=lora", "adapter.dropout=0.1", "init.weights=none"], "another one than the one that answers"),
+        (["adapter=lora", "adapter.dropout=0.1", "init.weights=."], "rollouts and adapter.dropout do not combine"),
     ],
 )
 def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str, data: Path, tmp_path: Path):

@@ -146,7 +146,7 @@ def test_what_else_is_trained_over_stages_is_trained_as_scanned(tmp_path: Path, 
         (["mesh.stage=2", "execution.microbatches=8"], BadInput, "does not divide into 8 microbatches over 4 devices"),
         (["mesh.stage=2", "execution.run=unroll"], BadInput, "mesh.stage = 2 splits stacked layers"),
         (["execution.microbatches=4"], BadInput, "execution.microbatches is of a pipeline, and mesh.stage is 1"),
-        (["mesh.stage=2", "sample.every=2"], Unsupported, "sample.every: not built over several stages yet"),
+        (["mesh.stage=2", "sample.every=2"], BadInput, "mesh.stage and sample.every do not combine"),
     ],
 )
 def test_what_stages_cannot_do_is_said_before_a_run_begins(tmp_path: Path, words, kind, said):

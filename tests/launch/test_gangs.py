@@ -377,7 +377,7 @@ def test_a_process_that_is_stuck_says_where_and_all_start_again(text: Path, tmp_
     [
         ([], ["optimizer.learning_rate=0.5"], "process 1 has another settings than process 0"),
         (["data.batch=5"], [], "data.batch = 5 does not divide over 2 devices"),
-        (["sample.every=2"], [], "sample.every: not built over several processes yet"),
+        (["sample.every=2"], [], "several processes and sample.every do not combine"),
     ],
 )
 def test_a_mistake_is_one_error(text: Path, tmp_path: Path, both: list[str], theirs: list[str], what: str, clock: Clock):

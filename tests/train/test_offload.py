@@ -157,10 +157,10 @@ def test_a_bad_step_leaves_the_state_as_it_was(tmp_path: Path, monkeypatch: pyte
     ("words", "said", "kind"),
     [
         (["execution.run=unroll"], "these layers are a list", BadInput),
-        (["mesh.data=8", "mesh.fsdp=1", "diloco.every=2"], "diloco.every", Unsupported),
+        (["mesh.data=8", "mesh.fsdp=1", "diloco.every=2"], "execution.offload and diloco.every", BadInput),
         (["optimizer=sgd"], "SGD keeps no arrays", BadInput),
-        (["guard.replay=2"], "guard.replay does not work", Unsupported),
-        (["mesh.stage=2", "model.layers=4", "mesh.fsdp=4", "execution.run=auto"], "mesh.stage", Unsupported),
+        (["guard.replay=2"], "execution.offload and guard.replay", BadInput),
+        (["mesh.stage=2", "model.layers=4", "mesh.fsdp=4", "execution.run=auto"], "execution.offload and mesh.stage", BadInput),
     ],
 )
 def test_what_is_not_built_is_refused(words: list[str], said: str, kind: type[UserError]):
@@ -172,13 +172,13 @@ def test_what_is_not_built_is_refused(words: list[str], said: str, kind: type[Us
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["sample.every=2"], "sample.every does not work with weights on the host"),
-        (["execution.gather=once", "accumulate=2", "data.batch=16"], "execution.gather=once does not work"),
+        (["sample.every=2"], "execution.offload=weights and sample.every do not combine"),
+        (["execution.gather=once", "accumulate=2", "data.batch=16"], "execution.offload=weights and execution.gather=once"),
     ],
 )
 def test_what_is_not_built_for_weights_is_refused(words: list[str], said: str):
     settings = compose(Run, "tiny", [*WORDS, WEIGHTS, *words]).value
-    with pytest.raises(Unsupported, match=said):
+    with pytest.raises(BadInput, match=said):
         assemble(settings, Decided.here(settings))
 
 

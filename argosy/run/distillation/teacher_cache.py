@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from argosy.core.counts import plural
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import ArgosyError
 from argosy.core.progress import Say
 from argosy.core.settings import dump
 from argosy.data.batch import Around, Batch, Field, Fields
@@ -55,17 +55,6 @@ class WithTeacher(Around):
         batch = dict(next(self.inner))
         rows = batch.pop(ROW)
         return batch | self.kept.beside(batch["mask"], rows)
-
-
-def check_settings(run: Any) -> None:
-    """Checks that what a run asks of a cache can be.
-
-    Raises:
-        BadInput: it cannot.
-    """
-    if run.data.online:
-        what = "objective.logits=cached computes what the teacher says of each row once, and data.online reads no row twice"
-        raise BadInput(what, hint="objective.logits=online, or leave `data.online` off")
 
 
 def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> None:
