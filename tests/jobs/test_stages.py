@@ -11,7 +11,7 @@ from test_adapter_runs import saved
 
 import argosy
 from argosy.checkpoint.stored import open_model
-from argosy.core.errors import ArgosyError, BadInput, Unsupported
+from argosy.core.errors import ArgosyError, BadInput
 from argosy.jobs.convert import convert
 from argosy.jobs.train import Quiet, train
 from argosy.run.compose import compose

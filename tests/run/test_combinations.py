@@ -22,7 +22,7 @@ def test_every_row_names_features_and_says_what_to_do():
 def test_each_row_is_violated_by_its_two_features_alone(row: Conflict, monkeypatch: pytest.MonkeyPatch):
     for absent in (None, row.feature, row.other):
         used = {row.feature, row.other} - {absent}
-        fake = {key: Feature(key, lambda _, key=key: key in used) for key in FEATURES}
+        fake = {key: Feature(key, lambda _, key=key, used=used: key in used) for key in FEATURES}
         monkeypatch.setattr("argosy.run.combinations.FEATURES", fake)
         found = [error.what for error in violated(Situation(SimpleNamespace()))]
         assert found == ([] if absent else [f"{row.feature} and {row.other} do not combine: {row.reason}"])

@@ -11,7 +11,7 @@ import pytest
 from helpers import Heard, default, described_tpus, numbers
 
 from argosy.checkpoint.store import STATE, load_item, load_weights
-from argosy.core.errors import BadInput, Unsupported, UserError
+from argosy.core.errors import BadInput, UserError
 from argosy.data.pipeline import RowBatches
 from argosy.jobs.train import train
 from argosy.models.parts.stack import Scan
