@@ -22,9 +22,11 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from argosy.checkpoint.local import LocalCheckpoints
 from argosy.checkpoint.settings import CheckpointSettings
-from argosy.checkpoint.store import WEIGHTS, Checkpoints, load_weights
+from argosy.checkpoint.step.layout import WEIGHTS
+from argosy.checkpoint.step.load import load_weights
+from argosy.checkpoint.store import Checkpoints
+from argosy.checkpoint.tiers.local import LocalCheckpoints
 
 ARRAYS, SIDE = 30, 2000
 

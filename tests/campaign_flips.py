@@ -25,10 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from campaign_flip import cut, delete, flip
 
-from argosy.checkpoint.local import LocalCheckpoints
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.checkpoint.several import CheckpointsOfSeveral
-from argosy.checkpoint.store import STATE, Checkpoints, load_data, load_item, load_weights
+from argosy.checkpoint.step.layout import STATE
+from argosy.checkpoint.step.load import load_data, load_item, load_weights
+from argosy.checkpoint.store import Checkpoints
+from argosy.checkpoint.tiers.local import LocalCheckpoints
 from argosy.core.storage import Store
 
 BEFORE, NEWEST = 4, 6

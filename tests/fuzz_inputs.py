@@ -328,8 +328,8 @@ def tree_of(path: Path, data: bytes) -> bytes:
 
 
 def read_gguf(folder: Path) -> None:
-    from argosy.checkpoint.gguf import open_gguf
     from argosy.core.formats.gguf import GGUF
+    from argosy.weights.gguf.reader import open_gguf
 
     file = GGUF.open(folder / "model.gguf")
     for name in file.names:
@@ -347,8 +347,8 @@ def read_gguf(folder: Path) -> None:
 def configs_good() -> list[Files]:
     """Two generations of config.json of every example of every family that the Hub can express (the laws ask for more), and
     those that transformers wrote."""
-    from argosy.checkpoint.hub import config_from
     from argosy.models import FAMILIES
+    from argosy.weights.hub.config import config_from
 
     found = []
     for name in FAMILIES:
@@ -378,7 +378,7 @@ def mutate_config(draw: random.Random, files: Files, other: Files) -> Files:
 
 
 def read_config(folder: Path) -> None:
-    from argosy.checkpoint.hub import config_from, read_json
+    from argosy.weights.hub.config import config_from, read_json
 
     config = config_from(read_json(folder / "config.json"), str(folder / "config.json"))
     build(config)

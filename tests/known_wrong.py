@@ -45,14 +45,14 @@ DILOCO = "tests/train/test_diloco.py::test_"
 EDITS = [
     Edit(
         "memory of a save used again while a tier still writes it",
-        "argosy/checkpoint/copies.py",
+        "argosy/checkpoint/saving/memory.py",
         "                return free.pop()\n",
         "                return free[-1]\n",
         ("tests/checkpoint/test_save_memory.py",),
     ),
     Edit(
         "arrays of a save that are views of what the next step overwrites",
-        "argosy/checkpoint/copies.py",
+        "argosy/checkpoint/saving/memory.py",
         "        np.copyto(copy, values)\n        return copy",
         "        return values",
         ("tests/checkpoint/test_save_memory.py::test_a_step_that_overwrites_the_state_changes_nothing_of_what_is_saved",),
@@ -101,14 +101,14 @@ EDITS = [
     ),
     Edit(
         "rotary rows of a file in blocks in the file's own order",
-        "argosy/checkpoint/blocks.py",
+        "argosy/weights/gguf/blocks.py",
         "return Rows(kind, self.file.raw(theirs), rows[:, 0].copy(), self.mapped.shape(name), inner, first)",
         "return Rows(kind, self.file.raw(theirs), np.arange(len(rows)), self.mapped.shape(name), inner, first)",
-        ("tests/checkpoint/test_gguf_blocks.py::test_weights_in_blocks_are_those_that_are_read",),
+        ("tests/weights/test_gguf_blocks.py::test_weights_in_blocks_are_those_that_are_read",),
     ),
     Edit(
         "blocks of a file for a weight that was replaced since",
-        "argosy/checkpoint/blocks.py",
+        "argosy/weights/gguf/blocks.py",
         "known() is not weight or weight.dtype",
         "weight.dtype",
         ("tests/infer/test_kept_blocks.py::test_a_weight_that_was_replaced_is_packed_from_its_numbers",),
@@ -186,7 +186,7 @@ EDITS = [
     ),
     Edit(
         "all shards of an array in the place of the first",
-        "argosy/checkpoint/shards.py",
+        "argosy/checkpoint/step/shards.py",
         "at = tuple((part.start or 0) // size if size else 0 for part, size in zip(shard.index, each, strict=True))",
         "at = tuple(0 for part, size in zip(shard.index, each, strict=True))",
         (f"{GANGS}checkpoints_that_each_process_writes_its_share_of",),
@@ -379,7 +379,7 @@ EDITS = [
     Edit(
         "a resume that learns from the newest step of its teacher's run",
         "argosy/run/distillation/teacher.py",
-        'return known, open_same(known, say, thorough=True, model="the teacher that this run learns from", missing=back, other=back)',
+        'return known, open_same(known, say, thorough=True, role=ModelRole("the teacher that this run learns from", back, back))',
         "return known, teacher.stored",
         ("tests/jobs/test_distill_runs.py::test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on",),
     ),
@@ -856,7 +856,7 @@ EDITS = [
         "argosy/data/tokenizers/load.py",
         '"vocab.txt", "*.tiktoken")',
         '"vocab.txt")',
-        ("tests/checkpoint/test_companions.py::test_every_file_that_a_tokenizer_is_read_from_is_copied",),
+        ("tests/weights/test_companions.py::test_every_file_that_a_tokenizer_is_read_from_is_copied",),
     ),
     Edit(
         "a penalty's sign",
@@ -868,10 +868,10 @@ EDITS = [
     # ---------------------------------------------------------------- runs and checkpoints
     Edit(
         "a stale manifest accepted",
-        "argosy/checkpoint/manifest.py",
+        "argosy/weights/manifest.py",
         "if describe(path) != expected:",
         'if describe(path)["bytes"] != expected["bytes"]:',
-        ("tests/checkpoint/test_manifest.py",),
+        ("tests/weights/test_manifest.py",),
     ),
     Edit(
         "the manifest uploaded first",
@@ -1261,7 +1261,7 @@ EDITS = [
     ),
     Edit(
         "a rollback leaves local checkpoints of other steps",
-        "argosy/checkpoint/tiers.py",
+        "argosy/checkpoint/tiers/tiered.py",
         "self.local.drop_newer(good)",
         "pass",
         ("tests/jobs/test_guard_runs.py::test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are",),

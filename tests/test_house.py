@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "argosy"
 ROOMS = [
-    *("core", "observe", "data", "parallel", "ops", "models", "adapt", "checkpoint"),
+    *("core", "observe", "data", "parallel", "ops", "models", "adapt", "weights", "checkpoint"),
     *("train", "infer", "evals", "rl", "export", "serve", "client", "launch", "run", "jobs", "cli"),
 ]
 MODELS_ON = frozenset(ROOMS[ROOMS.index("models") :])

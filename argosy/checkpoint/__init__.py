@@ -1,1 +1,1 @@
-"""Stored weights: a run's own checkpoints, Hub folders, GGUF files, PEFT adapters."""
+"""A run at rest: its directory, its checkpoints, and whatever a MODEL argument names."""

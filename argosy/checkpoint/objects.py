@@ -4,7 +4,6 @@ A step is written to a local scratch folder and copied file by file. Its manifes
 a manifest only while it is complete. The price is local space for one checkpoint. No other module knows of this.
 """
 
-import atexit
 import hashlib
 import os
 import shutil
@@ -17,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from argosy.checkpoint import manifest
-from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER, RunDirectory
-from argosy.core.errors import BadInput, Damaged
+from argosy.core.errors import Damaged
 from argosy.core.formats.files import File
 from argosy.core.storage import Missing, Store
+from argosy.weights import manifest
 
 CHUNK_BYTES = 1 << 23
 
@@ -94,31 +92,6 @@ def passed(store: Store, name: str, expected: Mapping[str, Any], to: Path | None
             size += len(chunk)
     if {"bytes": size, "sha256": digest.hexdigest()} != expected:
         raise Damaged(f"{own} differs from what was written: its size or its SHA-256 is another", where=where)
-
-
-def fetch_model(address: str) -> Path:
-    """A local copy of a model kept elsewhere, a folder until the process ends: of a run its newest good checkpoint and its
-    tokenizer, of anything else all files.
-
-    Raises:
-        BadInput: there is nothing, or a run that has not saved.
-        Damaged: a run none of whose checkpoints is good.
-    """
-    run = RunDirectory(address)
-    if not run.store.list():
-        raise BadInput(f"nothing at {address}", hint="the address of a Hub folder, a run directory or a checkpoint")
-    scratch = Path(tempfile.mkdtemp(prefix="argosy-"))
-    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    if not run.store.is_directory(CHECKPOINTS):
-        return copied(run.store, scratch / "model")
-    step = run.checkpoints.latest_good()
-    if step is None:
-        raise BadInput(f"{address} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
-    if run.store.is_directory(TOKENIZER):
-        copied(run.store.child(TOKENIZER), scratch / TOKENIZER)
-    # Where the parent of its target is missing, `shutil.move` copies instead of renaming: twice the disk, and minutes.
-    (scratch / CHECKPOINTS).mkdir(exist_ok=True)
-    return Path(shutil.move(run.checkpoints.path(step), scratch / CHECKPOINTS / str(step)))
 
 
 def copied(store: Store, folder: Path) -> Path:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-from argosy.checkpoint import manifest
 from argosy.checkpoint.resume import Difference, differences
 from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
@@ -37,13 +36,14 @@ from argosy.core.settings.explain import annotated
 from argosy.core.storage import LOCK, ReadOnly, Store
 from argosy.observe.backlog import Backlog
 from argosy.observe.life import FOLDER as LIFE
+from argosy.weights import manifest
 
 if TYPE_CHECKING:
     import numpy as np
 
     from argosy.checkpoint.settings import CheckpointSettings
     from argosy.checkpoint.store import Checkpoints
-    from argosy.checkpoint.tiers import Tiers
+    from argosy.checkpoint.tiers.tiered import Tiers
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
 # A PEFT folder, where the run trains adapters.
@@ -115,8 +115,8 @@ class RunDirectory:
         persistent = (of_several if several else Checkpoints)(self.store.child(CHECKPOINTS), self.settings, self.warn)
         if self.settings is None or self.settings.local is None:
             return persistent
-        from argosy.checkpoint.local import LocalCheckpoints
-        from argosy.checkpoint.tiers import Tiers
+        from argosy.checkpoint.tiers.local import LocalCheckpoints
+        from argosy.checkpoint.tiers.tiered import Tiers
 
         root = Path(self.settings.local).expanduser() / processes.told("run id", lambda: self.id)
         shared = {"belongs": self._belongs, "memory": persistent.memory}

@@ -1,7 +1,7 @@
 """Writes a model as files: a loaded one, or weights converted from one format to another.
 
 Everything is planned, checked and counted before the first byte is written. Tensors then go one by one into a folder beside the
-target, which is renamed to the target when it is complete (`checkpoint.partial`).
+target, which is renamed to the target when it is complete (`weights.staging`).
 """
 
 import json
@@ -11,14 +11,7 @@ from typing import Any, Literal, Protocol
 
 from flax import nnx
 
-from argosy.checkpoint import manifest
-from argosy.checkpoint.hub import copies, folder_of, typed
-from argosy.checkpoint.load import as_dtype
-from argosy.checkpoint.partial import Partial, taken
-from argosy.checkpoint.peft_write import contents_of, write_adapter
-from argosy.checkpoint.store import META, array_by_array
-from argosy.checkpoint.stored import check_fit, weights_of
-from argosy.checkpoint.stream import in_order
+from argosy.checkpoint.step.layout import META, array_by_array
 from argosy.core.errors import BadInput
 from argosy.core.formats import Entry, Reader, is_apart, read_part
 from argosy.core.formats.files import File, of_text
@@ -29,13 +22,20 @@ from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.weight import variables
 from argosy.ops.native.products import Panels
+from argosy.weights import manifest
+from argosy.weights.build import as_dtype
+from argosy.weights.fill import check_fit, weights_of
+from argosy.weights.hub.writer import copies, folder_of, typed
+from argosy.weights.peft.writer import contents_of, write_adapter
+from argosy.weights.staging import Partial, taken
+from argosy.weights.stream import in_order
 
 # Bytes written since the last call, bytes in all, bytes kept from an earlier process.
 Progress = Callable[[int, int, int], None]
 
 
 class Saved(Protocol):
-    """What `save` writes: a `checkpoint.load.Loaded`, or an `LM`."""
+    """What `save` writes: a `weights.build.Loaded`, or an `LM`."""
 
     @property
     def config(self) -> Any: ...

@@ -15,13 +15,15 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from argosy.checkpoint import manifest, shards
-from argosy.checkpoint.copies import Copies
-from argosy.checkpoint.store import DATA, META, STATE, WEIGHTS, Arrays, Checkpoints, catalog
+from argosy.checkpoint.saving.memory import Copies
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.layout import DATA, META, STATE, WEIGHTS, Arrays, catalog
+from argosy.checkpoint.store import Checkpoints
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.formats.files import File, of_text
 from argosy.core.storage import Missing, Store
 from argosy.parallel import processes
+from argosy.weights import manifest
 
 Items = dict[str, dict[str, shards.Split]]
 # Hidden, so that a directory with nothing else is empty.
@@ -79,11 +81,6 @@ class CheckpointsOfSeveral(Checkpoints):
     def _seal(self, step: int, files: dict[str, Any]) -> None:
         """Writes the manifest of a step, whose files are all there."""
         manifest.commit(self.path(step), files)
-
-
-def describes(name: str) -> bool:
-    """Whether a file of a step is none of the shards of weights and state."""
-    return name.startswith(f"{DATA}/") or name.rpartition("/")[2] in ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", META)
 
 
 def check_shared(store: Store) -> None:

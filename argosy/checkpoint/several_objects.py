@@ -17,14 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from argosy.checkpoint import manifest, objects, shards
-from argosy.checkpoint.saving import root_of
-from argosy.checkpoint.several import CheckpointsOfSeveral, describes
-from argosy.checkpoint.store import Arrays
+from argosy.checkpoint import objects
+from argosy.checkpoint.failures import root_of
+from argosy.checkpoint.several import CheckpointsOfSeveral
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.layout import Arrays, describes
 from argosy.core.errors import ArgosyError, Damaged
 from argosy.core.formats.files import File
 from argosy.core.storage import Store
 from argosy.parallel import processes
+from argosy.weights import manifest
 
 # Requests of this process that are under way at once. Most of a small one is waiting.
 REQUESTS = 16

@@ -5,7 +5,7 @@ together.
     meta.json             data position, settings, evaluation
     manifest.json         the hash of every file; written last, it makes the step a checkpoint
 
-On a disk each array is a folder with a file of values, hashed while it is written (`checkpoint.shards`), in a folder beside the step's
+On a disk each array is a folder with a file of values, hashed while it is written (`step.shards`), in a folder beside the step's
 that is renamed once its manifest is there. For an object store, where every file costs a request, Orbax packs the arrays into few
 files in a scratch folder; they are hashed there and copied, the manifest last (`checkpoint.objects`). Readers take both.
 
@@ -20,31 +20,29 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from argosy.checkpoint import manifest, objects, shards
-from argosy.checkpoint.copies import Copies, Memory
-from argosy.checkpoint.pace import Pace, emptied
-from argosy.checkpoint.saving import Saving, root_of
+from argosy.checkpoint import objects
+from argosy.checkpoint.saving.background import Saving
+from argosy.checkpoint.saving.memory import Copies, Memory
+from argosy.checkpoint.saving.pace import Pace, emptied
 from argosy.checkpoint.settings import CheckpointSettings
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.layout import DATA, META, STATE, WEIGHTS, Arrays, catalog
+from argosy.checkpoint.step.load import read_meta
 from argosy.core.errors import ArgosyError, BadInput, Damaged
-from argosy.core.formats import Entry
-from argosy.core.formats.files import File, of_text, sync
-from argosy.core.formats.zarr import array_files
+from argosy.core.formats.files import of_text, sync
 from argosy.core.storage import Store
 from argosy.parallel import processes
+from argosy.weights import manifest
 
 __all__ = ["CheckpointSettings", "Checkpoints"]
 
-Arrays = dict[str, Any]  # {name: array}
-WEIGHTS, STATE, DATA, META = "weights", "state", "data", "meta.json"
 # Steps with these endings are being removed, and being written.
 REMOVED, WRITING = ".removed", ".writing"
 
@@ -314,100 +312,6 @@ def save_arrays(folder: Path, items: dict[str, Arrays]) -> None:
     _orbax().save_checkpointables(folder.absolute(), items)
 
 
-def array_by_array(entries: Iterable[Entry], item: str = WEIGHTS) -> list[File]:
-    """The files of a checkpoint item, to be written one array after the other; `save_arrays` needs all arrays in memory at once.
-    Orbax reads both. These arrays are not compressed.
-
-    Raises:
-        Unsupported: checkpoints have no name for the type.
-    """
-    entries = list(entries)
-    files = [file for entry in entries for file in array_files(entry)]
-    return [*(file._replace(name=f"{item}/{file.name}") for file in files), *catalog({item: [e.name for e in entries]})]
-
-
-def catalog(items: Mapping[str, Iterable[str]]) -> list[File]:
-    """The files by which Orbax knows the arrays of each item, where every array is a folder of its own."""
-    about = {"value_type": "np.ndarray", "skip_deserialize": False}
-    layout = {"use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
-    handler = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
-    times = {"init_timestamp_nsecs": None, "commit_timestamp_nsecs": None}
-    checkpoint = {"item_handlers": dict.fromkeys(items, handler), "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}
-    files = [of_text("_CHECKPOINT_METADATA", json.dumps(checkpoint | times))]
-    for item, names in items.items():
-        tree = {f"('{name}',)": {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": about} for name in names}
-        files.append(of_text(f"{item}/_METADATA", json.dumps({"tree_metadata": tree, **layout, "custom_metadata": None})))
-    return files
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    """Reads the metadata saved with the arrays.
-
-    Raises:
-        BadInput: there is no checkpoint.
-        Damaged: it cannot be read.
-    """
-    return _guarded(folder, lambda: json.loads((folder / META).read_text()))
-
-
-def stored_shapes(folder: Path, item: str = WEIGHTS) -> dict[str, jax.ShapeDtypeStruct]:
-    """Names, shapes and types of the arrays of one item, without reading them.
-
-    Raises:
-        BadInput: there is no checkpoint.
-        Damaged: it cannot be read, or holds no such item.
-    """
-    described = _guarded(folder, lambda: _described(folder, item))
-    if described is None:
-        described = _guarded(folder, lambda: _orbax().checkpointables_metadata(folder.absolute()).metadata).get(item)
-    if described is None:
-        raise Damaged(f"its {item} cannot be read", where=str(folder))
-    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in described.items()}
-
-
-def _described(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct] | None:
-    """The arrays of an item that are a folder each, without Orbax, whose import takes a second; None of one that is packed."""
-    if not (folder / item).is_dir() or shards.is_packed(folder, item):
-        return None
-    stored = {name: json.loads((folder / item / name / "zarr.json").read_text()) for name in shards.names_of(folder, item)}
-    return {name: jax.ShapeDtypeStruct(tuple(a["shape"]), np.dtype(a["data_type"])) for name, a in stored.items()}
-
-
-def load_weights(folder: Path, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
-    """Loads only the weights, onto these shardings ({name: sharding}) or onto the host's first device."""
-    return load_item(folder, WEIGHTS, shardings, dtype)
-
-
-def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
-    here = SingleDeviceSharding(_host())
-    wanted = {
-        name: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype, sharding=shardings[name] if shardings else here)
-        for name, a in stored_shapes(folder, item).items()
-    }
-    if jax.process_count() > 1 or not shards.is_packed(folder, item):
-        # Orbax would wait for all processes at each call, and takes longer where each array is a folder of its own.
-        return _guarded(folder, lambda: shards.read(folder, item, wanted))
-    return _guarded(folder, lambda: _orbax().load_checkpointables(folder.absolute(), {item: wanted})[item])
-
-
-def load_data(folder: Path) -> Arrays:
-    """The arrays of a step's position in the data; none where it had none."""
-    if not (folder / DATA).is_dir():
-        return {}
-    # Positions may be of types that JAX narrows, such as int64.
-    found = None if shards.is_packed(folder, DATA) else _guarded(folder, lambda: shards.read_on_host(folder, DATA))
-    return {name: np.asarray(a) for name, a in load_item(folder, DATA).items()} if found is None else found
-
-
-def _host() -> Any:
-    """The host's own device: a model that is split over accelerators may not fit on one of them."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    # JAX_PLATFORMS names only others.
-    except RuntimeError:
-        return jax.local_devices()[0]
-
-
 def _orbax() -> Any:
     """Orbax, imported late because that takes a second, with its internal warnings silenced."""
     import logging
@@ -416,16 +320,6 @@ def _orbax() -> Any:
 
     logging.getLogger("absl").setLevel(logging.ERROR)
     return v1
-
-
-def _guarded(folder: Path, read: Callable[[], Any]) -> Any:
-    """Runs a reading function and turns any error of Orbax (a missing key, for example) into ours about the file."""
-    if not folder.is_dir():
-        raise BadInput(f"no checkpoint at {folder}")
-    try:
-        return read()
-    except Exception as failure:
-        raise Damaged(f"cannot be read: {root_of(failure)}", where=str(folder)) from failure
 
 
 def _start_copies(items: Mapping[str, Arrays]) -> None:

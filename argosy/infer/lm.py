@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from argosy.checkpoint.blocks import Origin
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
@@ -25,6 +24,7 @@ from argosy.infer.sampling.sample import Seed
 from argosy.infer.settings import EngineSettings
 from argosy.infer.tools.grammar import Grammar, Grammars, structure_of
 from argosy.models.parts.weight import split
+from argosy.weights.gguf.blocks import Origin
 
 # A server compiles grammars in several threads.
 _MAKING = threading.Lock()

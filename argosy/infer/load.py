@@ -1,4 +1,4 @@
-"""Loads an `LM` from a MODEL argument; `checkpoint.load` builds its pieces."""
+"""Loads an `LM` from a MODEL argument; `weights.build` builds its pieces."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 
-from argosy.checkpoint import load as loading
+from argosy.checkpoint.open import open_model
 from argosy.infer.cpu.panels import forms_in_blocks
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.language import LanguageConfig
 from argosy.models.parts.stack import Execution
 from argosy.ops.native import library
+from argosy.weights import build
 
 DEFAULT = EngineSettings()
 
@@ -31,7 +32,7 @@ def load(
     blocks: bool = False,
 ) -> LM:
     """Loads a language model from a Hub folder, a GGUF file, a run directory or one checkpoint. Arguments and errors are those of
-    `checkpoint.load.load`.
+    `weights.build.load_model`.
 
     Args:
         engine: settings of the engine under `generate`.
@@ -40,8 +41,8 @@ def load(
             answers; it is neither trained, changed nor saved.
     """
     forms = forms_in_blocks if blocks and jax.default_backend() == "cpu" and not library.load() else None
-    how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor, "warn": warn, "forms": forms}
-    return LM(**vars(loading.load(path, **how)), engine_settings=engine, draft=draft)
+    how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor, "forms": forms}
+    return LM(**vars(build.load_model(open_model(path, warn), **how)), engine_settings=engine, draft=draft)
 
 
 def random(
@@ -54,4 +55,4 @@ def random(
     draft: LM | None = None,
 ) -> LM:
     """A language model with random weights and no tokenizer. Arguments are those of `load`."""
-    return LM(**vars(loading.random(config, seed, dtype=dtype, run=run)), engine_settings=engine, draft=draft)
+    return LM(**vars(build.random(config, seed, dtype=dtype, run=run)), engine_settings=engine, draft=draft)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from argosy.checkpoint.save import Progress
-from argosy.checkpoint.stored import Stored
-from argosy.checkpoint.stream import in_order, size
 from argosy.core.formats import Reader, is_apart, read_part
 from argosy.core.formats.files import pieces
 from argosy.jobs.convert import memory_used, opened
+from argosy.weights.model import Stored
+from argosy.weights.stream import in_order, size
 
 # 8 MB in float64; a few of them exist at once.
 SLAB_VALUES = 1 << 20

@@ -15,22 +15,23 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from argosy.checkpoint import manifest
-from argosy.checkpoint.hub import Mapped, check_tied
-from argosy.checkpoint.load import tokenizer_of
-from argosy.checkpoint.peft import check_base, config_for, read_contents
-from argosy.checkpoint.peft_merge import merged
-from argosy.checkpoint.peft_sites import FILES
-from argosy.checkpoint.peft_write import write_adapter
+from argosy.checkpoint.open import open_model
 from argosy.checkpoint.save import Progress, write
-from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
-from argosy.checkpoint.stream import largest, streamed
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.process.signals import before_leaving
 from argosy.data.tokenizers.load import matching
 from argosy.observe import memory
 from argosy.run.compose import no_model
+from argosy.weights import manifest
+from argosy.weights.build import tokenizer_of
+from argosy.weights.hub.reader import Mapped, check_tied
+from argosy.weights.model import COMPANIONS, Stored
+from argosy.weights.peft.merge import merged
+from argosy.weights.peft.reader import check_base, config_for, read_contents
+from argosy.weights.peft.sites import FILES
+from argosy.weights.peft.writer import write_adapter
+from argosy.weights.stream import largest, streamed
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # The interpreter with its libraries takes 210 MB of it, slabs being written 130 MB.

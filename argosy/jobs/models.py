@@ -99,7 +99,7 @@ def config_named(name: str) -> Any:
     if name in presets():
         return preset_config(name)
     if Path(name).exists() and not name.endswith((".yml", ".yaml")):
-        from argosy.checkpoint.stored import open_model
+        from argosy.checkpoint.open import open_model
 
         return open_model(name).config
     if os.sep in name and not Path(name).exists():

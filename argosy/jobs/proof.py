@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
-from argosy.checkpoint.store import load_weights
+from argosy.checkpoint.step.load import load_weights
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.core.process.signals import before_leaving

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint import manifest
 from argosy.checkpoint.run_directory import CHECKPOINTS, SETTINGS, RunDirectory, check_run
 from argosy.core.addresses import local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
@@ -26,6 +25,7 @@ from argosy.core.settings.explain import value_text
 from argosy.core.storage import LEASE_S, LOCK, Missing, Store
 from argosy.observe import metrics
 from argosy.observe.life import Account, account
+from argosy.weights import manifest
 
 # Requests to a store that are under way at once.
 REQUESTS = 16

@@ -183,8 +183,8 @@ def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
     step = checkpoints.latest_good()
     if step is None:
         return
-    from argosy.checkpoint.peft_write import write_adapter
-    from argosy.checkpoint.stored import open_model
+    from argosy.checkpoint.open import open_model
+    from argosy.weights.peft.writer import write_adapter
 
     stored = open_model(checkpoints.path(step))
     adapted = stored.adapted
@@ -280,7 +280,8 @@ class Training:
     def restored(self, step: int, frozen: Mapping[str, Any] | None = None) -> Any:
         """The state of a checkpoint, on this run's devices. frozen: the weights of a base, where they are there already; without them
         they are read."""
-        from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
+        from argosy.checkpoint.step.layout import STATE, WEIGHTS
+        from argosy.checkpoint.step.load import load_data, load_item, load_weights
         from argosy.run.diloco import check_replicas
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)

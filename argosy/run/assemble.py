@@ -297,7 +297,7 @@ def beneath_of(run: Run) -> Mapping[str, Any]:
         BadInput: the base has adapters, and the run does not say what happens to them; or it says so, and there are none.
         Unsupported: DoRA on either side, adapters of a quantized base, or rollouts.
     """
-    from argosy.checkpoint.stored import open_model
+    from argosy.checkpoint.open import open_model
 
     onto, weights = run.adapter.onto, str(run.init.weights)
     if "://" not in weights and not Path(weights).exists():

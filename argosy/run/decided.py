@@ -60,7 +60,7 @@ def base_dtype(run: Run) -> Precision:
     that nothing is rounded."""
     if run.adapter.trains_base or not run.init.weights:
         return "float32"
-    from argosy.checkpoint.stored import open_model
+    from argosy.checkpoint.open import open_model
 
     weights = open_model(run.init.weights).weights
     return "bfloat16" if {str(weights.dtype(name)) for name in weights.names} == {"bfloat16"} else "float32"

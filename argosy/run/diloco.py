@@ -65,7 +65,8 @@ def check_replicas(run: Any, mesh: Mesh, folder: Path) -> None:
     """
     if not run.diloco.every:
         return
-    from argosy.checkpoint.store import STATE, stored_shapes
+    from argosy.checkpoint.step.layout import STATE
+    from argosy.checkpoint.step.load import stored_shapes
 
     prefix = f"optimizer.{REPLICAS}."
     stored = next(a.shape[0] for name, a in stored_shapes(folder, STATE).items() if name.startswith(prefix))

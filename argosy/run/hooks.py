@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from argosy.checkpoint.store import Checkpoints
-from argosy.checkpoint.tiers import Tiers
+from argosy.checkpoint.tiers.tiered import Tiers
 from argosy.core.settings import Reading, dump
 from argosy.observe.goodput import Clock
 from argosy.observe.metrics import Metrics
@@ -52,7 +52,7 @@ class Saver:
     Args:
         reading: the run's settings and who set each.
         hub: the config.json of the model that the weights came from.
-        base: what identifies the base model under adapters (`checkpoint.adapted`); empty without any.
+        base: what identifies the base model under adapters (`checkpoint.base`); empty without any.
         saved: called with a step when its checkpoint is under way. before: called before a checkpoint is begun.
     """
 

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from argosy.adapt.base import fill_base
-from argosy.checkpoint import manifest
-from argosy.checkpoint.adapted import describe_base, open_base
-from argosy.checkpoint.load import tokenizer_of
+from argosy.checkpoint.base import describe_base
+from argosy.checkpoint.open import open_base, open_model
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
-from argosy.checkpoint.step_reader import StepReader
-from argosy.checkpoint.store import META, STATE, load_item, read_meta
-from argosy.checkpoint.stored import Stored, config_of, open_model, read_into, stored_arrays
+from argosy.checkpoint.step.layout import META, STATE
+from argosy.checkpoint.step.load import load_item, read_meta
+from argosy.checkpoint.step.reader import StepReader
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, Over
@@ -29,6 +28,10 @@ from argosy.run.assembly import GUARD, Assembly
 from argosy.run.settings import Run
 from argosy.train.beside import CRITIC, alone
 from argosy.train.state import TrainState, trained
+from argosy.weights import manifest
+from argosy.weights.build import tokenizer_of
+from argosy.weights.fill import read_into, stored_arrays
+from argosy.weights.model import Stored, config_of
 
 # The name of a head's weight.
 HEAD = "head.w"

@@ -76,7 +76,7 @@ def _without_init(layers: list[SettingsLayer], name: str) -> list[SettingsLayer]
 
 
 def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
-    from argosy.checkpoint.stored import model_of
+    from argosy.checkpoint.open import model_of
 
     values: dict[str, Any] = {"model": model_of(folder)}
     if brings_weights:
@@ -88,7 +88,7 @@ def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
 
 def _tokenizer_of(folder: str) -> str | None:
     """Where the tokenizer of a stored model is; None if it has none."""
-    from argosy.checkpoint.stored import open_model
+    from argosy.checkpoint.open import open_model
     from argosy.data.tokenizers.load import find_tokenizer
 
     # Folders of adapters mostly have none: it is that of their base.

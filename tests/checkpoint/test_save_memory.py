@@ -12,12 +12,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from argosy.checkpoint import copies, shards
-from argosy.checkpoint.copies import Memory
-from argosy.checkpoint.local import LocalCheckpoints
+from argosy.checkpoint.saving import memory as copies
+from argosy.checkpoint.saving.memory import Memory
 from argosy.checkpoint.several import CheckpointsOfSeveral
-from argosy.checkpoint.store import STATE, WEIGHTS, Checkpoints, load_weights
-from argosy.checkpoint.tiers import Tiers
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.layout import STATE, WEIGHTS
+from argosy.checkpoint.step.load import load_weights
+from argosy.checkpoint.store import Checkpoints
+from argosy.checkpoint.tiers.local import LocalCheckpoints
+from argosy.checkpoint.tiers.tiered import Tiers
 
 MIB = 1 << 20
 TIERS = {"persistent": Checkpoints, "several": CheckpointsOfSeveral, "local": LocalCheckpoints}

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.checkpoint import pace as module
-from argosy.checkpoint import shards
-from argosy.checkpoint.local import LocalCheckpoints
-from argosy.checkpoint.pace import Pace
+from argosy.checkpoint.saving import pace as module
+from argosy.checkpoint.saving.pace import Pace
 from argosy.checkpoint.settings import CheckpointSettings
-from argosy.checkpoint.store import Checkpoints, load_weights
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.load import load_weights
+from argosy.checkpoint.store import Checkpoints
+from argosy.checkpoint.tiers.local import LocalCheckpoints
 
 
 def rests(monkeypatch: pytest.MonkeyPatch, cores: float, at: list[tuple[float, float, float]]) -> list[float]:

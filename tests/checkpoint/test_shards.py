@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from argosy.checkpoint import shards
-from argosy.checkpoint.copies import Memory
-from argosy.checkpoint.store import WEIGHTS, catalog
+from argosy.checkpoint.saving.memory import Memory
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.layout import WEIGHTS, catalog
 from argosy.core.errors import Damaged
 from argosy.core.formats import zarr, zarr_parts
 

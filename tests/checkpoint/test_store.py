@@ -8,20 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.checkpoint import manifest, objects, store
+from argosy.checkpoint import objects, store
+from argosy.checkpoint.failures import root_of
+from argosy.checkpoint.open import fetch_model
 from argosy.checkpoint.run_directory import RunDirectory
-from argosy.checkpoint.saving import root_of
-from argosy.checkpoint.store import (
-    STATE,
-    Checkpoints,
-    CheckpointSettings,
-    load_data,
-    load_item,
-    load_weights,
-    read_meta,
-)
+from argosy.checkpoint.step.layout import STATE
+from argosy.checkpoint.step.load import load_data, load_item, load_weights, read_meta
+from argosy.checkpoint.store import Checkpoints, CheckpointSettings
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.storage import Store
+from argosy.weights import manifest
 
 WEIGHTS = {"embed.w": np.arange(12, dtype=np.float32).reshape(3, 4), "norm.scale": np.ones(4, np.float32)}
 
@@ -263,7 +259,7 @@ def test_a_step_that_orbax_wrote_is_read_and_gone_on_from(tmp_path: Path):
         n: w.tobytes() for n, w in items["weights"].items()
     }
     assert int(load_item(tmp_path / "2", STATE)["step"]) == 2
-    np.testing.assert_array_equal(store.load_data(tmp_path / "2")["seen"], np.arange(3))
+    np.testing.assert_array_equal(load_data(tmp_path / "2")["seen"], np.arange(3))
 
 
 def test_orbax_itself_reads_what_a_run_of_one_process_writes(tmp_path: Path):
@@ -468,7 +464,7 @@ def test_a_model_that_was_fetched_is_renamed_and_not_copied(remote: Store, monke
         raise AssertionError("a copy: twice the disk")
 
     monkeypatch.setattr(shutil, "copytree", copies)
-    folder = objects.fetch_model(remote.root.removesuffix("/checkpoints"))
+    folder = fetch_model(remote.root.removesuffix("/checkpoints"))
     assert folder.name == "2"
     manifest.verify(folder)
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from golden_weights import write_model
 
-from argosy.checkpoint.stored import check_fit, open_model
+from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, Damaged
 from argosy.jobs.convert import convert
 from argosy.models.parts.stack import Scan, Unroll
+from argosy.weights.fill import check_fit
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 
@@ -70,7 +71,7 @@ def test_every_weight_that_does_not_fit_is_listed(hub: Path, run):
 
 
 def test_a_step_without_its_settings_is_damaged(step: Path, tmp_path: Path):
-    from argosy.checkpoint import manifest
+    from argosy.weights import manifest
 
     copy = Path(shutil.copytree(step, tmp_path / "copy"))
     meta = json.loads((copy / "meta.json").read_text())

@@ -16,13 +16,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import argosy
-from argosy.checkpoint import manifest, peers, shards
-from argosy.checkpoint.local import LocalCheckpoints, sources
 from argosy.checkpoint.settings import CheckpointSettings
-from argosy.checkpoint.store import STATE, WEIGHTS, Checkpoints, load_data, load_item, load_weights
-from argosy.checkpoint.tiers import Tiers
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.layout import STATE, WEIGHTS
+from argosy.checkpoint.step.load import load_data, load_item, load_weights
+from argosy.checkpoint.store import Checkpoints
+from argosy.checkpoint.tiers import peers
+from argosy.checkpoint.tiers.local import LocalCheckpoints, sources
+from argosy.checkpoint.tiers.tiered import Tiers
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.jobs.proof import digest
+from argosy.weights import manifest
 
 ROWS = np.arange(48, dtype=np.float32).reshape(6, 8)
 
@@ -56,7 +60,7 @@ def test_a_step_is_kept_where_an_older_one_cannot_be_removed(tmp_path: Path, mon
     said = list[str]()
     tiers = two(tmp_path, said)
     with monkeypatch.context() as failing:
-        failing.setattr("argosy.checkpoint.local._remove", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        failing.setattr("argosy.checkpoint.tiers.local._remove", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         for step in (1, 2, 3):
             saved(tiers, step, local=True)
     assert tiers.local.own_steps() == [1, 2, 3]

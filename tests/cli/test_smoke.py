@@ -17,12 +17,12 @@ import httpx
 import pytest
 from helpers import shared
 
-from argosy.checkpoint.load import random
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
+from argosy.weights.build import random
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 # Kinds of decoders, by the family of a small random one.

@@ -14,7 +14,6 @@ import yaml
 from helpers import shared
 
 import argosy
-from argosy.checkpoint import manifest
 from argosy.cli import main
 from argosy.jobs import doctor, runs
 from argosy.jobs.api import preset_config
@@ -23,6 +22,7 @@ from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import abstract, count
 from argosy.observe import environment
 from argosy.run.compose import presets
+from argosy.weights import manifest
 
 MODEL = {
     "family": "llama",

@@ -16,10 +16,6 @@ import argosy
 from argosy.adapt.bank import Bank, Chosen
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import find, swap
-from argosy.checkpoint import load as loading
-from argosy.checkpoint.load import random
-from argosy.checkpoint.peft import put_adapter
-from argosy.checkpoint.peft_sites import Adapter, sites
 from argosy.core.errors import BadInput, Unsupported
 from argosy.infer import prompt_logprobs as prompts_module
 from argosy.infer.cpu.views import viewable
@@ -36,6 +32,10 @@ from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Einsum, Route
 from argosy.models.parts.stack import Scan, Unroll, from_layers
 from argosy.models.parts.weight import Meaning, put, split
+from argosy.weights import build as loading
+from argosy.weights.build import random
+from argosy.weights.peft.attach import put_adapter
+from argosy.weights.peft.sites import Adapter, sites
 
 ADAPTERS = Path(__file__).parents[1] / "goldens" / "adapters"
 # Those of LoRA: an adapter of DoRA has no place beside others.

@@ -15,7 +15,6 @@ import pytest
 from laws.families import forward, in_float64, tokens_of
 from ops.test_narrow import rounded
 
-from argosy.checkpoint.load import places, random
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.infer.engine import memory
@@ -32,6 +31,7 @@ from argosy.models.parts.cache import Spec, bytes_of, paged
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, put, split
 from argosy.ops.narrow import FORMS, Narrow
+from argosy.weights.build import places, random
 
 # 13 pages of 8 tokens hold no four of the sequences here.
 TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)

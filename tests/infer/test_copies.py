@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from infer.test_tensor import SMALL, requests, split_over, tokens
 
-from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.memory import home_of, room_for_cache
@@ -18,6 +17,7 @@ from argosy.infer.settings import MTP, DraftModel, NGram
 from argosy.infer.speculation.speculate import verify
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import put, split
+from argosy.weights.build import random
 
 
 def made(family: str = "llama", example: str = "plain") -> Any:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from helpers import default
 
-from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.infer.engine import engine as engine_module
 from argosy.infer.engine import memory
@@ -26,6 +25,7 @@ from argosy.models import FAMILIES
 from argosy.models.parts.cache import bytes_of, paged
 from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import put, split
+from argosy.weights.build import random
 
 LENGTHS = (5, 40, 17, 3, 64, 33, 2, 21)
 TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)

@@ -16,7 +16,6 @@ import pytest
 from helpers import shared
 from pydantic import BaseModel
 
-from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
@@ -32,6 +31,7 @@ from argosy.infer.settings import EngineSettings
 from argosy.infer.tools import grammar as grammars
 from argosy.infer.tools.grammar import Grammars, Matcher, masks, structure_of, token_bytes, unpacked
 from argosy.models import FAMILIES
+from argosy.weights.build import random
 
 EOS = frozenset({ByteTokenizer.eos})
 VOCAB = 258

@@ -15,7 +15,6 @@ import argosy
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
-from argosy.checkpoint.load import as_dtype, random
 from argosy.core import progress
 from argosy.core.errors import BadInput, SettingsError
 from argosy.infer import completions as answers
@@ -30,6 +29,7 @@ from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import put, variable
+from argosy.weights.build import as_dtype, random
 
 PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
 

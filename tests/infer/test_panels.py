@@ -10,7 +10,6 @@ from test_engine import TIGHT, alone, answers, lm_of, prompts
 
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
-from argosy.checkpoint.load import random
 from argosy.infer.cpu import panels
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.forward import ByLayer
@@ -18,6 +17,7 @@ from argosy.infer.engine.request import Request
 from argosy.models.parts.weight import split, variable
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels, packed
+from argosy.weights.build import random
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from test_house import ROOMS
 
-from argosy.checkpoint.load import random
 from argosy.infer.engine import fingerprint as names
 from argosy.infer.engine import program_store
 from argosy.infer.engine.engine import Engine
@@ -29,6 +28,7 @@ from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import split
 from argosy.ops.op import implementations
+from argosy.weights.build import random
 
 A = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 

@@ -11,7 +11,6 @@ import pytest
 from helpers import default
 
 import argosy
-from argosy.checkpoint.load import random
 from argosy.cli import main
 from argosy.cli.generate import is_setting
 from argosy.core.errors import BadInput, SettingsError
@@ -32,6 +31,7 @@ from argosy.models import FAMILIES
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import merge, put, split
+from argosy.weights.build import random
 
 # 13 pages of 8 tokens hold no four answers of 28 tokens.
 TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)

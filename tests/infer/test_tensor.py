@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from argosy.checkpoint import load as loading
 from argosy.core.errors import BadInput
 from argosy.infer import prompt_logprobs as prompts
 from argosy.infer.engine import layers
@@ -22,6 +21,7 @@ from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
 from argosy.infer.speculation.speculate import verify
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import put, split
+from argosy.weights import build as loading
 
 SMALL = EngineSettings(slots=3, page=8, context=64, pages=20, budget=64, beside=32)
 PROMPTS = [[(7 * i + k) % 90 for i in range(n)] for k, n in enumerate((5, 40, 17, 3, 21))]

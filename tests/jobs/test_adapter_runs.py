@@ -18,11 +18,10 @@ from argosy.adapt.base import FACTORS, base_addresses
 from argosy.adapt.lora import LoRA, without_adapters
 from argosy.adapt.settings import Dora, Lora, Qlora
 from argosy.adapt.surgery import find
-from argosy.checkpoint.hub import save_folder
-from argosy.checkpoint.peft import read_adapter
+from argosy.checkpoint.open import open_model
 from argosy.checkpoint.resume import differences
-from argosy.checkpoint.store import STATE, load_item, stored_shapes
-from argosy.checkpoint.stored import open_model, weights_of
+from argosy.checkpoint.step.layout import STATE
+from argosy.checkpoint.step.load import load_item, stored_shapes
 from argosy.core.errors import ArgosyError, BadInput, UserError
 from argosy.core.settings import dump
 from argosy.core.storage import Store
@@ -36,6 +35,9 @@ from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.initial import weights_for
 from argosy.run.settings import Run
+from argosy.weights.fill import weights_of
+from argosy.weights.hub.writer import save_folder
+from argosy.weights.peft.reader import read_adapter
 
 WORDS = [word for word in SMALL if not word.startswith("model.")]
 WORDS += ["checkpoint.every=2", "optimizer.learning_rate=1e-2"]

@@ -14,14 +14,14 @@ from golden_weights import write_model
 from helpers import shared
 from safetensors.numpy import load_file, save_file
 
-from argosy.checkpoint import manifest
-from argosy.checkpoint.partial import JOURNAL
 from argosy.cli import main
 from argosy.cli.convert import Progress
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.jobs.compare import compare
 from argosy.jobs.convert import REST_BYTES, convert
+from argosy.weights import manifest
+from argosy.weights.staging import JOURNAL
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "models" / "llama-grouped"
 SHARD = 3e-5  # GB: the model has 100 KB
@@ -90,7 +90,7 @@ def test_shards_are_as_large_as_asked_for(source, tmp_path):
 
 KILL = """
 import os, signal, sys, time
-import argosy.checkpoint.partial as partial
+import argosy.weights.staging as partial
 from argosy.cli import main
 real, left = partial.Partial._whole, [{files}]
 def whole(self, file, output):

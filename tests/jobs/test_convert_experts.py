@@ -9,13 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from argosy.checkpoint.hub import config_from, open_folder
-from argosy.checkpoint.stored import open_model
-from argosy.checkpoint.stream import largest, streamed
+from argosy.checkpoint.open import open_model
 from argosy.core.formats import Entry
 from argosy.core.formats.safetensors import write_folder
 from argosy.core.keymap import KeyMap
 from argosy.jobs.convert import REST_BYTES, convert
+from argosy.weights.hub.config import config_from
+from argosy.weights.hub.reader import open_folder
+from argosy.weights.stream import largest, streamed
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 WIDTH = 1024

@@ -10,7 +10,8 @@ import pytest
 from campaign_kill import SMALL
 from helpers import Heard, default, numbers
 
-from argosy.checkpoint.store import STATE, load_item, load_weights
+from argosy.checkpoint.step.layout import STATE
+from argosy.checkpoint.step.load import load_item, load_weights
 from argosy.core.errors import ArgosyError
 from argosy.jobs.train import train
 from argosy.models.parts.stack import Unroll

@@ -12,8 +12,8 @@ import pytest
 from campaign_kill import ASKING, SMALL
 from helpers import Heard, default, numbers
 
-from argosy.checkpoint.local import LocalCheckpoints
-from argosy.checkpoint.store import stored_shapes
+from argosy.checkpoint.step.load import stored_shapes
+from argosy.checkpoint.tiers.local import LocalCheckpoints
 from argosy.core.errors import ArgosyError
 from argosy.core.storage import Store
 from argosy.data.pipeline import RowBatches

@@ -10,9 +10,9 @@ from campaign_kill import SMALL
 from helpers import relative, shared
 
 import argosy
-from argosy.checkpoint.hub import save_folder
-from argosy.checkpoint.store import STATE, load_item
-from argosy.checkpoint.stored import open_model
+from argosy.checkpoint.open import open_model
+from argosy.checkpoint.step.layout import STATE
+from argosy.checkpoint.step.load import load_item
 from argosy.core.errors import BadInput, Damaged, SettingsError, UserError
 from argosy.core.storage import Store
 from argosy.models.parts.stack import Scan, Unroll, from_layers, to_layers
@@ -22,6 +22,7 @@ from argosy.run.compose import compose
 from argosy.run.initial import relaid
 from argosy.run.preflight import settled
 from argosy.run.settings import Run
+from argosy.weights.hub.writer import save_folder
 
 LAYERS = "model.layers=2"  # so that scan has something to stack
 WORDS = [*SMALL, LAYERS, "checkpoint.every=4"]

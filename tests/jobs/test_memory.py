@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import argosy
-from argosy.checkpoint.copies import Memory
+from argosy.checkpoint.saving.memory import Memory
 from argosy.run.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided

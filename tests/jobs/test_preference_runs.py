@@ -10,7 +10,7 @@ from campaign_kill import SMALL
 from helpers import Heard
 
 import argosy
-from argosy.checkpoint.stored import open_model
+from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, UserError
 from argosy.core.storage import Store
 from argosy.jobs.convert import convert

@@ -11,7 +11,8 @@ from campaign_kill import SMALL
 from helpers import Heard, numbers
 
 import argosy
-from argosy.checkpoint.store import STATE, load_item
+from argosy.checkpoint.step.layout import STATE
+from argosy.checkpoint.step.load import load_item
 from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest

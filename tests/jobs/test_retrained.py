@@ -12,10 +12,9 @@ from campaign_kill import SMALL
 from helpers import LOGIT_ROUNDING, relative
 
 import argosy
-from argosy.checkpoint.hub import save_folder
-from argosy.checkpoint.peft import read_adapter, read_contents
-from argosy.checkpoint.store import STATE, load_item, stored_shapes
-from argosy.checkpoint.stored import open_model, weights_of
+from argosy.checkpoint.open import open_model
+from argosy.checkpoint.step.layout import STATE
+from argosy.checkpoint.step.load import load_item, stored_shapes
 from argosy.core.errors import BadInput, Unsupported, UserError
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.storage import Store
@@ -26,6 +25,9 @@ from argosy.models.parts.weight import fill
 from argosy.observe.metrics import by_step, read
 from argosy.run.compose import compose
 from argosy.run.settings import Run
+from argosy.weights.fill import weights_of
+from argosy.weights.hub.writer import save_folder
+from argosy.weights.peft.reader import read_adapter, read_contents
 
 WORDS = [word for word in SMALL if not word.startswith(("model.", "optimizer"))]
 WORDS += ["checkpoint.every=2", "optimizer=adamw", "optimizer.learning_rate=1e-2", "schedule=constant"]

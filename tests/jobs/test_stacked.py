@@ -12,8 +12,7 @@ from helpers import LOGIT_ROUNDING, relative, shared
 from test_retrained import saved
 
 import argosy
-from argosy.checkpoint.peft import read_contents
-from argosy.checkpoint.stored import open_model
+from argosy.checkpoint.open import open_model
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.storage import Store
 from argosy.jobs.convert import convert
@@ -21,6 +20,7 @@ from argosy.jobs.proof import digest
 from argosy.observe.metrics import by_step, read
 from argosy.run.compose import compose
 from argosy.run.settings import Run
+from argosy.weights.peft.reader import read_contents
 
 WORDS = [word for word in SMALL if not word.startswith(("model.", "optimizer"))]
 WORDS += ["checkpoint.every=2", "optimizer=adamw", "optimizer.learning_rate=1e-2", "schedule=constant"]

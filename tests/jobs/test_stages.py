@@ -10,7 +10,7 @@ from helpers import numbers, relative
 from test_adapter_runs import saved
 
 import argosy
-from argosy.checkpoint.stored import open_model
+from argosy.checkpoint.open import open_model
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.jobs.convert import convert
 from argosy.jobs.train import Quiet, train

@@ -538,7 +538,7 @@ def test_a_device_that_does_not_exist_from_outside(tmp_path: Path):
 
 
 def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from argosy.checkpoint import manifest
+    from argosy.weights import manifest
 
     write = manifest.commit
 
@@ -556,7 +556,7 @@ def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(tmp_path: Path,
 
 @pytest.mark.slow
 def test_a_disk_that_stays_full_is_an_error_with_what_was_saved_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from argosy.checkpoint import manifest
+    from argosy.weights import manifest
 
     write, run = manifest.commit, tmp_path / "run"
 
@@ -597,7 +597,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_first_step(tmp
 
 
 def test_a_run_without_a_checkpoint_says_so_where_none_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from argosy.checkpoint import manifest
+    from argosy.weights import manifest
 
     def full(folder: Path, files: dict[str, Any]) -> None:
         raise OSError(28, "No space left on device")

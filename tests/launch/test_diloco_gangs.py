@@ -7,7 +7,8 @@ import pytest
 from test_gangs import argosy, logged
 from test_guard_gangs import FIRST, command, gang
 
-from argosy.checkpoint.store import STATE, load_item, load_weights
+from argosy.checkpoint.step.layout import STATE
+from argosy.checkpoint.step.load import load_item, load_weights
 
 TRAIN = FIRST + """
 import runpy, sys

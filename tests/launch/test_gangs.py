@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from helpers import Clock, free_port
 
-from argosy.checkpoint import manifest
-from argosy.checkpoint.step_reader import read_array
-from argosy.checkpoint.store import load_data, load_weights
+from argosy.checkpoint.step.load import load_data, load_weights
+from argosy.checkpoint.step.reader import read_array
 from argosy.core.errors import ArgosyError
 from argosy.core.storage import Store
 from argosy.launch.cluster import Place, check_free
 from argosy.observe.life import account
+from argosy.weights import manifest
 
 JOIN = """
 import json, os, sys, time
@@ -121,10 +121,10 @@ def test_checkpoints_that_each_process_writes_its_share_of(tmp_path: Path):
 import numpy as np, jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from pathlib import Path
-from argosy.checkpoint import shards
+from argosy.checkpoint.step import shards
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.checkpoint.several import CheckpointsOfSeveral, check_shared
-from argosy.checkpoint.store import load_weights
+from argosy.checkpoint.step.load import load_weights
 from argosy.core.storage import Store
 folder, said = Path(os.environ["TEST_FOLDER"]), []
 check_shared(Store(folder))

@@ -13,9 +13,10 @@ SETUP = """
 import numpy as np, jax, shutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from pathlib import Path
-from argosy.checkpoint import shards
-from argosy.checkpoint.local import LocalCheckpoints
-from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.tiers.local import LocalCheckpoints
+from argosy.checkpoint.step.layout import STATE, WEIGHTS
+from argosy.checkpoint.step.load import load_data, load_item, load_weights
 folder, said = Path(os.environ["TEST_FOLDER"]), []
 mesh = Mesh(np.asarray(jax.devices()).reshape(jax.device_count() // 2, 2), ("a", "b"))
 rows = np.arange(48, dtype=np.float32).reshape(6, 8)

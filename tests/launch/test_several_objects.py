@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from test_gangs import alone, command, environment, gang, logged, results, text  # noqa: F401
 
-from argosy.checkpoint import manifest
-from argosy.checkpoint.store import Checkpoints, load_weights
+from argosy.checkpoint.step.load import load_weights
+from argosy.checkpoint.store import Checkpoints
 from argosy.core.storage import Store
+from argosy.weights import manifest
 
 SETUP = """
 import numpy as np, jax
@@ -23,7 +24,8 @@ from argosy.checkpoint import objects, several_objects
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.checkpoint.several import check_shared
 from argosy.checkpoint.several_objects import CheckpointsOfSeveralElsewhere
-from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
+from argosy.checkpoint.step.layout import STATE, WEIGHTS
+from argosy.checkpoint.step.load import load_data, load_item, load_weights
 from argosy.core.storage import ReadOnly, Store
 disk, said = Path(os.environ["TEST_FOLDER"]), []
 store = (ReadOnly if rank else Store)("local://" + os.environ["TEST_FOLDER"])

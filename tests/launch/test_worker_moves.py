@@ -18,8 +18,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from argosy.checkpoint import peers
-from argosy.checkpoint.peers import MOST_AT_ONCE, Listener
+from argosy.checkpoint.tiers import peers
+from argosy.checkpoint.tiers.peers import MOST_AT_ONCE, Listener
 from argosy.core.errors import ArgosyError, Damaged
 from argosy.launch.workers import transfers as moves
 from argosy.launch.workers.offers import Offers

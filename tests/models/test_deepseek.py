@@ -17,8 +17,6 @@ from train.test_next_token import batch_of
 import argosy
 from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import freeze, swap, thaw
-from argosy.checkpoint.peft import read_adapter
-from argosy.checkpoint.peft_sites import sites
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.settings import dump
 from argosy.jobs.api import preset_config
@@ -38,6 +36,8 @@ from argosy.train.optim import AdamW
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step
+from argosy.weights.peft.reader import read_adapter
+from argosy.weights.peft.sites import sites
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 FORMS = (True, False, None)

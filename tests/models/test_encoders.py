@@ -19,7 +19,7 @@ from models.test_parity import ENCODERS, GOLDENS, RANDOM, tensors_of
 from safetensors.numpy import load_file, save_file
 
 import argosy
-from argosy.checkpoint.stored import open_model
+from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, Damaged, SettingsError
 from argosy.infer.embed import pool, read_steps
 from argosy.jobs.convert import convert

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from argosy.checkpoint.hub import config_from
 from argosy.core.errors import BadInput, Unsupported
 from argosy.models.llama import LlamaConfig
 from argosy.models.settings import Linear, Llama3, Yarn
+from argosy.weights.hub.config import config_from
 
 BASE = {
     "model_type": "llama",

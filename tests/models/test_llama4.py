@@ -9,13 +9,13 @@ from helpers import relative
 from models.test_parity import GOLDENS
 
 import argosy
-from argosy.checkpoint.hub import config_from
 from argosy.core.errors import BadInput
 from argosy.jobs.api import preset_config
 from argosy.models.parts.attend import Contiguous, Packed
 from argosy.models.parts.heads import tempered, turned
 from argosy.models.parts.weight import put, split
 from argosy.models.settings import Llama3, Reach, Rope, Temper, Yarn
+from argosy.weights.hub.config import config_from
 
 TEXT = {        # what the files of both released models say in `text_config`
     "_attn_implementation_autoset": True,

@@ -10,9 +10,9 @@ from helpers import relative, shared
 from safetensors.numpy import load_file, save_file
 
 import argosy
-from argosy.checkpoint.hub import config_from
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.models.parts.weight import abstract, count, variables
+from argosy.weights.hub.config import config_from
 from tools.seams import examples
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "preferences.json").read_text(encoding="utf-8"))["scores"]

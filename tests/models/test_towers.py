@@ -10,7 +10,7 @@ from models.test_parity import GOLDENS
 from safetensors.numpy import load_file, save_file
 
 import argosy
-from argosy.checkpoint.stored import open_model
+from argosy.checkpoint.open import open_model
 from argosy.jobs.convert import convert
 
 TOWERS = {

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from argosy.checkpoint.load import random
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer.engine.engine import Engine
@@ -27,6 +26,7 @@ from argosy.serve.engine.front import Front
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import Limits, ServeSettings
+from argosy.weights.build import random
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"

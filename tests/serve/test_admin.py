@@ -15,10 +15,6 @@ import pytest
 from serve.conftest import LIMITS, SIZES, inside
 
 from argosy.adapt.surgery import find
-from argosy.checkpoint.load import random
-from argosy.checkpoint.peft import put_adapter
-from argosy.checkpoint.peft_sites import Adapter
-from argosy.checkpoint.peft_write import write_adapter
 from argosy.core.errors import BadInput
 from argosy.core.formats import Entry
 from argosy.core.formats.files import write_file
@@ -36,6 +32,10 @@ from argosy.serve.errors import ApiError
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings, ServeSettings
+from argosy.weights.build import random
+from argosy.weights.peft.attach import put_adapter
+from argosy.weights.peft.sites import Adapter
+from argosy.weights.peft.writer import write_adapter
 
 KEY = {"authorization": "Bearer secret"}
 LORA = SIZES.model_copy(update={"lora": SIZES.lora.model_copy(update={"enabled": True, "adapters": 2, "rank": 4})})

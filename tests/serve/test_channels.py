@@ -10,7 +10,6 @@ from helpers import shared
 from serve.conftest import SIZES, Says, listening, serving
 from serve.test_reasoning import TALK, say
 
-from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
@@ -25,6 +24,7 @@ from argosy.serve.openai.fields import Chat
 from argosy.serve.run import service_of
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
+from argosy.weights.build import random
 
 # The template writes 600 bytes of its own.
 LONG = SIZES.model_copy(update={"context": 2048, "pages": 256})

@@ -16,7 +16,6 @@ from helpers import shared
 from serve.conftest import inside, listening, serving
 
 import argosy
-from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.tokenizers.load import find_tokenizer
@@ -28,6 +27,7 @@ from argosy.serve.app import App
 from argosy.serve.engine.encoder import EncoderService, Texts, next_pass, rows_of, shapes_of
 from argosy.serve.errors import ApiError
 from argosy.serve.settings import Limits, ServeSettings
+from argosy.weights.build import random
 
 CONTEXT = 40
 TEXTS = ["Hello", "a longer text, of some more words than the other", "", "the end", "more " * 30]

@@ -13,7 +13,6 @@ import pytest
 from helpers import default
 from serve.conftest import LIMITS, SIZES, alone, inside, serving
 
-from argosy.checkpoint.load import random
 from argosy.infer import prompt_logprobs as prompts_module
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
@@ -24,6 +23,7 @@ from argosy.serve.app import App
 from argosy.serve.errors import ApiError
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
+from argosy.weights.build import random
 
 PROMPT = "It was a dark"
 Ask = Callable[..., httpx.Response]

@@ -18,8 +18,6 @@ from serve.conftest import LIMITS, SIZES, alone, inside
 from serve.test_admin import KEY, LORA, factors_of
 from serve.test_front import PROMPT, breaks, settled, tokens
 
-from argosy.checkpoint.load import random
-from argosy.checkpoint.peft_write import write_adapter
 from argosy.core.errors import BadInput
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.replicas import copies_of
@@ -36,6 +34,8 @@ from argosy.serve.errors import ApiError
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings, Limits, ServeSettings
+from argosy.weights.build import random
+from argosy.weights.peft.writer import write_adapter
 
 
 def forever(n: int = 1) -> list[Request]:

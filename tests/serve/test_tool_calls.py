@@ -10,13 +10,13 @@ from infer.marked import NAMES, TOOLS, VOCAB, marked, template
 from serve.conftest import SIZES, Says, listening, serving
 from serve.test_reasoning import TALK, say
 
-from argosy.checkpoint.load import random
 from argosy.infer.lm import LM
 from argosy.infer.tools.notations.mistral import fitting
 from argosy.models import FAMILIES
 from argosy.serve.openai.chat import asked
 from argosy.serve.openai.fields import Chat
 from argosy.serve.service import Service
+from argosy.weights.build import random
 
 # The template of Kimi K2 writes 300 bytes of its own.
 LONG = SIZES.model_copy(update={"context": 2048, "pages": 256})

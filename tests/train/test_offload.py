@@ -10,7 +10,8 @@ import optax
 import pytest
 from helpers import Heard, default, described_tpus, numbers
 
-from argosy.checkpoint.store import STATE, load_item, load_weights
+from argosy.checkpoint.step.layout import STATE
+from argosy.checkpoint.step.load import load_item, load_weights
 from argosy.core.errors import BadInput, UserError
 from argosy.data.pipeline import RowBatches
 from argosy.jobs.train import train

@@ -2,7 +2,7 @@
 
 Since sizes are known before the first byte, disk space can be checked, and a file cut short by a kill can be recognized. No
 tensor is copied as a whole: transposed tensors are put in order slab by slab. This module knows neither where the files go nor
-what is in them: `safetensors` and `zarr` lay them out, `checkpoint.partial` writes them.
+what is in them: `safetensors` and `zarr` lay them out, `weights.staging` writes them.
 """
 
 import os

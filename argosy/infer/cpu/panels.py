@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from argosy.adapt.quant import QuantizedEinsum
-from argosy.checkpoint.blocks import Origin, Rows
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.weight import Leaves, variables
 from argosy.observe.environment import memory_bytes
 from argosy.ops.native import library
 from argosy.ops.native.products import SMALLEST, Panels, packed
 from argosy.ops.quantized import Quantized
+from argosy.weights.gguf.blocks import Origin, Rows
 
 # The most of the free memory that a copy may take.
 SHARE = 0.25

@@ -28,8 +28,6 @@ from jaxtyping import Array, Int
 
 from argosy.adapt.bank import Bank, Chosen, refused
 from argosy.adapt.surgery import find, put_at
-from argosy.checkpoint.peft import read_adapter
-from argosy.checkpoint.peft_sites import Adapter
 from argosy.core.errors import BadInput, Unsupported, nearest, some
 from argosy.infer.engine.forward import Sizes, cut
 from argosy.infer.engine.memory import Home, home_of, mesh_of
@@ -39,6 +37,8 @@ from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import Leaves, Meaning, logical, merge, split, variables
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
+from argosy.weights.peft.reader import read_adapter
+from argosy.weights.peft.sites import Adapter
 
 # A place of the bank: host arrays by the address of the factor, with one adapter each.
 Factors = dict[str, np.ndarray]

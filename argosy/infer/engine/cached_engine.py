@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from argosy.checkpoint.blocks import Origin
-from argosy.checkpoint.peft import read_adapter
-from argosy.checkpoint.peft_sites import Adapter
 from argosy.core.progress import Say
 from argosy.infer.engine.adapters import Adapters, NoAdapter
 from argosy.infer.engine.engine import Engine
@@ -22,6 +19,9 @@ from argosy.infer.engine.memory import Extent, Needs, check_fits, mesh_of, needs
 from argosy.infer.engine.sequences import Sequences
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import variables
+from argosy.weights.gguf.blocks import Origin
+from argosy.weights.peft.reader import read_adapter
+from argosy.weights.peft.sites import Adapter
 
 
 class Room(NamedTuple):

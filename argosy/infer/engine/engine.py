@@ -33,7 +33,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from argosy.checkpoint.blocks import Origin
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
@@ -72,6 +71,7 @@ from argosy.observe.readable import sized
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels
 from argosy.parallel.scope import scope
+from argosy.weights.gguf.blocks import Origin
 
 
 class Engine:

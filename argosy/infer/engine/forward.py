@@ -23,7 +23,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from argosy.checkpoint.blocks import Origin
 from argosy.infer.cpu.panels import Replace, packs_of
 from argosy.infer.cpu.views import Views, viewable
 from argosy.infer.engine.layers import Layers, model_of
@@ -34,6 +33,7 @@ from argosy.models.parts.cache import Caches, Specs, Window, laid_out
 from argosy.models.parts.ragged import Ragged
 from argosy.models.parts.weight import Leaves, split
 from argosy.parallel.scope import on_several_devices
+from argosy.weights.gguf.blocks import Origin
 
 if TYPE_CHECKING:
     from argosy.infer.engine.adapters import Adapters

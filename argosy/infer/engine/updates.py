@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from argosy.checkpoint.hub import known_as
-from argosy.checkpoint.stored import open_model
+from argosy.checkpoint.open import open_model
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, nearest, some
 from argosy.core.formats import Reader
@@ -24,6 +23,7 @@ from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
 from argosy.models.parts.stack import stored_addresses
 from argosy.models.parts.weight import Codes, Leaves, kept_in, variables
+from argosy.weights.hub.reader import known_as
 
 # Settings of a model that may differ: its name, and the longest sequence that it was made for.
 MAY_DIFFER = ("preset", "context")

@@ -132,7 +132,7 @@ class Worker:
         """Joins the other processes of the group; returns where this one answers its peers."""
         import jax
 
-        from argosy.checkpoint.peers import Listener
+        from argosy.checkpoint.tiers.peers import Listener
         from argosy.launch.cluster import found, join
         from argosy.launch.workers.here import Here, mesh_over, settle
         from argosy.launch.workers.transfers import answer

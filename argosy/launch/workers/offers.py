@@ -4,7 +4,7 @@ port of the controller, behind a token, each piece with its CRC-32."""
 import threading
 from typing import Any
 
-from argosy.checkpoint.peers import Listener
+from argosy.checkpoint.tiers.peers import Listener
 from argosy.core.errors import BadInput
 from argosy.launch.workers.group import WorkerGroup
 from argosy.launch.workers.references import Ref

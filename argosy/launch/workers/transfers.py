@@ -2,8 +2,8 @@
 
 Each process of the target asks those of the source for the pieces that its devices lack, each piece once, whatever the two shardings
 are: a piece is what a shard of the source and one of the target have in common. Every process answers at a port of its own, behind a
-token that goes through the controller (`checkpoint.peers`). After each piece comes its CRC-32. A process takes as many bytes as it
-knows that the piece has, so what the other end says cannot make its memory grow.
+token that goes through the controller (`checkpoint.tiers.peers`). After each piece comes its CRC-32. A process takes as many bytes
+as it knows that the piece has, so what the other end says cannot make its memory grow.
 """
 
 import json
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from argosy.checkpoint.peers import Address, asked, exactly, tried
+from argosy.checkpoint.tiers.peers import Address, asked, exactly, tried
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.launch.workers.trees import (
     Box,

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from argosy.checkpoint.load import tokenizer_of
-from argosy.checkpoint.stored import open_model
+from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.batch import Batches
@@ -13,6 +12,7 @@ from argosy.data.tokenizers.load import Tokenizer
 from argosy.data.tokenizers.matched import matched
 from argosy.rl.across import Asking
 from argosy.train.distillation import GOLD, ULD
+from argosy.weights.build import tokenizer_of
 
 SAME = (
     "teacher and student have the same tokenizer: objective={exact} compares token by token, which is exact; {own} compares only "

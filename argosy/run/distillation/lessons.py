@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from argosy.checkpoint.load import generation_of
 from argosy.core.counts import plural
 from argosy.data.batch import Batch
 from argosy.data.rows.answered import answered_prompts
@@ -32,6 +31,7 @@ from argosy.run.settings import Run
 from argosy.train.objectives import Mean
 from argosy.train.state import training_graph
 from argosy.train.step import model_for
+from argosy.weights.build import generation_of
 
 
 @dataclass

@@ -18,10 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from argosy.checkpoint.adapted import describe_base, open_same
-from argosy.checkpoint.load import tokenizer_of
+from argosy.checkpoint.base import ModelRole, describe_base
+from argosy.checkpoint.open import open_model, open_same
 from argosy.checkpoint.run_directory import RunDirectory
-from argosy.checkpoint.stored import Stored, open_model, read_into
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
@@ -36,6 +35,9 @@ from argosy.run.frozen.related import check_relations
 from argosy.run.frozen.role import Role
 from argosy.train.beside import parted
 from argosy.train.objectives.distill import ROLE
+from argosy.weights.build import tokenizer_of
+from argosy.weights.fill import read_into
+from argosy.weights.model import Stored
 
 WHERE = "objective.teacher"
 
@@ -206,4 +208,4 @@ def same(teacher: Teacher, directory: RunDirectory, say: Say) -> tuple[dict[str,
         directory.write_teacher(described)
         return described, teacher.stored
     back = "put it back, or start again with dir=NEW"
-    return known, open_same(known, say, thorough=True, model="the teacher that this run learns from", missing=back, other=back)
+    return known, open_same(known, say, thorough=True, role=ModelRole("the teacher that this run learns from", back, back))

@@ -61,7 +61,7 @@ def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> N
     """Fills the cache for the rows that a run visits, and gives it to its batches.
 
     Args:
-        described: the teacher, as `checkpoint.adapted.describe_base` does. stored: the same, opened. Of a served one there is neither.
+        described: the teacher, as `checkpoint.base.describe_base` does. stored: the same, opened. Of a served one there is neither.
 
     Raises:
         ArgosyError: the teacher gives probabilities that are not finite.

@@ -16,7 +16,6 @@ from jax.sharding import SingleDeviceSharding
 from argosy.adapt.quant import QuantizedEinsum, int8
 from argosy.adapt.settings import LAYERS
 from argosy.adapt.surgery import find, put_at
-from argosy.checkpoint.load import places
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput, Unsupported
 from argosy.data.tokenizers.load import Tokenizer
@@ -27,6 +26,7 @@ from argosy.parallel.checksum import checksum
 from argosy.rl.critic import PREFIX
 from argosy.rl.policies import Rollout
 from argosy.train.state import TrainState
+from argosy.weights.build import places
 
 
 def trainer_devices(how: Rollout | None) -> list[Any]:

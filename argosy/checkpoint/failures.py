@@ -1,0 +1,13 @@
+"""What went wrong, in one line."""
+
+import os
+import re
+
+
+def root_of(failure: BaseException) -> str:
+    """The first line of the innermost cause. TensorStore tells the system's reason after hundreds of characters: then that alone."""
+    while failure.__cause__ is not None:
+        failure = failure.__cause__
+    if reason := re.search(r"os_error_code='(\d+)'", str(failure)):
+        return f"[Errno {reason[1]}] {os.strerror(int(reason[1]))}"
+    return (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]

@@ -1,0 +1,159 @@
+"""Opens whatever a MODEL argument names: a Hub folder, a GGUF file, a PEFT folder, a run directory or one checkpoint, here or at an
+address. No weights are read.
+"""
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.base import UNDER_ADAPTERS, ModelRole, check_exists, check_same
+from argosy.checkpoint.objects import copied
+from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER, RunDirectory
+from argosy.checkpoint.step.adapters import open_adapted
+from argosy.checkpoint.step.layout import META
+from argosy.checkpoint.step.load import read_meta
+from argosy.checkpoint.step.reader import StepReader
+from argosy.checkpoint.store import Checkpoints
+from argosy.core.addresses import local_path
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.settings import dump
+from argosy.core.settings.schema import Choice
+from argosy.data.tokenizers.load import matching
+from argosy.models import FAMILIES
+from argosy.models.parts.stack import stored_as
+from argosy.weights import manifest
+from argosy.weights.adapted import base_of, open_peft
+from argosy.weights.gguf.reader import open_gguf
+from argosy.weights.hub.reader import open_folder
+from argosy.weights.model import COMPANIONS, Stored, config_of
+
+
+def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
+    """Opens a model without reading weights.
+
+    Raises:
+        BadInput: there is nothing at the path, or it is not a model.
+        Damaged: its files differ from what was written.
+    """
+    path = local_path(path)
+    if "://" in path:
+        path = fetch_model(path)
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return open_gguf(path)
+    if (path / "config.json").is_file():
+        return open_folder(path, warn)
+    if (path / "adapter_config.json").is_file():
+        return open_peft(path, open_model(base_of(path), warn))
+    if (path / META).is_file():
+        manifest.verify(path)
+        return _open_step(path, warn)
+    if (path / CHECKPOINTS).is_dir():
+        return _open_newest(path, Checkpoints(path / CHECKPOINTS, warn=warn), warn)
+    if path.is_file():
+        raise BadInput(
+            f"{path} is a file, but not a .gguf", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step"
+        )
+    if not path.exists():
+        raise BadInput(f"no model at {path}", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step")
+    raise BadInput(
+        f"{path} is not a model: it has no config.json, no meta.json and no checkpoints",
+        hint="a Hub folder, a .gguf file, a run directory or a checkpoint step",
+    )
+
+
+def model_of(path: str | Path) -> dict[str, Any]:
+    """The settings of a stored model, including its family, as a layer under `model`: the meaning of `model=FOLDER` and
+    `init.weights=FOLDER`.
+
+    Raises:
+        BadInput, Damaged: as `open_model`.
+    """
+    config = open_model(path).config
+    return {"family": Choice(FAMILIES, tag="family").name_of(config)} | dump(config)
+
+
+def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: None, *, thorough: bool = False) -> Stored:
+    """The base model under the adapters of a checkpoint.
+
+    Args:
+        base: what `base.describe_base` returned.
+        thorough: as in `open_same`.
+
+    Raises:
+        BadInput: it is not there, or its weights are others.
+    """
+    return open_same(base, warn, thorough=thorough, role=UNDER_ADAPTERS)
+
+
+def open_same(described: Mapping[str, Any], warn: Callable[[str], None], *, thorough: bool, role: ModelRole) -> Stored:
+    """The model that `base.describe_base` described.
+
+    Args:
+        thorough: hashes every file, also those of the same size and time.
+
+    Raises:
+        BadInput: it is not there, or its weights are others.
+    """
+    check_exists(described, role)
+    stored = open_model(described["path"], warn)
+    check_same(stored, described, role, thorough)
+    return stored
+
+
+def fetch_model(address: str) -> Path:
+    """A local copy of a model kept elsewhere, a folder until the process ends: of a run its newest good checkpoint and its
+    tokenizer, of anything else all files.
+
+    Raises:
+        BadInput: there is nothing, or a run that has not saved.
+        Damaged: a run none of whose checkpoints is good.
+    """
+    run = RunDirectory(address)
+    if not run.store.list():
+        raise BadInput(f"nothing at {address}", hint="the address of a Hub folder, a run directory or a checkpoint")
+    scratch = Path(tempfile.mkdtemp(prefix="argosy-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    if not run.store.is_directory(CHECKPOINTS):
+        return copied(run.store, scratch / "model")
+    step = run.checkpoints.latest_good()
+    if step is None:
+        raise BadInput(f"{address} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
+    if run.store.is_directory(TOKENIZER):
+        copied(run.store.child(TOKENIZER), scratch / TOKENIZER)
+    # Where the parent of its target is missing, `shutil.move` copies instead of renaming: twice the disk, and minutes.
+    (scratch / CHECKPOINTS).mkdir(exist_ok=True)
+    return Path(shutil.move(run.checkpoints.path(step), scratch / CHECKPOINTS / str(step)))
+
+
+def _open_newest(run: Path, checkpoints: Checkpoints, warn: Callable[[str], None]) -> Stored:
+    """The last good checkpoint of a run. If the run removes it before it is locked, the next one is tried."""
+    step = checkpoints.latest_good()
+    if step is None:
+        raise BadInput(f"{run} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
+    try:
+        return _open_step(checkpoints.path(step), warn)
+    except (BadInput, Damaged):
+        if step in checkpoints.steps():
+            raise
+    return _open_newest(run, checkpoints, warn)
+
+
+def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
+    meta = read_meta(folder)
+    try:
+        config = config_of(meta["model"])
+    except KeyError as missing:
+        raise Damaged(f"{META} has no {missing}", where=str(folder)) from None
+    # Of a converted model, or of a run's step.
+    beside = [folder, folder.parent.parent / TOKENIZER]
+    companions = next((folder for folder in beside if matching(folder, COMPANIONS)), None)
+    if "base" in meta:
+        adapted = open_adapted(folder, config, meta, open_base(meta["base"], warn))
+        return Stored(folder, "argosy", config, adapted.weights, companions, meta.get("hub", {}), adapted)
+    return Stored(
+        folder, "argosy", config, StepReader(folder, config, stored_as(meta["decided"])), companions, meta.get("hub", {})
+    )

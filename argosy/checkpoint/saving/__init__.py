@@ -1,0 +1,1 @@
+"""A save beside training."""

@@ -1,0 +1,54 @@
+"""A checkpoint of adapters: the factors of every contraction that has some, the weights that were trained in full beside them, and
+which base model they belong to.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from argosy.adapt.base import FACTORS, retrained
+from argosy.adapt.lora import LoRA
+from argosy.adapt.settings import ADAPTERS
+from argosy.adapt.surgery import find
+from argosy.checkpoint.step.reader import read_array
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.settings.schema import Choice
+from argosy.models.parts.stack import stored_as
+from argosy.models.parts.weight import put, variables
+from argosy.weights import manifest
+from argosy.weights.adapted import Adapted, stacked
+from argosy.weights.model import Stored
+from argosy.weights.peft.sites import Contents
+from argosy.weights.peft.writer import contents_of
+
+
+def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: Stored) -> Adapted:
+    """The adapters of a checkpoint.
+
+    Raises:
+        BadInput: the checkpoint is gone.
+        Damaged: meta.json lacks what it should hold.
+    """
+    try:
+        settings: Any = Choice(ADAPTERS).build(meta["settings"]["adapter"])
+        layers = stored_as(meta["decided"])
+    except KeyError as missing:
+        raise Damaged(f"meta.json has no {missing}", where=str(folder)) from None
+    try:
+        held = manifest.Held(folder)
+    except FileNotFoundError:
+        raise BadInput(f"no checkpoint at {folder}") from None
+
+    def read() -> Contents:
+        model = config.build(layers)
+        settings.put_on(model)
+        addresses = [f"{name}.{factor}" for name in find(model, ".*", LoRA) for factor in FACTORS]
+        for address in {*addresses, *retrained(model)} & set(variables(model)):
+            put(model, {address: read_array(folder, address)})
+        return contents_of(model)
+
+    if settings.onto != "stack":
+        return Adapted(settings, base, config, read, held)
+    if (under := base.adapted) is None:
+        raise Damaged("the adapters were stacked on others, which are not in their base", where=str(folder))
+    return Adapted(settings, under.base, config, lambda: stacked(under.contents, read(), config), held)

@@ -1,0 +1,48 @@
+"""The names of what a checkpoint holds, and the files by which Orbax knows its arrays.
+
+    weights/  state/      arrays; data/ too, where the position in the data has some
+    meta.json             data position, settings, evaluation
+    manifest.json         size and hash of every file; written last, it makes the step a checkpoint
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from argosy.core.formats import Entry
+from argosy.core.formats.files import File, of_text
+from argosy.core.formats.zarr import array_files
+
+Arrays = dict[str, Any]  # {name: array}
+WEIGHTS, STATE, DATA, META = "weights", "state", "data", "meta.json"
+
+
+def array_by_array(entries: Iterable[Entry], item: str = WEIGHTS) -> list[File]:
+    """The files of a checkpoint item, to be written one array after the other; `save_arrays` needs all arrays in memory at once.
+    Orbax reads both. These arrays are not compressed.
+
+    Raises:
+        Unsupported: checkpoints have no name for the type.
+    """
+    entries = list(entries)
+    files = [file for entry in entries for file in array_files(entry)]
+    return [*(file._replace(name=f"{item}/{file.name}") for file in files), *catalog({item: [e.name for e in entries]})]
+
+
+def catalog(items: Mapping[str, Iterable[str]]) -> list[File]:
+    """The files by which Orbax knows the arrays of each item, where every array is a folder of its own."""
+    about = {"value_type": "np.ndarray", "skip_deserialize": False}
+    layout = {"use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+    handler = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+    times = {"init_timestamp_nsecs": None, "commit_timestamp_nsecs": None}
+    checkpoint = {"item_handlers": dict.fromkeys(items, handler), "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}
+    files = [of_text("_CHECKPOINT_METADATA", json.dumps(checkpoint | times))]
+    for item, names in items.items():
+        tree = {f"('{name}',)": {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": about} for name in names}
+        files.append(of_text(f"{item}/_METADATA", json.dumps({"tree_metadata": tree, **layout, "custom_metadata": None})))
+    return files
+
+
+def describes(name: str) -> bool:
+    """Whether a file of a step is none of the shards of weights and state."""
+    return name.startswith(f"{DATA}/") or name.rpartition("/")[2] in ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", META)

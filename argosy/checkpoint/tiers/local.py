@@ -1,0 +1,387 @@
+"""Checkpoints on the fast disks of the hosts: each process keeps its own shards, and a step counts while all of its files are found.
+
+    <checkpoint.local>/<run>/<rank>/<step>/     a manifest of all files of the step, and those that this process has
+
+Every process writes every shard that its devices hold, copies too: with data parallelism all hosts have everything. With
+`local_copies=2` it also keeps the shards of a process on another host. Where a host lost its disk, the processes that need a file fetch
+it from one that has it (`checkpoint.tiers.peers`); each reads only what its own devices hold.
+
+A step is committed when its manifest is, in each process after all have written. Two manifests of one step (it was made again) are two
+steps: their files are never mixed.
+"""
+
+import json
+import os
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from argosy.checkpoint.saving.background import Saving
+from argosy.checkpoint.saving.memory import Copies, Memory
+from argosy.checkpoint.saving.pace import Pace, emptied
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.layout import DATA, META, STATE, WEIGHTS, Arrays, catalog, describes
+from argosy.checkpoint.step.load import read_meta
+from argosy.checkpoint.tiers import peers
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.formats.files import of_text
+from argosy.parallel import processes
+from argosy.weights import manifest
+
+KEEP = 2
+RESTORED = ".restored"
+
+
+class Chosen(NamedTuple):
+    """The step to resume from. folder: where it is read. files: of its manifest. holders: {file: ranks that have it}. offers: where
+    each rank offers its own."""
+
+    step: int
+    folder: Path
+    files: Mapping[str, Any]
+    holders: Mapping[str, list[int]]
+    offers: list[Any]
+    offer: peers.Offer | None
+
+
+class LocalCheckpoints(Saving):
+    """The local tier of this process. All processes make the same calls.
+
+    Args:
+        root: of the run, on this host.
+        copies: on how many hosts each shard is kept at least.
+        place: the host and its disk, as others tell it apart.
+        belongs: (step, its meta) -> whether the run made it on its way to where it is now.
+        memory: for the copies of a save.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        copies: int = 1,
+        warn: Any = lambda _: None,
+        place: str | None = None,
+        belongs: Callable[[int, Mapping[str, Any]], bool] = lambda step, meta: True,
+        memory: Memory | None = None,
+    ):
+        super().__init__(warn, "a local checkpoint", memory)
+        self.belongs = belongs
+        self.root, self.copies = root, copies
+        self.folder = root / str(processes.rank())
+        self.places = processes.collected("local places", place or f"{socket.gethostname()}:{root.absolute()}")
+        self._chosen: Chosen | None = None
+        processes.together("local folder", self._check)
+
+    def _check(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"checkpoint.local: {self.root}: {(error.strerror or str(error)).lower()}") from None
+        hosts = len(set(self.places))
+        if self.copies > hosts:
+            raise BadInput(f"checkpoint.local_copies={self.copies} needs as many hosts; this run has {plural(hosts, 'host')}")
+
+    # ---------------------------------------------------------------- list, verify
+
+    def steps(self) -> list[int]:
+        """Steps of which this host has files, oldest first."""
+        return sorted({step for step, _ in self._here()})
+
+    def own_steps(self) -> list[int]:
+        """Steps of this process, oldest first. Folders of other processes of the host may vanish at any time when a run ends."""
+        return sorted(int(one.name) for one in self.folder.iterdir() if one.name.isdecimal()) if self.folder.is_dir() else []
+
+    def agreed_good(self) -> int | None:
+        """The newest step of which all files are found and good, over all processes. Newer ones lack some, and are removed."""
+        here = self._here()
+        told = processes.collected("local steps", sorted(f"{step} {digest}" for step, digest in here))
+        offered = {(int(one.split()[0]), one.split()[1]) for its in told for one in its}
+        for step, digest in sorted(offered, reverse=True):
+            if self._is_complete(step, here.get((step, digest), []), digest):
+                self.drop_newer(step)
+                return step
+        self.drop_newer(-1)
+        return None
+
+    def _here(self) -> dict[tuple[int, str], list[Path]]:
+        """{(step, digest of its manifest): folders of this host that have files of it}, those of this process first."""
+        found: dict[tuple[int, str], list[Path]] = {}
+        folders = [self.folder, *(f for f in sorted(self.root.iterdir()) if f != self.folder and f.is_dir())]
+        for folder in (step for one in folders for step in one.iterdir() if step.name.isdecimal()):
+            try:
+                files = manifest.read(folder)
+            except ArgosyError:
+                # Cut off by a kill, or damaged: others may have it.
+                continue
+            # Where it cannot be read, the comparison with the manifest says so.
+            with suppress(ArgosyError):
+                if not self.belongs(int(folder.name), read_meta(folder)):
+                    continue
+            found.setdefault((int(folder.name), manifest.digest(files)), []).append(folder)
+        return found
+
+    def _is_complete(self, step: int, folders: list[Path], digest: str) -> bool:
+        files = manifest.read(folders[0]) if folders else {}
+        names, own = sorted(files), dict[str, Path]()
+        for folder in folders:
+            there = {name: files[name] for name in names if name not in own and (folder / name).exists()}
+            own |= {name: folder / name for name, wrong in manifest.compared(folder, there).items() if wrong is None}
+        bits = sum(1 << i for i, name in enumerate(names) if name in own)
+        every = processes.collected("local files", [len(names), f"{bits:x}"])
+        count = max(n for n, _ in every)
+        masks = [int(mask, 16) for _, mask in every]
+        missing = count - sum(1 for i in range(count) if any(mask >> i & 1 for mask in masks))
+        if missing:
+            self.warn(f"local checkpoint {step} lacks {missing} of its {count} files on all hosts, or they are damaged; it is not used")
+            return False
+        return self._offered(step, digest, own, files, count, masks)
+
+    def _offered(
+        self, step: int, digest: str, own: dict[str, Path], files: dict[str, Any], count: int, masks: list[int]
+    ) -> bool:
+        """Links the files of this host into one folder, unless this process has all of them in one, and fetches what describes the step
+        where this process has none of it."""
+        whole = (1 << count) - 1
+        offer: peers.Offer | None = None
+        offers: list[Any] = []
+        if any(mask != whole for mask in masks):
+            first = next(iter(own.values()), None)
+            manifest_of = {manifest.NAME: _step_of(first, own) / manifest.NAME} if first else {}
+            offer = _offer("local offer", own | manifest_of)
+            offers = processes.collected("local offers", offer.address)
+            reached = all(peers.is_there(tuple(address)) for address in offers)
+            if not all(processes.collected("local offers reached", reached)):
+                self.warn(f"local checkpoint {step} is not used: some processes cannot reach others to fetch its files")
+                offer.close()
+                return False
+        home = self.folder / str(step)
+        is_whole = bool(files) and all(own.get(name) == home / name for name in files)
+        folder = home if is_whole else self.folder / RESTORED / str(step)
+        shutil.rmtree(self.folder / RESTORED, ignore_errors=True)
+
+        def begin() -> dict[str, Any]:
+            if is_whole:
+                return files
+            folder.mkdir(parents=True)
+            for name, path in own.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                _link(path, folder / name)
+            if files:
+                return files
+            source = next(rank for rank, mask in enumerate(masks) if mask)
+            peers.fetch(tuple(offers[source]), manifest.NAME, folder / manifest.NAME)
+            fetched = manifest.read(folder)
+            if manifest.digest(fetched) != digest:
+                raise ArgosyError(f"the manifest of local checkpoint {step} did not arrive as it was written")
+            return fetched
+
+        files = processes.together("local begin", begin)
+        names = sorted(files)
+        holders = {name: [rank for rank, mask in enumerate(masks) if mask >> i & 1] for i, name in enumerate(names)}
+        self._chosen = Chosen(step, folder, files, holders, offers, offer)
+        processes.together("local metadata", lambda: self._fetch(name for name in names if describes(name)))
+        return True
+
+    # ---------------------------------------------------------------- read
+
+    def path(self, step: int) -> Path:
+        """The folder of the step that was agreed on. It has the shards that this process needs once `prepare` was called."""
+        assert self._chosen is not None
+        assert self._chosen.step == step
+        return self._chosen.folder
+
+    def meta(self, step: int) -> dict[str, Any]:
+        return read_meta(self.path(step))
+
+    def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+        """Fetches the shards that the devices of this process need and this host lacks. wanted: {item: {name: sharding}}.
+
+        Raises:
+            ArgosyError: a peer ended meanwhile; in all processes.
+        """
+        assert self._chosen is not None
+        names = shards.needed(self.path(step), wanted)
+        fetched = processes.together("local shards fetched", lambda: self._fetch(names))
+        if all_of_it := sum(processes.collected("local bytes fetched", fetched)):
+            self.warn(f"{all_of_it / 1e6:.1f} MB of local checkpoint {step} came from other hosts")
+        if self._chosen.offer is not None:
+            self._chosen.offer.close()
+
+    def dismiss(self) -> None:
+        """The step that was agreed on is not read: another tier has a newer one."""
+        if self._chosen is not None and self._chosen.offer is not None:
+            self._chosen.offer.close()
+        shutil.rmtree(self.folder / RESTORED, ignore_errors=True)
+
+    def _fetch(self, names: Iterable[str]) -> int:
+        """Bytes that came from other processes."""
+        assert self._chosen is not None
+        folder, rank = self._chosen.folder, processes.rank()
+        fetched = 0
+        for name in names:
+            if (folder / name).exists() or name not in self._chosen.files:
+                continue
+            # Processes ask different ones first.
+            holders = self._chosen.holders[name]
+            source = holders[rank % len(holders)]
+            peers.fetch(tuple(self._chosen.offers[source]), name, folder / name, self._chosen.files[name])
+            fetched += self._chosen.files[name]["bytes"]
+        return fetched
+
+    # ---------------------------------------------------------------- commit
+
+    def save(
+        self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None
+    ) -> None:
+        """Starts a save and returns when the shards are copied off the devices."""
+        self.settle(step)
+        items = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
+        copies = self.memory.copies()
+        mine = shards.split_all(items, copies, True, every=True)
+        self.start(self._write, step, mine, copies, json.dumps(dict(meta), indent=1))
+
+    def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
+        return shards.sizes({WEIGHTS: weights, STATE: state}, every=True)
+
+    def _write(self, step: int, items: dict[str, dict[str, shards.Split]], copies: Copies, meta: str) -> None:
+        folder = self.folder / str(step)
+        try:
+            meta = processes.told("local meta", lambda: meta)
+            processes.together("local clean", lambda: self._begin(folder))
+            written = processes.together("local shards", lambda: shards.write(folder, _files(items, meta), self._pace))
+            every = processes.collected("local hashes", written)
+            found = processes.together("local equal", lambda: _merged(every))
+            if self.copies > 1:
+                self._copy(folder, every, found)
+            processes.together("local committed", lambda: manifest.commit(folder, dict(sorted(found.items()))))
+        except BaseException as failure:
+            self._failure = failure
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        copies.release()
+        self.retire_or_say(step)
+
+    def _begin(self, folder: Path) -> None:
+        shutil.rmtree(self.folder / RESTORED, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    def _copy(self, folder: Path, every: list[shards.Described], found: shards.Described) -> None:
+        """Fetches what processes of other hosts wrote, so that each shard is on `copies` hosts."""
+        offer = _offer("local offer of copies", {name: folder / name for name in every[processes.rank()]})
+        try:
+            offers = processes.collected("local copies", offer.address)
+            processes.together("local copied", lambda: self._fetch_copies(folder, every, found, offers))
+        finally:
+            offer.close()
+
+    def _fetch_copies(self, folder: Path, every: list[shards.Described], found: shards.Described, offers: list[Any]) -> None:
+        for source in sources(self.places, processes.rank(), self.copies):
+            for name in every[source]:
+                if not (folder / name).exists():
+                    peers.fetch(tuple(offers[source]), name, folder / name, found[name])
+
+    # ---------------------------------------------------------------- retire
+
+    def retire(self, newest: int) -> None:
+        """Keeps the newest steps of this process; removes those of ranks that the run no longer has."""
+        steps = self.own_steps()
+        for step in set(steps) - set(steps[-KEEP:]) - {newest}:
+            _remove(self.folder / str(step), self._pace)
+        self._remove_higher_ranks()
+
+    def clear(self) -> None:
+        """Removes the steps of this process, and those of ranks that the run no longer has: a newer one is in the persistent tier."""
+        self._remove_higher_ranks()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        # Not empty while another process of the host has its own.
+        with suppress(OSError):
+            self.root.rmdir()
+
+    def _remove_higher_ranks(self) -> None:
+        """One process of each host does: a run with fewer processes than before never saves into the folders of the others."""
+        here = [rank for rank, place in enumerate(self.places) if place == self.places[processes.rank()]]
+        if processes.rank() == min(here):
+            left: list[Path] = []
+            # Another process of the host may remove the root when it has removed its own.
+            with suppress(FileNotFoundError):
+                left = list(self.root.iterdir())
+            for folder in left:
+                if folder.name.isdecimal() and int(folder.name) >= processes.count():
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def drop_newer(self, step: int) -> None:
+        """Removes the steps of this process after that one."""
+        for one in list(self.folder.iterdir()):
+            if one.name.isdecimal() and int(one.name) > step:
+                _remove(one)
+        processes.together("local dropped", lambda: None)
+
+
+def _files(items: dict[str, dict[str, shards.Split]], meta: str) -> list[Any]:
+    """The files of a step that this process writes."""
+    described = [f._replace(name=f"{item}/{f.name}") for item, own in items.items() for f in shards.described(own)]
+    own_shards = [f for item, own in items.items() for f in shards.files_of(item, own)]
+    return [*own_shards, *described, *catalog(items), of_text(META, meta)]
+
+
+def _offer(name: str, files: Mapping[str, Path]) -> peers.Offer:
+    """An offer in every process, or in none."""
+    made: list[peers.Offer] = []
+    try:
+        processes.together(name, lambda: made.append(peers.Offer(processes.address(), files)))
+    except BaseException:
+        for one in made:
+            one.close()
+        raise
+    return made[0]
+
+
+def sources(places: list[str], rank: int, copies: int) -> list[int]:
+    """The ranks whose shards a rank keeps too: those of the hosts before its own, which their processes share among them."""
+    hosts = list(dict.fromkeys(places))
+    mine = [other for other, place in enumerate(places) if place == places[rank]]
+    at, found = hosts.index(places[rank]), []
+    for back in range(1, copies):
+        theirs = [other for other, place in enumerate(places) if place == hosts[at - back]]
+        found += [other for i, other in enumerate(theirs) if i % len(mine) == mine.index(rank)]
+    return found
+
+
+def _merged(every: list[shards.Described]) -> shards.Described:
+    """All files of a step.
+
+    Raises:
+        ArgosyError: two processes wrote one file with other bytes: copies of a shard have come apart.
+    """
+    found: shards.Described = {}
+    for rank, its in enumerate(every):
+        for name, described in its.items():
+            if found.setdefault(name, described) != described:
+                raise ArgosyError(f"process {rank} holds another copy of {name} than a process before it")
+    return found
+
+
+def _step_of(path: Path, own: Mapping[str, Path]) -> Path:
+    name = next(name for name, one in own.items() if one == path)
+    return path.parents[len(Path(name).parts) - 1]
+
+
+def _link(path: Path, to: Path) -> None:
+    try:
+        os.link(path, to)
+    except OSError:
+        # Not every file system has links.
+        shutil.copyfile(path, to)
+
+
+def _remove(step: Path, pace: Pace | None = None) -> None:
+    (step / manifest.NAME).unlink(missing_ok=True)
+    if pace is not None:
+        emptied(step, pace)
+    shutil.rmtree(step, ignore_errors=True)

@@ -1,0 +1,205 @@
+"""Files of a checkpoint from one process of a run to another, over TCP.
+
+A process offers files by name, under a token that the processes of the run tell each other through their coordination service. It
+sends nothing else, and what arrives is compared with the hash in the manifest before it has its name. Only the first line of a request
+is read before the token is compared.
+"""
+
+import hmac
+import random
+import secrets
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any, TypeVar
+
+from argosy.core.errors import ArgosyError, Damaged
+from argosy.weights import manifest
+
+# How long a peer may say nothing, and until it has said its token.
+PATIENCE_S, TOKEN_S = 60.0, 10.0
+# Connections that a process answers at a time; others end at once. They are made again, so many times in all, after twice as long each
+# time and a part drawn by chance, or all would come back at the same moment: over 13 to 26 s.
+MOST_AT_ONCE = 256
+TRIES, AGAIN_S = 8, 0.1
+# The most bytes of a file whose size nobody knows beforehand: a manifest.
+MOST_UNKNOWN_BYTES = 1 << 30
+CHUNK_BYTES = 1 << 20
+_LENGTH, _NONE = struct.Struct(">Q"), 2**64 - 1
+# A request that asks whether somebody is there.
+PING = ""
+
+T = TypeVar("T")
+Address = tuple[str, int, str]  # host, port, token
+
+
+class Listener:
+    """Answers connections that begin with its token, `MOST_AT_ONCE` at a time, until it is closed.
+
+    answer: gets what the peer says after the token, and the connection to write to. Its errors end the connection.
+    """
+
+    def __init__(self, host: str, answer: Callable[[BufferedIOBase, socket.socket], None]):
+        token, free = secrets.token_hex(16), threading.Semaphore(MOST_AT_ONCE)
+
+        class Answer(socketserver.StreamRequestHandler):
+            timeout = TOKEN_S
+
+            def handle(self) -> None:
+                given = self.rfile.readline(100).decode("latin-1").strip()
+                if not hmac.compare_digest(given.encode(), token.encode()):
+                    return
+                self.connection.settimeout(PATIENCE_S)
+                answer(self.rfile, self.connection)
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            # Many peers come at the same moment; those that find no place would try again after a second.
+            request_queue_size = 128
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                if not free.acquire(blocking=False):
+                    self.shutdown_request(request)
+                    return
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    free.release()
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """The peer sees that its connection ends, and says so."""
+
+        self._server = Server((host, 0), Answer)
+        self.address: Address = (host, self._server.server_address[1], token)
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="offer", daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Offer:
+    """Offers files until it is closed. files: {name: path}, which may grow."""
+
+    def __init__(self, host: str, files: Mapping[str, Path] | None = None):
+        self.files = dict(files or {})
+        self._listener = Listener(host, self._answer)
+        self.address: Address = self._listener.address
+
+    def _answer(self, asked: BufferedIOBase, peer: socket.socket) -> None:
+        name = asked.readline(5000).decode("utf-8", "replace").rstrip("\n")
+        path = self.files.get(name)
+        if path is None:
+            peer.sendall(_LENGTH.pack(0 if name == PING else _NONE))
+            return
+        with path.open("rb") as file:
+            peer.sendall(_LENGTH.pack(path.stat().st_size))
+            peer.sendfile(file)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] | None = None) -> None:
+    """Writes a file of a peer to a path. Tries again where the connection ends or nobody answers. expected: its size and hash.
+
+    Raises:
+        ArgosyError: the peer cannot be reached, does not have it, or sends more than `MOST_UNKNOWN_BYTES` where nothing is expected.
+        Damaged: another size or other bytes arrived.
+    """
+    pending = path.with_name(f"{path.name}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        tried(lambda: _received(address, name, pending, expected))
+        if expected is not None and manifest.describe(pending, sync=True) != expected:
+            raise Damaged(f"{name} did not arrive as it was written", where=f"from {address[0]}")
+        pending.rename(path)
+    except OSError as error:
+        raise ArgosyError(f"{name} cannot be fetched: {error.strerror or error}", where=f"from {address[0]}") from None
+    finally:
+        pending.unlink(missing_ok=True)
+
+
+def _received(address: Address, name: str, pending: Path, expected: Mapping[str, Any] | None) -> None:
+    with asked(address, name) as peer:
+        left = _LENGTH.unpack(exactly(peer, _LENGTH.size))[0]
+        if left == _NONE:
+            raise ArgosyError(f"the process at {address[0]} does not have {name}")
+        # Before anything is written: another size would fill the disk first.
+        if expected is not None and left != expected["bytes"]:
+            what = f"{name} did not arrive as it was written: {left} bytes, not {expected['bytes']}"
+            raise Damaged(what, where=f"from {address[0]}")
+        if left > MOST_UNKNOWN_BYTES and expected is None:
+            raise ArgosyError(f"{name} has {left} bytes, more than {MOST_UNKNOWN_BYTES}", where=f"from {address[0]}")
+        with pending.open("wb", buffering=0) as out:
+            while left:
+                chunk = peer.recv(min(left, CHUNK_BYTES))
+                if not chunk:
+                    raise ConnectionError("the connection ended early")
+                out.write(chunk)
+                left -= len(chunk)
+
+
+def tried(work: Callable[[], T]) -> T:
+    """Work that is done again where a connection ends: the peer was answering `MOST_AT_ONCE` others.
+
+    Raises:
+        OSError: it failed `TRIES` times; at once where it is no matter of connections, such as a full disk, or nothing answers in time.
+    """
+    wait = AGAIN_S
+    for _ in range(TRIES - 1):
+        try:
+            return work()
+        except ConnectionRefusedError:
+            # Nobody is there.
+            raise
+        except ConnectionError:
+            time.sleep(wait * (1 + random.random()))
+            wait *= 2
+    return work()
+
+
+def is_there(address: Address) -> bool:
+    """Whether a peer answers."""
+
+    def ask() -> bool:
+        with asked(address, PING) as peer:
+            return _LENGTH.unpack(exactly(peer, _LENGTH.size))[0] == 0
+
+    try:
+        return tried(ask)
+    except OSError:
+        return False
+
+
+def asked(address: Address, name: str) -> socket.socket:
+    """A connection to a peer that has got the token and a name.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    host, port, token = address
+    peer = socket.create_connection((host, port), timeout=PATIENCE_S)
+    peer.sendall(f"{token}\n{name}\n".encode())
+    return peer
+
+
+def exactly(peer: socket.socket, size: int) -> bytes:
+    """So many bytes.
+
+    Raises:
+        OSError: the connection ends before.
+    """
+    data = b""
+    while len(data) < size:
+        more = peer.recv(size - len(data))
+        if not more:
+            raise ConnectionError("the connection ended early")
+        data += more
+    return data

@@ -1,0 +1,139 @@
+"""Adapters on a base model: the base's weights with the adapters merged as they are read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.adapt.quant import QuantizedEinsum
+from argosy.adapt.settings import Lora, LowRank
+from argosy.adapt.surgery import find
+from argosy.core.errors import BadInput
+from argosy.core.formats import Arrays, Over, Reader, View
+from argosy.data.tokenizers.load import matching
+from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.stack import Unroll
+from argosy.weights.hub.config import read_json
+from argosy.weights.model import COMPANIONS, Stored
+from argosy.weights.peft.merge import with_adapter
+from argosy.weights.peft.reader import check_base, config_for, read_contents
+from argosy.weights.peft.sites import CONFIG, Adapter, Contents, contractions
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Adapters and their base.
+
+    settings: the run's `adapter`. base: its weights are not merged. read: reads the factors and the weights that were trained in full.
+    held: retention does not remove the checkpoint while this object exists.
+    """
+
+    settings: LowRank
+    base: Stored
+    config: Any
+    read: Callable[[], Contents]
+    held: Any = None
+
+    @cached_property
+    def contents(self) -> Contents:
+        """The factors and the weights that were trained in full.
+
+        Raises:
+            Damaged: one is missing.
+        """
+        return self.read()
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The factors, by the per-layer name of their contraction."""
+        return self.contents.adapters
+
+    @property
+    def whole(self) -> Mapping[str, np.ndarray]:
+        """The weights that were trained in full, by per-layer name."""
+        return self.contents.whole
+
+    @property
+    def weights(self) -> Reader:
+        """The base's weights with the adapters merged as they are read, in the types of the base. Where the base was quantized for
+        training, it is rounded as it was then, because the adapters have learned to make up for that."""
+        return Over(View(self.base.weights, change=self._merged), Arrays(self.whole))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the base was quantized for training."""
+        return any(isinstance(of, QuantizedEinsum) for of in self._contractions.values())
+
+    def over(self, base: Stored) -> "Adapted":
+        """The same adapters, on the same base read in another way."""
+        return replace(self, base=base)
+
+    @cached_property
+    def _contractions(self) -> dict[str, Contraction]:
+        model = self.config.build(Unroll())
+        self.settings.quantize(model)
+        return find(model, ".*")
+
+    def _merged(self, name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
+        module, _, leaf = name.rpartition(".")
+        of = self._contractions.get(module) if leaf == "w" else None
+        if of is None or (module not in self.adapters and not isinstance(of, QuantizedEinsum)):
+            return read()
+        array = read() if part is None else read()[None]
+        if isinstance(of, QuantizedEinsum):
+            array = np.asarray(of.codes(array).dequantized(array.dtype))
+        if module in self.adapters:
+            array = with_adapter(of, self.adapters[module], array, part or 0)
+        return array if part is None else array[0]
+
+
+def base_of(folder: Path) -> str:
+    """The path of the base model that a PEFT folder names.
+
+    Raises:
+        BadInput: the base is not on this machine.
+    """
+    name = read_json(folder / CONFIG).get("base_model_name_or_path")
+    if not name or not Path(str(name)).exists():
+        hint = f'argosy.load(MODEL, adapter="{folder}") names it; or write its folder as base_model_name_or_path'
+        raise BadInput(f"the base model of these adapters, {name}, is not on this machine", where=str(folder / CONFIG), hint=hint)
+    return str(name)
+
+
+def open_peft(folder: Path, base: Stored) -> Stored:
+    """A PEFT folder as a model: its base, with its adapters merged as weights are read.
+
+    Raises:
+        BadInput: the base has adapters itself; or as `read_contents`.
+        Unsupported: as `read_contents`.
+    """
+    if base.adapted is not None:
+        # They were trained on merged weights.
+        what = f"the base of these adapters, {base.path}, has adapters itself"
+        hint = f"argosy convert {base.path} FOLDER merges those: name that folder as the base"
+        raise BadInput(what, where=str(folder / CONFIG), hint=hint)
+    config = config_for(folder, base.config)
+
+    def read() -> Contents:
+        contents = read_contents(folder, config)
+        check_base(contents, base.weights)
+        return contents
+
+    adapted = Adapted(Lora(), base, config, read)
+    companions = folder if matching(folder, COMPANIONS) else base.companions
+    return Stored(folder, "peft", config, adapted.weights, companions, base.hub, adapted)
+
+
+def stacked(under: Contents, own: Contents, config: Any) -> Contents:
+    """Two adapters on one base as one: the ranks together, each with its own gain in B."""
+    specs, out = contractions(config), dict(under.adapters)
+    for name, one in own.adapters.items():
+        if (other := out.get(name)) is None:
+            out[name] = one
+            continue
+        b = np.concatenate([np.float32(each.gain) * each.b for each in (other, one)], len(specs[name].group))
+        out[name] = Adapter(np.concatenate([other.a, one.a], -1), b, 1.0)
+    return Contents(out, {**under.whole, **own.whole}, own.dropout)

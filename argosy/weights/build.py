@@ -1,0 +1,236 @@
+"""Builds a stored model and reads its weights: what `argosy.load` makes an `LM` from.
+
+Building is free, because weights begin as descriptions. So a model is built, checked against memory, and filled one stored array
+at a time. This module knows nothing of generation.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from argosy.adapt.base import FACTORS, fill_base
+from argosy.core.errors import BadInput
+from argosy.core.formats import Arrays, Over
+from argosy.models.language import LanguageConfig
+from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
+from argosy.models.parts.weight import fill, kept_in, logical, put, variables
+from argosy.observe.environment import check_fits
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.rules import DEFAULT, shardings
+from argosy.weights.fill import stored_arrays
+from argosy.weights.gguf.blocks import InBlocks, Origin, Rows
+from argosy.weights.hub.config import read_json
+from argosy.weights.hub.reader import Mapped
+from argosy.weights.model import Stored
+from argosy.weights.peft.attach import mark_whole, put_adapter, settle
+from argosy.weights.peft.reader import check_base, config_for, read_contents
+from argosy.weights.peft.sites import Contents
+
+# Gives `(inner, first)`, as in `Panels`, of the weights of a model that are matrices of a product, by address.
+Forms = Callable[[Any], Mapping[str, tuple[int, bool]]]
+NONE: Mapping[str, Rows] = {}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model and what came with it.
+
+    tokenizer: None where the folder has none. generation: its generation_config.json. hub: its config.json. companions: the
+    folder of its small files. dtypes: the type each tensor was stored in, by per-layer name. origin: the blocks that its weights were
+    read from.
+    """
+
+    config: LanguageConfig
+    module: Any
+    tokenizer: Any = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    companions: Path | None = None
+    dtypes: Mapping[str, Any] = field(default_factory=dict)
+    origin: Origin | None = None
+
+
+def load_model(
+    stored: Stored,
+    *,
+    dtype: Any = None,
+    run: Execution | None = None,
+    adapter: str | Path | None = None,
+    context: int | None = None,
+    tensor: int = 1,
+    forms: Forms | None = None,
+) -> Loaded:
+    """Builds an opened model and reads its weights.
+
+    Args:
+        stored: a run that trained adapters is loaded as its base with the adapters on it, quantized as in training.
+        dtype: the type of weights and activations; float32 on CPUs and bfloat16 elsewhere by default.
+        run: how layers run; by default unrolled up to 32 layers on CPUs, scanned elsewhere.
+        context: the longest sequence the model will get, in tokens; selects between tables of rotary positions where a model has
+            two (LongRoPE). The model's own context by default.
+        adapter: a PEFT folder. Layers are then unrolled, because each may carry adapters of its own.
+        tensor: number of devices that share heads, feed-forward features and vocabulary (arXiv:1909.08053).
+        forms: of a plain GGUF file's weights on one CPU device, in float32: those that it names and the file has in blocks stay in
+            them (`weights.gguf.blocks`). Layers are then unrolled.
+
+    Raises:
+        BadInput: there is no model, its family is not built, it does not fit into memory, or it cannot be shared by so many devices.
+        Damaged: a file differs from what was written.
+    """
+    dtype = as_dtype(dtype)
+    if adapter is not None and stored.adapted is not None:
+        raise BadInput(f"{stored.path} has adapters already", hint="convert it first, which merges them: argosy convert")
+    config = stored.config if context is None else stored.config.for_context(context)
+    config = config if adapter is None else config_for(adapter, config)
+    contents = stored.adapted.contents if stored.adapted else Contents({})
+    if adapter is not None:
+        contents = read_contents(adapter, config)
+        check_base(contents, stored.weights)
+    adapters = contents.adapters
+    blocks = None if adapter is not None or tensor > 1 or run is not None or dtype != np.float32 or forms is None else stored.blocks
+    layout = Unroll() if adapters or blocks is not None else run or default_run(config)
+    model, plain = config.build(layout), config.build(layout)
+    is_quantized = stored.adapted is not None and bool(stored.adapted.settings.quantize(model))
+    rows = {} if blocks is None or forms is None else in_blocks(blocks, forms(plain))
+    check_memory(config, np.int8 if is_quantized else dtype, rows)
+    base = Over(stored.adapted.base.weights if stored.adapted else stored.weights, Arrays(contents.whole))
+    place = None if tensor == 1 else places(model, tensor).__getitem__
+    for address, one in rows.items():
+        put(model, {address: one.packed()})
+    fill_base(model, stored_arrays(plain, base, dtype=dtype, without=rows), dtype=dtype, place=place)
+    if adapters:
+        names = put_adapter(model, adapters, contents.dropout)
+        mark_whole(model, contents.whole)
+        settle(model)
+        if tensor > 1:
+            on, own = places(model, tensor), variables(model)
+            factors = [at for name in names for factor in FACTORS if (at := f"{name}.{factor}") in own]
+            put(model, {address: jax.device_put(own[address].get_value(), on[address]) for address in factors})
+    model.dtype = dtype
+    tokenizer = tokenizer_of(stored)
+    if tokenizer is not None and tokenizer.vocab > config.vocab:
+        raise BadInput(
+            f"the tokenizer has {tokenizer.vocab} tokens, the model {config.vocab}",
+            where=str(stored.path),
+            hint="they do not belong together",
+        )
+    hub = stored.hub | ({"_name_or_path": str(stored.adapted.base.path)} if stored.adapted else {})
+    origin = None
+    if stored.blocks is not None and adapter is None and not model.layers.run.stacked:
+        values = {address: v.get_value() for address, v in variables(model).items()}
+        origin = Origin(stored.blocks, {address: a for address, a in values.items() if isinstance(a, jax.Array)})
+    return Loaded(config, model, tokenizer, generation_of(stored), hub, stored.companions, dtypes_of(stored), origin)
+
+
+def places(model: Any, tensor: int, devices: Sequence[Any] | None = None) -> dict[str, NamedSharding]:
+    """Where each weight of a model lies if several devices share its heads, feed-forward features and vocabulary.
+
+    Args:
+        devices: the first ones of these; by default of all.
+
+    Raises:
+        BadInput: there are fewer devices, or the number divides none of these.
+    """
+    devices = devices or jax.devices()
+    if tensor > len(devices):
+        raise BadInput(
+            f"tensor = {tensor}, but this process has {len(devices)} device{'s' * (len(devices) > 1)}",
+            hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={tensor}",
+        )
+    mesh = MeshSettings(fsdp=1, tensor=tensor).build(devices[:tensor])
+    found = shardings(logical(model), {a: v.shape for a, v in variables(model).items()}, DEFAULT, mesh)
+    if all(not any(place.spec) for place in found.values()):
+        raise BadInput(
+            f"tensor = {tensor} divides neither the heads, nor the feed-forward features, nor the vocabulary of this model",
+            hint="a number that divides the heads, such as a power of two",
+        )
+    return found
+
+
+def random(config: LanguageConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> Loaded:
+    """A model with random weights from a seed, and no tokenizer."""
+    dtype = as_dtype(dtype)
+    # Weights are drawn in float32.
+    check_memory(config, np.float32)
+    model = config.build(run or default_run(config))
+    model.dtype = dtype
+    fill(model, jax.random.key(seed), addresses=layer_addresses(model))
+    put(model, {a: v[...].astype(kept_in(v, model.dtype)) for a, v in variables(model).items()})
+    return Loaded(config, model)
+
+
+def dtypes_of(stored: Stored) -> dict[str, Any]:
+    """The type of each tensor of a Hub folder. Tensors stored in blocks with scales are left out: they come as float32."""
+    weights = stored.weights
+    if not isinstance(weights, Mapped) or stored.kind != "hub":
+        return {}
+    return {name: weights.dtype(name) for name in set(weights.names) - set(weights.scaled)}
+
+
+def in_blocks(blocks: InBlocks, forms: Mapping[str, tuple[int, bool]]) -> dict[str, Rows]:
+    """The weights of these forms, by address, that the file has in blocks."""
+    found = {address: blocks.of(address, *form) for address, form in forms.items()}
+    return {address: rows for address, rows in found.items() if rows is not None}
+
+
+def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, Rows] = NONE) -> None:
+    """Checks that the weights fit into memory, where memory is the computer's own.
+
+    Args:
+        rows: those that stay in blocks.
+
+    Raises:
+        BadInput: they do not.
+    """
+    if jax.default_backend() == "cpu":
+        count, kind = config.parameters(), np.dtype(dtype)
+        apart = sum(math.prod(one.shape) for one in rows.values())
+        needed = (count - apart) * kind.itemsize + sum(one.nbytes for one in rows.values())
+        check_fits(needed, f"{count:,} weights in {kind.name}{' and the blocks of the file' if rows else ''}")
+
+
+def as_dtype(dtype: Any) -> Any:
+    """The type of activations, from its name or the type itself; the device's default for None.
+
+    Raises:
+        BadInput: it is not a float type that models compute in.
+    """
+    if dtype is None:
+        return default_dtype()
+    known = ["float32", "bfloat16", "float16", *(["float64"] if jax.config.read("jax_enable_x64") else [])]
+    found = next((jnp.dtype(name) for name in known if dtype in (name, getattr(jnp, name), jnp.dtype(name))), None)
+    if found is None:
+        raise BadInput(f"models do not compute in dtype `{dtype}`", hint=f"{', '.join(known[:-1])} or {known[-1]}")
+    return found
+
+
+def default_dtype() -> Any:
+    """float32 on CPUs, where bfloat16 decodes six times slower; bfloat16 elsewhere."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def default_run(config: LanguageConfig) -> Execution:
+    return Unroll() if jax.default_backend() == "cpu" and config.layers <= 32 else Scan()
+
+
+def tokenizer_of(stored: Stored) -> Any:
+    """The tokenizer that came with a model, or None."""
+    if stored.companions is None:
+        return None
+    from argosy.data.tokenizers.load import find_tokenizer
+
+    return find_tokenizer(stored.companions)
+
+
+def generation_of(stored: Stored) -> dict[str, Any]:
+    """Its generation_config.json; empty where there is none."""
+    if stored.companions is None or not (stored.companions / "generation_config.json").is_file():
+        return {}
+    return read_json(stored.companions / "generation_config.json")

@@ -1,0 +1,89 @@
+"""Fills a model with stored weights, one stored array at a time, and reads a model's weights back by per-layer name."""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.formats import Arrays, Reader
+from argosy.models.parts.stack import layer_addresses, stored_addresses, to_layers
+from argosy.models.parts.weight import kept_in, put, split, variables
+from argosy.parallel.place import on_devices
+
+
+def read_into(
+    model: Any, weights: Reader, *, dtype: Any = None, place: Callable[[str], Any] | None = None, but: str | None = None
+) -> None:
+    """Fills a model in any layout from per-layer weights, one stored array at a time.
+
+    Args:
+        dtype: the type to keep the weights in; float32 by default.
+        place: gives the sharding of a stored address.
+        but: the name of a weight that is left as it is, whether or not it is stored.
+
+    Raises:
+        BadInput: weights are missing, unexpected or of the wrong shape, all listed.
+    """
+    for address, array in stored_arrays(model, weights, dtype=dtype, but=but):
+        put(model, {address: on_devices(array, place(address) if place else None)})
+
+
+def stored_arrays(
+    model: Any, weights: Reader, *, dtype: Any = None, but: str | None = None, without: Collection[str] = ()
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The weights of a model in its layout, one stored array at a time, with their addresses. Arguments and errors are those of
+    `read_into`.
+
+    Args:
+        without: addresses that are not read.
+    """
+    names, own = layer_addresses(model), variables(model)
+    check_fit(model, weights, but)
+    # In the order in which they are stored, so that a stack of layers is read once.
+    order = {name: i for i, name in enumerate(weights.names)}
+    own = {address: v for address, v in own.items() if address != but and address not in without}
+    for address, v in sorted(own.items(), key=lambda item: order[names(item[0])[0]]):
+        stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
+        target = np.dtype(kept_in(v, dtype or jnp.float32))
+        if stacked:
+            whole = np.empty(v.shape, target)
+            for i, name in enumerate(names(address)):
+                whole[i] = weights.read(name)
+        else:
+            whole = np.ascontiguousarray(weights.read(names(address)[0]).astype(target, copy=False))
+        yield address, whole
+
+
+def check_fit(model: Any, weights: Reader, but: str | None = None) -> None:
+    """Checks that these are the weights of this model. but: the name of a weight that is not compared.
+
+    Raises:
+        BadInput: names every difference, the first eight in full.
+    """
+    own = variables(model)
+    expected = {}
+    for name, (address, i) in stored_addresses(model).items():
+        expected[name] = tuple(own[address].shape if i is None else own[address].shape[1:])
+    expected.pop(but, None)
+    here = set(weights.names)
+    problems = [f"missing {n}" for n in expected if n not in here]
+    problems += [f"unexpected {n}" for n in weights.names if n not in expected and n != but]
+    problems += [
+        f"{n} is {weights.shape(n)}, not {shape}"
+        for n, shape in expected.items()
+        if n in here and weights.shape(n) != shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise BadInput(
+            f"{plural(len(problems), 'weight', 'does', 'do')} not fit the model: {'; '.join(problems[:8])}{more}",
+            hint="do the model's settings belong to these weights?",
+        )
+
+
+def weights_of(model: Any) -> Arrays:
+    """A model's weights by per-layer name; slices of stacked weights are taken when they are read."""
+    return Arrays(to_layers(model, split(model)[1]))

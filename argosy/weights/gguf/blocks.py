@@ -1,0 +1,160 @@
+"""The weights of a GGUF file that are its tensors up to the order of whole rows, so that their blocks can be used as they lie.
+
+llama.cpp's blocks run along the summed axis of a product. A `KeyMap` only moves numbers, so a weight is such a tensor if what it reads
+from a tensor of row numbers is one number along the summed axis, and from a tensor of column numbers 0, 1, 2 ... there. That covers
+rotary rows in another order and rows of fused tensors, and proves it for each weight; what fails is read as floats.
+"""
+
+import math
+import weakref
+from collections.abc import KeysView, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from argosy.core.formats import Shape
+from argosy.core.formats.gguf import GGUF
+from argosy.core.formats.quants import BY_NAME, CODES, Blocks, blocks
+from argosy.core.process.resident import drop
+from argosy.ops.native.blocks import packed_blocks, packed_bytes
+from argosy.ops.native.products import Panels
+from argosy.weights.hub.reader import Mapped
+
+# Rows that are compared at a time.
+AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A weight as rows of a tensor in blocks. type: of the blocks. raw: the tensor's bytes by row. order: its row for each column of
+    the product. shape, inner, first: of the weight, as in `Panels`."""
+
+    type: str
+    raw: np.ndarray
+    order: np.ndarray
+    shape: Shape
+    inner: int
+    first: bool
+
+    def packed(self, like: Any = None) -> Panels:
+        """The weight for products on a CPU. The file's bytes leave the process's memory.
+
+        Args:
+            like: as in `packed_blocks`.
+        """
+
+        def read(columns: slice) -> Blocks:
+            return blocks(self.type, self.raw[self.order[columns]])
+
+        found = packed_blocks(read, CODES[self.type], self.shape, self.inner, self.first, like=like)
+        drop(self.raw.ctypes.data, self.raw.nbytes)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed weight."""
+        one = blocks(self.type, self.raw[:1])
+        return packed_bytes(len(self.order), one, CODES[self.type])
+
+
+class InBlocks:
+    """The weights of a file, by our names.
+
+    Args:
+        mapped: the file's tensors as floats.
+    """
+
+    def __init__(self, file: GGUF, mapped: Mapped):
+        self.file, self.mapped = file, mapped
+        self._stamp = _stamp(file)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the file is no longer the one that was opened: a program may have written into it."""
+        return self._stamp != _stamp(self.file)
+
+    def of(self, name: str, inner: int, first: bool) -> Rows | None:
+        """A weight as rows of a tensor; None if it is not one.
+
+        Args:
+            inner, first: which of its axes are summed, as in `Panels`.
+        """
+        if name not in self.mapped.names:
+            return None
+        theirs = self.mapped.source(name)
+        kind, shape = self.file.type(theirs), self.file.shape(theirs)
+        if kind not in CODES or len(shape) != 2 or shape[1] % BY_NAME[kind].values:
+            return None
+        rows, columns = (self._numbers(name, theirs, axis, inner, first) for axis in (0, 1))
+        if rows is None or columns is None or rows.shape[1] != shape[1]:
+            return None
+        if not alike(rows.T) or not alike(columns) or (columns[0] != np.arange(shape[1])).any():
+            return None
+        return Rows(kind, self.file.raw(theirs), rows[:, 0].copy(), self.mapped.shape(name), inner, first)
+
+    def _numbers(self, name: str, theirs: str, axis: int, inner: int, first: bool) -> np.ndarray | None:
+        """The numbers along an axis of their tensor where the weight has its own, [kept summed]; None if it is made from several."""
+        places = Places(self.mapped.reader, axis)
+        found = self.mapped.over(places).read(name)
+        if places.asked != {theirs}:
+            return None
+        summed = math.prod(found.shape[:inner] if first else found.shape[found.ndim - inner :])
+        return found.reshape(summed, -1).T if first else found.reshape(-1, summed)
+
+
+class Origin:
+    """The blocks that float weights were read from, as long as the weights are the same arrays and the file is as it was.
+
+    Args:
+        weights: by address.
+    """
+
+    def __init__(self, blocks: InBlocks, weights: Mapping[str, Any]):
+        self.blocks = blocks
+        self._of = {address: weakref.ref(a) for address, a in weights.items()}
+
+    def rows(self, address: str, weight: Any, inner: int, first: bool) -> Rows | None:
+        """A weight as it lies in the file; None if it does not, or no longer. Other arguments are those of `InBlocks.of`."""
+        known = self._of.get(address)
+        if known is None or known() is not weight or weight.dtype != np.float32 or self.blocks.has_changed:
+            return None
+        return self.blocks.of(address, inner, first)
+
+
+class Places:
+    """Tensors of these names and shapes whose numbers say where they are along an axis. `asked`: the names that were read."""
+
+    def __init__(self, like: Any, axis: int):
+        self.like, self.axis = like, axis
+        self.asked: set[str] = set()
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self.like.names
+
+    def shape(self, name: str) -> Shape:
+        return self.like.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(np.int32)
+
+    def read(self, name: str) -> np.ndarray:
+        self.asked.add(name)
+        shape = self.shape(name)
+        numbers = np.arange(shape[self.axis], dtype=np.int32)
+        # A view of one row or one column, however large the tensor is.
+        return np.broadcast_to(numbers.reshape([-1 if i == self.axis else 1 for i in range(len(shape))]), shape)
+
+
+def _stamp(file: GGUF) -> tuple[int, ...] | None:
+    try:
+        found = file.path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def alike(a: np.ndarray) -> bool:
+    """Whether all rows of a matrix are equal."""
+    return a.strides[0] == 0 or all((a[at : at + AT_ONCE] == a[0]).all() for at in range(0, len(a), AT_ONCE))

@@ -1,0 +1,261 @@
+"""The metadata of a GGUF file, key by key: sizes, rotary positions, experts.
+
+Every key that is read is recorded, and so is every mistake. A key that the file has but nothing read could change the numbers
+without notice, so it is refused together with the mistakes, all at once. As in llama.cpp, 0, false and the empty text count as
+absent. This module knows the keys that architectures share, but no architecture; tensor names are in `gguf.rows`.
+"""
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.formats import quoted
+from argosy.core.formats.gguf import GGUF
+from argosy.models.settings import Experts, Linear, Llama3, LongRope, Rope, Yarn
+
+# Keys without effect on the computation here: sizes that the tensors' shapes give too, and details of training.
+HARMLESS = frozenset(
+    """vocab_size tensor_data_layout pooling_type expert_shared_count attention.layer_norm_epsilon
+    rope.scaling.finetuned rope.scaling.original_context_length""".split()  # noqa: SIM905
+)
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+ROPE_FREQS, ROPE_LONG, ROPE_SHORT = ROPE_TENSORS
+KIND = "general.architecture"
+
+Score = Literal["softmax", "sigmoid", "softmax_chosen"]
+Scaling = Linear | Llama3 | Yarn | LongRope
+
+
+class Metadata:
+    """The keys of one file's architecture, without the architecture's name in front."""
+
+    def __init__(self, file: GGUF):
+        self.file, self.kind = file, str(file.meta.get(KIND))
+        self.asked: set[str] = set()
+        self.problems: list[str] = []
+
+    @property
+    def unasked(self) -> list[str]:
+        """The keys of this architecture in the file that nothing has read."""
+        start, known = f"{self.kind}.", self.asked | HARMLESS
+        keys = {key.removeprefix(start): value for key, value in self.file.meta.items() if key.startswith(start)}
+        unread = {key: value for key, value in keys.items() if key not in known and _is_present(value)}
+        return [f"{quoted(start + key)} = {quoted(str(value), 40)} is not understood" for key, value in unread.items()]
+
+    def get(self, key: str) -> Any:
+        """The value of a key, None if it is absent. A list with the same value for every layer is returned as that one value."""
+        self.asked.add(key)
+        value = self.file.meta.get(f"{self.kind}.{key}")
+        if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
+            value = value.flat[0].item()
+        return value if _is_present(value) else None
+
+    def some(self, key: str) -> int | None:
+        """A count that may be absent."""
+        value = self.get(key)
+        if value is None or (type(value) is int and value > 0):
+            return value
+        self.wrong(key, f"is {str(value)[:40]}, not a count that holds for every layer")
+        return None
+
+    def count(self, key: str, otherwise: int | None = None) -> int:
+        """A count. If it is missing, records the mistake and returns 1."""
+        value = self.some(key) or otherwise
+        if value is None:
+            self.wrong(key, "is missing")
+        return value or 1
+
+    def number(self, key: str, otherwise: float | None = None) -> float:
+        """A number. If it is missing, records the mistake and returns 1."""
+        value = self.get(key)
+        value = otherwise if value is None else value
+        if isinstance(value, int | float) and math.isfinite(short := decimal(value)):
+            return short
+        self.wrong(key, "is missing" if value is None else f"is {str(value)[:40]}, not a number")
+        return 1.0
+
+    def must(self, key: str, *allowed: Any) -> None:
+        """Records a mistake unless the key is absent or has one of the allowed values. Here false counts as present."""
+        value = self.get(key)
+        value = False if self.file.meta.get(f"{self.kind}.{key}") is False else value
+        value = decimal(value) if isinstance(value, float) else value
+        if value is not None and value not in allowed:
+            self.wrong(key, f"is {str(value)[:40]}: only {' or '.join(map(str, allowed))} is built")
+
+    def wrong(self, key: str, what: str) -> None:
+        if (problem := f"`{self.kind}.{key}` {what}") not in self.problems:
+            self.problems.append(problem)
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.names
+
+    def axis(self, tensor: str, at: int) -> int:
+        """The size of a tensor's axis. If tensor or axis is missing, records the mistake and returns 1."""
+        shape = self.file.shape(tensor) if self.has(tensor) else ()
+        if len(shape) > at:
+            return shape[at]
+        self.problems.append(f"`{tensor}` is {f'{list(shape)}' if self.has(tensor) else 'missing'}")
+        return 1
+
+    @property
+    def layers(self) -> int:
+        """The number of layers, bounded by the number of tensors because lists of this length are built.
+
+        Raises:
+            Damaged: more layers than tensors.
+        """
+        layers = self.count("block_count")
+        if layers > len(self.file.names):
+            raise Damaged(f"{layers} layers in {len(self.file.names)} tensors", where=f"in {self.file.path}")
+        return layers
+
+    def without(self, tensor: str) -> tuple[int, ...]:
+        """The layers without a tensor of this name, in which `{l}` stands for the layer."""
+        return tuple(i for i in range(self.layers) if not self.has(tensor.replace("{l}", str(i))))
+
+
+def read_sizes(meta: Metadata) -> dict[str, Any]:
+    """The sizes that every decoder has."""
+    width, heads = meta.count("embedding_length"), meta.count("attention.head_count")
+    size = meta.count("attention.key_length", width // heads or None)
+    meta.must("attention.value_length", size)
+    meta.must("attention.causal", True)
+    return {
+        "vocab": meta.axis("token_embd.weight", 0),
+        "width": width,
+        "layers": meta.layers,
+        "ffn": meta.count("feed_forward_length"),
+        "heads": heads,
+        "kv_heads": meta.count("attention.head_count_kv", heads),
+        "head_size": size,
+        "context": meta.count("context_length"),
+        "norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "tied": not meta.has("output.weight"),
+    }
+
+
+def read_experts(meta: Metadata, width: int, *, score: Score, normalized: bool, **more: Any) -> Experts:
+    """A mixture of experts of this width. `more`: further settings. A fact that the architecture fixes may also be in the file,
+    but only with the same value."""
+    meta.must("expert_gating_func", {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}[score])
+    meta.must("expert_weights_norm", normalized)
+    count, active = meta.count("expert_count"), meta.count("expert_used_count")
+    scale = meta.number("expert_weights_scale", 1.0)
+    return Experts(count=count, active=active, ffn=width, score=score, normalized=normalized, scale=scale, **more)
+
+
+def read_rope(meta: Metadata, size: int, *, partial: bool = False, truncate: bool = True) -> Rope:
+    """Rotary positions, from keys and from the tensors that hold frequency factors.
+
+    Args:
+        size: the head size.
+        partial: whether only a part of each head may be rotated.
+        truncate: whether YaRN's ramp ends at whole dimensions; no key stores this.
+    """
+    turned = meta.count("rope.dimension_count", size)
+    if turned > size or not (partial or turned == size):
+        meta.wrong("rope.dimension_count", f"is {turned} of {size}, which is not built for this architecture")
+        turned = size
+    base = meta.number("rope.freq_base", 10_000.0)
+    return Rope(base=base, scaling=_scaling(meta, base, turned, truncate), part=share(turned, size))
+
+
+def _scaling(meta: Metadata, base: float, turned: int, truncate: bool) -> Scaling | None:
+    """Frequency factors from tensors, otherwise from keys. A factor without a type means linear scaling."""
+    factor = meta.get("rope.scaling.factor")
+    kind = meta.get("rope.scaling.type") or ("linear" if factor else "none")
+    built: tuple[str, ...] = ("none", "linear", "yarn")
+    if long := meta.has(ROPE_LONG) or meta.has(ROPE_SHORT):
+        built = ("none", "longrope")
+    elif meta.has(ROPE_FREQS):
+        built = ("none",)
+    if kind not in built:
+        meta.wrong(
+            "rope.scaling.type", f"is {quoted(str(kind), 40)}: only {' or '.join(built)} is built for these tensors"
+        )
+        return None
+    if long:
+        return _longrope(meta, turned)
+    if meta.has(ROPE_FREQS):
+        divisors = _factors(meta, ROPE_FREQS, turned)
+        return None if divisors is None else llama3(divisors, base)
+    for key in ("rope.scale_linear", "rope.scaling.attn_factor"):
+        meta.must(key, 1.0)
+    if kind == "linear":
+        return Linear(factor=meta.number("rope.scaling.factor"))
+    return _yarn(meta, truncate) if kind == "yarn" else None
+
+
+def _yarn(meta: Metadata, truncate: bool) -> Yarn:
+    meta.must("rope.scaling.yarn_ext_factor", 1.0)
+    attention = "rope.scaling.yarn_attn_factor"
+    return Yarn(
+        factor=meta.number("rope.scaling.factor"),
+        original=meta.count("rope.scaling.original_context_length"),
+        fast=meta.number("rope.scaling.yarn_beta_fast", 32.0),
+        slow=meta.number("rope.scaling.yarn_beta_slow", 1.0),
+        truncate=truncate,
+        attention=meta.number(attention) if meta.get(attention) else None,
+    )
+
+
+def _longrope(meta: Metadata, turned: int) -> LongRope | None:
+    meta.must("rope.scaling.factor", 1.0)
+    short, long = _factors(meta, ROPE_SHORT, turned), _factors(meta, ROPE_LONG, turned)
+    if short is None or long is None:
+        return None
+    return LongRope(
+        short=tuple(map(decimal, short)),
+        long=tuple(map(decimal, long)),
+        original=meta.count("rope.scaling.original_context_length"),
+        attention=meta.number("rope.scaling.attn_factor", 1.0),
+    )
+
+
+def _factors(meta: Metadata, name: str, turned: int) -> np.ndarray | None:
+    """The divisors of the frequencies, one for each rotary pair."""
+    if (count := meta.axis(name, 0)) == turned // 2:
+        return meta.file.read(name)
+    meta.problems.append(f"`{name}` has {count} factors for {turned // 2} rotary pairs")
+    return None
+
+
+def llama3(divisors: np.ndarray, base: float) -> Llama3:
+    """The settings of Llama 3.1's scaling that give these divisors of the frequencies. The largest divisor is the factor. A
+    divisor on the ramp determines the original context; if there is none, it is that of the released models.
+
+    Raises:
+        BadInput: no settings give these divisors.
+    """
+    unknown = BadInput(f"the factors in {ROPE_FREQS} match no known scaling", hint="use the model's Hub folder")
+    if not (np.isfinite(divisors).all() and divisors.min() > 0.999):
+        raise unknown
+    plain = np.asarray(Rope(base=base).frequencies(2 * len(divisors))[0])
+    factor = decimal(divisors.max())
+    ramp = np.flatnonzero((divisors > 1.001) & (divisors < 0.999 * factor))
+    scaling = Llama3(factor=max(factor, 1.0))
+    if len(ramp):
+        kept = (1 / divisors[ramp[0]] - 1 / factor) / (1 - 1 / factor)
+        turns = scaling.low + float(kept) * (scaling.high - scaling.low)
+        scaling = Llama3(factor=factor, original=round(turns * 2 * math.pi / float(plain[ramp[0]])))
+    if np.allclose(plain / scaling.apply(plain, base)[0], divisors, rtol=1e-4):
+        return scaling
+    raise unknown
+
+
+def decimal(value: Any) -> float:
+    """The short decimal that was stored as this float32: 1e-05, not 9.999999747378752e-06."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
+
+
+def share(part: int, total: int) -> float:
+    """part / total, adjusted so that int(total * share) is part again: 49 * (1 / 49) is less than 1."""
+    exact = part / total
+    return exact if int(total * exact) == part else math.nextafter(exact, 1.0)
+
+
+def _is_present(value: Any) -> bool:
+    return value is not None and not (isinstance(value, bool | int | float | str) and not value)

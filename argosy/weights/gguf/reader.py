@@ -1,0 +1,103 @@
+"""Reads GGUF files: a model's settings from the metadata, its weights through a table of names like the Hub's.
+
+llama.cpp changes some weights when it converts a model, and these changes are undone here: interleaved rotary pairs, frequency
+factors stored as tensors, Gemma's norm scales plus one. Metadata that nothing here understands is refused, together with every
+other mistake. The architectures are in `gguf.families` and `gguf.deepseek`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput, Unsupported, complaint, nearest
+from argosy.core.formats import Reader, View, listed
+from argosy.core.formats.gguf import GGUF
+from argosy.core.keymap import KeyMap
+from argosy.models.language import LanguageConfig
+from argosy.weights.gguf import families as families
+from argosy.weights.gguf.blocks import InBlocks
+from argosy.weights.gguf.deepseek import read_deepseek2
+from argosy.weights.gguf.metadata import ROPE_TENSORS, Metadata
+from argosy.weights.gguf.rows import Described
+from argosy.weights.hub.reader import Mapped
+from argosy.weights.model import Stored
+
+
+def open_gguf(path: Path) -> Stored:
+    """Opens a GGUF file.
+
+    Raises:
+        BadInput: the architecture is not built, the metadata do not describe a model or contain keys that are not understood, or
+            tensors are missing, unexpected or of the wrong shape. Each kind is reported completely.
+        Damaged: the file contradicts itself.
+    """
+    file = GGUF.open(path)
+    meta = Metadata(file)
+    if meta.kind not in READERS:
+        hint = nearest(meta.kind, READERS)
+        raise BadInput(f"GGUF architecture `{meta.kind[:80]}` is not built", where=str(path), hint=hint)
+    model = _model(READERS[meta.kind], meta)
+    table = KeyMap(model.rows, model.sizes, ignore=[name for name in ROPE_TENSORS if meta.has(name)])
+    tensors: Reader = lowered(file) if model.raised else file
+    mapped = Mapped(table, tensors, str(path))
+    return Stored(path, "gguf", model.config, mapped, path, _hub(model.config, file.meta), blocks=InBlocks(file, mapped))
+
+
+def _model(read: Callable[[Metadata], Described], meta: Metadata) -> Described:
+    """The model a file describes. Mistakes found in the metadata are reported first, because later failures follow from them."""
+    model, problems = None, []
+    try:
+        model = read(meta)
+        problems = meta.problems + meta.unasked
+    except BadInput as error:
+        problems = meta.problems or [error.what]
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
+        problems = meta.problems or [complaint(error)]
+    if model is None or problems:
+        raise BadInput(f"the metadata do not describe a model: {listed(problems, 8)}", where=str(meta.file.path))
+    return model
+
+
+def _hub(config: LanguageConfig, meta: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of this model: the architecture if the Hub has it, and the ids of the first and last token."""
+    try:
+        hub = config.to_hub()
+    except Unsupported:
+        hub = {}
+    ends = [_token(meta, name) for name in ("eos", "eot")]
+    ids = {"bos": _token(meta, "bos"), "eos": list(dict.fromkeys(end for end in ends if end is not None))}
+    ids |= {"pad": _token(meta, "padding")}
+    ids["eos"] = ids["eos"][0] if len(ids["eos"]) == 1 else ids["eos"] or None
+    return hub | {f"{name}_token_id": token for name, token in ids.items() if token is not None}
+
+
+def _token(meta: dict[str, Any], name: str) -> int | None:
+    token = meta.get(f"tokenizer.ggml.{name}_token_id")
+    return token if type(token) is int else None
+
+
+def lowered(file: GGUF) -> Reader:
+    """The tensors, without the 1 that llama.cpp added to norm scales."""
+    norms = dict.fromkeys((name for name in file.names if name.endswith("_norm.weight")), np.dtype(np.float32))
+
+    def change(name: str, read: Callable[[], np.ndarray], _part: int | None) -> np.ndarray:
+        return read().astype(np.float32) - np.float32(1) if name in norms else read()
+
+    return View(file, dtypes=norms, change=change)
+
+
+READERS: dict[str, Callable[[Metadata], Described]] = {
+    "llama": families.read_llama,
+    "qwen2": families.read_qwen2,
+    "qwen2moe": families.read_qwen2moe,
+    "qwen3": families.read_qwen3,
+    "qwen3moe": families.read_qwen3moe,
+    "gemma": families.read_gemma,
+    "gemma2": families.read_gemma2,
+    "gemma3": families.read_gemma3,
+    "phi3": families.read_phi3,
+    "deepseek2": read_deepseek2,
+    "gpt-oss": families.read_gpt_oss,
+}

@@ -1,0 +1,126 @@
+"""llama.cpp's tensor names as rows of a `KeyMap`: what the architectures share.
+
+llama.cpp keeps the row order of the Hub's weights, except for the architecture `llama`, whose queries and keys have interleaved
+rotary pairs. It stacks experts, and splits what the Hub interleaves. Names: gguf-py's constants.py.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from argosy.core.errors import Damaged
+from argosy.core.keymap import Row
+from argosy.models.hub.rows import of_layers
+from argosy.models.language import LanguageConfig
+from argosy.weights.gguf.metadata import Metadata
+
+BLOCK = "blk.{l}."
+NORMS = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}
+# Interleaved pairs on their side, halves on ours.
+PAIRS = {"N": "(N P two)", "K": "(K P two)"}
+PLAIN = {"N": "(N H)", "K": "(K H)"}
+
+
+class Described(NamedTuple):
+    """The model a file describes. `raised`: its norm scales are stored plus one."""
+
+    config: LanguageConfig
+    rows: list[Row]
+    sizes: dict[str, int]
+    raised: bool = False
+
+
+def blocks(over: Sequence[int], *names: tuple[str, str, str]) -> list[Row]:
+    """The rows of each layer, from (their name, ours, how)."""
+    return of_layers(over, *names, prefix=BLOCK)
+
+
+def fused(over: Sequence[int], theirs: str, ours: tuple[str, ...], how: str) -> Row:
+    """A row for one tensor of theirs that holds several of ours."""
+    return Row(BLOCK + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), how, over)
+
+
+def ends(tied: bool) -> list[Row]:
+    """The rows of embedding, final norm and head."""
+    rows = [Row("token_embd.weight", "embed.w", "V D -> V D"), Row("output_norm.weight", "norm.scale", "D -> D")]
+    return rows if tied else [*rows, Row("output.weight", "head.w", "V D -> D V")]
+
+
+def norms(over: Sequence[int], names: dict[str, str]) -> list[Row]:
+    """Rows of norms over the model's width: {ours: theirs}."""
+    return blocks(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
+
+
+def attention(over: Sequence[int], *, paired: bool = False, bias: bool = False, out_bias: bool = False) -> list[Row]:
+    """The four projections. `paired`: rotary pairs are interleaved."""
+    theirs, turned = (PAIRS, "(two P)") if paired else (PLAIN, "H")
+    rows = blocks(
+        over,
+        ("attn_q.weight", "attn.q.w", f"{theirs['N']} D -> D N {turned}"),
+        ("attn_k.weight", "attn.k.w", f"{theirs['K']} D -> D K {turned}"),
+        ("attn_v.weight", "attn.v.w", "(K H) D -> D K H"),
+        ("attn_output.weight", "attn.o.w", "D (N H) -> N H D"),
+    )
+    if bias:
+        rows += blocks(
+            over,
+            ("attn_q.bias", "attn.q.b", f"{theirs['N']} -> N {turned}"),
+            ("attn_k.bias", "attn.k.b", f"{theirs['K']} -> K {turned}"),
+            ("attn_v.bias", "attn.v.b", "(K H) -> K H"),
+        )
+    return rows + (blocks(over, ("attn_output.bias", "attn.o.b", "D -> D")) if out_bias else [])
+
+
+def head_norms(over: Sequence[int]) -> list[Row]:
+    """The norms over each head of queries and keys."""
+    return blocks(
+        over,
+        ("attn_q_norm.weight", "attn.q_norm.scale", "H -> H"),
+        ("attn_k_norm.weight", "attn.k_norm.scale", "H -> H"),
+    )
+
+
+def glu(over: Sequence[int], end: str = "", ours: str = "mlp", width: str = "F", *, bias: bool = False) -> list[Row]:
+    """A gated feed-forward layer of this width. `end`: the ending of their names, `_shexp` for the shared expert."""
+    rows = blocks(
+        over,
+        (f"ffn_gate{end}.weight", f"{ours}.gate.w", f"{width} D -> D {width}"),
+        (f"ffn_up{end}.weight", f"{ours}.up.w", f"{width} D -> D {width}"),
+        (f"ffn_down{end}.weight", f"{ours}.down.w", f"D {width} -> {width} D"),
+    )
+    if bias:
+        rows += blocks(
+            over,
+            (f"ffn_gate{end}.bias", f"{ours}.gate.b", f"{width} -> {width}"),
+            (f"ffn_up{end}.bias", f"{ours}.up.b", f"{width} -> {width}"),
+            (f"ffn_down{end}.bias", f"{ours}.down.b", "D -> D"),
+        )
+    return rows
+
+
+def experts(meta: Metadata, over: Sequence[int]) -> list[Row]:
+    """A router, and one tensor for all experts of a layer; in files from before April 2024, one tensor per expert.
+
+    Raises:
+        Damaged: there are more experts than tensors in a file with one tensor per expert.
+    """
+    rows = blocks(over, ("ffn_gate_inp.weight", "mlp.router.w", "E D -> D E"))
+    if over and meta.has(f"blk.{over[0]}.ffn_gate.0.weight"):
+        if (count := meta.count("expert_count")) > len(meta.file.names):
+            raise Damaged(f"{count} experts in {len(meta.file.names)} tensors", where=f"in {meta.file.path}")
+        return rows + blocks(
+            over,
+            ("ffn_gate.{e}.weight", "mlp.gate.w", "M D -> E D M"),
+            ("ffn_up.{e}.weight", "mlp.up.w", "M D -> E D M"),
+            ("ffn_down.{e}.weight", "mlp.down.w", "D M -> E M D"),
+        )
+    return rows + blocks(
+        over,
+        ("ffn_gate_exps.weight", "mlp.gate.w", "E M D -> E D M"),
+        ("ffn_up_exps.weight", "mlp.up.w", "E M D -> E D M"),
+        ("ffn_down_exps.weight", "mlp.down.w", "E D M -> E M D"),
+    )
+
+
+def shared_expert(over: Sequence[int]) -> list[Row]:
+    """The expert that every token passes through."""
+    return glu(over, "_shexp", "mlp.shared", "shared")

@@ -1,0 +1,1 @@
+"""Folders in the Hub's layout."""

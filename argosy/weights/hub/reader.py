@@ -1,0 +1,153 @@
+"""Reads Hub folders: config.json, safetensors, and the small files beside them.
+
+Reading maps files and permutes views: a folder of any size opens at once, and each tensor is read when it is needed. Pickles are
+never read, and `auto_map` in a config imports nothing.
+"""
+
+from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
+from copy import copy
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.formats import Reader, View
+from argosy.core.formats.safetensors import Folder
+from argosy.core.keymap import IGNORED, How, KeyMap, Row
+from argosy.weights.hub.config import config_from, read_json
+from argosy.weights.model import Stored
+
+
+def known_as(reader: Reader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> Reader:
+    """The tensors under the names the model expects. Their names may differ by a prefix (a model saved with or without its head
+    has different prefixes) or by an old ending. Where a tensor exists under both names, the expected one is used."""
+    name_of = {name: name for name in reader.names}
+    for name in set(reader.names) - set(known):
+        newer = next((name.removesuffix(end) + new for end, new in old.items() if name.endswith(end)), name)
+        others = [newer, *(other for prefix in prefixes for other in (prefix + newer, newer.removeprefix(prefix)))]
+        if (other := next((other for other in others if other in known), name)) not in name_of:
+            name_of[other] = name_of.pop(name)
+    return View(reader, names=name_of)
+
+
+class Mapped:
+    """A reader that gives another format's tensors under our per-layer names, through a `KeyMap`."""
+
+    def __init__(self, table: KeyMap, reader: Reader, where: str):
+        self.table, self.reader = table, reader
+        try:
+            shapes = table.plan({name: reader.shape(name) for name in reader.names})
+        except BadInput as error:
+            raise BadInput(error.what, where=f"{where}: {error.where}", hint=error.hint) from None
+        self._theirs = {path: name for name, ours in table.ours_of(reader.names).items() for path in ours}
+        # In the order of the files, so that they are read sequentially.
+        self._shapes = {path: shapes[path] for path in self._theirs if path in shapes}
+
+    def over(self, reader: Reader) -> "Mapped":
+        """The same tensors, read through another reader."""
+        other = copy(self)
+        other.reader = reader
+        return other
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._shapes.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(np.float32) if self.table.is_scaled(name) else self.reader.dtype(self._theirs[name])
+
+    def read(self, name: str) -> np.ndarray:
+        return self.table.read(self.reader, name)
+
+    def source(self, name: str) -> str:
+        """The name of a tensor of theirs that this one is made from; there may be others."""
+        return self._theirs[name]
+
+    def is_apart(self, name: str) -> bool:
+        return self.table.is_apart(name)
+
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        return self.table.read_part(self.reader, name, i) if self.is_apart(name) else self.read(name)[i]
+
+    @property
+    def scaled(self) -> list[str]:
+        """The names of tensors computed from values and scales."""
+        return [name for name in self.names if self.table.is_scaled(name)]
+
+
+def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
+    """Opens a Hub folder.
+
+    Args:
+        warn: called with a sentence about tensors that the model does not use.
+
+    Raises:
+        BadInput: the architecture is not built, or tensors are missing, unexpected or of the wrong shape, all listed.
+        Damaged: files contradict themselves.
+    """
+    hub = read_json(folder / "config.json")
+    config = config_from(hub, str(folder / "config.json"))
+    tensors: Reader = Folder.open(folder)
+    if config.hub_prefixes or config.hub_old_ends:
+        tensors = known_as(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
+    declared, config = config, config.fitted(tensors.names)
+    for key in type(config).model_fields:
+        stated, found = getattr(declared, key), getattr(config, key)
+        if stated != found and key not in config.hub_unsaid:
+            warn(f"{folder}: config.json has {key} = {stated}, but the tensors have {key} = {found}, which is used")
+    left_out = [n for n in tensors.names if any(fnmatchcase(n, pattern) for pattern in config.hub_left_out)]
+    if left_out:
+        many = plural(len(left_out), "tensor", "is", "are")
+        warn(f"{folder}: {many} ignored because the model does not use them: {_patterns(left_out)}")
+    hub = type(config).hub_text(hub)
+    rows, sizes = config.hub_rows()
+    if hub.get("quantization_config"):
+        rows = config.hub_scaled(rows, tensors.names)
+    table = KeyMap(rows, sizes, ignore=(*IGNORED, *config.hub_ignore, *config.hub_left_out))
+    check_vocabulary(rows, sizes, tensors, str(folder))
+    return Stored(folder, "hub", config, Mapped(table, tensors, str(folder)), folder, hub)
+
+
+def _patterns(names: list[str]) -> str:
+    return ", ".join(sorted({name.split(".")[0] + ".*" for name in names}))
+
+
+def check_vocabulary(rows: list[Row], sizes: Mapping[str, int], tensors: Reader, where: str) -> None:
+    """Checks that `vocab_size` in config.json is the number of rows of the embedding. It often is not, where a vocabulary was
+    padded or extended. transformers refuses such folders too, because the softmax would be different.
+
+    Raises:
+        BadInput: gives both numbers, and what to write.
+    """
+    for row in rows:
+        if row.ours != "embed.w" or not isinstance(row.theirs, str) or row.theirs not in tensors.names:
+            continue
+        axes, shape = How.parse(row.how).theirs[0].axes, tensors.shape(row.theirs)
+        if ("V",) not in axes or len(shape) != len(axes):
+            continue
+        found = shape[axes.index(("V",))]
+        if found != sizes["V"]:
+            raise BadInput(
+                f"config.json says `vocab_size` is {sizes['V']}, and `{row.theirs}` has {plural(found, 'row')}",
+                where=f"in {where}",
+                hint=f'if the vocabulary was padded or extended, write "vocab_size": {found} into config.json',
+            )
+
+
+def check_tied(stored: Stored) -> None:
+    """Checks that a stored head equals the embedding if the config ties them. Without this check the difference would be found
+    only when the head is read.
+
+    Raises:
+        BadInput: they differ.
+    """
+    if stored.kind != "hub" or not isinstance(stored.weights, Mapped):
+        return
+    for row in stored.config.hub_rows()[0]:
+        if {row.tied_to, *row.copies} & set(stored.weights.reader.names) and isinstance(row.ours, str):
+            stored.weights.read(row.ours)

@@ -1,0 +1,97 @@
+"""Writes Hub folders: config.json, safetensors, and the small files beside them."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.core.formats import Reader, View
+from argosy.core.formats.files import File, of_bytes, of_text, write_file
+from argosy.core.formats.safetensors import folder_files
+from argosy.core.keymap import KeyMap
+from argosy.data.tokenizers.load import matching
+from argosy.models.config import SCORING
+from argosy.models.language import LanguageConfig
+from argosy.models.parts.weight import exact
+from argosy.weights.hub.config import config_from, plain
+from argosy.weights.model import COMPANIONS
+
+
+def folder_of(
+    config: LanguageConfig,
+    weights: Reader,
+    *,
+    hub: dict[str, Any] | None = None,
+    dtype: Any = None,
+    shard_bytes: float = 5e9,
+) -> list[File]:
+    """The files of a Hub folder for a model, including config.json.
+
+    Args:
+        hub: the config.json it was loaded with; everything in it that is not architecture (token ids and so on) is kept.
+        dtype: the type of the tensors, as in `typed`.
+
+    Raises:
+        BadInput: weights are missing, unexpected or of the wrong shape, all listed.
+        Unsupported: safetensors has no name for the type.
+    """
+    entries = list(KeyMap(*config.hub_rows()).inverse(typed(config, weights, dtype)))
+    kind = Counter(str(entry.dtype) for entry in entries).most_common(1)[0][0]
+    written = plain(hub) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind}
+    return [*folder_files(entries, shard_bytes), of_text("config.json", json.dumps(written, indent=2) + "\n")]
+
+
+def save_folder(
+    folder: str | Path,
+    config: LanguageConfig,
+    weights: Reader,
+    *,
+    hub: dict[str, Any] | None = None,
+    companions: Path | None = None,
+    dtype: Any = None,
+    shard_bytes: float = 5e9,
+) -> None:
+    """Writes a Hub folder in place, with a slab of one tensor in memory at a time. Arguments and errors as `folder_of`, and
+
+    Args:
+        companions: a folder whose small files are copied.
+    """
+    for file in [*folder_of(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes), *copies(companions)]:
+        write_file(Path(folder) / file.name, file)
+
+
+def copies(companions: Path | None) -> list[File]:
+    """The small files that belong to a folder's model, each under its path relative to the folder."""
+    if companions is None or not companions.is_dir():
+        return []
+    files = matching(companions, COMPANIONS)
+    return [of_bytes(file.relative_to(companions).as_posix(), file.read_bytes()) for file in files]
+
+
+def typed(config: LanguageConfig, weights: Reader, dtype: Any) -> Reader:
+    """Per-layer weights in another type. Weights that would change discrete choices if they were rounded keep their type
+    (`weight.exact`).
+
+    Args:
+        dtype: one type for all, or {name: type}. None, and names that are not in the mapping: the stored type.
+    """
+    if dtype is None:
+        return weights
+    kinds = dtype if isinstance(dtype, Mapping) else dict.fromkeys(weights.names, dtype)
+    dtypes = {name: np.dtype(kinds[name]) for name in set(kinds) - exact(config.build())}
+    return View(weights, dtypes=dtypes)
+
+
+def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    """The name of the original folder's architecture, if it is read in the same way as ours."""
+    if (
+        hub
+        and hub.get("architectures")
+        and str(hub["architectures"][0]).endswith(SCORING) == str(new["architectures"][0]).endswith(SCORING)
+        and config_from(hub | new | {"model_type": hub["model_type"]}, "").to_hub() == new
+    ):
+        return new | {k: hub[k] for k in ("model_type", "architectures")}
+    return new

@@ -1,0 +1,61 @@
+"""A model at rest, opened: its settings are known, and its weights are read by per-layer name ("layers.3.attn.q.w"), one tensor at a
+time. `checkpoint.open` opens any kind.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from argosy.core.errors import BadInput, nearest
+from argosy.core.formats import Reader
+from argosy.core.settings.schema import Choice
+from argosy.data.tokenizers.load import BESIDE, VOCABULARIES
+from argosy.models import FAMILIES
+from argosy.models.language import LanguageConfig
+
+if TYPE_CHECKING:
+    from argosy.weights.adapted import Adapted
+    from argosy.weights.gguf.blocks import InBlocks
+
+COMPANIONS = (
+    *VOCABULARIES,
+    *BESIDE,
+    "generation_config.json",
+    # Of sentence encoders: how token vectors are pooled.
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+)
+"""Patterns of the small files that are copied with a model from folder to folder, byte for byte."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An opened model whose weights are not read yet. weights: by per-layer name. hub: its config.json. companions: the folder of
+    its small files, or the GGUF file, which contains a tokenizer. kind: hub, gguf, argosy or peft.
+
+    adapted: the base and the adapters of a run that trained adapters, or of a PEFT folder; `weights` are those of the base with the
+    adapters merged as they are read. blocks: those of a GGUF file.
+    """
+
+    path: Path
+    kind: str
+    config: LanguageConfig
+    weights: Reader
+    companions: Path | None = None
+    hub: dict[str, Any] = field(default_factory=dict)
+    adapted: "Adapted | None" = None
+    blocks: "InBlocks | None" = None
+
+
+def config_of(dumped: dict[str, Any]) -> LanguageConfig:
+    """A model's settings from what `dump` wrote, including its family.
+
+    Raises:
+        BadInput: the family is not registered here, or it does not have these settings.
+    """
+    if (family := str(dumped.get("family"))) not in FAMILIES:
+        what = f"a model of the family `{family}`, which is not registered"
+        raise BadInput(what, hint=f"import the package that has it; {nearest(family, FAMILIES)}")
+    return Choice(FAMILIES, tag="family").build(dumped)  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Adapters in the PEFT library's layout."""

@@ -1,0 +1,62 @@
+"""Merges adapters into a model's weights while they are read, a slab at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from argosy.core.formats import Arrays, Over, Reader, View
+from argosy.weights.peft.sites import Adapter, Contents, contractions
+
+# Of float32.
+SLAB_BYTES = 1 << 26
+
+
+def merged(weights: Reader, contents: Contents, config: Any) -> Reader:
+    """A model's weights with adapters merged as they are read: W + gain A B, in the type of W; and with those that were trained in
+    full in place of its own."""
+    specs, adapters = contractions(config), contents.adapters
+    weights = Over(weights, Arrays(contents.whole))
+
+    def change(name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
+        name = name.removesuffix(".w")
+        if name not in adapters:
+            return read()
+        if part is None:
+            return with_adapter(specs[name], adapters[name], read(), 0)
+        return with_adapter(specs[name], adapters[name], read()[None], part)[0]
+
+    return View(weights, change=change)
+
+
+def with_adapter(of: Any, adapter: Adapter, weight: np.ndarray, first: int) -> np.ndarray:
+    """A weight with its adapter merged; or entries of its first axis, starting at `first`."""
+    outer = "".join(letter for letter in of.spec if letter not in of.inner + of.group)
+    letters_a, letters_b, letters_m = f"{of.group}{of.inner}r", f"{of.group}r{outer}", of.kept
+    out = np.empty_like(weight)
+    rows = max(1, SLAB_BYTES * len(weight) // (4 * weight.size))
+    slabs = [slice(low, min(low + rows, len(weight))) for low in range(0, len(weight), rows)]
+
+    def own(array: np.ndarray, letters: str, here: slice) -> np.ndarray:
+        """The part of a factor that belongs to a slab."""
+        there = slice(first + here.start, first + here.stop)
+        return array[tuple(there if letter == of.spec[0] else slice(None) for letter in letters)].astype(np.float32)
+
+    def whole(here: slice) -> np.ndarray:
+        a, b = own(adapter.a, letters_a, here), own(adapter.b, letters_b, here)
+        delta = np.einsum(f"{letters_a},{letters_b}->{of.spec}", a, b, optimize=True)
+        return weight[here].astype(np.float32) + np.float32(adapter.gain) * delta
+
+    # A slab at a time: at once, it would need five arrays of the weight's size.
+    if adapter.m is None:
+        for here in slabs:
+            out[here] = whole(here).astype(weight.dtype)
+        return out
+    inner = tuple(i for i, letter in enumerate(of.spec) if letter in of.inner)
+    squares = [np.sum(np.square(whole(here)), inner) for here in slabs]
+    if 0 in inner:
+        squares = [sum(squares)] * len(slabs)
+    for here, square in zip(slabs, squares):
+        ratio = own(adapter.m, letters_m, here) / np.sqrt(square)
+        out[here] = (whole(here) * np.expand_dims(ratio, inner)).astype(weight.dtype)
+    return out

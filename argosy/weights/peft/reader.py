@@ -1,0 +1,263 @@
+"""Reads low-rank adapters from the PEFT library's folders, adapter_config.json and adapter_model.safetensors, and puts them on models.
+
+The gain is alpha / r, or alpha / sqrt(r) with `use_rslora`; ranks and alphas may differ by module (`rank_pattern`,
+`alpha_pattern`). Features that change the function and are not built are refused: trained biases, and initializations that also change
+the base (PiSSA and others), which PEFT repeats on the base whenever it loads such a folder.
+
+Beside adapters on an embedding or a head, PEFT saves the base's own weight (`base_layer.weight`). It must be that of the base here.
+
+Modules that were trained in full (`modules_to_save`) lie beside the factors under their own names. PEFT copies such a module, which
+unties it: of an embedding and a head that are tied, it trains one and leaves the other. So both are written, and a folder with only
+one of them is refused unless it says `ensure_weight_tying`. With the task type SEQ_CLS the model has a head of scores (`score`).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, Unsupported, nearest, some
+from argosy.core.formats import Reader, View
+from argosy.core.formats.safetensors import SafeTensors
+from argosy.core.keymap import KeyMap
+from argosy.weights.hub.config import read_json
+from argosy.weights.peft.sites import (
+    CONFIG,
+    FILES,
+    PREFIX,
+    SCORES,
+    UNDER,
+    WEIGHTS,
+    Adapter,
+    Contents,
+    check_tied,
+    modules_of,
+    sites,
+    tied,
+)
+
+# Keys that change the function, and the values at which they do not.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+}
+
+# Values of `init_lora_weights` that leave the base as it is. PEFT subtracts from the base what the others start from (PiSSA, OLoRA,
+# CorDA, LoRA-GA), or replaces it (LoftQ), when the adapter is made and each time that it is loaded.
+PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
+    """Reads a PEFT folder that holds adapters alone, by the name of the contraction that each is on.
+
+    Raises:
+        BadInput: as `read_contents`.
+        Unsupported: as `read_contents`; or modules were trained in full.
+    """
+    contents = read_contents(folder, config)
+    hint = "argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it"
+    if contents.whole:
+        what = f"modules trained in full beside other adapters are not built: {some(sorted(contents.whole))}"
+        raise Unsupported(what, where=str(folder), hint=hint)
+    if contents.base:
+        what = f"weights of the base beside other adapters are not built: {some(sorted(contents.base))}"
+        raise Unsupported(what, where=str(folder), hint=f"save it with save_embedding_layers=False; or {hint}")
+    return contents.adapters
+
+
+def config_for(folder: str | Path, config: Any) -> Any:
+    """The config of the model that a PEFT folder makes of one with this config: with a head of scores where the folder brings one.
+
+    Raises:
+        Unsupported: the family has no such head.
+    """
+    folder = Path(folder)
+    if not all((folder / name).is_file() for name in FILES):
+        return config
+    if str(read_json(folder / CONFIG).get("task_type")) != SCORES or config.scored:
+        return config
+    if "scores" not in type(config).model_fields:
+        raise Unsupported("models of this family have no head of scores yet", where=str(folder / CONFIG))
+    file, wanted = SafeTensors.open(folder / WEIGHTS), f"{PREFIX}score.weight"
+    if wanted not in file.names:
+        raise BadInput(f"the task type is {SCORES}, and there is no `{wanted}`", where=str(folder))
+    return config.model_copy(update={"scores": file.shape(wanted)[0]})
+
+
+def read_contents(folder: str | Path, config: Any) -> Contents:
+    """Reads the adapters of a PEFT folder and the modules that were trained in full.
+
+    Args:
+        config: of the model with the folder's head (`config_for`).
+
+    Raises:
+        BadInput: it is not a PEFT folder, factors are missing or of the wrong shape, or modules do not exist in the model; all
+            listed.
+        Unsupported: a feature that changes the function and is not built.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise BadInput(f"no {CONFIG}", where=str(folder), hint="give a folder that PEFT's save_pretrained wrote")
+    keys = read_json(folder / CONFIG)
+    _check(keys, folder)
+    if not (folder / WEIGHTS).is_file():
+        raise BadInput(f"no {WEIGHTS}", where=str(folder), hint="weights saved as pickles are never read")
+    file = SafeTensors.open(folder / WEIGHTS)
+    out, used = dict[str, Adapter](), set[str]()
+    sizes, experts, dora = config.hub_rows()[1], config.dims.get("E", 0), bool(keys.get("use_dora"))
+    for site in sites(config):
+        names = [[n.replace("{e}", str(e)) for e in range(experts if "{e}" in n else 1)] for n in site.names()]
+        if not any(name in file.names for name in (*names[0], *names[1])):
+            continue
+        rank = file.shape(names[0][0])[0] if names[0][0] in file.names else 0
+        used.update(*names)
+        check_tied(site, config)
+        if dora:
+            used.update(site.magnitude().replace("{e}", str(e)) for e in range(len(names[0])))
+            if site.table:
+                raise Unsupported(f"DoRA on the embedding `{site.module}`: not built", hint="merge it with PEFT first")
+        gain = _gain(keys, site.module, rank, len(names[0]))
+        for part, ours in enumerate(site.ours):
+            table = KeyMap(site.rows(part, dora), sizes | {"r": rank})
+            read = {factor: table.read(file, f"{ours}.{factor}") for factor in ("abm" if dora else "ab")}
+            out[ours] = Adapter(read["a"], read["b"], gain, read.get("m"))
+    choosing = tuple(f"{PREFIX}{module}.lora_" for module, _, _, weights in modules_of(config) if weights[0].chooses)
+    if index := [name for name in set(file.names) - used if choosing and name.startswith(choosing)]:
+        if any(file.read(name).any() for name in index if ".lora_B." in name):
+            what = (
+                f"adapters on the indexer of sparse attention, which only selects keys: {some(sorted(index))}"
+            )
+            raise Unsupported(what, hint="leave it out of target_modules")
+        # B is zero there, because no gradient reaches it.
+        used.update(index)
+    whole, names = _read_whole(keys, file, config, folder)
+    base, base_names = _read_base(file, config)
+    used.update(names, base_names)
+    for _, head in tied(config):
+        if any(name.startswith(f"{PREFIX}{head.removesuffix('weight')}lora_") for name in file.names):
+            what = f"an adapter on `{head.removesuffix('.weight')}`, which is tied to the embedding: not built"
+            raise Unsupported(what, where=str(folder), hint="untie the head first, or leave it out of the adapter")
+    if strange := sorted(set(file.names) - used):
+        hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
+        what = f"{plural(len(strange), 'tensor', 'belongs', 'belong')} to no module of this model: {', '.join(strange[:4])}"
+        raise BadInput(what, where=str(folder), hint=hint)
+    if not out:
+        raise BadInput("the folder has no adapter", where=str(folder))
+    return Contents(out, whole, _number(keys.get("lora_dropout") or 0.0, "lora_dropout"), base)
+
+
+def _read_whole(
+    keys: Mapping[str, Any], file: SafeTensors, config: Any, folder: Path
+) -> tuple[dict[str, np.ndarray], set[str]]:
+    """The weights of modules that were trained in full, by per-layer name, and their names in the file.
+
+    Raises:
+        BadInput: a part of a weight is missing or has another shape; or a head that the model ties to its embedding differs from it.
+        Unsupported: one of an embedding and a head that the model ties.
+    """
+    table = KeyMap(*config.hub_rows())
+    theirs = View(file, names={name.removeprefix(PREFIX): name for name in file.names if name.startswith(PREFIX)})
+    for embedding, head in tied(config):
+        both = [name for name in (embedding, head) if name in theirs.names]
+        if both == [head] or (both == [embedding] and not keys.get("ensure_weight_tying")):
+            what = f"`{both[0]}` was trained in full, and the model ties `{embedding}` and `{head}`, so that PEFT unties them"
+            raise Unsupported(what, where=str(folder), hint="untie the model first, or train again with ensure_weight_tying")
+    found = table.ours_of(theirs.names)
+    said = [name for name in keys.get("modules_to_save") or () if any(_ends(known, name) for known in table.names)]
+    if absent := [name for name in said if not any(_ends(there, name) for there in found)]:
+        raise BadInput(f"modules_to_save has {some(absent)}, and the file no such tensors", where=str(folder))
+    whole = {path: np.asarray(table.read(theirs, path)) for path in dict.fromkeys(p for paths in found.values() for p in paths)}
+    used = {PREFIX + name for name in found} | {PREFIX + head for _, head in tied(config)}
+    return whole, used & set(file.names)
+
+
+def _read_base(file: SafeTensors, config: Any) -> tuple[dict[str, np.ndarray], set[str]]:
+    """The weights of the base that lie beside adapters, by per-layer name, and their names in the file."""
+    table = KeyMap(*config.hub_rows())
+    names = {name.removeprefix(PREFIX).replace(f".{UNDER}", "."): name for name in file.names if f".{UNDER}" in name}
+    theirs = View(file, names=names)
+    found = table.ours_of(theirs.names)
+    paths = dict.fromkeys(path for paths in found.values() for path in paths)
+    return {path: np.asarray(table.read(theirs, path)) for path in paths}, {names[name] for name in found}
+
+
+def check_base(contents: Contents, weights: Reader) -> None:
+    """Compares the weights of the base that a PEFT folder holds with the base's own, in the type that has fewer bits.
+
+    Raises:
+        Unsupported: one is another: the adapters were trained on a changed base, such as one with further tokens.
+    """
+    for name, theirs in contents.base.items():
+        ours = weights.read(name)
+        small = min(ours.dtype, theirs.dtype, key=lambda kind: kind.itemsize)
+        if ours.shape != theirs.shape or not np.array_equal(ours.astype(small), theirs.astype(small)):
+            what = f"the folder's own `{UNDER}weight` of `{name.removesuffix('.w')}` is not that of the base model"
+            raise Unsupported(what, hint="they were trained on a changed base, such as one with more tokens: load them onto that")
+
+
+def _ends(tensor: str, module: str) -> bool:
+    """Whether a tensor belongs to a module of this name, which may lack its beginning, as PEFT matches them."""
+    return f".{tensor.rpartition('.')[0]}".endswith(f".{module}")
+
+
+def _check(keys: Mapping[str, Any], folder: Path) -> None:
+    where = str(folder / CONFIG)
+    if str(keys.get("peft_type", "LORA")).upper() != "LORA":
+        raise Unsupported(f"adapters of type {keys['peft_type']} are not built", hint="only low-rank adapters (LORA) are")
+    wrong = [f"{key} = {keys[key]!r}" for key, plain in PLAIN.items() if key in keys and keys[key] not in plain]
+    if wrong:
+        what = f"{', '.join(wrong)}: not built"
+        raise Unsupported(what, where=where, hint="merge the adapter with PEFT first")
+    if (start := keys.get("init_lora_weights")) not in PLAIN_INITS:
+        what = f"init_lora_weights = {start!r} changes the weights of the base each time that PEFT loads this folder: not built"
+        hint = "save it with PEFT's path_initial_model_for_weight_conversion, which makes it plain LoRA, or merge it with PEFT first"
+        raise Unsupported(what, where=where, hint=hint)
+    if not isinstance(patterns := keys.get("alpha_pattern") or {}, dict):
+        raise BadInput("alpha_pattern is not an object", where=where, hint="it maps names of modules to alphas")
+    if isinstance(modules := keys.get("modules_to_save") or [], str) or not all(isinstance(name, str) for name in modules):
+        raise BadInput("modules_to_save is not a list of names", where=where)
+    for name, value in {"lora_alpha": keys.get("lora_alpha", 8), **patterns}.items():
+        _number(value, name, where)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise BadInput(f"`{pattern}` in alpha_pattern is no pattern: {error}", where=where) from None
+
+
+def _number(value: Any, name: str, where: str = CONFIG) -> float:
+    """A finite number.
+
+    Raises:
+        BadInput: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        shown = "null" if value is None else repr(value)[:40]
+        raise BadInput(f"`{name}` is {shown}, not a number", where=where)
+    return float(value)
+
+
+def _gain(keys: Mapping[str, Any], module: str, rank: int, experts: int) -> float:
+    """alpha / r, or alpha / sqrt(r) (arXiv:2312.03732). Patterns may give alpha by module and are matched as PEFT matches
+    them."""
+    alphas = {_alpha(keys, module.replace("{e}", str(e))) for e in range(experts)}
+    if len(alphas) > 1:
+        raise Unsupported(f"experts of `{module}` with different alphas: not built", hint="merge it with PEFT first")
+    return alphas.pop() / (math.sqrt(rank) if keys.get("use_rslora") else rank) if rank else 0.0
+
+
+def _alpha(keys: Mapping[str, Any], module: str) -> float:
+    for pattern, value in (keys.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return float(value)
+    return float(keys.get("lora_alpha", 8))

@@ -1,0 +1,220 @@
+"""Writes the adapters of a model as a folder of the PEFT library.
+
+Weights that the Hub fuses and whose adapters have different A become one adapter whose rank is the sum of their ranks and whose B is
+block-diagonal: the same function, without rounding. What PiSSA started from is written as further columns, with the opposite sign:
+PEFT's own conversion of it to LoRA.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from argosy.adapt.base import FACTORS, retrained
+from argosy.adapt.lora import LoRA
+from argosy.adapt.surgery import find
+from argosy.core.errors import BadInput, Unsupported, some
+from argosy.core.formats import Arrays, Entry
+from argosy.core.formats.files import of_text
+from argosy.core.formats.safetensors import tensors_file
+from argosy.core.keymap import How, KeyMap, Row
+from argosy.models.parts.stack import stored_addresses
+from argosy.models.parts.weight import split
+from argosy.weights.peft.sites import CONFIG, PREFIX, SCORES, WEIGHTS, Adapter, Contents, Site, check_tied, sites, tied
+from argosy.weights.staging import Partial, taken
+
+
+def adapters_of(model: Any) -> dict[str, Adapter]:
+    """The adapters on a model in either layout, by the per-layer name of their contraction.
+
+    Raises:
+        BadInput: the model has no adapters.
+    """
+    modules = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model) if isinstance(m, LoRA)}
+    own = split(model)[1]
+    layers: dict[str, dict[str, np.ndarray]] = {}
+    of: dict[str, LoRA] = {}
+    for layer, (address, i) in stored_addresses(model).items():
+        stored, _, factor = address.rpartition(".")
+        if stored in modules and factor in FACTORS:
+            name = layer.rpartition(".")[0]
+            layers.setdefault(name, {})[factor] = np.asarray(own[address] if i is None else own[address][i])
+            of[name] = modules[stored]
+    out = {}
+    for name, factors in sorted(layers.items()):
+        a, b, module = factors["a"], factors["b"], of[name]
+        if "a0" in factors:
+            # B has the rank behind its group.
+            a, b = np.concatenate([a, factors["a0"]], -1), np.concatenate([b, -factors["b0"]], len(module.group))
+        out[name] = Adapter(a, b, module.gain, factors.get("m"))
+    if not out:
+        raise BadInput(
+            "the model has no adapters", hint="put some on it first: adapt.surgery.swap with adapt.lora.LoRA"
+        )
+    return out
+
+
+def contents_of(model: Any) -> Contents:
+    """What the PEFT folder of a model in either layout holds.
+
+    Raises:
+        BadInput: the model has no adapters.
+    """
+    own, mine = split(model)[1], retrained(model)
+    places = {name: at for name, at in stored_addresses(model).items() if at[0] in mine}
+    whole = {name: np.asarray(own[address] if i is None else own[address][i]) for name, (address, i) in places.items()}
+    adapters = adapters_of(model)
+    return Contents(adapters, whole, max(module.dropout for module in find(model, ".*", LoRA).values()))
+
+
+def write_adapter(
+    folder: str | Path,
+    config: Any,
+    adapters: Mapping[str, Adapter],
+    base: str | None = None,
+    whole: Mapping[str, np.ndarray] = MappingProxyType({}),
+    dropout: float = 0.0,
+) -> None:
+    """Writes adapters as a PEFT folder.
+
+    Args:
+        base: the name of the base model, for the config.
+        whole: the weights of modules that were trained in full, by per-layer name.
+        dropout: that the adapters were trained with.
+
+    Raises:
+        BadInput: the folder is not empty.
+        Unsupported: an adapter on a weight for which PEFT has no name, or a part of a module of the Hub was trained in full.
+    """
+    folder = Path(folder)
+    if taken(folder):
+        raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
+    theirs, modules = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
+    homes = {name: site for site in sites(config) for name in site.ours}
+    if homeless := sorted(set(adapters) - set(homes)):
+        raise Unsupported(f"PEFT has no name for adapters on {some(homeless)}", hint="merge them instead")
+    sizes = config.hub_rows()[1]
+    for site in dict.fromkeys(homes[name] for name in adapters):
+        check_tied(site, config)
+        parts = [adapters.get(name) for name in site.ours]
+        for name, array, rank, gain in _theirs(site, parts, sizes):
+            theirs[name] = array
+            modules[re.sub(r"\.lora_.*", "", name.removeprefix(PREFIX))] = (rank, gain)
+    in_full = _whole_theirs(config, whole)
+    theirs |= {PREFIX + name: array for name, array in in_full.items()}
+    magnitudes = {adapter.m is not None for adapter in adapters.values()}
+    if len(magnitudes) > 1:
+        raise Unsupported("DoRA on some weights and LoRA on others: PEFT has one of them", hint="merge them instead")
+    entries = [
+        Entry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
+    ]
+    files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
+    said = _config(modules, base, magnitudes.pop()) | {"lora_dropout": dropout}
+    said |= {"modules_to_save": sorted({name.rpartition(".")[0] for name in in_full}) or None}
+    said |= {"task_type": SCORES} if config.scored else {}
+    files.append(of_text(CONFIG, json.dumps(said, indent=2) + "\n"))
+    # The folder is written completely or not at all.
+    with Partial(folder, None) as part:
+        part.plan(files)
+        part.write(files)
+        part.commit()
+
+
+def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights of modules that were trained in full, by their name on the Hub. A head that is tied is written too, because PEFT
+    copies the embedding and not what is tied to it."""
+    rows, sizes = config.hub_rows()
+    mine = [_at(row, layer) for row in rows for layer in (None,) if row.over is None]
+    mine += [_at(row, layer) for row in rows for layer in row.over or ()]
+    mine = [row for row in mine if any(path in whole for path in _paths(row))]
+    for row in mine:
+        if lost := [path for path in _paths(row) if path not in whole]:
+            what = f"`{row.theirs}` is one weight for the PEFT library, of which {some(lost)} was not trained in full"
+            raise Unsupported(what, hint="adapter.train=... for all of them, or merge instead")
+    out = {}
+    for entry in KeyMap(mine, sizes).inverse(Arrays(whole)):
+        out[entry.name] = np.ascontiguousarray(entry.make(), np.float32)
+    return out | {head: out[embedding] for embedding, head in tied(config) if embedding in out}
+
+
+def _paths(row: Row) -> tuple[str, ...]:
+    return (row.ours,) if isinstance(row.ours, str) else row.ours
+
+
+def _at(row: Row, layer: int | None) -> Row:
+    """A row at one layer."""
+
+    def filled(names: Any) -> Any:
+        one = isinstance(names, str)
+        return names.replace("{l}", str(layer)) if one else tuple(name.replace("{l}", str(layer)) for name in names)
+
+    # The library's model has no modules that predict further tokens, which hold copies.
+    return replace(row, theirs=filled(row.theirs), ours=filled(row.ours), over=None, copies=())
+
+
+def _theirs(
+    site: Site, parts: Sequence[Adapter | None], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, np.ndarray, int, float]]:
+    """A and B of one site, with rank and gain."""
+    present = [part for part in parts if part is not None]
+    dora = [part.m is not None for part in present]
+    if any(dora) and not (all(dora) and len(present) == len(parts)):
+        what = f"DoRA on a part of `{site.module}`, which is one matrix for the PEFT library"
+        raise Unsupported(what, hint=f"adapt all of {', '.join(site.ours)}, or merge instead")
+    shared = len(present) == len(parts) and all(
+        part.gain == present[0].gain and np.array_equal(part.a, present[0].a) for part in present
+    )
+    if shared:
+        a, bs, gain = present[0].a, [part.b for part in present], present[0].gain
+    # Different A: the ranks are concatenated, and each part of B is nonzero only at its own.
+    else:
+        gain = 1.0
+        a = np.concatenate([part.a for part in present], -1)
+        axis = 1 if "{e}" in site.module else 0
+        bs, start = [], 0
+        for i, part in enumerate(parts):
+            shape = list(part.b.shape if part else How.parse(site.how_b).ours[i].shape(dict(sizes) | {"r": 0}))
+            shape[axis] = a.shape[-1]
+            b = np.zeros(shape, np.float32)
+            if part is not None:
+                where = [slice(None)] * b.ndim
+                where[axis] = slice(start, start + part.a.shape[-1])
+                b[tuple(where)] = part.gain * part.b
+                start += part.a.shape[-1]
+            bs.append(b)
+    rank = a.shape[-1]
+    table = KeyMap(site.rows(0, any(dora)), dict(sizes) | {"r": rank})
+    ours = {f"{site.ours[0]}.a": a} | {f"{name}.b": b for name, b in zip(site.ours, bs)}
+    ours |= {f"{name}.m": part.m for name, part in zip(site.ours, parts) if part is not None and part.m is not None}
+    for entry in table.inverse(Arrays({name: np.asarray(array, np.float32) for name, array in ours.items()})):
+        yield entry.name, np.ascontiguousarray(entry.make()), rank, gain
+
+
+def _config(modules: Mapping[str, tuple[int, float]], base: str | None, dora: bool) -> dict[str, Any]:
+    ranks = [rank for rank, _ in modules.values()]
+    rank = max(set(ranks), key=ranks.count)
+    alphas = {module: gain * r for module, (r, gain) in modules.items()}
+    alpha = max(set(alphas.values()), key=list(alphas.values()).count)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": dora,
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "target_modules": sorted(modules),
+        "rank_pattern": {module: r for module, (r, _) in modules.items() if r != rank},
+        "alpha_pattern": {module: a for module, a in alphas.items() if a != alpha},
+        "inference_mode": True,
+    }

@@ -1,0 +1,236 @@
+"""Writes a folder as `TARGET.part` beside the target, with a journal of its complete files, and renames it at the end.
+
+The process may be killed at any instant. A file that is in the journal and matches its hash is kept by the next process, and
+everything else is written again; the target exists completely or not at all. An unfinished folder of another conversion is
+refused and never removed. Files are hashed while another thread writes them, so the manifest of a checkpoint needs no second
+reading. This module knows nothing of tensors: files come from `core.formats`.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import ArgosyError, BadInput, Busy
+from argosy.core.formats.files import File, Order, check_space, sync
+from argosy.weights import manifest
+from argosy.weights.output import Output, Pipe
+
+JOURNAL = ".journal.jsonl"
+# The errors of network file systems without locks: other processes are not kept out there.
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
+
+Identity = Mapping[str, Any]
+
+
+class Partial:
+    """A context manager: `plan`, `write`, `commit`. Without `commit`, complete files are kept for the next process.
+
+    Args:
+        target: a folder that does not exist or is empty.
+        identity: what is being written, from what, and how, as JSON. An unfinished folder with the same identity is continued.
+            None: nothing is kept and nothing can be continued.
+        progress: called with the number of bytes written since the last call.
+
+    Raises:
+        BadInput: the target exists, or the unfinished folder belongs to another conversion; each difference is named.
+        Busy: another process is writing it.
+    """
+
+    def __init__(self, target: Path, identity: Identity | None, progress: Callable[[int], None] = lambda _: None):
+        self.target, self.identity, self.progress = target, identity, progress
+        self.folder = target.with_name(target.name + ".part")
+        # Complete files: name -> bytes and sha256.
+        self.done: dict[str, dict[str, Any]] = {}
+        self._hasher, self._writer = Pipe("hasher"), Pipe("writer")
+        # Files being written.
+        self._outputs: set[Output] = set()
+        self._lock: int | None = None
+        if taken(target):
+            raise BadInput(f"{target} is not empty", hint="name a new folder; nothing is ever overwritten")
+
+    def plan(self, files: Sequence[File]) -> int:
+        """Checks which files are complete and whether there is space for the rest, before anything is written. Returns the bytes
+        that are kept.
+
+        Raises:
+            BadInput: there is too little space.
+        """
+        listed = self._left_over()
+        expected = {file.name: file.bytes for file in files}
+        likely = {
+            name: self.folder / name
+            for name, found in listed.items()
+            if expected.get(name) == found["bytes"] and (self.folder / name).is_file()
+        }
+        with ThreadPoolExecutor() as hashers:
+            for name, found in zip(likely, hashers.map(manifest.describe, likely.values())):
+                if found == listed[name]:
+                    self.done[name] = found
+        kept = sum(found["bytes"] for found in self.done.values())
+        check_space(self.target.parent, sum(expected.values()) - kept)
+        self._begin()
+        return kept
+
+    def write(self, files: Iterable[File], order: Order = np.ascontiguousarray) -> None:
+        """Writes the files that are not complete yet.
+
+        Raises:
+            ArgosyError: the system reports an error; complete files are kept.
+        """
+        with _refused(self.folder):
+            for file in files:
+                if file.name not in self.done:
+                    self._write(file, order)
+            self._writer.wait()
+
+    def commit(self) -> None:
+        """Renames the folder to its target once everything in it is on disk."""
+        with _refused(self.folder):
+            inside = [path for path in self.folder.rglob("*") if path.name != JOURNAL]
+            # All at the end: one by one, small files cost 20 ms each.
+            for path in (*inside, self.folder):
+                sync(path)
+            # Also replaces an empty folder.
+            self.folder.rename(self.target)
+            (self.target / JOURNAL).unlink()
+            sync(self.target)
+            sync(self.target.absolute().parent)
+
+    def __enter__(self) -> "Partial":
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self._hasher.close()
+        self._writer.close()
+        for output in self._outputs:
+            output.file.close()
+        if kind is not None and self.identity is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+
+    # ---------------------------------------------------------------- what exists already
+
+    def _left_over(self) -> dict[str, dict[str, Any]]:
+        """The files in the journal, if it belongs to this conversion."""
+        if not self.folder.exists():
+            return {}
+        if not (self.folder / JOURNAL).is_file():
+            if self.folder.is_dir() and not any(self.folder.iterdir()):
+                return {}
+            raise BadInput(f"{self.folder} is in the way", hint="move it: the target is written under this name first")
+        self._hold()
+        identity, *lines = _journal(self.folder / JOURNAL) or [{}]
+        if identity == {"facts": None} == {"facts": self.identity}:
+            _clear(self.folder)
+            return {}
+        if identity == {"facts": self.identity}:
+            return {line["file"]: {k: line[k] for k in ("bytes", "sha256")} for line in lines}
+        theirs, ours = identity.get("facts") or {}, self.identity or {}
+        differ = [
+            f"{k} was {theirs.get(k)}, is {ours.get(k)}" for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)
+        ]
+        raise BadInput(
+            f"{self.folder} is an unfinished folder of another conversion",
+            where="; ".join(differ),
+            hint="finish that conversion with the same command, remove the folder, or name another target",
+        )
+
+    def _begin(self) -> None:
+        """Creates and locks the folder, with a journal of the files that are complete."""
+        with _refused(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self._hold()
+            pending = self.folder / (JOURNAL + ".new")
+            lines = [{"facts": self.identity}, *({"file": name} | found for name, found in self.done.items())]
+            pending.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            pending.replace(self.folder / JOURNAL)
+
+    def _hold(self) -> None:
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another process is writing {self.folder}"
+            raise Busy(what, hint="wait for it, or name another target") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+
+    # ---------------------------------------------------------------- writing
+
+    def _write(self, file: File, order: Order) -> None:
+        path = self.folder / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        output = Output(path)
+        self._outputs.add(output)
+        for slab in file.slabs(order):
+            self._hasher.do(partial(output.digest.update, slab.data))
+            self._writer.do(partial(output.add, slab))
+            self.progress(len(slab))
+        self._hasher.do(output.hashed.set)
+        self._writer.do(partial(self._whole, file, output))
+
+    def _whole(self, file: File, output: Output) -> None:
+        found = output.close()
+        self._outputs.discard(output)
+        if found["bytes"] != file.bytes:
+            raise ValueError(f"`{file.name}` has {found['bytes']} bytes, announced as {file.bytes}")
+        with (self.folder / JOURNAL).open("a") as journal:
+            journal.write(json.dumps({"file": file.name} | found) + "\n")
+        self.done[file.name] = found
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def taken(target: Path) -> bool:
+    """Whether a folder at the target is in the way. Also finishes a conversion that was killed after its rename but before its
+    journal was removed."""
+    if (target / JOURNAL).is_file():
+        (target / JOURNAL).unlink()
+    return target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
+
+
+def _journal(path: Path) -> list[dict[str, Any]]:
+    """The journal's lines, up to one that was torn by a kill."""
+    lines = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+class _refused:
+    """Turns errors of the operating system about files into ours."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError):
+            what = (error.strerror or str(error)).lower()
+            hint = "complete files are kept: fix this, and the same command continues"
+            raise ArgosyError(f"cannot write {self.folder}: {what}", hint=hint) from error
