@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +15,12 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is most of what tests do. Without LLVM's optimizations it takes a third of the time, and without XLA's fusion emitters
 # (MLIR) a quarter of that; in one piece instead of 32 a fifth less. `./run docs` and the benchmarks run the optimized programs.
+# With ARGOSY_TEST_OPTIMIZED=yes, tests run the programs that users run; a part of CI does.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    + " --xla_cpu_parallel_codegen_split_count=1"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    if os.environ.get("ARGOSY_TEST_OPTIMIZED") == "yes"
+    else f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 ).strip()
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -33,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers
 
 import jax
 import pytest
-from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxtyping import install_import_hook
 from jaxtyping._import_hook import JaxtypingTransformer
@@ -66,16 +66,6 @@ def _keep_programs() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        LRUCache.put = _put_whole
-
-
-def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
-    """JAX writes an entry in place: a neighbor, or a run after a killed one, would read half of it."""
-    path = self.path / f"{key}-cache"
-    if not path.exists():
-        with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
-            file.write(value)
-        os.replace(file.name, path)
 
 
 _keep_programs()

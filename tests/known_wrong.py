@@ -1320,9 +1320,11 @@ EDITS = [
 
 def copy_of_the_tree(folder: Path) -> Path:
     tree = folder / "tree"
-    for name in ("argosy", "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tree)
+    for name in ("argosy", "tests", "tools", "docs", "bench", "requirements"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "images"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, tree)
     return tree
 
 

@@ -341,6 +341,15 @@ def test_files_that_the_docs_name_exist():
     assert not [one for one in named if not any((root / one[1]).exists() for root in (ROOT, ROOT / "argosy"))]
 
 
+@pytest.mark.parametrize("folder, pattern", [("bench", "*.py"), ("tests", "campaign_*.py")])
+def test_every_command_is_in_the_index_of_its_folder(folder: str, pattern: str):
+    index = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\((\w+\.py)\)", index))
+    there = {path.name for path in (ROOT / folder).glob(pattern)}
+    assert there <= listed
+    assert all((ROOT / folder / name).is_file() for name in listed)
+
+
 def test_every_fault_in_the_guide_names_tests_that_exist():
     from campaign_faults import GUIDE, homes, named
 

@@ -1,0 +1,191 @@
+"""Random small wrong edits: one operator, constant or condition changed in a function. The tests that import its module must turn red.
+
+    ./run python tests/mutations.py count=20 seed=7
+    ./run python tests/mutations.py count=10 room=rl        of one room
+    ./run python tests/mutations.py --tree count=10         the seed is the hash of the commit's tree; `.ci/run` does this
+
+Edits are made in a copy of the tree, one at a time. A module is sampled by the number of its edits; those that no test file imports
+are counted and left out. Prints each edit that survived; exit code 1 where fewer than `least` (0.8) of the edits are caught. Some edits
+change nothing that can be seen, such as a cache's size: what survives is read by a person, and becomes a test or nothing.
+
+Differs from mutmut and cosmic-ray: they run the whole suite, or the tests that cover a line, for each edit; one run of this suite takes
+minutes and compiles programs.
+"""
+
+import ast
+import copy
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from known_wrong import ROOT, copy_of_the_tree, environment
+
+SECONDS = 180  # of the tests of one edit
+MOST_FILES = 3  # test files of one edit
+
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+OPERATORS = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+
+
+class Mutation(NamedTuple):
+    """One change of the tree of a file.
+
+    file: the file, from the root.
+    line: where the change is.
+    before, after: the changed expression, as text.
+    source: the whole file with the change.
+    """
+
+    file: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+
+def changed(node: ast.AST) -> ast.AST | None:
+    """The node with one small mistake; None where it has none to make."""
+    new: ast.AST = copy.deepcopy(node)
+    if isinstance(new, ast.Compare) and len(new.ops) == 1 and type(new.ops[0]) in COMPARISONS:
+        new.ops = [COMPARISONS[type(new.ops[0])]()]
+    elif isinstance(new, ast.BinOp) and type(new.op) in OPERATORS and not _is_text(new):
+        new.op = OPERATORS[type(new.op)]()
+    elif isinstance(new, ast.BoolOp):
+        new.op = ast.Or() if isinstance(new.op, ast.And) else ast.And()
+    elif isinstance(new, ast.UnaryOp) and isinstance(new.op, ast.Not | ast.USub) and not isinstance(new.operand, ast.Constant):
+        new = new.operand
+    elif isinstance(new, ast.Constant) and isinstance(new.value, bool):
+        new.value = not new.value
+    elif isinstance(new, ast.Constant) and isinstance(new.value, int):
+        new.value += 1
+    elif isinstance(new, ast.IfExp):
+        new.body, new.orelse = new.orelse, new.body
+    else:
+        return None
+    return new
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    return any(isinstance(side, ast.JoinedStr | ast.Constant) and not isinstance(getattr(side, "value", None), int | float)
+               for side in (node.left, node.right))  # fmt: skip
+
+
+def places(tree: ast.Module) -> Iterator[ast.AST]:
+    """The nodes of functions that may be changed: no annotations, defaults, error messages or texts."""
+
+    def inside(node: ast.AST) -> Iterator[ast.AST]:
+        if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.AnnAssign):
+            return
+        if changed(node) is not None:
+            yield node
+        for child in ast.iter_child_nodes(node):
+            yield from inside(child)
+
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in function.body:
+                yield from inside(statement)
+
+
+def tests_of() -> dict[str, list[str]]:
+    """The test files that import each module, those with its name first."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("argosy"):
+                for module in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                    found.setdefault(str(module), []).append(str(path.relative_to(ROOT)))
+    for module, files in found.items():
+        stem = module.rpartition(".")[2]
+        found[module] = sorted(dict.fromkeys(files), key=lambda file: (stem not in Path(file).stem, (ROOT / file).stat().st_size))
+    return found
+
+
+def sampled(count: int, seed: int, room: str = "") -> tuple[list[tuple[Mutation, list[str]]], float]:
+    """Some mutations with the test files that must catch them, and the share of all edits in modules that no test imports."""
+    tests, random_ = tests_of(), random.Random(seed)
+    spots: list[tuple[Path, int]] = []
+    without = 0
+    for path in sorted((ROOT / "argosy" / room).rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        number = sum(1 for _ in places(ast.parse(path.read_text(encoding="utf-8"))))
+        if module in tests:
+            spots += [(path, i) for i in range(number)]
+        else:
+            without += number
+    out = []
+    for path, i in random_.sample(spots, min(count, len(spots))):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        out.append((mutation(path, i), tests[module][:MOST_FILES]))
+    return out, without / max(1, without + len(spots))
+
+
+def mutation(path: Path, number: int) -> Mutation:
+    """The file with its change of this number."""
+    text = path.read_text(encoding="utf-8")
+    node = list(places(ast.parse(text)))[number]
+    new = changed(node)
+    assert new is not None
+    lines = text.splitlines(keepends=True)
+    first, last = node.lineno - 1, node.end_lineno - 1  # type: ignore[attr-defined]
+    head = lines[first].encode()[: node.col_offset].decode()  # type: ignore[attr-defined]
+    tail = lines[last].encode()[node.end_col_offset :].decode()  # type: ignore[attr-defined]
+    after = f"({ast.unparse(new)})"
+    source = "".join(lines[:first]) + head + after + tail + "".join(lines[last + 1 :])
+    return Mutation(str(path.relative_to(ROOT)), first + 1, ast.unparse(node), after, source)
+
+
+def caught(tree: Path, change: Mutation, files: list[str]) -> bool:
+    """Whether a test fails, or hangs, with the change."""
+    before = (tree / change.file).read_text(encoding="utf-8")
+    (tree / change.file).write_text(change.source, encoding="utf-8")
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not tpu and not slow", "-p", "no:cacheprovider", *files]
+    try:
+        done = subprocess.run(words, cwd=tree, env=environment(tree), capture_output=True, timeout=SECONDS)
+        return done.returncode not in (0, 5)
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        (tree / change.file).write_text(before, encoding="utf-8")
+
+
+def main(words: list[str]) -> int:
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    seed = int(given.get("seed", 0))
+    if "--tree" in words:
+        tree_hash = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=ROOT, capture_output=True, text=True).stdout
+        seed = int(tree_hash.strip() or "0", 16)
+    chosen, without = sampled(int(given.get("count", 20)), seed, given.get("room", ""))
+    least, found = float(given.get("least", 0.8)), 0
+    print(f"{without:.0%} of all edits are in modules that no test file imports", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_of_the_tree(Path(folder))
+        files = sorted({file for _, own in chosen for file in own})
+        whole = [sys.executable, "-m", "pytest", "-q", "-m", "not tpu and not slow", "-p", "no:cacheprovider", *files]
+        done = subprocess.run(whole, cwd=tree, env=environment(tree), capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"error: the tests fail without any edit:\n{done.stdout[-2000:]}")
+        for change, own in chosen:
+            begin = time.monotonic()
+            is_caught = caught(tree, change, own)
+            found += is_caught
+            how = "caught" if is_caught else "SURVIVED"
+            what = f"{change.file}:{change.line}: {change.before[:60]} -> {change.after[:60]}"
+            print(f"{how:9}{time.monotonic() - begin:5.0f} s  {what}", flush=True)
+    print(f"{found} of {len(chosen)} caught, {found / max(1, len(chosen)):.0%}; at least {least:.0%}")
+    return 0 if found >= least * len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
