@@ -1,13 +1,17 @@
 """Edits that are known to be wrong: the tests must turn red for each of them.
 
     ./run python tests/known_wrong.py [NUMBER ...]
-    ./run python tests/known_wrong.py --share DAY      four of them, others from day to day; `.ci/run` does this
+    ./run python tests/known_wrong.py --share NUMBER   four of them, by a number; `.ci/run` takes it from the commit's tree
 
 Each edit is made in a copy of the tree, in a temporary folder; the tests that must catch it run there and have to fail by a
 failed test, not because nothing could be collected. Before the edits they are run once unedited, and have to pass. Prints a
-table; exit code 1 where an edit survives. An edit whose place is no longer in the source is an error: it must be kept up.
+table; exit code 1 where an edit survives. An edit whose place is no longer in the source is an error: it must be kept up, though not
+for names that changed.
 """
 
+import io
+import itertools
+import keyword
 import os
 import re
 import shutil
@@ -15,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +30,11 @@ SHARE = 4  # edits of a share
 
 
 class Edit(NamedTuple):
-    """In `file`, `old` (there once) becomes `new`; `tests` must fail."""
+    """In `file`, the code `old` becomes `new`; `tests` must fail.
+
+    The place is found by its tokens: names in it may have been renamed since, each consistently, and lines may have been wrapped
+    (`place_of`). So renaming breaks no edit.
+    """
 
     what: str
     file: str
@@ -1348,12 +1357,77 @@ def pytest_in(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+class Token(NamedTuple):
+    """A token of a source, and where its text is."""
+
+    text: str
+    is_name: bool
+    start: int
+    end: int
+
+
+def tokens_of(source: str) -> list[Token]:
+    """The tokens of a piece of source, without comments, line ends and indentation. A piece that Python cannot tokenize by itself,
+    such as one that ends within brackets, gives those that come before its end."""
+    offsets = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
+    plain = (tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    found: list[Token] = []
+    try:
+        for one in tokenize.generate_tokens(io.StringIO(source).readline):
+            if one.type not in plain:
+                start, end = (offsets[line - 1] + column for line, column in (one.start, one.end))
+                is_name = one.type == tokenize.NAME and not keyword.iskeyword(one.string)
+                found.append(Token(one.string, is_name, start, end))
+    except (tokenize.TokenError, IndentationError):
+        pass
+    return found
+
+
+def place_of(source: str, old: str, new: str) -> tuple[int, int, str] | None:
+    """Where `old` stands in a source, from and to, and `new` with the names that are used there. None: nowhere, or at several places
+    of which none has the very names."""
+    if source.count(old) == 1:
+        at = source.index(old)
+        return at, at + len(old), new
+    wanted, there = tokens_of(old.strip()), tokens_of(source)
+    matches = []
+    for first in range(len(there) - len(wanted) + 1):
+        names: dict[str, str] = {}
+        if all(_agrees(mine, other, names) for mine, other in zip(wanted, there[first:])):
+            matches.append((sum(name == now for name, now in names.items()), first, names))
+    if not wanted or not matches:
+        return None
+    best = sorted(matches, key=lambda match: -match[0])
+    if len(best) > 1 and best[0][0] == best[1][0]:
+        return None
+    _, first, names = best[0]
+    start, end = there[first].start, there[first + len(wanted) - 1].end
+    # With the indentation that `old` begins with and the line end that it ends with.
+    start -= len(old) - len(old.lstrip())
+    end += len(old) - len(old.rstrip())
+    renamed, shift = new, 0
+    for token in tokens_of(new):
+        if token.is_name and (now := names.get(token.text, token.text)) != token.text:
+            renamed = renamed[: token.start + shift] + now + renamed[token.end + shift :]
+            shift += len(now) - len(token.text)
+    return start, end, renamed
+
+
+def _agrees(mine: Token, other: Token, names: dict[str, str]) -> bool:
+    """Whether two tokens are the same, up to the names that have been renamed so far."""
+    if mine.is_name and other.is_name:
+        known = names.setdefault(mine.text, other.text)
+        return known == other.text
+    return mine.text == other.text
+
+
 def made(tree: Path, edit: Edit) -> str:
     """Makes an edit; returns the text to put back."""
     before = (tree / edit.file).read_text()
-    if before.count(edit.old) != 1:
-        raise SystemExit(f"error: {edit.what}: `{edit.old}` is {before.count(edit.old)} times in {edit.file}")
-    (tree / edit.file).write_text(before.replace(edit.old, edit.new))
+    if (place := place_of(before, edit.old, edit.new)) is None:
+        raise SystemExit(f"error: {edit.what}: `{edit.old}` has no place in {edit.file}")
+    start, end, new = place
+    (tree / edit.file).write_text(before[:start] + new + before[end:])
     return before
 
 

@@ -319,13 +319,29 @@ def test_locks_name_no_host():
 
 
 def test_every_known_wrong_edit_has_its_place_in_the_source():
-    from known_wrong import EDITS
+    from known_wrong import EDITS, place_of
 
-    lost = [edit.what for edit in EDITS if (ROOT / edit.file).read_text(encoding="utf-8").count(edit.old) != 1]
+    sources = {edit.file: (ROOT / edit.file).read_text(encoding="utf-8") for edit in EDITS}
+    lost = [edit.what for edit in EDITS if place_of(sources[edit.file], edit.old, edit.new) is None]
     assert not lost
+    same = [edit.what for edit in EDITS if edit.old == edit.new]
+    assert not same
     named = {test.partition("[")[0].partition("::")[::2] for edit in EDITS for test in edit.tests}
     assert not [file for file, _ in named if not (ROOT / file).is_file()]
     assert not [n for file, n in named if n and f"def {n}(" not in (ROOT / file).read_text(encoding="utf-8")]
+
+
+def test_a_renamed_edit_finds_its_place():
+    from known_wrong import place_of
+
+    source = "def f(pages, size):\n    first = pages[size:]\n    return first[0]\n\ndef g(a):\n    return a[1:]\n"
+    found = place_of(source, "    start = blocks[page:]\n", "    start = blocks[page + 1 :]\n")
+    assert found is not None
+    start, end, new = found
+    assert source[start:end] == "    first = pages[size:]\n"
+    assert new == "    first = pages[size + 1 :]\n"
+    assert place_of(source, "start = blocks(page)", "x") is None
+    assert place_of(source, "return value", "x") is None
 
 
 def test_files_that_the_docs_name_exist():
