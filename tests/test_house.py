@@ -346,11 +346,9 @@ def test_a_renamed_edit_finds_its_place():
 
 def test_files_that_the_docs_name_exist():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")]
-    # What was tried may be gone.
     named = {
         (page.name, name)
         for page in pages
-        if page.name != "log.md"
         for name in re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`", page.read_text(encoding="utf-8"))
     }
     assert len(named) > 40
@@ -364,6 +362,16 @@ def test_every_command_is_in_the_index_of_its_folder(folder: str, pattern: str):
     there = {path.name for path in (ROOT / folder).glob(pattern)}
     assert there <= listed
     assert all((ROOT / folder / name).is_file() for name in listed)
+
+
+def test_the_readme_lists_every_room_in_their_order():
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("```\nargosy/\n")[2].partition("\ntools/")[0]
+    assert re.findall(r"^  (\w+)/", tree, re.MULTILINE) == [*ROOMS, "configs"]
+
+
+def test_the_first_sentence_of_the_readme_is_short():
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[1].split(". ")[0].split()
+    assert len(words) < 25
 
 
 def test_every_fault_in_the_guide_names_tests_that_exist():
