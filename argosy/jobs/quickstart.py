@@ -148,7 +148,7 @@ def predict(run: Run, speak: Callable[[str], None]) -> float:
     return seconds
 
 
-# The share of a large matrix product's rate that a step of this size reaches; docs/log/2026-11.md.
+# The share of a large matrix product's rate that a step of this size reaches; docs/log.
 SHARE_OF_PEAK = 0.45
 
 

@@ -2,7 +2,7 @@
 
     xla     XLA's own, everywhere
     amx     float32 on the matrix units of Intel's processors, which multiply bfloat16 alone: each number is the exact sum of three, and
-            six products are summed (`ops/native/matrix.cc`). As exact as XLA's float32, and 1.4 times as fast (docs/log/2026-11.md)
+            six products are summed (`ops/native/matrix.cc`). As exact as XLA's float32, and 1.4 times as fast (docs/log)
     amx3    two parts a number and three products: a relative error of 4e-6 where float32 has 3e-7, and 1.6 times as fast
 
 `xla` is the default. A training step on one CPU device asks for `amx` where it can be had (`execution.products`).

@@ -73,7 +73,7 @@ def constrain(x: Array, letters: str) -> Array:
     """Lays out x over the mesh in scope as the rules say for an array with these letters, such as "B T D".
 
     Without this, XLA may contract over a width that the weights are split over, and sum activations of the whole batch over the
-    devices (docs/log/2026-11.md).
+    devices (docs/log).
     """
     spec = activation_spec(letters, x.shape)
     if all(axes is None for axes in spec):

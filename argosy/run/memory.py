@@ -35,9 +35,9 @@ from argosy.train.step import model_for
 KINDS = ("parameters", "gradients", "optimizer", "activations", "replay", "checkpoint", "process")
 # Tokens of the traced sequence.
 TRACED = 1024
-# The smallest share of the traced activations that XLA keeps; measured 0.74 to 4.3, docs/log/2026-11.md.
+# The smallest share of the traced activations that XLA keeps; measured 0.74 to 4.3, docs/log.
 TRUST = 0.6
-# A process that keeps what it frees grows to 1.25 times its size; measured, docs/log/2026-11.md.
+# A process that keeps what it frees grows to 1.25 times its size; measured, docs/log.
 KEEPING = 1.5
 
 

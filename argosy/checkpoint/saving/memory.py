@@ -1,7 +1,7 @@
 """Copies of a state in memory that is kept from one save to the next.
 
 Training stands still while a save copies the state. 480 MB are copied in 0.04 s into memory that the process has, and in 0.1 to 0.5 s
-into new memory, whose pages the system clears first (docs/log/2026-11.md, 2026-11-25). A save takes memory for a second state either way; here
+into new memory, whose pages the system clears first (docs/log, 2026-11-25). A save takes memory for a second state either way; here
 it stays taken until the run ends, where the machine has room for that. What the host has, such as a position in the data, may have
 another size in each save, and takes new memory.
 

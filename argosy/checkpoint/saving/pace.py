@@ -1,7 +1,7 @@
 """How fast a save is written while training needs every core: its share of a core is taken from the step's.
 
 Where this process keeps all cores busy, the thread that writes to a disk rests six times as long as it works: on two cores a step
-beside it takes a tenth longer, and not half, and the save is committed four times later (docs/log/2026-11.md, 2026-11-25). Nothing rests once
+beside it takes a tenth longer, and not half, and the save is committed four times later (docs/log, 2026-11-25). Nothing rests once
 training waits for the save: before the next one, or at its end. Each time that a save has to be waited for, later ones rest half
 as long. Where a core is idle, as on most hosts of accelerators, nothing rests.
 """

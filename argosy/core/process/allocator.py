@@ -2,7 +2,7 @@
 
 XLA on a CPU allocates its temporaries anew in every run of a program. glibc gives blocks of more than 32 MB back to the system when
 they are freed, so the kernel clears every page of them again in the next step: 26 % of the CPU time of a step of GRPO
-(docs/log/2026-11.md, 2026-11-24). Kept, the process holds its largest step's memory until it ends.
+(docs/log, 2026-11-24). Kept, the process holds its largest step's memory until it ends.
 
     share_one_arena()     before the process has a second thread: another arena, once there, is used by all threads in turn, and
                           gives blocks of more than 64 MB back whatever is set

@@ -21,7 +21,7 @@ def angles(at: Int[Array, "B T"] | Int[Array, "B T A"], rope: Rope, size: int) -
     (`Rope.sections`) by its axis; positions with one turn all.
 
     A stack computes them once for all its layers. XLA:CPU still fuses the cosine into each place that reads it, with or without an
-    optimization barrier; a loop over rows stops that and is no faster (docs/log/2026-11.md).
+    optimization barrier; a loop over rows stops that and is no faster (docs/log).
     """
     freq, factor = rope.frequencies(size)
     if at.ndim == 3:

@@ -43,7 +43,7 @@ def cleared(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array,
     return run
 
 
-# What is preferred was measured to be faster there: docs/log/2026-11.md.
+# What is preferred was measured to be faster there: docs/log.
 GROUPED_MATMUL = Op("experts", "grouped matmul", prefer={"cpu": ("blocked",)}, default="ragged_dot")
 GROUPED_MATMUL.add("ragged_dot", Implementation(cleared(jax.lax.ragged_dot)))
 GROUPED_MATMUL.add("blocked", "argosy.ops.grouped.blocked:BLOCKED")

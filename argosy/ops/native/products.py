@@ -1,6 +1,6 @@
 """Weights packed for small products on a CPU, and their product with data.
 
-XLA:CPU multiplies 8 rows with a weight at 54 GFLOP/s on the machine of docs/log/2026-11.md, this at 110; a single row at the speed of memory
+XLA:CPU multiplies 8 rows with a weight at 54 GFLOP/s on the machine of docs/log, this at 110; a single row at the speed of memory
 in both. Columns are kept in panels of 32, in which the summed axis is the slow one, so a product reads a weight front to back once,
 whatever the number of rows. Weights that bfloat16 holds exactly (a published bfloat16 file) are kept in it: half the memory and, for
 few rows, half the time, with the same result. Blocks of few bits (`ops.native.blocks`) are kept as they are, with the same result too.

@@ -19,7 +19,7 @@ from argosy.ops.paged import attention as paged
 from argosy.ops.paged.blocked import BLOCK, fits_one_block, over_blocks, with_sinks
 from argosy.ops.precision import sums_in, wide
 
-# Bytes of keys and values at a time, and the most query heads for which it was measured to be faster than `blocked`: docs/log/2026-11.md.
+# Bytes of keys and values at a time, and the most query heads for which it was measured to be faster than `blocked`: docs/log.
 TOGETHER, HEADS = 2 << 20, 32
 
 
