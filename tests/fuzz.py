@@ -90,7 +90,7 @@ def watch(folder: Path) -> None:
     def hook(event: str, words: tuple[Any, ...]) -> None:
         wrong = event in ("os.system", "os.exec", "os.posix_spawn", "socket.connect", "pickle.find_class", "os.fork")
         if event == "subprocess.Popen":
-            wrong = not str(words[1][-1:] and words[1]).count("chat_child.py")
+            wrong = not str(words[1][-1:] and words[1]).count("chat/child.py")
         if event == "open" and isinstance(words[0], str) and isinstance(words[1], str) and set(words[1]) & set("wax+"):
             wrong = not words[0].startswith(ours) and "__pycache__" not in words[0]
         if wrong:

@@ -27,6 +27,7 @@ from typing import Any
 
 from argosy.core.counts import plural
 from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
+from argosy.core.process.child import reason_of
 from argosy.core.process.signals import Stop, asked_to_stop
 from argosy.core.progress import Say
 from argosy.launch.cluster import ABORTED, LOST, NATIVE, PARENT, STACKS, STUCK
@@ -351,12 +352,7 @@ def _show(ending: Ending, say: Say, count: int, only_others: bool = False) -> No
 
 def how(code: int) -> str:
     """ "with exit code 3", "by SIGKILL"."""
-    if code >= 0:
-        return f"with exit code {code}"
-    try:
-        return f"by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"by signal {-code}"
+    return f"{'with' if code >= 0 else 'by'} {reason_of(code)}"
 
 
 def _as_exit(code: int) -> int:

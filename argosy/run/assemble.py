@@ -28,7 +28,7 @@ from argosy.ops.matmul import MATMUL
 from argosy.parallel.gather import Once
 from argosy.parallel.place import like_weights, row_shares, rows_here
 from argosy.parallel.rules import shardings
-from argosy.rl.critic import PREFIX, attach
+from argosy.rl.policy.critic import PREFIX, attach
 from argosy.run import diloco as replicas
 from argosy.run.assembly import Assembly, scheduled_steps
 from argosy.run.combinations import Situation, violated

@@ -23,7 +23,7 @@ from argosy.data.tokenizers.matched import same_tokens
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses, stored_as
 from argosy.models.parts.weight import Leaves, fill, put, split
 from argosy.parallel.place import on_devices
-from argosy.rl.critic import PREFIX
+from argosy.rl.policy.critic import PREFIX
 from argosy.run.assembly import GUARD, Assembly
 from argosy.run.settings import Run
 from argosy.train.beside import CRITIC, alone

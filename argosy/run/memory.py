@@ -25,7 +25,7 @@ from argosy.observe.environment import memory_bytes
 from argosy.observe.memory import resident_bytes
 from argosy.observe.readable import sized
 from argosy.parallel.place import row_shares
-from argosy.rl.critic import attach
+from argosy.rl.policy.critic import attach
 from argosy.train import projection
 from argosy.train.objectives.distill import ROLE
 from argosy.train.offload import HOST

@@ -12,9 +12,9 @@ from argosy.data.settings import DataSettings
 from argosy.models import FAMILIES
 from argosy.models.settings import Kept
 from argosy.parallel.mesh import MeshSettings
-from argosy.rl.environment_settings import ENVIRONMENTS
-from argosy.rl.policies import Rollout
-from argosy.rl.settings import Reward
+from argosy.rl.environments.settings import ENVIRONMENTS
+from argosy.rl.policy.settings import Rollout
+from argosy.rl.rewards.settings import Reward
 from argosy.run.other_trainers import ELSEWHERE
 from argosy.train.diloco_settings import DilocoSettings
 from argosy.train.guard_settings import GuardSettings
@@ -27,7 +27,7 @@ for _name, _settings in {
     "ppo": "PPO", "grpo": "GRPO", "dr_grpo": "DrGRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "rloo": "RLOO",
     "reinforce_pp": "ReinforcePP", "remax": "ReMax", "gpg": "GPG", "opo": "OPO",
 }.items():  # fmt: skip
-    OBJECTIVES.add(_name, f"argosy.rl.policies:{_settings}")
+    OBJECTIVES.add(_name, f"argosy.rl.policy.settings:{_settings}")
 
 
 OF_REWARDS = Also(

@@ -3,6 +3,7 @@ process, not even where Jinja's sandbox has a hole."""
 
 import re
 import resource
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from hostile_templates import CHAINS, COSTS, OBJECTS, PROOF, STATEMENTS, hostile
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy.core.errors import BadInput
+from argosy.core.process import channel
 from argosy.data.chat import template as chat
 from argosy.data.chat.mask import render_with_mask
 from argosy.data.chat.template import render
@@ -104,10 +106,17 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *without: str) -> chat
     for old, new in changes.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    (folder / "child.py").write_text(text)
+    here, room = folder / "data" / "chat", folder / "core" / "process"
+    here.mkdir(parents=True)
+    room.mkdir(parents=True)
+    shutil.copy(channel.__file__, room)
+    (here / "child.py").write_text(text)
     child = chat.Child()
-    monkeypatch.setattr(chat, "__file__", str(folder / "template.py"))
+    monkeypatch.setattr(chat, "__file__", str(here / "template.py"))
     monkeypatch.setattr(chat, "CHILD", child)
+    # It alone renders, and not one that an earlier test has started.
+    monkeypatch.setattr(chat, "CHILDREN", [child])
+    monkeypatch.setattr(chat, "RENDERING", 1)
     return child
 
 

@@ -16,8 +16,8 @@ from argosy.core.storage import Store
 from argosy.jobs.convert import convert
 from argosy.jobs.proof import digest
 from argosy.observe.metrics import by_step, read
-from argosy.rl.reward_models import RewardModel
-from argosy.rl.settings import Reward
+from argosy.rl.rewards.models import RewardModel
+from argosy.rl.rewards.settings import Reward
 from argosy.run.frozen import reference
 
 # A model of a few thousand weights; 8 updates of 8 pairs, resumed after the fourth.

@@ -18,8 +18,8 @@ from argosy.infer.engine.request import Event
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.stack import Unroll
-from argosy.rl.environment_settings import Custom, open_table
-from argosy.rl.trajectories import Table
+from argosy.rl.environments.settings import Custom, open_table
+from argosy.rl.rollouts.trajectories import Table
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 256})
 EOS, BOS = 257, 256

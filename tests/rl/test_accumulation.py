@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from argosy.rl.metrics import Highest, Lowest
+from argosy.rl.policy.metrics import Highest, Lowest
 from argosy.train.step import _summed
 
 

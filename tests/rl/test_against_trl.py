@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.rl.advantages.gdpo import gdpo
-from argosy.rl.advantages.grpo import grpo
-from argosy.rl.advantages.rloo import rloo
-from argosy.rl.correction import correction
-from argosy.rl.kl import kl_loss
-from argosy.rl.losses import ConstantLength, SequenceMean, TokenMean
-from argosy.rl.losses.cispo import cispo
-from argosy.rl.losses.entropy import entropy_bonus
-from argosy.rl.losses.gspo import gspo
-from argosy.rl.losses.ppo import ppo
-from argosy.rl.rewards import overlong, total
+from argosy.rl.algorithms.cispo import cispo
+from argosy.rl.algorithms.gdpo import gdpo
+from argosy.rl.algorithms.grpo import grpo
+from argosy.rl.algorithms.gspo import gspo
+from argosy.rl.algorithms.ppo import ppo
+from argosy.rl.algorithms.rloo import rloo
+from argosy.rl.policy.correction import correction
+from argosy.rl.policy.entropy import entropy_bonus
+from argosy.rl.policy.kl import kl_loss
+from argosy.rl.policy.token_losses import ConstantLength, SequenceMean, TokenMean
+from argosy.rl.policy.totals import overlong, total
 
 TRL = json.loads((Path(__file__).parents[1] / "goldens" / "reinforce.json").read_text(encoding="utf-8"))
 OF = {name: np.asarray(values) for name, values in TRL["numbers"].items()}

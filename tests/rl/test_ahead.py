@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from argosy.rl.ahead import Ahead
+from argosy.rl.rollouts.prefetch import Ahead
 
 
 def test_pieces_are_done_in_order_by_one_thread():

@@ -6,10 +6,10 @@ import pytest
 from helpers import can_confine
 
 from argosy.core.errors import BadInput, Unsupported
-from argosy.rl import reward_sources
-from argosy.rl.builtin_rewards import code, exact, format, maths, maths_strict
-from argosy.rl.reward_functions import open_rewards
-from argosy.rl.settings import Reward
+from argosy.rl.rewards import sources as reward_sources
+from argosy.rl.rewards.builtin import code, exact, format, maths, maths_strict
+from argosy.rl.rewards.functions import open_rewards
+from argosy.rl.rewards.settings import Reward
 
 linux = pytest.mark.skipif(not can_confine(), reason="needs Linux with Landlock")
 

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from argosy.rl.advantages.gae import gae
-from argosy.rl.advantages.gdpo import gdpo
-from argosy.rl.advantages.gpg import gpg
-from argosy.rl.advantages.grpo import grpo
-from argosy.rl.advantages.opo import opo
-from argosy.rl.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
-from argosy.rl.advantages.remax import remax
-from argosy.rl.advantages.rloo import rloo
-from argosy.rl.compare import Judgment, compared
-from argosy.rl.policies import CISPO, DAPO, GPG, GRPO, GSPO, OPO, PPO, RLOO, DrGRPO, Policy, ReinforcePP, ReMax
-from argosy.rl.rewards import at_last, total
+from argosy.rl.algorithms.gdpo import gdpo
+from argosy.rl.algorithms.gpg import gpg
+from argosy.rl.algorithms.grpo import grpo
+from argosy.rl.algorithms.opo import opo
+from argosy.rl.algorithms.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from argosy.rl.algorithms.remax import remax
+from argosy.rl.algorithms.rloo import rloo
+from argosy.rl.policy.credit import Judgment, compared
+from argosy.rl.policy.gae import gae
+from argosy.rl.policy.settings import CISPO, DAPO, GPG, GRPO, GSPO, OPO, PPO, RLOO, DrGRPO, Policy, ReinforcePP, ReMax
+from argosy.rl.policy.totals import at_last, total
 from argosy.run.settings import OBJECTIVES
 
 GROUPS, EACH, LONGEST = 3, 4, 6

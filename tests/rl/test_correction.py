@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import BadInput
-from argosy.rl.correction import correction
+from argosy.rl.policy.correction import correction
 
 NAN = math.nan
 WEIGHTS = np.asarray([[3.0, 0.5, 0.25, 9], [2.0, 1.0, 9, 9]])

@@ -8,8 +8,8 @@ from rl.talking import Scripted, ids, language_model, prompts
 
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.rl.environment_settings import ENVIRONMENTS, Custom, EnvironmentSettings, Tools, open_table
-from argosy.rl.trajectories import Conversed, How
+from argosy.rl.environments.settings import ENVIRONMENTS, Custom, EnvironmentSettings, Tools, open_table
+from argosy.rl.rollouts.trajectories import Conversed, How
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "environments.md").read_text(encoding="utf-8")
 

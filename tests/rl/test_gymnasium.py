@@ -8,8 +8,8 @@ from rl.talking import Scripted, language_model, prompts
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.rl.environment_settings import Gymnasium, open_table
-from argosy.rl.trajectories import Conversed, How
+from argosy.rl.environments.settings import Gymnasium, open_table
+from argosy.rl.rollouts.trajectories import Conversed, How
 
 CODE = """
 class Plain:

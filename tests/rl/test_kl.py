@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.rl.kl import estimate, in_reward, kl_loss
+from argosy.rl.policy.kl import estimate, in_reward, kl_loss
 
 V = 6
 RNG = np.random.default_rng(2)

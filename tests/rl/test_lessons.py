@@ -15,9 +15,9 @@ from argosy.data.sources import Record
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
-from argosy.rl.experience import Shape
-from argosy.rl.lessons import Lessons, Tutor
-from argosy.rl.policies import Rollout
+from argosy.rl.policy.settings import Rollout
+from argosy.rl.rollouts.packing import Shape
+from argosy.rl.rollouts.teacher_batches import Lessons, Tutor
 from argosy.train.distillation import GKD
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import BadInput
-from argosy.rl.kl import kl_loss
-from argosy.rl.losses import ConstantLength, SequenceMean, TokenMean
-from argosy.rl.losses.cispo import cispo
-from argosy.rl.losses.entropy import entropy_bonus, entropy_of
-from argosy.rl.losses.gspo import gspo
-from argosy.rl.losses.ppo import ppo
-from argosy.rl.losses.reinforce import reinforce
-from argosy.rl.losses.value import value_loss
-from argosy.rl.metrics import EffectiveShare, Highest, Lowest
+from argosy.rl.algorithms.cispo import cispo
+from argosy.rl.algorithms.gspo import gspo
+from argosy.rl.algorithms.ppo import ppo
+from argosy.rl.algorithms.reinforce import reinforce
+from argosy.rl.policy.entropy import entropy_bonus, entropy_of
+from argosy.rl.policy.kl import kl_loss
+from argosy.rl.policy.metrics import EffectiveShare, Highest, Lowest
+from argosy.rl.policy.token_losses import ConstantLength, SequenceMean, TokenMean
+from argosy.rl.policy.value import value_loss
 
 NAN, INF = math.nan, math.inf
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from argosy.rl.final_answer import final_answer
-from argosy.rl.maths import equal, grade, reference
-from argosy.rl.maths_expression import NoExpression, same, values
+from argosy.rl.expressions import NoExpression, same, values
+from argosy.rl.rewards.final_answer import final_answer
+from argosy.rl.rewards.maths import equal, grade, reference
 
 HENDRYCKS = [
     (r"\tfrac{1}{2} + \frac1{72}", r"\frac{1}{2} + 2/3", False),

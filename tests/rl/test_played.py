@@ -16,13 +16,13 @@ from argosy.core.errors import BadInput
 from argosy.data.rows.prompts import Prompt, Prompts
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
-from argosy.rl.answers import Answer, Played
-from argosy.rl.collect import given_back, kept
-from argosy.rl.experience import Shape, packed, per_token
-from argosy.rl.played import environment_rewards, failed, played_numbers
-from argosy.rl.policies import GRPO, Policy, Rollout
-from argosy.rl.rolled import NoRewards, Told, Trainer
-from argosy.rl.rollouts import Rollouts
+from argosy.rl.policy.settings import GRPO, Policy, Rollout
+from argosy.rl.rollouts.completions import Answer, Played
+from argosy.rl.rollouts.packing import Shape, packed, per_token
+from argosy.rl.rollouts.records import NoRewards, Told, Trainer
+from argosy.rl.rollouts.reward_batches import Rollouts
+from argosy.rl.rollouts.sampler import given_back, kept
+from argosy.rl.rollouts.turn_rewards import environment_rewards, failed, played_numbers
 from argosy.run.settings import OBJECTIVES
 
 NAMES = [name for name in OBJECTIVES if issubclass(OBJECTIVES[name], Policy)]
@@ -112,7 +112,7 @@ def computed(how: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
     import jax.numpy as jnp
 
     from argosy.models.parts.weight import put, split
-    from argosy.rl.critic import attach
+    from argosy.rl.policy.critic import attach
     from argosy.train.state import trained
     from argosy.train.step import model_for
 

@@ -13,11 +13,11 @@ from argosy.core.errors import BadInput, Unsupported
 from argosy.data.rows.prompts import Prompt
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Unroll
-from argosy.rl.answers import Answer
-from argosy.rl.experience import Experience, Shape, grouped, in_parts, packed, per_token, restored, stored
-from argosy.rl.losses.entropy import entropy_of
-from argosy.rl.policies import CISPO, GRPO, GSPO, PPO, RLOO, Correction, Critic, DrGRPO
-from argosy.rl.policy import gathered, logps_of, shared_of
+from argosy.rl.policy.entropy import entropy_of
+from argosy.rl.policy.objective import gathered, logps_of, shared_of
+from argosy.rl.policy.settings import CISPO, GRPO, GSPO, PPO, RLOO, Correction, Critic, DrGRPO
+from argosy.rl.rollouts.completions import Answer
+from argosy.rl.rollouts.packing import Experience, Shape, grouped, in_parts, packed, per_token, restored, stored
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
@@ -249,7 +249,7 @@ def test_with_one_update_a_rollout_the_gradient_is_that_of_reinforce():
 
 def with_critic():
     from argosy.models.parts.weight import put, split
-    from argosy.rl.critic import attach
+    from argosy.rl.policy.critic import attach
 
     model = built(CASE, Unroll())
     attach(model, CASE, Unroll())

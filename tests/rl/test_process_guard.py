@@ -159,7 +159,7 @@ def test_closing_ends_what_has_left_the_group_of_an_answer_that_goes_on(lm: LM, 
 TRAINER = """
 import sys
 from pathlib import Path
-from argosy.rl.environment_pool import Environments
+from argosy.rl.environments.pool import Environments
 path = Path(sys.argv[1]) / "own.py"
 source = {"of": "own.py:Own", "file": str(path), "source": path.read_text(), "function": "Own", "args": {"folder": sys.argv[1]}}
 made = Environments(source, 100.0, [])
@@ -240,7 +240,7 @@ def test_a_guard_waits_on_descriptors_above_1023():
     """They are numbered as the trainer's are, which has a socket for each environment."""
     code = """
 import os, resource, sys
-from argosy.rl import process_guard
+from argosy.core.process import guard as process_guard
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 read, write = os.pipe()
 os.dup2(read, 1500)

@@ -10,10 +10,10 @@ from argosy.core.errors import BadInput
 from argosy.data.distillation.across import Across
 from argosy.data.rows.prompts import Prompt
 from argosy.data.tokenizers.load import load_tokenizer
-from argosy.rl.across import Asking, Reread
-from argosy.rl.answers import Answer
-from argosy.rl.experience import Shape, packed
-from argosy.rl.lessons import with_mask
+from argosy.rl.rollouts.completions import Answer
+from argosy.rl.rollouts.packing import Shape, packed
+from argosy.rl.rollouts.teacher_batches import with_mask
+from argosy.rl.rollouts.teacher_tokens import Asking, Reread
 
 NAMES = ["byte", "tokenizers/smollm2", "models/stories260k", "tokenizers/mistral_v1.model"]
 ASKED, SAID = "There was a girl 12. Zoë's", " café sold crêpes, 日本語 and\n\ttea.\nShe was happy."

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import ArgosyError, BadInput, SettingsError
-from argosy.rl.reward_functions import open_rewards
-from argosy.rl.settings import Reward
+from argosy.rl.rewards.functions import open_rewards
+from argosy.rl.rewards.settings import Reward
 
 COMPLETIONS = ["one", "three", "seventeen"]
 PROMPTS = ["a", "b", "c"]
@@ -277,7 +277,7 @@ def test_an_exception_costs_one_function_its_rewards_and_is_said_once(write):
     assert message in said[0] + "\n"
     assert "mine.py\", line 1, in f" in message
     assert message.endswith("ZeroDivisionError: division by zero\n")
-    assert "reward_child" not in message
+    assert "rewards/child.py" not in message
     assert message.startswith("ZeroDivisionError: division by zero, in ")
     assert "mine.py:1: def f(completions): return 1 / 0\n" in message
     assert said[0].endswith("hint: a function returns None for a completion that it has no reward for")
@@ -446,8 +446,8 @@ def gone(pid: int, within: float = 5.0) -> bool:
 
 PARENT = """
 import sys
-from argosy.rl.reward_functions import open_rewards
-from argosy.rl.settings import Reward
+from argosy.rl.rewards.functions import open_rewards
+from argosy.rl.rewards.settings import Reward
 rewards = open_rewards([Reward(of="mine.py:f", timeout=100)], 2)
 print("ready", *[one.process.pid for one in rewards._pool._processes], flush=True)
 if sys.argv[1] == "busy":
@@ -501,7 +501,7 @@ def test_closing_ends_the_processes(write):
 def test_neither_a_process_nor_opening_imports_jax(write):
     write("import sys\ndef f(completions): return [len({'jax', 'numpy', 'argosy'} & set(sys.modules))] * len(completions)")
     assert score("mine.py:f").values.tolist() == [[0]] * 3
-    code = "import sys; from argosy.rl import reward_functions, settings; sys.exit('jax' in sys.modules)"
+    code = "import sys; from argosy.rl.rewards import functions, settings; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -514,8 +514,8 @@ def test_more_than_1023_open_files(write):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
         files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
         from argosy.data.chat.template import render
-        from argosy.rl.reward_functions import open_rewards
-        from argosy.rl.settings import Reward
+        from argosy.rl.rewards.functions import open_rewards
+        from argosy.rl.rewards.settings import Reward
         with open_rewards([Reward(of="mine.py:f")], 2) as rewards:
             print(rewards(["p"], ["four"], {}).values.tolist())
         print(render("{{ messages[0].content }}", [{"role": "user", "content": "hi"}], {}))

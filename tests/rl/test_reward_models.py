@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from argosy.core.errors import BadInput
 from argosy.infer.load import load
-from argosy.rl.reward_functions import open_rewards
-from argosy.rl.reward_models import conversation
-from argosy.rl.settings import Reward
+from argosy.rl.rewards.functions import open_rewards
+from argosy.rl.rewards.models import conversation
+from argosy.rl.rewards.settings import Reward
 
 
 def folder_of(tmp_path: Path, scores: int) -> Path:

@@ -9,9 +9,9 @@ from helpers import can_confine
 
 from argosy.core.errors import BadInput
 from argosy.rl import sandbox
-from argosy.rl.reward_functions import open_rewards
-from argosy.rl.reward_sources import REWARDS
-from argosy.rl.settings import Reward
+from argosy.rl.rewards.functions import open_rewards
+from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.sources import REWARDS
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
 
@@ -33,7 +33,7 @@ def _functions(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("_functions")
 def test_the_first_example():
     names: dict = {}
-    exec(block("from argosy.rl.reward_functions"), names)
+    exec(block("from argosy.rl.rewards.functions"), names)
     scored = names["scored"]
     assert scored.names == ("short", "maths")
     assert scored.values[0].tolist() == pytest.approx([-0.028, 1.0], abs=1e-6)

@@ -18,11 +18,11 @@ from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.models.parts.stack import Unroll
-from argosy.rl.answers import Interrupted, sampled
-from argosy.rl.experience import Shape
-from argosy.rl.policies import GRPO, GSPO, PPO, Policy, ReMax, Rollout
-from argosy.rl.rolled import Told, Trainer
-from argosy.rl.rollouts import Rollouts
+from argosy.rl.policy.settings import GRPO, GSPO, PPO, Policy, ReMax, Rollout
+from argosy.rl.rollouts.completions import Interrupted, sampled
+from argosy.rl.rollouts.packing import Shape
+from argosy.rl.rollouts.records import Told, Trainer
+from argosy.rl.rollouts.reward_batches import Rollouts
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})
 TOKENS = 5

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import pytest
 from helpers import can_confine
 
 from argosy.core.errors import BadInput, Unsupported
-from argosy.rl import sandbox, sandbox_process
+from argosy.core.process import channel
+from argosy.rl import sandbox
 from argosy.rl.sandbox import DEFAULT, Limits, run_code
-from argosy.rl.sandbox_filter import TABLES, program
+from argosy.rl.sandbox import process as sandbox_process
+from argosy.rl.sandbox.system_calls import TABLES, program
 
 linux = pytest.mark.skipif(not can_confine(), reason="needs Linux with Landlock")
 QUICK = Limits(cpu_s=4, wall_s=60)
@@ -466,9 +469,12 @@ def test_a_missing_protection_is_found_and_nothing_runs(removed, expected, tmp_p
     assert not sandbox.available()
     source = sandbox_process.CHILD.read_text()
     assert source.count(f"    {removed}\n") == 1
-    (tmp_path / "child.py").write_text(source.replace(f"    {removed}\n", "    pass\n"))
-    (tmp_path / "sandbox_filter.py").write_text(sandbox_process.CHILD.with_name("sandbox_filter.py").read_text())
-    monkeypatch.setattr(sandbox_process, "CHILD", tmp_path / "child.py")
+    folder, room = tmp_path / "rl" / "sandbox", tmp_path / "core" / "process"
+    for one, file in ((folder, sandbox_process.CHILD.with_name("system_calls.py")), (room, Path(channel.__file__))):
+        one.mkdir(parents=True)
+        shutil.copy(file, one)
+    (folder / "child.py").write_text(source.replace(f"    {removed}\n", "    pass\n"))
+    monkeypatch.setattr(sandbox_process, "CHILD", folder / "child.py")
     with pytest.raises(Unsupported) as caught:
         run("print('ran')")
     assert expected in caught.value.what

@@ -18,11 +18,11 @@ from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.models.parts.stack import Unroll
-from argosy.rl.environment_settings import Calculator, Python, open_table
-from argosy.rl.environment_settings import Tools as Settings
 from argosy.rl.environments.calculator import calculate
+from argosy.rl.environments.settings import Calculator, Python, open_table
+from argosy.rl.environments.settings import Tools as Settings
 from argosy.rl.environments.tools import Tools, schema_of
-from argosy.rl.trajectories import Conversed, How
+from argosy.rl.rollouts.trajectories import Conversed, How
 
 WRONG = "wrong_arguments"
 USER = [{"role": "user", "content": "2 + 2?"}]

@@ -12,8 +12,8 @@ from rl.talking import BOS, EOS, Scripted, ids, language_model, prompts, table
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.rl.answers import Answer, Interrupted
-from argosy.rl.trajectories import Conversed, How, Table, seeds_of
+from argosy.rl.rollouts.completions import Answer, Interrupted
+from argosy.rl.rollouts.trajectories import Conversed, How, Table, seeds_of
 
 ECHO = """
 class Own:
@@ -186,7 +186,7 @@ def test_an_environment_that_fails_harms_no_other_answer(play):
     found = [one.played.failure and one.played.failure[0] for one in answers]
     assert found == ["raised", "timed out", "died", "raised", "raised", None]
     assert "RuntimeError: no such thing" in answers[0].played.failure[1]
-    assert "environment_child" not in answers[0].played.failure[1], "the traceback begins in the user's file"
+    assert "environments/child.py" not in answers[0].played.failure[1], "the traceback begins in the user's file"
     assert "nothing here" in answers[3].played.failure[1]
     first, *_, last = answers[0].played.failure[1].splitlines()
     assert first.startswith("RuntimeError: no such thing, in ")

@@ -6,14 +6,14 @@ import pytest
 from pydantic import ValidationError
 
 from argosy.data.rows.prompts import Prompt
-from argosy.rl.advantages.gae import gae
-from argosy.rl.advantages.grpo import grpo
-from argosy.rl.advantages.turns import Turned, mixed, to_go
-from argosy.rl.answers import Answer, Played
-from argosy.rl.compare import Judgment, compared, useful_groups
-from argosy.rl.played import by_turn
-from argosy.rl.policies import GRPO, PPO, RLOO, Critic, Policy, ReinforcePP
-from argosy.rl.rewards import at_last
+from argosy.rl.algorithms.grpo import grpo
+from argosy.rl.policy.credit import Judgment, compared, useful_groups
+from argosy.rl.policy.gae import gae
+from argosy.rl.policy.settings import GRPO, PPO, RLOO, Critic, Policy, ReinforcePP
+from argosy.rl.policy.totals import at_last
+from argosy.rl.policy.turns import Turned, mixed, to_go
+from argosy.rl.rollouts.completions import Answer, Played
+from argosy.rl.rollouts.turn_rewards import by_turn
 
 G, N, K, L = 3, 4, 5, 24
 EPSILON = 1e-6

@@ -12,7 +12,7 @@ from rl.talking import CHAT
 
 from argosy.core.errors import BadInput
 from argosy.data.chat.template import render
-from argosy.rl.turns import Rewritten, between, check_template
+from argosy.rl.rollouts.turns import Rewritten, between, check_template
 
 # That of the renders by transformers.
 CLOCK = datetime(2025, 1, 2, 3, 4, 5)

@@ -1,1 +1,1 @@
-"""This process and its children: signals, streams, memory."""
+"""This process and its children: signals, streams, memory, messages."""

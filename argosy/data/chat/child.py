@@ -8,7 +8,7 @@ Jinja's sandbox had holes before (CVE-2016-10745, CVE-2019-10906, CVE-2024-56326
 process that has no environment variables and can open no file, start no process and import nothing: the interpreter refuses it
 (`forbid`, an audit hook, which cannot be taken away), and so does the kernel (`limit`).
 
-Messages in both directions are 4 bytes of length, then JSON. In: templates, now (ISO 8601 or null), and jobs: template (its
+Messages in both directions (`core.process.channel`) are JSON. In: templates, now (ISO 8601 or null), and jobs: template (its
 number), variables, most_characters, parts ([messages, add_generation_prompt] each). Out: for each job a list of its parts, each
 text and spans, or error and message. Many jobs travel together because a round trip costs as much as a short conversation.
 """
@@ -17,14 +17,18 @@ import contextlib
 import json
 import os
 import resource
-import select
 import signal
-import struct
 import sys
 from datetime import datetime
 from functools import lru_cache
 
-sys.path += sys.argv[1:]  # where the parent found Jinja
+# By path and not as a part of the package, whose import costs more than its own start.
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "core", "process"))
+import channel  # pyright: ignore[reportMissingImports]
+
+sys.path.pop(0)
+# Where the parent found Jinja.
+sys.path += sys.argv[1:-1]
 
 import jinja2
 import jinja2.ext
@@ -171,36 +175,30 @@ def warm(environment):
     environment.compiled.cache_clear()
 
 
-def read(count, parent):
-    """Reads so many bytes of stdin; ends the process at its end."""
-    data = b""
-    while len(data) < count:
-        ready, _, _ = select.select([0], [], [], LOOK_S)
-        part = os.read(0, min(count - len(data), 1 << 20)) if ready else b""
-        if (ready and not part) or os.getppid() != parent:
-            raise SystemExit
-        data += part
-    return data
+def received(parent, pid):
+    """The next message of the parent. Ends the process with the parent, whose end a forked process may hold open."""
+    while True:
+        try:
+            return json.loads(parent.receive(LOOK_S))
+        except TimeoutError:
+            if os.getppid() != pid:
+                raise SystemExit from None
+        except EOFError:
+            raise SystemExit from None
 
 
-def send(document):
-    data = json.dumps(document).encode()
-    data = struct.pack("<I", len(data)) + data
-    while data:
-        data = data[os.write(1, data) :]
-
-
-def main():
-    parent, environment = os.getppid(), Environment()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+def main(descriptor):
+    # As 0, since `select`, which is left to a process without files, takes small numbers only.
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+    parent, pid, environment = channel.Channel(0), os.getppid(), Environment()
     warm(environment)
     limit()
     sys.addaudithook(forbid)
-    send({"ready": True})
+    parent.send(json.dumps({"ready": True}).encode())
     while True:
-        (size,) = struct.unpack("<I", read(4, parent))
-        send(answers(environment, json.loads(read(size, parent))))
+        parent.send(json.dumps(answers(environment, received(parent, pid))).encode())
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[-1]))

@@ -1,6 +1,6 @@
 """Conversations as text, by the chat template that comes with a model: exactly as Hugging Face transformers renders it.
 
-A template is a program written by somebody else, so each is rendered in a process with limits (`chat_child`): 2 seconds of
+A template is a program written by somebody else, so each is rendered in a process with limits (`child.py`): 2 seconds of
 CPU, 512 MB, a bound on its text. No template is trusted more than another, because its cost depends on the messages and
 cannot be seen in its source. The process stays for the next conversation: it costs 0.2 s once, then less than 1 ms beside
 the rendering itself. Many conversations travel in one request, to a process for each core (`children`). This file knows no
@@ -10,10 +10,7 @@ tokenizer: special tokens come as texts.
 import atexit
 import json
 import os
-import struct
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +21,8 @@ from threading import Lock
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, nearest
+from argosy.core.process.child import ChildProcess
 from argosy.core.process.cores import core_count
-from argosy.core.process.poll import readable
 
 Message = Mapping[str, Any]
 # A render of the first so many messages, and whether it ends with the tokens that open an answer.
@@ -216,7 +213,7 @@ class Child:
         self._lock = Lock()
         # Held by who has taken it from among those that are free.
         self.turn = Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one request.
@@ -227,8 +224,8 @@ class Child:
         with self._lock:
             process = self._running()
             try:
-                send(process, request)
-                return receive(process, WALL_S)
+                process.send(json.dumps(request).encode(), WALL_S)
+                return json.loads(process.receive(WALL_S))
             except TimeoutError:
                 why = f"it runs for more than {WALL_S} s"
             except (EOFError, OSError):
@@ -236,8 +233,8 @@ class Child:
             self._end()
         raise costly(why)
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
+    def _running(self) -> ChildProcess:
+        if self._process is None or self._process.is_over:
             self._end()
             self._process = start()
         return self._process
@@ -245,25 +242,21 @@ class Child:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            process.end()
 
     def forget(self) -> None:
         """Called in a forked process: the rendering process, and perhaps the lock, are the parent's."""
         process, self._process, self._lock, self.turn = self._process, None, Lock(), Lock()
-        for pipe in (process.stdin, process.stdout) if process is not None else ():
-            if pipe is not None:
-                pipe.close()
         if process is not None:
-            process.returncode = 0  # only its parent may wait for it
+            process.forget()
 
     def close(self) -> None:
         with self._lock:
             self._end()
 
 
-def start() -> subprocess.Popen[bytes]:
-    """A new process that is ready, without environment variables, and with no open files but its pipes.
+def start() -> ChildProcess:
+    """A new process that is ready, without environment variables, and with no open files but its socket.
 
     Raises:
         ArgosyError: it cannot be started.
@@ -273,51 +266,14 @@ def start() -> subprocess.Popen[bytes]:
         for name in ("jinja2", "markupsafe")
         if (spec := find_spec(name)) and spec.origin
     }
-    words = [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("child.py")), *sorted(folders)]
-    process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, cwd="/", bufsize=0
-    )
+    words = ["-I", "-X", "utf8", str(Path(__file__).with_name("child.py")), *sorted(folders)]
+    process = ChildProcess(words, "chat templates", {}, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        receive(process, START_S)
-    except (TimeoutError, EOFError, OSError) as error:
-        process.kill()
-        process.communicate()
+        process.receive(START_S)
+    except (TimeoutError, EOFError) as error:
+        process.end()
         raise ArgosyError(f"the process that renders chat templates does not start: {error}") from None
     return process
-
-
-def send(process: subprocess.Popen[bytes], document: Mapping[str, Any]) -> None:
-    assert process.stdin is not None
-    data = json.dumps(document).encode()
-    view = memoryview(struct.pack("<I", len(data)) + data)
-    while view:
-        view = view[process.stdin.write(view) or 0 :]
-
-
-def receive(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, Any]:
-    """One JSON document.
-
-    Raises:
-        TimeoutError: it does not arrive in time.
-        EOFError: the process ended.
-    """
-    until = time.monotonic() + limit_s
-    (size,) = struct.unpack("<I", receive_bytes(process, 4, until))
-    return json.loads(receive_bytes(process, size, until))
-
-
-def receive_bytes(process: subprocess.Popen[bytes], count: int, until: float) -> bytes:
-    assert process.stdout is not None
-    parts, left = [], count
-    while left:
-        if not readable([process.stdout.fileno()], until - time.monotonic()):
-            raise TimeoutError
-        part = os.read(process.stdout.fileno(), min(left, 1 << 20))
-        if not part:
-            raise EOFError("it ended")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
 
 
 def children() -> list[Child]:

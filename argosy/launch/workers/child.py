@@ -5,14 +5,11 @@ called one after the other in the main thread; what the controller asks besides 
 while they run, and arrays go to other groups by threads of their own. It trusts its controller, which can call any function in it.
 """
 
-import ctypes
 import importlib
 import os
 import pickle
 import queue
 import signal
-import socket
-import struct
 import sys
 import threading
 import traceback
@@ -21,36 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, UserError
-
-LENGTH = struct.Struct(">Q")
-PR_SET_PDEATHSIG = 1
-
-
-def end_with(parent: int) -> None:
-    """Ends this process with its parent, on Linux, even one that is stopped. It was forked by a thread that lives as long."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def received(connection: socket.socket) -> bytes | None:
-    """One message; None where the other end is closed."""
-    size = _exactly(connection, LENGTH.size)
-    return None if size is None else _exactly(connection, LENGTH.unpack(size)[0])
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        try:
-            part = connection.recv(min(size - len(data), 1 << 20))
-        except OSError:
-            return None
-        if not part:
-            return None
-        data += part
-    return bytes(data)
+from argosy.core.process.channel import Channel
+from argosy.core.process.guard import end_with
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -90,8 +59,8 @@ def failure(error: BaseException, ours: bool) -> dict[str, Any]:
 class Worker:
     """What the process does. hello: who it is (`worker_gang.hello`)."""
 
-    def __init__(self, connection: socket.socket, hello: dict[str, Any]):
-        self.connection, self.hello = connection, hello
+    def __init__(self, controller: Channel, hello: dict[str, Any]):
+        self.controller, self.hello = controller, hello
         self.objects: dict[int, Any] = {}
         self.todo: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._sending = threading.Lock()
@@ -101,12 +70,11 @@ class Worker:
     def reply(self, number: int, outcome: Any) -> None:
         data = pickle.dumps((number, outcome), protocol=5)
         with self._sending, suppress(OSError):
-            self.connection.sendall(LENGTH.pack(len(data)))
-            self.connection.sendall(data)
+            self.controller.send(data)
 
     def listen(self) -> None:
         """Reads commands until the controller is gone, with which this process ends."""
-        while (data := received(self.connection)) is not None:
+        while (data := received(self.controller)) is not None:
             number, kind, said = pickle.loads(data)
             if kind in ("call", "pull"):
                 self.todo.put((number, kind, said))
@@ -209,16 +177,25 @@ class _Unknown(BadInput):
     """A mistake that was found before the function ran."""
 
 
-def main(number: int) -> None:
-    """The process, to its end. number: the descriptor of its socket."""
-    connection = socket.socket(fileno=number)
-    data = received(connection)
-    if data is None:
+def received(controller: Channel) -> bytes | None:
+    """The next message; None where the controller has closed its end."""
+    try:
+        return controller.receive()
+    except EOFError:
+        return None
+
+
+def main(descriptor: int) -> None:
+    """The process, to its end. descriptor: of its socket."""
+    os.set_inheritable(descriptor, False)
+    controller = Channel(descriptor)
+    if (data := received(controller)) is None:
         os._exit(0)
     hello = pickle.loads(data)
+    # It was forked by a thread that lives as long as the controller.
     end_with(hello["parent"])
     # Ctrl-C is for the controller, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker = Worker(connection, hello)
+    worker = Worker(controller, hello)
     threading.Thread(target=worker.listen, name="commands", daemon=True).start()
     worker.run()

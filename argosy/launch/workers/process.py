@@ -5,10 +5,8 @@ import json
 import os
 import pickle
 import queue
-import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from argosy.launch.workers.child import LENGTH, received
+from argosy.core.process.child import ChildProcess
 
 # How long what an ended process said and printed last is waited for.
 LAST_S = 2.0
 # A new interpreter: this one has jax's threads. Its own packages come before those of the controller.
 PROGRAM = """
 import json, sys
-sys.path += [one for one in json.loads(sys.argv[2]) if one not in sys.path]
+sys.path += [one for one in json.loads(sys.argv[1]) if one not in sys.path]
 from argosy.launch.workers.child import main
-main(int(sys.argv[1]))
+main(int(sys.argv[2]))
 """
 # The kernel ends a process with the thread that forked it, so that is one that stays.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="starts workers")
@@ -52,20 +50,12 @@ class Process:
         ended: Callable[[int], None],
     ):
         self._heard, self._printed, self._ended = heard, printed, ended
-        ours, theirs = socket.socketpair()
-        self._connection = ours
         self._killing, self._over = threading.Lock(), False
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        words = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), json.dumps(paths)]
-        try:
-            self.process = _starter.submit(
-                subprocess.Popen, words, env=dict(environment), cwd=folder if Path(folder).is_dir() else None,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            ).result()  # fmt: skip
-        finally:
-            theirs.close()
-        self.pid = self.process.pid
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": folder if Path(folder).is_dir() else None}
+        words = ["-c", PROGRAM, json.dumps(paths)]
+        self.child = _starter.submit(ChildProcess, words, "workers", dict(environment), **options).result()
+        self.process, self.pid = self.child.process, self.child.pid
         self.send(pickle.dumps({**hello, "parent": os.getpid()}))
         self._threads = [threading.Thread(target=do, daemon=True) for do in (self._read, self._follow)]
         for one in (*self._threads, *(threading.Thread(target=do, daemon=True) for do in (self._write, self._watch))):
@@ -77,24 +67,24 @@ class Process:
 
     def kill(self) -> None:
         """Ends it, and what its functions have started: it has a session of its own."""
-        with self._killing, suppress(OSError):
+        with self._killing:
             if not self._over:
-                os.killpg(self.pid, signal.SIGKILL)
+                self.child.kill()
 
     def leave(self) -> None:
         """Asks it to end, by closing its socket."""
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self.child.socket.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
         while (data := self._out.get()) is not None:
             with suppress(OSError):
-                self._connection.sendall(LENGTH.pack(len(data)))
-                self._connection.sendall(data)
+                self.child.send(data)
 
     def _read(self) -> None:
-        while (data := received(self._connection)) is not None:
-            self._heard(data)
+        with suppress(EOFError):
+            while True:
+                self._heard(self.child.receive())
         # Without its socket it is of no use.
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LAST_S)
@@ -116,5 +106,5 @@ class Process:
             one.join(LAST_S)
         self._out.put(None)
         self.leave()
-        self._connection.close()
+        self.child.close()
         self._ended(code)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from argosy.rl.environment import Turn
-from argosy.rl.reward_child import FILES, from_file
+from argosy.rl.user_code import FILES, load_file
 
 
 class Gymnasium:
@@ -39,7 +39,7 @@ class Gymnasium:
 
     @staticmethod
     def load(make: Mapping[str, Any]) -> Callable[..., Any]:
-        module = from_file(make) if "file" in make else importlib.import_module(make["module"])
+        module = load_file(make) if "file" in make else importlib.import_module(make["module"])
         FILES.add(getattr(module, "__file__", None))
         return getattr(module, make["function"])
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from argosy.rl.environment import Turn
-from argosy.rl.reward_child import FILES, blamed, from_file
+from argosy.rl.user_code import FILES, load_file, user_line
 
 KINDS: dict[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
@@ -66,7 +66,7 @@ class Tools:
         """
         found: dict[str, Callable[..., Any]] = {}
         for one in functions:
-            module = from_file(one) if "file" in one else importlib.import_module(one["module"])
+            module = load_file(one) if "file" in one else importlib.import_module(one["module"])
             if not module.__name__.startswith("argosy."):
                 FILES.add(getattr(module, "__file__", None))
             function = getattr(module, one["function"], None)
@@ -118,7 +118,7 @@ class Tools:
             return f"error: {name} takes more than {self.seconds:g} seconds", "timed_out"
         except BaseException as error:
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            if (line := blamed(error.__traceback__)) is not None:
+            if (line := user_line(error.__traceback__)) is not None:
                 self.complaint = f"the tool `{name}` raised {type(error).__name__} in {line}\n{HINT}"
             return f"error: {text[:MOST_CHARACTERS]}", "raised"
         if isinstance(found, str):

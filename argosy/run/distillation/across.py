@@ -10,7 +10,7 @@ from argosy.data.distillation.across import Across, BothTokenizers
 from argosy.data.rows.answered import AnsweredPrompts
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.data.tokenizers.matched import matched
-from argosy.rl.across import Asking
+from argosy.rl.rollouts.teacher_tokens import Asking
 from argosy.train.distillation import GOLD, ULD
 from argosy.weights.build import tokenizer_of
 

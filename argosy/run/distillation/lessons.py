@@ -20,10 +20,10 @@ from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import merge
 from argosy.ops.sorted_distance import FARTHEST
-from argosy.rl.across import Reread
-from argosy.rl.lessons import Lessons, Tutor
-from argosy.rl.policies import Rollout
-from argosy.rl.rolled import Told
+from argosy.rl.policy.settings import Rollout
+from argosy.rl.rollouts.records import Told
+from argosy.rl.rollouts.teacher_batches import Lessons, Tutor
+from argosy.rl.rollouts.teacher_tokens import Reread
 from argosy.run.distillation.across import Both, asking, is_across
 from argosy.run.distillation.teacher import ROLE, Teacher
 from argosy.run.rl.reinforce import Reinforced, shape_of

@@ -13,7 +13,7 @@ import numpy as np
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.models.parts.weight import Leaves
-from argosy.rl.answers import Asked, Drawn, drawn
+from argosy.rl.rollouts.completions import Asked, Drawn, drawn
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums
 
 

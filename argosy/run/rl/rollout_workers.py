@@ -29,9 +29,9 @@ from argosy.launch.workers import Group, WorkerLost, Workers, open_workers
 from argosy.launch.workers.group import WorkerGroup
 from argosy.models.parts.weight import Leaves
 from argosy.observe.readable import sized
-from argosy.rl.answers import Asked, Drawn, Interrupted, SamplersLost
-from argosy.rl.critic import PREFIX
-from argosy.rl.policies import Rollout
+from argosy.rl.policy.critic import PREFIX
+from argosy.rl.policy.settings import Rollout
+from argosy.rl.rollouts.completions import Asked, Drawn, Interrupted, SamplersLost
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums, policy_weights
 from argosy.run.rl.rollout_worker import RolloutWorker, apart
 from argosy.train.state import TrainState
@@ -97,7 +97,7 @@ class RolloutWorkers:
         self._stack.close()
         self._threads.shutdown()
 
-    # ---------------------------------------------------------------- what a trainer lends (`rl.rolled.Trainer`)
+    # ---------------------------------------------------------------- what a trainer lends (`rl.rollouts.records.Trainer`)
 
     def weights(self, state: TrainState) -> Weights:
         """The weights of a state. Without `rollout.ahead` they are its own arrays, which nothing may donate before they are used."""
@@ -178,7 +178,7 @@ class RolloutWorkers:
 
 
 class Samplers:
-    """The language model with the weights of a moment, in all processes: `rl.answers.Elsewhere`."""
+    """The language model with the weights of a moment, in all processes: `rl.rollouts.completions.Elsewhere`."""
 
     def __init__(self, workers: RolloutWorkers, weights: Weights):
         self.workers, self.given, self.tokenizer = workers, weights, workers.engine.tokenizer

@@ -1,0 +1,110 @@
+"""Messages between two processes, over a descriptor that both may read and write, such as an end of a socket pair.
+
+A message is 8 bytes of length and then its content, of which this file knows nothing. It needs the standard library alone: scripts that
+are run by path import it as a file beside them.
+"""
+
+import os
+import select
+import struct
+import time
+
+LENGTH = struct.Struct("<Q")
+PART_BYTES = 1 << 20
+
+
+class Channel:
+    """One end. One thread may send while another one receives.
+
+    descriptor: of the end. It becomes non-blocking; waiting is left to `poll`, which takes descriptors of any number.
+    """
+
+    def __init__(self, descriptor: int):
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def send(self, content: bytes, timeout: float | None = None) -> None:
+        """Sends a message.
+
+        Args:
+            timeout: seconds for the other end to take it. None: it may take as long as it takes.
+
+        Raises:
+            TimeoutError: it took longer.
+            OSError: the other end is closed.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        parts = [memoryview(LENGTH.pack(len(content))), memoryview(content)]
+        while parts:
+            try:
+                count = os.writev(self.descriptor, parts)
+            except BlockingIOError:
+                if not ready(self.descriptor, select.POLLOUT, until):
+                    raise TimeoutError("the message was not taken") from None
+                continue
+            while parts and count >= len(parts[0]):
+                count -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][count:]
+
+    def arrived(self) -> bytes | None:
+        """The next message, if all of it has arrived. Waits for nothing.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        while (message := self._whole()) is None:
+            try:
+                part = os.read(self.descriptor, PART_BYTES)
+            except BlockingIOError:
+                return None
+            except OSError:
+                part = b""
+            if not part:
+                raise EOFError("the other end is closed")
+            self._received += part
+        return message
+
+    def receive(self, timeout: float | None = None) -> bytes:
+        """Waits for the next message.
+
+        Args:
+            timeout: seconds for all of it to arrive. None: it may take as long as it takes.
+
+        Raises:
+            TimeoutError: it took longer.
+            EOFError: the other end is closed.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while (message := self.arrived()) is None:
+            if not ready(self.descriptor, select.POLLIN, until):
+                raise TimeoutError("no message arrived")
+        return message
+
+    def _whole(self) -> bytes | None:
+        if len(self._received) < LENGTH.size:
+            return None
+        end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+        if len(self._received) < end:
+            return None
+        with memoryview(self._received) as view:
+            message = bytes(view[LENGTH.size : end])
+        del self._received[:end]
+        return message
+
+
+def ready(descriptor: int, event: int, until: float | None) -> bool:
+    """Waits until a descriptor can be read or written, or its other end is closed. Returns False if the time `until` came first."""
+    left = None if until is None else max(0.0, until - time.monotonic())
+    waiting = select.poll()
+    waiting.register(descriptor, event)
+    try:
+        return bool(waiting.poll(None if left is None else left * 1000))
+    except OSError:
+        # A process that may open no file may not poll one either (RLIMIT_NOFILE is 0).
+        sides = ([descriptor], [], []) if event == select.POLLIN else ([], [descriptor], [])
+        return any(select.select(*sides, left))

@@ -1,0 +1,1 @@
+"""Algorithms of reinforcement learning, one a file."""

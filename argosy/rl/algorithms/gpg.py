@@ -1,0 +1,26 @@
+"""Group policy gradient (GPG): Chu et al. 2025, arXiv:2504.02546.
+
+    A_i = alpha (r_i - mean(r)) / norm        alpha = groups / useful groups
+
+alpha undoes the shrinking of the gradient by groups whose rewards are all equal. norm is 1 in the paper's own choice. The loss is
+plain REINFORCE (`argosy.rl.algorithms.reinforce`), without ratio, clipping or reference.
+
+Difference from verl: its alpha is completions / completions whose reward is not 0, so right answers to a prompt that is always solved
+count as useful there, and rewards of 0 and 1 train otherwise than rewards of 1 and 2.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.rl.policy.advantages import Advantages, groups
+
+
+def gpg(rewards: Float[Array, "g n"], *, norm: float = 1.0) -> Advantages:
+    """Advantages over the mean of the group, scaled up by the share of groups that are useless.
+
+    Args:
+        rewards: NaN where missing.
+    """
+    of = groups(rewards)
+    alpha = len(rewards) / jnp.maximum(jnp.sum(of.useful.astype(rewards.dtype)), 1.0)
+    return of.advantages(alpha * (of.rewards - of.mean) / norm)

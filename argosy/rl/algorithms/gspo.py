@@ -1,0 +1,52 @@
+"""Group sequence policy optimization (GSPO) in its form for tokens: Zheng et al. 2025, arXiv:2507.18071, equations 13 and 14.
+
+    s_i  = exp(mean over tokens of log(p_new(y_t) / p_old(y_t)))
+    s_it = sg(s_i) p_new(y_t) / sg(p_new(y_t))
+    L_it = -min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
+
+sg stops the gradient. With one advantage a row, the mean of L_it over its tokens has the value and the gradient of GSPO (equations 5
+to 7), so `SequenceMean` gives the paper's objective; `TokenMean` would weigh sequences by their length.
+
+The bounds are the paper's, 3e-4 and 4e-4: s_i is a geometric mean, and moves some hundred times less than the ratio of a token. Clip
+metrics count tokens. Difference from verl: log s_i is clipped at 20, not at 10.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.rl.policy.token_losses import (
+    TokenLoss,
+    clip_metrics,
+    clipped,
+    log_ratios,
+    of_sequences,
+    ratio_metrics,
+    ratios,
+    sequence_means,
+)
+
+
+def gspo(
+    new: Float[Array, "B T"],
+    old: Float[Array, "B T"],
+    advantages: Float[Array, "B #T"],
+    mask: Float[Array, "B T"],
+    *,
+    low: float = 3e-4,
+    high: float = 4e-4,
+) -> TokenLoss:
+    """The clipped loss of each token under the ratio of its sequence.
+
+    Args:
+        new, old: log-probabilities of the tokens by the trained policy, and by the policy at the start of the step.
+        advantages: of tokens, or of rows [B 1].
+
+    Raises:
+        BadInput: a bound that clips everything or nothing.
+    """
+    logs = jax.lax.stop_gradient(sequence_means(log_ratios(new, old, mask), mask))
+    ratio = ratios(logs) * jnp.exp(log_ratios(new, jax.lax.stop_gradient(new), mask))
+    tokens = jnp.where(mask > 0, clipped(ratio, advantages, low, high), 0.0)
+    metrics = ratio_metrics(logs, of_sequences(mask)) | clip_metrics(ratio, advantages, mask, low, high)
+    return TokenLoss(tokens, metrics)

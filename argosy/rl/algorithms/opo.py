@@ -1,0 +1,27 @@
+"""On-policy RL with optimal reward baseline (OPO): Hao et al. 2025, arXiv:2505.23585.
+
+    b = (sum of l_i r_i) / (sum of l_i)      A_i = r_i - b
+
+The baseline of least variance weighs rewards by the squared norm of the gradients; with gradients of tokens about orthogonal that is
+the length l_i. The paper trains exactly on-policy: one update per batch of samples, without clipping, KL or entropy terms.
+
+Difference from verl: a group of one gets 0 and is counted, not its raw reward.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.rl.policy.advantages import Advantages, groups
+
+
+def opo(rewards: Float[Array, "g n"], lengths: Float[Array, "g n"]) -> Advantages:
+    """Advantages over the length-weighted mean of the group.
+
+    Args:
+        rewards: NaN where missing.
+        lengths: of the completions, in tokens of the policy.
+    """
+    of = groups(rewards)
+    weights = jnp.where(of.scored, lengths, 0.0)
+    baseline = jnp.sum(weights * of.rewards, 1, keepdims=True) / jnp.maximum(jnp.sum(weights, 1, keepdims=True), 1.0)
+    return of.advantages(of.rewards - baseline)

@@ -1,0 +1,47 @@
+"""REINFORCE++: Hu 2025, arXiv:2501.03262. Advantages normalized over the whole batch instead of the group.
+
+    A_t = r - sum of penalty_i, i >= t                   then  (A_t - mean(A)) / std(A)  over all tokens of the batch
+    A_i = r_i - mean of its group                        then  (A_i - mean(A)) / std(A)  over all completions   (baseline)
+
+penalty_i is beta log(p_old / p_ref) of token i: `argosy.rl.policy.kl.in_reward` without a reward. The baseline variant has its KL in
+the loss.
+
+Without the baseline, groups play no part: a prompt whose answers are all right has positive advantages, as the paper means it, and no
+group is useless. With it, the mean over completions is 0, so equal groups keep their zeros. That is the difference from verl, which
+normalizes the baseline variant over tokens: there long answers shift the mean, and equal groups get advantages.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.rl.policy.advantages import Advantages, TokenAdvantages, groups, standardized
+
+
+def reinforce_pp(
+    rewards: Float[Array, "g n"], mask: Float[Array, "B T"], penalty: Float[Array, "B T"] | None = None
+) -> TokenAdvantages:
+    """Advantages of tokens, normalized over the batch; 0 where the reward is missing. The returns are those before.
+
+    Args:
+        rewards: NaN where missing.
+        penalty: of each token, subtracted from the reward of all tokens up to it.
+    """
+    flat = rewards.reshape(-1, 1)
+    scored = jnp.isfinite(flat)
+    own = (mask > 0) & scored
+    ahead = 0.0
+    if penalty is not None:
+        ahead = jnp.cumsum(jnp.where(own, penalty, 0.0)[:, ::-1], 1)[:, ::-1]
+    returns = jnp.where(own, jnp.where(scored, flat, 0.0) - ahead, 0.0)
+    return TokenAdvantages(standardized(returns, own), returns, jnp.where(own, mask, 0.0))
+
+
+def reinforce_pp_baseline(rewards: Float[Array, "g n"]) -> Advantages:
+    """Advantages over the mean of the group, normalized over the batch.
+
+    Args:
+        rewards: NaN where missing.
+    """
+    of = groups(rewards)
+    centered = jnp.where(of.scored & of.useful, of.rewards - of.mean, 0.0)
+    return of.advantages(standardized(centered, of.scored))

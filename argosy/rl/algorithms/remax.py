@@ -1,0 +1,26 @@
+"""ReMax: Li et al. 2023, arXiv:2310.10505. The baseline is the reward of the greedy answer to the same prompt.
+
+    A_i = r_i - r_greedy
+
+One sampled answer a prompt is enough. A prompt is useless if all its sampled answers have the reward of the greedy one. Where the
+greedy answer has no reward, there is no baseline, and its completions count as missing; verl subtracts whatever is there.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.rl.policy.advantages import Advantages, differ, groups
+
+
+def remax(rewards: Float[Array, "g n"], greedy: Float[Array, "g 1"]) -> Advantages:
+    """Advantages over the greedy answer.
+
+    Args:
+        rewards: NaN where missing.
+        greedy: the reward of the greedy answer to each prompt; NaN where missing.
+    """
+    of = groups(jnp.where(jnp.isfinite(greedy), rewards, jnp.nan))
+    baseline = jnp.where(jnp.isfinite(greedy), greedy, 0.0)
+    both = jnp.concatenate([of.rewards, baseline], 1)
+    there = jnp.concatenate([of.scored, jnp.any(of.scored, 1, keepdims=True)], 1)
+    return of._replace(useful=differ(both, there, 1)).advantages(of.rewards - baseline)

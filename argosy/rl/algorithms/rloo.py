@@ -1,0 +1,25 @@
+"""REINFORCE leave-one-out (RLOO): Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019.
+
+    A_i = r_i - (sum of r_j, j != i) / (n - 1)
+
+A completion's baseline does not contain its own reward, so the gradient is unbiased; A_i is n / (n - 1) times GRPO's without std.
+
+Difference from TRL 1.16: a group with one reward gets 0 and is counted; TRL computes 0 / 0 and replaces it. TRL's RLOO has the
+product of a sequence's ratios in its loss; here the loss is chosen apart (`argosy.rl.policy.token_losses`).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.rl.policy.advantages import Advantages, groups
+
+
+def rloo(rewards: Float[Array, "g n"]) -> Advantages:
+    """Advantages over the mean of the other completions.
+
+    Args:
+        rewards: NaN where missing.
+    """
+    of = groups(rewards)
+    others = jnp.sum(of.rewards, 1, keepdims=True) - of.rewards
+    return of.advantages(of.rewards - others / jnp.maximum(of.size - 1, 1.0))

@@ -1,0 +1,255 @@
+"""The process that environments come from: run by path, never imported by others.
+
+It loads a class once, and forks a process for each object of it, which costs 1 ms and copies nothing: no answer waits for another's
+environment, and one that hangs is killed alone. It is a new interpreter itself, since the parent has jax's threads.
+
+It is told what to load by a pickle of the parent's, then gets commands of 9 bytes: open a number (with the socket of the new process),
+end a number. A process answers JSON with JSON (`core.process.channel`). All of them end with the parent, and what they have started (on
+Linux; elsewhere their group), by a guard (`core.process.guard`).
+"""
+
+import gc
+import importlib
+import inspect
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import warnings
+
+# The files that it shares with other scripts, by path and not as parts of the package, whose import costs more than its own start. A
+# user's file may have the same name as one of them.
+sys.path.insert(0, os.path.abspath(os.path.join(__file__, "..", "..")))
+sys.path.insert(0, os.path.join(sys.path[0], "..", "core", "process"))
+import channel  # pyright: ignore[reportMissingImports]
+import guard  # pyright: ignore[reportMissingImports]
+import user_code
+
+del sys.path[:2], sys.modules["channel"], sys.modules["guard"], sys.modules["user_code"]
+# Environments of this package import it by its whole name. Loaded twice, it would know two sets of users' files.
+sys.modules["argosy.rl.user_code"] = user_code
+
+COMMAND = struct.Struct("<cQ")
+# An observation is cut to far fewer tokens.
+MOST_CHARACTERS = 1 << 20
+
+
+def load(request):
+    """The class, and what is known of it: or why it cannot be used."""
+    sys.path[:] = request["path"]
+    one, module = request["class"], None
+    try:
+        made = module = user_code.load_file(one) if "file" in one else importlib.import_module(one["module"])
+        # A built-in environment runs a user's code, which is what an error is blamed on.
+        if not module.__name__.startswith("argosy."):
+            user_code.FILES.add(module.__file__)
+        for part in one["function"].split("."):
+            made = getattr(made, part)
+    except AttributeError as error:
+        if module is None or error.obj is not module:
+            return None, {"wrong": user_code.load_failure(error, one)}
+        return None, {"wrong": {"missing": [name for name, item in vars(module).items() if inspect.isclass(item)]}}
+    except BaseException as error:
+        return None, {"wrong": user_code.load_failure(error, one)}
+    try:
+        return made, about(made, one["args"])
+    except user_code.Unusable as error:
+        return None, {"wrong": error.args[0]}
+
+
+def about(made, args):
+    """What a class needs. Nothing of it is run."""
+    if not callable(made):
+        raise user_code.Unusable({"what": f"it is a {type(made).__name__}, not a class"})
+    try:
+        inspect.signature(made).bind(**args)
+    except TypeError as error:
+        hint = f"it takes {inspect.signature(made)}" if inspect.isclass(made) else "environment.args are what it is called with"
+        raise user_code.Unusable({"what": f"it cannot be made of environment.args: {error}", "hint": hint}) from None
+    except ValueError:
+        pass
+    # What is loaded once, before processes are forked. A method of objects may have this name too.
+    if inspect.ismethod(prepare := getattr(made, "prepare", None)):
+        try:
+            prepare(**args)
+        except BaseException as error:
+            raise user_code.Unusable({"what": f"{type(error).__name__}: {error}"}) from None
+    return {}
+
+
+class Played:
+    """One object and the process around it."""
+
+    def __init__(self, made, one):
+        self.made, self.one, self.environment = made, one, None
+
+    def answered(self, asked):
+        """The answer to one message of the parent."""
+        try:
+            if "seed" in asked:
+                user_code.seed_generators(asked["seed"])
+            if self.environment is None:
+                self.environment = self.made(**self.one["args"])
+            own = self.environment
+            if "about" in asked:
+                return described(own)
+            if "reset" in asked:
+                return {"observation": observation(own.reset(**asked["reset"]))}
+            found = turn(own.step(asked["step"]))
+            if complaint := getattr(own, "complaint", None):
+                found["complaint"], own.complaint = str(complaint), None
+            return found
+        except user_code.Unusable as error:
+            return {"wrong": error.args[0]}
+        except BaseException as error:
+            since = user_code.traceback_below(error.__traceback__, __file__)
+            return {"raised": user_code.traceback_text(error, since), "blamed": user_code.error_summary(error, since)}
+
+
+def described(environment):
+    """What `reset` takes, and the tools that the model is shown."""
+    for name in ("reset", "step"):
+        if not callable(getattr(environment, name, None)):
+            hint = "it has reset(self, prompt, seed, ...) and step(self, said)"
+            raise user_code.Unusable({"what": f"it has no method `{name}`", "hint": hint})
+    try:
+        inspect.signature(environment.step).bind("said")
+    except TypeError as error:
+        raise user_code.Unusable({"what": f"`step` takes what the model said: {error}", "hint": "def step(self, said)"}) from None
+    found = user_code.parameters_of(environment.reset, {})
+    tools = getattr(environment, "tools", None)
+    found |= {"tools": None if tools is None else list(tools), "role": str(getattr(environment, "role", "user"))}
+    json.dumps(found)
+    return {"about": found}
+
+
+def turn(found):
+    """A turn as JSON."""
+    if not all(hasattr(found, name) for name in ("observation", "reward", "done", "cut", "counts")):
+        raise user_code.Unusable(f"`step` returned {user_code.shortened(found)}, not a Turn")
+    reward = found.reward.item() if hasattr(found.reward, "item") else found.reward
+    if reward is not None and not isinstance(reward, bool | int | float):
+        raise user_code.Unusable(f"`step` returned the reward {user_code.shortened(reward)}")
+    reward = None if reward is None else float(reward)
+    if reward is not None and not (math.isfinite(reward) and abs(reward) < 3e38):
+        raise FloatingPointError(f"`step` returned the reward {reward}")
+    counts = {str(name): float(value) for name, value in dict(found.counts).items()}
+    over = {"done": bool(found.done), "cut": bool(found.cut)}
+    return {"observation": observation(found.observation), "reward": reward, "counts": counts, **over}
+
+
+def observation(found):
+    """A text, messages or None; a text of a megabyte is cut, and told by its length."""
+    if found is None:
+        return None
+    if isinstance(found, str):
+        return found if len(found) <= MOST_CHARACTERS else {"text": found[:MOST_CHARACTERS], "characters": len(found)}
+    if isinstance(found, list | tuple) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in found):
+        out = []
+        for one in found:
+            content = one.get("content")
+            if not isinstance(content, str):
+                raise user_code.Unusable(f"an observation has a message whose content is {user_code.shortened(content)}, not a text")
+            if len(content) > MOST_CHARACTERS:
+                one = one | {"content": content[:MOST_CHARACTERS], "characters": len(content)}
+            out.append(one)
+        return out
+    raise user_code.Unusable(f"an observation is {user_code.shortened(found)}, not a text, a list of messages or None")
+
+
+# ---- processes
+
+
+def watch(connection, made, one, server):
+    """The process around that of one object, on Linux. However that one ends, what it has started comes to this one, which ends it."""
+    guard.end_with(server)
+    if sys.platform == "linux":
+        guard.collect_orphans()
+        own = os.getpid()
+        if pid := os.fork():
+            # The other end is told at once when that process ends.
+            connection.close()
+            # Orphans that came to this process end too.
+            while os.waitpid(-1, 0)[0] != pid:
+                pass
+            return guard.kill_started(own)
+        guard.end_with(own)
+    try:
+        play(connection, made, one)
+    finally:
+        os._exit(0)
+
+
+def play(connection, made, one):
+    """The process of one object, to its end."""
+    played = Played(made, one)
+    messages = channel.Channel(connection.fileno())
+    while True:
+        try:
+            asked = json.loads(messages.receive())
+        except EOFError:
+            return
+        try:
+            data = json.dumps(played.answered(asked)).encode()
+        except (TypeError, ValueError) as error:
+            data = json.dumps({"wrong": f"what it returned is not JSON: {error}"}).encode()
+        sys.stdout.flush()
+        messages.send(data)
+
+
+def serve(control, lifeline, made, one):
+    """Forks and ends processes until the parent is gone."""
+    server, processes = os.getpid(), {}
+    control.settimeout(1.0)
+    while True:
+        for number, pid in list(processes.items()):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del processes[number]
+        try:
+            data, sockets, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+        except TimeoutError:
+            continue
+        if not data:
+            os.killpg(0, signal.SIGKILL)
+        while len(data) < COMMAND.size:
+            data += control.recv(COMMAND.size - len(data))
+        what, number = COMMAND.unpack(data)
+        if what == b"e":
+            if number in processes:
+                # It may hang, or not have seen yet that it is over.
+                os.kill(processes[number], signal.SIGSTOP)
+                guard.kill_started(processes[number])
+                os.kill(processes[number], signal.SIGKILL)
+                os.waitpid(processes.pop(number), 0)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            try:
+                control.close()
+                os.close(lifeline)
+                watch(socket.socket(fileno=sockets[0]), made, one, server)
+            finally:
+                os._exit(0)
+        processes[number] = pid
+        os.close(sockets[0])
+
+
+def main(lifeline, descriptor):
+    guard.guarded(lifeline, descriptor)
+    os.set_inheritable(descriptor, False)
+    parent = channel.Channel(descriptor)
+    request = pickle.loads(parent.receive())
+    made, found = load(request)
+    parent.send(json.dumps(found).encode())
+    # What is loaded stays shared with the processes that are forked.
+    gc.freeze()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    serve(socket.socket(fileno=descriptor), lifeline, made, request["class"])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

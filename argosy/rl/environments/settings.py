@@ -1,0 +1,275 @@
+"""The settings of environments, without jax. Each knows the class that its processes load.
+
+A name is a set of defaults and settings of its own; `environment=FILE.py:CLASS` is `custom` with that class.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field, field_validator, model_validator
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, Unsupported
+from argosy.core.registry import Registry
+from argosy.core.settings import Also, MayChange, Repeats, Settings
+from argosy.rl.rewards.sources import text_of_file
+
+if TYPE_CHECKING:
+    from argosy.data.rows.prompts import Prompts
+    from argosy.rl.rollouts.trajectories import Table
+
+ENVIRONMENTS = Registry(
+    "environment",
+    {
+        "none": "argosy.rl.environments.settings:NoEnvironment",
+        "custom": "argosy.rl.environments.settings:Custom",
+        "tools": "argosy.rl.environments.settings:Tools",
+        "calculator": "argosy.rl.environments.settings:Calculator",
+        "python": "argosy.rl.environments.settings:Python",
+        "guess": "argosy.rl.environments.settings:Guess",
+        "gymnasium": "argosy.rl.environments.settings:Gymnasium",
+    },
+)
+OWN = "argosy.rl.environments"
+
+
+class NoEnvironment(Settings):
+    """An answer is one turn."""
+
+    played: ClassVar[bool] = False
+
+
+class EnvironmentSettings(Settings):
+    """What every environment has."""
+
+    played: ClassVar[bool] = True
+    # Whether it gives rewards; otherwise there are reward functions.
+    gives: ClassVar[bool] = True
+    # Whether it reads texts, messages, or either.
+    reads: ClassVar[str] = "either"
+
+    weight: float = 1.0
+    """What the sum of the environment's rewards is multiplied by before rewards are added."""
+    turns: Annotated[int, Also("max_turns", "max_steps", "max_assistant_turns", "max_tool_calling_iterations")] = Field(8, gt=0)
+    """The most turns of the model in an answer."""
+    tokens: Annotated[int | None, Also("max_turn_tokens")] = Field(None, gt=0)
+    """The most tokens of a turn of the model, which then ends as it is. None: as many as `rollout.tokens` leaves."""
+    timeout: Annotated[float, MayChange(), Also("step_timeout", "env_timeout")] = Field(10.0, gt=0)
+    """Seconds of a step, and of making and resetting an environment. One that takes longer is ended with its process, and its answer
+    has no reward."""
+    observation: Annotated[int, Also("max_tool_response_length", "max_observation_length")] = Field(256, gt=0)
+    """The most tokens of what an environment says after a turn. A longer text is cut, which is counted, and says so."""
+    stop: str | None = None
+    """A text that ends a turn of the model, such as a line break, in prompts that are texts. None: only end tokens do."""
+    wait: int | None = Field(16, ge=0)
+    """Steps of the engine after which an answer goes on. Until then its environment has time; if it needs more, the engine waits, so
+    that the same run gives the same answers, bit for bit, whatever the time that environments take. None: an answer goes on as soon as
+    there is a reply, which suits slow environments; results then differ by rounding from run to run."""
+    processes: int = Field(256, gt=0)
+    """Environments at a time, each a process; other answers wait."""
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        if value == "":
+            raise ValueError("should be a text, or none")
+        return value
+
+    def source(self) -> dict[str, Any]:
+        """What a process loads (`environment_pool.Environments`).
+
+        Raises:
+            UserError: it cannot be found, or cannot run here.
+        """
+        raise NotImplementedError
+
+
+class Custom(EnvironmentSettings):
+    """A class of one's own (`argosy.rl.environment`)."""
+
+    of: Annotated[str, Also("env_class", "env_name", "environment_factory")]
+    """FILE.py:CLASS (from the working directory) or package.module:CLASS."""
+    args: Annotated[dict[str, Any], Also("env_config", "env_kwargs")] = Field(default_factory=dict)
+    """What the class is called with."""
+
+    @field_validator("of")
+    @classmethod
+    def _names_a_class(cls, value: str) -> str:
+        if not all(value.rpartition(":")):
+            raise ValueError("should be FILE.py:CLASS or package.module:CLASS")
+        return value
+
+    def source(self) -> dict[str, Any]:
+        return located(self.of) | {"args": dict(self.args)}
+
+
+class ToolSettings(EnvironmentSettings):
+    """Tools that the model may call, in prompts that are messages (`argosy.rl.environments.tools`)."""
+
+    gives: ClassVar[bool] = False
+    reads: ClassVar[str] = "messages"
+    # Their calls are read by the notation of the chat template.
+    called: ClassVar[bool] = True
+
+    call_timeout: Annotated[float, MayChange()] = Field(5.0, gt=0)
+    """Seconds of a call of a tool. One that takes longer is told so to the model, and the answer goes on."""
+
+    @model_validator(mode="after")
+    def _in_time(self) -> "ToolSettings":
+        if self.call_timeout >= self.timeout:
+            raise ValueError(f"call_timeout = {self.call_timeout:g} is not below timeout = {self.timeout:g}")
+        return self
+
+
+class Tools(ToolSettings):
+    """Plain Python functions as tools."""
+
+    functions: Annotated[list[str], Repeats()] = Field(min_length=1)
+    """FILE.py:FUNCTION or package.module:FUNCTION of each tool."""
+
+    @field_validator("functions")
+    @classmethod
+    def _name_functions(cls, value: list[str]) -> list[str]:
+        for one in value:
+            if not all(one.rpartition(":")):
+                raise ValueError(f"`{one}` should be FILE.py:FUNCTION or package.module:FUNCTION")
+        return value
+
+    def source(self) -> dict[str, Any]:
+        return shipped("tools:Tools", {"functions": [located(one) for one in self.functions], "seconds": self.call_timeout})
+
+
+class Calculator(ToolSettings):
+    """A tool that computes exactly (`argosy.rl.environments.calculator`)."""
+
+    def source(self) -> dict[str, Any]:
+        functions = [located(f"{OWN}.calculator:calculate")]
+        return shipped("tools:Tools", {"functions": functions, "seconds": self.call_timeout}) | {"of": "calculator"}
+
+
+class Python(ToolSettings):
+    """A tool that runs Python in a sandbox (`argosy.rl.environments.python`)."""
+
+    seconds: float = Field(3.0, gt=0)
+    """Seconds of a program, of the clock and of the CPU."""
+    memory_mb: int = Field(512, ge=64)
+    """Megabytes of a program."""
+
+    @model_validator(mode="after")
+    def _programs_in_time(self) -> "Python":
+        if self.seconds >= self.call_timeout:
+            raise ValueError(f"seconds = {self.seconds:g} is not below call_timeout = {self.call_timeout:g}")
+        return self
+
+    def source(self) -> dict[str, Any]:
+        from argosy.rl.sandbox import available
+
+        if reasons := available():
+            what = f"environment=python cannot run code here: {'; '.join(reasons)}"
+            raise Unsupported(what, hint="it needs Linux with Landlock")
+        limits = {"cpu_s": max(1, round(self.seconds)), "wall_s": self.seconds, "memory_mb": self.memory_mb}
+        how = {"functions": [located(f"{OWN}.python:python")], "seconds": self.call_timeout, "fixed": {"limits": limits}}
+        return shipped("python:Python", how)
+
+
+class Gymnasium(EnvironmentSettings):
+    """An object of Gymnasium's form whose observations and actions are texts (`argosy.rl.environments.gymnasium`)."""
+
+    make: str
+    """FILE.py:NAME or package.module:NAME of a class or a function that makes it."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """What it is called with."""
+
+    @field_validator("make")
+    @classmethod
+    def _names_it(cls, value: str) -> str:
+        if not all(value.rpartition(":")):
+            raise ValueError("should be FILE.py:NAME or package.module:NAME")
+        return value
+
+    def source(self) -> dict[str, Any]:
+        return shipped("gymnasium:Gymnasium", {"make": located(self.make), "args": dict(self.args)}) | {"of": self.make}
+
+
+class Guess(EnvironmentSettings):
+    """Finds a number by asking whether it is higher or lower (`argosy.rl.environments.guess`), in prompts that are texts."""
+
+    reads: ClassVar[str] = "texts"
+    stop: str | None = "\n"
+    low: int = 1
+    """The lowest number."""
+    high: int = 9
+    """The highest number."""
+    tries: int = Field(3, gt=0)
+    """Guesses of a game."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "Guess":
+        if self.high <= self.low:
+            raise ValueError(f"high = {self.high} is not above low = {self.low}")
+        if self.tries > self.turns:
+            raise ValueError(f"tries = {self.tries} is above turns = {self.turns}")
+        return self
+
+    def source(self) -> dict[str, Any]:
+        return shipped("guess:Guess", {"low": self.low, "high": self.high, "tries": self.tries})
+
+
+def shipped(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The source of an environment that comes with Argosy."""
+    module, _, made = name.partition(":")
+    return {"of": module, "module": f"{OWN}.{module}", "function": made, "args": dict(args)}
+
+
+def located(of: str) -> dict[str, Any]:
+    """A class or function by FILE.py:NAME or package.module:NAME; a file is read here, once.
+
+    Raises:
+        BadInput: there is no such file.
+    """
+    place, _, name = of.rpartition(":")
+    if place.endswith(".py"):
+        return {"of": of, "file": os.path.abspath(place), "function": name, "source": text_of_file(place, of, "environment")}
+    return {"of": of, "module": place, "function": name}
+
+
+def described(settings: EnvironmentSettings) -> str:
+    """An environment in words, for the header of a run."""
+    name = settings.of if isinstance(settings, Custom) else type(settings).__name__.lower()
+    return f"{name}, at most {plural(settings.turns, 'turn')}"
+
+
+def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Prompts | None") -> "Table":
+    """Starts the processes of an environment, and tries it, its prompts and their template.
+
+    Raises:
+        UserError: it cannot be used, or does not fit the prompts.
+    """
+    from argosy.infer.tools.notations import KNOWN, notation_of
+    from argosy.rl.environments.pool import Environments
+    from argosy.rl.rollouts.trajectories import Table
+    from argosy.rl.rollouts.turns import Turns
+
+    made = Environments(settings.source(), settings.timeout, prompts.names)
+    try:
+        for each in (prompts, held_out) if held_out is not None else (prompts,):
+            each.tools = made.tools
+        turns = Turns(prompts, settings.observation, made.about["role"], settings.stop)
+        first = prompts.rendered(prompts.records[0])
+        is_text = isinstance(first.asked, str)
+        if settings.reads not in ("either", "texts" if is_text else "messages"):
+            name, kind = described(settings).partition(",")[0], "a text" if is_text else "messages"
+            raise BadInput(f"environment={name} reads {settings.reads}, and the prompt is {kind}", where=first.where)
+        if getattr(settings, "called", False) and notation_of(prompts.template_for(made.tools), prompts.tokenizer) is None:
+            what = f"calls in the notation of this chat template cannot be read with this tokenizer: those of {KNOWN} can"
+            raise BadInput(what, where=first.where, hint="data.template=FILE.jinja gives another one")
+        if is_text and made.tools:
+            raise BadInput("an environment with tools needs prompts that are messages", where=first.where)
+        turns.check(first)
+        known = {name: item for name, item in dict(settings).items() if name not in ("timeout", "call_timeout", "processes")}
+        how = (settings.turns, settings.processes, settings.wait, settings.tokens, settings.weight, settings.gives)
+        return Table(made, turns, *how, repr(known))
+    except BaseException:
+        made.close()
+        raise

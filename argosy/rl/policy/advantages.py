@@ -1,0 +1,117 @@
+"""Advantages: how much better each completion is than expected. One algorithm a file.
+
+What holds for all that compare the completions of a prompt:
+
+- A missing reward (NaN) is not 0: the completion takes no part in the statistics of its group, its advantage is 0, and `rows` takes
+  its tokens out of the mask, so that it does not weigh in the loss either. TRL leaves its tokens in the divisor.
+- A group is useless if fewer than two of its rewards are there or all are equal. Its advantages are exactly 0, and it is counted:
+  dynamic sampling (DAPO, arXiv:2503.14476) resamples such groups. Equal means within 8 roundings of the largest reward: 0.1 + 0.2
+  and 0.3 are equal rewards, and their rounding divided by itself must not become an advantage of 1. TRL and verl divide it by
+  1e-4 and 1e-6 instead.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from argosy.rl.policy.metrics import Metrics, mean_where
+from argosy.train.objectives import Mean
+
+
+class Advantages(NamedTuple):
+    """The advantages of completions, before micro-batches.
+
+    values: 0 where the reward is missing or the group is useless.
+    scored: the completion has a reward.
+    useful: at least one advantage of the group can differ from 0.
+    """
+
+    values: Float[Array, "g n"]
+    scored: Bool[Array, "g n"]
+    useful: Bool[Array, "g 1"]
+    metrics: Metrics
+
+    def rows(self, mask: Float[Array, "B T"]) -> tuple[Float[Array, "B 1"], Float[Array, "B T"]]:
+        """The advantage of each row, and the mask without completions that have no reward."""
+        kept = jnp.where(self.scored.reshape(-1, 1), mask, 0.0)
+        return self.values.reshape(-1, 1), kept
+
+
+class TokenAdvantages(NamedTuple):
+    """Advantages of tokens, the returns that a critic learns, and the mask of the tokens that have them."""
+
+    values: Float[Array, "B T"]
+    returns: Float[Array, "B T"]
+    mask: Float[Array, "B T"]
+
+
+class Groups(NamedTuple):
+    """Rewards by group. rewards: 0 where missing; size: how many are there."""
+
+    rewards: Float[Array, "g n"]
+    scored: Bool[Array, "g n"]
+    size: Float[Array, "g 1"]
+    useful: Bool[Array, "g 1"]
+
+    @property
+    def mean(self) -> Float[Array, "g 1"]:
+        return jnp.sum(self.rewards, 1, keepdims=True) / jnp.maximum(self.size, 1.0)
+
+    @property
+    def std(self) -> Float[Array, "g 1"]:
+        """Of a sample (divided by size - 1); 0 where fewer than two rewards are there."""
+        return deviation(jnp.where(self.scored, self.rewards - self.mean, 0.0), self.size, 1)
+
+    def advantages(self, values: Float[Array, "g n"]) -> Advantages:
+        """The values as advantages: 0 where the reward is missing or the group is useless."""
+        several = (self.size > 1).astype(values.dtype)
+        metrics: Metrics = {
+            "reward": mean_where(self.rewards, self.scored.astype(values.dtype)),
+            "reward_std": mean_where(self.std, several),
+            "rewards/missing": share(~self.scored, values.dtype),
+            "groups/useless": share(~self.useful, values.dtype),
+        }
+        return Advantages(jnp.where(self.scored & self.useful, values, 0.0), self.scored, self.useful, metrics)
+
+
+def groups(rewards: Float[Array, "g n"]) -> Groups:
+    """Which rewards are there, and which groups can be learned from."""
+    scored = jnp.isfinite(rewards)
+    clean = jnp.where(scored, rewards, 0.0)
+    size = jnp.sum(scored.astype(rewards.dtype), 1, keepdims=True)
+    return Groups(clean, scored, size, (size > 1) & differ(clean, scored, 1))
+
+
+def differ(values: Float[Array, "..."], where: Bool[Array, "..."], axis: int | None = None) -> Bool[Array, "..."]:
+    """Whether values differ by more than 8 roundings of the largest of them."""
+    high = jnp.max(jnp.where(where, values, -jnp.inf), axis, keepdims=True)
+    low = jnp.min(jnp.where(where, values, jnp.inf), axis, keepdims=True)
+    largest = jnp.max(jnp.where(where, jnp.abs(values), 0.0), axis, keepdims=True)
+    return high - low > 8 * float(jnp.finfo(values.dtype).eps) * largest
+
+
+def standardized(
+    values: Float[Array, "..."], where: Bool[Array, "..."], epsilon: float = 1e-8
+) -> Float[Array, "..."]:
+    """Values less their mean, divided by their standard deviation (of a sample) plus epsilon; 0 outside, and if all are equal."""
+    weight = where.astype(values.dtype)
+    count = jnp.sum(weight)
+    mean = jnp.sum(jnp.where(where, values, 0.0)) / jnp.maximum(count, 1.0)
+    apart = jnp.where(where, values - mean, 0.0)
+    return jnp.where(differ(values, where), apart / (deviation(apart, count) + epsilon), 0.0)
+
+
+def deviation(apart: Float[Array, "..."], count: Float[Array, "..."], axis: int | None = None) -> Float[Array, "..."]:
+    """The standard deviation of a sample from distances to its mean. They are scaled before they are squared: the square of 1e30 is
+    infinite in float32, and what is divided by it 0."""
+    scale = jnp.max(jnp.abs(apart), axis, keepdims=True)
+    scale = jnp.where(scale > 0, scale, 1.0)
+    squares = jnp.sum((apart / scale) ** 2, axis, keepdims=True) / jnp.maximum(count - 1, 1.0)
+    found = scale * jnp.sqrt(squares)
+    return found if axis is not None else found.reshape(())
+
+
+def share(where: Bool[Array, "..."], dtype: jnp.dtype) -> Mean:
+    """The share of entries that are true."""
+    return mean_where(where.astype(dtype), jnp.ones(where.shape, dtype))

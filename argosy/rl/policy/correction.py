@@ -1,0 +1,83 @@
+"""Importance weights for the difference between sampler and trainer: the engine's log-probabilities of the tokens that it sampled are
+not exactly those that the trainer computes for them (quantized rollout, other kernels, older weights).
+
+    w = p_trainer / p_sampler, of a token, or of a sequence: the product over its tokens
+    truncate: min(max(w, lowest), highest)               TIS (Yao et al. 2025, with lowest 0 and highest 2)
+    mask:     w if lowest <= w <= highest, else 0        IcePop (arXiv:2510.18855)
+
+The loss of each token is multiplied by its weight; tokens of weight 0 still count in the normalization, as in TRL and verl. Weights
+have no gradient. p_trainer is that at the start of the step, `old` of the losses.
+
+Sampling by top-k, top-p or min-p changes the sampler's distribution: its log-probabilities must be those after that truncation, or
+every weight is too small by the same cut.
+
+A sampler log-probability that is NaN is missing: no difference, and counted. Differences from TRL 1.16: the default is one weight a
+token, truncated at 2, instead of one a sequence, masked at 3 (a product over hundreds of tokens is far from 1 although each token is
+near); missing ones are reported; so is the effective sample size.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.core.errors import BadInput
+from argosy.rl.policy.metrics import EffectiveShare, Metrics, highest_where, mean_where
+from argosy.rl.policy.token_losses import of_sequences, ratios
+
+
+class Correction(NamedTuple):
+    """weights: of tokens, or of rows [B 1], to multiply losses of tokens by. 1 outside the mask."""
+
+    weights: Float[Array, "B #T"]
+    metrics: Metrics
+
+
+def correction(
+    trainer: Float[Array, "B T"],
+    sampler: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    *,
+    level: Literal["token", "sequence"] = "token",
+    outside: Literal["truncate", "mask"] = "truncate",
+    lowest: float = 0.0,
+    highest: float = 2.0,
+) -> Correction:
+    """The weights and how far sampler and trainer are apart.
+
+    Metrics: `sampler/difference_max` and `_mean` of the absolute differences of log-probabilities, in nats; `sampler/outside`, the
+    share of weights that were truncated or masked; `sampler/missing`; `sampler/effective`, the effective sample size of the weights
+    as a share.
+
+    Args:
+        trainer, sampler: log-probabilities of the sampled tokens.
+        outside: what happens to weights below `lowest` or above `highest`.
+
+    Raises:
+        BadInput: not 0 <= lowest <= 1 <= highest.
+    """
+    if not 0 <= lowest <= 1 <= highest:
+        raise BadInput(
+            f"importance weights between {lowest} and {highest}", hint="1 means no difference, so it lies between, as in 0 and 2"
+        )
+    trainer, sampler = jax.lax.stop_gradient((trainer, sampler))
+    own, there = mask > 0, ~jnp.isnan(sampler)
+    both = (own & there).astype(mask.dtype)
+    apart = jnp.where(own & there, trainer - sampler, 0.0)
+    logs, live = (apart, mask) if level == "token" else (jnp.sum(apart, 1, keepdims=True), of_sequences(mask))
+    raw = ratios(logs)
+    beyond = (raw < lowest) | (raw > highest)
+    weights = jnp.clip(raw, lowest, highest) if outside == "truncate" else jnp.where(beyond, 0.0, raw)
+    weights = jnp.where(live > 0, weights, 1.0)
+    counted = jnp.where(live > 0, weights, 0.0)
+    metrics: Metrics = {
+        "sampler/difference_max": highest_where(jnp.abs(apart), both),
+        "sampler/difference_mean": mean_where(jnp.abs(apart), both),
+        "sampler/outside": mean_where(beyond.astype(mask.dtype), live),
+        "sampler/missing": mean_where((~there).astype(mask.dtype), mask),
+        "sampler/effective": EffectiveShare(
+            jnp.sum(counted), jnp.sum(counted**2), jnp.sum((live > 0).astype(mask.dtype))
+        ),
+    }
+    return Correction(weights, metrics)

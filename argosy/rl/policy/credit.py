@@ -1,0 +1,146 @@
+"""From the rewards of a rollout to the advantage of every token, by the policy's choice (`rl.algorithms`).
+
+It is done once over all answers of a rollout, on the host's arrays, because advantages compare answers with each other. The numbers
+are small, so where they are computed does not matter.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from argosy.rl.algorithms.gdpo import gdpo
+from argosy.rl.algorithms.gpg import gpg
+from argosy.rl.algorithms.grpo import grpo
+from argosy.rl.algorithms.opo import opo
+from argosy.rl.algorithms.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from argosy.rl.algorithms.remax import remax
+from argosy.rl.algorithms.rloo import rloo
+from argosy.rl.policy.advantages import Advantages, groups
+from argosy.rl.policy.gae import gae
+from argosy.rl.policy.metrics import Metrics
+from argosy.rl.policy.settings import Policy
+from argosy.rl.policy.totals import at_last, total
+from argosy.rl.policy.turns import TurnAdvantages, Turned, mixed, to_go, useless
+from argosy.rl.rollouts.turn_rewards import ByTurn
+
+
+class Compared(NamedTuple):
+    """The advantage of each token [B L], 0 where there is none; which answers count [B]; which groups teach [g]; metrics; where there
+    is a critic, the returns that it learns [B L]; and where turns are credited apart, the advantage of each [B K]."""
+
+    values: np.ndarray
+    counted: np.ndarray
+    useful: np.ndarray
+    metrics: Metrics
+    returns: np.ndarray | None = None
+    turns: np.ndarray | None = None
+
+
+class Judgment(NamedTuple):
+    """What is known of a rollout of g groups of n answers, B = g n in their order.
+
+    rewards: [g n k], NaN where missing. weights: of the k rewards. live: [B L], 1 on tokens of the policy.
+    greedy: [g k], the rewards of the greedy answers, for `advantages: greedy`.
+    penalty: [B L], what is subtracted from the reward at each token.
+    values, after: [B L] of the critic, and [B] its value after the last token of answers that were cut, 0 for others.
+    turns: of the answers, where they are credited apart; the first of the k rewards is then the sum of those of turns.
+    """
+
+    rewards: np.ndarray
+    weights: Sequence[float]
+    live: np.ndarray
+    greedy: np.ndarray | None = None
+    penalty: np.ndarray | None = None
+    values: np.ndarray | None = None
+    after: np.ndarray | None = None
+    turns: ByTurn | None = None
+
+
+def compared(how: Policy, of: Judgment) -> Compared:
+    """The advantages of a rollout."""
+    summed, mask = total(jnp.asarray(of.rewards), of.weights), jnp.asarray(of.live)
+    penalty = None if of.penalty is None else jnp.where(mask > 0, jnp.asarray(of.penalty), 0.0)
+    if how.critic is not None or how.advantages == "batch":
+        return of_tokens(how, of, summed, mask, penalty)
+    if of.turns is not None:
+        return of_turns(how, of, of.turns, summed, penalty)
+    less = summed if penalty is None else summed - jnp.sum(penalty, 1).reshape(summed.shape)
+    made: Advantages
+    if how.advantages == "group":
+        each = how.normalize == "each"
+        made = gdpo(jnp.asarray(of.rewards), of.weights) if each else grpo(less, scale=how.scale)
+    elif how.advantages == "greedy":
+        assert of.greedy is not None
+        made = remax(less, total(jnp.asarray(of.greedy)[:, None], of.weights))
+    elif how.advantages == "length":
+        made = opo(less, jnp.sum(mask, 1).reshape(summed.shape))
+    else:
+        made = {"leave_one_out": rloo, "group_batch": reinforce_pp_baseline, "useful": gpg}[how.advantages](less)
+    rows, kept = made.rows(mask)
+    # The metrics are of the rewards as they came.
+    metrics = made.metrics | groups(summed).advantages(jnp.zeros_like(summed)).metrics
+    return Compared(np.asarray(jnp.where(kept > 0, rows, 0.0)), flat(made.scored), flat(made.useful), metrics)
+
+
+def of_turns(how: Policy, of: Judgment, turns: ByTurn, summed: Array, penalty: Array | None) -> Compared:
+    """Advantages of turns, the same for all tokens of one."""
+    plain = groups(summed).advantages(jnp.zeros_like(summed))
+    found = credited(how, of, turns, penalty)
+    values = np.asarray(found.values).reshape(turns.rewards.shape)
+    metrics = plain.metrics | found.metrics | useless(found)
+    return Compared(turns.of_tokens(values, of.live), flat(plain.scored), flat(found.useful), metrics, turns=values)
+
+
+def credited(how: Policy, of: Judgment, turns: ByTurn, penalty: Array | None = None) -> TurnAdvantages:
+    """The advantages of turns by the policy's choice. A penalty of tokens is one of their turn."""
+    g, n = of.rewards.shape[:2]
+    own = rewards_of_turns(of, turns) - (0.0 if penalty is None else turns.sums(np.asarray(penalty)))
+    rewarded = Turned(jnp.asarray(own).reshape(g, n, -1), outcome(of), jnp.asarray(turns.made).reshape(g, n))
+    if how.credit.by == "mixed":
+        return mixed(rewarded, weight=how.credit.weight, scale=how.scale)
+    return to_go(rewarded, gamma=how.credit.gamma, scale=how.scale)
+
+
+def rewards_of_turns(of: Judgment, turns: ByTurn) -> np.ndarray:
+    """The environment's rewards by turn as they are added [B K]."""
+    return np.float32(of.weights[0]) * turns.rewards
+
+
+def outcome(of: Judgment) -> Array:
+    """What rewards whole answers [g n]: all but the environment's; NaN: the answer has no reward at all."""
+    scored = jnp.isfinite(jnp.asarray(of.rewards)).any(-1)
+    if of.rewards.shape[-1] == 1:
+        return jnp.where(scored, 0.0, jnp.nan)
+    rest = total(jnp.asarray(of.rewards[..., 1:]), of.weights[1:])
+    return jnp.where(scored, jnp.where(jnp.isfinite(rest), rest, 0.0), jnp.nan)
+
+
+def useful_groups(how: Policy, of: Judgment) -> np.ndarray:
+    """Which groups can be learned from [g], by their rewards alone."""
+    if of.turns is not None and how.critic is None:
+        return flat(credited(how, of, of.turns).useful)
+    return flat(groups(total(jnp.asarray(of.rewards), of.weights)).useful)
+
+
+def of_tokens(how: Policy, of: Judgment, summed: Array, mask: Array, penalty: Array | None) -> Compared:
+    """Advantages of tokens, which are compared with the whole batch or with a critic: every group teaches."""
+    plain = groups(summed).advantages(jnp.zeros_like(summed))
+    every = np.ones(len(summed), bool)
+    if how.critic is None:
+        found = reinforce_pp(summed, mask, penalty)
+        return Compared(np.asarray(found.values), flat(plain.scored), every, plain.metrics)
+    assert of.values is not None
+    rewards = at_last((summed if of.turns is None else outcome(of)).reshape(-1), mask)
+    if of.turns is not None:
+        rewards = rewards + of.turns.at_ends(rewards_of_turns(of, of.turns), of.live)
+    rewards = rewards - (0.0 if penalty is None else penalty)
+    after = None if of.after is None else jnp.asarray(of.after)
+    found = gae(rewards, jnp.asarray(of.values), mask, after, gamma=how.critic.gamma, lam=how.critic.lam)
+    return Compared(np.asarray(found.values), flat(plain.scored), every, plain.metrics, np.asarray(found.returns))
+
+
+def flat(a: Array) -> np.ndarray:
+    return np.asarray(a).reshape(-1)

@@ -1,0 +1,31 @@
+"""The entropy bonus: arXiv:1602.01783, section 4. It keeps the policy from settling before it has tried other answers.
+
+    H_t = -sum over the vocabulary of p log p        L_t = -coefficient H_t
+
+As a loss of tokens it is normalized as the policy's loss is. TRL takes its mean over tokens whatever the policy's normalization is.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.rl.policy.metrics import mean_where
+from argosy.rl.policy.token_losses import TokenLoss
+
+
+def entropy_of(logits: Float[Array, "*n V"]) -> Float[Array, "*n"]:
+    """The entropy of each distribution, in nats. A logit of minus infinity is a token of probability 0."""
+    logs = jax.nn.log_softmax(logits)
+    # 0 log 0 is 0; the inner where keeps the gradient from being infinite times 0.
+    finite = jnp.isfinite(logs)
+    return -jnp.sum(jnp.exp(logs) * jnp.where(finite, logs, 0.0), -1)
+
+
+def entropy_bonus(entropies: Float[Array, "B T"], mask: Float[Array, "B T"], coefficient: float) -> TokenLoss:
+    """The bonus as a loss of each token.
+
+    Args:
+        entropies: of the distribution that each token was drawn from, by the trained policy, in nats.
+    """
+    clean = jnp.where(mask > 0, entropies, 0.0)
+    return TokenLoss(-coefficient * clean, {"entropy": mean_where(jax.lax.stop_gradient(clean), mask)})

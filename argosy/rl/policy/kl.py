@@ -1,0 +1,90 @@
+"""The penalty for leaving the reference: KL(policy, reference), estimated at each sampled token. Schulman 2020,
+joschu.net/blog/kl-approx.html; on gradients: arXiv:2510.01555.
+
+    d = log p_new - log p_ref        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
+    k3+: the value of k3 with the gradient of k2
+
+The expected value of k1 and k3 is the divergence; k3 is never negative and varies less. As a LOSS the estimate is differentiated
+after sampling, and what counts is the expected gradient, which is another matter:
+
+    k1      0: a penalty that does nothing on-policy (Tunix's default)
+    k2      that of KL(policy, reference): the right one
+    k3      that of KL(reference, policy): bounded however unlikely the reference finds a token (TRL, GRPO's paper)
+    k3+     the right one (verl's name); the default here
+
+In the REWARD the estimate is a number, and only k1 gives the right gradient, so it is the default there (PPO, RLOO, REINFORCE++).
+
+With samples of an older policy every estimate needs the ratio p_new / p_old as a weight (DeepSeek-V3.2, arXiv:2512.02556;
+`use_bias_correction_kl` in TRL, off unless told otherwise). Give `old` for that; the ratio has no gradient of its own here.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.rl.policy.metrics import Metrics, mean_where
+from argosy.rl.policy.token_losses import LARGEST_LOG_RATIO, TokenLoss, log_ratios, ratios
+
+Value = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "k3+"]
+
+
+def estimate(
+    new: Float[Array, "B T"], reference: Float[Array, "B T"], mask: Float[Array, "B T"], estimator: Estimator = "k3+"
+) -> Float[Array, "B T"]:
+    """The estimate at each token, in nats; 0 outside the mask.
+
+    Args:
+        new, reference: log-probabilities of the tokens by the trained policy and by the reference.
+    """
+    d = log_ratios(new, reference, mask)
+    if estimator == "k1":
+        return d
+    k2 = 0.5 * d**2
+    if estimator == "k2":
+        return k2
+    k3 = jnp.expm1(jnp.minimum(-d, LARGEST_LOG_RATIO)) + d
+    return k3 if estimator == "k3" else k2 + jax.lax.stop_gradient(k3 - k2)
+
+
+def kl_loss(
+    new: Float[Array, "B T"],
+    reference: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    *,
+    coefficient: float,
+    estimator: Estimator = "k3+",
+    old: Float[Array, "B T"] | None = None,
+) -> TokenLoss:
+    """The penalty as a loss of each token. The metric `kl` is the divergence by k3, whatever the estimator.
+
+    Args:
+        new, reference: log-probabilities of the tokens by the trained policy and by the reference.
+        old: those of the policy that the tokens were drawn from, where it is not the trained one.
+    """
+    weight = 1.0 if old is None else jax.lax.stop_gradient(ratios(log_ratios(new, old, mask)))
+    divergence = jax.lax.stop_gradient(weight * estimate(new, reference, mask, "k3"))
+    return TokenLoss(
+        coefficient * weight * estimate(new, reference, mask, estimator), {"kl": mean_where(divergence, mask)}
+    )
+
+
+def in_reward(
+    rewards: Float[Array, "B T"],
+    old: Float[Array, "B T"],
+    reference: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    *,
+    coefficient: float,
+    estimator: Value = "k1",
+) -> tuple[Float[Array, "B T"], Metrics]:
+    """The rewards of tokens less the penalty. No gradient.
+
+    Args:
+        old, reference: log-probabilities of the tokens by the policy that they were drawn from and by the reference.
+    """
+    old = jax.lax.stop_gradient(old)
+    metrics: Metrics = {"kl": mean_where(estimate(old, reference, mask, "k3"), mask)}
+    return rewards - coefficient * estimate(old, reference, mask, estimator), metrics

@@ -1,0 +1,163 @@
+"""The loss of a policy over packed answers, and the log-probabilities that it compares.
+
+A row of a batch holds several prompts with their answers, as fine-tuning packs them. What belongs to the tokens of answers is held
+answer by answer, [S L]: S answers of at most L tokens, in no order. `places` says where each token stands in the rows, flattened,
+as a target. So packing, padding and the order of answers change no number of `rl.algorithms`.
+
+    tokens, targets, segments  [B T]  as in language modeling
+    prefixes, positions        [B T]  where answers share prompts: the segment before the token's own, and where it stands (`Branched`)
+    places                     [S L]  the token's place among B T targets; 0 where there is none
+    ends                       [S]    the place of the answer's last token as an input
+    live                       [S L]  1 on tokens of the policy, 0 on what an environment wrote, and where there is none
+    advantages                 [S L]  of each token
+    sampler                    [S L]  its log-probability when it was drawn by the engine; NaN: unknown
+    old                        [S L]  by the trainer, before the first update with this rollout, if there are several
+    reference                  [S L]  by the reference, if there is a KL penalty in the loss
+    values, returns            [S L]  by the critic before the first update, and what it learns, if there is one
+
+The critic is a model of its own with a head of one score, `model.critic`. Its value of a token is what it expects before the token
+is chosen, so it stands where the policy's log-probability of the token does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from argosy.data.batch import Field, Fields
+from argosy.models.parts.attend import Attend, Branched, Packed
+from argosy.models.parts.stack import Aux
+from argosy.ops.precision import wide
+from argosy.rl.algorithms.cispo import cispo
+from argosy.rl.algorithms.gspo import gspo
+from argosy.rl.algorithms.ppo import ppo
+from argosy.rl.algorithms.reinforce import reinforce
+from argosy.rl.policy.correction import correction
+from argosy.rl.policy.entropy import entropy_bonus, entropy_of
+from argosy.rl.policy.kl import kl_loss
+from argosy.rl.policy.metrics import Metrics, mean_where
+from argosy.rl.policy.settings import Policy
+from argosy.rl.policy.token_losses import ConstantLength, SequenceMean, TokenLoss, TokenMean, ratio_metrics
+from argosy.rl.policy.value import value_loss
+from argosy.rl.rollouts.packing import Shape
+from argosy.train.objectives import Loss, Models
+from argosy.train.objectives.next_token import losses
+from argosy.train.objectives.routers import with_routers
+
+ROWS: Fields = {
+    "tokens": Field("B T", np.int32),
+    "targets": Field("B T", np.int32),
+    "segments": Field("B T", np.int32),
+}
+SHARED: Fields = {"prefixes": Field("B T", np.int32), "positions": Field("B T", np.int32)}
+OF_ANSWERS = Field("S L", np.float32)
+PLACES = Field("S L", np.int32)
+
+Answers = Float[Array, "S L"]
+
+
+def shared_of(shape: Shape) -> Fields:
+    """The arrays that parts of this shape have besides what an objective reads."""
+    return SHARED if shape.shared else {}
+
+
+def fields_of(how: Policy) -> Fields:
+    """The arrays of a batch. `old` is among them always: with one update a rollout it is NaN, which stands for the present policy."""
+    answers = ["live", "advantages", "sampler", "old", *(["reference"] if how.kl and how.kl_in == "loss" else [])]
+    answers += ["values", "returns"] if how.critic is not None else []
+    return {**ROWS, "places": PLACES, **dict.fromkeys(answers, OF_ANSWERS)}
+
+
+def attend_of(batch: dict[str, Array]) -> Attend:
+    """Who sees whom in the rows of a part."""
+    if "prefixes" in batch:
+        return Branched(batch["segments"], batch["prefixes"], batch["positions"])
+    return Packed(batch["segments"])
+
+
+def logps_of(how: Policy, model: Any, batch: dict[str, Array]) -> tuple[Answers, Float[Array, "B T D"], Aux]:
+    """The log-probability of each token of the answers at the policy's temperature, the last hidden states, and the aux outputs of
+    the layers. Numbers outside the answers are those of place 0."""
+    x, _, aux = model.hidden(batch["tokens"], attend_of(batch))
+    nll, _ = losses(how, model, x, batch["targets"], temperature=how.temperature)
+    return gathered(-nll, batch["places"]), x, aux
+
+
+def values_of(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"], Aux]:
+    """The value of the model's critic at each token of the rows: what it expects once that token is there."""
+    critic = model.critic
+    critic.dtype = model.dtype
+    x, _, aux = critic.hidden(batch["tokens"], attend_of(batch))
+    return critic.unembed(x)[..., 0], aux
+
+
+def gathered(values: Float[Array, "B T"], places: Int[Array, "S L"]) -> Answers:
+    """The values at these places of the flattened rows."""
+    return values.reshape(-1)[places]
+
+
+def entropies(how: Policy, model: Any, x: Float[Array, "B T D"], places: Int[Array, "S L"]) -> Answers:
+    """The entropy of the distribution that each token of the answers was drawn from, in nats. Rows of logits are recomputed in the
+    backward pass, `chunk` of them exist at once."""
+    flat = x.reshape(-1, x.shape[-1])[places.reshape(-1)]
+    rows = min(how.chunk, len(flat))
+    pad = -len(flat) % rows
+    parts = jnp.pad(flat, ((0, pad), (0, 0))).reshape(-1, rows, x.shape[-1])
+    one = jax.checkpoint(lambda part: entropy_of(wide(model.unembed(part[:, None])[:, 0]) / how.temperature))
+    return jax.lax.map(one, parts).reshape(-1)[: len(flat)].reshape(places.shape)
+
+
+def token_losses(how: Policy, new: Answers, old: Answers, advantages: Answers, live: Answers) -> TokenLoss:
+    """The loss of each token by the policy's choice."""
+    if how.loss == "ppo":
+        return ppo(new, old, advantages, live, low=how.low, high=how.high, dual=how.dual)
+    if how.loss == "gspo":
+        return gspo(new, old, advantages, live, low=how.low, high=how.high)
+    if how.loss == "cispo":
+        return cispo(new, old, advantages, live, lowest=how.low, highest=how.high)
+    made = reinforce(new, advantages, live)
+    return TokenLoss(made.tokens, ratio_metrics(jnp.where(live > 0, new - old, 0.0), live))
+
+
+def loss(how: Policy, models: Models, batch: dict[str, Array]) -> Loss:
+    """Computes the objective over a part of a rollout."""
+    model = models["model"]
+    new, x, aux = logps_of(how, model, batch)
+    live, places = batch["live"], batch["places"]
+    old = jnp.where(jnp.isnan(batch["old"]), jax.lax.stop_gradient(new), batch["old"])
+    made = token_losses(how, new, old, batch["advantages"], live)
+    tokens, metrics = made.tokens, dict(made.metrics)
+    if how.kl and how.kl_in == "loss":
+        penalty = kl_loss(new, batch["reference"], live, coefficient=how.kl, estimator=how.kl_estimator, old=old)
+        tokens, metrics = tokens + penalty.tokens, metrics | penalty.metrics
+    if how.entropy:
+        bonus = entropy_bonus(entropies(how, model, x, places), live, how.entropy)
+        tokens, metrics = tokens + bonus.tokens, metrics | bonus.metrics
+    # The mean of -log p over tokens that the engine drew estimates the entropy, and costs nothing.
+    metrics["nll"] = mean_where(-jax.lax.stop_gradient(new), live)
+    tokens, apart = corrected(how, tokens, old, batch["sampler"], live)
+    if how.critic is not None:
+        values, _ = values_of(model, batch)
+        error = value_loss(gathered(values, places), batch["values"], batch["returns"], live, clip=how.critic.clip)
+        tokens, metrics = tokens + how.critic.weight * error.tokens, metrics | error.metrics
+    by: Any = {"tokens": TokenMean(), "answers": SequenceMean(), "sums": ConstantLength(live.shape[1])}[how.average]
+    found = by(tokens, live)
+    all_metrics: Any = metrics | apart
+    return with_routers(Loss(found, all_metrics), model, aux, router_rows(found.weight, batch["segments"]))
+
+
+def corrected(how: Policy, tokens: Answers, old: Answers, sampler: Answers, live: Answers) -> tuple[Answers, Metrics]:
+    """The losses times their importance weights, and how far sampler and trainer are apart."""
+    by = how.correction
+    bounds = {"lowest": by.lowest, "highest": by.highest}
+    outside = "truncate" if by.outside == "off" else by.outside
+    found = correction(old, sampler, live, level=by.level, outside=outside, **bounds)
+    return (tokens if by.outside == "off" else tokens * found.weights), found.metrics
+
+
+def router_rows(weight: Float[Array, ""], segments: Int[Array, "B T"]) -> Float[Array, "B"]:
+    """The weight of each row for aux losses of experts: its share of the tokens of the part, times the weight of the part's loss."""
+    own = jnp.sum((segments > 0).astype(jnp.float32), 1)
+    return weight * own / jnp.maximum(jnp.sum(own), 1.0)

@@ -1,0 +1,140 @@
+"""Losses of policy and critic, one idea a file. Each returns the loss of every token; how they are normalized is chosen apart.
+
+    made = ppo(new, old, advantages, mask)
+    loss = TokenMean()(made.tokens, mask)            a Mean: the sum and its weight
+
+Losses of tokens may be added (the KL penalty, the entropy bonus) and multiplied by importance weights (`argosy.rl.policy.correction`)
+before they are normalized. Sums and weights are those of the rows given, and add up over parts of a batch, so accumulation and
+devices change nothing; a mean of means over micro-batches, as TRL's for GRPO, weighs tokens by the micro-batch they fell into.
+
+Ratios are exp(new - old), at most e^20: a greater one would be infinite, and its gradient not a number.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.core.errors import BadInput
+from argosy.rl.policy.metrics import Lowest, Metrics, highest_where, mean_where
+from argosy.train.objectives import Mean
+
+LARGEST_LOG_RATIO = 20.0
+
+
+class TokenLoss(NamedTuple):
+    """The loss of each token, 0 outside the mask, and metrics."""
+
+    tokens: Float[Array, "B T"]
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class TokenMean:
+    """Every token of the batch weighs the same (DAPO, arXiv:2503.14476). Long answers weigh more than short ones."""
+
+    def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Mean:
+        return mean_where(tokens, mask)
+
+
+@dataclass(frozen=True)
+class SequenceMean:
+    """Every answer weighs the same, its tokens 1 / length (GRPO, GSPO). A long wrong answer is punished less per token.
+
+    Rows without tokens weigh nothing; TRL counts them as answers.
+    """
+
+    def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Mean:
+        return mean_where(sequence_means(tokens, mask), of_sequences(mask))
+
+
+@dataclass(frozen=True)
+class ConstantLength:
+    """The sum over the tokens of an answer divided by a constant, then the mean over answers (Dr. GRPO, arXiv:2503.20783): no bias
+    by length.
+
+    length: the constant, in tokens; the longest answer allowed is usual. It only scales the loss, so it must not change from batch
+    to batch, as the padded width does that verl divides by.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise BadInput(f"a loss divided by {self.length} tokens", hint="give the longest answer allowed")
+
+    def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Mean:
+        summed = jnp.sum(jnp.where(mask > 0, tokens, 0.0), 1, keepdims=True)
+        return mean_where(summed / self.length, of_sequences(mask))
+
+
+Normalization = TokenMean | SequenceMean | ConstantLength
+
+
+def of_sequences(mask: Float[Array, "B T"]) -> Float[Array, "B 1"]:
+    """1 for rows with tokens."""
+    return jnp.any(mask > 0, 1, keepdims=True).astype(mask.dtype)
+
+
+def sequence_means(values: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Float[Array, "B 1"]:
+    """The mean over the tokens of each row; 0 for rows without."""
+    count = jnp.sum((mask > 0).astype(values.dtype), 1, keepdims=True)
+    return jnp.sum(jnp.where(mask > 0, values, 0.0), 1, keepdims=True) / jnp.maximum(count, 1.0)
+
+
+def log_ratios(new: Float[Array, "B T"], old: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """log(p_new / p_old), 0 outside the mask: numbers there reach neither value nor gradient."""
+    return jnp.where(mask > 0, new - old, 0.0)
+
+
+def ratios(logs: Float[Array, "B #T"]) -> Float[Array, "B #T"]:
+    return jnp.exp(jnp.minimum(logs, LARGEST_LOG_RATIO))
+
+
+def clipped(
+    ratio: Float[Array, "B #T"], advantages: Float[Array, "B #T"], low: float, high: float, dual: float | None = None
+) -> Float[Array, "B #T"]:
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A), and at most -dual A where A < 0.
+
+    Raises:
+        BadInput: a bound that clips everything or nothing.
+    """
+    if not (0 <= low <= 1 and high >= 0):
+        raise BadInput(
+            f"a ratio clipped between 1 - {low} and 1 + {high}", hint="low is 0 to 1 and high at least 0, such as 0.2 and 0.28"
+        )
+    if dual is not None and dual <= 1:
+        raise BadInput(f"a dual clip at {dual}", hint="it bounds ratios of bad tokens from above, so it is greater than 1, such as 3")
+    loss = -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
+    return loss if dual is None else jnp.where(advantages < 0, jnp.minimum(loss, -dual * advantages), loss)
+
+
+def ratio_metrics(logs: Float[Array, "B #T"], mask: Float[Array, "B #T"]) -> Metrics:
+    """Extremes and mean of the ratios where the mask is 1, and the KL divergence of the old policy from the new, by k3."""
+    logs = jax.lax.stop_gradient(logs)
+    ratio = ratios(logs)
+    return {
+        "ratio/mean": mean_where(ratio, mask),
+        "ratio/max": highest_where(ratio, mask),
+        "ratio/min": Lowest(highest_where(ratios(-jnp.minimum(logs, LARGEST_LOG_RATIO)), mask).highest),
+        "kl/old": mean_where(ratio - 1 - logs, mask),
+    }
+
+
+def clip_metrics(
+    ratio: Float[Array, "B #T"],
+    advantages: Float[Array, "B #T"],
+    mask: Float[Array, "B #T"],
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Metrics:
+    """The shares of ratios that lost their gradient: below 1 - low with A < 0, above 1 + high with A > 0, above dual with A < 0."""
+    share = lambda where: mean_where(jnp.broadcast_to(where, mask.shape).astype(mask.dtype), mask)  # noqa: E731
+    shares: Metrics = {
+        "clip/low": share((ratio < 1 - low) & (advantages < 0)),
+        "clip/high": share((ratio > 1 + high) & (advantages > 0)),
+    }
+    return shares if dual is None else shares | {"clip/dual": share((ratio > dual) & (advantages < 0))}

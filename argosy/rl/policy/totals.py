@@ -1,0 +1,81 @@
+"""Rewards before they become advantages. A missing reward is NaN, never 0: 0 is a reward.
+
+Infinite rewards count as missing too, since the mean of their group would be infinite.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.rl.policy.metrics import Metrics, mean_where
+
+
+def total(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Float[Array, "g n"]:
+    """The weighted sum of k rewards. A missing one is left out; a completion with none at all is missing.
+
+    So a reward function may answer for some prompts only (mathematics, code), as in TRL 1.16. To normalize each reward before the
+    sum, see `argosy.rl.algorithms.gdpo`.
+
+    Raises:
+        BadInput: the number of weights is not k.
+    """
+    by = weights_of(rewards, weights)
+    there = jnp.isfinite(rewards)
+    return jnp.where(jnp.any(there, -1), jnp.sum(jnp.where(there, rewards, 0.0) * by, -1), jnp.nan)
+
+
+def weights_of(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Float[Array, "k"]:  # noqa: F821
+    """The weights as an array.
+
+    Raises:
+        BadInput: the number of weights is not k.
+    """
+    if len(weights) != rewards.shape[-1]:
+        raise BadInput(
+            f"{plural(rewards.shape[-1], 'reward')} and {plural(len(weights), 'weight')}",
+            hint="give each reward a weight; 1.0 leaves it as it is",
+        )
+    return jnp.asarray(weights, rewards.dtype)
+
+
+def reward_metrics(rewards: Float[Array, "g n k"], names: Sequence[str]) -> Metrics:
+    """The mean of each reward over the completions that have it, and the share of completions that lack it."""
+    there = jnp.isfinite(rewards).astype(rewards.dtype)
+    out: Metrics = {}
+    for i, name in enumerate(names):
+        out[f"rewards/{name}"] = mean_where(rewards[..., i], there[..., i])
+        out[f"rewards/{name}/missing"] = mean_where(1.0 - there[..., i], jnp.ones_like(there[..., i]))
+    return out
+
+
+def overlong(lengths: Float[Array, "*n"], longest: int, margin: int) -> Float[Array, "*n"]:
+    """DAPO's soft punishment of overlong answers (arXiv:2503.14476, equation 13), to be added to the reward.
+
+        0 up to longest - margin tokens, then falling evenly to -1 at longest, -1 beyond
+
+    The paper has longest = 20480 and margin = 4096. With margin 0 only answers longer than `longest` are punished.
+
+    Args:
+        lengths: in tokens, the EOS included.
+
+    Raises:
+        BadInput: margin is not between 0 and longest.
+    """
+    if not 0 <= margin <= longest:
+        raise BadInput(f"a margin of {margin} tokens for answers of at most {longest}", hint=f"choose 0 to {longest} tokens")
+    over = lengths - (longest - margin)
+    soft = -jnp.clip(over / max(margin, 1), 0.0, 1.0)
+    return jnp.where(lengths > longest, -1.0, soft if margin else 0.0)
+
+
+def at_last(rewards: Float[Array, "B"], mask: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """The reward of each answer at the last token of its mask (its EOS, if it ended by one), 0 elsewhere.
+
+    A row without tokens has no place for its reward, which is lost.
+    """
+    own = mask > 0
+    after = jnp.cumsum(own[:, ::-1].astype(jnp.int32), 1)[:, ::-1]
+    return jnp.where(own & (after == 1), rewards[:, None], 0.0)

@@ -1,0 +1,47 @@
+"""The loss of PPO's critic, with clipping: arXiv:1707.06347, as its authors' code has it (arXiv:2005.12729).
+
+    L_t = 1/2 max((V_t - R_t)^2, (clip(V_t, V_old - epsilon, V_old + epsilon) - R_t)^2)
+
+The maximum is pessimistic: a value that moved more than epsilon towards its return stops learning, one that moved away does not.
+epsilon is in units of the return, and 0.2 is for returns of about 1. Where rewards are larger, scale epsilon with them or turn
+clipping off: arXiv:2006.05990 found that it hurts at any threshold. 1/2 as in TRL and verl; the coefficient is the caller's.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.core.errors import BadInput
+from argosy.rl.policy.metrics import Metrics, mean_where
+from argosy.rl.policy.token_losses import TokenLoss
+
+
+def value_loss(
+    values: Float[Array, "B T"],
+    old: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    *,
+    clip: float | None = 0.2,
+) -> TokenLoss:
+    """The squared error of each value.
+
+    Args:
+        values, old: of the critic, now and at the start of the step.
+        clip: how far a value may move from the old one, in units of the return. None: no clipping.
+
+    Raises:
+        BadInput: clip is not above 0.
+    """
+    if clip is not None and clip <= 0:
+        raise BadInput(f"values clipped to a distance of {clip}", hint="give a distance above 0, such as 0.2, or none at all")
+    own = mask > 0
+    values, old, returns = (jnp.where(own, each, 0.0) for each in (values, old, returns))
+    error = (values - returns) ** 2
+    held = error if clip is None else (old + jnp.clip(values - old, -clip, clip) - returns) ** 2
+    metrics: Metrics = {
+        "value/error": mean_where(jax.lax.stop_gradient(error), mask),
+        "value/mean": mean_where(jax.lax.stop_gradient(values), mask),
+        "value/clipped": mean_where((held > error).astype(mask.dtype), mask),
+    }
+    return TokenLoss(0.5 * jnp.maximum(error, held), metrics)

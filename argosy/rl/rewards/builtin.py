@@ -1,0 +1,138 @@
+"""Built-in rewards: functions like those of users, each for one completion alone. Rows whose column is empty have no reward.
+
+A completion is a text, or the text of its last message. All but `format` grade what stands behind its thoughts; a thought that is not
+closed earns nothing.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from argosy.rl.rewards.thoughts import without_thoughts
+
+# The format of DeepSeek-R1 (arXiv:2501.12948, table 1).
+R1 = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
+BLOCK = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# Of a call's time, for running tests; the rest is for starting the last of them.
+SHARE = 0.8
+
+
+def text_of(completion: Any) -> str:
+    """A completion, or the content of its last message."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content") if completion else ""
+    return content if isinstance(content, str) else ""
+
+
+def _each(
+    completions: Sequence[Any],
+    column: Sequence[Any],
+    reward: Callable[[str, Any], float | None],
+    thinking_prompts: Sequence[bool] | None,
+) -> list[float | None]:
+    """The reward of each completion behind its thoughts."""
+    opened = thinking_prompts or [False] * len(completions)
+    rows = zip(completions, column, opened, strict=True)
+    texts = [(without_thoughts(text_of(one), inside), item) for one, item, inside in rows]
+    return [None if item in (None, "", []) else 0.0 if text is None else reward(text, item) for text, item in texts]
+
+
+def exact(completions: Sequence[Any], answer: Sequence[Any], thinking_prompts: Sequence[bool] | None = None) -> list[float | None]:
+    """1 where a completion is the answer, blanks at both ends aside; 0 elsewhere."""
+    return _each(completions, answer, lambda text, right: float(text.strip() == str(right).strip()), thinking_prompts)
+
+
+def maths(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    finish_reasons: Sequence[str] | None = None,
+    thinking_prompts: Sequence[bool] | None = None,
+) -> list[float | None]:
+    """1 where a completion ends with the right answer to a question of mathematics (`argosy.rl.rewards.maths`); 0 elsewhere. Of one
+    that was cut, only an answer that it finished counts."""
+    return _graded(completions, answer, finish_reasons, thinking_prompts, strict=False)
+
+
+def maths_strict(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    finish_reasons: Sequence[str] | None = None,
+    thinking_prompts: Sequence[bool] | None = None,
+) -> list[float | None]:
+    """As `maths`, but an answer counts only in \\boxed{} or behind ####."""
+    return _graded(completions, answer, finish_reasons, thinking_prompts, strict=True)
+
+
+def _graded(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    finish_reasons: Sequence[str] | None,
+    thinking_prompts: Sequence[bool] | None,
+    strict: bool,
+) -> list[float | None]:
+    from argosy.rl.rewards.maths import grade
+
+    cuts = [reason == "length" for reason in finish_reasons or ["stop"] * len(completions)]
+    rows = [(right, cut) for right, cut in zip(answer, cuts, strict=True)]
+    given = [None if right in (None, "", []) else (right, cut) for right, cut in rows]
+    return _each(completions, given, lambda text, its: float(grade(text, its[0], cut=its[1], strict=strict)), thinking_prompts)
+
+
+def format(completions: Sequence[Any], format: Sequence[str | None] | None = None) -> list[float | None]:
+    """1 where a whole completion is `<think> </think> <answer> </answer>`, as of DeepSeek-R1, or matches the regular expression in the
+    column `format`, in which a dot is also the end of a line; 0 elsewhere."""
+    patterns = format or [None] * len(completions)
+    found = zip(completions, patterns, strict=True)
+    return [float(re.fullmatch(pattern or R1, text_of(one), re.DOTALL) is not None) for one, pattern in found]
+
+
+def code(
+    completions: Sequence[Any], tests: Sequence[Any], thinking_prompts: Sequence[bool] | None = None, timeout: float = 10.0
+) -> list[float | None]:
+    """The share of tests that the last Python block of a completion passes, each in a sandbox of its own (`argosy.rl.sandbox`).
+
+    tests: for each completion a list of Python texts, run behind the code and passed if they end without an exception (MBPP, arXiv:
+    2108.07732); or of {input, output}, where the code as a program writes the output, blanks at the ends of lines aside (APPS,
+    arXiv:2105.09938). One text is one test. A test that is not reached in `timeout` seconds is not passed; 0 without a block.
+
+    A test in Python shares its process with the code, which can read it and end before it: ending early is no pass, but a program that
+    is written to deceive can still succeed. Input and output have no such hole: the process does not get the expected output.
+    """
+    share = lambda text, its: _share([its] if isinstance(its, str | Mapping) else list(its), text, timeout)  # noqa: E731
+    return _each(completions, tests, share, thinking_prompts)
+
+
+def _share(tests: list[Any], text: str, timeout: float) -> float:
+    blocks = BLOCK.findall(text)
+    until = time.monotonic() + SHARE * timeout
+    passed = [bool(blocks) and _passes(blocks[-1], test, until - time.monotonic()) for test in tests]
+    return sum(passed) / len(passed)
+
+
+def _passes(program: str, test: Any, left: float) -> bool:
+    from argosy.rl.sandbox import Limits, run_code
+
+    if left <= 0:
+        return False
+    # Rounded up: a loop that ended by its processor time would leave time to the tests after it.
+    limits = Limits(cpu_s=max(1, math.ceil(left)), wall_s=left, output_kb=1024)
+    if isinstance(test, Mapping):
+        ran = run_code(program, str(test["input"]), limits)
+        return ran.exit_code == 0 and not ran.capped and _lines(ran.stdout) == _lines(str(test["output"]))
+    import secrets
+
+    # Known to nobody before this run, and printed only behind the test.
+    end = secrets.token_hex(16)
+    ran = run_code(f"{program}\n\n{test}\n\nprint({end!r})\n", limits=limits)
+    return ran.exit_code == 0 and ran.stdout.rstrip().endswith(end)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+for _function in (exact, maths, maths_strict, format, code):
+    _function.per_completion = True  # pyright: ignore[reportFunctionMemberAccess]

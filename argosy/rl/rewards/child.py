@@ -1,0 +1,137 @@
+"""The process that runs reward functions: run by path, never imported by others. It needs the standard library alone, and jax only
+if a user's function does.
+
+Messages (`core.process.channel`) are pickles of the parent's objects on their way in, and JSON on their way out, so that nothing that a
+function returns can run code in the parent. The first message loads functions; each further one calls one of them.
+
+It ends with its parent, and what it has started too, also inside a call that never gives the interpreter back (`core.process.guard`).
+"""
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import pickle
+import sys
+import zlib
+
+# The files that it shares with other scripts, by path and not as parts of the package, whose import costs more than its own start. A
+# user's file may have the same name as one of them.
+sys.path.insert(0, os.path.abspath(os.path.join(__file__, "..", "..")))
+sys.path.insert(0, os.path.join(sys.path[0], "..", "core", "process"))
+import channel  # pyright: ignore[reportMissingImports]
+import guard  # pyright: ignore[reportMissingImports]
+import user_code
+
+del sys.path[:2], sys.modules["channel"], sys.modules["guard"], sys.modules["user_code"]
+
+# ---- loading
+
+
+def load(request):
+    """What is known of each function: its parameters, or why it cannot be used."""
+    sys.path[:] = request["path"]
+    modules, functions, known = {}, [], []
+    for source in request["functions"]:
+        try:
+            key = source.get("file") or source["module"]
+            if key not in modules:
+                modules[key] = user_code.load_file(source) if "file" in source else importlib.import_module(source["module"])
+                user_code.FILES.add(getattr(modules[key], "__file__", None))
+            function = user_code.function_of(modules[key], source)
+            known.append(user_code.parameters_of(function, source.get("fixed", {})))
+            functions.append(bound(function, source))
+        except user_code.Unusable as error:
+            known.append({"wrong": error.args[0]})
+        except BaseException as error:
+            known.append({"wrong": user_code.load_failure(error, source)})
+    return functions, known
+
+
+def bound(function, source):
+    """A function with the arguments that are fixed."""
+    fixed = source.get("fixed", {})
+    return (lambda **given: function(**given, **fixed)) if fixed else function
+
+
+# ---- calling
+
+
+def call(functions, request, runner):
+    """The rewards of one call, or why there are none."""
+    function, given = functions[request["function"]], request["given"]
+    # The same draws whichever process runs the call, and whatever ran before in it.
+    user_code.seed_generators(request["seed"])
+    try:
+        found = function(**given)
+        if inspect.isawaitable(found):
+            found = runner.run(_awaited(found))
+        return {"values": numbers(found, request["count"])}
+    except user_code.Unusable as error:
+        return {"wrong": error.args[0]}
+    except BaseException as error:
+        return {"raised": user_code.traceback_text(error, user_code.traceback_below(error.__traceback__, __file__))}
+
+
+async def _awaited(found):
+    return await found
+
+
+def numbers(found, count):
+    """What a function returned as a list of numbers and None."""
+    if hasattr(found, "tolist"):
+        found = found.tolist()
+    if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
+        raise user_code.Unusable(f"returned {user_code.shortened(found)}, not a list of numbers")
+    found = list(found)
+    if len(found) != count:
+        raise user_code.Unusable(f"returned {len(found)} rewards for {count} completions")
+    return [number(item) for item in found]
+
+
+def number(item):
+    if hasattr(item, "item"):
+        item = item.item()
+    if item is None:
+        return None
+    if isinstance(item, bool | int | float):
+        try:
+            return float(item)
+        except OverflowError:
+            return float("inf")
+    raise user_code.Unusable(f"returned {user_code.shortened(item)} where a number or None belongs")
+
+
+def main(lifeline, descriptor):
+    os.set_inheritable(descriptor, False)
+    guard.guarded(lifeline, descriptor)
+    parent = channel.Channel(descriptor)
+    functions, known = load(pickle.loads(received(parent)))
+    parent.send(json.dumps({"functions": known}).encode())
+    with asyncio.Runner() as runner:
+        while True:
+            data = received(parent)
+            try:
+                request = pickle.loads(data)
+                request["seed"] = zlib.crc32(data)
+            except BaseException as error:
+                answer = {"raised": f"the batch cannot be read in a process of its own: {type(error).__name__}: {error}"}
+            else:
+                answer = call(functions, request, runner)
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            parent.send(json.dumps(answer).encode())
+
+
+def received(parent):
+    """The next message. Without a parent this process ends, whatever threads functions have left."""
+    try:
+        return parent.receive()
+    except EOFError:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,59 @@
+r"""The answer that a text to a question of mathematics ends with.
+
+It is what stands, in this order, in the last \boxed{} or \fbox{}; behind the last ####, as in GSM8K (arXiv:2110.14168); in the last
+<answer> </answer>; behind the last `answer is`; otherwise the last number or expression (`last_value`). Strictly, only a box or four
+hashes count. Of a text that was cut, an answer counts only if it was finished: the 4 at its end may be the beginning of 42.
+"""
+
+import re
+
+from argosy.rl.rewards.last_value import last_value
+
+FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+
+
+def final_answer(text: str, *, cut: bool = False, strict: bool = False) -> str | None:
+    """The answer that a text ends with; None if it has none, as one that breaks off inside its box.
+
+    Args:
+        cut: the limit of tokens ended the text.
+        strict: only a box or what stands behind #### is an answer.
+    """
+    if (at := max(text.rfind("\\boxed"), text.rfind("\\fbox"))) >= 0:
+        return _boxed(text[at:])
+    if "####" in text:
+        line, newline, _ = text.rpartition("####")[2].lstrip().partition("\n")
+        return None if cut and not newline else line.strip()
+    if strict:
+        return None
+    if found := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
+        inner = final_answer(found[-1]) if "\\boxed" in found[-1] else found[-1].strip()
+        return inner or None
+    if found := list(re.finditer(r"answer is:?\s*(.+)", text, re.IGNORECASE)):
+        return _sentence(found[-1][1], cut=cut and "\n" not in text[found[-1].end() :])
+    return None if cut else last_value(text)
+
+
+def _boxed(text: str) -> str | None:
+    """What is in the braces that begin here, or the word behind `\\boxed `."""
+    start = re.match(r"\\[a-z]+\s*", text)
+    assert start
+    rest = text[start.end() :]
+    if not rest.startswith("{"):
+        return (rest.split("$")[0].split() or [None])[0]
+    depth = 0
+    for i, letter in enumerate(rest):
+        if letter in "{}" and rest[i - 1 : i] != "\\":
+            depth += 1 if letter == "{" else -1
+        if depth == 0:
+            return rest[1:i].strip()
+    return None
+
+
+def _sentence(text: str, cut: bool) -> str | None:
+    """The formula or the words up to the end of the sentence. cut: the text ends here, and only a whole sentence counts."""
+    if formula := FORMULA.match(text.lstrip("* ")):
+        return next(filter(None, formula.groups())).strip()
+    if cut and not re.search(r"\.\s", text):
+        return None
+    return re.split(r"\.(?:\s|$)", text, maxsplit=1)[0].strip().strip("*").strip() or None

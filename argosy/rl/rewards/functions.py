@@ -1,0 +1,271 @@
+"""Rewards of completions, from functions that run in processes of their own and from reward models.
+
+    with open_rewards([Reward(of="rewards.py:short"), Reward(of="maths", weight=2)], workers=4, columns=["answer"]) as rewards:
+        scored = rewards(prompts, completions, {"answer": answers})     # scored.values [n k], NaN where there is no reward
+
+A function takes what it names of `prompts`, `completions`, the data's columns and what a run knows of completions (`GIVEN`), each a
+list with one item per completion, and returns as many numbers; None where it has no reward to give. It may be `async`. It is called
+once for a whole batch, so that it can compare completions or ask another service for all of them at once. With the attribute
+`per_completion = True` it is called for each completion alone, on all processes, and one completion that crashes it or takes too long
+harms no other.
+
+None leaves the decision to the other rewards. A function that fails leaves its completions out: counted as 0 beside others, a time-out
+of the sandbox would punish them.
+
+What is random in a function (`random`, NumPy's global generator) is seeded by its arguments, so the result depends neither on the
+process that ran it nor on the number of processes. State that a module keeps between calls does.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.rl.rewards.pool import Answer, Call, Pool
+from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.sources import GIVEN, check, lacking, names_of, source_of
+
+Say = Callable[[str], None]
+LARGEST = float(np.finfo(np.float32).max)
+# Where a reward is missing although its function did not say so.
+FAILURES = ("raised", "timed out", "died", "not finite")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of one batch.
+
+    values: [n k] float32, NaN where there is none.
+    names: of the k rewards.
+    failed: [n], whether a reward of the completion failed. None is no failure: that reward has no opinion, and the others decide.
+    counts: by reward and kind of failure (`FAILURES`), the completions whose reward is missing for it. None that a function returned
+        counts nowhere.
+    messages: by reward and kind, the first message of this batch.
+    """
+
+    values: np.ndarray
+    names: tuple[str, ...]
+    failed: np.ndarray
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    messages: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def none_at_all(self) -> bool:
+        """Whether every reward of every completion is missing, so that nothing can be learned from the batch."""
+        return not bool(np.isfinite(self.values).any())
+
+    def check(self) -> None:
+        """Checks that there is a reward.
+
+        Raises:
+            ArgosyError: none at all.
+        """
+        if self.none_at_all:
+            count = len(self.values)
+            first = next((text for kinds in self.messages.values() for text in kinds.values()), None)
+            hint = f"the first failure: {first.strip().splitlines()[0]}" if first else "every function returned None"
+            raise ArgosyError(f"none of {plural(count, 'completion')} has a reward", hint=hint)
+
+
+class Rewards:
+    """Open reward functions and models. Call it with a batch; `close` it, or use `with`."""
+
+    def __init__(self, rewards: Sequence[Reward], pool: Pool | None, places: Sequence[int], models: Mapping[int, Any], say: Say):
+        """places: of each function of the pool among all rewards, as the keys of `models`."""
+        self.rewards, self.names = tuple(rewards), tuple(names_of(rewards))
+        self._pool, self._places, self._models, self._say = pool, list(places), dict(models), say
+        self._said: set[tuple[str, str]] = set()
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each reward, in the order of the columns of `Scored.values`."""
+        return tuple(reward.weight for reward in self.rewards)
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Scored:
+        """Scores a batch.
+
+        Args:
+            prompts: of each completion, so a prompt with several completions is there several times. Texts or lists of messages.
+            completions: texts, or lists of messages. Functions are given both as they are here.
+            columns: further columns of the data, and those of `GIVEN` that are known, each with one item for each completion.
+
+        Raises:
+            BadInput: lists of different lengths, a column that a function needs and there is not, or a function that returns
+                something else than one number or None for each completion.
+            ArgosyError: a function that was loaded before cannot be loaded again, after its process had to be ended.
+        """
+        self._check(prompts, completions, columns)
+        batch = _Batch(list(prompts), list(completions), {name: list(items) for name, items in columns.items()})
+        found = _Found(self.names, len(completions), self._first)
+        if self._pool is not None and len(completions):
+            self._call(self._pool, batch, found)
+        for place, model in self._models.items():
+            values, failed = model(batch.prompts, batch.completions)
+            found.values[:, place] = values
+            for row, kind, text in failed:
+                found.fail(place, slice(row, row + 1), kind, text)
+        return found.scored()
+
+    def _call(self, pool: Pool, batch: "_Batch", found: "_Found") -> None:
+        calls: list[Call] = []
+        rows: list[slice] = []
+        for number, (place, known) in enumerate(zip(self._places, pool.about)):
+            for part in batch.parts(known["per_completion"]):
+                calls.append(batch.call(number, known, part, self.rewards[place].timeout))
+                rows.append(part)
+
+        def done(at: int, answer: Answer) -> None:
+            place, part = self._places[calls[at].function], rows[at]
+            if "wrong" in answer:
+                raise BadInput(f"the reward `{self.rewards[place].of}` {answer['wrong']}", hint="return one number or None for each")
+            if "values" in answer:
+                found.given(place, part, answer["values"])
+            else:
+                found.fail(place, part, *_failure(answer, calls[at]))
+
+        pool.run(calls, done)
+
+    def _check(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> None:
+        for name, items in {"prompts": prompts, **columns}.items():
+            if isinstance(items, str) or len(items) != len(completions):
+                what = "a text" if isinstance(items, str) else plural(len(items), "item")
+                many = plural(len(completions), "completion")
+                raise BadInput(f"`{name}` has {what} for {many}", hint="give one item for each completion")
+        for name in ("prompts", "completions"):
+            if name in columns:
+                raise BadInput(f"a column `{name}` would hide the {name} from reward functions", hint="rename the column")
+        for place, known in zip(self._places, self._pool.about if self._pool else []):
+            if wrong := lacking(self.rewards[place].of, known, list(columns)):
+                raise wrong
+
+    def _first(self, name: str, kind: str, message: str) -> None:
+        """Says each kind of failure of each reward once, as soon as it happens."""
+        if (name, kind) not in self._said:
+            self._said.add((name, kind))
+            hint = "\nhint: a function returns None for a completion that it has no reward for" if kind == "raised" else ""
+            self._say(f"reward {name} {kind}, its completions are left out:\n{message.rstrip()}{hint}")
+
+
+@dataclass(frozen=True)
+class _Batch:
+    prompts: list[Any]
+    completions: list[Any]
+    columns: dict[str, list[Any]]
+
+    def parts(self, per_completion: bool) -> list[slice]:
+        count = len(self.completions)
+        return [slice(i, i + 1) for i in range(count)] if per_completion else [slice(0, count)]
+
+    def call(self, number: int, known: Mapping[str, Any], part: slice, timeout: float) -> Call:
+        everything = {**self.columns, "prompts": self.prompts, "completions": self.completions}
+        every = [name for name in everything if name not in GIVEN] if known["every"] else []
+        named = [name for name in everything if name in known["takes"] or name in every]
+        return Call(number, part.stop - part.start, lambda: {name: everything[name][part] for name in named}, timeout)
+
+
+class _Found:
+    """The rewards of a batch, as they come."""
+
+    def __init__(self, names: Sequence[str], count: int, first: Callable[[str, str, str], None]):
+        self.names, self.first = tuple(names), first
+        self.values = np.full((count, len(names)), np.nan, np.float32)
+        self.failed = np.zeros(count, bool)
+        self.counts: dict[str, dict[str, int]] = {}
+        self.messages: dict[str, dict[str, str]] = {}
+
+    def given(self, place: int, part: slice, values: Sequence[float | None]) -> None:
+        for i, value in enumerate(values, part.start):
+            if value is None:
+                continue
+            # A number beyond float32 is infinite in it.
+            if math.isfinite(value) and abs(value) <= LARGEST:
+                self.values[i, place] = value
+            else:
+                self.fail(place, slice(i, i + 1), "not finite", f"it returned {value} for completion {i}")
+
+    def fail(self, place: int, part: slice, kind: str, message: str) -> None:
+        name, count = self.names[place], part.stop - part.start
+        self.failed[part] = True
+        kinds = self.counts.setdefault(name, {})
+        kinds[kind] = kinds.get(kind, 0) + count
+        self.messages.setdefault(name, {}).setdefault(kind, message)
+        self.first(name, kind, message)
+
+    def scored(self) -> Scored:
+        return Scored(self.values, self.names, self.failed, self.counts, self.messages)
+
+
+def _failure(answer: Answer, call: Call) -> tuple[str, str]:
+    if "timed_out" in answer:
+        return "timed out", f"a call takes more than {call.timeout:g} s; its process was ended"
+    if "died" in answer:
+        return "died", f"its process ended in a call: {answer['died']}"
+    return "raised", answer["raised"]
+
+
+def open_rewards(
+    rewards: Sequence[Reward],
+    workers: int,
+    *,
+    columns: Sequence[str] | None = None,
+    load: Callable[[Path], Any] | None = None,
+    say: Say | None = None,
+) -> Rewards:
+    """Loads functions in `workers` processes and models in this one, and checks all of them before work starts.
+
+    Args:
+        workers: processes for functions; all functions are loaded in each.
+        columns: the names of the data's further columns, to check at once what functions need; otherwise checked in each call.
+        load: loads the language model of a folder; `argosy.infer.load.load` if not given.
+        say: is told the first failure of each kind of each reward, when it happens; by default written to stderr.
+
+    Raises:
+        BadInput, SettingsError: no rewards, no such file, function, built-in or folder; a file that cannot be imported, with its line;
+            a function that needs a column that there is not; a model without a head of one score.
+        ArgosyError: a process cannot be started, or ends while it loads.
+    """
+    if not rewards:
+        raise BadInput("no reward", hint="give one: `reward=FILE.py:FUNCTION`")
+    names_of(rewards)
+    if hidden := [name for name in GIVEN if name in (columns or ())]:
+        raise BadInput(f"a column `{hidden[0]}` would hide what a run tells reward functions by that name", hint="rename the column")
+    sources = [source_of(reward) for reward in rewards]
+    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    functions = [(place, source) for place, source in enumerate(sources) if not isinstance(source, Path)]
+    pool = None
+    if functions:
+        if workers < 1:
+            raise BadInput(f"{workers} processes for reward functions", hint="give 1 or more")
+        pool = Pool([source for _, source in functions], workers)
+    try:
+        if pool is not None:
+            check([source for _, source in functions], pool.about, None if columns is None else [*columns, *GIVEN])
+        models = {place: _model(source, rewards[place], load) for place, source in enumerate(sources) if isinstance(source, Path)}
+    except BaseException:
+        if pool is not None:
+            pool.close()
+        raise
+    return Rewards(rewards, pool, [place for place, _ in functions], models, say)
+
+
+def _model(folder: Path, reward: Reward, load: Callable[[Path], Any] | None) -> Any:
+    from argosy.rl.rewards.models import RewardModel
+
+    return RewardModel.opened(folder, reward, load)

@@ -1,0 +1,188 @@
+"""The answer of a text to a question of mathematics, and whether it is the right one.
+
+    grade("... so the sum is $\\boxed{\\frac{14}{3}}$.", "14/3")            # True
+
+`final_answer` finds the answer. Answers are compared as tuples, intervals, sets and matrices part by part, as numbers and expressions
+by value (`maths_expression`), as equations up to a factor, otherwise as text without regard to case.
+
+What graders differ in: 10% is 10 and also 0.1, as in Hendrycks' MATH (arXiv:2103.03874) and math-verify; a list has an order, as in
+MATH, where {} has none; 1,000 is a thousand and 1,5 a list, since a comma is no decimal point; 2\\frac13 and 2 1/3 are seven thirds.
+"""
+
+import re
+
+from argosy.rl.expressions import NoExpression, near, same, values
+from argosy.rl.rewards.final_answer import final_answer
+from argosy.rl.rewards.thoughts import without_thoughts
+
+TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
+PERCENT = re.compile(r"\s*(?:\\%|%|\b(?:percent(?:age)?|pct)\b)\s*$")
+OPEN, CLOSE = "([{", ")]}"
+
+
+def reference(answer: object) -> str:
+    """The right answer from a column: a number, an answer, or a solution that ends with one in a box or behind ####."""
+    text = str(answer)
+    if "\\boxed" in text or "\\fbox" in text or "####" in text:
+        return final_answer(text) or text
+    return text
+
+
+def grade(completion: str, answer: object, *, cut: bool = False, strict: bool = False, thinking: bool = False) -> bool:
+    """Whether a completion ends with the right answer, behind its thoughts.
+
+    Args:
+        cut: the limit of tokens ended it: only an answer that it finished counts.
+        strict: only a box or what stands behind #### counts.
+        thinking: the prompt has opened a thought.
+    """
+    text = without_thoughts(completion, thinking)
+    given = None if text is None else final_answer(text, cut=cut, strict=strict)
+    return given is not None and equal(given, reference(answer))
+
+
+def equal(a: str, b: str) -> bool:
+    """Whether two answers are the same."""
+    a, b = cleaned(a), cleaned(b)
+    if _squeezed(a) == _squeezed(b):
+        return bool(a)
+    a, percent_a = _without_percent(a)
+    b, percent_b = _without_percent(b)
+    if percent_a != percent_b and _by_value(f"({a})/100" if percent_a else a, f"({b})/100" if percent_b else b):
+        return True
+    return _parts_equal(a, b) or _by_value(_without_units(a), _without_units(b))
+
+
+def cleaned(text: str) -> str:
+    """An answer without what does not change its meaning: dollars, styles, spaces of LaTeX, degrees, separators of thousands."""
+    text = text.strip().strip("$").strip().rstrip(".").strip()
+    text = re.sub(r"^\\\(|\\\)$|^\\\[|\\\]$", "", text)
+    text = re.sub(r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\.?", "", text)
+    text = re.sub(r"\\[,;:> ]|~|\\quad|\\qquad", " ", text.replace("\\!", ""))
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°", "", text)
+    text = re.sub(r"\\\$|[$€£]", "", text)
+    text = text.replace("−", "-").replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    text = re.sub(r"\s*\{\s*,\s*\}\s*", ",", text)
+    text = re.sub(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?![\d,])", lambda m: m[1] + m[2].replace(",", ""), text)
+    text = re.sub(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d,])", lambda m: m[1] + m[2].replace(" ", ""), text)
+    text = re.sub(r"(?<![\d./)])(\d+)[ \t]+(\d+)\s*/\s*(\d+)(?![\d./])", _mixed, text)
+    text = re.sub(r"\\text\s*\{\s*(?:and|or)\s*\}|(?<=[\d\s)}])\s+(?:and|or)\s+(?=[-\d\\(])", ",", text)
+    return _prefixed(_unworded(text)).strip()
+
+
+def _mixed(match: re.Match[str]) -> str:
+    whole, above, below = map(int, match.groups())
+    return f"({whole}+{above}/{below})" if above < below else match[0]
+
+
+def _unworded(text: str) -> str:
+    """Words of LaTeX: alone they are the answer, behind something else its unit."""
+    if alone := re.fullmatch(rf"\s*{TEXT}\s*", text):
+        word = alone[1].strip()
+        return word[1:-1] if re.fullmatch(r"\(\w\)", word) else word
+    without = re.sub(rf"{TEXT}(?:\s*\^\s*\{{?\d\}}?)?", " ", text)
+    return without if without.strip() else re.sub(TEXT, r"\1", text)
+
+
+def _prefixed(text: str) -> str:
+    """Without `x =` in front."""
+    match = re.match(r"\s*(?:\\?[A-Za-z]\w?|[a-zA-Z]\([a-z]\)|\\[a-z]+)\s*(?:=|\\in(?![a-z]))\s*(?=\S)", text)
+    return text[match.end() :] if match and text.count("=") <= 1 else text
+
+
+def _without_percent(text: str) -> tuple[str, bool]:
+    found = PERCENT.search(text)
+    return (text[: found.start()].strip(), True) if found and found.start() else (text, False)
+
+
+def _without_units(text: str) -> str:
+    """Without words of three letters or more behind a number."""
+    found = re.fullmatch(r"(.*\d\)?)\s+(?:[A-Za-z]{3,}|per|of)(?:\s+[A-Za-z]+)*\s*", text)
+    return found[1] if found else text
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s+", "", text).casefold()
+
+
+def _parts_equal(a: str, b: str) -> bool:
+    """Tuples, intervals, sets, lists, unions and matrices of equal parts."""
+    for separator in (r"\\cup", ","):
+        (opened, xs, closed), (other, ys, shut) = _parts(a, separator), _parts(b, separator)
+        if len(xs) != len(ys) or (opened, closed) != (other, shut):
+            continue
+        if len(xs) > 1 or opened == "\\{":
+            return _matched(xs, ys) if opened == "\\{" else all(map(equal, xs, ys))
+    rows, others = _matrix(a), _matrix(b)
+    if rows and others and [len(row) for row in rows] == [len(row) for row in others]:
+        return all(equal(x, y) for row, other in zip(rows, others) for x, y in zip(row, other))
+    return False
+
+
+def _matched(xs: list[str], ys: list[str]) -> bool:
+    """Whether two sets are equal, in any order."""
+    left = list(ys)
+    for x in xs:
+        found = next((i for i, y in enumerate(left) if equal(x, y)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
+
+
+def _parts(text: str, separator: str) -> tuple[str, list[str], str]:
+    """The brackets around a text and its parts between separators outside of inner brackets."""
+    plain = text.strip()
+    opened = closed = ""
+    if separator == "," and plain.startswith("\\{") and plain.endswith("\\}"):
+        opened, plain, closed = "\\{", plain[2:-2], "\\}"
+    elif separator == "," and plain[:1] in ("(", "[") and plain[-1:] in (")", "]") and _encloses(plain):
+        opened, plain, closed = plain[0], plain[1:-1], plain[-1]
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(rf"{separator}|[(\[{{)\]}}]", plain):
+        if match[0] in OPEN:
+            depth += 1
+        elif match[0] in CLOSE:
+            depth -= 1
+        elif depth == 0:
+            parts.append(plain[start : match.start()].strip())
+            start = match.end()
+    parts = [*parts, plain[start:].strip()]
+    # Brackets around one expression only group it.
+    return (opened, parts, closed) if len(parts) > 1 or opened == "\\{" else ("", [text.strip()], "")
+
+
+def _encloses(text: str) -> bool:
+    """Whether the first bracket is closed by the last, of either kind."""
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter in OPEN) - (letter in CLOSE)
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def _matrix(text: str) -> list[list[str]]:
+    found = re.fullmatch(r"\s*\\begin\{([pbvB]?matrix)\}(.*)\\end\{\1\}\s*", text, re.DOTALL)
+    if not found:
+        return []
+    rows = [row for row in re.split(r"\\\\", found[2]) if row.strip()]
+    return [[cell.strip() for cell in row.split("&")] for row in rows]
+
+
+def _by_value(a: str, b: str) -> bool:
+    """Numbers, expressions and equations of the same value."""
+    try:
+        if a.count("=") == b.count("=") == 1:
+            return _same_equation(a, b)
+        return same(a, b)
+    except NoExpression:
+        return False
+
+
+def _same_equation(a: str, b: str) -> bool:
+    """Whether two equations say the same: their sides differ by the same function up to a factor."""
+    one, other = (values(f"({left})-({right})") for left, right in (a.split("="), b.split("=")))
+    ratios = [complex(x) / complex(y) for x, y in zip(one, other) if y]
+    return len(ratios) == len(one) and ratios[0] != 0 and all(near(ratio, ratios[0]) for ratio in ratios)

@@ -1,0 +1,71 @@
+"""Rewards by reward models: each scores the conversation of a prompt and its completion, in the trainer's process."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput, UserError
+from argosy.rl.rewards.settings import Reward
+
+
+class RewardModel:
+    """A language model with a head of one score (`LM.rewards`)."""
+
+    def __init__(self, lm: Any):
+        self.lm = lm
+
+    @classmethod
+    def opened(cls, folder: Path, reward: Reward, load: Callable[[Path], Any] | None) -> "RewardModel":
+        """Loads the model of a folder.
+
+        Raises:
+            BadInput, Damaged: it is no model, or its head does not give one score.
+        """
+        if load is None:
+            from argosy.infer.load import load
+        lm = load(folder)
+        scores = getattr(lm.config, "scored", 0)
+        if scores != 1:
+            what = f"gives {scores} scores, not one" if scores else "has no head of scores"
+            raise BadInput(f"the reward model `{reward.of}` {what}", hint="`argosy train reward model=FOLDER` trains one")
+        return cls(lm)
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
+        """The scores [n], NaN where a conversation cannot be scored (longer than the model's context, for example), and for each of
+        these its row, the kind of failure and a message."""
+        from argosy.infer.scores import ids_of
+
+        scores, failed = np.full(len(completions), np.nan, np.float32), list[tuple[int, str, str]]()
+        rows: dict[int, list[int]] = {}
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            try:
+                ids = ids_of(self.lm, conversation(prompt, completion))
+                if not ids:
+                    raise BadInput("an empty text has no score")
+                self.lm.check_ids(ids, len(ids))
+                rows[i] = ids
+            except UserError as error:
+                failed.append((i, "raised", f"completion {i}: {error.what}"))
+        if rows:
+            scores[list(rows)] = self.lm.rewards(list(rows.values()))
+        for i in rows:
+            if not np.isfinite(scores[i]):
+                failed.append((i, "not finite", f"the score of completion {i} is {scores[i]}"))
+                scores[i] = np.nan
+        return scores, failed
+
+
+def conversation(prompt: Any, completion: Any) -> Any:
+    """A prompt and its completion as one text, or as one list of messages where the prompt is one.
+
+    Raises:
+        BadInput: a text followed by messages.
+    """
+    if isinstance(prompt, str):
+        if not isinstance(completion, str):
+            raise BadInput("the prompt is a text and its completion a list of messages", hint="give both as texts or as messages")
+        return prompt + completion
+    messages: list[Mapping[str, Any]] = list(prompt)
+    return messages + ([{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion))

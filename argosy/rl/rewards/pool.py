@@ -1,0 +1,199 @@
+"""Processes that run reward functions (`child.py`): started once, kept, ended after their time, started again.
+
+They are new interpreters, never forks: this process may have jax's threads. So neither a function that never returns nor one that
+crashes the interpreter can harm the run. It knows nothing of rewards: a call is a function's number and its arguments, an answer is
+what came back.
+"""
+
+import json
+import os
+import pickle
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from argosy.core.errors import ArgosyError, BadInput, complaint
+from argosy.core.process.child import ChildProcess, reason_of
+from argosy.core.process.poll import readable
+
+CHILD = Path(__file__).with_name("child.py")
+# Limit for importing what functions need: torch takes ten seconds on a busy machine.
+LOADING_S = 300.0
+# How often a process is looked at whose socket a child of its own may hold open.
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one function. given: its arguments, made when a process is free, so that few are in memory at once."""
+
+    function: int
+    count: int
+    given: Callable[[], Mapping[str, Any]]
+    timeout: float
+
+
+Answer = dict[str, Any]  # one of: values, wrong, raised, timed_out, died
+
+
+@dataclass
+class _Worker:
+    process: ChildProcess
+    until: float
+    # The number of the call it works on; None while it loads, -1 while it is free.
+    call: int | None = None
+
+    def send(self, document: Mapping[str, Any]) -> None:
+        try:
+            self.process.send(pickle.dumps(document, protocol=5))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise BadInput(f"a batch cannot be sent to another process: {complaint(error)}") from None
+
+    def end(self) -> str:
+        """Ends the process and what it has started. Returns how it had ended, if it had."""
+        reason = reason_of(self.process.end())
+        return f"{reason}{': out of memory?' if reason == 'SIGKILL' else ''}"
+
+
+class Pool:
+    """`workers` processes, each with all functions loaded."""
+
+    def __init__(self, functions: Sequence[Mapping[str, Any]], workers: int):
+        self._functions = [dict(one) for one in functions]
+        self._path = [os.getcwd(), *(entry for entry in sys.path if entry)]
+        self._workers = workers
+        self._lock = Lock()
+        self._processes: list[_Worker] = []
+        # What the first process says of each function.
+        self.about: list[dict[str, Any]] = []
+        self._end = weakref.finalize(self, _end_all, self._processes, os.getpid())
+        self._start()
+        self.run([])
+
+    def run(self, calls: Sequence[Call], done: Callable[[int, Answer], None] = lambda *_: None) -> list[Answer]:
+        """The answer to each call, in order; `done` is told each as it comes.
+
+        Raises:
+            ArgosyError: a process cannot be started, or cannot load its functions again.
+        """
+        answers: list[Answer] = [{}] * len(calls)
+        waiting = deque(range(len(calls)))
+        with self._lock:
+            self._start()
+            try:
+                while waiting or any(one.call != -1 for one in self._processes):
+                    self._hand_out(calls, waiting)
+                    for number, answer in self._arrived():
+                        answers[number] = answer
+                        done(number, answer)
+                    # Before work starts all are needed; later, one that loads may do so beside what follows.
+                    if calls and not waiting and all(one.call in (None, -1) for one in self._processes):
+                        break
+            except BaseException:
+                _end_all(self._processes, os.getpid())
+                raise
+        return answers
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._end()
+
+    def _start(self) -> None:
+        while len(self._processes) < self._workers:
+            self._processes.append(_started(self._functions, self._path))
+
+    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
+        for place, one in enumerate(self._processes):
+            if one.call != -1 or not waiting:
+                continue
+            call = calls[waiting[0]]
+            try:
+                one.send({"function": call.function, "count": call.count, "given": call.given()})
+            except BrokenPipeError:
+                # It died while it had nothing to do, so the call has not begun.
+                self._replace(place)
+                continue
+            one.call, one.until = waiting.popleft(), time.monotonic() + call.timeout
+
+    def _arrived(self) -> list[tuple[int, Answer]]:
+        """Waits for a message, a death or the end of somebody's time, and returns the answers among them."""
+        busy = {one.process.fileno(): place for place, one in enumerate(self._processes) if one.call != -1}
+        if not busy:
+            return []
+        left = min(self._processes[place].until for place in busy.values()) - time.monotonic()
+        ready = readable(list(busy), min(left, LOOK_S))
+        found: list[tuple[int, Answer]] = []
+        for number, place in busy.items():
+            one, answer = self._processes[place], None
+            try:
+                if number in ready or one.process.is_over:
+                    answer = None if (message := one.process.arrived()) is None else json.loads(message)
+            except EOFError:
+                answer = self._ended(place)
+            else:
+                if answer is None and time.monotonic() > one.until:
+                    answer = self._late(place)
+            if answer is None:
+                continue
+            if "functions" in answer:
+                self._loaded(answer["functions"])
+                one.call = -1
+                continue
+            found.append((one.call if one.call is not None else -1, answer))
+            one.call = -1
+        return found
+
+    def _loaded(self, about: list[dict[str, Any]]) -> None:
+        self.about = self.about or about
+        if about != self.about:
+            number = next(i for i, (a, b) in enumerate(zip(about, self.about, strict=True)) if a != b)
+            why = about[number].get("wrong", {}).get("what", "its parameters changed")
+            raise ArgosyError(f"`{self._functions[number]['of']}` cannot be loaded any more: {why}")
+
+    def _ended(self, place: int) -> Answer:
+        loading = self._processes[place].call is None
+        how = self._replace(place, start=not loading)
+        if loading:
+            names = ", ".join(f"`{one['of']}`" for one in self._functions)
+            raise ArgosyError(f"a process ended while it loaded {names}: {how}", hint="it was killed, or a module ends the interpreter")
+        return {"died": how}
+
+    def _late(self, place: int) -> Answer:
+        loading = self._processes[place].call is None
+        self._replace(place, start=not loading)
+        if loading:
+            names = ", ".join(f"`{one['of']}`" for one in self._functions)
+            raise ArgosyError(f"loading {names} takes more than {LOADING_S:g} s")
+        return {"timed_out": True}
+
+    def _replace(self, place: int, start: bool = True) -> str:
+        how = self._processes[place].end()
+        if start:
+            self._processes[place] = _started(self._functions, self._path)
+        else:
+            del self._processes[place]
+        return how
+
+
+def _started(functions: Sequence[Mapping[str, Any]], path: Sequence[str]) -> _Worker:
+    """A process that has begun to load the functions."""
+    # Sets are walked in the same order in every process, and no process takes an accelerator from the trainer.
+    environment = os.environ | {"PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu"}
+    process = ChildProcess(["-P", "-X", "utf8", str(CHILD)], "reward functions", environment, guarded=True)
+    worker = _Worker(process, time.monotonic() + LOADING_S)
+    with suppress(BrokenPipeError):
+        worker.send({"functions": list(functions), "path": list(path)})
+    return worker
+
+
+def _end_all(processes: list[_Worker], owner: int) -> None:
+    # A forked process has the list, but not the processes.
+    while processes and os.getpid() == owner:
+        processes.pop().end()

@@ -1,0 +1,260 @@
+"""Answers with their advantages, packed into parts of one shape, each of which a device computes at once.
+
+A part has R rows of T tokens. Prompts with their answers are packed into rows by best fit, rows into parts in that order; a part is
+closed when its rows or its S places for answers are full. How many parts there are depends on the lengths, so the number of programs
+does not, and little is computed for padding. See `rl.policy.objective` for the arrays.
+
+Where the shape says that prompts are shared, answers to one prompt that stand in one row follow a single copy of it (Liu et al. 2025,
+arXiv:2506.05433). The prompt's last token is repeated before each, because it has another target for each.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.data.batch import Batch
+from argosy.data.pack import best_fit_decreasing
+from argosy.rl.rollouts.completions import Answer
+
+# Answers that a part has places for, as a multiple of those of full length.
+SHORTER = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a part: rows, tokens of a row, the longest answer, and how many answers there is room for. beside: tokens of a row
+    by another tokenizer, a teacher's; 0: none reads it. shared: answers to one prompt share it."""
+
+    rows: int
+    sequence: int
+    longest: int
+    beside: int = 0
+    shared: bool = False
+
+    @property
+    def answers(self) -> int:
+        return self.rows * max(1, self.sequence // self.longest) * SHORTER
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the letters of the fields' axes."""
+        return {"S": self.answers, "L": self.longest} | ({"U": self.beside} if self.beside else {})
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What one update learns from. numbers: metrics of the host, which are logged with the update."""
+
+    parts: Sequence[Batch]
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Packed answers without what is to be learned from them. owners: [S], the answer in each place, -1: none."""
+
+    rows: Batch
+    owners: np.ndarray
+
+    def filled(self, columns: Mapping[str, np.ndarray]) -> Batch:
+        """The part with numbers of the answers' tokens, [B L] each."""
+        there = (self.owners >= 0)[:, None]
+        own = {name: np.where(there, values[self.owners], np.zeros((), values.dtype)) for name, values in columns.items()}
+        return {**self.rows, **own}
+
+    def spread(self, found: np.ndarray, out: np.ndarray) -> None:
+        """Writes what was found for each place, [S ...], to its answer, [B ...]."""
+        there = self.owners >= 0
+        out[self.owners[there]] = found[there]
+
+
+def per_token(answers: Sequence[Answer], longest: int, what: str) -> np.ndarray:
+    """`live` or `logprobs` of answers as [B L], 0 beyond their end.
+
+    Raises:
+        BadInput: an answer is longer.
+    """
+    out = np.zeros((len(answers), longest), np.float32)
+    for row, answer in enumerate(answers):
+        values = getattr(answer, what)
+        if len(values) > longest:
+            raise BadInput(f"an answer of {plural(len(values), 'token')}", where=f"rollout.tokens = {longest}")
+        out[row, : len(values)] = values
+    return out
+
+
+def packed(
+    answers: Sequence[Answer], numbers: Sequence[int], shape: Shape, room: np.ndarray | None = None
+) -> list[Part]:
+    """Parts of the answers of these numbers.
+
+    Args:
+        room: what each of all answers takes of a row, at least its tokens and its prompt's; None: just these.
+
+    Raises:
+        BadInput: a prompt with its answer is longer than a row.
+    """
+    sizes = np.array([len(answers[i].prompt.tokens) + len(answers[i].tokens) for i in numbers], np.int64)
+    if sizes.max(initial=0) > shape.sequence:
+        raise BadInput(f"a prompt and its answer have {sizes.max()} tokens", where=f"data.sequence = {shape.sequence}")
+    if room is not None:
+        sizes = np.minimum(room[list(numbers)], shape.sequence)
+    ways = [grouped(sizes, shape.sequence)]
+    if shape.shared:
+        asked = [tuple(answers[i].prompt.tokens) for i in numbers]
+        said = np.array([len(answers[i].tokens) for i in numbers], np.int64)
+        # Whole groups waste what is left of a row, other ways repeat prompts: which one needs fewer parts depends on the lengths.
+        alone = [sorted(row, key=lambda i: asked[i]) for row in ways[0]]
+        ways = [by_families(asked, said, shape.sequence), one_after_the_other(asked, said, shape.sequence), alone]
+    rows = min(([[numbers[i] for i in row] for row in way] for way in ways), key=lambda rows: len(list(in_parts(rows, shape))))
+    return [part_of(answers, shape, part) for part in in_parts(rows, shape)]
+
+
+def grouped(sizes: np.ndarray, room: int) -> list[list[int]]:
+    """Which items share a bin of this room, by best fit."""
+    bin_of = best_fit_decreasing(sizes, room)
+    bins: list[list[int]] = [[] for _ in range(int(bin_of.max(initial=-1)) + 1)]
+    for item, own in enumerate(bin_of.tolist()):
+        bins[own].append(item)
+    return bins
+
+
+Prompts = Sequence[tuple[int, ...]]
+
+
+def by_families(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+    """The answers of each row: groups, as many answers of each as fit beside their prompt, by best fit.
+
+    Args:
+        asked: the prompt of each answer. said: the tokens of each answer.
+    """
+    families, sizes = list[list[int]](), list[int]()
+    for prompt, own in by_prompt(asked).items():
+        # Each with the prompt's last token, after the others.
+        for row in grouped(said[own] + 1, room - len(prompt) + 1):
+            families.append([own[i] for i in row])
+            sizes.append(len(prompt) - 1 + int(sum(said[i] + 1 for i in families[-1])))
+    return [[i for family in row for i in families[family]] for row in grouped(np.array(sizes, np.int64), room)]
+
+
+def one_after_the_other(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+    """The same, each row filled to its end: a group goes on in the next row, with another copy of its prompt."""
+    rows, left = list[list[int]](), 0
+    for prompt, own in by_prompt(asked).items():
+        begun = False
+        for i in sorted(own, key=lambda i: -said[i]):
+            size = int(said[i]) + 1 + (0 if begun else len(prompt) - 1)
+            if size > left:
+                rows.append([])
+                size, left = int(said[i]) + len(prompt), room
+            rows[-1].append(i)
+            left, begun = left - size, True
+    return rows
+
+
+def by_prompt(asked: Prompts) -> dict[tuple[int, ...], list[int]]:
+    found: dict[tuple[int, ...], list[int]] = {}
+    for i, prompt in enumerate(asked):
+        found.setdefault(prompt, []).append(i)
+    return found
+
+
+def in_parts(rows: Sequence[list[int]], shape: Shape) -> Iterator[list[list[int]]]:
+    """The answers of each row of each part."""
+    part: list[list[int]] = []
+    held = 0
+    for row in rows:
+        begin = 0
+        while begin < len(row):
+            if len(part) == shape.rows or held == shape.answers:
+                yield part
+                part, held = [], 0
+            # A row of very short answers may have more of them than there are places left: the rest is a row of the next part.
+            piece = row[begin : begin + shape.answers - held]
+            part, held, begin = [*part, piece], held + len(piece), begin + len(piece)
+    if part:
+        yield part
+
+
+def part_of(answers: Sequence[Answer], shape: Shape, rows: list[list[int]]) -> Part:
+    """One part: the answers of each of its rows. The last token of an answer is an input too, without a target. Where prompts are
+    shared, answers that follow each other in a row and have the same prompt share it."""
+    tokens, targets, segments, prefixes, positions = np.zeros((5, shape.rows, shape.sequence), np.int32)
+    places, ends = np.zeros((shape.answers, shape.longest), np.int32), np.zeros(shape.answers, np.int32)
+    owners = np.full(shape.answers, -1, np.int32)
+    slot = 0
+    for row, own in enumerate(rows):
+        at = segment = 0
+
+        def put(ids: Sequence[int], prefix: int = 0, position: int = 0, row: int = row) -> None:
+            """Writes the next segment of the row."""
+            nonlocal at, segment
+            segment, here = segment + 1, slice(at, at + len(ids))
+            tokens[row, here], segments[row, here], prefixes[row, here] = ids, segment, prefix
+            targets[row, at : at + len(ids) - 1] = ids[1:]
+            positions[row, here] = position + np.arange(len(ids))
+            at += len(ids)
+
+        for family in runs([answers[number].prompt.tokens for number in own], shape.shared):
+            asked = answers[own[family[0]]].prompt.tokens
+            # A prompt of one token is repeated whole.
+            shared = len(asked) - 1 if len(family) > 1 else 0
+            if shared:
+                put(asked[:-1])
+            prefix = segment if shared else 0
+            for i in family:
+                answer, length = answers[own[i]], len(answers[own[i]].tokens)
+                # The target of the prompt's last token is the first of the answer.
+                begin = row * shape.sequence + at + len(asked) - shared - 1
+                places[slot, :length], ends[slot] = begin + np.arange(length), begin + length
+                owners[slot] = own[i]
+                put([*asked[shared:], *answer.tokens], prefix, shared)
+                slot += 1
+    made = {"tokens": tokens, "targets": targets, "segments": segments, "places": places, "ends": ends}
+    return Part(made | ({"prefixes": prefixes, "positions": positions} if shape.shared else {}), owners)
+
+
+def runs(prompts: Sequence[Sequence[int]], shared: bool) -> list[list[int]]:
+    """Places that follow each other and have the same prompt; each alone where prompts are not shared."""
+    found: list[list[int]] = []
+    for i, prompt in enumerate(prompts):
+        if shared and i and list(prompt) == list(prompts[i - 1]):
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found
+
+
+def density(parts: Sequence[Batch]) -> float:
+    """The share of the tokens of parts that are no padding."""
+    return float(np.mean([np.mean(part["segments"] > 0) for part in parts])) if parts else 0.0
+
+
+def spared(parts: Sequence[Part], answers: Sequence[Answer]) -> float:
+    """The share of the tokens of prompts and answers that parts do not repeat, because answers share prompts."""
+    alone = sum(len(answers[i].prompt.tokens) + len(answers[i].tokens) for part in parts for i in part.owners.tolist() if i >= 0)
+    return 1 - sum(int(np.sum(part.rows["segments"] > 0)) for part in parts) / alone if alone else 0.0
+
+
+def stored(experiences: Sequence[Experience]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """Experiences as arrays by name, and as JSON what else they are. Parts that several share, as epochs do, are stored once."""
+    own: dict[int, int] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for one in experiences:
+        if id(one.parts) not in own and one.parts:
+            own[id(one.parts)] = len(own)
+            arrays |= {f"{own[id(one.parts)]}.{name}": np.stack([part[name] for part in one.parts]) for name in one.parts[0]}
+    return arrays, [{"numbers": one.numbers, "parts": own.get(id(one.parts))} for one in experiences]
+
+
+def restored(arrays: dict[str, np.ndarray], described: Sequence[dict[str, Any]]) -> list[Experience]:
+    """The experiences that `stored` gave."""
+    held: dict[int | None, list[Batch]] = {None: []}
+    for number in sorted({int(name.partition(".")[0]) for name in arrays}):
+        own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{number}.")}
+        held[number] = [{name: a[i] for name, a in own.items()} for i in range(len(next(iter(own.values()))))]
+    return [Experience(held[one["parts"]], dict(one["numbers"])) for one in described]

@@ -1,0 +1,306 @@
+"""Samples rollouts: prompts to answers to rewards. What is learned from them is no concern of this file (`rl.rollouts`).
+
+A rollout depends on the weights, the place in the prompts, its number and the run's seed, and on nothing else; so it may be sampled by
+another thread or on other devices than those that train.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.core.errors import ArgosyError
+from argosy.core.progress import Complaining, Say
+from argosy.data.rows.prompts import Prompt, Prompts
+from argosy.infer.lm import LM
+from argosy.infer.sampling.sample import Sampling
+from argosy.observe.goodput import Clock
+from argosy.rl.policy.credit import Judgment, useful_groups
+from argosy.rl.policy.settings import Policy, Rollout
+from argosy.rl.policy.totals import overlong
+from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Answer, Elsewhere, Played, sampled
+from argosy.rl.rollouts.packing import per_token
+from argosy.rl.rollouts.queue import LOOKED_AT, next_that_fit, no_room
+from argosy.rl.rollouts.records import Judge, Rolled
+from argosy.rl.rollouts.trajectories import Conversed, How, Table
+from argosy.rl.rollouts.turn_rewards import ENVIRONMENT, by_turn, environment_rewards, failed, failures
+
+OVERLONG = "overlong"
+# The largest reward times its weight: advantages and critics square sums of rewards, and a square above 3e38 is infinite in float32.
+LARGEST = 1e15
+# Of an answer, a number for each token.
+OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
+
+
+@dataclass
+class Collected:
+    """A rollout that was sampled and scored.
+
+    number: from 0. seen: rollouts that its weights had learned from. rounds: of generation. place: in the prompts, after it. failed:
+    rewards that are missing, and processes that ended, by metric. clock: seconds of its work, by metric.
+    """
+
+    number: int = 0
+    seen: int = 0
+    found: Rolled = field(default_factory=Rolled)
+    rounds: int = 0
+    place: int = 0
+    failed: dict[str, float] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+
+def kept(rollouts: Sequence[Collected]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """Rollouts as arrays by name, and as JSON what else they are. Prompts are kept as their places."""
+    arrays: dict[str, np.ndarray] = {}
+    told: list[dict[str, Any]] = []
+    for i, one in enumerate(rollouts):
+        answers, found = one.found.answers, one.found
+        lengths = [len(answer.tokens) for answer in answers]
+        tokens = {name: np.concatenate([np.asarray(getattr(a, name), dtype) for a in answers]) for name, dtype in OF_TOKENS.items()}
+        greedy = {} if found.greedy is None else {"greedy": found.greedy}
+        own = {"lengths": np.asarray(lengths, np.int32), "rewards": found.rewards, **tokens, **greedy}
+        arrays |= {f"{i}.{name}": a for name, a in own.items()}
+        rest = [{f.name: getattr(a, f.name) for f in fields(a) if f.name not in OF_TOKENS} for a in answers]
+        texts = [one | {"prompt": one["prompt"].place, "played": one["played"] and asdict(one["played"])} for one in rest]
+        plain = {f.name: getattr(one, f.name) for f in fields(one) if f.name not in ("found", "clock")}
+        told.append(plain | {"seconds": one.clock.seconds, "answers": texts})
+    return arrays, told
+
+
+def given_back(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[Collected]:
+    """The rollouts that `kept` gave."""
+    out: list[Collected] = []
+    for i, one in enumerate(told):
+        own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
+        ends = np.cumsum(own["lengths"])[:-1]
+        tokens = {name: [part.tolist() for part in np.split(own[name], ends)] for name in OF_TOKENS}
+        each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(one["answers"]))]
+        answers = [answer_of(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
+        found = Rolled(answers, own["rewards"], own.get("greedy"))
+        made = Collected(**{name: value for name, value in one.items() if name not in ("answers", "seconds")}, found=found)
+        made.clock.seconds = dict(one["seconds"])
+        out.append(made)
+    return out
+
+
+def answer_of(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Answer:
+    """One answer that `kept` wrote."""
+    (prompt,) = prompts(rest["prompt"], 1)
+    its = rest.get("played")
+    played = its and Played(**{**its, "failure": its["failure"] and tuple(its["failure"])})
+    if played is not None and played.begun is not None:
+        prompt = replace(prompt, tokens=played.begun)
+    return Answer(**{**rest, **tokens, "prompt": prompt, "played": played})
+
+
+class Collector(Complaining):
+    """Samples one rollout after the other.
+
+    Args:
+        groups: of a rollout.
+        longest_prompt: in tokens; longer ones are passed over and said.
+        seed: of the run.
+        table: where answers of several turns are played; None: an answer is one turn.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        policy: Policy,
+        rollout: Rollout,
+        groups: int,
+        longest_prompt: int,
+        judge: Judge,
+        seed: int,
+        say: Say = lambda _: None,
+        table: Table | None = None,
+    ):
+        super().__init__(say)
+        self.table = table
+        self.prompts, self.policy, self.rollout = prompts, policy, rollout
+        self.groups, self.longest_prompt, self.judge, self.seed = groups, longest_prompt, judge, seed
+        self.interrupted: Callable[[], bool] = lambda: False
+        self.place = self.number = 0
+
+    def __call__(self, lm: LM | Elsewhere, seen: int) -> Collected:
+        """Samples the next rollout with the weights of this model. If it raises, the place in the prompts is what it was.
+
+        Args:
+            seen: rollouts that the weights have learned from.
+
+        Raises:
+            Ended: too few prompts are left. Interrupted: a signal asked to stop. SamplersLost: processes that sample cannot go on.
+            ArgosyError: no answer has a reward, or no prompt fits.
+        """
+        before = self.place
+        made = Collected(self.number, seen)
+        if isinstance(lm, LM):
+            lm.reset_prefix_cache()
+        try:
+            made.found = self.rounds(lm, made)
+            if not isinstance(lm, LM):
+                made.clock.seconds["weights_s"] = lm.weights_s
+                made.failed["rollout_lost"] = float(lm.lost)
+            self.check_rewarded(made)
+        except BaseException:
+            self.place = before
+            raise
+        self.number, made.place = self.number + 1, self.place
+        return made
+
+    def rounds(self, lm: LM | Elsewhere, made: Collected) -> Rolled:
+        found = Rolled()
+        while True:
+            found = found.plus(*self.round(lm, self.groups - len(found.answers) // self.rollout.completions, made))
+            useful = self.useful(found)
+            made.rounds += 1
+            if made.rounds > self.rollout.resample or len(useful) == self.groups:
+                break
+            # A useless group makes room, except in the last round.
+            found = found.groups(useful, self.rollout.completions)
+        return found.groups(useful, self.rollout.completions) if self.rollout.resample and useful else found
+
+    def round(self, lm: LM | Elsewhere, count: int, made: Collected) -> tuple[list[Answer], np.ndarray, np.ndarray | None]:
+        """Answers to the next `count` prompts, their rewards, and those of the greedy answers where they are compared with those."""
+        each, how = self.rollout, self.policy
+        prompts = self.next_prompts(count)
+        with made.clock("generate_s"):
+            several = [one for one in prompts for _ in range(each.completions)]
+            answers = self.answered(lm, several, how.temperature, made)
+            plain = self.answered(lm, prompts, 0.0, made) if how.advantages == "greedy" else None
+        return answers, self.judged(answers, made), None if plain is None else self.judged(plain, made)
+
+    def answered(self, lm: LM | Elsewhere, prompts: list[Prompt], temperature: float, made: Collected) -> list[Answer]:
+        how = self.rollout
+        filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
+        seed = (self.seed, ROLLOUT, made.number, made.rounds)
+        sampling = Sampling(temperature=temperature, **filters)
+        return self.sampled(lm, prompts, sampling, seed, made, how.ignore_eos)
+
+    def sampled(
+        self, lm: LM | Elsewhere, prompts: list[Prompt], how: Sampling, seed: tuple[int, ...], made: Collected, ignore_eos: bool = False
+    ) -> list[Answer]:
+        """One answer to each prompt, of one turn or of as many as its environment has."""
+        most = self.rollout.tokens
+        if self.table is None:
+            return sampled(lm, prompts, most, how, seed, self.interrupted, ignore_eos)
+        assert isinstance(lm, LM), "several turns with an engine in another process"
+        playing = Conversed(lm, prompts, How(how, most, self.longest_prompt + most, ignore_eos), seed, self.table, self.interrupted)
+        answers = playing.run()
+        made.clock.seconds["environment_s"] = made.clock.seconds.get("environment_s", 0.0) + playing.waited_s
+        first = [one.played for one in answers if one.played is not None and one.played.made <= 1 and one.played.why == "room"]
+        if answers and len([one for one in first if one.turns and one.turns[-1]["role"] == "assistant"]) == len(answers):
+            self.complain(
+                "no answer of a rollout came to the end of its first turn, so no step of the environment was called: environment.stop "
+                "is a text that ends a turn, environment.tokens the most tokens of one, rollout.tokens those of all turns",
+                "no turn",
+            )
+        for kind, message in failures(answers):
+            self.complain(f"environment {kind}, its answers have no reward:\n{message.rstrip()}", f"environment {kind}")
+        return answers
+
+    def greedy(self, lm: LM | Elsewhere, prompts: Sequence[Prompt]) -> tuple[list[Answer], np.ndarray]:
+        """The greedy answers to the prompts that leave room for one, and their rewards, for evaluation.
+
+        Raises:
+            Interrupted: a signal asked to stop.
+        """
+        fitting, how = self.fitting(prompts), Sampling(temperature=0.0)
+        if not fitting:
+            return [], np.zeros((0, len(self.names)), np.float32)
+        answers = self.sampled(lm, fitting, how, (self.seed, EVALUATION), Collected())
+        return answers, self.judged(answers, Collected())
+
+    # ---------------------------------------------------------------- prompts
+
+    def next_prompts(self, count: int) -> list[Prompt]:
+        """The next prompts that leave room for an answer; longer ones are passed over and reported."""
+        most = LOOKED_AT * len(self.prompts)
+        found, self.place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
+        return found
+
+    def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that leave room for an answer. The first one that does not is said."""
+        for prompt in prompts:
+            if len(prompt.tokens) > self.longest_prompt:
+                self.complain(no_room(prompt, self.longest_prompt), "long")
+        return [prompt for prompt in prompts if len(prompt.tokens) <= self.longest_prompt]
+
+    # ---------------------------------------------------------------- rewards
+
+    @property
+    def scored(self) -> list[str]:
+        """The rewards for what an answer says and does; the environment's is the first."""
+        own = [ENVIRONMENT] if self.table is not None and self.table.gives else []
+        return [*own, *self.judge.names]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.scored, *([OVERLONG] if self.rollout.overlong else [])]
+
+    @property
+    def weights(self) -> list[float]:
+        own = [self.table.weight] if self.table is not None and self.table.gives else []
+        return [*own, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
+
+    def judged(self, answers: list[Answer], made: Collected) -> np.ndarray:
+        """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
+        columns = {name: [one.prompt.columns[name] for one in answers] for name in self.prompts.names}
+        columns |= {"finish_reasons": [one.finish_reason for one in answers], "thinking_prompts": [one.thinking for one in answers]}
+        with made.clock("reward_s"):
+            found = self.judge([one.prompt.asked for one in answers], [one.said for one in answers], columns)
+        for name, kinds in found.counts.items():
+            for kind, count in kinds.items():
+                key = f"rewards/{name}/{kind.replace(' ', '_')}"
+                made.failed[key] = made.failed.get(key, 0.0) + count
+        values = found.values
+        if self.scored != list(self.judge.names):
+            values = np.concatenate([environment_rewards(answers), values], 1)
+        broken = failed(answers) | found.failed | self.too_large(values)
+        made.failed["rewards/failed"] = made.failed.get("rewards/failed", 0.0) + float(broken.sum())
+        # A punishment alone is no reward: the answer would count as one of 0.
+        none = broken | ~np.isfinite(values).any(1)
+        if self.rollout.overlong:
+            lengths = np.array([len(one.tokens) for one in answers], np.float32)
+            punished = np.asarray(overlong(jnp.asarray(lengths), self.rollout.tokens, self.rollout.overlong))
+            values = np.concatenate([values, punished[:, None]], 1)
+        return np.where(none[:, None], np.float32(np.nan), values)
+
+    def too_large(self, values: np.ndarray) -> np.ndarray:
+        """Which answers have a reward, times its weight, whose square float32 may not hold [B]."""
+        weights = np.asarray([*self.weights][: values.shape[1]], np.float64)
+        largest = np.abs(np.where(np.isfinite(values), values, 0.0) * weights).max(1, initial=0.0)
+        if (largest > LARGEST).any():
+            what = f"a reward of {largest.max():.3g} is too large to compare in float32, which holds squares up to 1e38"
+            self.complain(f"{what}: answers beyond {LARGEST:g} are left out; lower the reward or its weight", "too large")
+        return largest > LARGEST
+
+    def useful(self, found: Rolled) -> list[int]:
+        """The groups that can be learned from."""
+        return np.flatnonzero(useful_groups(self.policy, self.judgment(found))).tolist()
+
+    def judgment(self, found: Rolled) -> Judgment:
+        """What the answers alone tell."""
+        live = per_token(found.answers, self.rollout.tokens, "live")
+        turns = None
+        if self.table is not None and self.policy.credit.by != "answer":
+            turns = by_turn(found.answers, self.table.most, self.rollout.tokens)
+            if not turns.given.any():
+                what = f"objective.credit.by={self.policy.credit.by}: the environment gave no turn of a rollout a reward, so that only"
+                self.complain(f"{what} those of whole answers count", "no turn rewarded")
+        return Judgment(self.by_group(found.rewards), self.weights, live, found.greedy, turns=turns)
+
+    def by_group(self, rewards: np.ndarray) -> np.ndarray:
+        return rewards.reshape(-1, self.rollout.completions, rewards.shape[1])
+
+    def check_rewarded(self, made: Collected) -> None:
+        """Checks that some answer has a reward.
+
+        Raises:
+            ArgosyError: none has.
+        """
+        if not np.isfinite(made.found.rewards[:, : len(self.scored)]).any():
+            hint = "what they said is above; nothing was learned from this rollout, and earlier checkpoints are good"
+            raise ArgosyError(f"no answer of rollout {made.number} has a reward ({', '.join(self.scored)})", hint=hint)

@@ -1,0 +1,137 @@
+"""Answers by a teacher's tokenizer: what it reads of them, and which of its tokens stand for the same bytes as the student's.
+
+A conversation is asked by the teacher's own chat template, so that it predicts what it was trained to predict; the answer follows as
+text, and the token that ends it is the one that ends a turn there. Other prompts are the same text by its tokenizer.
+
+Where an answer does not become the same text, it is still learned as far as it does, and counted, as shares of the answers:
+
+    answers/unreadable   has tokens that are no text, such as half of a character: only what is before them is aligned
+    answers/rewritten    the teacher's tokenizer cannot write it (joined spaces, unknown characters): what is around that is aligned
+    answers/special      has special tokens before its end: the teacher reads its own of that role, or the name as text
+    answers/crowded      is not wholly among the teacher's tokens of its row (`teacher_sequence`)
+    answers/unaligned    has no group at all: nothing of it is learned from the teacher
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.data.batch import Batch, Fingerprint
+from argosy.data.chat.conversations import CLOCK
+from argosy.data.chat.template import choose_template, render
+from argosy.data.distillation.across import Across, Aligned, Group, Opened, beside, full
+from argosy.data.rows.prompts import Prompt
+from argosy.rl.rollouts.completions import Answer
+from argosy.rl.rollouts.packing import Part
+
+if TYPE_CHECKING:
+    from argosy.data.tokenizers.load import Tokenizer
+
+# Words whose end shows what ends a turn; none of them is in a template.
+PROBE = "argosy probes this"
+
+Told = Callable[[str, str], None]
+TOLD = {
+    "unreadable": "an answer has tokens that are no text: from there on the teacher is not compared with it",
+    "rewritten": "the teacher's tokenizer writes an answer otherwise: there it is not compared with the student",
+    "special": "an answer has special tokens before its end, which the teacher reads as its own or as text",
+    "unaligned": "no token of an answer ends where one of the teacher's does: nothing of it is learned from the teacher",
+}
+
+
+class Asking:
+    """Prompts as the teacher is fed them. None in place of a prompt that is no conversation: its text is the student's.
+
+    Raises:
+        BadInput: its template refuses a conversation.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer"):
+        self.tokenizer = tokenizer
+        self.end = self.ends()
+
+    def __call__(self, prompt: Prompt) -> Opened | None:
+        if isinstance(prompt.asked, str):
+            return None
+        try:
+            text = self.text(prompt.asked, prompt.tools, prompt.variables)
+        except BadInput as error:
+            raise BadInput(f"the teacher's chat template: {error.what}", where=prompt.where, hint=error.hint) from None
+        return Opened(self.tokenizer.encode(text, special=True), self.end)
+
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, variables: Mapping[str, Any], ready: bool = True) -> str:
+        """A conversation as text. ready: for an answer."""
+        template = choose_template(self.tokenizer.chat_templates, tools=bool(tools))
+        how: dict[str, Any] = {"tools": tools, "add_generation_prompt": ready, "now": CLOCK}
+        return render(template, list(messages), self.tokenizer.special, **how, **variables)
+
+    def ends(self) -> int | None:
+        """The special token that ends a turn of the assistant. None: the template has none, and ends are read by their role."""
+        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": PROBE}]
+        after = self.text(turns, None, {}, ready=False).rpartition(PROBE)[2]
+        found = self.tokenizer.encode(after, special=True)
+        return next((token for token in found if token in self.tokenizer.hidden), None)
+
+
+class Reread:
+    """Adds the teacher's tokens to parts of answers.
+
+    Args:
+        places: U, for the teacher's tokens of a row.
+        asking: how the teacher is asked; None: it reads the student's text.
+    """
+
+    def __init__(self, across: Across, places: int, asking: Asking | None):
+        self.across, self.places, self.asking = across, places, asking
+        own = "teacher" if asking is not None else "student"
+        self.fingerprint: Fingerprint = {"teacher_tokenizer": across.teacher.fingerprint, "teacher_places": places, "asked_by": own}
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Aligned]:
+        """Each answer by both tokenizers."""
+        opened = {id(one.prompt): self.asking(one.prompt) if self.asking is not None else None for one in answers}
+        return [self.across.answer(one.prompt.tokens, one.tokens, opened[id(one.prompt)]) for one in answers]
+
+    def room(self, answers: Sequence[Answer], found: Sequence[Aligned], sequence: int) -> np.ndarray:
+        """The room that each answer with its prompt takes in a row of so many of the student's tokens, so that those that share a row
+        have room for the teacher's too."""
+        theirs = [-(-min(len(one.teacher), self.places) * sequence // self.places) for one in found]
+        return np.array([max(len(a.prompt.tokens) + len(a.tokens), b) for a, b in zip(answers, theirs, strict=True)], np.int64)
+
+    def beside(self, rows: Batch, part: Part, found: Sequence[Aligned], say: Say) -> Batch:
+        """The rows of a part, with their mask, and the teacher's tokens of the same answers. found: of all answers, by number."""
+        length = rows["tokens"].shape[1]
+        # The prompt's last token has the first place of an answer.
+        begins = [divmod(int(places[0]), length) for places in part.rows["places"]]
+        owners = {
+            (row, int(rows["segments"][row, place])): owner
+            for (row, place), owner in zip(begins, part.owners.tolist(), strict=True)
+            if owner >= 0
+        }
+
+        def aligned(row: int, places: np.ndarray) -> Aligned:
+            return found[owners[row, int(rows["segments"][row, places[0]])]]
+
+        return beside(rows, self.places, aligned, lambda tokens: say(full(self.places, tokens)))
+
+    def numbers(self, answers: Sequence[Answer], found: Sequence[Aligned], complain: Told) -> dict[str, float]:
+        """What is counted, with a sentence for each kind that occurs."""
+        hidden = self.across.student.hidden
+        counted = {
+            "unreadable": [one.unreadable for one in found],
+            "rewritten": [one.rewritten for one in found],
+            "special": [any(token in hidden for token in (a.tokens[:-1] if a.ended else a.tokens)) for a in answers],
+            "unaligned": [not any(self.learned(group) for group in one.groups) for one in found],
+        }
+        for name, each in counted.items():
+            if any(each):
+                where = answers[each.index(True)].prompt.where
+                complain(f"{where}: {TOLD[name]}; answers/{name} counts them", name)
+        counted["crowded"] = [len(one.teacher) > self.places for one in found]
+        return {f"answers/{name}": float(np.mean(each)) for name, each in counted.items()}
+
+    def learned(self, group: Group) -> bool:
+        """Whether a group is compared: something predicts it, and there is a place for it."""
+        return group.teacher[0] >= 1 and group.teacher[1] <= self.places

@@ -1,0 +1,292 @@
+"""Answers of several turns: the policy speaks, its environment replies, and the answer goes on until the environment ends it.
+
+Each turn of the model is a request to the engine of its own, whose prompt is the answer so far; most of that is in the prefix cache. So
+an answer that waits for its environment holds no slot, and the others go on.
+
+What is sampled must not depend on how long environments take. A turn has its own random stream, but the engine's rounding depends on
+what it computes at the same time. So time is counted in steps of the engine: an answer goes on exactly `wait` steps after its turn
+ended, and if its environment has not replied by then, the engine waits for it. With `wait` None it goes on as soon as there is a reply.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.rows.prompts import Prompt
+from argosy.infer.engine.engine import Engine
+from argosy.infer.engine.request import Event, Request
+from argosy.infer.lm import LM
+from argosy.infer.sampling.sample import Sampling
+from argosy.rl.environments import pool as environment_pool
+from argosy.rl.environments.pool import Environments
+from argosy.rl.rollouts.completions import Answer, Interrupted, Played
+from argosy.rl.rollouts.turns import Rewritten, Talk, Turns
+
+# How often a signal is looked for while the engine waits for environments.
+LOOK_S = 0.1
+FAILURES = {"raised": "raised", "timed_out": "timed out", "died": "died"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where answers of several turns are played.
+
+    most: turns of the model in an answer. tokens: of one turn; None: as many as there is room for. processes: environments at a time;
+    other answers wait. wait: steps of the engine between a turn and the next one of its answer; None: as long as the environment takes.
+    gives: whether it gives rewards, of this weight. identity: of the settings that decide trajectories.
+    """
+
+    environments: Environments
+    turns: Turns
+    most: int
+    processes: int
+    wait: int | None
+    tokens: int | None = None
+    weight: float = 1.0
+    gives: bool = True
+    identity: str = ""
+
+    def close(self) -> None:
+        self.environments.close()
+
+
+@dataclass(frozen=True)
+class How:
+    """How answers are sampled. longest: prompt and answer, in tokens. most: of an answer with all that its environment says."""
+
+    sampling: Sampling
+    most: int
+    longest: int
+    ignore_eos: bool = False
+
+
+@dataclass(eq=False)
+class _Play:
+    """An answer on its way. due: the step at which the reply of its environment is read; -1: it does not wait."""
+
+    row: int
+    answer: Answer
+    played: Played
+    environment: environment_pool.Played
+    due: int
+    seed: int
+    talk: Talk | None = None
+    # Of the turn that is being sampled.
+    stream: Any = None
+    text: str = ""
+
+
+class Conversed:
+    """Plays answers to these prompts, one each, in their order; a prompt may occur several times. Call `run` once.
+
+    Args:
+        seed: of this call alone. Neighbors that are the same prompt get environments of the same seed.
+        interrupted: asked between steps.
+    """
+
+    def __init__(
+        self, lm: LM, prompts: Sequence[Prompt], how: How, seed: tuple[int, ...], table: Table, interrupted: Callable[[], bool]
+    ):
+        self.lm, self.prompts, self.how, self.seed, self.table, self.interrupted = lm, prompts, how, seed, table, interrupted
+        ends = frozenset[int]() if how.ignore_eos else frozenset(lm.stops())
+        self.ends = {token: table.turns.tokenizer.decode([token], skip_special=False) for token in sorted(ends)}
+        self.seeds = seeds_of(prompts, seed)
+        self.answers = [Answer(one, [], [], [], False, "", Played()) for one in prompts]
+        self.left = deque(range(len(prompts)))
+        self.open: dict[int, _Play] = {}
+        self.asked: dict[int, _Play] = {}
+        self.now = 0
+        self.waited_s = 0.0
+
+    def run(self) -> list[Answer]:
+        """All answers.
+
+        Raises:
+            Interrupted: a signal.
+            BadInput: the environment returned what it may not.
+        """
+        if not self.prompts:
+            return []
+        engine = self.lm.engine([self.how.longest] * len(self.prompts))
+        # What earlier calls have left would decide rounding.
+        engine.reset_prefix_cache()
+        try:
+            while self.left or self.open:
+                if self.interrupted():
+                    raise Interrupted("stopped while answers were generated")
+                self.begin()
+                for play in self.ready(engine.busy):
+                    play.due = -1
+                    self.replied(engine, play)
+                if engine.busy:
+                    self.now += 1
+                    for event in engine.step():
+                        self.spoken(engine, event)
+        except BaseException:
+            # Nobody knows what the engine holds after half a step.
+            self.lm.forget()
+            raise
+        finally:
+            self.table.environments.end_all()
+        return self.answers
+
+    # ---------------------------------------------------------------- environments
+
+    def begin(self) -> None:
+        """Begins further answers while there are processes for them."""
+        while self.left and len(self.open) < self.table.processes:
+            row = self.left.popleft()
+            prompt, answer = self.prompts[row], self.answers[row]
+            assert answer.played is not None
+            play = _Play(row, answer, answer.played, self.table.environments.open(), self.now + (self.table.wait or 0), self.seeds[row])
+            self.open[row] = play
+            play.environment.ask(self.table.environments.given(prompt.asked, play.seed, prompt.columns))
+
+    def ready(self, busy: bool) -> list[_Play]:
+        """The answers that go on now. Waits for the replies of those that are due, and for some reply where the engine has nothing to
+        do."""
+        waiting = [play for play in self.open.values() if play.due >= 0]
+        if not waiting:
+            return []
+        if self.table.wait is None:
+            self.look(waiting, None if busy else 1)
+            return [play for play in waiting if play.environment.reply is not None]
+        if not busy:
+            self.now = max(self.now, min(play.due for play in waiting))
+        due = sorted((play for play in waiting if play.due <= self.now), key=lambda play: (play.due, play.row))
+        self.look(due, len(due))
+        return due
+
+    def look(self, plays: Sequence[_Play], count: int | None) -> None:
+        """Reads replies until so many are there; None: does not wait."""
+        began = time.monotonic()
+        environments = [play.environment for play in plays]
+        self.table.environments.look(environments)
+        while count is not None and sum(one.reply is not None for one in environments) < count:
+            if self.interrupted():
+                raise Interrupted("stopped while environments worked")
+            self.table.environments.look(environments, LOOK_S)
+        self.waited_s += time.monotonic() - began
+
+    def replied(self, engine: Engine, play: _Play) -> None:
+        """Goes on with an answer whose environment has replied, or ends it."""
+        reply, played = play.environment.reply or {}, play.played
+        if "wrong" in reply:
+            raise BadInput(f"the environment `{self.table.environments.source['of']}`: {reply['wrong']}")
+        for kind, name in FAILURES.items():
+            if kind in reply:
+                message = f"a step takes more than {self.table.environments.timeout:g} s" if kind == "timed_out" else str(reply[kind])
+                hint = "\nhint: an answer whose environment raises has no reward; Turn(done=True) ends one" if kind == "raised" else ""
+                return self.failed(play, name, message.rstrip() + hint)
+        if play.talk is not None:
+            played.rewards.append(reply["reward"])
+            if reply["reward"] is not None:
+                played.reward = (played.reward or 0.0) + reply["reward"]
+                played.turns[-1]["reward"] = reply["reward"]
+            for name, value in reply["counts"].items():
+                played.counts[name] = played.counts.get(name, 0.0) + value
+            if reply["done"] or reply["cut"] or played.made == self.table.most:
+                play.answer.ended = reply["done"] and not reply["cut"]
+                return self.over(play, "done" if play.answer.ended else "environment" if reply["cut"] else "turns")
+        try:
+            going = self.observe(play, reply["observation"])
+        except Rewritten as error:
+            return self.failed(play, "not rendered", error.what)
+        if not going:
+            return self.over(play, "room")
+        self.speak(engine, play)
+
+    def observe(self, play: _Play, given: Any) -> bool:
+        """Appends what the environment says. Returns False if no room is left for another turn."""
+        turns, answer, played = self.table.turns, play.answer, play.played
+        if play.talk is None:
+            play.talk, observed = turns.begun(answer.prompt, given, self.how.longest - self.how.most)
+            answer.prompt = play.talk.prompt
+            played.begun = list(answer.prompt.tokens) if observed.said else None
+        else:
+            last = answer.tokens[-1] if answer.tokens[-1] in self.ends else None
+            observed = turns.follow(play.talk, given, last, self.ends)
+        if len(answer.tokens) + len(observed.tokens) >= self.how.most:
+            return False
+        answer.tokens += observed.tokens
+        answer.live += [False] * len(observed.tokens)
+        answer.logprobs += [float("nan")] * len(observed.tokens)
+        played.observed += len(observed.tokens)
+        played.turns += [dict(one) for one in observed.said]
+        played.cut += observed.cut
+        return True
+
+    def failed(self, play: _Play, kind: str, message: str) -> None:
+        play.played.failure = kind, message
+        self.over(play, "failed")
+
+    def over(self, play: _Play, why: str) -> None:
+        """Ends an answer, which makes room for another one."""
+        play.played.why = why
+        play.due = -1
+        if why == "room" and not play.played.rewards:
+            # The sum over no steps: a policy that never ends its first turn must not go without a reward.
+            play.played.reward = 0.0
+        self.table.environments.end(play.environment)
+        del self.open[play.row]
+        answer, turns = play.answer, self.table.turns
+        shown = answer.tokens[:-1] if answer.tokens and answer.tokens[-1] in self.ends else answer.tokens
+        whole = isinstance(answer.prompt.asked, str)
+        answer.text = "".join(one["content"] for one in play.played.turns) if whole else turns.tokenizer.decode(shown)
+
+    # ---------------------------------------------------------------- the model
+
+    def speak(self, engine: Engine, play: _Play) -> None:
+        """Asks the engine for the next turn of an answer."""
+        answer, seed = play.answer, (*self.seed, play.played.made)
+        play.text, play.stream = "", self.table.turns.tokenizer.stream()
+        play.played.starts.append(len(answer.tokens))
+        if isinstance(answer.prompt.asked, str):
+            play.stream.begun()
+        tokens, most = [*answer.prompt.tokens, *answer.tokens], self.how.most - len(answer.tokens)
+        most = most if self.table.tokens is None else min(most, self.table.tokens)
+        self.asked[engine.add(Request(tokens, most, self.how.sampling, frozenset(self.ends), seed, play.row))] = play
+
+    def spoken(self, engine: Engine, event: Event) -> None:
+        """Adds a token to an answer; at the end of a turn, hands the turn to the environment."""
+        if (play := self.asked.get(event.id)) is None:
+            # Its turn was ended by a text.
+            return
+        if event.token is None:
+            raise RuntimeError(f"an answer of a rollout ended by {event.reason}")
+        answer = play.answer
+        answer.tokens.append(event.token)
+        answer.live.append(True)
+        answer.logprobs.append(event.drawn)
+        play.text += play.stream.push(event.token)
+        stopped = self.table.turns.stopped(play.text)
+        if event.reason is None and not stopped:
+            return
+        engine.end(event.id)
+        del self.asked[event.id]
+        assert play.talk is not None
+        play.text += play.stream.end()
+        said = self.table.turns.said(play.talk, answer.tokens[play.played.starts[-1] :], play.text, self.ends)
+        play.played.said.append(len(play.played.turns))
+        play.played.turns.append(dict(play.talk.messages[-1]))
+        play.played.made += 1
+        if event.reason == "length" and not stopped and len(answer.tokens) == self.how.most:
+            return self.over(play, "room")
+        play.environment.ask({"step": said})
+        play.due = self.now + (self.table.wait or 0)
+
+
+def seeds_of(prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[int]:
+    """The seed of each environment, 32 bits: equal for neighbors that are the same prompt, since their rewards are compared."""
+    found: list[int] = []
+    place = -1
+    for row, one in enumerate(prompts):
+        place += row == 0 or one is not prompts[row - 1]
+        words = [word % 2**32 for number in (*seed, place) for word in (number, number >> 32)]
+        found.append(int(np.random.SeedSequence(words).generate_state(1)[0]))
+    return found

@@ -1,0 +1,100 @@
+"""The numbers of answers of several turns: their rewards, and what is logged of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from argosy.rl.rollouts.completions import Answer
+
+ENVIRONMENT = "environment"
+# Why an answer is over, beside its own end.
+LIMITS = ("room", "turns", "environment")
+
+
+@dataclass(frozen=True)
+class ByTurn:
+    """The turns of the model in B answers of at most L tokens and K turns.
+
+    rewards: [B K], of the environment, 0 where it gave none. given: [B K], whether it gave one. made: [B], turns of each answer.
+    number: [B L], of which turn each token is; where the model made none, of no meaning.
+    """
+
+    rewards: np.ndarray
+    given: np.ndarray
+    made: np.ndarray
+    number: np.ndarray
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """The sums over the tokens of each turn [B K] of values [B L] that are 0 where the model made no token."""
+        out = np.zeros(self.rewards.shape, np.float32)
+        np.add.at(out, (np.arange(len(out))[:, None], self.number), values)
+        return out
+
+    def of_tokens(self, values: np.ndarray, live: np.ndarray) -> np.ndarray:
+        """Values of turns [B K] at each of their tokens [B L]."""
+        return np.where(live > 0, np.take_along_axis(values, self.number, 1), 0.0)
+
+    def at_ends(self, values: np.ndarray, live: np.ndarray) -> np.ndarray:
+        """Values of turns [B K] at the last of their tokens [B L]."""
+        own = live > 0
+        place = np.where(own, np.arange(live.shape[1]), -1)
+        last = np.full(self.rewards.shape, -1)
+        np.maximum.at(last, (np.arange(len(last))[:, None], self.number), place)
+        at = own & (place == np.take_along_axis(last, self.number, 1))
+        return np.where(at, np.take_along_axis(values, self.number, 1), 0.0)
+
+
+def by_turn(answers: Sequence[Answer], most: int, longest: int) -> ByTurn:
+    """The turns of answers, of which each has at most so many, and so many tokens."""
+    rewards, given = np.zeros((len(answers), most), np.float32), np.zeros((len(answers), most), bool)
+    made, number = np.zeros(len(answers), np.int32), np.zeros((len(answers), longest), np.int32)
+    for row, one in enumerate(answers):
+        assert one.played is not None, "turns of an answer without an environment"
+        for turn, reward in enumerate(one.played.rewards):
+            rewards[row, turn], given[row, turn] = reward or 0.0, reward is not None
+        made[row] = len(one.played.starts)
+        for start in one.played.starts[1:]:
+            number[row, start:] += 1
+    return ByTurn(rewards, given, made, number)
+
+
+def environment_rewards(answers: Sequence[Answer]) -> np.ndarray:
+    """The environment's rewards as a column [B 1], NaN where it gave none."""
+    found = [None if one.played is None else one.played.reward for one in answers]
+    return np.array([[np.nan if value is None else value] for value in found], np.float32)
+
+
+def failed(answers: Sequence[Answer]) -> np.ndarray:
+    """Answers whose environment failed [B]: whatever functions say of them, they have no reward."""
+    return np.array([one.played is not None and one.played.failure is not None for one in answers], bool)
+
+
+def failures(answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
+    """The kind and the message of each failure."""
+    return (one.played.failure for one in answers if one.played is not None and one.played.failure is not None)
+
+
+def played_numbers(answers: Sequence[Answer]) -> dict[str, float]:
+    """Metrics of answers of several turns: means over answers, and sums of what failed and of what environments counted."""
+    played = [one.played for one in answers if one.played is not None]
+    if not played:
+        return {}
+    out = {
+        "turns": float(np.mean([one.made for one in played])),
+        "turns/max": float(max(one.made for one in played)),
+        "observations/tokens": float(np.mean([one.observed for one in played])),
+        "observations/cut": float(sum(one.cut for one in played)),
+    }
+    for name, place in (("first", 0), ("last", -1)):
+        rewards = [one.rewards[place] for one in played if one.rewards]
+        if given := [reward for reward in rewards if reward is not None]:
+            out[f"turns/reward_{name}"] = float(np.mean(given))
+    out |= {f"environment/{why}": float(np.mean([one.why == why for one in played])) for why in LIMITS[:2]}
+    for kind, _ in failures(answers):
+        key = f"environment/{kind.replace(' ', '_')}"
+        out[key] = out.get(key, 0.0) + 1
+    for one in played:
+        for name, value in one.counts.items():
+            out[name] = out.get(name, 0.0) + value
+    return out

@@ -1,0 +1,281 @@
+"""The process in which untrusted code runs: started by path, in a new interpreter, never imported. Standard library only.
+
+It takes away its own rights, one after the other, tries whether they are gone, says so, and only then runs the code in this same
+interpreter, because nothing in it may start a program. From the moment it says `ready` there is no way back: every limit is the
+kernel's. It imports as little as it can, because that is most of what a run costs.
+"""
+
+import ctypes
+import marshal
+import os
+import resource
+import struct
+import sys
+import types
+
+sys.path.append(os.path.abspath(os.path.join(__file__, "..", "..", "..", "core", "process")))
+import channel  # pyright: ignore[reportMissingImports]
+
+sys.path.pop()
+del sys.modules["channel"]
+
+SIGKILL, SIGCHLD = 9, 17
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
+CLONE_NEWUSER = 0x10000000
+# Linux's numbers of calls that libc does not wrap; those of Landlock are the same on every machine.
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+TIMER_CREATE, TIMER_SETTIME = {"x86_64": (222, 223), "aarch64": (107, 110)}.get(os.uname().machine, (0, 0))
+
+# Rights of files in Landlock (linux/landlock.h): by the version that first knew them.
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
+TRUNCATE = 1 << 14
+# Removing, and making folders, files and symbolic links; moving between folders.
+CHANGE = 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 13
+NET_TCP, SCOPES = 0b11, 0b11  # binding and connecting; abstract sockets and signals
+# The first user id of those that nobody has. Each run has its own, so that the kernel counts its threads apart.
+FIRST_UID = 0x70000000
+
+
+class Refused(Exception):
+    """A protection that is not there."""
+
+
+def checked(result, what):
+    if result < 0:
+        raise Refused(f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def prctl(option, *values):
+    return LIBC.prctl(option, *(ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]))
+
+
+# ---- threads
+
+
+def count_apart(ways, keep_fsuid, folder):
+    """Sees to it that the kernel counts this process's threads apart from those of other processes, or says how many there are.
+    Returns the way, and the number of threads and processes that count already."""
+    for way in ways:
+        if way == "uid" and os.geteuid() == 0 and own_uid(keep_fsuid, folder):
+            return way, 1
+        if way == "namespace" and LIBC.unshare(CLONE_NEWUSER) == 0:
+            return way, 1
+        if way == "count":
+            return way, tasks_of(os.getuid())
+    raise Refused("threads cannot be limited: this process may neither change its user nor make a user namespace")
+
+
+def own_uid(keep_fsuid, folder):
+    """A user of its own, who owns the folder. Files are still looked at as by root where the standard library is only for root; root's
+    power over all files goes with the capabilities."""
+    uid = FIRST_UID + os.getpid()
+    try:
+        prctl(PR_SET_KEEPCAPS, 1)
+        os.setgroups([])
+        if not keep_fsuid:
+            os.chown("main.py", uid, uid)
+            os.chown(folder, uid, uid)
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError:
+        return False
+    if keep_fsuid:
+        capabilities(1 << 7)  # CAP_SETUID
+        LIBC.setfsuid(0)
+        if LIBC.setfsuid(0) != 0:
+            raise Refused("the standard library is only for root, whose files a process of another user cannot read")
+    return True
+
+
+def capabilities(kept):
+    """Gives up all capabilities but these."""
+    header = struct.pack("=Ii", 0x20080522, 0)
+    checked(LIBC.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)), "capabilities cannot be given up")
+
+
+def tasks_of(uid):
+    """How many threads this user has."""
+    count = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            pass
+    if not count:
+        raise Refused("threads cannot be limited: /proc does not show those of this user")
+    return count
+
+
+def thread_starts():
+    import _thread
+
+    try:
+        _thread.start_new_thread(int, ())
+    except RuntimeError:
+        return False
+    return True
+
+
+# ---- limits
+
+
+def limit(limits, counted):
+    """Limits that the kernel keeps for one process."""
+    mega = 1 << 20
+    for which, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_AS, limits["memory_mb"] * mega),
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_FSIZE, int(limits["file_mb"] * mega)),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        most = resource.getrlimit(which)[1]
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(which, (value, value))
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, most))
+    # The kernel lets some users have as many as they like.
+    if thread_starts():
+        raise Refused("threads cannot be limited: the kernel does not count those of this user")
+    allowed = counted + limits["threads"]
+    if most != resource.RLIM_INFINITY and allowed > most:
+        raise Refused(f"this user may have {most} threads and processes, and {counted} are there")
+    resource.setrlimit(resource.RLIMIT_NPROC, (allowed, allowed))
+
+
+def end_at(seconds):
+    """Has the kernel kill this process, whatever it does with signals; it cannot undo that, because the filter refuses these calls."""
+    event = struct.pack("=QiI48x", 0, SIGKILL, 0)
+    number = ctypes.c_int()
+    checked(LIBC.syscall(TIMER_CREATE, 1, event, ctypes.byref(number)), "no timer")
+    whole, part = int(seconds), int(seconds % 1 * 1e9)
+    checked(LIBC.syscall(TIMER_SETTIME, number, 0, struct.pack("=qqqq", 0, 0, whole, max(part, not whole)), None), "no timer")
+
+
+# ---- files
+
+
+def landlock(reads, lists, writes):
+    """Leaves these files and folders to be read, these to be listed and this one to be changed, and no others."""
+    version = LIBC.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    checked(version, "Landlock is not available")
+    rights = sum(bits for since, bits in RIGHTS.items() if since <= version)
+    fields = [rights, *([NET_TCP] if version >= 4 else []), *([SCOPES] if version >= 6 else [])]
+    attribute = struct.pack(f"={len(fields)}Q", *fields)
+    rules = checked(LIBC.syscall(LANDLOCK_CREATE_RULESET, attribute, ctypes.c_size_t(len(attribute)), 0), "no Landlock rules")
+    wanted = [(path, READ_FILE | READ_DIR) for path in reads]
+    wanted += [(path, READ_DIR) for path in lists]
+    wanted += [(writes, READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | CHANGE), ("/dev/null", READ_FILE | WRITE_FILE)]
+    for path, access in wanted:
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue  # one that is not there needs no rule
+        folder = os.path.isdir(path)
+        access &= rights & (~0 if folder else READ_FILE | WRITE_FILE | EXECUTE | TRUNCATE)
+        rule = struct.pack("=Qi", access, place)
+        checked(LIBC.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"no Landlock rule for {path}")
+        os.close(place)
+    checked(LIBC.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "Landlock does not take effect")
+    os.close(rules)
+
+
+def seccomp(filter):
+    program = filter.program(os.getpid())
+    code = ctypes.create_string_buffer(program, len(program))
+    attribute = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    if LIBC.prctl(PR_SET_SECCOMP, 2, attribute) < 0:
+        raise Refused(f"no filter of system calls: {os.strerror(ctypes.get_errno())}")
+
+
+def attempt(filter):
+    """Tries what must not work. A kernel that takes every rule and keeps none, as emulators of Linux do, is found here."""
+    for path in ("/", "/proc/self/environ", "/etc"):
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+        except OSError:
+            continue
+        raise Refused(f"{path} can still be opened")
+    table, _ = filter.TABLES[os.uname().machine]
+    if LIBC.syscall(table["socket"], 1, 1, 0) >= 0:
+        raise Refused("sockets can still be made")
+    # fork, or the same by clone: only its end signal is asked for.
+    made = LIBC.syscall(table["fork"]) if "fork" in table else LIBC.syscall(table["clone"], SIGCHLD, 0, 0, 0, 0)
+    if made == 0:
+        os._exit(0)
+    if made > 0:
+        os.waitpid(made, 0)
+        raise Refused("processes can still be made")
+
+
+# ---- the code
+
+
+def restrict(how):
+    """Takes away every right but those of the code's own folder."""
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import system_calls as filter
+
+    sys.path.pop()
+    # Loaded while that is possible: the end of a thread needs it.
+    try:
+        ctypes.CDLL("libgcc_s.so.1")
+    except OSError:
+        pass
+    way, counted = count_apart(how["ways"], how["keep_fsuid"], how["folder"])
+    limit(how["limits"], counted)
+    checked(prctl(PR_SET_NO_NEW_PRIVS, 1), "it could gain rights")
+    capabilities(0)
+    # A change of user would undo this.
+    checked(prctl(PR_SET_PDEATHSIG, SIGKILL), "it would outlive its parent")
+    if os.getppid() != how["parent"]:
+        os._exit(0)
+    end_at(how["last_s"])
+    landlock(how["reads"], how["lists"], how["folder"])
+    seccomp(filter)
+    attempt(filter)
+    if way == "count" and not thread_starts():
+        raise Refused("threads cannot be limited: others of this user start and end meanwhile")
+
+
+def run(folder):
+    """The file main.py in the folder, as Python runs a script."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    module.__dict__["__file__"] = "main.py"
+    sys.argv, sys.path = ["main.py"], [folder, *sys.path]
+    sys.dont_write_bytecode = True
+    try:
+        with open("main.py", "rb") as file:
+            code = compile(file.read(), "main.py", "exec")
+        exec(code, module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        own = error.__traceback__ and error.__traceback__.tb_next
+        sys.__excepthook__(type(error), error.with_traceback(own), own)
+        sys.exit(1)
+
+
+def main(descriptor):
+    parent = channel.Channel(descriptor)
+    how = marshal.loads(parent.receive())
+    os.chdir(how["folder"])
+    try:
+        restrict(how)
+    except (Refused, OSError, ValueError, KeyError) as error:
+        parent.send((str(error) or type(error).__name__).encode())
+        os._exit(1)
+    parent.send(b"ready")
+    os.close(descriptor)
+    run(how["folder"])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

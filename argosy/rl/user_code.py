@@ -1,0 +1,154 @@
+"""Users' files in processes of their own: how they are loaded, seeded and blamed. Standard library only: the scripts of those processes
+import it as a file beside them, and what is shown to users of their environments by its whole name.
+"""
+
+import importlib.machinery
+import inspect
+import os
+import random
+import sys
+import traceback
+import types
+
+MOST_TRACEBACK = 8000
+# Of users: what an error is blamed on, however deep in a library it was raised.
+FILES = set()
+
+
+class Unusable(Exception):
+    """A function that cannot be used, or its result: {what, where, hint} or a sentence."""
+
+
+# ---- loading
+
+
+def load_file(source):
+    """The module of a file, from the source that the parent read: a file that is edited during a run changes nothing."""
+    path, name = source["file"], "reward_of_" + os.path.basename(source["file"]).removesuffix(".py")
+    folder = os.path.dirname(path)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = types.ModuleType(name)
+    module.__file__ = path
+    sys.modules[name] = module
+    FILES.add(path)
+    exec(compile(source["source"], path, "exec"), module.__dict__)
+    return module
+
+
+def function_of(module, source):
+    """The function that a source names."""
+    try:
+        function = module
+        for part in source["function"].split("."):
+            function = getattr(function, part)
+    except AttributeError:
+        names = [n for n, item in vars(module).items() if callable(item) and not n.startswith("_")]
+        raise Unusable({"missing": names}) from None
+    if inspect.isclass(function) or not callable(function):
+        kind = "a class" if inspect.isclass(function) else f"a {type(function).__name__}"
+        hint = "name a function, or an object that can be called"
+        raise Unusable({"what": f"`{source['of']}` is {kind}, not a function", "hint": hint})
+    return function
+
+
+def parameters_of(function, fixed):
+    """The parameters that a function needs, and those that it takes."""
+    needs, takes, every = [], [], False
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            every = True
+        elif parameter.kind == parameter.POSITIONAL_ONLY:
+            raise Unusable({"what": f"its parameter `{name}` cannot be given by name", "hint": "remove the `/` from its parameters"})
+        elif parameter.kind != parameter.VAR_POSITIONAL and name not in fixed:
+            takes.append(name)
+            if parameter.default is parameter.empty:
+                needs.append(name)
+    return {"needs": needs, "takes": takes, "every": every, "per_completion": bool(getattr(function, "per_completion", False))}
+
+
+def load_failure(error, source):
+    """A mistake in a module, with its line."""
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    place, shown = source.get("file") or source["module"], None
+    if isinstance(error, SyntaxError) and error.filename:
+        what, place, shown = f"{type(error).__name__}: {error.msg}", f"{error.filename}:{error.lineno}", (error.text or "").strip()
+    else:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == source.get("file")]
+        if frames:
+            place, shown = f"{frames[-1].filename}:{frames[-1].lineno}", frames[-1].line
+    return {"what": what, "where": f"in {place}", "line": shown}
+
+
+# ---- seeds
+
+
+class Seeding:
+    """Seeds NumPy's global generator where NumPy is imported after the seed was given. An entry of `sys.meta_path`."""
+
+    seed = None
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "numpy.random" or self.seed is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def seeded(module):
+                run(module)
+                module.seed(self.seed)
+
+            spec.loader.exec_module = seeded
+        return spec
+
+
+SEEDING = Seeding()
+
+
+def seed_generators(number):
+    """Seeds the global generators of `random` and NumPy, which may not be imported yet."""
+    random.seed(number)
+    SEEDING.seed = number % 2**32
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(SEEDING.seed)
+    elif SEEDING not in sys.meta_path:
+        sys.meta_path.insert(0, SEEDING)
+
+
+# ---- blame
+
+
+def traceback_text(error, tb):
+    """An exception in one line with the user's line, and its traceback."""
+    text = "".join(traceback.format_exception(type(error), error, tb))
+    first = ", in ".join(filter(None, error_summary(error, tb)))
+    return f"{first}\n{text if len(text) <= MOST_TRACEBACK else '... ' + text[-MOST_TRACEBACK:]}"
+
+
+def error_summary(error, tb):
+    """`KeyError: 'a'`, and `FILE:LINE: CODE` of the last line of a user's file that was under way."""
+    what = traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
+    return what, user_line(tb)
+
+
+def user_line(tb):
+    """`FILE:LINE: CODE` of the last frame in a user's file; None if none is."""
+    own = [frame for frame in traceback.extract_tb(tb) if frame.filename in FILES]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else None
+
+
+def traceback_below(tb, file):
+    """A traceback without the frames of a file, and those between them."""
+    start = tb
+    while tb is not None:
+        tb, ours = tb.tb_next, tb.tb_frame.f_code.co_filename == file
+        start = tb if ours else start
+    return start
+
+
+def shortened(value):
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
