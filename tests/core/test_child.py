@@ -128,14 +128,22 @@ def test_a_process_that_does_not_start(monkeypatch):
     assert len(after) == len(before)
 
 
+FORKS = f"""
+import os
+from argosy.core.process.child import ChildProcess
+process = ChildProcess(["-c", {ECHO!r}], "echoes")
+if (pid := os.fork()) == 0:
+    os._exit(process.end())
+assert os.waitpid(pid, 0)[1] == 0
+process.send(b"still here", 30)
+print(process.receive(30))
+process.end()
+"""
+
+
 def test_a_forked_process_forgets_its_parents_child():
-    process = ChildProcess(["-c", ECHO], "echoes")
-    if (pid := os.fork()) == 0:
-        os._exit(process.end())
-    assert os.waitpid(pid, 0)[1] == 0
-    process.send(b"still here", 30)
-    assert process.receive(30) == b"ereh llits"
-    process.end()
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True)
+    assert done.stdout == "b'ereh llits'\n", done.stderr
 
 
 def test_the_script_side_needs_the_standard_library_alone():
