@@ -108,7 +108,9 @@ def tests_of() -> dict[str, list[str]]:
                     found.setdefault(str(module), []).append(str(path.relative_to(ROOT)))
     for module, files in found.items():
         stem = module.rpartition(".")[2]
-        found[module] = sorted(dict.fromkeys(files), key=lambda file: (stem not in Path(file).stem, (ROOT / file).stat().st_size))
+        room = module.split(".")[1] if "." in module else ""
+        order = {file: (stem not in Path(file).stem, Path(file).parts[1] != room, (ROOT / file).stat().st_size) for file in files}
+        found[module] = sorted(order, key=order.__getitem__)
     return found
 
 
