@@ -24,7 +24,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from argosy.core.formats import Entry
+from argosy.core.formats import TensorEntry
 from argosy.core.formats.files import write_file
 from argosy.core.formats.safetensors import folder_files
 
@@ -73,7 +73,7 @@ def make(folder: Path, gb: float, shard_gb: float) -> None:
     noise = np.random.default_rng(0).integers(0, 1 << 16, (1 << 28) + 9973, np.uint16)
     shapes = list(tensors(gb))
     entries = [
-        Entry(
+        TensorEntry(
             name,
             shape,
             BFLOAT16,

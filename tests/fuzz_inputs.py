@@ -202,9 +202,9 @@ def shards_good() -> list[Files]:
 
 
 def read_tensors(folder: Path) -> None:
-    from argosy.core.formats.safetensors import Folder
+    from argosy.core.formats.safetensors import SafetensorsFolder
 
-    file = Folder.open(folder)
+    file = SafetensorsFolder.open(folder)
     for name in file.names:
         array = file.read(name)
         assert array.shape == file.shape(name)

@@ -15,7 +15,7 @@ from argosy.models.parts.einsum import Contraction, Route, contract
 from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
 
 
-class Chosen(nnx.Variable):
+class AdapterIds(nnx.Variable):
     """The adapter of each token of a step, [1 tokens]; -1 for none."""
 
 
@@ -28,7 +28,7 @@ class Bank(Contraction):
         chosen: the adapter of each token; one variable for all contractions that see the same tokens.
     """
 
-    def __init__(self, of: Contraction, adapters: int, rank: int, chosen: Chosen):
+    def __init__(self, of: Contraction, adapters: int, rank: int, chosen: AdapterIds):
         self.eq, self.legend, self.of, self.chosen = of.eq, of.legend, of, chosen
         self.adapters, self.rank = adapters, rank
         lead, sizes = of.shape[: of.stacked], of.sizes

@@ -13,7 +13,7 @@ from flax import nnx
 
 from argosy.checkpoint.step.layout import META, array_by_array
 from argosy.core.errors import BadInput
-from argosy.core.formats import Entry, Reader, is_apart, read_part
+from argosy.core.formats import TensorEntry, TensorReader, is_apart, read_part
 from argosy.core.formats.files import File, of_text
 from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
@@ -85,7 +85,7 @@ def write(
     folder: Path,
     format: str,
     config: Any,
-    weights: Reader,
+    weights: TensorReader,
     hub: dict[str, Any],
     companions: Path | None,
     dtype: Any = None,
@@ -138,7 +138,7 @@ def _with_ids(hub: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     return {k: v for k, v in ids.items() if v is not None} | hub
 
 
-def _checkpoint_of(config: Any, weights: Reader, hub: dict[str, Any], dtype: Any) -> list[File]:
+def _checkpoint_of(config: Any, weights: TensorReader, hub: dict[str, Any], dtype: Any) -> list[File]:
     """The files of one checkpoint without a run: weights by layer, and settings."""
     weights = typed(config, weights, dtype)
     entries = [_entry(weights, name) for name in weights.names]
@@ -147,10 +147,10 @@ def _checkpoint_of(config: Any, weights: Reader, hub: dict[str, Any], dtype: Any
     return [*array_by_array(entries), of_text(META, json.dumps(meta, indent=1))]
 
 
-def _entry(weights: Reader, name: str) -> Entry:
+def _entry(weights: TensorReader, name: str) -> TensorEntry:
     shape = weights.shape(name)
     parts = (lambda: (read_part(weights, name, i) for i in range(shape[0]))) if is_apart(weights, name) else None
-    return Entry(name, shape, weights.dtype(name), lambda: weights.read(name), parts)
+    return TensorEntry(name, shape, weights.dtype(name), lambda: weights.read(name), parts)
 
 
 def _manifest_of(part: Partial) -> File:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from argosy.cli.output import fail, forgive
 from argosy.core.command import command
-from argosy.core.errors import ArgosyError, BadInput, Elsewhere, UnknownName
+from argosy.core.errors import ArgosyError, BadInput, FailedElsewhere, UnknownName
 from argosy.core.process.streams import silence
 
 # Verb -> the module whose `app` runs it, and its description.
@@ -69,7 +69,7 @@ def _answered(words: list[str]) -> int:
         code = _run(words)
         sys.stdout.flush()
         return code
-    except Elsewhere as error:
+    except FailedElsewhere as error:
         # The process in which it failed says it.
         return error.exit_code
     except ArgosyError as error:

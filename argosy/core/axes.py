@@ -94,16 +94,16 @@ def _axis(tokens: list[str]) -> list[str | Cut]:
     return [cut]
 
 
-class How(NamedTuple):
+class Rearrangement(NamedTuple):
     """Both sides of a row. One side is a single fused tensor, the other side its pieces."""
 
     theirs: tuple[Axes, ...]
     ours: tuple[Axes, ...]
 
     @staticmethod
-    def parse(text: str) -> "How":
+    def parse(text: str) -> "Rearrangement":
         left, _, right = text.partition("->")
-        return How(tuple(map(_axes, left.split(","))), tuple(map(_axes, right.split(","))))
+        return Rearrangement(tuple(map(_axes, left.split(","))), tuple(map(_axes, right.split(","))))
 
     def check(self, sizes: Sizes) -> None:
         """Raises ValueError unless each piece has the same names on both sides, none twice, all with a size."""

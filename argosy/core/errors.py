@@ -87,7 +87,7 @@ class Busy(ArgosyError):
         return FINAL if os.environ.get(SUPERVISED) and os.environ.get(ATTEMPT, "0") == "0" else 1
 
 
-class Elsewhere(ArgosyError):
+class FailedElsewhere(ArgosyError):
     """It failed in another process of the same run. That one reports it; this one only ends, with the same exit code."""
 
     def __init__(self, what: str, exit_code: int = 1):

@@ -20,7 +20,7 @@ on the other side, cut along the axis that is written with bars:
 
 Our tensors are per layer here; layers are never stacked while reading. Tensors are read as views where possible. Where E is the
 leading axis of our tensor, a single expert can be read or written without the others: all experts of one DeepSeek-V3 tensor take
-15 GB. This module knows neither files nor families: tensors come from any `formats.Reader`, rows and sizes from `models`.
+15 GB. This module knows neither files nor families: tensors come from any `formats.TensorReader`, rows and sizes from `models`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from argosy.core.axes import Axes, How, Names, Sizes, move
+from argosy.core.axes import Axes, Names, Rearrangement, Sizes, move
 from argosy.core.errors import BadInput, Unsupported
-from argosy.core.formats import Entry, Parted, Reader, Shape, listed, read_part
+from argosy.core.formats import Parted, Shape, TensorEntry, TensorReader, listed, read_part
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """One line of the table.
 
     over      the layers that `{l}` in the names runs over
@@ -73,9 +73,9 @@ class Row:
 class _Group:
     """A row at one layer: the tensors that are read and written together."""
 
-    row: Row
+    row: KeyRow
     # For one expert, if they store one tensor per expert.
-    how: How
+    how: Rearrangement
     # For each tensor on the left, its name for each expert.
     theirs: tuple[Names, ...]
     ours: Names
@@ -124,11 +124,11 @@ class _Group:
         return [np.moveaxis(x, axis, 0)[e] for x, axis in zip(ours, self.expert_axes or ())]
 
 
-def _groups(row: Row, sizes: Sizes) -> Iterator[_Group]:
+def _groups(row: KeyRow, sizes: Sizes) -> Iterator[_Group]:
     theirs, ours = ((side,) if isinstance(side, str) else side for side in (row.theirs, row.ours))
     by_expert = any("{e}" in name for name in theirs)
     try:
-        how, expert_axes = How.parse(row.how), None
+        how, expert_axes = Rearrangement.parse(row.how), None
         if by_expert:
             how, expert_axes = _one_expert(how)
         how.check(sizes)
@@ -146,16 +146,16 @@ def _filled(name: str, layer: int | None, expert: int | None = None) -> str:
     return name.replace("{l}", str(layer)).replace("{e}", str(expert))
 
 
-def _one_expert(how: How) -> tuple[How, tuple[int, ...]]:
+def _one_expert(how: Rearrangement) -> tuple[Rearrangement, tuple[int, ...]]:
     """How one expert's tensors are read, and which axis of each of our tensors counts the experts."""
     if any(("E",) not in part.axes for part in how.ours):
         raise ValueError("{e} on the left needs an axis E on the right")
     expert_axes = tuple(part.axes.index(("E",)) for part in how.ours)
     ours = tuple(Axes(part.axes[:at] + part.axes[at + 1 :]) for part, at in zip(how.ours, expert_axes))
-    return How(how.theirs, ours), expert_axes
+    return Rearrangement(how.theirs, ours), expert_axes
 
 
-def _check_row(row: Row, theirs: Names, ours: Names, how: How) -> None:
+def _check_row(row: KeyRow, theirs: Names, ours: Names, how: Rearrangement) -> None:
     from argosy.core.formats.quants import SCALED
 
     if {"{l}" in name for name in (*theirs, *ours)} != {row.over is not None}:
@@ -172,7 +172,7 @@ def _check_row(row: Row, theirs: Names, ours: Names, how: How) -> None:
         raise ValueError("only a row of one tensor on each side can be tied")
 
 
-class Kept(NamedTuple):
+class MappedTensor(NamedTuple):
     """One of our tensors as its row describes it: its path with `{l}`, its axis names, its size in numbers, its number of
     layers."""
 
@@ -182,12 +182,12 @@ class Kept(NamedTuple):
     layers: int
 
 
-def kept(rows: Iterable[Row], sizes: Sizes) -> Iterator[Kept]:
+def kept(rows: Iterable[KeyRow], sizes: Sizes) -> Iterator[MappedTensor]:
     """The tensors that rows fill, without expanding layers or experts: fast for the largest models too."""
     for row in rows:
         ours = (row.ours,) if isinstance(row.ours, str) else row.ours
-        for path, part in zip(ours, How.parse(row.how).ours, strict=True):
-            yield Kept(path, part.names(), math.prod(part.shape(sizes)), 1 if row.over is None else len(row.over))
+        for path, part in zip(ours, Rearrangement.parse(row.how).ours, strict=True):
+            yield MappedTensor(path, part.names(), math.prod(part.shape(sizes)), 1 if row.over is None else len(row.over))
 
 
 # ---- the table
@@ -200,7 +200,7 @@ class KeyMap:
         ValueError: an invalid row, or a name or path that appears in two rows.
     """
 
-    def __init__(self, rows: Iterable[Row], sizes: Sizes, ignore: Sequence[str] = IGNORED):
+    def __init__(self, rows: Iterable[KeyRow], sizes: Sizes, ignore: Sequence[str] = IGNORED):
         self.sizes, self.ignore = dict(sizes), tuple(ignore)
         self._groups = [group for row in rows for group in _groups(row, self.sizes)]
         self._by_name = _once((name, group) for group in self._groups for name in group.names)
@@ -244,7 +244,7 @@ class KeyMap:
         present = [group for group in self._groups if group.names[0] in shapes]
         return {path: shape for group in present for path, shape in group.our_shapes(self.sizes).items()}
 
-    def read(self, reader: Reader, path: str) -> np.ndarray:
+    def read(self, reader: TensorReader, path: str) -> np.ndarray:
         """Our tensor at `path`, from theirs: a view where axes are only permuted, otherwise a new array.
 
         Raises:
@@ -272,18 +272,18 @@ class KeyMap:
         """Whether `read_part` can read our tensor at `path` expert by expert."""
         return self._by_path[path][0].is_apart
 
-    def read_part(self, reader: Reader, path: str, e: int) -> np.ndarray:
+    def read_part(self, reader: TensorReader, path: str, e: int) -> np.ndarray:
         """One expert of our tensor at `path`, which must be `is_apart`; reads only that expert's data. Raises as `read`."""
         group, i = self._by_path[path]
         expected = group.their_shapes(self.sizes, e)
         _check_fit([(expected, False)], _shapes(reader, expected))
         return self._expert(reader, group, i, e)
 
-    def _expert(self, reader: Reader, group: _Group, i: int, e: int) -> np.ndarray:
+    def _expert(self, reader: TensorReader, group: _Group, i: int, e: int) -> np.ndarray:
         one = move(_sources(reader, group, e), *group.how, i, self.sizes | {"E": 1})
         return one[0] if group.is_stacked else one
 
-    def inverse(self, ours: Reader) -> Iterator[Entry]:
+    def inverse(self, ours: TensorReader) -> Iterator[TensorEntry]:
         """Their tensors made from ours, as entries for `safetensors.write_folder`. Each of ours is read when its entry is
         written.
 
@@ -309,9 +309,9 @@ class KeyMap:
             for name in group.row.copies:
                 yield self._entry(name, dtype, held, group, 0, 0)
 
-    def _entry(self, name: str, dtype: np.dtype, held: "_Held", group: _Group, i: int, e: int) -> Entry:
+    def _entry(self, name: str, dtype: np.dtype, held: "_Held", group: _Group, i: int, e: int) -> TensorEntry:
         by_part = group.is_stacked and held.is_parted
-        return Entry(
+        return TensorEntry(
             name,
             group.how.theirs[i].shape(self.sizes),
             dtype,
@@ -333,7 +333,7 @@ class _Held:
     """Holds our tensors of one group at a time (or one expert of them, where possible), so that a tensor from which several of
     theirs are cut is read once."""
 
-    def __init__(self, ours: Reader):
+    def __init__(self, ours: TensorReader):
         self.ours, self.is_parted = ours, isinstance(ours, Parted)
         self.key: tuple[_Group, int | None] | None = None
         self.arrays: list[np.ndarray] = []
@@ -355,7 +355,7 @@ class _Held:
         return self.arrays
 
 
-def _sources(reader: Reader, group: _Group, e: int | None = None) -> list[np.ndarray]:
+def _sources(reader: TensorReader, group: _Group, e: int | None = None) -> list[np.ndarray]:
     """Their tensors in the shapes that the left side of the row describes. With `e`, those of one expert: its own tensors, or one
     entry of a stack."""
     from argosy.core.formats.quants import SCALED
@@ -372,7 +372,7 @@ def _sources(reader: Reader, group: _Group, e: int | None = None) -> list[np.nda
     return arrays
 
 
-def _shapes(reader: Reader, names: Iterable[str]) -> dict[str, Shape]:
+def _shapes(reader: TensorReader, names: Iterable[str]) -> dict[str, Shape]:
     """The shapes of those names that exist."""
     return {name: reader.shape(name) for name in names if name in reader.names}
 
@@ -386,14 +386,14 @@ def _once(items: Iterable[tuple[str, T]]) -> dict[str, T]:
     return table
 
 
-def _one_dtype(reader: Reader, names: Sequence[str]) -> np.dtype:
+def _one_dtype(reader: TensorReader, names: Sequence[str]) -> np.dtype:
     dtypes = {name: reader.dtype(name) for name in names}
     if len(set(dtypes.values())) > 1:
         raise BadInput("parts of one tensor have different types: " + listed(f"`{n}` {d}" for n, d in dtypes.items()))
     return dtypes[names[0]]
 
 
-def _check_tied(reader: Reader, name: str, tied: str) -> None:
+def _check_tied(reader: TensorReader, name: str, tied: str) -> None:
     a, b = reader.read(name), reader.read(tied)
     if a.dtype != b.dtype or a.shape != b.shape or any(x.tobytes() != y.tobytes() for x, y in zip(a, b)):
         hint = "if it is a separate head, set tie_word_embeddings to false in config.json"

@@ -26,7 +26,7 @@ HELD_CHARACTERS = 64 << 20
 NAMES_SHOWN = 3
 
 
-class Encoder:
+class DocumentEncoder:
     """Encodes documents in order; holds the end of a document that arrives in pieces.
 
     special_documents: how many documents held the name of a special token as ordinary text. special_names: some of the names.

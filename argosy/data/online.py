@@ -13,7 +13,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, Fingerprint, check_fields
 from argosy.data.chat.conversations import shown_template
-from argosy.data.encode import Encoder
+from argosy.data.encode import DocumentEncoder
 from argosy.data.order import Order, ordered, picked, whole_numbers
 from argosy.data.pack import Rows, corpus_of
 from argosy.data.prepare import HeldOut, grouped
@@ -119,7 +119,7 @@ class Windows:
         source: Source,
         settings: DataSettings,
         identity: Fingerprint,
-        make_encoder: Callable[[], Encoder],
+        make_encoder: Callable[[], DocumentEncoder],
         seed: int,
         process: int,
         processes: int,

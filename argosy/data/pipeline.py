@@ -80,7 +80,7 @@ def build(
         what = f"{settings.epochs:g} epochs of {rows} rows do not fill a batch of {settings.batch}"
         raise BadInput(what, hint="lower `data.batch` or `data.sequence`, or raise `data.epochs`")
     order = Order(rows // rows_per_group, seed if settings.shuffle else None)
-    blocks = Blocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
+    blocks = BatchBlocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
     return RowBatches(table, blocks, settings, seed)
 
 
@@ -110,7 +110,7 @@ def eval_batches(
     table = table_of(source, "held_out", settings, tokenizer, vocab, seed, progress, limit)
     count = min(-(-len(table.rows) // settings.batch), limit or ENDLESS)
     order = Order(len(table.rows) // rows_per_group, None, repeats=False)
-    blocks = Blocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
+    blocks = BatchBlocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
     return RowBatches(table, blocks, settings, seed)
 
 
@@ -134,7 +134,7 @@ def ungrouped(wanted: int, found: int) -> BadInput:
     return BadInput(f"the objective reads {reads}, and this data has {has}")
 
 
-class Blocks:
+class BatchBlocks:
     """Grain's source: number of a block -> this process's rows of `per_block` global batches in a row."""
 
     def __init__(
@@ -189,7 +189,7 @@ def blanked(array: np.ndarray, there: np.ndarray) -> np.ndarray:
 class RowBatches(Batches):
     """Batches of a table. The position is the place of the next global batch's first row."""
 
-    def __init__(self, table: Table, blocks: Blocks, settings: DataSettings, seed: int):
+    def __init__(self, table: Table, blocks: BatchBlocks, settings: DataSettings, seed: int):
         import grain
 
         grouped_ = {"rows_per_group": blocks.per_group} if blocks.per_group > 1 else {}

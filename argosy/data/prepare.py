@@ -33,7 +33,7 @@ from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
 from argosy.data.chat.conversations import counted, made_by, nothing_to_learn
-from argosy.data.encode import Encoder, puts_bos
+from argosy.data.encode import DocumentEncoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
 from argosy.data.rows.sequences import encoder_for
 from argosy.data.sources import Capped, Document, Source, is_prepared
@@ -195,7 +195,7 @@ def same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
 def write(
     partial: Path,
     source: Source,
-    encoder: Encoder,
+    encoder: DocumentEncoder,
     share: float,
     fingerprint: Fingerprint,
     settings: Mapping[str, Any],
@@ -325,7 +325,7 @@ class SplitWriter:
         for file in self.files.values():
             file.close()
 
-    def take_tail(self, other: "SplitWriter", count: int, encoder: Encoder) -> None:
+    def take_tail(self, other: "SplitWriter", count: int, encoder: DocumentEncoder) -> None:
         """Moves the last `count` tokens of another split behind this one's; a document that is cut becomes two."""
         start = other.tokens - count
         starts = np.fromfile(other.folder / "documents.bin", "<i8")

@@ -16,7 +16,7 @@ from argosy.core.errors import BadInput
 from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 from argosy.core.json_text import parse_json
 from argosy.data.sources import Record
-from argosy.data.sources.records import FORMATS, Reader
+from argosy.data.sources.records import FORMATS, RecordReader
 
 Fields = dict[str, Any]
 
@@ -116,7 +116,7 @@ def answered(path: Path, row: Mapping[str, Any]) -> str | None:
         BadInput: training reads it, and it has no loss of answers; or it could be of several formats.
     """
     has = {name: value for name, value in row.items() if value is not None}
-    fits = [one for one in Reader().fitting(has) if one != "text"]
+    fits = [one for one in RecordReader().fitting(has) if one != "text"]
     where = f"fields: {', '.join(map(str, row))}"
     if len(fits) > 1:
         raise BadInput(f"{path} could hold {' or '.join(f'`{one}`' for one in fits)} records", where=where)
@@ -136,7 +136,7 @@ def read_records(path: Path, rows: Sequence[Fields], format: str) -> list[Record
     Raises:
         BadInput: one is not of the format; it is named.
     """
-    reader = Reader(format)
+    reader = RecordReader(format)
     return [reader.record(json.dumps(row), f"{path}, row {i} of {len(rows)}") for i, row in enumerate(rows, 1)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from argosy.checkpoint.save import Progress
-from argosy.core.formats import Reader, is_apart, read_part
+from argosy.core.formats import TensorReader, is_apart, read_part
 from argosy.core.formats.files import pieces
 from argosy.jobs.convert import memory_used, opened
 from argosy.weights.model import Stored
@@ -93,7 +93,7 @@ def _difference(one: Stored, other: Stored, name: str, tolerance: float | None) 
     return {"what": what} | types | found
 
 
-def _pairs(one: Reader, other: Reader, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _pairs(one: TensorReader, other: TensorReader, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The tensor of both models; part by part if either is read in parts."""
     if not (is_apart(one, name) or is_apart(other, name)):
         yield one.read(name), other.read(name)

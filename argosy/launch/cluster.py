@@ -46,7 +46,7 @@ NATIVE = "ARGOSY_NATIVE_LOG"
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """This process among all. coordinator: HOST:PORT of rank 0. attempt: how often the gang was started before."""
 
     engine: str
@@ -59,7 +59,7 @@ class Place:
 Environment = Mapping[str, str]
 
 
-def found(environment: Environment) -> Place | None:
+def found(environment: Environment) -> ProcessPlace | None:
     """The place that the environment describes; None where there is one process.
 
     Raises:
@@ -73,7 +73,7 @@ def found(environment: Environment) -> Place | None:
         if not 0 <= rank < processes:
             raise BadInput(f"process {rank} of {processes}", where=f"in the variables of {engine}", hint="ranks count from 0")
         attempt = _number(environment, ATTEMPT) if ATTEMPT in environment else 0
-        return Place(engine, coordinator, processes, rank, attempt) if processes > 1 else None
+        return ProcessPlace(engine, coordinator, processes, rank, attempt) if processes > 1 else None
     return None
 
 
@@ -194,7 +194,7 @@ def first_host(hosts: str) -> str:
 # ---------------------------------------------------------------- joining
 
 
-def join(place: Place) -> None:
+def join(place: ProcessPlace) -> None:
     """Joins the processes of a run, before anything else asks jax for devices.
 
     Raises:
@@ -245,7 +245,7 @@ def keep_apart(path: Path) -> None:
         os.close(file)
 
 
-def check_free(place: Place, host: str) -> None:
+def check_free(place: ProcessPlace, host: str) -> None:
     """jaxlib 0.10.2 crashes where another program listens on the port.
 
     Args:
@@ -258,7 +258,7 @@ def check_free(place: Place, host: str) -> None:
         raise _not_joined(place, OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)))
 
 
-def _wait(place: Place, host: str, wait: int, joined: threading.Event) -> None:
+def _wait(place: ProcessPlace, host: str, wait: int, joined: threading.Event) -> None:
     """Says that this process waits, and ends it with an error where the others do not come."""
     if joined.wait(min(QUIET_S, wait)):
         return
@@ -282,7 +282,7 @@ def _end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _not_joined(place: Place, error: Exception) -> ArgosyError:
+def _not_joined(place: ProcessPlace, error: Exception) -> ArgosyError:
     said = (str(error).splitlines() or [type(error).__name__])[0][:200]
     who = f"process {place.rank} of {place.processes}"
     if "in use" in said or "bind" in said.lower():

@@ -34,7 +34,7 @@ from argosy.launch.cluster import ABORTED, LOST, NATIVE, PARENT, STACKS, STUCK
 from argosy.launch.logs import Log, show
 from argosy.launch.ports import HeldPort
 from argosy.launch.rendered import Check
-from argosy.launch.settings import Local
+from argosy.launch.settings import LocalLaunch
 from argosy.observe.stacks import folded
 from argosy.observe.whereabouts import WHERE, whereabouts
 
@@ -110,7 +110,7 @@ class Ending:
 class Gang:
     """The processes of one start. logs: the folder for what they print."""
 
-    def __init__(self, words: Sequence[str], settings: Local, attempt: int, environment: Mapping[str, str], logs: Path):
+    def __init__(self, words: Sequence[str], settings: LocalLaunch, attempt: int, environment: Mapping[str, str], logs: Path):
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
         self.logs: Path | None = logs
         self.port, own = HeldPort(), dict(environment)
@@ -238,7 +238,7 @@ class Gang:
                 member.reader.join(timeout=2)
 
 
-def checks(settings: Local) -> list[Check]:
+def checks(settings: LocalLaunch) -> list[Check]:
     """What keeps the processes from being started."""
 
     def logs() -> None:
@@ -250,7 +250,7 @@ def checks(settings: Local) -> list[Check]:
     return [Check(("processes", "devices"), lambda: devices_of(0, settings, os.environ)), Check(("logs",), logs)]
 
 
-def run(words: Sequence[str], settings: Local, say: Say, progress: Callable[[], object] = lambda: None) -> int:
+def run(words: Sequence[str], settings: LocalLaunch, say: Say, progress: Callable[[], object] = lambda: None) -> int:
     """Runs a command as a gang until it ends well, is stopped, or fails too often; returns its exit code.
 
     Args:
@@ -275,7 +275,7 @@ def run(words: Sequence[str], settings: Local, say: Say, progress: Callable[[], 
 
 
 def supervise(
-    start: Callable[[int], Gang], settings: Local, say: Say, progress: Callable[[], object], logs: Path | None = None
+    start: Callable[[int], Gang], settings: LocalLaunch, say: Say, progress: Callable[[], object], logs: Path | None = None
 ) -> int:
     """`run` with gangs of any kind. start: makes the gang of an attempt, which counts from 0. logs: what they print, for messages."""
     if settings.logs is not None:
@@ -362,7 +362,7 @@ def _as_exit(code: int) -> int:
 # ---------------------------------------------------------------- devices
 
 
-def devices_of(rank: int, settings: Local, environment: Mapping[str, str]) -> dict[str, str]:
+def devices_of(rank: int, settings: LocalLaunch, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that give a process its devices.
 
     Raises:

@@ -12,7 +12,7 @@ ENGINES = Registry("engine")
 WRITTEN = ("slurm", "jobset", "skypilot")
 
 
-class Local(Settings):
+class LocalLaunch(Settings):
     """Several processes on this machine. A process that ends ends the others, and all start again from the last checkpoint."""
 
     processes: int = Field(2, gt=0)
@@ -30,7 +30,7 @@ class Local(Settings):
     """Folder for what each process prints. None: a temporary one, kept and named where a process fails; rank 0 is shown."""
 
 
-class Ray(Local):
+class Ray(LocalLaunch):
     """Processes on the machines of a Ray cluster, one actor each. They end and start again as under `local`. Needs `argosy[ray]`."""
 
     address: str | None = None
@@ -260,7 +260,7 @@ def seconds_of(time: str) -> int:
     return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units))
 
 
-ENGINES.add("local", Local)
+ENGINES.add("local", LocalLaunch)
 ENGINES.add("slurm", Slurm)
 ENGINES.add("jobset", JobSet)
 ENGINES.add("skypilot", SkyPilot)

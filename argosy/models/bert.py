@@ -61,8 +61,8 @@ class BertConfig(BertHub, AbsoluteConfig):
         rows = {"A": self.first + self.context, "Y": self.types}
         return super().dims | rows | ({"O": self.width} if self.pooler else {})
 
-    def build(self, run: "parts.Execution | None" = None) -> "parts.Encoder":
+    def build(self, run: "parts.Execution | None" = None) -> "parts.TextEncoder":
         """The module. All layers are equal, without rotary positions."""
         plan = [parts.Layer("block", Reach())] * self.layers
         norm = parts.LayerNorm(self.width, self.norm_eps)
-        return parts.Encoder(self, plan, self.make, norm, run, first=self.first, pooler=self.pooler)
+        return parts.TextEncoder(self, plan, self.make, norm, run, first=self.first, pooler=self.pooler)

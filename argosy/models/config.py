@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from argosy.core.dims import LOOKED_UP, axes_of
 from argosy.core.errors import ArgosyError, BadInput, Unsupported, complaint
-from argosy.core.keymap import Row, kept
+from argosy.core.keymap import KeyRow, kept
 from argosy.core.settings import Settings
 from argosy.models import parts
 from argosy.models.hub.rows import scaled
@@ -45,7 +45,7 @@ class ModelConfig(Settings):
         """The size of each letter of its equations (`core.dims`)."""
         raise NotImplementedError
 
-    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self) -> tuple[list[KeyRow], dict[str, int]]:
         """The table of names on the Hub, and the sizes its rows use."""
         raise NotImplementedError
 
@@ -88,7 +88,7 @@ class ModelConfig(Settings):
         """Small configs with odd sizes in which every option is used both ways; the laws run over them."""
         raise NotImplementedError
 
-    def hub_scaled(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
+    def hub_scaled(self, rows: Sequence[KeyRow], names: Collection[str]) -> list[KeyRow]:
         """The rows for a folder with these tensors, some of which may be values and their scales."""
         return scaled(rows, names, self.hub_blocks)
 

@@ -139,9 +139,9 @@ class DeepSeekConfig(DeepSeekHub, LanguageConfig):
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
         """The module. The first layers are dense, the others have experts."""
-        from argosy.models.blocks.deepseek import DeepSeek
+        from argosy.models.blocks.deepseek import DeepSeekDecoder
 
-        return DeepSeek(self, self.make, partial(parts.RMSNorm, self.width, self.norm_eps), run)
+        return DeepSeekDecoder(self, self.make, partial(parts.RMSNorm, self.width, self.norm_eps), run)
 
     def parameters(self, active: bool = False) -> int:
         """Includes the `mtp` modules, except for `active`: logits do not use them."""

@@ -18,7 +18,7 @@ from pydantic import Field
 from argosy.models import parts
 from argosy.models.hub.gemma import GemmaHub
 from argosy.models.language import DecoderConfig
-from argosy.models.settings import Activation, Linear, Rope
+from argosy.models.settings import Activation, LinearScaling, Rope
 
 
 def block(config: "GemmaConfig", kind: str) -> "parts.Block":
@@ -71,7 +71,7 @@ class GemmaConfig(GemmaHub, DecoderConfig):
     def examples(cls) -> dict[str, Any]:
         odd: dict[str, Any] = {"vocab": 113, "width": 44, "ffn": 70, "heads": 4, "context": 200, "head_size": 14}
         two = {"window": 7, "pattern": "LG", "score_cap": 3.0, "logit_cap": 4.0, "query_scalar": 11}
-        three = {"window": 6, "pattern": "LLG", "qk_norm": True, "rope": Rope(base=1e6, scaling=Linear(factor=8))}
+        three = {"window": 6, "pattern": "LLG", "qk_norm": True, "rope": Rope(base=1e6, scaling=LinearScaling(factor=8))}
         return {
             "1": cls(**odd, layers=2, kv_heads=1, attention_bias=True),
             "2": cls(**odd, layers=4, kv_heads=2, post_norms=True, **two),

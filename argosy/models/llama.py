@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from argosy.models import parts
 from argosy.models.hub.llama import LlamaHub
 from argosy.models.language import DecoderConfig
-from argosy.models.settings import Linear, Llama3, Rope, Yarn
+from argosy.models.settings import LinearScaling, Llama3Scaling, Rope, Yarn
 
 
 def block(config: "LlamaConfig", kind: str) -> "parts.Block":
@@ -37,9 +37,9 @@ class LlamaConfig(LlamaHub, DecoderConfig):
     @classmethod
     def examples(cls) -> dict[str, Any]:
         odd: dict[str, Any] = {"vocab": 113, "width": 44, "layers": 3, "ffn": 70, "heads": 4, "context": 200}
-        scaled = Rope(scaling=Llama3(original=16))
+        scaled = Rope(scaling=Llama3Scaling(original=16))
         return {
-            "plain": cls(**odd, kv_heads=2, head_size=14, rope=Rope(scaling=Linear(factor=3))),
+            "plain": cls(**odd, kv_heads=2, head_size=14, rope=Rope(scaling=LinearScaling(factor=3))),
             "tied-biased": cls(
                 **odd, kv_heads=1, head_size=10, tied=True, attention_bias=True, mlp_bias=True, rope=scaled
             ),

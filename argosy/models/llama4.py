@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from argosy.models import parts
 from argosy.models.hub.llama4 import Llama4Hub
 from argosy.models.language import DecoderConfig, shortest_pattern
-from argosy.models.settings import Experts, Llama3, Reach, Rope, Temper
+from argosy.models.settings import Experts, Llama3Scaling, Reach, Rope, Temper
 
 
 def block(config: "Llama4Config", kind: str) -> "parts.Block":
@@ -66,7 +66,7 @@ class Llama4Config(Llama4Hub, DecoderConfig):
     def examples(cls) -> dict[str, Any]:
         odd: dict[str, Any] = {"vocab": 113, "width": 44, "ffn": 70, "heads": 4, "context": 200, "window": 7}
         weighed: dict[str, Any] = {"score": "sigmoid", "normalized": False, "weigh": "input"}
-        scaled = Rope(base=5e5, pairs="interleaved", scaling=Llama3(factor=16, low=1, high=1, original=16))
+        scaled = Rope(base=5e5, pairs="interleaved", scaling=Llama3Scaling(factor=16, low=1, high=1, original=16))
         return {
             "experts": cls(
                 **odd,

@@ -16,7 +16,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Kept = Literal["qkv", "attention", "attention_out", "ffn", "experts"]
 
 
-class Linear(Settings):
+class LinearScaling(Settings):
     """Divides every position by `factor`. Chen et al. 2023 (arXiv:2306.15595)."""
 
     factor: float = Field(gt=0)
@@ -26,7 +26,7 @@ class Linear(Settings):
         return freq / self.factor, 1.0
 
 
-class Llama3(Settings):
+class Llama3Scaling(Settings):
     """Divides low frequencies by `factor`, keeps high ones, and interpolates between. Llama 3.1 (arXiv:2407.21783)."""
 
     factor: float = Field(8.0, gt=0)
@@ -125,7 +125,7 @@ class LongRope(Settings):
         return freq / np.asarray(self.short if self.table == "short" else self.long), self.attention
 
 
-SCALINGS = Registry("rope scaling", {"linear": Linear, "llama3": Llama3, "yarn": Yarn, "longrope": LongRope})
+SCALINGS = Registry("rope scaling", {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": Yarn, "longrope": LongRope})
 
 
 class Rope(Settings):

@@ -51,7 +51,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StragglerVerdict:
     """A process is slow, or (`over`) no longer. times: its time over the median of the others'; None if theirs is 0. seconds: above
     the others', each step; None of a device. device: which of its own."""
 
@@ -120,7 +120,7 @@ class Comparison:
         # Seconds of a step in the last window.
         self.step_s: float | None = None
 
-    def __call__(self, told: Mapping[int, Told]) -> list[Verdict]:
+    def __call__(self, told: Mapping[int, Told]) -> list[StragglerVerdict]:
         """What is new after these numbers. Every process must be there, in every call."""
         if set(self._before) != set(told):
             self._before = dict(told)
@@ -167,15 +167,15 @@ class Comparison:
                 found[unit] = _Seen(its > self.ratio * theirs, its / theirs, None, its / theirs - 1)
         return found
 
-    def _judged(self, seen: Mapping[Unit, _Seen], told: Mapping[int, Told]) -> list[Verdict]:
+    def _judged(self, seen: Mapping[Unit, _Seen], told: Mapping[int, Told]) -> list[StragglerVerdict]:
         for unit, one in seen.items():
             self._slow[unit] = self._slow.get(unit, 0) + 1 if one.slow else 0
             self._fine[unit] = 0 if one.slow else self._fine.get(unit, 0) + 1
-        new: list[Verdict] = []
+        new: list[StragglerVerdict] = []
         for p, unit in list(self.named.items()):
             if self._fine[unit] >= self.windows:
                 del self.named[p]
-                new.append(Verdict(p, told[p].host, unit[1], device=_of_several(unit, told), over=True))
+                new.append(StragglerVerdict(p, told[p].host, unit[1], device=_of_several(unit, told), over=True))
         for p in sorted(told):
             # Of several causes, the one for which the others wait longest.
             slow = [(one.share, unit, one) for unit, one in seen.items() if unit[0] == p and self._slow[unit] >= self.windows]
@@ -183,7 +183,7 @@ class Comparison:
                 continue
             _, unit, one = max(slow, key=lambda its: its[0])
             self.named[p] = unit
-            new.append(Verdict(p, told[p].host, unit[1], one.times, one.seconds, _of_several(unit, told)))
+            new.append(StragglerVerdict(p, told[p].host, unit[1], one.times, one.seconds, _of_several(unit, told)))
         return new
 
 
@@ -224,7 +224,7 @@ def stragglers(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]
         if not isinstance(its, Mapping):
             continue
         if not its.get("over"):
-            verdict = Verdict(**its)
+            verdict = StragglerVerdict(**its)
             found.append([line["step"], None, verdict.process, verdict])
             continue
         for one in found:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from argosy.core.errors import ArgosyError, BadInput, Elsewhere, UserError
+from argosy.core.errors import ArgosyError, BadInput, FailedElsewhere, UserError
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def told(name: str, make: Callable[[], T]) -> T:
         _set(f"argosy/{name}/{READ}/{rank()}", str(_calls[name]))
         if "failed" in found:
             _ends()
-            raise Elsewhere(found["what"], found["failed"])
+            raise FailedElsewhere(found["what"], found["failed"])
         return found["value"]
     _drop_read(name)
     try:
@@ -110,7 +110,7 @@ def together(name: str, work: Callable[[], T]) -> T:
         _ends()
         if other == rank() and error is not None:
             raise error
-        raise Elsewhere(f"{found['what']} (in process {other})", found["failed"])
+        raise FailedElsewhere(f"{found['what']} (in process {other})", found["failed"])
     return done  # pyright: ignore[reportReturnType]
 
 
@@ -146,7 +146,7 @@ def check_alike(facts: dict[str, str], hints: dict[str, str]) -> None:
     other, name = differ[0]
     _failed_together.set()
     if other != rank():
-        raise Elsewhere(f"process {other} has another {name}", UserError.exit_code)
+        raise FailedElsewhere(f"process {other} has another {name}", UserError.exit_code)
     raise BadInput(f"process {other} has another {name} than process 0", hint=hints.get(name))
 
 

@@ -16,7 +16,7 @@ from argosy.checkpoint.step.load import load_item, read_meta
 from argosy.checkpoint.step.reader import StepReader
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.core.formats import Arrays, Over
+from argosy.core.formats import Arrays, OverlaidTensors
 from argosy.core.settings import diff, dump
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.data.tokenizers.matched import same_tokens
@@ -115,7 +115,7 @@ def _fill_base(assembly: Assembly, stored: Stored, *, fresh: bool) -> None:
     plain = assembly.run.model.build(assembly.decided.run("none"))
     weights, under = stored.weights, stored.adapted
     if assembly.beneath and under is not None:
-        weights = Over(under.base.weights, Arrays(under.whole))
+        weights = OverlaidTensors(under.base.weights, Arrays(under.whole))
         put(assembly.model, {a: on_devices(factor, places[a]) for a, factor in on_top(assembly).items()})
     fill_base(
         assembly.model,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from argosy.observe.goodput import Clock
-from argosy.observe.stragglers import DATA, HOST, KEY, ON_HOST, STALLS, Comparison, Told, Verdict
+from argosy.observe.stragglers import DATA, HOST, KEY, ON_HOST, STALLS, Comparison, StragglerVerdict, Told
 from argosy.parallel import processes
 from argosy.parallel.probe import Probe
 from argosy.train.straggler_settings import StragglerSettings
@@ -68,7 +68,7 @@ class Pace:
         self._before: tuple[float, dict[str, float], float] | None = None
         self._last: Any = None
         self._now: Told | None = None
-        self._new: deque[Verdict] = deque()
+        self._new: deque[StragglerVerdict] = deque()
         self._board = processes.Board("pace") if self.several else None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pace", daemon=True)

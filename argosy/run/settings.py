@@ -59,7 +59,7 @@ class Init(Settings):
         return self
 
 
-class Execution(Settings):
+class ExecutionSettings(Settings):
     """How the layers run (`models.parts.stack`)."""
 
     run: Annotated[Literal["auto", "unroll", "scan"], Also("scan_layers")] = "auto"
@@ -111,7 +111,7 @@ class Execution(Settings):
     for the device."""
 
     @model_validator(mode="after")
-    def _keeps_of_some(self) -> "Execution":
+    def _keeps_of_some(self) -> "ExecutionSettings":
         if self.keep and self.remat == "none":
             raise ValueError("keep names what remat=full or remat=dots keeps beside, and remat=none keeps everything")
         if len(set(self.keep)) < len(self.keep):
@@ -281,7 +281,7 @@ class Run(Settings):
     ] = "auto"
     """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Frozen weights
     under an adapter stay bfloat16 if their file has them so and the activations are. Stored with the run."""
-    execution: Execution = Execution()
+    execution: ExecutionSettings = ExecutionSettings()
     """How the layers run."""
     mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()
     """How devices share the work."""

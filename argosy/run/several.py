@@ -37,7 +37,7 @@ def check_same_run(reading: Reading[Run]) -> None:
 
 
 @dataclass(frozen=True)
-class Watched:
+class RunWatch:
     """What a run of several processes, or one that a supervisor started, does beside training.
 
     stop: asked once a step, whether to stop after it. between: whether to give up what is done between two steps. patiently: of a
@@ -50,7 +50,7 @@ class Watched:
 
 
 @contextmanager
-def watched(signaled: Stop) -> Iterator[Watched]:
+def watched(signaled: Stop) -> Iterator[RunWatch]:
     """Several processes stop after the same step, and give up nothing between two. Started by a supervisor, one that is stuck ends."""
     several = processes.count() > 1
     with ExitStack() as stack:
@@ -63,7 +63,7 @@ def watched(signaled: Stop) -> Iterator[Watched]:
             stop = stack.enter_context(closing(processes.Stopping(signaled, lambda: signaled.code, follow)))
         between = (lambda: False) if several else signaled
         if STUCK not in os.environ:
-            yield Watched(stop, between)
+            yield RunWatch(stop, between)
             return
         folder = os.environ.get(STACKS)
         later = LEADER_LATER_S if several and processes.leads() else 0.0
@@ -73,4 +73,4 @@ def watched(signaled: Stop) -> Iterator[Watched]:
             dog.alive()
             return stop()
 
-        yield Watched(step, between, dog.patiently)
+        yield RunWatch(step, between, dog.patiently)

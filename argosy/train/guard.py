@@ -46,7 +46,7 @@ def begin(how: GuardSettings) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """What the guard finds of a step, as scalar arrays, and what it keeps."""
 
     kind: Array
@@ -55,7 +55,7 @@ class Verdict:
     kept: dict[str, Array]
 
 
-def judged(before: Mapping[str, Array], loss: Array, norm: Array, how: GuardSettings) -> Verdict:
+def judged(before: Mapping[str, Array], loss: Array, norm: Array, how: GuardSettings) -> StepVerdict:
     """Whether a step with this loss and gradient norm is good. before: what the guard kept."""
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     spike = finite & (loss > limit(before["losses"], before["seen"], how)) if how.spike != "off" else jnp.zeros((), bool)
@@ -73,7 +73,7 @@ def judged(before: Mapping[str, Array], loss: Array, norm: Array, how: GuardSett
         kept["seen"] = before["seen"] + finite.astype(jnp.int32)
     halted = (before[FLAG] != 0) | halts
     kept = {name: jnp.where(halted, before[name], value) for name, value in kept.items()} | {FLAG: halted.astype(jnp.int32)}
-    return Verdict(kind, bad | (before[FLAG] != 0), halted, kept)
+    return StepVerdict(kind, bad | (before[FLAG] != 0), halted, kept)
 
 
 def guarded(step: Callable[..., Any], how: GuardSettings) -> Callable[..., Any]:

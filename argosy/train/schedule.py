@@ -73,7 +73,7 @@ class Constant(Schedule):
         return self.warmed(steps, jnp.ones_like)
 
 
-class Linear(Schedule):
+class LinearDecay(Schedule):
     """Decays linearly."""
 
     final: Annotated[float, Also("final_lr_frac", "min_lr_ratio", "min_lr_factor"), _RATE] = Field(0.0, ge=0, le=1)
@@ -124,4 +124,4 @@ class WSD(Schedule):
         return self.warmed(steps, lambda p: 1 - (1 - self.final) * jnp.clip((p - (1 - share)) / share, 0, 1), self.final)
 
 
-SCHEDULES = Registry("schedule", {"constant": Constant, "linear": Linear, "cosine": Cosine, "wsd": WSD})
+SCHEDULES = Registry("schedule", {"constant": Constant, "linear": LinearDecay, "cosine": Cosine, "wsd": WSD})

@@ -19,7 +19,7 @@ from argosy.adapt.lora import dropping
 from argosy.models.parts.stack.hosted import on_host, slots, with_slots
 from argosy.models.parts.weight import Leaves, merge
 from argosy.parallel.gather import Once
-from argosy.train.objectives import Loss, Mean, Models, Objective
+from argosy.train.objectives import Loss, Models, Objective, WeightedMean
 from argosy.train.schedule import Factor
 from argosy.train.state import TrainState
 
@@ -221,11 +221,11 @@ def _added(a: Any, b: Any) -> Any:
 
 def make_evaluation(
     graph: Any, objective: Objective, *, precision: Precision = "float32", roles: Mapping[str, Any] | None = None
-) -> Callable[..., dict[str, Mean]]:
+) -> Callable[..., dict[str, WeightedMean]]:
     """Makes `(state, batch, frozen={})` -> the objective's metrics on a batch, and its `loss`: the cross-entropy where there is one."""
     models_for = _models(graph, precision, roles or {})
 
-    def evaluate(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> dict[str, Mean]:
+    def evaluate(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> dict[str, WeightedMean]:
         loss = objective(models_for(state.params, state.rest, frozen or {}), batch, state.key)
         return loss.metrics | {"loss": loss.metrics.get("cross_entropy", loss.loss)}
 

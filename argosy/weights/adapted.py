@@ -12,7 +12,7 @@ from argosy.adapt.quant import QuantizedEinsum
 from argosy.adapt.settings import Lora, LowRank
 from argosy.adapt.surgery import find
 from argosy.core.errors import BadInput
-from argosy.core.formats import Arrays, Over, Reader, View
+from argosy.core.formats import Arrays, OverlaidTensors, TensorReader, TensorView
 from argosy.data.tokenizers.load import matching
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll
@@ -57,10 +57,10 @@ class Adapted:
         return self.contents.whole
 
     @property
-    def weights(self) -> Reader:
+    def weights(self) -> TensorReader:
         """The base's weights with the adapters merged as they are read, in the types of the base. Where the base was quantized for
         training, it is rounded as it was then, because the adapters have learned to make up for that."""
-        return Over(View(self.base.weights, change=self._merged), Arrays(self.whole))
+        return OverlaidTensors(TensorView(self.base.weights, change=self._merged), Arrays(self.whole))
 
     @property
     def is_quantized(self) -> bool:

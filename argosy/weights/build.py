@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from argosy.adapt.base import FACTORS, fill_base
 from argosy.core.errors import BadInput
-from argosy.core.formats import Arrays, Over
+from argosy.core.formats import Arrays, OverlaidTensors
 from argosy.models.language import LanguageConfig
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, kept_in, logical, put, variables
@@ -100,7 +100,7 @@ def load_model(
     is_quantized = stored.adapted is not None and bool(stored.adapted.settings.quantize(model))
     rows = {} if blocks is None or forms is None else in_blocks(blocks, forms(plain))
     check_memory(config, np.int8 if is_quantized else dtype, rows)
-    base = Over(stored.adapted.base.weights if stored.adapted else stored.weights, Arrays(contents.whole))
+    base = OverlaidTensors(stored.adapted.base.weights if stored.adapted else stored.weights, Arrays(contents.whole))
     place = None if tensor == 1 else places(model, tensor).__getitem__
     for address, one in rows.items():
         put(model, {address: one.packed()})

@@ -8,14 +8,14 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.core.formats import Arrays, Reader
+from argosy.core.formats import Arrays, TensorReader
 from argosy.models.parts.stack import layer_addresses, stored_addresses, to_layers
 from argosy.models.parts.weight import kept_in, put, split, variables
 from argosy.parallel.place import on_devices
 
 
 def read_into(
-    model: Any, weights: Reader, *, dtype: Any = None, place: Callable[[str], Any] | None = None, but: str | None = None
+    model: Any, weights: TensorReader, *, dtype: Any = None, place: Callable[[str], Any] | None = None, but: str | None = None
 ) -> None:
     """Fills a model in any layout from per-layer weights, one stored array at a time.
 
@@ -32,7 +32,7 @@ def read_into(
 
 
 def stored_arrays(
-    model: Any, weights: Reader, *, dtype: Any = None, but: str | None = None, without: Collection[str] = ()
+    model: Any, weights: TensorReader, *, dtype: Any = None, but: str | None = None, without: Collection[str] = ()
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a model in its layout, one stored array at a time, with their addresses. Arguments and errors are those of
     `read_into`.
@@ -57,7 +57,7 @@ def stored_arrays(
         yield address, whole
 
 
-def check_fit(model: Any, weights: Reader, but: str | None = None) -> None:
+def check_fit(model: Any, weights: TensorReader, but: str | None = None) -> None:
     """Checks that these are the weights of this model. but: the name of a weight that is not compared.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from argosy.core.errors import BadInput, nearest
-from argosy.core.formats import Reader
+from argosy.core.formats import TensorReader
 from argosy.core.settings.schema import Choice
 from argosy.data.tokenizers.load import BESIDE, VOCABULARIES
 from argosy.models import FAMILIES
@@ -42,7 +42,7 @@ class Stored:
     path: Path
     kind: str
     config: LanguageConfig
-    weights: Reader
+    weights: TensorReader
     companions: Path | None = None
     hub: dict[str, Any] = field(default_factory=dict)
     adapted: "Adapted | None" = None

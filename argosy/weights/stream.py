@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from argosy.core.formats import Reader, Shape, View, is_apart
+from argosy.core.formats import Shape, TensorReader, TensorView, is_apart
 from argosy.weights.hub.reader import Mapped
 from argosy.weights.model import Stored
 from argosy.weights.pages import SMALL_BYTES, Pages, map_of
@@ -19,7 +19,7 @@ from argosy.weights.pages import SMALL_BYTES, Pages, map_of
 
 @runtime_checkable
 class StoredSizes(Protocol):
-    """A `Reader` whose stored arrays are others than those it gives, such as stacks of layers."""
+    """A `TensorReader` whose stored arrays are others than those it gives, such as stacks of layers."""
 
     def stored_sizes(self) -> Iterator[tuple[str, int]]: ...
 
@@ -51,7 +51,7 @@ def largest(stored: Stored) -> tuple[str, int]:
     return max(sizes, key=lambda item: item[1])
 
 
-def _read_bytes(weights: Reader, name: str) -> int:
+def _read_bytes(weights: TensorReader, name: str) -> int:
     shape = weights.shape(name)
     return size(shape[1:] if is_apart(weights, name) else shape, weights.dtype(name))
 
@@ -74,7 +74,7 @@ def in_order(array: np.ndarray) -> np.ndarray:
     return np.asarray(jax.device_put(plain, jax.local_devices(backend="cpu")[0])).view(array.dtype)
 
 
-def releasing(reader: Reader) -> Reader:
+def releasing(reader: TensorReader) -> TensorReader:
     """Tensors of mapped files; reading one releases the pages of those before it."""
     pages = Pages()
 
@@ -82,4 +82,4 @@ def releasing(reader: Reader) -> Reader:
         pages.give_back()
         return pages.hold(read())
 
-    return View(reader, change=change)
+    return TensorView(reader, change=change)

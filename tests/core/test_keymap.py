@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from argosy.core.errors import BadInput, Damaged, Unsupported
 from argosy.core.formats import Arrays
 from argosy.core.formats.gguf import GGUF
-from argosy.core.formats.safetensors import Folder, SafeTensors, write_folder
-from argosy.core.keymap import KeyMap, Row
+from argosy.core.formats.safetensors import SafeTensors, SafetensorsFolder, write_folder
+from argosy.core.keymap import KeyMap, KeyRow
 
 SIZES = {"D": 6, "N": 4, "K": 2, "H": 4, "F": 10, "V": 11, "E": 3, "M": 5, "R": 7, "U": 2, "P": 2, "two": 2, "k": 2, "r": 2}
 
@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def both_ways(rows: list[Row], theirs: dict[str, np.ndarray], sizes: dict[str, int] | None = None) -> dict[str, np.ndarray]:
+def both_ways(rows: list[KeyRow], theirs: dict[str, np.ndarray], sizes: dict[str, int] | None = None) -> dict[str, np.ndarray]:
     """Ours; asserts that the plan fits and that the way back gives theirs, byte for byte."""
     table = KeyMap(rows, sizes or SIZES)
     plan = table.plan({name: x.shape for name, x in theirs.items()})
@@ -40,7 +40,7 @@ def both_ways(rows: list[Row], theirs: dict[str, np.ndarray], sizes: dict[str, i
 
 
 def one(how: str, x: np.ndarray) -> np.ndarray:
-    return both_ways([Row("x", "y", how)], {"x": x})["y"]
+    return both_ways([KeyRow("x", "y", how)], {"x": x})["y"]
 
 
 # ---- layouts that families need, against numpy written out
@@ -64,7 +64,7 @@ def test_fused_rows_of_different_head_counts():
     """Phi-3's qkv_proj: N*H rows, then K*H, then K*H. Both spellings."""
     x = random(32, 6)
     for how in ("(N H|K H|K H) D -> D N H, D K H, D K H", "((N|K|K) H) D -> D N H, D K H, D K H"):
-        ours = both_ways([Row("x", ("q", "k", "v"), how)], {"x": x})
+        ours = both_ways([KeyRow("x", ("q", "k", "v"), how)], {"x": x})
         assert np.array_equal(ours["q"], x[:16].reshape(4, 4, 6).transpose(2, 0, 1))
         assert np.array_equal(ours["k"], x[16:24].reshape(2, 4, 6).transpose(2, 0, 1))
         assert np.array_equal(ours["v"], x[24:].reshape(2, 4, 6).transpose(2, 0, 1))
@@ -73,7 +73,7 @@ def test_fused_rows_of_different_head_counts():
 def test_a_cut_inside_each_head():
     """DeepSeek's kv_b_proj, as transformers splits it: view(N, H + U, R), then [:H] and [H:]."""
     x = random(4 * 6, 7)
-    ours = both_ways([Row("x", ("k", "v"), "(N (H|U)) R -> R N H, R N U")], {"x": x})
+    ours = both_ways([KeyRow("x", ("k", "v"), "(N (H|U)) R -> R N H, R N U")], {"x": x})
     assert np.array_equal(ours["k"], x.reshape(4, 6, 7)[:, :4].transpose(2, 0, 1))
     assert np.array_equal(ours["v"], x.reshape(4, 6, 7)[:, 4:].transpose(2, 0, 1))
 
@@ -81,7 +81,7 @@ def test_a_cut_inside_each_head():
 def test_interleaved_pairs():
     """gpt-oss: gate at even places of the last axis, up at odd ones; biases likewise."""
     x, b = random(3, 6, 10), random(3, 10)
-    rows = [Row("w", ("gate", "up"), "E D (M (1|1)) -> E D M, E D M"), Row("b", ("gb", "ub"), "E (M (1|1)) -> E M, E M")]
+    rows = [KeyRow("w", ("gate", "up"), "E D (M (1|1)) -> E D M, E D M"), KeyRow("b", ("gb", "ub"), "E (M (1|1)) -> E M, E M")]
     ours = both_ways(rows, {"w": x, "b": b})
     assert np.array_equal(ours["gate"], x[..., ::2])
     assert np.array_equal(ours["up"], x[..., 1::2])
@@ -92,7 +92,7 @@ def test_four_pieces_for_each_key_head():
     """Qwen3-Next's in_proj_qkvz: for each of k key heads H of q, H of k, r*U of v, r*U of z."""
     x = random(2 * (4 + 4 + 4 + 4), 6)
     how = "(k (H|H|r U|r U)) D -> D k H, D k H, D k r U, D (k r) U"
-    ours = both_ways([Row("x", ("q", "k", "v", "z"), how)], {"x": x})
+    ours = both_ways([KeyRow("x", ("q", "k", "v", "z"), how)], {"x": x})
     heads = x.reshape(2, 16, 6)
     assert np.array_equal(ours["k"], heads[:, 4:8].transpose(2, 0, 1))
     assert np.array_equal(ours["v"], heads[:, 8:12].reshape(2, 2, 2, 6).transpose(3, 0, 1, 2))
@@ -101,9 +101,9 @@ def test_four_pieces_for_each_key_head():
 
 def test_several_of_theirs_in_one_of_ours():
     gate, up = random(10, 6), random(10, 6, seed=1)
-    ours = both_ways([Row(("gate", "up"), "y", "F D, F D -> D (F|F)")], {"gate": gate, "up": up})
+    ours = both_ways([KeyRow(("gate", "up"), "y", "F D, F D -> D (F|F)")], {"gate": gate, "up": up})
     assert np.array_equal(ours["y"], np.concatenate([gate, up]).T)
-    ours = both_ways([Row(("gate", "up"), "y", "F D, F D -> (F (1|1)) D")], {"gate": gate, "up": up})
+    ours = both_ways([KeyRow(("gate", "up"), "y", "F D, F D -> (F (1|1)) D")], {"gate": gate, "up": up})
     assert np.array_equal(ours["y"][::2], gate)
     assert np.array_equal(ours["y"][1::2], up)
 
@@ -118,23 +118,23 @@ def test_rotary_pairs_of_llama_cpp():
 
 def test_one_tensor_an_expert():
     theirs = {f"m.{layer}.e.{e}.w": random(5, 6, seed=10 * layer + e) for layer in (3, 5) for e in range(3)}
-    ours = both_ways([Row("m.{l}.e.{e}.w", "l.{l}.w", "M D -> E D M", over=(3, 5))], theirs)
+    ours = both_ways([KeyRow("m.{l}.e.{e}.w", "l.{l}.w", "M D -> E D M", over=(3, 5))], theirs)
     assert list(ours) == ["l.3.w", "l.5.w"]
     assert np.array_equal(ours["l.5.w"], np.stack([theirs[f"m.5.e.{e}.w"].T for e in range(3)]))
-    ours = both_ways([Row("m.3.e.{e}.w", "w", "M D -> D E M")], {k: v for k, v in theirs.items() if ".3." in k})
+    ours = both_ways([KeyRow("m.3.e.{e}.w", "w", "M D -> D E M")], {k: v for k, v in theirs.items() if ".3." in k})
     assert np.array_equal(ours["w"][:, 2], theirs["m.3.e.2.w"].T)
 
 
 def test_fused_and_one_an_expert_at_once():
     theirs = {f"e.{e}": random(10, 6, seed=e) for e in range(3)}
-    ours = both_ways([Row("e.{e}", ("gate", "up"), "(M|M) D -> E D M, M E D")], theirs)
+    ours = both_ways([KeyRow("e.{e}", ("gate", "up"), "(M|M) D -> E D M, M E D")], theirs)
     assert np.array_equal(ours["gate"][1], theirs["e.1"][:5].T)
     assert np.array_equal(ours["up"][:, 2], theirs["e.2"][5:])
 
 
 def test_permuting_alone_copies_nothing():
     x = random(16, 6)
-    table = KeyMap([Row("x", ("q", "k"), "(K H|K H) D -> D K H, D K H")], SIZES)
+    table = KeyMap([KeyRow("x", ("q", "k"), "(K H|K H) D -> D K H, D K H")], SIZES)
     for path in ("q", "k"):
         assert np.shares_memory(table.read(Arrays({"x": x}), path), x)
 
@@ -145,7 +145,7 @@ def test_permuting_alone_copies_nothing():
 def test_fp8_blocks():
     values = random(16, 200).astype(ml_dtypes.float8_e4m3fn)
     scales = np.array([[2.0, 0.5]], np.float32)
-    table = KeyMap([Row(("w", "w_scale_inv"), "y", "(N H) W -> W N H", scales="fp8_blocks")], SIZES | {"W": 200})
+    table = KeyMap([KeyRow(("w", "w_scale_inv"), "y", "(N H) W -> W N H", scales="fp8_blocks")], SIZES | {"W": 200})
     theirs = Arrays({"w": values, "w_scale_inv": scales})
     assert table.plan({"w": (16, 200), "w_scale_inv": (1, 2)}) == {"y": (200, 4, 4)}
     weights = values.astype(np.float32) * np.repeat([2.0, 0.5], 128)[:200].astype(np.float32)
@@ -161,7 +161,7 @@ def test_mxfp4_interleaved():
     rng = np.random.default_rng(0)
     blocks, scales = rng.integers(0, 256, (3, 10, 2, 16), np.uint8), rng.integers(120, 130, (3, 10, 2), np.uint8)
     how = "E (M (1|1)) D -> E D M, E D M"
-    table = KeyMap([Row(("blocks", "scales"), ("gate", "up"), how, scales="mxfp4")], SIZES | {"D": 64})
+    table = KeyMap([KeyRow(("blocks", "scales"), ("gate", "up"), how, scales="mxfp4")], SIZES | {"D": 64})
     theirs = Arrays({"blocks": blocks, "scales": scales})
     assert table.plan({"blocks": blocks.shape, "scales": scales.shape}) == {"gate": (3, 64, 5), "up": (3, 64, 5)}
     up = table.read(theirs, "up")
@@ -175,7 +175,7 @@ def test_mxfp4_interleaved():
 def test_fp8_experts():
     theirs = {f"e.{e}.w": random(5, 6, seed=e).astype(ml_dtypes.float8_e4m3fn) for e in range(3)}
     theirs |= {f"e.{e}.s": np.full((1, 1), e + 1, np.float32) for e in range(3)}
-    table = KeyMap([Row(("e.{e}.w", "e.{e}.s"), "y", "M D -> E D M", scales="fp8_blocks")], SIZES)
+    table = KeyMap([KeyRow(("e.{e}.w", "e.{e}.s"), "y", "M D -> E D M", scales="fp8_blocks")], SIZES)
     table.plan({name: x.shape for name, x in theirs.items()})
     assert np.array_equal(table.read(Arrays(theirs), "y")[2], 3 * theirs["e.2.w"].T.astype(np.float32))
 
@@ -247,43 +247,43 @@ def test_random_readings_entry_by_entry_and_back(reading):
 
     shape = shape_of(whole, sizes)
     x = np.arange(math.prod(shape)).reshape(shape)
-    ours = both_ways([Row("x", names, f"{spelt(whole)} -> {right}")], {"x": x}, sizes)
+    ours = both_ways([KeyRow("x", names, f"{spelt(whole)} -> {right}")], {"x": x}, sizes)
     for i, name in enumerate(names):
         for theirs_at, ours_at in entries(i):
             assert ours[name][ours_at] == x[theirs_at]
-    joined = both_ways([Row(names, "x", f"{right} -> {spelt(whole)}")], ours, sizes)
+    joined = both_ways([KeyRow(names, "x", f"{right} -> {spelt(whole)}")], ours, sizes)
     assert np.array_equal(joined["x"], x)
 
 
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        (Row("x", "y", "V D"), "D"),
-        (Row("x", "y", "V D -> D"), "one side"),
-        (Row("x", "y", "D D -> D D"), "one side"),
-        (Row("x", "y", "(V D -> V D"), "not closed"),
-        (Row("x", "y", "V) D -> V D"), "outside"),
-        (Row("x", "y", "V|D -> V D"), "outside"),
-        (Row("x", "y", "V 3 -> V 3"), "may only contain names"),
-        (Row("x", "y", "V 11 -> V"), "may only contain names"),
-        (Row("x", "y", "V-D -> V D"), "may only contain names"),
-        (Row("x", "y", "V W -> V W"), "no size for W"),
-        (Row("x", ("y", "z"), "(V|D) (N|K) -> V N, D K"), "two axes"),
-        (Row("x", ("y", "z"), "(V|(D|N)) -> V, D"), "cut inside a cut"),
-        (Row("x", ("y", "z"), "(V|D|N) -> V, D"), "pieces"),
-        (Row("x", "y", "(V|D) -> V"), "pieces"),
-        (Row(("a", "b"), ("y", "z"), "V, D -> V, D"), "pieces"),
-        (Row("x", ("y", "z"), "V -> V"), "as many names"),
-        (Row(("x", "z"), "y", "V -> V"), "as many names"),
-        (Row("x.{l}", "y", "V -> V", over=(0,)), "{l} in every name"),
-        (Row("x.{l}", "y.{l}", "V -> V"), "{l} in every name"),
-        (Row("x", "y", "V -> V", over=(0,)), "{l} in every name"),
-        (Row("x.{e}", "y", "V -> V"), "needs an axis E"),
-        (Row("x.{e}", "y", "V -> (E V)"), "needs an axis E"),
-        (Row(("x.{e}", "z"), "y", "V, D -> E (V|D)"), "{e} must be in every name"),
-        (Row(("x", "z"), "y", "V -> V", scales="int3"), "unknown kind of scales `int3`"),
-        (Row("x", "y", "V D -> V D", scales="fp8_blocks"), "one of scales"),
-        (Row("x.{e}", "y", "V -> E V", tied_to="z"), "tied"),
+        (KeyRow("x", "y", "V D"), "D"),
+        (KeyRow("x", "y", "V D -> D"), "one side"),
+        (KeyRow("x", "y", "D D -> D D"), "one side"),
+        (KeyRow("x", "y", "(V D -> V D"), "not closed"),
+        (KeyRow("x", "y", "V) D -> V D"), "outside"),
+        (KeyRow("x", "y", "V|D -> V D"), "outside"),
+        (KeyRow("x", "y", "V 3 -> V 3"), "may only contain names"),
+        (KeyRow("x", "y", "V 11 -> V"), "may only contain names"),
+        (KeyRow("x", "y", "V-D -> V D"), "may only contain names"),
+        (KeyRow("x", "y", "V W -> V W"), "no size for W"),
+        (KeyRow("x", ("y", "z"), "(V|D) (N|K) -> V N, D K"), "two axes"),
+        (KeyRow("x", ("y", "z"), "(V|(D|N)) -> V, D"), "cut inside a cut"),
+        (KeyRow("x", ("y", "z"), "(V|D|N) -> V, D"), "pieces"),
+        (KeyRow("x", "y", "(V|D) -> V"), "pieces"),
+        (KeyRow(("a", "b"), ("y", "z"), "V, D -> V, D"), "pieces"),
+        (KeyRow("x", ("y", "z"), "V -> V"), "as many names"),
+        (KeyRow(("x", "z"), "y", "V -> V"), "as many names"),
+        (KeyRow("x.{l}", "y", "V -> V", over=(0,)), "{l} in every name"),
+        (KeyRow("x.{l}", "y.{l}", "V -> V"), "{l} in every name"),
+        (KeyRow("x", "y", "V -> V", over=(0,)), "{l} in every name"),
+        (KeyRow("x.{e}", "y", "V -> V"), "needs an axis E"),
+        (KeyRow("x.{e}", "y", "V -> (E V)"), "needs an axis E"),
+        (KeyRow(("x.{e}", "z"), "y", "V, D -> E (V|D)"), "{e} must be in every name"),
+        (KeyRow(("x", "z"), "y", "V -> V", scales="int3"), "unknown kind of scales `int3`"),
+        (KeyRow("x", "y", "V D -> V D", scales="fp8_blocks"), "one of scales"),
+        (KeyRow("x.{e}", "y", "V -> E V", tied_to="z"), "tied"),
     ],
 )
 def test_rows_that_cannot_be(row, match):
@@ -295,20 +295,20 @@ def test_rows_that_cannot_be(row, match):
 
 def test_every_name_once():
     with pytest.raises(ValueError, match="`x` is in two rows"):
-        KeyMap([Row("x", "y", "V -> V"), Row("x", "z", "V -> V")], SIZES)
+        KeyMap([KeyRow("x", "y", "V -> V"), KeyRow("x", "z", "V -> V")], SIZES)
     with pytest.raises(ValueError, match=r"`y\.1` is in two rows"):
-        KeyMap([Row("x.{l}", "y.{l}", "V -> V", over=range(2)), Row("z", "y.1", "V -> V")], SIZES)
+        KeyMap([KeyRow("x.{l}", "y.{l}", "V -> V", over=range(2)), KeyRow("z", "y.1", "V -> V")], SIZES)
     with pytest.raises(ValueError, match="tied"):
-        KeyMap([Row("x", "y", "V -> V", tied_to="z"), Row("z", "w", "V -> V")], SIZES)
+        KeyMap([KeyRow("x", "y", "V -> V", tied_to="z"), KeyRow("z", "w", "V -> V")], SIZES)
 
 
 # ---- the plan
 
 
 ROWS = [
-    Row("embed", "embed.w", "V D -> V D", tied_to="head"),
-    Row("l.{l}.w", "layers.{l}.w", "(N H) D -> D N H", over=range(30)),
-    Row(("l.{l}.a", "l.{l}.b"), "layers.{l}.ab", "F, F -> (F|F)", over=range(2), optional=True),
+    KeyRow("embed", "embed.w", "V D -> V D", tied_to="head"),
+    KeyRow("l.{l}.w", "layers.{l}.w", "(N H) D -> D N H", over=range(30)),
+    KeyRow(("l.{l}.a", "l.{l}.b"), "layers.{l}.ab", "F, F -> (F|F)", over=range(2), optional=True),
 ]
 SHAPES = {"embed": (11, 6)} | {f"l.{i}.w": (16, 6) for i in range(30)}
 
@@ -404,7 +404,7 @@ def test_ours_are_read_once_on_the_way_back():
             reads.append(name)
             return super().read(name)
 
-    rows = [Row("e.{e}.{l}", ("gate.{l}", "up.{l}"), "(M|M) D -> E D M, E D M", over=range(2))]
+    rows = [KeyRow("e.{e}.{l}", ("gate.{l}", "up.{l}"), "(M|M) D -> E D M, E D M", over=range(2))]
     table = KeyMap(rows, SIZES)
     for entry in list(table.inverse(Counted(ours_of_zeros(table)))):
         entry.make()
@@ -427,8 +427,8 @@ class InParts(Arrays):
         return super().read(name)[i]
 
 
-EXPERTS = [Row("e.{e}", ("gate", "up"), "(M|M) D -> E D M, E D M")]
-STACKED = [Row("x", ("gate", "up"), "E D (M (1|1)) -> E D M, E D M")]
+EXPERTS = [KeyRow("e.{e}", ("gate", "up"), "(M|M) D -> E D M, E D M")]
+STACKED = [KeyRow("x", ("gate", "up"), "E D (M (1|1)) -> E D M, E D M")]
 
 
 @pytest.mark.parametrize(
@@ -456,9 +456,9 @@ def test_one_expert_is_read_without_the_others(rows, theirs, touched):
 
 def test_experts_that_do_not_lead_are_read_whole():
     for how in ("M D -> D E M", "M D -> M D E"):
-        assert not KeyMap([Row("e.{e}", "y", how)], SIZES).is_apart("y")
+        assert not KeyMap([KeyRow("e.{e}", "y", how)], SIZES).is_apart("y")
     for how in ("D E -> E D", "E D M -> D E M", "E M -> E M", "D (E M) -> E D M"):
-        assert not KeyMap([Row("x", "y", how)], SIZES).is_apart("y"), how
+        assert not KeyMap([KeyRow("x", "y", how)], SIZES).is_apart("y"), how
 
 
 def test_one_expert_is_checked():
@@ -472,16 +472,16 @@ def test_one_expert_is_checked():
 # ---- real files
 
 
-def llama_rows(q: str, k: str, theirs: str) -> list[Row]:
+def llama_rows(q: str, k: str, theirs: str) -> list[KeyRow]:
     names = dict(zip(OURS, theirs.split(), strict=True))
 
-    def layer(name: str, ours: str, how: str) -> Row:
-        return Row(names["layer"] + name, "layers.{l}." + ours, how, over=range(5))
+    def layer(name: str, ours: str, how: str) -> KeyRow:
+        return KeyRow(names["layer"] + name, "layers.{l}." + ours, how, over=range(5))
 
     plain = [("attn_norm", "D -> D"), ("mlp_norm", "D -> D"), ("o", "D (N H) -> N H D"), ("v", "(K H) D -> D K H")]
     plain += [("gate", "F D -> D F"), ("up", "F D -> D F"), ("down", "D F -> F D"), ("q", q), ("k", k)]
     rows = [layer(names[ours] + ".weight", ours, how) for ours, how in plain]
-    rows += [Row(names["embed"] + ".weight", "embed", "V D -> V D"), Row(names["norm"] + ".weight", "norm", "D -> D")]
+    rows += [KeyRow(names["embed"] + ".weight", "embed", "V D -> V D"), KeyRow(names["norm"] + ".weight", "norm", "D -> D")]
     return rows
 
 
@@ -496,7 +496,7 @@ def test_a_model_from_hub_and_gguf_is_the_same_and_goes_back(tmp_path):
     hub_table = KeyMap(llama_rows("(N H) D -> D N H", "(K H) D -> D K H", HUB), STORIES)
     ggml_rows = llama_rows("(N P two) D -> D N (two P)", "(K P two) D -> D K (two P)", GGML)
     ggml_table = KeyMap(ggml_rows, STORIES)
-    hub = Folder.open(shared("models/stories260k"))
+    hub = SafetensorsFolder.open(shared("models/stories260k"))
     ggml = GGUF.open(shared("gguf/stories260K-f32.gguf"))
     plan = hub_table.plan({name: hub.shape(name) for name in hub.names})
     assert ggml_table.plan({name: ggml.shape(name) for name in ggml.names}) == plan

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import shared
 
-from argosy.data.distillation.across import Across, Aligned, BothTokenizers, Group, align, whole_characters
+from argosy.data.distillation.across import Across, Aligned, AlignedSpan, BothTokenizers, align, whole_characters
 from argosy.data.tokenizers.load import load_tokenizer
 
 TEXT = "Once upon a time, Zoë's café sold 12,345 crêpes… 日本語 and\n\n  tabs\tx."
@@ -53,8 +53,8 @@ def test_special_tokens_are_groups_of_their_roles():
     assert found.teacher[0] == teacher.bos
     assert found.teacher[-1] == teacher.eos
     assert found.teacher.count(teacher.bos) == 1
-    assert found.groups[0] == Group((0, 1), (0, 1))
-    assert found.groups[-1] == Group((5, 6), (len(found.teacher) - 1, len(found.teacher)))
+    assert found.groups[0] == AlignedSpan((0, 1), (0, 1))
+    assert found.groups[-1] == AlignedSpan((5, 6), (len(found.teacher) - 1, len(found.teacher)))
     # Of a document without that token the teacher still reads its own.
     assert Across(student, teacher)([*b"Once"]).teacher[0] == teacher.bos
     # A name that the teacher has not as a token is text to it.

@@ -10,7 +10,7 @@ from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Field
 from argosy.data.pack import Corpus, Encoded, corpus_of
 from argosy.data.pipeline import build, eval_batches
-from argosy.data.rows.groups import Example, Examples, Group, GroupRows
+from argosy.data.rows.groups import Example, ExampleGroup, Examples, GroupRows
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Document
 from argosy.data.sources.text import Memory
@@ -28,7 +28,7 @@ def settings(tmp_path, **values) -> DataSettings:
     return DataSettings(**{"sequence": 8, "batch": 4, "cache": str(tmp_path), "held_out": 0.0} | values)
 
 
-def pairs(count: int, size: int = 2) -> list[Group]:
+def pairs(count: int, size: int = 2) -> list[ExampleGroup]:
     """Groups whose every number tells the group and the place in it."""
 
     def example(group: int, place: int) -> Example:
@@ -42,7 +42,7 @@ def pairs(count: int, size: int = 2) -> list[Group]:
         )
 
     return [
-        Group(
+        ExampleGroup(
             [example(group, place) for place in range(size)],
             {"margin": float(group), "image": np.full((2, 3), group, np.float32)},
         )
@@ -50,7 +50,7 @@ def pairs(count: int, size: int = 2) -> list[Group]:
     ]
 
 
-def made(tmp_path, groups: list[Group], size: int = 2, make=build, source=None, **more) -> Batches:
+def made(tmp_path, groups: list[ExampleGroup], size: int = 2, make=build, source=None, **more) -> Batches:
     share = {name: more.pop(name) for name in ("process", "processes", "fields") if name in more}
     source = source or Examples(groups, groups[:3])
     fields = share.pop("fields", PAIR)
@@ -224,16 +224,16 @@ def test_two_corpora_in_memory_are_distinguished(tmp_path):
 
 
 @pytest.mark.parametrize("groups, match", [
-    ([Group([Example([1, 2])]), Group([Example([1, 2])] * 2)], "groups of 1 and 2 examples"),
-    ([Group([Example([1])])], "an example of 1 token,"),
-    ([Group([Example([1] * 10)])], "an example of 10 tokens, where a row takes 2 to 9"),
-    ([Group([Example([1, 300])])], "token 300 is outside"),
-    ([Group([Example([1, 2], weights=[1.0])])], "`weights` has 1 number for 2 tokens"),
-    ([Group([Example([1, 2], columns={"a": [1.0]})])], "`a` has 1 number"),
-    ([Group([Example([1, 2], columns={"a": [1, 2]}), Example([1, 2])])], "only some have the column `a`"),
-    ([Group([Example([1, 2])], {"x": 1}), Group([Example([1, 2])])], "only some have the value of a group `x`"),
-    ([Group([Example([1, 2], values={"x": [1]}), Example([1, 2], values={"x": [1, 2]})])], "different shapes"),
-    ([Group([Example([1, 2], values={"mask": 1})])], "two fields are called `mask`"),
+    ([ExampleGroup([Example([1, 2])]), ExampleGroup([Example([1, 2])] * 2)], "groups of 1 and 2 examples"),
+    ([ExampleGroup([Example([1])])], "an example of 1 token,"),
+    ([ExampleGroup([Example([1] * 10)])], "an example of 10 tokens, where a row takes 2 to 9"),
+    ([ExampleGroup([Example([1, 300])])], "token 300 is outside"),
+    ([ExampleGroup([Example([1, 2], weights=[1.0])])], "`weights` has 1 number for 2 tokens"),
+    ([ExampleGroup([Example([1, 2], columns={"a": [1.0]})])], "`a` has 1 number"),
+    ([ExampleGroup([Example([1, 2], columns={"a": [1, 2]}), Example([1, 2])])], "only some have the column `a`"),
+    ([ExampleGroup([Example([1, 2])], {"x": 1}), ExampleGroup([Example([1, 2])])], "only some have the value of a group `x`"),
+    ([ExampleGroup([Example([1, 2], values={"x": [1]}), Example([1, 2], values={"x": [1, 2]})])], "different shapes"),
+    ([ExampleGroup([Example([1, 2], values={"mask": 1})])], "two fields are called `mask`"),
 ])  # fmt: skip
 def test_mistakes_in_examples_are_reported_with_their_place(groups, match):
     with pytest.raises(BadInput, match=match):

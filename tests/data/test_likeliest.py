@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.data.distillation.likeliest import Likeliest, Row, bytes_per_target
+from argosy.data.distillation.likeliest import Likeliest, TopTokens, bytes_per_target
 
 ROWS, K = 5, 3
 
@@ -14,10 +14,10 @@ def quiet(_: str) -> None:
     pass
 
 
-def row(number: int, targets: int, vocab: int = 1000) -> Row:
+def row(number: int, targets: int, vocab: int = 1000) -> TopTokens:
     rng = np.random.default_rng(number)
     logps = -rng.gamma(1.0, 2.0, (targets, K)).astype(np.float32)
-    return Row(rng.integers(0, vocab, (targets, K)), logps, -rng.random(targets).astype(np.float32))
+    return TopTokens(rng.integers(0, vocab, (targets, K)), logps, -rng.random(targets).astype(np.float32))
 
 
 def filled(path: Path, vocab: int = 1000, which: tuple[int, ...] = (3, 0, 4)) -> Likeliest:

@@ -22,7 +22,7 @@ from argosy.data.prepare import prepare
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Capped, Document, text
 from argosy.data.sources.synthetic import Synthetic, mix, splitmix
-from argosy.data.sources.text import Folder, Memory, TextFile
+from argosy.data.sources.text import Memory, TextFile, TextFolder
 
 GOLDEN_SORTED = [590, 971, 318, 260, 738, 245]
 GOLDEN_INDEX = [1277463, 1329378, 1099074, 1791703, 1884993, 1528564]
@@ -259,7 +259,7 @@ def test_the_cache_is_used_and_mended(settings, monkeypatch):
     assert take(made(settings), 5) == expected
 
 
-@pytest.mark.parametrize("source", [TextFile, Folder, lambda path: Capped(TextFile(path), 4000)])
+@pytest.mark.parametrize("source", [TextFile, TextFolder, lambda path: Capped(TextFile(path), 4000)])
 def test_the_cache_notices_an_edit_between_the_samples_of_a_large_file(settings, tmp_path, monkeypatch, source):
     monkeypatch.setattr(text, "HASHED_BYTES", 1000)
     monkeypatch.setattr(text, "PIECE_BYTES", 10)

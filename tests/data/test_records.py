@@ -9,7 +9,7 @@ from argosy.core.settings import read_settings, words_layer
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Capped, Record, find_source, text
 from argosy.data.sources.records import FORMATS
-from argosy.data.sources.text import Folder, JsonLines
+from argosy.data.sources.text import JsonLines, TextFolder
 
 HI = {"role": "user", "content": "hi"}
 HO = {"role": "assistant", "content": "ho"}
@@ -193,17 +193,17 @@ def test_settings_that_would_be_ignored_are_refused(tmp_path, name, values, says
 def test_files_of_a_folder_have_one_format(tmp_path):
     written(tmp_path, [{**GOOD, "id": 1}], "a.jsonl")
     written(tmp_path, [{**GOOD, "source": "x"}], "b.jsonl")
-    folder = Folder(tmp_path)
+    folder = TextFolder(tmp_path)
     assert folder.format == "messages"
     assert [document.record.messages for document in folder.documents()] == [[HI, HO]] * 2
     assert folder.ignored == ("id", "source")
     written(tmp_path, RECORDS["alpaca"], "c.jsonl")
     with pytest.raises(BadInput, match="without `messages`") as e:
-        list(Folder(tmp_path).documents())
+        list(TextFolder(tmp_path).documents())
     assert "c.jsonl:1" in str(e.value)
     (tmp_path / "c.jsonl").rename(tmp_path / "c.txt")
     with pytest.raises(BadInput, match="a text file among files of `messages`"):
-        Folder(tmp_path).fingerprint()
+        TextFolder(tmp_path).fingerprint()
 
 
 def test_the_fingerprint_covers_how_records_are_read(tmp_path):

@@ -15,7 +15,7 @@ from argosy.data.settings import DataSettings
 from argosy.data.sources import SOURCES, RowSource, Source
 from argosy.data.sources.stdlib import Docstrings, StandardLibrary
 from argosy.data.sources.synthetic import Synthetic
-from argosy.data.sources.text import Folder, JsonLines, Memory, TextFile
+from argosy.data.sources.text import JsonLines, Memory, TextFile, TextFolder
 
 SEQUENCE, BATCH = 16, 8
 
@@ -33,7 +33,7 @@ def json_lines(folder):
 def both(folder):
     text_file(folder)
     json_lines(folder)
-    return Folder(folder, documents="paragraphs")
+    return TextFolder(folder, documents="paragraphs")
 
 
 def modules(folder):

@@ -15,7 +15,7 @@ from argosy.core.errors import BadInput, Damaged
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Capped, Document, RowSource, Source, find_source, text
 from argosy.data.sources.stdlib import Docstrings, StandardLibrary, docstrings
-from argosy.data.sources.text import Folder, JsonLines, Memory, TextFile
+from argosy.data.sources.text import JsonLines, Memory, TextFile, TextFolder
 
 
 def texts(source: Source | RowSource) -> list[str]:
@@ -179,7 +179,7 @@ def test_a_folder_reads_its_files_in_the_order_of_their_paths(tmp_path):
     write(tmp_path / "a.txt.gz", gzip.compress(b"gz"))
     write(tmp_path / "image.png", b"\xff\x00")
     write(tmp_path / ".hidden" / "a.txt", "hidden")
-    assert texts(Folder(tmp_path)) == ["gz", "json", "md", "z"]
+    assert texts(TextFolder(tmp_path)) == ["gz", "json", "md", "z"]
     assert texts(find_source(DataSettings(source=str(tmp_path / "**" / "*.md")))) == ["md"]
     assert texts(find_source(DataSettings(source=str(tmp_path / "b")))) == ["json", "md"]
 
@@ -190,10 +190,10 @@ def test_fingerprints_follow_content_and_not_place(tmp_path):
         folder.mkdir()
         write(folder / "a.txt", "same")
     assert TextFile(here / "a.txt").fingerprint() == TextFile(there / "a.txt").fingerprint()
-    assert Folder(here).fingerprint() == Folder(there).fingerprint()
-    before = Folder(there).fingerprint()
+    assert TextFolder(here).fingerprint() == TextFolder(there).fingerprint()
+    before = TextFolder(there).fingerprint()
     (there / "a.txt").rename(there / "b.txt")
-    assert Folder(there).fingerprint() != before
+    assert TextFolder(there).fingerprint() != before
     write(there / "b.txt", "Same")
     assert TextFile(here / "a.txt").fingerprint() != TextFile(there / "b.txt").fingerprint()
 

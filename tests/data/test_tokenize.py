@@ -24,7 +24,7 @@ from argosy.data.tokenizers.decoders import BYTES, decoding
 from argosy.data.tokenizers.fast import FastTokenizer
 from argosy.data.tokenizers.gguf import Tables, byte_level, sentence_pieces
 from argosy.data.tokenizers.load import Tokenizer, find_tokenizer, load_tokenizer
-from argosy.data.tokenizers.rules import RULES, Rule, pre_tokenizer
+from argosy.data.tokenizers.rules import RULES, SplitRule, pre_tokenizer
 from argosy.data.tokenizers.train import train
 
 FILES = {  # name in golden.json -> what `load_tokenizer` is given
@@ -651,7 +651,7 @@ def test_gguf_tables_that_contradict_each_other(key, value):
 
 def test_a_hostile_expression_does_not_run_forever(capfd):
     vocab = json.loads(tokenizer_json())["model"]["vocab"]
-    tokenizer = FastTokenizer(byte_bpe(vocab, [], Rule(("(a+)+$",)), []), TokenizerConfig(), Path("tokenizer.json"))
+    tokenizer = FastTokenizer(byte_bpe(vocab, [], SplitRule(("(a+)+$",)), []), TokenizerConfig(), Path("tokenizer.json"))
     with pytest.raises(Damaged, match="retry-limit"):
         tokenizer.encode("a" * 50 + "!")
     capfd.readouterr()  # the library prints its panic

@@ -13,7 +13,7 @@ import pytest
 from golden_weights import write_model
 
 import argosy
-from argosy.adapt.bank import Bank, Chosen
+from argosy.adapt.bank import AdapterIds, Bank
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import find, swap
 from argosy.core.errors import BadInput, Unsupported
@@ -313,7 +313,7 @@ def test_experts_carry_an_adapter_each():
     of = Einsum("XD,EDM->XM", {"E": E, "D": D, "M": M})
     put_random(of, rng)
     chosen = np.asarray([[0, 1, -1, 0, 1, 1, -1]], np.int32)
-    bank = Bank(of, 2, 3, Chosen(jnp.asarray(chosen), meaning=Meaning("BT")))
+    bank = Bank(of, 2, 3, AdapterIds(jnp.asarray(chosen), meaning=Meaning("BT")))
     put_random(bank, rng)
     expert = rng.integers(0, E, T * k)
     order = np.argsort(expert, kind="stable")

@@ -16,7 +16,7 @@ from argosy.infer.engine.memory import Needs, allocated, needs_of, reserved
 from argosy.infer.load import random
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
-from argosy.models.parts.cache import Window, bytes_of
+from argosy.models.parts.cache import AttentionWindow, bytes_of
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import abstract
 from argosy.observe.memory import resident_bytes
@@ -80,7 +80,7 @@ def test_a_step_of_several_kinds_of_rows_copies_no_pool(window: int | None):
     model = FAMILIES[family].examples()[example].model_copy(update=change).build(Unroll())
     model.dtype, forward = jnp.float32, Whole(model)
     one = needs(family, example, window)
-    windows = {Window(window): 2048} if window else {}
+    windows = {AttentionWindow(window): 2048} if window else {}
     extent = one.extent(4, 2048)._replace(windows=windows)
     caches = jax.eval_shape(lambda: one.empty(4, extent))
     tables = Tables(one.page, 4, tuple(windows))

@@ -7,7 +7,7 @@ import pytest
 
 from argosy.infer.engine.pages import Pages
 from argosy.infer.engine.scheduler import Plan, Pool, Scheduler, Sequence
-from argosy.models.parts.cache import Window
+from argosy.models.parts.cache import AttentionWindow
 
 
 def played(
@@ -169,10 +169,10 @@ class Memory:
                     assert self.written[place[seen - first * self.page]] == tuple(tokens[: seen + 1])
 
 
-@pytest.mark.parametrize("window", [Window(10), Window(8, chunked=True)])
-def test_windows_keep_what_queries_see_and_give_back_the_rest(window: Window):
+@pytest.mark.parametrize("window", [AttentionWindow(10), AttentionWindow(8, chunked=True)])
+def test_windows_keep_what_queries_see_and_give_back_the_rest(window: AttentionWindow):
     rng, filling = np.random.default_rng(0), window.pages(32, 4)
-    pools = [Pool(window, Pages(40), filling), Pool(Window(3), Pages(30), Window(3).pages(32, 4))]
+    pools = [Pool(window, Pages(40), filling), Pool(AttentionWindow(3), Pages(30), AttentionWindow(3).pages(32, 4))]
     s = Scheduler(Pages(60), 4, 6, 32, 16, 8, None, pools)
     memory, begun = Memory(s), rng.integers(0, 9, 70).tolist()
     wanted = [
@@ -194,7 +194,7 @@ def test_windows_keep_what_queries_see_and_give_back_the_rest(window: Window):
 
 
 def test_a_sequence_that_decodes_keeps_the_pages_of_its_window_alone():
-    window, kept = Window(10), []
+    window, kept = AttentionWindow(10), []
     s = Scheduler(Pages(100), 4, 2, 32, 16, 8, None, [Pool(window, Pages(20), window.pages(32, 4))])
     s.add(Sequence([1] * 100, 60))
     played(s, watch=lambda plan: kept.extend(len(one.windows[0].pages) for one in plan.decodes))
@@ -203,7 +203,7 @@ def test_a_sequence_that_decodes_keeps_the_pages_of_its_window_alone():
 
 
 def test_a_prompt_is_found_where_every_pool_still_has_what_its_next_token_sees():
-    pool = Pool(Window(10), Pages(20), Window(10).pages(32, 4))
+    pool = Pool(AttentionWindow(10), Pages(20), AttentionWindow(10).pages(32, 4))
     s = Scheduler(Pages(100), 4, 2, 32, 16, 8, None, [pool])
     first = Sequence([3] * 100, 4)
     s.add(first)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from argosy.checkpoint.open import open_model
-from argosy.core.formats import Entry
+from argosy.core.formats import TensorEntry
 from argosy.core.formats.safetensors import write_folder
 from argosy.core.keymap import KeyMap
 from argosy.jobs.convert import REST_BYTES, convert
@@ -23,7 +23,7 @@ WIDTH = 1024
 KINDS = {"qwen3-moe": None, "fp8": "qwen3-moe", "gpt-oss-plain": None, "mxfp4": "gpt-oss-plain"}
 
 
-def entry(name: str, shape: tuple[int, ...], dtype: type, most: int) -> Entry:
+def entry(name: str, shape: tuple[int, ...], dtype: type, most: int) -> TensorEntry:
     """Random positive numbers: codes up to `most`, of which none is infinite."""
     kind = np.dtype(dtype)
 
@@ -31,10 +31,10 @@ def entry(name: str, shape: tuple[int, ...], dtype: type, most: int) -> Entry:
         rng = np.random.default_rng(list(name.encode()))
         return rng.integers(0, most, shape, f"u{kind.itemsize}").view(kind)
 
-    return Entry(name, shape, kind, make)
+    return TensorEntry(name, shape, kind, make)
 
 
-def stored(name: str, shape: tuple[int, ...], kind: str) -> list[Entry]:
+def stored(name: str, shape: tuple[int, ...], kind: str) -> list[TensorEntry]:
     """A tensor as it is published: experts in blocks, all else in bfloat16."""
     if kind == "fp8" and ".experts." in name:
         tiles = tuple(-(-n // 128) for n in shape)

@@ -10,7 +10,7 @@ from argosy.observe.goodput import Clock
 from argosy.run import samples
 from argosy.run.hooks import Evaluation
 from argosy.run.samples import Sampler
-from argosy.train.objectives import Mean
+from argosy.train.objectives import WeightedMean
 from argosy.train.settings import NextToken
 
 
@@ -25,7 +25,7 @@ class Held(list):
 
 def test_an_evaluation_weighs_each_batch_by_its_targets():
     """The last batch is padded: counted like the others, its few targets would weigh as much as all of theirs."""
-    sums = [Mean(jnp.float32(total), jnp.float32(weight)) for total, weight in ((30, 10), (40, 10), (1, 1))]
+    sums = [WeightedMean(jnp.float32(total), jnp.float32(weight)) for total, weight in ((30, 10), (40, 10), (1, 1))]
     assembly = SimpleNamespace(evals=Held(sums), place=lambda batch: batch, run=SimpleNamespace(objective=NextToken()))
     evaluation = Evaluation(assembly, 1, *[None] * 4)
     evaluation._program = lambda state, batch: {"loss": batch, "cross_entropy": batch}
@@ -39,7 +39,8 @@ def test_an_evaluation_weighs_each_batch_by_its_targets():
 def test_an_evaluation_without_a_cross_entropy_reports_the_objectives_own_metrics():
     """A perplexity of rewards means nothing."""
     one, two = (
-        {"loss": Mean(jnp.float32(x), jnp.float32(2)), "rewards/accuracy": Mean(jnp.float32(x), jnp.float32(4))} for x in (1, 2)
+        {name: WeightedMean(jnp.float32(x), jnp.float32(weight)) for name, weight in (("loss", 2), ("rewards/accuracy", 4))}
+        for x in (1, 2)
     )
     evaluation = Evaluation(SimpleNamespace(evals=Held([one, two]), place=lambda batch: batch), 1, *[None] * 4)
     evaluation._program = lambda state, batch: batch
@@ -54,7 +55,7 @@ def test_a_signal_ends_an_evaluation_between_two_batches_unless_it_is_the_last(l
     written: list[object] = []
     metrics, view = SimpleNamespace(write=written.append), SimpleNamespace(evaluation=lambda *_: None)
     evaluation = Evaluation(assembly, 9, SimpleNamespace(evaluated=lambda *_: None), metrics, view, Clock(), lambda: len(seen) > 1)  # pyright: ignore[reportArgumentType]
-    evaluation._program = lambda state, batch: seen.append(batch) or {"loss": Mean(jnp.float32(1), jnp.float32(1))}
+    evaluation._program = lambda state, batch: seen.append(batch) or {"loss": WeightedMean(jnp.float32(1), jnp.float32(1))}
     evaluation(SimpleNamespace(step=9 if last else 3, last=last, state=None))
     assert len(seen) == made
     assert len(written) == last

@@ -46,11 +46,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def jumping(settings: Any, models: Any, batch: Any, key: Any) -> Any:
         import jax.numpy as jnp
 
-        from argosy.train.objectives import Loss, Mean
+        from argosy.train.objectives import Loss, WeightedMean
 
         found = loss(settings, models, batch, key)
         times = jnp.where(jnp.max(batch["mask"]) > 1.5, JUMP, 1.0)
-        return Loss(Mean(found.loss.total * times, found.loss.weight), found.metrics, found.updates)
+        return Loss(WeightedMean(found.loss.total * times, found.loss.weight), found.metrics, found.updates)
 
     def choose(nan: set[int] = set(), jump: set[int] = set()) -> None:  # noqa: B006
         nans.clear()

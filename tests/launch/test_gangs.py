@@ -18,7 +18,7 @@ from argosy.checkpoint.step.load import load_data, load_weights
 from argosy.checkpoint.step.reader import read_array
 from argosy.core.errors import ArgosyError
 from argosy.core.storage import Store
-from argosy.launch.cluster import Place, check_free
+from argosy.launch.cluster import ProcessPlace, check_free
 from argosy.observe.life import account
 from argosy.weights import manifest
 
@@ -210,8 +210,8 @@ def test_a_port_that_is_taken_is_an_error_before_jaxlib_crashes(address: str):
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(ArgosyError, match=r"cannot listen on some-host:.*in use"):
-            check_free(Place("jax", f"some-host:{port}", 2, 0, 0), "" if address != "127.0.0.1" else address)
-    check_free(Place("jax", f"some-host:{port}", 2, 0, 0), "")
+            check_free(ProcessPlace("jax", f"some-host:{port}", 2, 0, 0), "" if address != "127.0.0.1" else address)
+    check_free(ProcessPlace("jax", f"some-host:{port}", 2, 0, 0), "")
 
 
 SMALL = [

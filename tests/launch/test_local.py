@@ -12,14 +12,14 @@ from helpers import Clock
 
 from argosy.core.errors import BadInput
 from argosy.launch.local import devices_of, gpus, run
-from argosy.launch.settings import Local
+from argosy.launch.settings import LocalLaunch
 
 START = "import os, sys, time, signal; rank, attempt = int(os.environ['ARGOSY_RANK']), int(os.environ['ARGOSY_ATTEMPT'])\n"
 
 
 def launched(code: str, tmp_path: Path, progress=lambda: None, **settings) -> tuple[int, list[str]]:
     said: list[str] = []
-    made = Local(**{"processes": 2, "grace": 5, **settings})
+    made = LocalLaunch(**{"processes": 2, "grace": 5, **settings})
     os.environ["TEST_FOLDER"] = str(tmp_path)
     try:
         return run([sys.executable, "-c", START + code], made, said.append, progress), said
@@ -215,8 +215,8 @@ def test_gpus_are_shared_out(tmp_path: Path):
     assert gpus({"CUDA_VISIBLE_DEVICES": "GPU-x, 3"}) == ["GPU-x", "3"]
     assert gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
     assert gpus({}, tmp_path / "none") == []
-    seen = [devices_of(rank, Local(processes=2), {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) for rank in range(2)]
+    seen = [devices_of(rank, LocalLaunch(processes=2), {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) for rank in range(2)]
     assert seen == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
     with pytest.raises(BadInput, match="3 GPUs do not divide among 2 processes"):
-        devices_of(0, Local(processes=2), {"CUDA_VISIBLE_DEVICES": "1,2,3"})
-    assert devices_of(1, Local(devices=4), {"JAX_PLATFORMS": "cpu"}) == {"JAX_NUM_CPU_DEVICES": "4"}
+        devices_of(0, LocalLaunch(processes=2), {"CUDA_VISIBLE_DEVICES": "1,2,3"})
+    assert devices_of(1, LocalLaunch(devices=4), {"JAX_PLATFORMS": "cpu"}) == {"JAX_NUM_CPU_DEVICES": "4"}

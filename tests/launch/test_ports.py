@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from argosy.core.errors import ArgosyError
-from argosy.launch.cluster import Place, check_free
+from argosy.launch.cluster import ProcessPlace, check_free
 from argosy.launch.local import Gang
 from argosy.launch.ports import HeldPort
-from argosy.launch.settings import Local
+from argosy.launch.settings import LocalLaunch
 
 # Linux 6.3: the ports that a socket is given are of this range (ip(7)).
 IP_LOCAL_PORT_RANGE = 51
@@ -51,7 +51,7 @@ def test_nobody_else_is_given_a_port_that_is_held(host: str):
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
 def test_what_is_held_is_free_for_its_coordinator_and_what_is_listened_on_is_not(host: str):
     held = HeldPort(host)
-    place = Place("argosy", f"127.0.0.1:{held.number}", 2, 0)
+    place = ProcessPlace("argosy", f"127.0.0.1:{held.number}", 2, 0)
     check_free(place, host)
     with socket.socket() as other:
         # As gRPC listens, which would not notice another coordinator.
@@ -62,7 +62,7 @@ def test_what_is_held_is_free_for_its_coordinator_and_what_is_listened_on_is_not
             check_free(place, host)
     held.close()
     with socket.create_server(("127.0.0.1", 0)) as alone, pytest.raises(ArgosyError, match="cannot listen on"):
-        check_free(Place("argosy", f"127.0.0.1:{alone.getsockname()[1]}", 2, 0), host)
+        check_free(ProcessPlace("argosy", f"127.0.0.1:{alone.getsockname()[1]}", 2, 0), host)
 
 
 JOINED = """
@@ -87,7 +87,7 @@ def test_a_coordinator_listens_on_a_port_that_is_held():
 
 def test_a_gang_holds_its_port_until_it_is_closed(tmp_path: Path):
     wait = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    gangs = [Gang(wait, Local(processes=1), 0, {}, tmp_path) for _ in range(2)]
+    gangs = [Gang(wait, LocalLaunch(processes=1), 0, {}, tmp_path) for _ in range(2)]
     first, second = (gang.port.number for gang in gangs)
     assert first != second
     with pytest.raises(OSError, match=str(errno.EADDRINUSE)):

@@ -274,10 +274,10 @@ def test_scores_of_a_long_sequence_are_summed_a_head_at_a_time(monkeypatch):
     draw = np.random.default_rng(0).standard_normal
     q, w, k = (jnp.asarray(draw(s), jnp.float32) for s in ((2, 5, 7, 4), (2, 5, 7), (2, 9, 4)))
     expected = np.einsum("btis,bti->bts", np.maximum(np.einsum("btij,bsj->btis", q, k), 0), w)
-    assert relative(indexer.summed(indexer.Asked(q, w), k), expected) < 1e-5
+    assert relative(indexer.summed(indexer.IndexQuery(q, w), k), expected) < 1e-5
     monkeypatch.setattr(indexer, "AT_ONCE", 100)
-    assert relative(indexer.summed(indexer.Asked(q, w), k), expected) < 1e-5
-    program = str(jax.make_jaxpr(lambda q, w, k: indexer.summed(indexer.Asked(q, w), k))(q, w, k))
+    assert relative(indexer.summed(indexer.IndexQuery(q, w), k), expected) < 1e-5
+    program = str(jax.make_jaxpr(lambda q, w, k: indexer.summed(indexer.IndexQuery(q, w), k))(q, w, k))
     assert "2,5,7,9" not in program
 
 

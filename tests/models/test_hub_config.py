@@ -6,7 +6,7 @@ import pytest
 
 from argosy.core.errors import BadInput, Unsupported
 from argosy.models.llama import LlamaConfig
-from argosy.models.settings import Linear, Llama3, Yarn
+from argosy.models.settings import LinearScaling, Llama3Scaling, Yarn
 from argosy.weights.hub.config import config_from
 
 BASE = {
@@ -40,7 +40,7 @@ def test_a_window_said_to_be_none_is_none_and_llama_never_has_one():
     [
         ({"rope_theta": 5e5}, (5e5, None)),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, (5e5, None)),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, (1e4, Linear(factor=2))),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, (1e4, LinearScaling(factor=2))),
         (
             {
                 "rope_theta": 5e5,
@@ -52,7 +52,7 @@ def test_a_window_said_to_be_none_is_none_and_llama_never_has_one():
                     "original_max_position_embeddings": 8192,
                 },
             },
-            (5e5, Llama3(factor=32)),
+            (5e5, Llama3Scaling(factor=32)),
         ),
         (
             {
@@ -72,7 +72,7 @@ def test_a_window_said_to_be_none_is_none_and_llama_never_has_one():
                 "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
                 "rope_scaling": {"rope_type": "linear", "factor": 4},
             },
-            (5e5, Linear(factor=4)),
+            (5e5, LinearScaling(factor=4)),
         ),
         (
             {
@@ -86,7 +86,7 @@ def test_a_window_said_to_be_none_is_none_and_llama_never_has_one():
                 "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
                 "rope_scaling": {"rope_type": "linear", "factor": 4, "rope_theta": 5e5},
             },
-            (5e5, Linear(factor=4)),
+            (5e5, LinearScaling(factor=4)),
         ),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_scaling": None}, (5e5, None)),
     ],
@@ -122,7 +122,7 @@ def test_a_scaling_beside_parameters_by_type_of_layer_is_that_of_full_attention(
     said = BASE | GROUPS | {"model_type": "gemma3_text", "rope_parameters": both}
     said |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     config: Any = config_from(said, "")
-    assert (config.rope.base, config.rope.scaling) == (1e6, Linear(factor=8))
+    assert (config.rope.base, config.rope.scaling) == (1e6, LinearScaling(factor=8))
     assert (config.local_rope.base, config.local_rope.scaling) == (1e4, None)
 
 

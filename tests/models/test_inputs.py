@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from helpers import relative
 
-from argosy.data.rows.groups import Example, Group, GroupRows
+from argosy.data.rows.groups import Example, ExampleGroup, GroupRows
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.attend import Contiguous, Packed
 from argosy.models.parts.cache import contiguous
@@ -143,7 +143,7 @@ def test_examples_carry_vectors_to_the_objective():
         )
         for ids, vectors, where, positions in sequences
     ]
-    rows = GroupRows([Group([example]) for example in examples], 15, CONFIG.vocab)
+    rows = GroupRows([ExampleGroup([example]) for example in examples], 15, CONFIG.vocab)
     for name, field in WithVectors().reads().items():
         assert (rows.fields[name].per, rows.fields[name].at) == (field.per, field.at)
     batch = {name: jnp.asarray(a) for name, a in rows.gather(np.arange(4)).items()}
@@ -173,4 +173,4 @@ def test_entries_of_one_input_have_one_shape():
 
     examples = [Example([1, 2, 3], inputs={"overlay": np.zeros((3, width))}) for width in (4, 5)]
     with pytest.raises(BadInput, match="different shapes"):
-        GroupRows([Group([example]) for example in examples], 8, 9)
+        GroupRows([ExampleGroup([example]) for example in examples], 8, 9)

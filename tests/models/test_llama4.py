@@ -14,7 +14,7 @@ from argosy.jobs.api import preset_config
 from argosy.models.parts.attend import Contiguous, Packed
 from argosy.models.parts.heads import tempered, turned
 from argosy.models.parts.weight import put, split
-from argosy.models.settings import Llama3, Reach, Rope, Temper, Yarn
+from argosy.models.settings import Llama3Scaling, Reach, Rope, Temper, Yarn
 from argosy.weights.hub.config import config_from
 
 TEXT = {        # what the files of both released models say in `text_config`
@@ -161,7 +161,7 @@ def test_heads_are_normalised_after_they_turn():
 def test_a_ramp_of_no_width_is_a_step():
     """Scout's: pairs that turn more than once over the original context are kept, the others divided."""
     plain = Rope(base=5e5).frequencies(128)[0]
-    scaled = Rope(base=5e5, scaling=Llama3(factor=16, low=1, high=1)).frequencies(128)[0]
+    scaled = Rope(base=5e5, scaling=Llama3Scaling(factor=16, low=1, high=1)).frequencies(128)[0]
     kept = plain * 8192 / (2 * np.pi) > 1
     assert 0 < kept.sum() < 64
     np.testing.assert_allclose(scaled, np.where(kept, plain, plain / 16), rtol=1e-12)

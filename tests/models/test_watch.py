@@ -10,7 +10,7 @@ from laws.families import CASES, STRUCTURES, built, tokens_of
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.rope import angles, apply_rope
 from argosy.models.parts.stack import Scan, Unroll
-from argosy.models.parts.stack.watch import KEYS, OUTPUT, QUERIES, VALUES, Listening, Watched
+from argosy.models.parts.stack.watch import KEYS, OUTPUT, QUERIES, VALUES, Listening, WatchedAttend
 
 SEGMENTS = jnp.asarray(np.repeat([[1] * 5 + [2] * 4 + [0] * 2], 2, 0), jnp.int32)
 
@@ -18,7 +18,7 @@ SEGMENTS = jnp.asarray(np.repeat([[1] * 5 + [2] * 4 + [0] * 2], 2, 0), jnp.int32
 def told_by(config, run):
     model, tokens = built(config, run), tokens_of(config, length=11)
     plain, _, aux_before = model.hidden(tokens, Packed(SEGMENTS))
-    x, _, aux = model.hidden(tokens, Watched(Packed(SEGMENTS), outputs=True, heads=True))
+    x, _, aux = model.hidden(tokens, WatchedAttend(Packed(SEGMENTS), outputs=True, heads=True))
     np.testing.assert_allclose(x, plain, rtol=1e-6, atol=1e-6)
     told, rest = model.layers.told(aux)
     assert jax.tree.structure(rest) == jax.tree.structure(aux_before)
@@ -62,7 +62,7 @@ def test_queries_keys_and_values_by_hand():
 @pytest.mark.slow
 def test_a_layer_that_attends_twice_is_refused():
     q = jnp.ones((2, 11, 2, 4))
-    listening = Listening(Watched(Packed(SEGMENTS), heads=True))
+    listening = Listening(WatchedAttend(Packed(SEGMENTS), heads=True))
     from argosy.ops.attention import Score
 
     listening(q, {"k": q, "v": q}, None, score=Score(1.0))

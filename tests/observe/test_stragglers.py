@@ -15,8 +15,8 @@ from argosy.observe.stragglers import (
     KEY,
     STALLS,
     Comparison,
+    StragglerVerdict,
     Told,
-    Verdict,
     median_of_others,
     stragglers,
 )
@@ -32,7 +32,7 @@ class Gang:
         self.told = {p: Told(0, 0.0, zero, zero, f"host-{p}", 0, [0.0] * devices) for p in range(count)}
         self.compare(self.told)
 
-    def window(self, seconds=(), exposed=None, devices=None, steps=5, step_s=1.0) -> list[Verdict]:
+    def window(self, seconds=(), exposed=None, devices=None, steps=5, step_s=1.0) -> list[StragglerVerdict]:
         """One window: {(process, cause): seconds a step}, the same exposed unless said otherwise; seconds of each device's timing."""
         spent, seen = dict(seconds), dict(seconds if exposed is None else exposed)
         for p, one in self.told.items():
@@ -97,7 +97,7 @@ def test_what_is_no_straggler(seconds: dict, exposed: dict | None):
 def test_times_of_zero_and_numbers_that_are_none():
     gang = Gang(3)
     found = [gang.window({(1, HOST): 0.5}) for _ in range(3)]
-    assert found[2] == [Verdict(1, "host-1", HOST, None, pytest.approx(0.5))]
+    assert found[2] == [StragglerVerdict(1, "host-1", HOST, None, pytest.approx(0.5))]
     assert found[2][0].words() == "process 1 on host host-1 is slow: its Python between steps takes 0.5 s a step, and the others' none"
     gang = Gang(3)
     for bad in (math.nan, math.inf, -1.0):
@@ -152,7 +152,7 @@ def test_a_window_is_closed_when_all_are_there_and_a_second_has_passed():
     assert gang.compare(gang.told) == []
 
 
-def noise(count: int, seed: int, **how) -> tuple[Gang, list[Verdict]]:
+def noise(count: int, seed: int, **how) -> tuple[Gang, list[StragglerVerdict]]:
     """Eight processes, steps of a second: data 100 ms and Python 20 ms with a spread of 30 %, devices 3 %; one number in fifty is ten
     times (of devices three times) as much, and in one window of fifty a process stands still for half a second."""
     draw, gang, found = np.random.default_rng(seed), Gang(8, **how), []
@@ -184,7 +184,7 @@ def test_a_thousand_windows_of_noise_raise_no_alarm():
 
 def test_the_report_pairs_beginnings_with_ends():
     def line(step: int, process: int, over: bool = False) -> dict:
-        verdict = Verdict(process, f"host-{process}", DATA, 4.0, 0.6, over=over)
+        verdict = StragglerVerdict(process, f"host-{process}", DATA, 4.0, 0.6, over=over)
         return {"step": step, KEY: verdict.document()}
 
     lines = [{"step": 0, "header": {}}, line(20, 1), {"step": 30, "loss": 2.0}, line(40, 1, over=True), line(50, 2)]

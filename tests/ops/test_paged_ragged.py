@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from argosy.core.errors import Unsupported
 from argosy.infer.engine.forward import Sizes, Tables, Whole
 from argosy.models.llama import LlamaConfig
-from argosy.models.parts.cache import Window, layouts, paged
+from argosy.models.parts.cache import AttentionWindow, layouts, paged
 from argosy.models.parts.weight import abstract, logical, split
 from argosy.ops.attention import Score
 from argosy.ops.op import implementations
@@ -87,7 +87,7 @@ def test_a_step_of_the_engine_compiles_for_a_tpu(name, tensor, window, monkeypat
     devices = described_tpus(monkeypatch, name)[:tensor]
     config = LlamaConfig(vocab=512, width=512, layers=2, heads=4, kv_heads=2, head_size=128, ffn=1024, context=2048)
     config = config if window is None else config.model_copy(update={"window": window, "pattern": "LG"})
-    windows = {} if window is None else {Window(window): 400}
+    windows = {} if window is None else {AttentionWindow(window): 400}
     model = config.build()
     model.dtype = jnp.bfloat16
     sizes, picks = Sizes(8, 4, 32, Tables(16, 128, tuple(windows))), 12

@@ -16,7 +16,7 @@ from serve.conftest import LIMITS, SIZES, inside
 
 from argosy.adapt.surgery import find
 from argosy.core.errors import BadInput
-from argosy.core.formats import Entry
+from argosy.core.formats import TensorEntry
 from argosy.core.formats.files import write_file
 from argosy.core.formats.safetensors import tensors_file
 from argosy.infer.engine.engine import Engine
@@ -72,7 +72,7 @@ def root(lm: LM, other: LM, tmp_path_factory: Any) -> Path:
     (base / "root" / "empty").mkdir()
     other.save(base / "root" / "next", format="hub")
     leaves = to_layers(other.module, split(other.module)[1])
-    part = [Entry(n, a.shape, a.dtype, lambda a=a: np.asarray(a)) for n, a in leaves.items() if n.startswith("layers.1.")]
+    part = [TensorEntry(n, a.shape, a.dtype, lambda a=a: np.asarray(a)) for n, a in leaves.items() if n.startswith("layers.1.")]
     write_file(base / "root" / "part.safetensors", tensors_file("part.safetensors", part, {}))
     wide = lm.config.model_copy(update={"ffn": lm.config.ffn + 4})
     LM(wide, random(wide, 0).module).save(base / "root" / "wide", format="hub")

@@ -12,7 +12,7 @@ from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan, Unroll
-from argosy.models.parts.stack.watch import KEYS, QUERIES, VALUES, Watched
+from argosy.models.parts.stack.watch import KEYS, QUERIES, VALUES, WatchedAttend
 from argosy.models.parts.weight import merge
 from argosy.run.frozen.related import check_relations, layers_told
 from argosy.train.distillation import Distill
@@ -43,7 +43,7 @@ def batch_of(rows=2, tokens=12):
 
 def told(config, batch):
     model = built(config, Unroll())
-    aux = model.hidden(batch["tokens"], Watched(Packed(batch["segments"]), heads=True))[2]
+    aux = model.hidden(batch["tokens"], WatchedAttend(Packed(batch["segments"]), heads=True))[2]
     return [{name: np.asarray(a, np.float64) for name, a in own.items()} for own in model.layers.told(aux)[0]]
 
 

@@ -20,7 +20,7 @@ from argosy.train.objectives.kto import kto
 from argosy.train.objectives.orpo import log_odds, orpo
 from argosy.train.objectives.process_reward import of_steps
 from argosy.train.objectives.reward import bradley_terry
-from argosy.train.objectives.sequences import Sequences, last, sequences
+from argosy.train.objectives.sequences import SequenceLogps, last, sequences
 from argosy.train.objectives.simpo import simpo
 from argosy.train.optim import SGD
 from argosy.train.preferences import CPO, DPO, DPO_LOSSES, KTO, ORPO, ProcessReward, Reward, SimPO
@@ -38,7 +38,7 @@ def column(values):
 
 
 def one_pair():
-    return Sequences(column(LOGPS), column(LENGTHS)), column(REFERENCE), column([1, 1])
+    return SequenceLogps(column(LOGPS), column(LENGTHS)), column(REFERENCE), column([1, 1])
 
 
 def s(x):
@@ -87,7 +87,7 @@ def test_metrics_show_rewards_and_log_probabilities():
 def test_a_near_tie_is_one_half():
     """Two answers whose log-ratios differ by rounding alone, as before the first update, are neither right nor wrong."""
     live = column([1, 1, 1, 1, 1, 1])
-    found = Sequences(column([-301.2001, -80.3, -200.0, -90.0, -200.1, -90.0]), column([9] * 6))
+    found = SequenceLogps(column([-301.2001, -80.3, -200.0, -90.0, -200.1, -90.0]), column([9] * 6))
     reference = column([-301.2002, -80.3, -200.0, -90.1, -200.0, -90.0])
     made = dpo(DPO(beta=0.5), found, reference, live)
     assert float(made.metrics["rewards/accuracy"].value()) == pytest.approx((0.5 + 0 + 0) / 3)
@@ -124,7 +124,7 @@ def test_log_odds_keep_their_digits_and_gradient_at_both_ends():
 
 def test_kto_by_hand():
     """Good answers gain above the divergence z, bad ones below it; a negative estimate counts as 0."""
-    found, live = Sequences(column([-3.0, -4.0]), column([2, 2])), column([1, 1])
+    found, live = SequenceLogps(column([-3.0, -4.0]), column([2, 2])), column([1, 1])
     how = KTO(beta=0.5, desirable_weight=1.5, undesirable_weight=0.7)
     reference, good = column([-5.0, -3.0]), column([1, 0])
     for divergence, z in ((0.4, 0.4), (-0.3, 0.0)):
@@ -160,7 +160,7 @@ def paired(values):
 
 def of_trl():
     of = TRL["dpo"]
-    found = Sequences(paired(of["logps"]), paired(of["lengths"]))
+    found = SequenceLogps(paired(of["logps"]), paired(of["lengths"]))
     return found, paired(of["reference"]), jnp.ones_like(found.logps)
 
 
@@ -192,7 +192,7 @@ def test_kto_equals_that_of_trl():
     of = TRL["kto"]
     other = np.mean(np.subtract(of["other_logps"], of["other_reference"]))
     how = KTO(beta=TRL["beta"], desirable_weight=of["weights"][0], undesirable_weight=of["weights"][1])
-    found, labels = Sequences(column(of["logps"]), column(of["logps"])), column(of["desirable"])
+    found, labels = SequenceLogps(column(of["logps"]), column(of["logps"])), column(of["desirable"])
     made = kto(how, found, column(of["reference"]), jnp.float32(other), labels, jnp.ones_like(labels))
     assert float(made.loss.value()) == pytest.approx(of["loss"], rel=1e-6)
     assert float(made.metrics["kl"].value()) == pytest.approx(of["kl"], rel=1e-6)

@@ -15,7 +15,7 @@ from train.test_next_token import batch_of
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan, Unroll, to_layers
 from argosy.models.parts.weight import Moved, merge, split, variables
-from argosy.train.objectives import Loss, Mean
+from argosy.train.objectives import Loss, WeightedMean
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.objectives.routers import with_routers
 from argosy.train.schedule import Constant
@@ -99,7 +99,7 @@ def test_auxiliary_losses_count():
 
 def test_experts_that_tell_nothing_are_an_error():
     model = SimpleNamespace(config=case())
-    loss = Loss(Mean(jnp.float32(1), jnp.float32(1)), {})
+    loss = Loss(WeightedMean(jnp.float32(1), jnp.float32(1)), {})
     with pytest.raises(ValueError, match="none of its layers has"):
         with_routers(loss, model, {"dense": {}}, jnp.ones(1))
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from argosy.train.schedule import SCHEDULES, WSD, Constant, Cosine, Linear
+from argosy.train.schedule import SCHEDULES, WSD, Constant, Cosine, LinearDecay
 
 
 def values(schedule, steps, at):
@@ -21,7 +21,7 @@ def test_a_share_of_all_steps():
 
 
 def test_linear():
-    assert values(Linear(warmup=0, final=0.2), 101, [0, 50, 100]) == pytest.approx([1, 0.6, 0.2])
+    assert values(LinearDecay(warmup=0, final=0.2), 101, [0, 50, 100]) == pytest.approx([1, 0.6, 0.2])
 
 
 def test_cosine():
@@ -50,4 +50,4 @@ def test_linear_to_zero_is_that_of_transformers(warmup):
     """transformers 5.23, `get_linear_schedule_with_warmup`: after warm-up max(0, (n - step) / (n - warmup))."""
     n = 12
     expected = [(n - step) / (n - warmup) for step in range(warmup, n)]
-    assert values(Linear(warmup=warmup), n, range(warmup, n)) == pytest.approx(expected)
+    assert values(LinearDecay(warmup=warmup), n, range(warmup, n)) == pytest.approx(expected)

@@ -10,7 +10,7 @@ import pytest
 from laws.families import CASES
 
 from argosy.data.batch import Around
-from argosy.data.distillation.across import Aligned, BothTokenizers, Group, align
+from argosy.data.distillation.across import Aligned, AlignedSpan, BothTokenizers, align
 from argosy.data.tokenizers.matched import Matched
 from argosy.ops.sorted_distance import sorted_distance
 from argosy.train.distillation import GOLD, ULD
@@ -58,7 +58,7 @@ def batch_of(ids, others, groups, places):
 def test_the_distance_and_its_gradient_equal_those_of_trl(case):
     """TRL's mean over groups is the metric; its logits at a place predict the next token, as here."""
     with jax.enable_x64(True):
-        groups = [Group(*((a + PROMPT, b + PROMPT) for a, b in pair)) for pair in align(*case["sizes"])]
+        groups = [AlignedSpan(*((a + PROMPT, b + PROMPT) for a, b in pair)) for pair in align(*case["sizes"])]
         ids, others = case["ids"][0], case["teacher_ids"][0]
         batch = {name: jnp.asarray(a) for name, a in batch_of(ids, others, groups, len(others) + 2).items()}
         batch["mask"] = batch["mask"].astype(jnp.float64)
@@ -90,7 +90,7 @@ def test_a_merged_group_by_hand():
     p1, p2, q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.6])
     student = jnp.log(jnp.asarray([np.ones(3) / 3, p1, p2, np.ones(3) / 3], jnp.float32))[None]
     teacher = jnp.log(jnp.asarray([np.ones(2) / 2, q, np.ones(2) / 2], jnp.float32))[None]
-    batch = batch_of([0, 0, 1, 2], [0, 1, 0], [Group((2, 4), (2, 3))], 3)
+    batch = batch_of([0, 0, 1, 2], [0, 1, 0], [AlignedSpan((2, 4), (2, 3))], 3)
     objective = ULD(teacher="none", cross_entropy=1, weight=1.5)
     made = objective({"model": Given(student), "teacher": Given(teacher)}, {k: jnp.asarray(v) for k, v in batch.items()}, KEY)
     joint = np.sort(p1[1] * p2)[::-1]

@@ -10,7 +10,7 @@ from gguf_blocks import gguf_in_blocks
 
 from argosy.checkpoint.open import open_model
 from argosy.core.formats.gguf import GGUF
-from argosy.core.keymap import KeyMap, Row
+from argosy.core.keymap import KeyMap, KeyRow
 from argosy.infer.cpu.panels import forms_of
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.language import LanguageConfig
@@ -102,7 +102,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> GGUF:
 )
 def test_what_is_whole_rows_of_a_tensor(file: GGUF, theirs: Any, ours: Any, how: str, form: tuple[int, bool], is_rows: bool):
     sizes = {"M": 12, "D": 64, "N": 2, "P": 3, "two": 2, "X": 4, "Y": 16, "J": 10, "Z": 60, "F": 4}
-    mapped = Mapped(KeyMap([Row(theirs, ours, how)], sizes, ignore=("*",)), file, "x")
+    mapped = Mapped(KeyMap([KeyRow(theirs, ours, how)], sizes, ignore=("*",)), file, "x")
     rows = InBlocks(file, mapped).of("w", *form)
     assert (rows is not None) == is_rows
     if rows is not None:

@@ -24,7 +24,7 @@ from argosy.models.gemma import GemmaConfig
 from argosy.models.gpt_oss import GptOssConfig
 from argosy.models.language import LanguageConfig
 from argosy.models.qwen import QwenConfig
-from argosy.models.settings import Experts, Llama3
+from argosy.models.settings import Experts, Llama3Scaling
 from argosy.weights.gguf.metadata import llama3
 from argosy.weights.gguf.reader import READERS
 from argosy.weights.hub.writer import save_folder
@@ -168,7 +168,7 @@ def test_the_27b_gemmas_divide_scores_by_width_over_heads(name: str, layers: int
 def test_llama3_is_recognized_by_its_factors(factor: float, original: int, base: float):
     said = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     divisors = np.array([factor_of(said, base ** (i / 128), original) for i in range(0, 128, 2)], np.float32)
-    assert llama3(divisors, base) == Llama3(factor=factor, original=original)
+    assert llama3(divisors, base) == Llama3Scaling(factor=factor, original=original)
     with pytest.raises(BadInput, match="match no known scaling"):
         llama3(divisors[::-1], base)
 

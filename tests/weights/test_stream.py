@@ -15,7 +15,7 @@ from argosy.checkpoint.step.load import load_weights, read_meta, stored_shapes
 from argosy.checkpoint.step.reader import read_array
 from argosy.checkpoint.store import save_arrays
 from argosy.core.errors import Damaged
-from argosy.core.formats import Arrays, Entry
+from argosy.core.formats import Arrays, TensorEntry
 from argosy.core.formats.files import write_file
 from argosy.core.formats.safetensors import SafeTensors, write_folder
 from argosy.core.settings import dump
@@ -57,7 +57,7 @@ def layouts(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         save_arrays(folder / name, {WEIGHTS: {n: np.asarray(a) for n, a in split(model)[1].items()}})
         (folder / name / META).write_text(json.dumps({"model": family, "decided": {"layers": name}}))
     entries = [
-        Entry(n, stored.weights.shape(n), np.dtype(np.float32), lambda n=n: stored.weights.read(n))
+        TensorEntry(n, stored.weights.shape(n), np.dtype(np.float32), lambda n=n: stored.weights.read(n))
         for n in stored.weights.names
     ]
     for file in array_by_array(entries):
@@ -96,7 +96,7 @@ def test_what_orbax_says_of_its_items_is_what_is_written_for_it(tmp_path):
     """If a later Orbax describes a checkpoint otherwise, this tells."""
     save_arrays(tmp_path / "theirs", {WEIGHTS: {"layers.0.x": np.ones((3, 2), np.float32)}})
     for file in array_by_array(
-        [Entry("layers.0.x", (3, 2), np.dtype(np.float32), lambda: np.ones((3, 2), np.float32))]
+        [TensorEntry("layers.0.x", (3, 2), np.dtype(np.float32), lambda: np.ones((3, 2), np.float32))]
     ):
         write_file(tmp_path / "ours" / file.name, file)
     for name in (f"{WEIGHTS}/_METADATA", "_CHECKPOINT_METADATA"):
@@ -146,7 +146,7 @@ def shared_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages as Linux does")
 def test_pages_of_tensors_that_were_read_are_given_back(tmp_path):
     kind = np.dtype(np.uint8)
-    entries = [Entry(f"t{i}", (1 << 23,), kind, lambda i=i: np.full(1 << 23, i, np.uint8)) for i in range(8)]
+    entries = [TensorEntry(f"t{i}", (1 << 23,), kind, lambda i=i: np.full(1 << 23, i, np.uint8)) for i in range(8)]
     write_folder(tmp_path, entries)
     grown = []
     for wrap in (lambda reader: reader, releasing):

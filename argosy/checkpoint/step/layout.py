@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from argosy.core.formats import Entry
+from argosy.core.formats import TensorEntry
 from argosy.core.formats.files import File, of_text
 from argosy.core.formats.zarr import array_files
 
@@ -17,7 +17,7 @@ Arrays = dict[str, Any]  # {name: array}
 WEIGHTS, STATE, DATA, META = "weights", "state", "data", "meta.json"
 
 
-def array_by_array(entries: Iterable[Entry], item: str = WEIGHTS) -> list[File]:
+def array_by_array(entries: Iterable[TensorEntry], item: str = WEIGHTS) -> list[File]:
     """The files of a checkpoint item, to be written one array after the other; `save_arrays` needs all arrays in memory at once.
     Orbax reads both. These arrays are not compressed.
 

@@ -22,7 +22,7 @@ import numpy as np
 from argosy.checkpoint.saving.memory import Copies
 from argosy.checkpoint.saving.pace import Pace
 from argosy.core.errors import Unsupported
-from argosy.core.formats import Entry, Shape
+from argosy.core.formats import Shape, TensorEntry
 from argosy.core.formats.files import File, sync, write_all
 from argosy.core.formats.zarr import array_files, described_shards, shard_file
 from argosy.core.formats.zarr_parts import Laid, Spans, aligned, laid, read_parts
@@ -103,7 +103,7 @@ def whole_files(items: Mapping[str, Mapping[str, np.ndarray]]) -> list[File]:
     for name in (name for own in items.values() for name in own):
         if not _is_folder_name(name):
             raise Unsupported(f"an array named {name[:80]!r} cannot be a folder of a checkpoint")
-    entries = {item: [Entry(n, a.shape, a.dtype, lambda a=a: a) for n, a in own.items()] for item, own in items.items()}
+    entries = {item: [TensorEntry(n, a.shape, a.dtype, lambda a=a: a) for n, a in own.items()] for item, own in items.items()}
     return [f._replace(name=f"{item}/{f.name}") for item, own in entries.items() for entry in own for f in array_files(entry)]
 
 
@@ -116,7 +116,7 @@ def files_of(item: str, arrays: Mapping[str, Split]) -> Iterator[File]:
     """The files of the shards that this process writes."""
     for name, array in arrays.items():
         for at, values in array.own.items() if 0 not in array.shape else ():
-            entry = Entry(name, array.each, array.dtype, lambda values=values: values)
+            entry = TensorEntry(name, array.each, array.dtype, lambda values=values: values)
             file = shard_file(entry, at)
             yield file._replace(name=f"{item}/{file.name}")
 

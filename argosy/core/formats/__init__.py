@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 @runtime_checkable
-class Reader(Protocol):
+class TensorReader(Protocol):
     """Tensors by name. `read` may return a read-only view of a mapped file."""
 
     @property
@@ -35,29 +35,29 @@ class Reader(Protocol):
 
 @runtime_checkable
 class Parted(Protocol):
-    """A `Reader` that can also read single entries of a tensor's first axis, such as experts, without the others."""
+    """A `TensorReader` that can also read single entries of a tensor's first axis, such as experts, without the others."""
 
     def read_part(self, name: str, i: int) -> np.ndarray: ...
 
 
 @runtime_checkable
 class Composed(Protocol):
-    """A `Reader` some of whose tensors are computed from several parts, and are larger in memory than in the file."""
+    """A `TensorReader` some of whose tensors are computed from several parts, and are larger in memory than in the file."""
 
     def is_apart(self, name: str) -> bool: ...
 
 
-def is_apart(reader: Reader, name: str) -> bool:
+def is_apart(reader: TensorReader, name: str) -> bool:
     """Whether the tensor should be read part by part."""
     return isinstance(reader, Composed) and reader.is_apart(name)
 
 
-def read_part(reader: Reader, name: str, i: int) -> np.ndarray:
+def read_part(reader: TensorReader, name: str, i: int) -> np.ndarray:
     """The `i`-th entry along the first axis of a tensor; sliced from the complete tensor if the reader cannot read parts."""
     return reader.read_part(name, i) if isinstance(reader, Parted) else reader.read(name)[i]
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor to be written. `make` is called once, when the tensor is written.
 
     parts: if given, called instead of `make`; yields the entries of the first axis one after the other.
@@ -70,7 +70,7 @@ class Entry(NamedTuple):
     parts: Callable[[], Iterator[np.ndarray]] | None = None
 
 
-class View:
+class TensorView:
     """The tensors of another reader under other names, in other types, or with other values.
 
     Args:
@@ -82,7 +82,7 @@ class View:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: TensorReader,
         *,
         names: Mapping[str, str] | None = None,
         dtypes: Mapping[str, np.dtype] | None = None,
@@ -117,11 +117,11 @@ class View:
         return array.astype(self.dtypes[name], copy=False) if name in self.dtypes else array
 
 
-class Over:
+class OverlaidTensors:
     """The tensors of one reader, with those of another in their place or beside them. What takes the place of a tensor is converted to
     its type."""
 
-    def __init__(self, reader: Reader, above: Reader):
+    def __init__(self, reader: TensorReader, above: TensorReader):
         self.reader, self.above = reader, above
 
     @property
@@ -144,12 +144,12 @@ class Over:
     def is_apart(self, name: str) -> bool:
         return name not in self.above.names and is_apart(self.reader, name)
 
-    def _of(self, name: str) -> Reader:
+    def _of(self, name: str) -> TensorReader:
         return self.above if name in self.above.names else self.reader
 
 
 class Arrays:
-    """A mapping of arrays as a `Reader`. jax arrays are copied to the host one by one."""
+    """A mapping of arrays as a `TensorReader`. jax arrays are copied to the host one by one."""
 
     def __init__(self, arrays: Mapping[str, Any]):
         self.arrays = arrays

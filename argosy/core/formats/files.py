@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.core.formats import Entry, Shape
+from argosy.core.formats import Shape, TensorEntry
 
 # Memory of this size is reused by the allocator; slabs of 32 MB would be new pages from the system each time.
 SLAB_BYTES = 1 << 23
@@ -86,7 +86,7 @@ def write_all(out: BinaryIO, slab: np.ndarray) -> None:
         left = left[out.write(left) :]
 
 
-def slabs(entry: Entry, order: Order) -> Iterator[np.ndarray]:
+def slabs(entry: TensorEntry, order: Order) -> Iterator[np.ndarray]:
     """A tensor's bytes in C order, complete or part by part.
 
     Raises:

@@ -34,7 +34,7 @@ _LEAST_BYTES = {code: np.dtype(dtype).itemsize for code, dtype in _NUMBERS.items
 _LEAST_PAIR, _LEAST_TENSOR = 13, 24
 
 
-class Place(NamedTuple):
+class GGUFTensor(NamedTuple):
     """Where a tensor is stored: `bytes` bytes from offset `begin` of the file. shape: in numpy's order, rows last."""
 
     kind: Type
@@ -45,12 +45,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUF:
-    """An open file: its metadata, and a `Reader` of its tensors."""
+    """An open file: its metadata, and a `TensorReader` of its tensors."""
 
     path: Path
     version: int
     meta: dict[str, Any]
-    places: dict[str, Place]
+    places: dict[str, GGUFTensor]
     data: np.ndarray
 
     @staticmethod
@@ -226,9 +226,9 @@ def _switches(cursor: _Cursor, count: int) -> np.ndarray:
     return values.astype(bool)
 
 
-def _places(cursor: _Cursor, tensors: int, alignment: int) -> dict[str, Place]:
+def _places(cursor: _Cursor, tensors: int, alignment: int) -> dict[str, GGUFTensor]:
     """Descriptions of the tensors, then the offset of their data: the next multiple of the alignment."""
-    places: dict[str, Place] = {}
+    places: dict[str, GGUFTensor] = {}
     for _ in range(tensors):
         name = cursor.text(MOST_NAME_BYTES)
         if name in places:
@@ -240,7 +240,7 @@ def _places(cursor: _Cursor, tensors: int, alignment: int) -> dict[str, Place]:
     return places
 
 
-def _place(cursor: _Cursor, name: str, alignment: int) -> Place:
+def _place(cursor: _Cursor, name: str, alignment: int) -> GGUFTensor:
     def wrong(what: str) -> Damaged:
         return cursor.wrong(f"tensor {quoted(name)}: {what}")
 
@@ -259,10 +259,10 @@ def _place(cursor: _Cursor, name: str, alignment: int) -> Place:
         raise wrong("its shape overflows")
     if begin % alignment:
         raise wrong(f"its offset {begin} is not a multiple of {alignment}")
-    return Place(kind, shape, begin, math.prod(shape) // kind.values * kind.bytes)
+    return GGUFTensor(kind, shape, begin, math.prod(shape) // kind.values * kind.bytes)
 
 
-def _check_apart(places: dict[str, Place], cursor: _Cursor) -> None:
+def _check_apart(places: dict[str, GGUFTensor], cursor: _Cursor) -> None:
     """Checks that every tensor is inside the file, and that no two share a byte."""
     at = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].bytes)):

@@ -54,7 +54,7 @@ def _groups(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return q.astype(np.float32).reshape(*scale.shape, -1)
 
 
-class Blocks(NamedTuple):
+class IntegerBlocks(NamedTuple):
     """Blocks as whole numbers: w = scale * q - minimum, with an exact product.
 
     q: int8 [n, values]. scale, minimum: float32 [n, groups], each for the same number of neighboring values.
@@ -84,25 +84,25 @@ def _signed(q: np.ndarray, offset: int) -> np.ndarray:
 # ---- 32 values per block
 
 
-def _q4_0(b: np.ndarray) -> Blocks:
-    return Blocks(_signed(_planes(b[:, 2:], 4, 16), 8), _half(b[:, :2]))
+def _q4_0(b: np.ndarray) -> IntegerBlocks:
+    return IntegerBlocks(_signed(_planes(b[:, 2:], 4, 16), 8), _half(b[:, :2]))
 
 
-def _q4_1(b: np.ndarray) -> Blocks:
-    return Blocks(_signed(_planes(b[:, 4:], 4, 16), 0), _half(b[:, :2]), -_half(b[:, 2:4]))
+def _q4_1(b: np.ndarray) -> IntegerBlocks:
+    return IntegerBlocks(_signed(_planes(b[:, 4:], 4, 16), 0), _half(b[:, :2]), -_half(b[:, 2:4]))
 
 
-def _q5_0(b: np.ndarray) -> Blocks:
-    return Blocks(_signed(_planes(b[:, 6:], 4, 16) | _planes(b[:, 2:6], 1, 1) << 4, 16), _half(b[:, :2]))
+def _q5_0(b: np.ndarray) -> IntegerBlocks:
+    return IntegerBlocks(_signed(_planes(b[:, 6:], 4, 16) | _planes(b[:, 2:6], 1, 1) << 4, 16), _half(b[:, :2]))
 
 
-def _q5_1(b: np.ndarray) -> Blocks:
+def _q5_1(b: np.ndarray) -> IntegerBlocks:
     q = _planes(b[:, 8:], 4, 16) | _planes(b[:, 4:8], 1, 1) << 4
-    return Blocks(_signed(q, 0), _half(b[:, :2]), -_half(b[:, 2:4]))
+    return IntegerBlocks(_signed(q, 0), _half(b[:, :2]), -_half(b[:, 2:4]))
 
 
-def _q8_0(b: np.ndarray) -> Blocks:
-    return Blocks(b[:, 2:].view(np.int8), _half(b[:, :2]))
+def _q8_0(b: np.ndarray) -> IntegerBlocks:
+    return IntegerBlocks(b[:, 2:].view(np.int8), _half(b[:, :2]))
 
 
 def _iq4_nl(b: np.ndarray) -> np.ndarray:
@@ -125,16 +125,16 @@ def _nvfp4(b: np.ndarray) -> np.ndarray:
 # ---- 256 values per block, with scales for the groups inside
 
 
-def _q2_k(b: np.ndarray) -> Blocks:
+def _q2_k(b: np.ndarray) -> IntegerBlocks:
     scales, d, least = b[:, :16], _half(b[:, 80:82]), _half(b[:, 82:84])
-    return Blocks(_signed(_planes(b[:, 16:80], 2, 32), 0), d * (scales & 0xF), least * (scales >> 4))
+    return IntegerBlocks(_signed(_planes(b[:, 16:80], 2, 32), 0), d * (scales & 0xF), least * (scales >> 4))
 
 
-def _q3_k(b: np.ndarray) -> Blocks:
+def _q3_k(b: np.ndarray) -> IntegerBlocks:
     high, low, d = b[:, :32], b[:, 32:96], _half(b[:, 108:110])
     scales = _planes(b[:, 96:104], 4, 8) | _planes(b[:, 104:108], 2, 4) << 4
     q = _signed(_planes(low, 2, 32) | _planes(high, 1, 32) << 2, 4)
-    return Blocks(q, d * _signed(scales, 32))
+    return IntegerBlocks(q, d * _signed(scales, 32))
 
 
 def _scales_and_minima(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -145,21 +145,21 @@ def _scales_and_minima(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales, minima
 
 
-def _q4_k(b: np.ndarray) -> Blocks:
+def _q4_k(b: np.ndarray) -> IntegerBlocks:
     scales, minima = _scales_and_minima(b[:, 4:16])
     q = _signed(_planes(b[:, 16:], 4, 32), 0)
-    return Blocks(q, _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
+    return IntegerBlocks(q, _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
 
 
-def _q5_k(b: np.ndarray) -> Blocks:
+def _q5_k(b: np.ndarray) -> IntegerBlocks:
     scales, minima = _scales_and_minima(b[:, 4:16])
     q = _planes(b[:, 48:], 4, 32) | _planes(b[:, 16:48], 1, 32) << 4
-    return Blocks(_signed(q, 0), _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
+    return IntegerBlocks(_signed(q, 0), _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
 
 
-def _q6_k(b: np.ndarray) -> Blocks:
+def _q6_k(b: np.ndarray) -> IntegerBlocks:
     q = _signed(_planes(b[:, :128], 4, 64) | _planes(b[:, 128:192], 2, 32) << 4, 32)
-    return Blocks(q, _half(b[:, 208:]) * b[:, 192:208].view(np.int8))
+    return IntegerBlocks(q, _half(b[:, 208:]) * b[:, 192:208].view(np.int8))
 
 
 def _iq4_xs(b: np.ndarray) -> np.ndarray:
@@ -197,7 +197,7 @@ class Type:
     name: str
     values: int
     bytes: int
-    decode: Callable[[np.ndarray], "np.ndarray | Blocks"] | None = None
+    decode: Callable[[np.ndarray], "np.ndarray | IntegerBlocks"] | None = None
     dtype: np.dtype | None = None
 
 
@@ -244,24 +244,24 @@ TYPES: dict[int, Type] = {
     40: Type("NVFP4", 64, 36, _nvfp4),
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
-# The types that are whole numbers with scales (`Blocks`), and the smallest and largest number of each.
+# The types that are whole numbers with scales (`IntegerBlocks`), and the smallest and largest number of each.
 CODES = {
     "Q2_K": (0, 3), "Q3_K": (-4, 3), "Q4_0": (-8, 7), "Q4_1": (0, 15), "Q4_K": (0, 15), "Q5_0": (-16, 15), "Q5_1": (0, 31),
     "Q5_K": (0, 31), "Q6_K": (-32, 31), "Q8_0": (-128, 127),
 }  # fmt: skip
 
 
-def blocks(name: str, raw: np.ndarray) -> Blocks:
+def blocks(name: str, raw: np.ndarray) -> IntegerBlocks:
     """Raw blocks of a type in `CODES` as whole numbers with scales, uint8 [rows, k * bytes] -> q [rows, k * values], and the scales and
     minima of each row in one row."""
     kind = BY_NAME[name]
     # Infinite scales come from the file itself.
     with np.errstate(all="ignore"):
         found = kind.decode(np.ascontiguousarray(raw.reshape(-1, kind.bytes))) if kind.decode else None
-    assert isinstance(found, Blocks)
+    assert isinstance(found, IntegerBlocks)
     rows = len(raw)
     minimum = None if found.minimum is None else found.minimum.reshape(rows, -1)
-    return Blocks(found.q.reshape(rows, -1), found.scale.reshape(rows, -1), minimum)
+    return IntegerBlocks(found.q.reshape(rows, -1), found.scale.reshape(rows, -1), minimum)
 
 
 def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
@@ -284,7 +284,7 @@ def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
             found = kind.decode(np.ascontiguousarray(blocks[start : start + step]))
-            out[start : start + step] = found.decoded() if isinstance(found, Blocks) else found
+            out[start : start + step] = found.decoded() if isinstance(found, IntegerBlocks) else found
     return out.reshape(*raw.shape[:-1], raw.shape[-1] // kind.bytes * kind.values)
 
 

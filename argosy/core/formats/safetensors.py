@@ -18,7 +18,7 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput, Damaged, Unsupported
-from argosy.core.formats import Entry, Shape, damaged, listed, map_file, quoted
+from argosy.core.formats import Shape, TensorEntry, damaged, listed, map_file, quoted
 from argosy.core.formats.files import File, Order, check_space, of_text, slabs, write_file
 
 # The limit of the safetensors library.
@@ -53,7 +53,7 @@ _PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 # ---- reading one file
 
 
-class Place(NamedTuple):
+class TensorSpan(NamedTuple):
     """Where a tensor is stored: bytes begin to end of the data."""
 
     dtype: np.dtype
@@ -64,11 +64,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class SafeTensors:
-    """An open file: a `Reader` whose tensors are read-only views of the mapped file."""
+    """An open file: a `TensorReader` whose tensors are read-only views of the mapped file."""
 
     path: Path
     metadata: dict[str, str]
-    places: dict[str, Place]
+    places: dict[str, TensorSpan]
     data: np.ndarray
 
     @staticmethod
@@ -111,7 +111,7 @@ class SafeTensors:
         begin = place.begin + i * n_bytes
         return self._view(place._replace(shape=place.shape[1:], begin=begin, end=begin + n_bytes))
 
-    def _view(self, place: Place) -> np.ndarray:
+    def _view(self, place: TensorSpan) -> np.ndarray:
         view = self.data[place.begin : place.end].view(place.dtype).reshape(place.shape)
         return np.require(view, requirements="A")
 
@@ -155,7 +155,7 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is not a number in JSON")
 
 
-def _place(name: str, entry: Any, path: Path) -> Place:
+def _place(name: str, entry: Any, path: Path) -> TensorSpan:
     def wrong(what: str) -> Damaged:
         return damaged(path, f"tensor {quoted(name)}: {what}")
 
@@ -175,14 +175,14 @@ def _place(name: str, entry: Any, path: Path) -> Place:
         raise wrong("its shape overflows")
     if math.prod(shape) * size != offsets[1] - offsets[0]:
         raise wrong(f"shape {shape} of {code} needs {math.prod(shape) * size} bytes, it has {offsets[1] - offsets[0]}")
-    return Place(DTYPES[code], tuple(shape), offsets[0], offsets[1])
+    return TensorSpan(DTYPES[code], tuple(shape), offsets[0], offsets[1])
 
 
 def _counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def _check_tiling(places: Mapping[str, Place], size: int, path: Path) -> None:
+def _check_tiling(places: Mapping[str, TensorSpan], size: int, path: Path) -> None:
     """Checks that the tensors cover the data exactly once, without overlaps, holes or a rest."""
     at = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -200,8 +200,8 @@ def _check_tiling(places: Mapping[str, Place], size: int, path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Folder:
-    """An open Hub folder: a `Reader` of `model.safetensors`, or of the shards named by its index.
+class SafetensorsFolder:
+    """An open Hub folder: a `TensorReader` of `model.safetensors`, or of the shards named by its index.
 
     If both exist, the single file is used, as in transformers.
     """
@@ -210,7 +210,7 @@ class Folder:
     files: dict[str, SafeTensors]
 
     @staticmethod
-    def open(path: str | Path) -> "Folder":
+    def open(path: str | Path) -> "SafetensorsFolder":
         """Opens every file and reports all problems at once.
 
         Raises:
@@ -222,12 +222,12 @@ class Folder:
             raise BadInput(f"no folder `{path}`")
         if (path / SINGLE).exists():
             file = SafeTensors.open(path / SINGLE)
-            return Folder(path, dict.fromkeys(file.names, file))
+            return SafetensorsFolder(path, dict.fromkeys(file.names, file))
         if not (path / INDEX).exists():
             pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
             hint = "pickled weights are never read: save them as safetensors" if pickled else None
             raise BadInput(f"no `{SINGLE}` and no `{INDEX}`", where=f"in {path}", hint=hint)
-        return Folder(path, _open_shards(path))
+        return SafetensorsFolder(path, _open_shards(path))
 
     @property
     def names(self) -> KeysView[str]:
@@ -300,7 +300,7 @@ def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, SafeTens
 
 
 def folder_files(
-    entries: Iterable[Entry], shard_bytes: float = 5e9, metadata: Mapping[str, str] | None = None
+    entries: Iterable[TensorEntry], shard_bytes: float = 5e9, metadata: Mapping[str, str] | None = None
 ) -> list[File]:
     """The files of a folder with these tensors, in the given order: one file, or shards followed by their index.
 
@@ -324,7 +324,7 @@ def folder_files(
 
 def write_folder(
     folder: str | Path,
-    entries: Iterable[Entry],
+    entries: Iterable[TensorEntry],
     shard_bytes: float = 5e9,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
@@ -342,11 +342,11 @@ def write_folder(
     return [folder / file.name for file in files if file.name != INDEX]
 
 
-def _bytes(entry: Entry) -> int:
+def _bytes(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
 
 
-def _check_entries(entries: Sequence[Entry]) -> None:
+def _check_entries(entries: Sequence[TensorEntry]) -> None:
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names) or "__metadata__" in names:
         raise ValueError("tensors to write must have different names")
@@ -355,9 +355,9 @@ def _check_entries(entries: Sequence[Entry]) -> None:
             raise Unsupported(f"safetensors files have no type for {entry.dtype}, of tensor `{entry.name}`")
 
 
-def _shards(entries: Sequence[Entry], most: float) -> list[list[Entry]]:
+def _shards(entries: Sequence[TensorEntry], most: float) -> list[list[TensorEntry]]:
     """As many consecutive tensors per shard as fit; a tensor larger than a shard has its own."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     filled = 0
     for entry in entries:
         if shards[-1] and filled + _bytes(entry) > most:
@@ -368,7 +368,7 @@ def _shards(entries: Sequence[Entry], most: float) -> list[list[Entry]]:
     return shards
 
 
-def tensors_file(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> File:
+def tensors_file(name: str, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> File:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
@@ -387,7 +387,7 @@ def tensors_file(name: str, entries: Sequence[Entry], metadata: Mapping[str, str
     return File(name, len(start) + at, parts)
 
 
-def _index(shards: Mapping[str, Sequence[Entry]]) -> str:
+def _index(shards: Mapping[str, Sequence[TensorEntry]]) -> str:
     """The index as transformers writes it, sorted by name."""
     weight_map = {entry.name: name for name, shard in shards.items() for entry in shard}
     entries = [entry for shard in shards.values() for entry in shard]

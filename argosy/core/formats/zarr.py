@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import Unsupported
-from argosy.core.formats import Entry, Shape, damaged, map_file
+from argosy.core.formats import Shape, TensorEntry, damaged, map_file
 from argosy.core.formats.files import File, Order, of_text, slabs
 
 CHUNK_BYTES = 1 << 24
@@ -35,7 +35,7 @@ DTYPES = frozenset(
 )
 
 
-def array_files(entry: Entry) -> list[File]:
+def array_files(entry: TensorEntry) -> list[File]:
     """The files of an array: its metadata and its values. Their names begin with the array's name.
 
     Raises:
@@ -58,21 +58,21 @@ def described_shards(name: str, shape: Shape, each: Shape, dtype: np.dtype) -> F
     """
     if dtype.name not in DTYPES:
         raise Unsupported(f"checkpoints have no type for {dtype}, of tensor `{name}`")
-    one = Entry(name, each, dtype, lambda: np.empty(0))
+    one = TensorEntry(name, each, dtype, lambda: np.empty(0))
     return of_text(f"{name}/zarr.json", json.dumps(_metadata(one, *_even_chunks(one)) | {"shape": list(shape)}))
 
 
-def shard_file(shard: Entry, at: tuple[int, ...]) -> File:
+def shard_file(shard: TensorEntry, at: tuple[int, ...]) -> File:
     """The values of one shard of an array. at: its place in the grid of shards."""
     return _values(shard, at, *_even_chunks(shard))
 
 
-def _values(entry: Entry, at: tuple[int, ...], rows: int, chunks: int) -> File:
+def _values(entry: TensorEntry, at: tuple[int, ...], rows: int, chunks: int) -> File:
     size = chunks * (_chunk_bytes(entry, rows) + 16)
     return File("/".join([entry.name, "c", *map(str, at)]), size, partial(_shard, entry, rows, chunks))
 
 
-def describes(stored: Any, file: Entry, chunks: int) -> bool:
+def describes(stored: Any, file: TensorEntry, chunks: int) -> bool:
     """Whether metadata are those of an array whose files are each as `file`, of so many chunks."""
     rows = file.shape[0] // chunks if file.shape else 1
     return stored == _metadata(file, rows, chunks) | {"shape": stored["shape"]}
@@ -93,7 +93,7 @@ def map_array(folder: Path) -> np.ndarray | None:
     try:
         stored = json.loads((folder / "zarr.json").read_bytes())
         shape, dtype = tuple(stored["shape"]), np.dtype(stored["data_type"])
-        entry = Entry(folder.name, shape, dtype, lambda: np.empty(0))
+        entry = TensorEntry(folder.name, shape, dtype, lambda: np.empty(0))
         if not math.prod(shape) or stored != _metadata(entry, *_chunks(entry)):
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -105,7 +105,7 @@ def map_array(folder: Path) -> np.ndarray | None:
     return data[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _chunks(entry: Entry) -> tuple[int, int]:
+def _chunks(entry: TensorEntry) -> tuple[int, int]:
     """Rows per chunk, and the number of chunks; the last is padded with zeros."""
     if not math.prod(entry.shape):
         return 1, 1
@@ -116,7 +116,7 @@ def _chunks(entry: Entry) -> tuple[int, int]:
     return rows, math.ceil(length / rows)
 
 
-def _even_chunks(entry: Entry) -> tuple[int, int]:
+def _even_chunks(entry: TensorEntry) -> tuple[int, int]:
     """As `_chunks`, without padding: a shard is as long as it is."""
     length = entry.shape[0] if entry.shape else 1
     least = _chunks(entry)[1]
@@ -124,11 +124,11 @@ def _even_chunks(entry: Entry) -> tuple[int, int]:
     return max(length, 1) // chunks, chunks
 
 
-def _chunk_bytes(entry: Entry, rows: int) -> int:
+def _chunk_bytes(entry: TensorEntry, rows: int) -> int:
     return rows * math.prod(entry.shape[1:]) * entry.dtype.itemsize
 
 
-def _metadata(entry: Entry, rows: int, chunks: int) -> dict[str, Any]:
+def _metadata(entry: TensorEntry, rows: int, chunks: int) -> dict[str, Any]:
     rest = [max(1, n) for n in entry.shape[1:]]
     inner = [rows, *rest] if entry.shape else []
     outer = [rows * chunks, *rest] if entry.shape else []
@@ -146,7 +146,7 @@ def _metadata(entry: Entry, rows: int, chunks: int) -> dict[str, Any]:
     }
 
 
-def _shard(entry: Entry, rows: int, chunks: int, order: Order) -> Iterator[np.ndarray]:
+def _shard(entry: TensorEntry, rows: int, chunks: int, order: Order) -> Iterator[np.ndarray]:
     """The values, zeros up to a full chunk, then the offset and length of each chunk."""
     size = _chunk_bytes(entry, rows)
     yield from slabs(entry, order)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from argosy.core.formats import Entry, Shape, damaged, map_file
+from argosy.core.formats import Shape, TensorEntry, damaged, map_file
 from argosy.core.formats.zarr import describes, index_of
 from argosy.core.process.cores import core_count
 
@@ -60,7 +60,7 @@ def laid(folder: Path) -> Laid | None:
         each = tuple(stored["chunk_grid"]["configuration"]["chunk_shape"])
         inner = stored["codecs"][0]["configuration"]["chunk_shape"]
         chunks = each[0] // inner[0] if each else 1
-        if len(each) != len(shape) or not describes(stored, Entry(folder.name, each, dtype, lambda: np.empty(0)), chunks):
+        if len(each) != len(shape) or not describes(stored, TensorEntry(folder.name, each, dtype, lambda: np.empty(0)), chunks):
             return None
         return Laid(folder, shape, dtype, each, chunks)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ZeroDivisionError):

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from argosy.core.errors import SettingsError
 from argosy.core.settings import mistakes
 from argosy.core.settings.plain import diff, dump, flatten
-from argosy.core.settings.reader import DEFAULT, Given, Reader
+from argosy.core.settings.reader import DEFAULT, Given, SettingsReader
 from argosy.core.settings.repeats import Repeats
 from argosy.core.settings.schema import Also, BrokenRules, Choice, MayChange, Settings
 from argosy.core.settings.words import COMMAND_LINE, Mark, SettingsLayer, words_layer, yaml_layer, yaml_text_layer
@@ -56,7 +56,7 @@ class Reading(Generic[T]):
     origin: dict[str, str]
     tried: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
     choices: dict[str, tuple[Choice, str]] = field(default_factory=dict)
-    names: mistakes.Names = field(default_factory=mistakes.Names)
+    names: mistakes.KnownNames = field(default_factory=mistakes.KnownNames)
 
 
 def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
@@ -65,9 +65,9 @@ def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
     Raises:
         SettingsError: every mistake of every layer at once.
     """
-    reader = Reader()
+    reader = SettingsReader()
     value = reader.group(schema, "", [Given(layer, layer.values) for layer in layers])
-    names = mistakes.Names(reader.known, reader.choices, reader.also, reader.notes, schema.elsewhere)
+    names = mistakes.KnownNames(reader.known, reader.choices, reader.also, reader.notes, schema.elsewhere)
     unknown = [mistakes.unknown(key, where, names) for key, where in reader.unknown]
     if problems := unknown + reader.problems:
         raise SettingsError(problems, reader.good)

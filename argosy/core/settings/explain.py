@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 from argosy.core.registry import Registry
 from argosy.core.settings import DEFAULT, Reading, dump, flatten, mistakes
 from argosy.core.settings.scalars import written
-from argosy.core.settings.schema import Choice, Settings, Shape, documented, members, shape, shape_of
+from argosy.core.settings.schema import Choice, FieldShape, Settings, documented, members, shape, shape_of
 
 _BOUNDS = (("gt", "> "), ("ge", "≥ "), ("lt", "< "), ("le", "≤ "), ("multiple_of", "multiple of "))
 _HUMAN_NUMBER = r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?([kKMBT]|[KMGT]i)?$"
@@ -60,7 +60,7 @@ def _choice_sections(choice: Choice, key: str, info: FieldInfo) -> Iterator[list
         yield _section(cls, f"{key}.", f"`{key}.{choice.tag}={name}`", summary(cls))
 
 
-def _item_sections(kind: Shape, key: str, info: FieldInfo) -> Iterator[list[str]]:
+def _item_sections(kind: FieldShape, key: str, info: FieldInfo) -> Iterator[list[str]]:
     item = shape(kind.of) if kind.kind != "leaf" else kind
     if item.kind == "choice":
         yield from _choice_sections(item.of, f"{key}.*", info)

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from argosy.core.errors import BadInput, UserError, nearest, some
 from argosy.core.settings.plain import dotted
 from argosy.core.settings.scalars import written
-from argosy.core.settings.schema import Also, Choice, Refused, Settings, marks, members
+from argosy.core.settings.schema import Also, Choice, RefusedValue, Settings, marks, members
 from argosy.core.settings.words import SELF, SettingsLayer
 
 Setter = Callable[[str], SettingsLayer | None]
@@ -52,7 +52,7 @@ _HINTS = {
 
 
 @dataclass(frozen=True)
-class Names:
+class KnownNames:
     """The names that an unknown key may stand for.
 
     known: every dotted key of this run. choices: key -> choice, and its name. also: a name that other trainers use -> our keys.
@@ -67,12 +67,12 @@ class Names:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
-def unknown(key: str, where: str | None, names: Names) -> UserError:
+def unknown(key: str, where: str | None, names: KnownNames) -> UserError:
     """The error for a key that does not exist."""
     return BadInput(f"unknown setting `{key}`", where=where, hint=_nearest_key(key, names))
 
 
-def _nearest_key(key: str, names: Names) -> str:
+def _nearest_key(key: str, names: KnownNames) -> str:
     known, choices = sorted(set(names.known)), names.choices
     group, _, leaf = key.rpartition(".")
     if key in known:
@@ -96,7 +96,7 @@ def _nearest_key(key: str, names: Names) -> str:
     return "`argosy config reference` lists every setting"
 
 
-def _of_other_trainers(key: str, names: Names) -> str | None:
+def _of_other_trainers(key: str, names: KnownNames) -> str | None:
     """The answer to a name that another trainer uses. A match of the whole dotted name wins over one of a name without what is before
     it (verl's `actor_rollout_ref.rollout.n`), that over a match of its last part, and a key of the same group over others."""
     plain = key.lower().replace("-", "_")
@@ -117,7 +117,7 @@ def _of_other_trainers(key: str, names: Names) -> str | None:
     return next(filter(None, (_of_another_choice(name, names) for name in ends)), None)
 
 
-def _of_another_choice(name: str, names: Names) -> str | None:
+def _of_another_choice(name: str, names: KnownNames) -> str | None:
     """The answer to a name for a key that only another class of a choice has: `lora_r` where `adapter` is none."""
     for key, (choice, chosen) in names.choices.items():
         # Classes of model families import jax.
@@ -268,7 +268,7 @@ def shown(value: Any) -> str:
     """A value as it was written, shortened to 60 characters."""
     if isinstance(value, Mapping) and SELF in value:
         value = value[SELF]
-    if isinstance(value, Refused):
+    if isinstance(value, RefusedValue):
         value = value.value
     is_yaml = isinstance(value, int | float | list | tuple | dict)
     text = "none" if value is None else written(value) if is_yaml else " ".join(str(value).split())

@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
-from argosy.core.settings.schema import Settings, Shape, shape, shape_of
+from argosy.core.settings.schema import FieldShape, Settings, shape, shape_of
 
 
 def dump(tree: Settings) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def dump(tree: Settings) -> dict[str, Any]:
     return {name: _plain(shape_of(info), getattr(tree, name)) for name, info in type(tree).model_fields.items()}
 
 
-def _plain(kind: Shape, value: Any) -> Any:
+def _plain(kind: FieldShape, value: Any) -> Any:
     if isinstance(value, Settings):
         tag = {kind.of.tag: kind.of.name_of(value)} if kind.kind == "choice" else {}
         return tag | dump(value)

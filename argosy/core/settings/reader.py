@@ -20,8 +20,8 @@ from argosy.core.settings.schema import (
     Also,
     BelongsTo,
     Choice,
+    FieldShape,
     Settings,
-    Shape,
     documented,
     item_hint,
     marks,
@@ -48,7 +48,7 @@ class Given:
     value: Any
 
 
-class Reader:
+class SettingsReader:
     """Reads one schema. By key, it collects what was wrong, unknown, known and chosen, which layer set the key, which layers
     tried to, and which names of other trainers stand for it."""
 
@@ -106,7 +106,7 @@ class Reader:
             given = [Given(*mark.given(key, one.layer, one.value)) for one in given]
         return self._leaf(info.annotation, key, given) if kind.kind == "leaf" else self._read(kind, key, given)
 
-    def _read(self, kind: Shape, key: str, given: list[Given]) -> Any:
+    def _read(self, kind: FieldShape, key: str, given: list[Given]) -> Any:
         """Reads a value that has parts. None discards what earlier layers gave."""
         if kind.can_be_none:
             last = max((i for i, one in enumerate(given) if one.value is None), default=-1)

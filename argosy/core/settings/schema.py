@@ -243,7 +243,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Shape:
+class FieldShape:
     """How a key is read: as one leaf, or part by part. `of`: the class, the choice, or the type of the items."""
 
     kind: Literal["leaf", "group", "choice", "list", "dict"]
@@ -252,10 +252,10 @@ class Shape:
 
 
 # A field by its identity, which cannot be hashed, and its shape: 84 presets have 5,000 fields of 200 kinds.
-_SHAPES: dict[int, tuple[FieldInfo, Shape]] = {}
+_SHAPES: dict[int, tuple[FieldInfo, FieldShape]] = {}
 
 
-def shape_of(info: FieldInfo) -> Shape:
+def shape_of(info: FieldInfo) -> FieldShape:
     """How a field is read. A default of none allows none."""
     known = _SHAPES.get(id(info))
     if known is None:
@@ -263,32 +263,32 @@ def shape_of(info: FieldInfo) -> Shape:
     return known[1]
 
 
-def _shape_of(info: FieldInfo) -> Shape:
+def _shape_of(info: FieldInfo) -> FieldShape:
     choice = next((mark for mark in info.metadata if isinstance(mark, Choice)), None)
     # Pydantic keeps the annotation and the choice apart.
     found = shape(Annotated[info.annotation, choice] if choice else info.annotation)
     return replace(found, can_be_none=found.can_be_none or info.default is None)
 
 
-def shape(hint: Any) -> Shape:
+def shape(hint: Any) -> FieldShape:
     """How a value of this type is read."""
     can_be_none = hint is None or type(None) in members(hint)
     choice = next((mark for mark in get_args(hint)[1:] if isinstance(mark, Choice)), None)
     if get_origin(hint) is Annotated:
         inner = shape(get_args(hint)[0])
-        return Shape("choice", choice, inner.can_be_none) if choice else inner
+        return FieldShape("choice", choice, inner.can_be_none) if choice else inner
     options = [member for member in members(hint) if member is not type(None)]
     if len(options) == 1 and options[0] is not hint:
         inner = shape(options[0])
-        return Shape(inner.kind, inner.of, can_be_none or inner.can_be_none)
+        return FieldShape(inner.kind, inner.of, can_be_none or inner.can_be_none)
     if isinstance(hint, type) and issubclass(hint, Settings):
-        return Shape("group", hint)
+        return FieldShape("group", hint)
     args = get_args(hint)
     if get_origin(hint) in (list, tuple) and args and shape(args[0]).kind != "leaf":
-        return Shape("list", args[0], can_be_none)
+        return FieldShape("list", args[0], can_be_none)
     if get_origin(hint) is dict and shape(args[1]).kind != "leaf":
-        return Shape("dict", args[1], can_be_none)
-    return Shape("leaf", hint, can_be_none)
+        return FieldShape("dict", args[1], can_be_none)
+    return FieldShape("leaf", hint, can_be_none)
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -324,7 +324,7 @@ def takes(hint: Any, value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedValue:
     """Stands for a value that Pydantic would accept but that is never meant: 1 for a switch, a switch for a number, an integer
     too large for any array."""
 
@@ -370,7 +370,7 @@ def _meant_by_one(options: tuple[Any, ...], value: Any, text_of: Callable[[str],
         return None
     found = [meant(option, value, text_of, key) for option in options]
     good = (one for option, one in zip(options, found) if takes(option, one))
-    return next(good, next((one for one in found if isinstance(one, Refused)), value))
+    return next(good, next((one for one in found if isinstance(one, RefusedValue)), value))
 
 
 def _items(hint: Any, value: list | tuple, text_of: Callable[[str], str | None], key: str) -> Any:
@@ -381,12 +381,12 @@ def _items(hint: Any, value: list | tuple, text_of: Callable[[str], str | None],
 
 def _switch(value: Any) -> Any:
     meaning = scalar(value) if isinstance(value, str) else value
-    return meaning if isinstance(meaning, bool) else Refused(value)
+    return meaning if isinstance(meaning, bool) else RefusedValue(value)
 
 
 def _number(hint: type, value: Any) -> Any:
     if isinstance(value, bool):
-        return Refused(value)
+        return RefusedValue(value)
     found = number(value) if isinstance(value, str) else None
     value = value if found is None or (hint is int and isinstance(found, float)) else found
-    return Refused(value) if hint is int and isinstance(value, int) and abs(value) >= 2**63 else value
+    return RefusedValue(value) if hint is int and isinstance(value, int) and abs(value) >= 2**63 else value

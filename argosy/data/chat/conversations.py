@@ -21,7 +21,7 @@ from argosy.core.errors import BadInput, nearest
 from argosy.data.chat import template as chat
 from argosy.data.chat.mask import Conversation, Ids, Way, encode_all, encoded
 from argosy.data.chat.template import choose_template
-from argosy.data.encode import Encoder
+from argosy.data.encode import DocumentEncoder
 from argosy.data.pack import Encoded
 from argosy.data.sources import Document, Record, Source
 from argosy.data.tokenizers.config import CONFIG_BYTES, DEFAULT, read_text
@@ -38,7 +38,7 @@ RECORDS_VERSION = 2
 HINT = "data.template=FILE.jinja gives one; many are in the folders of instruction-tuned models"
 
 
-class ConversationEncoder(Encoder):
+class ConversationEncoder(DocumentEncoder):
     """Encodes documents that hold records; the counts are of those so far.
 
     read: records.  unanswered: left out because nothing in them is learned.  endless: conversations whose last answer ends with no
@@ -210,7 +210,7 @@ def shown_template(tokenizer: "Tokenizer", format: str, template: str | None) ->
     return f"the chat template {template}" if template else "the tokenizer's chat template"
 
 
-def counted(encoder: Encoder, source: Source, template: str | None) -> dict[str, Any]:
+def counted(encoder: DocumentEncoder, source: Source, template: str | None) -> dict[str, Any]:
     """What a manifest keeps of the records that were read; empty for text."""
     ignored = [*source.ignored, *(["tools"] if getattr(encoder, "toolless", 0) else [])]
     found: dict[str, Any] = {"ignored": ignored} if ignored else {}
@@ -222,7 +222,7 @@ def counted(encoder: Encoder, source: Source, template: str | None) -> dict[str,
     return found
 
 
-def nothing_to_learn(encoder: Encoder, where: str) -> BadInput | None:
+def nothing_to_learn(encoder: DocumentEncoder, where: str) -> BadInput | None:
     """The error for records none of which has an answer."""
     if not isinstance(encoder, ConversationEncoder):
         return None

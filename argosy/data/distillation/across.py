@@ -38,7 +38,7 @@ FIELDS: Fields = {
 }
 
 
-class Group(NamedTuple):
+class AlignedSpan(NamedTuple):
     """Half-open ranges of tokens of both that stand for the same bytes."""
 
     student: tuple[int, int]
@@ -53,7 +53,7 @@ class Aligned:
     """
 
     teacher: list[int] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[AlignedSpan] = field(default_factory=list)
     unreadable: bool = field(default=False, compare=False)
     rewritten: bool = field(default=False, compare=False)
 
@@ -65,7 +65,7 @@ class Opened(NamedTuple):
     end: int | None = None
 
 
-def align(student: Sequence[int], teacher: Sequence[int]) -> list[Group]:
+def align(student: Sequence[int], teacher: Sequence[int]) -> list[AlignedSpan]:
     """The finest groups of pieces that end at the same byte, from the bytes of each piece; both have equally many.
 
     A piece without bytes belongs to the group that ends next; at the end, to the last one. What is left where one text is longer than
@@ -79,11 +79,11 @@ def align(student: Sequence[int], teacher: Sequence[int]) -> list[Group]:
             j += 1
         else:
             i, j = i + 1, j + 1
-            groups.append(Group((begin[0], i), (begin[1], j)))
+            groups.append(AlignedSpan((begin[0], i), (begin[1], j)))
             begin = (i, j)
     if groups and ours[-1] == theirs[-1] and begin != (len(ours), len(theirs)):
         (a, _), (b, _) = groups[-1]
-        groups[-1] = Group((a, len(ours)), (b, len(theirs)))
+        groups[-1] = AlignedSpan((a, len(ours)), (b, len(theirs)))
     return groups
 
 
@@ -125,7 +125,7 @@ class Across:
                 at = end
                 continue
             if own := [ends] if ends is not None and at == len(ids) - 1 else self.role(ids[at]):
-                out.groups.append(Group((at, at + 1), (len(out.teacher), len(out.teacher) + len(own))))
+                out.groups.append(AlignedSpan((at, at + 1), (len(out.teacher), len(out.teacher) + len(own))))
                 out.teacher += own
             at += 1
 
@@ -156,16 +156,16 @@ class Across:
         # Behind bytes that are no text the teacher has read something else.
         groups = same_bytes(pieces[a:b], theirs) if cut else beginning(pieces, theirs)
         for ours, others in groups:
-            out.groups.append(Group((begin + a + ours[0], begin + a + ours[1]), (at + others[0], at + others[1])))
+            out.groups.append(AlignedSpan((begin + a + ours[0], begin + a + ours[1]), (at + others[0], at + others[1])))
 
 
-def beginning(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Group]:
+def beginning(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
     """The groups of the common beginning of two texts' pieces."""
     most = common(b"".join(student), b"".join(teacher))
     return align(inside(student, most), inside(teacher, most))
 
 
-def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Group]:
+def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
     """The groups of two texts' pieces. Where the texts differ, as where a tokenizer joins spaces, those of their common beginning and
     end."""
     ours, theirs = b"".join(student), b"".join(teacher)
@@ -176,7 +176,7 @@ def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Group
     sides = [(student, teacher, begin), ([p[::-1] for p in reversed(student)], [p[::-1] for p in reversed(teacher)], end)]
     before, after = (align(*(inside(pieces, most) for pieces in (a, b))) for a, b, most in sides)
     n, m = len(student), len(teacher)
-    return [*before, *(Group((n - b, n - a), (m - d, m - c)) for (a, b), (c, d) in reversed(after))]
+    return [*before, *(AlignedSpan((n - b, n - a), (m - d, m - c)) for (a, b), (c, d) in reversed(after))]
 
 
 def common(one: bytes, other: bytes) -> int:

@@ -23,7 +23,7 @@ from argosy.data.batch import Batch
 UNKNOWN = -1
 
 
-class Row(NamedTuple):
+class TopTokens(NamedTuple):
     """The likeliest tokens of n targets: ids and log-probabilities [n k], and log-probabilities of all others [n]."""
 
     ids: np.ndarray
@@ -74,7 +74,7 @@ class Likeliest:
         """Those of these rows that are not known."""
         return rows[self.begins[rows] < 0]
 
-    def read(self, row: int) -> Row:
+    def read(self, row: int) -> TopTokens:
         """What is known of a row.
 
         Raises:
@@ -90,7 +90,7 @@ class Likeliest:
             # A copy, because a record may begin at any byte.
             parts.append(np.frombuffer(self.records[at : at + size].tobytes(), dtype).reshape(n, width))
             at += size
-        return Row(parts[0], parts[1], parts[2][:, 0])
+        return TopTokens(parts[0], parts[1], parts[2][:, 0])
 
     def targets_at(self, at: int) -> int:
         """The number of targets of the row that begins there."""
@@ -129,7 +129,7 @@ class Writer:
         self.file = of.path.with_suffix(".bin").open("ab")
         self.made: dict[int, int] = {}
 
-    def add(self, row: int, found: Row) -> None:
+    def add(self, row: int, found: TopTokens) -> None:
         at, of = self.file.tell(), self.of
         self.file.write(len(found.ids).to_bytes(8, "little"))
         self.file.write(np.ascontiguousarray(found.ids, of.ids).tobytes())

@@ -38,7 +38,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Group:
+class ExampleGroup:
     """Examples that are never parted, in their order, and one number or array for the group by name."""
 
     examples: Sequence[Example]
@@ -48,7 +48,7 @@ class Group:
 class GroupRows:
     """Rows of `sequence` tokens, one example each. Row `g i + j` is example j of group i, where a group has g examples."""
 
-    def __init__(self, groups: Sequence[Group], sequence: int, vocab: int):
+    def __init__(self, groups: Sequence[ExampleGroup], sequence: int, vocab: int):
         """Raises:
         BadInput: groups of unequal size, an example that is too long or too short or has a token outside the vocabulary,
             names or shapes that differ between examples.
@@ -118,7 +118,7 @@ class GroupRows:
 class Examples(RowSource):
     """Groups of examples that the caller holds in memory, and others for evaluation."""
 
-    def __init__(self, groups: Sequence[Group], held_out: Sequence[Group] = ()):
+    def __init__(self, groups: Sequence[ExampleGroup], held_out: Sequence[ExampleGroup] = ()):
         self.groups, self.held_out = groups, held_out
 
     def rows(self, *, sequence: int, vocab: int, seed: int, held_out: bool = False) -> GroupRows:

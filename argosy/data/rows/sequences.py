@@ -20,7 +20,7 @@ from argosy.core.errors import BadInput
 from argosy.data.batch import Batch, Field, Fields
 from argosy.data.chat.conversations import NOTHING, ConversationEncoder, says_something
 from argosy.data.chat.mask import encode_all, encode_cut
-from argosy.data.encode import Encoder
+from argosy.data.encode import DocumentEncoder
 from argosy.data.pack import Corpus, Encoded, PackCounts, best_fit_decreasing
 from argosy.data.rows.mismatched import MismatchedRecords
 from argosy.data.sources import Document, Record, Source
@@ -155,10 +155,10 @@ def encoder_for(
     special: bool = False,
     learn: str = "answers",
     template: str | None = None,
-) -> Encoder:
+) -> DocumentEncoder:
     """The encoder of a source's documents: of text, of conversations, or of sequences."""
     if source.format == "text":
-        return Encoder(tokenizer, bos, special)
+        return DocumentEncoder(tokenizer, bos, special)
     if source.format in GROUPS:
         return SequenceEncoder(tokenizer, source.format, bos, special, learn, template, source)
     return ConversationEncoder(tokenizer, bos, special, learn, template)

@@ -28,7 +28,7 @@ SOURCES = Registry(
     {
         "text": "argosy.data.sources.text:TextFile",
         "jsonl": "argosy.data.sources.text:JsonLines",
-        "folder": "argosy.data.sources.text:Folder",
+        "folder": "argosy.data.sources.text:TextFolder",
         "memory": "argosy.data.sources.text:Memory",
         "stdlib": "argosy.data.sources.stdlib:StandardLibrary",
         "docstrings": "argosy.data.sources.stdlib:Docstrings",

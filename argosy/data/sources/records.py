@@ -66,7 +66,7 @@ ALPACA_WITH_INPUT = (
 )
 
 
-class Reader:
+class RecordReader:
     """Reads the records of one format.
 
     Args:

@@ -1,7 +1,7 @@
 """Text files, JSON lines (text or records), folders of both, and texts in memory; `.gz` is read as what it wraps.
 
 Files of any size are read in pieces of about 1 MiB, so memory is bounded. How a text in pieces gets the tokens of the whole
-text is the business of `encode.Encoder`. Text must be UTF-8.
+text is the business of `encode.DocumentEncoder`. Text must be UTF-8.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 from argosy.data.sources import Document, Source, is_prepared, missing, reader_of, refuse_table
-from argosy.data.sources.records import Reader
+from argosy.data.sources.records import RecordReader
 
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
@@ -69,10 +69,10 @@ class JsonLines(Source):
     def __init__(
         self, path: str | Path, *, invalid: str = "error", format: str = "auto", columns: Mapping[str, str] | None = None
     ):
-        """format, columns: as `records.Reader`."""
+        """format, columns: as `records.RecordReader`."""
         self.path = existing(path)
         self.invalid, self.asked, self.columns = invalid, format, dict(columns or {})
-        self.reader = Reader(format, columns)
+        self.reader = RecordReader(format, columns)
         self.size_bytes = self.disk_bytes = self.path.stat().st_size
         self.files = 1
 
@@ -150,7 +150,7 @@ def read_as(format: str, columns: Mapping[str, str]) -> dict[str, Any]:
     return made | ({"source.columns": json.dumps(dict(columns), sort_keys=True)} if columns else {})
 
 
-class Folder(Source):
+class TextFolder(Source):
     """Every text and JSONL file below a folder, or whatever a glob matches, in the order of their paths."""
 
     def __init__(

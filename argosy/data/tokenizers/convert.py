@@ -14,7 +14,7 @@ from typing import Any
 from argosy.core.errors import BadInput, nearest
 from argosy.data.tokenizers.byte import byte_names
 from argosy.data.tokenizers.config import TokenizerConfig, damaged, parse_object, read_bytes
-from argosy.data.tokenizers.rules import BYTE_LEVEL, RULES, Rule, pre_tokenizer
+from argosy.data.tokenizers.rules import BYTE_LEVEL, RULES, SplitRule, pre_tokenizer
 
 END = "<|endoftext|>"
 GPT2_ROLES = {"bos_token": END, "eos_token": END}
@@ -26,7 +26,7 @@ ROBERTA_ROLES = {
     "mask_token": "<mask>",
 }  # fmt: skip
 CLIP_ROLES = {"bos_token": "<|startoftext|>", "eos_token": END, "unk_token": END, "pad_token": END}
-PAIRED: dict[str, tuple[Rule, dict[str, str]]] = {
+PAIRED: dict[str, tuple[SplitRule, dict[str, str]]] = {
     **dict.fromkeys(["GPT2", "CodeGen"], (RULES["gpt-2"], GPT2_ROLES)),
     **dict.fromkeys(["Roberta", "Bart", "Longformer", "LED"], (RULES["gpt-2"], ROBERTA_ROLES)),
     "Qwen2": (RULES["qwen2"], {"eos_token": END, "pad_token": END}),
@@ -41,7 +41,7 @@ WHOLE_WORD_CHARACTERS = 100
 
 
 def byte_bpe(
-    vocab: Mapping[str, int], merges: list[str] | list[list[str]], rule: Rule, added: list[dict[str, Any]]
+    vocab: Mapping[str, int], merges: list[str] | list[list[str]], rule: SplitRule, added: list[dict[str, Any]]
 ) -> str:
     """A byte-level BPE."""
     model = {

@@ -16,7 +16,7 @@ from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import byte_names
 from argosy.data.tokenizers.config import TokenizerConfig, damaged
 from argosy.data.tokenizers.convert import END, byte_bpe
-from argosy.data.tokenizers.rules import RULES, Rule
+from argosy.data.tokenizers.rules import RULES, SplitRule
 
 # The largest published vocabulary has 200,000.
 MOST_RANK = 1 << 24
@@ -32,7 +32,7 @@ class Kind:
     """rule: how text is cut. special: ids of special tokens by name, given the lowest free id and the config. roles: of
     those that go without saying."""
 
-    rule: Rule
+    rule: SplitRule
     special: Callable[[int, TokenizerConfig], Mapping[str, int]]
     roles: Mapping[str, str] = field(default_factory=lambda: {"eos_token": END})
 
@@ -43,7 +43,7 @@ def reserved(first: int, config: TokenizerConfig) -> dict[str, int]:
     return {names.get(number, f"<|reserved_token_{number}|>"): number for number in range(first, first + RESERVED)}
 
 
-def known(rule: str) -> Rule:
+def known(rule: str) -> SplitRule:
     """A rule, with words that are tokens found before any merge, as tiktoken does it."""
     return replace(RULES[rule], whole=True)
 

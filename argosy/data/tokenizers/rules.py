@@ -54,7 +54,7 @@ MARKS = "!-/:-~！-／：-～‘-‟\u3000-。"
 
 
 @dataclass(frozen=True)
-class Rule:
+class SplitRule:
     """cuts: expressions applied one after the other. nfc: composed first. whole: a word that is a token is not built from
     merges. bos: a text begins with the beginning-of-sequence token where the file does not say."""
 
@@ -64,12 +64,12 @@ class Rule:
     bos: bool = False
 
 
-DEFAULT = Rule((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
-_GPT2, _DIGITS, _QWEN2 = Rule((GPT2,)), Rule((DIGIT, GPT2)), Rule((QWEN2,), nfc=True)
-_LLAMA3 = Rule((LLAMA3,), whole=True, bos=True)
+DEFAULT = SplitRule((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
+_GPT2, _DIGITS, _QWEN2 = SplitRule((GPT2,)), SplitRule((DIGIT, GPT2)), SplitRule((QWEN2,), nfc=True)
+_LLAMA3 = SplitRule((LLAMA3,), whole=True, bos=True)
 
 
-def for_names(names: str, rule: Rule) -> dict[str, Rule]:
+def for_names(names: str, rule: SplitRule) -> dict[str, SplitRule]:
     return dict.fromkeys(names.split(), rule)
 
 
@@ -79,35 +79,35 @@ RULES = {
     **for_names("roberta-bpe jina-v1-en jina-v2-code jina-v2-de jina-v2-es jina-de jina-es", _GPT2),
     **for_names("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", _DIGITS),
     **for_names("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3),
-    **for_names("dbrx smaug-bpe chatglm-bpe glm4", Rule((LLAMA3,))),
+    **for_names("dbrx smaug-bpe chatglm-bpe glm4", SplitRule((LLAMA3,))),
     **for_names("qwen2 deepseek-r1-qwen megrez kormo f2llmv2", _QWEN2),
-    **for_names("stablelm2 hunyuan solar-open grok-2", Rule((QWEN2,))),
-    **for_names("qwen35", Rule((QWEN35,), nfc=True)),
-    **for_names("tekken", Rule((TEKKEN,), whole=True, bos=True)),
-    **for_names("gpt-4o llama4 kanana2 talkie minimax-m2", Rule((GPT4O,))),
-    **for_names("granite-embed-multi-97m", Rule((GPT4O,), whole=True)),
-    **for_names("tiny_aya cohere2moe", Rule((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O))),
-    **for_names("youtu", Rule((YOUTU, GPT4O.replace(r"\p{N}{1,3}", DIGIT)), whole=True)),
-    **for_names("kimi-k2", Rule((KIMI,), whole=True)),
-    **for_names("deepseek-llm", Rule((r"[\r\n]", rf"\s?[{CASED}]+", rf"\s?[{MARKS}]+", r"\s+$", CJK, r"\p{N}+"))),
-    **for_names("deepseek-coder", Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, DIGIT))),
-    **for_names("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Rule((r"\p{N}{1,3}", KANA, DEEPSEEK3))),
-    **for_names("spark2_5", Rule((DIGIT, KANA, DEEPSEEK3.replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]")))),
-    **for_names("falcon", Rule((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"))),
-    **for_names("jais-2", Rule((LLAMA3.replace(r"|\s+(?!\S)|\s+", JAIS2_SPACES),))),
-    **for_names("bailingmoe bailingmoe2 llada-moe", Rule((BAILING,))),
-    **for_names("seed-coder", Rule((QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"),))),
-    **for_names("ufakzeka", Rule((QWEN2.removeprefix(f"{_ENDINGS}|"),))),
-    **for_names("laguna", Rule((r"[^\n]+|[\n]+", QWEN2))),
-    **for_names("minicpm5", Rule((r"\p{N}{1,3}", QWEN2.replace(r"\p{N}|", r"\p{N}+|")), whole=True)),
-    **for_names("bloom poro-chat gpt3-finnish", Rule((BLOOM,))),
-    **for_names("viking", Rule((BLOOM, DIGIT))),
+    **for_names("stablelm2 hunyuan solar-open grok-2", SplitRule((QWEN2,))),
+    **for_names("qwen35", SplitRule((QWEN35,), nfc=True)),
+    **for_names("tekken", SplitRule((TEKKEN,), whole=True, bos=True)),
+    **for_names("gpt-4o llama4 kanana2 talkie minimax-m2", SplitRule((GPT4O,))),
+    **for_names("granite-embed-multi-97m", SplitRule((GPT4O,), whole=True)),
+    **for_names("tiny_aya cohere2moe", SplitRule((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O))),
+    **for_names("youtu", SplitRule((YOUTU, GPT4O.replace(r"\p{N}{1,3}", DIGIT)), whole=True)),
+    **for_names("kimi-k2", SplitRule((KIMI,), whole=True)),
+    **for_names("deepseek-llm", SplitRule((r"[\r\n]", rf"\s?[{CASED}]+", rf"\s?[{MARKS}]+", r"\s+$", CJK, r"\p{N}+"))),
+    **for_names("deepseek-coder", SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, DIGIT))),
+    **for_names("deepseek-v3 hunyuan-dense joyai-llm hy_v4", SplitRule((r"\p{N}{1,3}", KANA, DEEPSEEK3))),
+    **for_names("spark2_5", SplitRule((DIGIT, KANA, DEEPSEEK3.replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]")))),
+    **for_names("falcon", SplitRule((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"))),
+    **for_names("jais-2", SplitRule((LLAMA3.replace(r"|\s+(?!\S)|\s+", JAIS2_SPACES),))),
+    **for_names("bailingmoe bailingmoe2 llada-moe", SplitRule((BAILING,))),
+    **for_names("seed-coder", SplitRule((QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"),))),
+    **for_names("ufakzeka", SplitRule((QWEN2.removeprefix(f"{_ENDINGS}|"),))),
+    **for_names("laguna", SplitRule((r"[^\n]+|[\n]+", QWEN2))),
+    **for_names("minicpm5", SplitRule((r"\p{N}{1,3}", QWEN2.replace(r"\p{N}|", r"\p{N}+|")), whole=True)),
+    **for_names("bloom poro-chat gpt3-finnish", SplitRule((BLOOM,))),
+    **for_names("viking", SplitRule((BLOOM, DIGIT))),
 }
 """Those of llama.cpp's table that are expressions. Left out, and so refused: rules written in C++ (afmoe, superbpe), and
 vocabularies that are not of bytes (gemma4, sarvam-moe, whitespace)."""
 
 
-def rule(name: str, where: str) -> Rule:
+def rule(name: str, where: str) -> SplitRule:
     """The rule of a name.
 
     Raises:
@@ -119,7 +119,7 @@ def rule(name: str, where: str) -> Rule:
     return RULES[name]
 
 
-def pre_tokenizer(rule: Rule) -> dict[str, Any]:
+def pre_tokenizer(rule: SplitRule) -> dict[str, Any]:
     """A rule as tokenizer.json spells it."""
     cuts = [{"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False} for cut in rule.cuts]
     return {"type": "Sequence", "pretokenizers": [*cuts, BYTE_LEVEL]}

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from argosy.adapt.bank import Bank, Chosen, refused
+from argosy.adapt.bank import AdapterIds, Bank, refused
 from argosy.adapt.surgery import find, put_at
 from argosy.core.errors import BadInput, Unsupported, nearest, some
 from argosy.infer.engine.forward import Sizes, cut
@@ -150,14 +150,14 @@ class Adapters:
             return self._bank.model
         out = merge(graph, {address: jax.ShapeDtypeStruct(a.shape, a.dtype) for address, a in leaves.items()})
         out.dtype = model.dtype
-        kinds: dict[str, Chosen] = {}
+        kinds: dict[str, AdapterIds] = {}
         banks: dict[str, Contraction] = {}
         for name, of in find(out, self.settings.where).items():
             if refused(name, of, self.config.tied) is None:
                 # The layers of a block see the same tokens, and share the variable: it is one array of each layer's program.
                 owner = ".".join(name.split(".")[:2])
                 stacked = of.shape[: of.stacked]
-                one = kinds.setdefault(owner, Chosen(jax.ShapeDtypeStruct((*stacked, 1, 1), jnp.int32), meaning=Meaning("BT")))
+                one = kinds.setdefault(owner, AdapterIds(jax.ShapeDtypeStruct((*stacked, 1, 1), jnp.int32), meaning=Meaning("BT")))
                 put_at(out, name, Bank(of, self.settings.adapters, self.settings.rank, one))
                 banks[name] = of
         if not banks:
@@ -173,7 +173,7 @@ class Adapters:
             layers = [address.removesuffix(".a") for address in names(f"{name}.a")]
             for side, letters in (("a", of.group + of.inner), ("b", of.group)):
                 bank.factors[f"{name}.{side}"] = Factor(side, layers, of.stacked, len(letters))
-        bank.chosen = {address: v.shape[:-2] for address, v in own.items() if isinstance(v, Chosen)}
+        bank.chosen = {address: v.shape[:-2] for address, v in own.items() if isinstance(v, AdapterIds)}
         bank.base = {a: a for a in own.keys() - bank.factors.keys() - bank.chosen.keys()}
         for address in bank.base:
             # A model with adapters of its own has `of` below `of`.

@@ -29,7 +29,7 @@ from argosy.infer.engine.layers import Layers, model_of
 from argosy.infer.engine.programs import Program, Run, plainly
 from argosy.infer.sampling.sampler import Sampled, Slots, sampled
 from argosy.models.parts.attend import Attend, Paged
-from argosy.models.parts.cache import Caches, Specs, Window, laid_out
+from argosy.models.parts.cache import AttentionWindow, Caches, Specs, laid_out
 from argosy.models.parts.ragged import Ragged
 from argosy.models.parts.weight import Leaves, split
 from argosy.parallel.scope import on_several_devices
@@ -48,7 +48,7 @@ class Tables(NamedTuple):
 
     page: int
     pages: int
-    windows: tuple[Window, ...] = ()
+    windows: tuple[AttentionWindow, ...] = ()
 
 
 class Sizes(NamedTuple):

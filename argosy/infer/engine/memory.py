@@ -15,7 +15,7 @@ from argosy.core.errors import BadInput
 from argosy.core.process.resident import drop
 from argosy.infer.engine.programs import Program, Programs, default_device
 from argosy.infer.settings import EngineSettings
-from argosy.models.parts.cache import Caches, Specs, Window, bytes_of, laid_out, layouts, paged
+from argosy.models.parts.cache import AttentionWindow, Caches, Specs, bytes_of, laid_out, layouts, paged
 from argosy.models.parts.weight import Leaves
 from argosy.observe.environment import memory_bytes
 from argosy.observe.readable import sized
@@ -88,7 +88,7 @@ class Extent(NamedTuple):
     """The size of a paged cache. pages: of layers that attend to everything, and those of each window."""
 
     pages: int
-    windows: dict[Window, int]
+    windows: dict[AttentionWindow, int]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Needs:
     page: int
     dtype: Any
     longest: int
-    windows: Mapping[Window, Share]
+    windows: Mapping[AttentionWindow, Share]
     narrow: str | None = None
 
     @property

@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from argosy.infer.engine.pages import Hash, Pages, page_hashes, tail_hash
-from argosy.models.parts.cache import Window
+from argosy.models.parts.cache import AttentionWindow
 
 
 @dataclass(frozen=True)
 class Pool:
     """The pages of layers with one window. most: pages that one sequence holds, at most."""
 
-    window: Window
+    window: AttentionWindow
     pages: Pages
     most: int
 

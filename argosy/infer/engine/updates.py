@@ -18,7 +18,7 @@ import numpy as np
 from argosy.checkpoint.open import open_model
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, nearest, some
-from argosy.core.formats import Reader
+from argosy.core.formats import TensorReader
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
 from argosy.models.parts.stack import stored_addresses
@@ -102,7 +102,7 @@ class Update:
             return dict.fromkeys(file.names, file.read)
         config = self.model.config
         table = KeyMap(*config.hub_rows())
-        reader: Reader = file
+        reader: TensorReader = file
         if config.hub_prefixes or config.hub_old_ends:
             reader = known_as(reader, config.hub_prefixes, config.hub_old_ends, table.names)
         ours = table.ours_of(reader.names)

@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from argosy.models.parts.ahead import Ahead, Depth
+from argosy.models.parts.ahead import Depth, MultiTokenPrediction
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.block import Block
 from argosy.models.parts.decoder import Decoder
@@ -16,14 +16,14 @@ from argosy.models.parts.weight import Leaves, merge, split
 from argosy.models.settings import Reach
 
 
-class DeepSeek(Decoder):
+class DeepSeekDecoder(Decoder):
     """A `Decoder` that can also predict further tokens ahead."""
 
     def __init__(self, config: Any, block: Callable[[str], Block], norm: Callable[[], nnx.Module], run: Execution | None):
         reach = Reach(None, config.rope.decided(config.context))
         plan = [Layer("dense" if i < config.dense else "experts", reach) for i in range(config.layers)]
         super().__init__(config, plan, block, norm(), run)
-        self.mtp = Ahead(config.mtp, lambda: Depth(config.width, block("experts"), reach, norm)) if config.mtp else None
+        self.mtp = MultiTokenPrediction(config.mtp, lambda: Depth(config.width, block("experts"), reach, norm)) if config.mtp else None
 
     def ahead(
         self, depth: int, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], attend: Attend, cache: Any = None

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, ClassVar
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import ConfigTable
 
@@ -18,13 +18,13 @@ class BertHub:
     hub_left_out: ClassVar[tuple[str, ...]] = ("cls.*", "lm_head.*")
     hub_old_ends: ClassVar[dict[str, str]] = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         rows = [
-            Row("embeddings.word_embeddings.weight", "embed.w", "V D -> V D"),
-            Row("embeddings.position_embeddings.weight", "positions.w", "A D -> A D"),
-            Row("embeddings.token_type_embeddings.weight", "types.w", "Y D -> Y D"),
-            Row("embeddings.LayerNorm.weight", "embed_norm.scale", "D -> D"),
-            Row("embeddings.LayerNorm.bias", "embed_norm.b", "D -> D"),
+            KeyRow("embeddings.word_embeddings.weight", "embed.w", "V D -> V D"),
+            KeyRow("embeddings.position_embeddings.weight", "positions.w", "A D -> A D"),
+            KeyRow("embeddings.token_type_embeddings.weight", "types.w", "Y D -> Y D"),
+            KeyRow("embeddings.LayerNorm.weight", "embed_norm.scale", "D -> D"),
+            KeyRow("embeddings.LayerNorm.bias", "embed_norm.b", "D -> D"),
         ]
         rows += hub.of_layers(
             range(self.layers),
@@ -48,8 +48,8 @@ class BertHub:
         )
         if self.pooler:
             rows += [
-                Row("pooler.dense.weight", "pooler.w", "O D -> D O"),
-                Row("pooler.dense.bias", "pooler.b", "O -> O"),
+                KeyRow("pooler.dense.weight", "pooler.w", "O D -> D O"),
+                KeyRow("pooler.dense.bias", "pooler.b", "O -> O"),
             ]
         return rows, self.dims
 

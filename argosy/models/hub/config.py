@@ -12,7 +12,7 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.core.formats import listed
 from argosy.models.language import shortest_pattern
-from argosy.models.settings import Linear, Llama3, LongRope, Rope, Yarn
+from argosy.models.settings import LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 
 # Keys without effect on the forward pass: bookkeeping, training, text generation.
 HARMLESS = frozenset(
@@ -256,7 +256,7 @@ READERS: dict[str, dict[str, str]] = {
         "attention_factor": "attention",
     },
 }
-KINDS = {Linear: "linear", Llama3: "llama3", Yarn: "yarn", LongRope: "longrope"}
+KINDS = {LinearScaling: "linear", Llama3Scaling: "llama3", Yarn: "yarn", LongRope: "longrope"}
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:

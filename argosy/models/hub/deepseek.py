@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from argosy.core.errors import BadInput
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import Rope
@@ -16,7 +16,7 @@ class DeepSeekHub:
 
     hub_types: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         every, experts = range(self.layers), range(self.dense, self.layers)
         rows = self._attention_rows(every) + self._expert_rows(experts)
         rows += hub.glu(range(self.dense)) if self.dense else []
@@ -28,9 +28,9 @@ class DeepSeekHub:
         heads = tuple(f"{at}shared_head.head.weight" for at in copies)
         return rows + [replace(row, copies=heads) if row.ours == "head.w" else row for row in others], self.dims
 
-    def _attention_rows(self: Any, over: range) -> list[Row]:
-        def both(theirs: str, ours: tuple[str, str], how: str) -> Row:
-            return Row(f"{hub.LAYER}self_attn.{theirs}", tuple(f"layers.{{l}}.attn.{o}" for o in ours), how, over)
+    def _attention_rows(self: Any, over: range) -> list[KeyRow]:
+        def both(theirs: str, ours: tuple[str, str], how: str) -> KeyRow:
+            return KeyRow(f"{hub.LAYER}self_attn.{theirs}", tuple(f"layers.{{l}}.attn.{o}" for o in ours), how, over)
 
         rows = hub.norms(over, hub.PRE_NORMS)
         rows += [
@@ -58,7 +58,7 @@ class DeepSeekHub:
             rows += hub.of_layers(over, ("self_attn.q_a_proj.bias", "attn.q_down.b", "Q -> Q"))
         return rows + (self._index_rows(over) if self.index else [])
 
-    def _index_rows(self: Any, over: range) -> list[Row]:
+    def _index_rows(self: Any, over: range) -> list[KeyRow]:
         return hub.of_layers(
             over,
             ("self_attn.indexer.wq_b.weight", "attn.index.q.w", "(I J) Q -> Q I J"),
@@ -68,27 +68,27 @@ class DeepSeekHub:
             ("self_attn.indexer.weights_proj.weight", "attn.index.weigh.w", "I D -> D I"),
         )
 
-    def _expert_rows(self: Any, over: range) -> list[Row]:
+    def _expert_rows(self: Any, over: range) -> list[KeyRow]:
         rows = hub.of_layers(over, ("mlp.gate.weight", "mlp.router.w", "E D -> D E")) + hub.experts(over)
         if self.moe.bias:
             rows += hub.of_layers(over, ("mlp.gate.e_score_correction_bias", "mlp.bias", "E -> E"))
         return rows + (hub.glu(over, "mlp.shared_experts", "mlp.shared", "shared") if self.moe.shared else [])
 
-    def _mtp_rows(self: Any, d: int) -> list[Row]:
+    def _mtp_rows(self: Any, d: int) -> list[KeyRow]:
         """Rows of one `mtp` module. The Hub stores it as a layer after the last."""
         theirs = f"model.layers.{self.layers + d}."
 
-        def renamed(row: Row) -> Row:
+        def renamed(row: KeyRow) -> KeyRow:
             paths = (row.ours,) if isinstance(row.ours, str) else row.ours
             paths = tuple(path.replace("layers.{l}", f"mtp.{d}.block") for path in paths)
             return replace(row, theirs=str(row.theirs).replace(hub.LAYER, theirs), ours=paths, over=None)
 
         once = range(1)
         return [
-            Row(f"{theirs}enorm.weight", f"mtp.{d}.embed_norm.scale", "D -> D"),
-            Row(f"{theirs}hnorm.weight", f"mtp.{d}.hidden_norm.scale", "D -> D"),
-            Row(f"{theirs}eh_proj.weight", f"mtp.{d}.proj.w", "D twice -> twice D"),
-            Row(f"{theirs}shared_head.norm.weight", f"mtp.{d}.norm.scale", "D -> D"),
+            KeyRow(f"{theirs}enorm.weight", f"mtp.{d}.embed_norm.scale", "D -> D"),
+            KeyRow(f"{theirs}hnorm.weight", f"mtp.{d}.hidden_norm.scale", "D -> D"),
+            KeyRow(f"{theirs}eh_proj.weight", f"mtp.{d}.proj.w", "D twice -> twice D"),
+            KeyRow(f"{theirs}shared_head.norm.weight", f"mtp.{d}.norm.scale", "D -> D"),
             *map(renamed, self._attention_rows(once) + self._expert_rows(once)),
         ]
 

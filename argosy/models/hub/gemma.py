@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_pattern, read_rope, text_of, write_pattern, write_rope
 from argosy.models.settings import Rope
@@ -15,7 +15,7 @@ class GemmaHub:
     hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_tower.*", "multi_modal_projector.*")
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         over = range(self.layers)
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(over)
         rows += hub.norms(over, POST_NORMS if self.post_norms else hub.PRE_NORMS)

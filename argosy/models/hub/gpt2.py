@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import ConfigTable
 
@@ -14,16 +14,16 @@ class GPT2Hub:
     hub_ignore: ClassVar[tuple[str, ...]] = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         over = range(self.layers)
         qkv = [("attn.q", "attn.k", "attn.v"), "((N|K|K) H)"]
         rows = [
-            Row("transformer.wte.weight", "embed.w", "V D -> V D", tied_to="lm_head.weight" if self.tied else None),
-            Row("transformer.wpe.weight", "positions.w", "A D -> A D"),
-            Row(f"{LAYER}attn.c_attn.weight", _each(qkv[0], "w"), f"D {qkv[1]} -> D N H, D K H, D K H", over),
-            Row(f"{LAYER}attn.c_attn.bias", _each(qkv[0], "b"), f"{qkv[1]} -> N H, K H, K H", over),
-            Row("transformer.ln_f.weight", "norm.scale", "D -> D"),
-            Row("transformer.ln_f.bias", "norm.b", "D -> D"),
+            KeyRow("transformer.wte.weight", "embed.w", "V D -> V D", tied_to="lm_head.weight" if self.tied else None),
+            KeyRow("transformer.wpe.weight", "positions.w", "A D -> A D"),
+            KeyRow(f"{LAYER}attn.c_attn.weight", _each(qkv[0], "w"), f"D {qkv[1]} -> D N H, D K H, D K H", over),
+            KeyRow(f"{LAYER}attn.c_attn.bias", _each(qkv[0], "b"), f"{qkv[1]} -> N H, K H, K H", over),
+            KeyRow("transformer.ln_f.weight", "norm.scale", "D -> D"),
+            KeyRow("transformer.ln_f.bias", "norm.b", "D -> D"),
         ]
         rows += hub.of_layers(
             over,
@@ -39,7 +39,7 @@ class GPT2Hub:
             ("ln_2.bias", "mlp_norm.b", "D -> D"),
             prefix=LAYER,
         )
-        return rows if self.tied else [*rows, Row("lm_head.weight", "head.w", "V D -> D V")], self.dims
+        return rows if self.tied else [*rows, KeyRow("lm_head.weight", "head.w", "V D -> D V")], self.dims
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
 from argosy.models.settings import Rope
@@ -18,12 +18,12 @@ class GptOssHub:
         "E M D -> E M D": "E D M -> E M D",
     }
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         over = range(self.layers)
 
-        def both(theirs: str, kind: str, how: str) -> Row:
+        def both(theirs: str, kind: str, how: str) -> KeyRow:
             """A row for gate and up, which are interleaved."""
-            return Row(hub.LAYER + theirs, (f"layers.{{l}}.mlp.gate.{kind}", f"layers.{{l}}.mlp.up.{kind}"), how, over)
+            return KeyRow(hub.LAYER + theirs, (f"layers.{{l}}.mlp.gate.{kind}", f"layers.{{l}}.mlp.up.{kind}"), how, over)
 
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
         rows += hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)

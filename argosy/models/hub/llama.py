@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
 from argosy.models.settings import Rope
@@ -14,7 +14,7 @@ class LlamaHub:
 
     hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral")
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         over = range(self.layers)
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
         rows += hub.glu(over, bias=self.mlp_bias) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)

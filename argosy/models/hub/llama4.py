@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from argosy.core.errors import BadInput
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_rope, text_of, write_rope
 from argosy.models.language import shortest_pattern
@@ -17,13 +17,13 @@ class Llama4Hub:
     hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_model.*", "multi_modal_projector.*")
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         over = range(self.layers)
         dense, sparse = ([i for i in over if self.kinds[i] == kind] for kind in ("dense", "experts"))
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
         rows += hub.norms(over, hub.PRE_NORMS) + (hub.glu(dense, "feed_forward") if dense else [])
         both = ("layers.{l}.mlp.gate.w", "layers.{l}.mlp.up.w")
-        rows.append(Row(f"{hub.LAYER}feed_forward.experts.gate_up_proj", both, "E D (M|M) -> E D M, E D M", sparse))
+        rows.append(KeyRow(f"{hub.LAYER}feed_forward.experts.gate_up_proj", both, "E D (M|M) -> E D M, E D M", sparse))
         rows += hub.of_layers(
             sparse,
             ("feed_forward.router.weight", "mlp.router.w", "E D -> D E"),

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import Rope
@@ -13,7 +13,7 @@ class MixtralHub:
 
     hub_types: ClassVar[tuple[str, ...]] = ("mixtral",)
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         over = range(self.layers)
         rows = hub.attention(over) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
         rows += hub.of_layers(

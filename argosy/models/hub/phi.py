@@ -3,7 +3,7 @@
 import math
 from typing import Any, ClassVar
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import Rope
@@ -14,11 +14,11 @@ class PhiHub:
 
     hub_types: ClassVar[tuple[str, ...]] = ("phi3",)
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         over = range(self.layers)
 
-        def fused(theirs: str, ours: tuple[str, ...], how: str) -> Row:
-            return Row(hub.LAYER + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), how, over)
+        def fused(theirs: str, ours: tuple[str, ...], how: str) -> KeyRow:
+            return KeyRow(hub.LAYER + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), how, over)
 
         rows = [
             fused(

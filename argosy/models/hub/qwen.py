@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_dense, read_pattern, read_rope, write_pattern, write_rope
 from argosy.models.settings import Rope
@@ -13,7 +13,7 @@ class QwenHub:
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         over = range(self.layers)
         dense, sparse = ([i for i in over if self.kinds[i] == kind] for kind in ("dense", "experts"))
         rows = hub.attention(over, bias=self.qkv_bias, out_bias=self.out_bias) + hub.norms(over, hub.PRE_NORMS)

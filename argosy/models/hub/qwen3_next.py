@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from argosy.core.errors import BadInput
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_dense, read_rope, write_rope
 from argosy.models.language import shortest_pattern
@@ -17,7 +17,7 @@ class Qwen3NextHub:
     # Modules for multi-token prediction, which config.json does not mention.
     hub_left_out: ClassVar[tuple[str, ...]] = ("mtp.*",)
 
-    def hub_rows(self: Any) -> tuple[list[Row], dict[str, int]]:
+    def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         """Small letters in the rows are sizes of the delta net."""
         over = range(self.layers)
         recurrent, full = ([i for i in over if self.spans[i] == span] for span in "RG")
@@ -68,22 +68,22 @@ def _spans(config: dict[str, Any], layers: int) -> str:
     return "".join(KINDS[kind] for kind in kinds)
 
 
-def _attention(over: list[int], bias: bool) -> list[Row]:
+def _attention(over: list[int], bias: bool) -> list[KeyRow]:
     """Rows of gated attention; each query head is followed by its output gate."""
 
-    def both(theirs: str, kind: str, how: str) -> Row:
-        return Row(hub.LAYER + theirs, (f"layers.{{l}}.attn.q.{kind}", f"layers.{{l}}.attn.gate.{kind}"), how, over)
+    def both(theirs: str, kind: str, how: str) -> KeyRow:
+        return KeyRow(hub.LAYER + theirs, (f"layers.{{l}}.attn.q.{kind}", f"layers.{{l}}.attn.gate.{kind}"), how, over)
 
     rows = [row for row in hub.attention(over, bias=bias, out_bias=bias) if not str(row.ours).startswith(QUERY)]
     rows += [both("self_attn.q_proj.weight", "w", "(N (H|H)) D -> D N H, D N H"), *hub.head_norms(over)]
     return rows + ([both("self_attn.q_proj.bias", "b", "(N (H|H)) -> N H, N H")] if bias else [])
 
 
-def _delta_net(over: list[int]) -> list[Row]:
+def _delta_net(over: list[int]) -> list[KeyRow]:
     """Rows of a delta net, fused by key head: a query, a key, and the values and gates of the value heads it serves."""
 
-    def fused(theirs: str, ours: tuple[str, ...], how: str) -> Row:
-        return Row(hub.LAYER + theirs, tuple(f"layers.{{l}}.attn.{name}" for name in ours), how, over)
+    def fused(theirs: str, ours: tuple[str, ...], how: str) -> KeyRow:
+        return KeyRow(hub.LAYER + theirs, tuple(f"layers.{{l}}.attn.{name}" for name in ours), how, over)
 
     return [
         fused(

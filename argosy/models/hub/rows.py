@@ -3,30 +3,30 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from argosy.core.keymap import How, Row
+from argosy.core.keymap import KeyRow, Rearrangement
 
 LAYER = "model.layers.{l}."
 
 
-def of_layers(over: Sequence[int], *names: tuple[str, str, str], prefix: str = LAYER) -> list[Row]:
+def of_layers(over: Sequence[int], *names: tuple[str, str, str], prefix: str = LAYER) -> list[KeyRow]:
     """The rows of each layer, from (their name, ours, how)."""
-    return [Row(prefix + theirs, "layers.{l}." + ours, how, over) for theirs, ours, how in names]
+    return [KeyRow(prefix + theirs, "layers.{l}." + ours, how, over) for theirs, ours, how in names]
 
 
-def ends(tied: bool, *, bias: bool = False, scores: int = 0) -> list[Row]:
+def ends(tied: bool, *, bias: bool = False, scores: int = 0) -> list[KeyRow]:
     """The rows of embedding, final norm (with a bias for LayerNorm) and head: of logits, or of so many scores."""
     tied_to = "lm_head.weight" if tied and not scores else None
     rows = [
-        Row("model.embed_tokens.weight", "embed.w", "V D -> V D", tied_to=tied_to),
-        Row("model.norm.weight", "norm.scale", "D -> D"),
+        KeyRow("model.embed_tokens.weight", "embed.w", "V D -> V D", tied_to=tied_to),
+        KeyRow("model.norm.weight", "norm.scale", "D -> D"),
     ]
-    rows += [Row("model.norm.bias", "norm.b", "D -> D")] if bias else []
+    rows += [KeyRow("model.norm.bias", "norm.b", "D -> D")] if bias else []
     if scores:
-        return [*rows, Row("score.weight", "head.w", "Z D -> D Z")]
-    return rows if tied else [*rows, Row("lm_head.weight", "head.w", "V D -> D V")]
+        return [*rows, KeyRow("score.weight", "head.w", "Z D -> D Z")]
+    return rows if tied else [*rows, KeyRow("lm_head.weight", "head.w", "V D -> D V")]
 
 
-def norms(over: Sequence[int], names: Mapping[str, str], *, bias: bool = False) -> list[Row]:
+def norms(over: Sequence[int], names: Mapping[str, str], *, bias: bool = False) -> list[KeyRow]:
     """Rows of norms over the model's width, {ours: theirs}; with biases for LayerNorm."""
     rows = of_layers(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
     more = of_layers(over, *((f"{theirs}.bias", f"{ours}.b", "D -> D") for ours, theirs in names.items()))
@@ -36,7 +36,7 @@ def norms(over: Sequence[int], names: Mapping[str, str], *, bias: bool = False) 
 PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def attention(over: Sequence[int], *, bias: bool = False, out_bias: bool = False) -> list[Row]:
+def attention(over: Sequence[int], *, bias: bool = False, out_bias: bool = False) -> list[KeyRow]:
     """The rows of the four projections of attention."""
     rows = of_layers(
         over,
@@ -57,7 +57,7 @@ def attention(over: Sequence[int], *, bias: bool = False, out_bias: bool = False
     return rows
 
 
-def head_norms(over: Sequence[int]) -> list[Row]:
+def head_norms(over: Sequence[int]) -> list[KeyRow]:
     """The rows of norms over each head of queries and keys."""
     return of_layers(
         over,
@@ -68,7 +68,7 @@ def head_norms(over: Sequence[int]) -> list[Row]:
 
 def glu(
     over: Sequence[int], theirs: str = "mlp", ours: str = "mlp", width: str = "F", *, bias: bool = False
-) -> list[Row]:
+) -> list[KeyRow]:
     """The rows of a gated feed-forward layer of this width."""
     rows = of_layers(
         over,
@@ -86,7 +86,7 @@ def glu(
     return rows
 
 
-def experts(over: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[Row]:
+def experts(over: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[KeyRow]:
     """The rows of routed experts: one tensor per expert on the Hub, one array per layer here."""
     return of_layers(
         over,
@@ -96,14 +96,14 @@ def experts(over: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[Row]:
     )
 
 
-def scaled(rows: Sequence[Row], names: Collection[str], blocks: Mapping[str, str]) -> list[Row]:
+def scaled(rows: Sequence[KeyRow], names: Collection[str], blocks: Mapping[str, str]) -> list[KeyRow]:
     """The rows for a folder in which some weights are quantized as values and scales.
 
     Args:
         names: of the tensors in the folder.
         blocks: how a weight is read from MXFP4 blocks, by how it is read plain. Blocks lie along the summed axis, which is last.
     """
-    out: list[Row] = []
+    out: list[KeyRow] = []
     for row in rows:
         kinds = {layer: _scales(row, layer, names) for layer in row.over or (None,)}
         for kind in dict.fromkeys(kinds.values()):
@@ -112,17 +112,17 @@ def scaled(rows: Sequence[Row], names: Collection[str], blocks: Mapping[str, str
     return out
 
 
-def _scales(row: Row, layer: int | None, names: Collection[str]) -> str | None:
+def _scales(row: KeyRow, layer: int | None, names: Collection[str]) -> str | None:
     """How this row's tensor is quantized at a layer; for experts, the first one decides."""
     if not isinstance(row.theirs, str) or row.scales:
         return None
     name = row.theirs.replace("{l}", str(layer)).replace("{e}", "0")
-    if f"{name}_scale_inv" in names and len(How.parse(row.how).theirs[0].axes) == 2:
+    if f"{name}_scale_inv" in names and len(Rearrangement.parse(row.how).theirs[0].axes) == 2:
         return "fp8_blocks"
     return "mxfp4" if f"{name}_blocks" in names else None
 
 
-def _with_scales(row: Row, kind: str | None, blocks: Mapping[str, str]) -> Row:
+def _with_scales(row: KeyRow, kind: str | None, blocks: Mapping[str, str]) -> KeyRow:
     if kind == "fp8_blocks":
         return replace(row, theirs=(row.theirs, f"{row.theirs}_scale_inv"), scales=kind)
     if kind == "mxfp4" and row.how in blocks:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from argosy.models.parts.attend import Packed as Packed
     from argosy.models.parts.block import Block as Block
     from argosy.models.parts.decoder import Decoder as Decoder
-    from argosy.models.parts.encoder import Encoder as Encoder
+    from argosy.models.parts.encoder import TextEncoder as TextEncoder
     from argosy.models.parts.heads import Attention as Attention
     from argosy.models.parts.latent import LatentAttention as LatentAttention
     from argosy.models.parts.mlp import GLU as GLU
@@ -30,7 +30,7 @@ _FROM = {
     "Bidirectional": "argosy.models.parts.attend",
     "Block": "argosy.models.parts.block",
     "Decoder": "argosy.models.parts.decoder",
-    "Encoder": "argosy.models.parts.encoder",
+    "TextEncoder": "argosy.models.parts.encoder",
     "Execution": "argosy.models.parts.stack",
     "GLU": "argosy.models.parts.mlp",
     "LatentAttention": "argosy.models.parts.latent",

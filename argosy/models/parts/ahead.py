@@ -45,7 +45,7 @@ class Depth(nnx.Module):
         return self.norm(x), cache, aux
 
 
-class Ahead(nnx.Module):
+class MultiTokenPrediction(nnx.Module):
     """The chain; its modules are named "0", "1", ..."""
 
     def __init__(self, depths: int, make: Callable[[], Depth]):

@@ -30,8 +30,8 @@ from argosy.models.parts.cache import (
     RING,
     ROW,
     WINDOW,
+    AttentionWindow,
     Cache,
-    Window,
     beside,
     is_ring,
     is_windowed,
@@ -409,7 +409,7 @@ class Paged(Recurs):
     absorb: bool | None = None
     angles: Angled = None
     # For the pools of windows: the number of the first page that a row keeps there [B], and from it on its pages [B W].
-    windows: Mapping[Window, tuple[Int[Any, "B"], Int[Any, "B W"]]] = field(default_factory=dict)
+    windows: Mapping[AttentionWindow, tuple[Int[Any, "B"], Int[Any, "B W"]]] = field(default_factory=dict)
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -465,7 +465,7 @@ class Paged(Recurs):
         distances alone. Chunks begin with a page."""
         assert score.window is not None
         assert not (score.chunked and score.window % page)
-        first, table = self.windows[Window(score.window, score.chunked)]
+        first, table = self.windows[AttentionWindow(score.window, score.chunked)]
         return Paged(table, self.slots, self.lengths - first * page, self.new, self.t, self.absorb)
 
     def _met(self, q: Array, pools: Cache, total: Int[Array, "B"], read: Read, score: Score) -> Array:

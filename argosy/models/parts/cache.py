@@ -43,7 +43,7 @@ RING, WINDOW, ROW = "ring.", "window.", "row."
 JOINED = "kv"
 
 
-class Entry(NamedTuple):
+class CacheEntry(NamedTuple):
     """One array that a layer caches: its name, the shape for one token or sequence, and its kind.
 
     dtype: None: the type of the whole cache. size: of a ring, in tokens. scales: as in `Spec`.
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
         return {"token": "", "ring": RING, "window": WINDOW, "row": ROW}[self.kind] + self.name
 
 
-class Window(NamedTuple):
+class AttentionWindow(NamedTuple):
     """How far back a layer attends: to the last `tokens` tokens, the query's own included; chunked: of these, to those of its own
     chunk, where sequences are cut every `tokens` tokens."""
 
@@ -98,16 +98,16 @@ class Spec:
     scales: tuple[tuple[str, int], ...] = ()
 
     @property
-    def window(self) -> Window | None:
-        return Window(self.span, self.chunked) if self.span is not None and self.token else None
+    def window(self) -> AttentionWindow | None:
+        return AttentionWindow(self.span, self.chunked) if self.span is not None and self.token else None
 
-    def entries(self, longest: int, slack: int = 0) -> Iterator[Entry]:
+    def entries(self, longest: int, slack: int = 0) -> Iterator[CacheEntry]:
         """Its arrays, for sequences of at most `longest` tokens; rings if these are shorter."""
         size = None if self.span is None or self.span + slack >= longest else self.span + slack
         for name, shape in self.token:
-            yield Entry(name, shape, "token" if size is None else "ring", None, size, dict(self.scales).get(name, 1))
+            yield CacheEntry(name, shape, "token" if size is None else "ring", None, size, dict(self.scales).get(name, 1))
         for name, shape in self.row:
-            yield Entry(name, shape, "row", jnp.float32)
+            yield CacheEntry(name, shape, "row", jnp.float32)
 
 
 # {cache name: what one layer caches, and how many layers share the arrays}
@@ -133,7 +133,7 @@ def paged(
     *,
     longest: int | None = None,
     slack: int = 0,
-    windows: Mapping[Window, int] | None = None,
+    windows: Mapping[AttentionWindow, int] | None = None,
     narrow: str | None = None,
 ) -> Caches:
     """Empty pools for `Paged`: [pages page ...] per token, [slots span ...] for rings, [slots ...] for states.
@@ -158,7 +158,7 @@ def _allocate(
     slack: int,
     *,
     joined: bool = False,
-    windows: Mapping[Window, int] = MappingProxyType({}),
+    windows: Mapping[AttentionWindow, int] = MappingProxyType({}),
     narrow: str | None = None,
 ) -> Caches:
     def one(spec: Spec, layers: int | None) -> Cache:
@@ -169,7 +169,7 @@ def _allocate(
             place["window"] = windows[window], token[1]
             entries = [e._replace(kind="window", size=None) if e.kind in ("token", "ring") else e for e in entries]
 
-        def zeros(e: Entry) -> Any:
+        def zeros(e: CacheEntry) -> Any:
             shape = (*lead, *place.get(e.kind, (rows, e.size)), *e.shape)
             if narrow and e.kind in ("token", "window") and e.scales:
                 return empty(shape, e.scales, narrow)
@@ -181,7 +181,7 @@ def _allocate(
     return {name: one(*spec) for name, spec in specs.items()}
 
 
-def _joined(entries: list[Entry], dtype: Any) -> list[Entry]:
+def _joined(entries: list[CacheEntry], dtype: Any) -> list[CacheEntry]:
     """The entries with keys and values as one, where kernels read them so."""
     paged_ = [e for e in entries if e.kind in ("token", "window")]
     tokens = {e.name: e.shape for e in paged_}
@@ -190,7 +190,7 @@ def _joined(entries: list[Entry], dtype: Any) -> list[Entry]:
     heads, size = tokens["k"]
     if not reads_joined(heads, size, dtype):
         return entries
-    return [Entry(JOINED, (2 * heads, size), paged_[0].kind), *(e for e in entries if e not in paged_)]
+    return [CacheEntry(JOINED, (2 * heads, size), paged_[0].kind), *(e for e in entries if e not in paged_)]
 
 
 def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, Any]]:

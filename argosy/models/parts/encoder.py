@@ -13,7 +13,7 @@ from argosy.models.parts.stack import Aux, Execution, Layer, Stack
 from argosy.parallel.scope import constrain
 
 
-class Encoder(nnx.Module):
+class TextEncoder(nnx.Module):
     """Tokens to one vector each. `dtype` is the type of activations, and so of contractions.
 
     Args:

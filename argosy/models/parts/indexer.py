@@ -36,7 +36,7 @@ AT_ONCE = 1 << 24
 KEY_EPS = 1e-6
 
 
-class Asked(NamedTuple):
+class IndexQuery(NamedTuple):
     """What the tokens of one call look for: a query for each indexer head, and the weight of that head."""
 
     q: Float[Array, "B T I J"]
@@ -64,7 +64,7 @@ class Indexer(nnx.Module):
         latent: Float[Array, "B T Q"],
         each: Reach,
         attend: Attend,
-    ) -> tuple[Asked, Float[Array, "B T J"]]:
+    ) -> tuple[IndexQuery, Float[Array, "B T J"]]:
         """The queries of these tokens, and their keys."""
         x, latent = jax.lax.stop_gradient((x, latent))
         # A selection is discrete.
@@ -72,7 +72,7 @@ class Indexer(nnx.Module):
             q, k = self.q(latent), self.k_norm(self.k(x))
             weights = self.weigh(wide(x)) * self.scale
         k = self.positioned(k[:, :, None], each, attend)[:, :, 0]
-        return Asked(self.positioned(q, each, attend), weights), k
+        return IndexQuery(self.positioned(q, each, attend), weights), k
 
     def positioned(self, x: Float[Array, "B T N J"], each: Reach, attend: Attend) -> Float[Array, "B T N J"]:
         """Applies rotary positions to the first features, always in halves."""
@@ -80,7 +80,7 @@ class Indexer(nnx.Module):
         first = turned(x[..., : self.turns], Reach(rope=halves), attend)
         return jnp.concatenate([first, x[..., self.turns :]], -1)
 
-    def pick(self, asked: Asked, keys: Float[Array, "B S J"], see: See, window: int | None) -> See:
+    def pick(self, asked: IndexQuery, keys: Float[Array, "B S J"], see: See, window: int | None) -> See:
         """Restricts each query to the tokens with the best scores among those it may attend to."""
         if isinstance(keys.shape[1], int) and keys.shape[1] <= self.topk:
             # There are no more than topk tokens: all are selected.
@@ -90,7 +90,7 @@ class Indexer(nnx.Module):
         return replace(see, picked=seen & largest(jnp.where(seen, scores, -jnp.inf), self.topk))
 
 
-def summed(asked: Asked, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
+def summed(asked: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
     """The scores summed over heads. For long sequences one head at a time: 64 heads of 8,192 by 8,192 tokens would be 17 GB."""
 
     def one(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:

@@ -59,7 +59,8 @@ def overlay_fields(axes: int = 0) -> Fields:
     return fields | ({"rotary_positions": Field("B T A", int, at="input")} if axes else {})
 
 
-def batch_inputs(batch: Mapping[str, Array]) -> Inputs:
-    """The inputs of a training batch: its `tokens`, and an overlay and rotary positions where it has them."""
+def batch_inputs(batch: Mapping[str, Array]) -> Int[Array, "B T"] | Inputs:
+    """The inputs of a training batch: its `tokens`, with an overlay and rotary positions where it has them."""
     overlay = Overlay(batch["overlay"], batch["overlay_where"]) if "overlay" in batch else None
-    return Inputs(batch["tokens"], overlay, batch.get("rotary_positions"))
+    positions = batch.get("rotary_positions")
+    return batch["tokens"] if overlay is None and positions is None else Inputs(batch["tokens"], overlay, positions)

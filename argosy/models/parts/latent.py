@@ -21,7 +21,7 @@ from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Reach, turned
-from argosy.models.parts.indexer import Asked, Indexer
+from argosy.models.parts.indexer import Indexer, IndexQuery
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Turns
 from argosy.models.settings import Index
@@ -103,7 +103,7 @@ class LatentAttention(nnx.Module):
 class Latent:
     """An `attend.Read` for the cache of latent attention. `asked`: what the indexer looks for, for these tokens."""
 
-    def __init__(self, layer: LatentAttention, asked: Asked | None = None):
+    def __init__(self, layer: LatentAttention, asked: IndexQuery | None = None):
         self.layer, self.asked = layer, asked
 
     def expand(self, held: Cache) -> tuple[Array, Array]:
@@ -135,7 +135,7 @@ class Latent:
         return self.asked is not None
 
     def of_rows(self, cut: Callable[[Array], Array]) -> "Latent":
-        return self if self.asked is None else Latent(self.layer, Asked(*map(cut, self.asked)))
+        return self if self.asked is None else Latent(self.layer, IndexQuery(*map(cut, self.asked)))
 
     def _sizes(self) -> tuple[int, int, int, int, int]:
         sizes: dict[str, Any] = self.layer.k_up.sizes | self.layer.v_up.sizes | self.layer.k_rope.sizes

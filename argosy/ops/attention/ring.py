@@ -33,7 +33,7 @@ AXIS = "context"
 QUERIES = 512
 
 
-class Rule(NamedTuple):
+class RingCall(NamedTuple):
     """What is fixed of a call. n: devices of the ring. causal, window, scale, cap: as in `Score` and `See`."""
 
     n: int
@@ -60,7 +60,7 @@ class Keys(NamedTuple):
     segments: Int[Array, "B S"]
 
 
-class Part(NamedTuple):
+class RingQueries(NamedTuple):
     """Queries with all that their backward pass reads. lse and delta: [B T N], only there."""
 
     q: Float[Array, "B T N H"]
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     lse: Array | None = None
     delta: Array | None = None
 
-    def cut(self, half: Any) -> "Part":
+    def cut(self, half: Any) -> "RingQueries":
         return jax.tree.map(lambda a: a[half] if a.ndim == 1 else a[:, half], self)
 
 
@@ -89,7 +89,7 @@ def ring(
     lse: bool = False,
 ) -> Any:
     """As `attention`, over the mesh in scope."""
-    rule = Rule(axis_sizes()[AXIS], see.causal, score.window, score.scale, score.cap)
+    rule = RingCall(axis_sizes()[AXIS], see.causal, score.window, score.scale, score.cap)
     segments = see.q_segment if see.q_segment is not None else jnp.ones(q.shape[:2], jnp.int32)
     queries, keys = activation_spec("B T N H", q.shape), activation_spec("B T K H", k.shape)
     rows = activation_spec("B T", q.shape[:2])
@@ -124,12 +124,12 @@ RING = Implementation(ring, _refuses)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _local(rule: Rule, q: Array, k: Array, v: Array, segments: Array, sinks: Array) -> tuple[Array, Array]:
+def _local(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sinks: Array) -> tuple[Array, Array]:
     return _forward(rule, q, k, v, segments, sinks)[0]
 
 
-def _forward(rule: Rule, q: Array, k: Array, v: Array, segments: Array, sinks: Array) -> Any:
-    mine, keys = _laid(rule, Part(q, _places(q.shape[1]), segments), k, v)
+def _forward(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sinks: Array) -> Any:
+    mine, keys = _laid(rule, RingQueries(q, _places(q.shape[1]), segments), k, v)
     y, lse = _both(rule, mine, keys, lambda part, keys: _attended(rule, part, keys))
     # A sink is one more score, without a value.
     total = jnp.logaddexp(lse, sinks)
@@ -138,14 +138,14 @@ def _forward(rule: Rule, q: Array, k: Array, v: Array, segments: Array, sinks: A
     return out, (q, k, v, segments, sinks, *out)
 
 
-def _backward(rule: Rule, kept: Any, g: tuple[Array, Array]) -> Any:
+def _backward(rule: RingCall, kept: Any, g: tuple[Array, Array]) -> Any:
     q, k, v, segments, sinks, y, lse = kept
     dy, dlse = g
     # Of softmax: dscore = p (g v' - delta), with delta = sum(g y), less the gradient of the log-sum-exp itself.
     delta = jnp.sum(wide(dy) * wide(y), -1) - dlse
     dsinks = -jnp.sum(jnp.exp(sinks - lse) * delta, (0, 1))
     dsinks = jnp.where(jnp.isfinite(sinks), dsinks, 0)
-    mine, keys = _laid(rule, Part(q, _places(q.shape[1]), segments, dy, lse, delta), k, v)
+    mine, keys = _laid(rule, RingQueries(q, _places(q.shape[1]), segments, dy, lse, delta), k, v)
     dq, dk, dv = _round_again(rule, mine, keys)
     typed = _back(rule, dq).astype(q.dtype), _back(rule, dk).astype(k.dtype), _back(rule, dv).astype(v.dtype)
     return *typed, np.zeros(segments.shape, jax.dtypes.float0), dsinks
@@ -165,7 +165,7 @@ def _turned(n: int, tree: Any) -> Any:
 # ---- the order of the pieces
 
 
-def _laid(rule: Rule, mine: Part, k: Array, v: Array) -> tuple[Part, Keys]:
+def _laid(rule: RingCall, mine: RingQueries, k: Array, v: Array) -> tuple[RingQueries, Keys]:
     """Queries and keys where they are worked on: balanced, the earlier piece first."""
     keys = Keys(k, v, mine.at, mine.segments)
     if not rule.balanced:
@@ -194,7 +194,7 @@ def _exchanged(n: int, a: Array) -> Array:
     return jnp.concatenate([low, high], axis)
 
 
-def _back(rule: Rule, a: Array) -> Array:
+def _back(rule: RingCall, a: Array) -> Array:
     """The inverse of `_exchanged`."""
     if not rule.balanced:
         return a
@@ -209,7 +209,7 @@ def _back(rule: Rule, a: Array) -> Array:
 # ---- going round
 
 
-def _both(rule: Rule, mine: Part, keys: Keys, of: Any) -> tuple[Array, Array]:
+def _both(rule: RingCall, mine: RingQueries, keys: Keys, of: Any) -> tuple[Array, Array]:
     """(y, lse) of all queries over all keys, float32 at least."""
     y, lse = of(mine, keys)
 
@@ -223,7 +223,7 @@ def _both(rule: Rule, mine: Part, keys: Keys, of: Any) -> tuple[Array, Array]:
     return y, lse
 
 
-def _met(rule: Rule, mine: Part, keys: Keys, i: Array, y: Array, lse: Array, of: Any) -> tuple[Array, Array]:
+def _met(rule: RingCall, mine: RingQueries, keys: Keys, i: Array, y: Array, lse: Array, of: Any) -> tuple[Array, Array]:
     """The outputs so far merged with those over keys that have made i steps."""
     if not rule.balanced:
         return _merge((y, lse), of(mine, keys))
@@ -250,7 +250,7 @@ def _merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return a[0] * jnp.exp(a[1] - total)[..., None] + b[0] * jnp.exp(b[1] - total)[..., None], total
 
 
-def _round_again(rule: Rule, mine: Part, keys: Keys) -> tuple[Array, Array, Array]:
+def _round_again(rule: RingCall, mine: RingQueries, keys: Keys) -> tuple[Array, Array, Array]:
     """The gradients of queries, keys and values. Those of keys and values travel with them, and make the whole round."""
     half = mine.q.shape[1] // 2
     low, high = slice(0, half), slice(half, None)
@@ -283,7 +283,7 @@ def _round_again(rule: Rule, mine: Part, keys: Keys) -> tuple[Array, Array, Arra
 # ---- a block of scores
 
 
-def _scores(rule: Rule, part: Part, keys: Keys) -> tuple[Array, Array]:
+def _scores(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Array]:
     """[B K G T S] after the cap, and which are seen."""
     B, T, N, H = part.q.shape
     K = keys.k.shape[2]
@@ -301,10 +301,10 @@ def _scores(rule: Rule, part: Part, keys: Keys) -> tuple[Array, Array]:
     return s, seen[:, None, None]
 
 
-def _attended(rule: Rule, part: Part, keys: Keys) -> tuple[Array, Array]:
+def _attended(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Array]:
     """(y [B T N U], lse [B T N]) of queries over these keys; a query that sees none of them has 0 and `UNSEEN`."""
 
-    def block(part: Part) -> tuple[Array, Array]:
+    def block(part: RingQueries) -> tuple[Array, Array]:
         s, seen = _scores(rule, part, keys)
         s = jnp.where(seen, s, UNSEEN)
         top = jnp.max(s, -1, keepdims=True)
@@ -319,11 +319,11 @@ def _attended(rule: Rule, part: Part, keys: Keys) -> tuple[Array, Array]:
     return _by_blocks(block, part)
 
 
-def _gradients(rule: Rule, part: Part, keys: Keys) -> tuple[Array, Array, Array]:
+def _gradients(rule: RingCall, part: RingQueries, keys: Keys) -> tuple[Array, Array, Array]:
     """What these queries and keys add to the gradients of queries, keys and values, float32 at least."""
     kind = sums_in(part.q.dtype)
 
-    def block(sums: Any, part: Part) -> Any:
+    def block(sums: Any, part: RingQueries) -> Any:
         B, T, N, _ = part.q.shape
         K = keys.k.shape[2]
         apart = lambda a: jnp.moveaxis(a.reshape(B, T, K, N // K), 1, 3)[..., None]  # noqa: E731
@@ -354,7 +354,7 @@ def _blocks(T: int) -> int:
     return next(n for n in range(-(-T // QUERIES), T + 1) if T % n == 0)
 
 
-def _by_blocks(of: Any, part: Part) -> Any:
+def _by_blocks(of: Any, part: RingQueries) -> Any:
     count = _blocks(part.q.shape[1])
     if count == 1:
         return of(part)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from argosy.core.formats.quants import Blocks
+from argosy.core.formats.quants import IntegerBlocks
 from argosy.ops.native.products import PANEL, Panels
 
 # Codes that are decoded at a time: temporaries of a few megabytes.
@@ -21,7 +21,8 @@ AT_ONCE = 1 << 20
 
 
 def packed_blocks(
-    read: Callable[[slice], Blocks], limits: tuple[int, int], shape: tuple[int, ...], inner: int, first: bool, *, like: Any = None
+    read: Callable[[slice], IntegerBlocks], limits: tuple[int, int], shape: tuple[int, ...], inner: int, first: bool, *, like: Any =
+    None
 ) -> Panels:
     """A weight in panels, from its blocks.
 
@@ -55,7 +56,7 @@ def packed_blocks(
     return Panels(values_, tuple(shape), inner, first, np.dtype(np.float32), scale_, minimum_, zero)
 
 
-def packed_bytes(columns: int, one: Blocks, limits: tuple[int, int]) -> int:
+def packed_bytes(columns: int, one: IntegerBlocks, limits: tuple[int, int]) -> int:
     """The bytes of a packed weight.
 
     Args:

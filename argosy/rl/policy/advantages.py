@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from argosy.rl.policy.metrics import Metrics, mean_where
-from argosy.train.objectives import Mean
+from argosy.train.objectives import WeightedMean
 
 
 class Advantages(NamedTuple):
@@ -112,6 +112,6 @@ def deviation(apart: Float[Array, "..."], count: Float[Array, "..."], axis: int 
     return found if axis is not None else found.reshape(())
 
 
-def share(where: Bool[Array, "..."], dtype: jnp.dtype) -> Mean:
+def share(where: Bool[Array, "..."], dtype: jnp.dtype) -> WeightedMean:
     """The share of entries that are true."""
     return mean_where(where.astype(dtype), jnp.ones(where.shape, dtype))

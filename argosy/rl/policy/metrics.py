@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.train.objectives import Mean
+from argosy.train.objectives import WeightedMean
 
 
 class Highest(NamedTuple):
@@ -52,13 +52,13 @@ class EffectiveShare(NamedTuple):
         return jnp.where(below == 0, 0.0, self.total**2 / jnp.where(below == 0, 1.0, below))
 
 
-Metric = Mean | Highest | Lowest | EffectiveShare
+Metric = WeightedMean | Highest | Lowest | EffectiveShare
 Metrics = dict[str, Metric]
 
 
-def mean_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Mean:
+def mean_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> WeightedMean:
     """The mean of the values at which the mask is 1; the others may be NaN."""
-    return Mean(jnp.sum(jnp.where(mask > 0, values, 0.0)), jnp.sum((mask > 0).astype(values.dtype)))
+    return WeightedMean(jnp.sum(jnp.where(mask > 0, values, 0.0)), jnp.sum((mask > 0).astype(values.dtype)))
 
 
 def highest_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Highest:
@@ -68,4 +68,4 @@ def highest_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Hig
 
 def numbers(metrics: Metrics) -> dict[str, float]:
     """The values of metrics. A mean of nothing has none and is left out: 0 would be a reward."""
-    return {name: float(one.value()) for name, one in metrics.items() if not isinstance(one, Mean) or float(one.weight)}
+    return {name: float(one.value()) for name, one in metrics.items() if not isinstance(one, WeightedMean) or float(one.weight)}

@@ -1,7 +1,7 @@
 """Losses of policy and critic, one idea a file. Each returns the loss of every token; how they are normalized is chosen apart.
 
     made = ppo(new, old, advantages, mask)
-    loss = TokenMean()(made.tokens, mask)            a Mean: the sum and its weight
+    loss = TokenMean()(made.tokens, mask)            a WeightedMean: the sum and its weight
 
 Losses of tokens may be added (the KL penalty, the entropy bonus) and multiplied by importance weights (`argosy.rl.policy.correction`)
 before they are normalized. Sums and weights are those of the rows given, and add up over parts of a batch, so accumulation and
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from argosy.core.errors import BadInput
 from argosy.rl.policy.metrics import Lowest, Metrics, highest_where, mean_where
-from argosy.train.objectives import Mean
+from argosy.train.objectives import WeightedMean
 
 LARGEST_LOG_RATIO = 20.0
 
@@ -35,7 +35,7 @@ class TokenLoss(NamedTuple):
 class TokenMean:
     """Every token of the batch weighs the same (DAPO, arXiv:2503.14476). Long answers weigh more than short ones."""
 
-    def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Mean:
+    def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> WeightedMean:
         return mean_where(tokens, mask)
 
 
@@ -46,7 +46,7 @@ class SequenceMean:
     Rows without tokens weigh nothing; TRL counts them as answers.
     """
 
-    def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Mean:
+    def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> WeightedMean:
         return mean_where(sequence_means(tokens, mask), of_sequences(mask))
 
 
@@ -65,7 +65,7 @@ class ConstantLength:
         if self.length < 1:
             raise BadInput(f"a loss divided by {self.length} tokens", hint="give the longest answer allowed")
 
-    def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Mean:
+    def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> WeightedMean:
         summed = jnp.sum(jnp.where(mask > 0, tokens, 0.0), 1, keepdims=True)
         return mean_where(summed / self.length, of_sequences(mask))
 

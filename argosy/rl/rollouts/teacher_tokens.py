@@ -22,7 +22,7 @@ from argosy.core.progress import Say
 from argosy.data.batch import Batch, Fingerprint
 from argosy.data.chat.conversations import CLOCK
 from argosy.data.chat.template import choose_template, render
-from argosy.data.distillation.across import Across, Aligned, Group, Opened, beside, full
+from argosy.data.distillation.across import Across, Aligned, AlignedSpan, Opened, beside, full
 from argosy.data.rows.prompts import Prompt
 from argosy.rl.rollouts.completions import Answer
 from argosy.rl.rollouts.packing import Part
@@ -132,6 +132,6 @@ class Reread:
         counted["crowded"] = [len(one.teacher) > self.places for one in found]
         return {f"answers/{name}": float(np.mean(each)) for name, each in counted.items()}
 
-    def learned(self, group: Group) -> bool:
+    def learned(self, group: AlignedSpan) -> bool:
         """Whether a group is compared: something predicts it, and there is a place for it."""
         return group.teacher[0] >= 1 and group.teacher[1] <= self.places

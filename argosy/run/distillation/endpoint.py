@@ -20,7 +20,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 import numpy as np
 
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.data.distillation.likeliest import Row
+from argosy.data.distillation.likeliest import TopTokens
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.run.distillation.address import KEYS
 
@@ -53,7 +53,7 @@ class Endpoint:
     tokenizer: Tokenizer
     sleep: Callable[[float], None] = time.sleep
 
-    def top(self, ids: Sequence[int], k: int, vocab: int) -> Row:
+    def top(self, ids: Sequence[int], k: int, vocab: int) -> TopTokens:
         """The k likeliest tokens at every place of a text from its second on, and the log-probability of all others.
 
         Raises:
@@ -78,7 +78,7 @@ class Endpoint:
         logps = np.array([[p for _, p in row] for row in rows], np.float64).reshape(-1, k)
         rest = np.log(np.maximum(1 - np.exp(logps).sum(1), LEAST_REST))
         made = np.array([[token for token, _ in row] for row in rows], np.int64).reshape(-1, k)
-        return Row(made, logps.astype(np.float32), rest.astype(np.float32))
+        return TopTokens(made, logps.astype(np.float32), rest.astype(np.float32))
 
     def place(self, token: int, entry: Any, k: int, vocab: int) -> list[tuple[int, float]]:
         """The k likeliest tokens of one place, in falling order."""

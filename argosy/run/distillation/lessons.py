@@ -28,7 +28,7 @@ from argosy.run.distillation.across import Both, asking, is_across
 from argosy.run.distillation.teacher import ROLE, Teacher
 from argosy.run.rl.reinforce import Reinforced, shape_of
 from argosy.run.settings import Run
-from argosy.train.objectives import Mean
+from argosy.train.objectives import WeightedMean
 from argosy.train.state import training_graph
 from argosy.train.step import model_for
 from argosy.weights.build import generation_of
@@ -67,7 +67,7 @@ class Tutored(Reinforced):
 
     def compare(self, state: Any, parts: Sequence[Batch]) -> dict[str, float]:
         """The means over these parts of the objective's metrics and of its `loss`."""
-        sums: dict[str, Mean] = {}
+        sums: dict[str, WeightedMean] = {}
         for part in parts:
             found = self._compared(state.params, state.rest, self.frozen[ROLE], self._placed(part))
             sums = {name: mean if not sums else sums[name] + mean for name, mean in found.items()}
@@ -77,7 +77,7 @@ class Tutored(Reinforced):
     def _compared(self) -> Any:
         graph, teacher, precision = training_graph(self.model), self.roles[ROLE], self.decided.precision
 
-        def compared(params: Any, rest: Any, frozen: Any, part: Any) -> dict[str, Mean]:
+        def compared(params: Any, rest: Any, frozen: Any, part: Any) -> dict[str, WeightedMean]:
             models = {"model": model_for(graph, precision, params, rest), ROLE: model_for(teacher.graph, precision, frozen)}
             made = self.run.objective(models, part, jnp.zeros(()))
             return {**made.metrics, "loss": made.loss}

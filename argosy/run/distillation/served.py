@@ -15,7 +15,7 @@ import numpy as np
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.data.distillation.likeliest import Row
+from argosy.data.distillation.likeliest import TopTokens
 from argosy.data.pipeline import RowBatches
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.run.distillation.address import check_address
@@ -80,7 +80,7 @@ class Served:
                     ids[place, at], logps[place, at], rest[place, at] = top
                 for place, row in enumerate(some[:new].tolist()):
                     here = batch["mask"][place] > 0
-                    writer.add(row, Row(ids[place, here], logps[place, here], rest[place, here]))
+                    writer.add(row, TopTokens(ids[place, here], logps[place, here], rest[place, here]))
 
 
 def texts(batch: Any, row: int) -> list[tuple[np.ndarray, list[int]]]:

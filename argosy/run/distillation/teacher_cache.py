@@ -18,7 +18,7 @@ from argosy.core.errors import ArgosyError
 from argosy.core.progress import Say
 from argosy.core.settings import dump
 from argosy.data.batch import Around, Batch, Field, Fields
-from argosy.data.distillation.likeliest import Likeliest, Row, bytes_per_target
+from argosy.data.distillation.likeliest import Likeliest, TopTokens, bytes_per_target
 from argosy.data.pipeline import ROW, RowBatches
 from argosy.data.tables import cache_folder
 from argosy.models.parts.attend import Packed
@@ -106,7 +106,7 @@ def compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer: 
             if not np.isfinite(logps[place, here]).all():
                 what = f"the teacher gives probabilities that are not finite in row {row:,} of the data"
                 raise ArgosyError(what, hint="precision=float32 has a wider range; are its weights whole?")
-            writer.add(row, Row(ids[place, here], logps[place, here], rest[place, here]))
+            writer.add(row, TopTokens(ids[place, here], logps[place, here], rest[place, here]))
 
 
 def compiled(assembly: Any, leaves: Leaves, rows: int) -> Any:

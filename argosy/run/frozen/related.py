@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from argosy.core.errors import BadInput
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan
-from argosy.models.parts.stack.watch import QUERIES, Watched
+from argosy.models.parts.stack.watch import QUERIES, WatchedAttend
 from argosy.models.parts.weight import abstract, merge, split
 from argosy.train.objectives.distill import Told, pairs_of, sides
 
@@ -21,7 +21,7 @@ def layers_told(config: Any) -> list[Told]:
 
     def told(weights: Any, tokens: Any) -> list[Told]:
         model = merge(graph, weights)
-        return model.layers.told(model.hidden(tokens, Watched(Packed(jnp.ones_like(tokens)), heads=True))[2])[0]
+        return model.layers.told(model.hidden(tokens, WatchedAttend(Packed(jnp.ones_like(tokens)), heads=True))[2])[0]
 
     return jax.eval_shape(told, abstract(model), jax.ShapeDtypeStruct((1, 1), jnp.int32))
 

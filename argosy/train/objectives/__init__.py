@@ -19,14 +19,14 @@ from argosy.data.batch import Fields
 Models = Mapping[str, Any]
 
 
-class Mean(NamedTuple):
+class WeightedMean(NamedTuple):
     """A mean before its division: the weighted sum, and the weight."""
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
 
-    def __add__(self, other: Any) -> "Mean":
-        return Mean(self.total + other.total, self.weight + other.weight)
+    def __add__(self, other: Any) -> "WeightedMean":
+        return WeightedMean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> Float[Array, ""]:
         """The mean; zero if the weight is zero."""
@@ -34,7 +34,7 @@ class Mean(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Update:
+class RuleUpdate:
     """How a weight changes by a rule instead of a gradient.
 
     statistic: an array (or its shape, while shapes are computed), a sum over the batch; those of the parts of a batch are added.
@@ -45,15 +45,15 @@ class Update:
     rule: Callable[[Array, Array], Array]
 
 
-jax.tree_util.register_dataclass(Update, ["statistic"], ["rule"])
+jax.tree_util.register_dataclass(RuleUpdate, ["statistic"], ["rule"])
 
 
 class Loss(NamedTuple):
     """The loss, metrics, and updates of weights that change by a rule, by address."""
 
-    loss: Mean
-    metrics: dict[str, Mean]
-    updates: dict[str, Update] = {}  # noqa: RUF012
+    loss: WeightedMean
+    metrics: dict[str, WeightedMean]
+    updates: dict[str, RuleUpdate] = {}  # noqa: RUF012
 
 
 @runtime_checkable

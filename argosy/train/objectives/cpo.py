@@ -15,11 +15,11 @@ from jaxtyping import Array, Float
 
 from argosy.train.objectives import Loss, Models
 from argosy.train.objectives.routers import with_routers
-from argosy.train.objectives.sequences import Sequences, pair_weights, pairs, preference_metrics, sequences
+from argosy.train.objectives.sequences import SequenceLogps, pair_weights, pairs, preference_metrics, sequences
 from argosy.train.preferences import CPO
 
 
-def cpo(how: CPO, found: Sequences, live: Float[Array, "B s"]) -> Loss:
+def cpo(how: CPO, found: SequenceLogps, live: Float[Array, "B s"]) -> Loss:
     """The loss of a batch from the log-probabilities of its sequences."""
     both = pairs(found, live)
     chosen, rejected = how.beta * both.chosen.logps, how.beta * both.rejected.logps

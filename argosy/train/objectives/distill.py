@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.data.batch import Field, Fields
 from argosy.models.parts.attend import Packed
-from argosy.models.parts.stack.watch import KEYS, OUTPUT, QUERIES, VALUES, Watched
+from argosy.models.parts.stack.watch import KEYS, OUTPUT, QUERIES, VALUES, WatchedAttend
 from argosy.ops.cross_entropy import by_chunks
 from argosy.ops.divergence import DIVERGENCES, Top, coarse, forward, log_probs, over
 from argosy.ops.precision import wide
@@ -42,7 +42,7 @@ from argosy.ops.relations import Sides, relation_divergence
 from argosy.parallel.scope import axis_sizes
 from argosy.train.beside import PROJECTION
 from argosy.train.distillation import GKD, Distill
-from argosy.train.objectives import Loss, Mean, Models
+from argosy.train.objectives import Loss, Models, WeightedMean
 from argosy.train.objectives.next_token import FIELDS as OF_TOKENS
 from argosy.train.objectives.next_token import ROOMY_BYTES
 from argosy.train.objectives.routers import with_routers
@@ -84,8 +84,8 @@ def loss(how: Distill | GKD, models: Models, batch: dict[str, Array]) -> Loss:
         total = total + how.hidden_weight * sums["hidden"]
     for name, weighs in how.relations.items():
         total = total + weighs * sums[f"relations/{name}"]
-    metrics = {name: Mean(value, weight) for name, value in sums.items()}
-    return with_routers(Loss(Mean(total, weight), metrics), model, aux, jnp.sum(mask, 1))
+    metrics = {name: WeightedMean(value, weight) for name, value in sums.items()}
+    return with_routers(Loss(WeightedMean(total, weight), metrics), model, aux, jnp.sum(mask, 1))
 
 
 def cosine(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Array, "B T"]:
@@ -142,7 +142,7 @@ def states(how: Distill | GKD, model: Any, batch: dict[str, Array]) -> tuple[Flo
     if not outputs and not heads:
         x, _, aux = model.hidden(batch["tokens"], attend)
         return x, [], aux
-    x, _, aux = model.hidden(batch["tokens"], Watched(attend, outputs, heads))
+    x, _, aux = model.hidden(batch["tokens"], WatchedAttend(attend, outputs, heads))
     return x, *model.layers.told(aux)
 
 

@@ -34,7 +34,7 @@ from argosy.train.objectives import Loss, Models
 from argosy.train.objectives.routers import with_routers
 from argosy.train.objectives.sequences import (
     Pairs,
-    Sequences,
+    SequenceLogps,
     pair_weights,
     pairs,
     preference_metrics,
@@ -46,7 +46,7 @@ from argosy.train.preferences import DPO
 Each = Float[Array, "P s"]
 
 
-class Compared(NamedTuple):
+class LogRatios(NamedTuple):
     """Pairs, with the log-ratios of both answers. chosen_mean, rejected_mean: divided by the number of tokens."""
 
     pairs: Pairs
@@ -67,54 +67,54 @@ def log_sigmoid(x: Each) -> Each:
     return jax.nn.log_sigmoid(x)
 
 
-def sigmoid(of: Compared, how: DPO) -> Each:
+def sigmoid(of: LogRatios, how: DPO) -> Each:
     return -log_sigmoid(how.beta * of.apart)
 
 
-def sigmoid_norm(of: Compared, how: DPO) -> Each:
+def sigmoid_norm(of: LogRatios, how: DPO) -> Each:
     return -log_sigmoid(how.beta * of.apart_by_token)
 
 
-def conservative(of: Compared, how: DPO) -> Each:
+def conservative(of: LogRatios, how: DPO) -> Each:
     logits, wrong = how.beta * of.apart, how.label_smoothing
     return -(1 - wrong) * log_sigmoid(logits) - wrong * log_sigmoid(-logits)
 
 
-def robust(of: Compared, how: DPO) -> Each:
+def robust(of: LogRatios, how: DPO) -> Each:
     logits, wrong = how.beta * of.apart, how.label_smoothing
     return (-(1 - wrong) * log_sigmoid(logits) + wrong * log_sigmoid(-logits)) / (1 - 2 * wrong)
 
 
-def ipo(of: Compared, how: DPO) -> Each:
+def ipo(of: LogRatios, how: DPO) -> Each:
     return (of.apart_by_token - 1 / (2 * how.beta)) ** 2
 
 
-def hinge(of: Compared, how: DPO) -> Each:
+def hinge(of: LogRatios, how: DPO) -> Each:
     return jax.nn.relu(1 - how.beta * of.apart)
 
 
-def apo_zero(of: Compared, how: DPO) -> Each:
+def apo_zero(of: LogRatios, how: DPO) -> Each:
     return 1 - jax.nn.sigmoid(how.beta * of.chosen) + jax.nn.sigmoid(how.beta * of.rejected)
 
 
-def apo_down(of: Compared, how: DPO) -> Each:
+def apo_down(of: LogRatios, how: DPO) -> Each:
     return jax.nn.sigmoid(how.beta * of.chosen) + 1 - jax.nn.sigmoid(how.beta * of.apart)
 
 
-def sft(of: Compared, how: DPO) -> Each:
+def sft(of: LogRatios, how: DPO) -> Each:
     return -of.pairs.chosen.means
 
 
-LOSSES: Mapping[str, Callable[[Compared, DPO], Each]] = {
+LOSSES: Mapping[str, Callable[[LogRatios, DPO], Each]] = {
     "sigmoid": sigmoid, "sigmoid_norm": sigmoid_norm, "conservative": conservative, "robust": robust, "ipo": ipo, "hinge": hinge,
     "apo_zero": apo_zero, "apo_down": apo_down, "sft": sft,
 }  # fmt: skip
 
 
-def dpo(how: DPO, found: Sequences, reference: Float[Array, "B s"], live: Float[Array, "B s"]) -> Loss:
+def dpo(how: DPO, found: SequenceLogps, reference: Float[Array, "B s"], live: Float[Array, "B s"]) -> Loss:
     """The loss of a batch from the log-probabilities of its sequences by the model and by the reference."""
     both = pairs(found, live)
-    of = Compared(both, both.chosen.logps - reference[::2], both.rejected.logps - reference[1::2])
+    of = LogRatios(both, both.chosen.logps - reference[::2], both.rejected.logps - reference[1::2])
     weights = how.mixture
     each = {name: LOSSES[name](of, how) for name in weights}
     size = how.beta * (jnp.abs(both.chosen.logps) + jnp.abs(both.rejected.logps))

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.train.objectives import Loss, Mean, Models
+from argosy.train.objectives import Loss, Models, WeightedMean
 from argosy.train.objectives.routers import with_routers
-from argosy.train.objectives.sequences import Sequences, preferred, referenced, sequences
+from argosy.train.objectives.sequences import SequenceLogps, preferred, referenced, sequences
 from argosy.train.preferences import KTO
 
 
-def divergence(how: KTO, models: Models, batch: dict[str, Array]) -> dict[str, Mean]:
+def divergence(how: KTO, models: Models, batch: dict[str, Array]) -> dict[str, WeightedMean]:
     """The mean log-ratio of mismatched answers, before the maximum with 0. No gradient."""
     other = _rows(batch, 1)
     found, _ = sequences(how, models["model"], other)
@@ -35,7 +35,7 @@ def divergence(how: KTO, models: Models, batch: dict[str, Array]) -> dict[str, M
 
 def kto(
     how: KTO,
-    found: Sequences,
+    found: SequenceLogps,
     reference: Float[Array, "P s"],
     divergence: Float[Array, ""],
     desirable: Float[Array, "P s"],
@@ -62,7 +62,7 @@ def kto(
         "rewards/accuracy": _mean(right, live),
         "logps/chosen": _mean(found.logps, good),
         "logps/rejected": _mean(found.logps, bad),
-        "kl": Mean(z * jnp.sum(live), jnp.sum(live)),
+        "kl": WeightedMean(z * jnp.sum(live), jnp.sum(live)),
     }
     return Loss(_mean(each, live), metrics)
 
@@ -81,5 +81,5 @@ def _rows(batch: dict[str, Array], place: int) -> dict[str, Array]:
     return {name: a[place::2] for name, a in batch.items() if a.ndim}
 
 
-def _mean(values: Float[Array, "P s"], weights: Float[Array, "P s"]) -> Mean:
-    return Mean(jnp.sum(jnp.where(weights > 0, values * weights, 0.0)), jnp.sum(weights))
+def _mean(values: Float[Array, "P s"], weights: Float[Array, "P s"]) -> WeightedMean:
+    return WeightedMean(jnp.sum(jnp.where(weights > 0, values * weights, 0.0)), jnp.sum(weights))

@@ -16,7 +16,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.inputs import batch_inputs
 from argosy.ops.cross_entropy import by_times, from_logits, row_chunks, vocabulary_blocks
 from argosy.parallel.scope import axis_sizes, platform, splits
-from argosy.train.objectives import Loss, Mean, Models
+from argosy.train.objectives import Loss, Models, WeightedMean
 from argosy.train.objectives.routers import with_routers
 from argosy.train.settings import NextToken, OfTokens
 
@@ -39,21 +39,21 @@ def loss(how: NextToken, models: Models, batch: dict[str, Array], key: Array) ->
     mask = batch["mask"]
     weight = jnp.sum(mask)
     cross_entropy, z = jnp.sum(nll * mask), jnp.sum(lse * lse * mask)
-    metrics = {"cross_entropy": Mean(cross_entropy, weight)}
+    metrics = {"cross_entropy": WeightedMean(cross_entropy, weight)}
     if how.z_loss:
-        metrics["z_loss"] = Mean(how.z_loss * z, weight)
+        metrics["z_loss"] = WeightedMean(how.z_loss * z, weight)
     total = cross_entropy + how.z_loss * z
     depths = getattr(model.config, "mtp", 0) if how.mtp else 0
     if depths:
         ahead, aux_ahead = further(how, model, x, batch, depths)
         metrics["mtp_cross_entropy"], aux = ahead, aux | {"mtp": aux_ahead}
         total = total + how.mtp / depths * ahead.total
-    return with_routers(Loss(Mean(total, weight), metrics), model, aux, jnp.sum(batch["mask"], 1))
+    return with_routers(Loss(WeightedMean(total, weight), metrics), model, aux, jnp.sum(batch["mask"], 1))
 
 
 def further(
     how: NextToken, model: Any, x: Array, batch: dict[str, Array], depths: int
-) -> tuple[Mean, dict[str, Array]]:
+) -> tuple[WeightedMean, dict[str, Array]]:
     """Cross-entropy of the tokens after the next one (multi-token prediction), over all depths, and the aux outputs of their
     layers, [depths ...].
 
@@ -68,7 +68,7 @@ def further(
         x, _, own = model.ahead(depth, x, _later(batch["tokens"], depth), attend)
         targets, mask = _later(batch["targets"], depth), jnp.where(inside, _later(batch["mask"], depth), 0.0)
         nll, _ = losses(how, model, x, targets)
-        sums.append(Mean(jnp.sum(nll * mask), jnp.sum(mask)))
+        sums.append(WeightedMean(jnp.sum(nll * mask), jnp.sum(mask)))
         aux.append(own)
     return sum(sums[1:], sums[0]), jax.tree.map(lambda *each: jnp.stack(each), *aux)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from argosy.train.objectives import Loss, Models
 from argosy.train.objectives.routers import with_routers
-from argosy.train.objectives.sequences import Sequences, pair_weights, pairs, preference_metrics, sequences
+from argosy.train.objectives.sequences import SequenceLogps, pair_weights, pairs, preference_metrics, sequences
 from argosy.train.preferences import ORPO
 
 # A mean log-probability nearer to 0 than this counts as this: the odds of a certain answer are infinite.
@@ -31,7 +31,7 @@ def log_odds(logp: Float[Array, "P s"]) -> Float[Array, "P s"]:
     return logp - rest
 
 
-def orpo(how: ORPO, found: Sequences, live: Float[Array, "B s"]) -> Loss:
+def orpo(how: ORPO, found: SequenceLogps, live: Float[Array, "B s"]) -> Loss:
     """The loss of a batch from the log-probabilities of its sequences."""
     both = pairs(found, live)
     chosen, rejected = both.chosen.means, both.rejected.means

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.train.objectives import Loss, Mean, Models
+from argosy.train.objectives import Loss, Models, WeightedMean
 from argosy.train.objectives.routers import with_routers
 from argosy.train.objectives.sequences import preferred, scores
 from argosy.train.preferences import ProcessReward
@@ -23,8 +23,8 @@ def of_steps(found: Float[Array, "B T"], right: Float[Array, "B T"], mask: Float
     ends = mask > 0
     each = -jax.nn.log_sigmoid(jnp.where(right > 0, found, -found))
 
-    def mean(values: Array, where: Array) -> Mean:
-        return Mean(jnp.sum(jnp.where(where, values, 0.0)), jnp.sum(where, dtype=jnp.float32))
+    def mean(values: Array, where: Array) -> WeightedMean:
+        return WeightedMean(jnp.sum(jnp.where(where, values, 0.0)), jnp.sum(where, dtype=jnp.float32))
 
     # A head of zeros has no opinion.
     above = preferred(found, jnp.zeros_like(found), jnp.abs(found))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from argosy.train.objectives import Loss, Models
 from argosy.train.objectives.routers import with_routers
-from argosy.train.objectives.sequences import Pairs, Sequences, last, pair_weights, preferred, scores
+from argosy.train.objectives.sequences import Pairs, SequenceLogps, last, pair_weights, preferred, scores
 from argosy.train.preferences import Reward
 
 
@@ -25,7 +25,7 @@ def bradley_terry(
 ) -> Loss:
     """The loss of a batch from the scores of its sequences. margin: of a pair, in both of its rows."""
     chosen, rejected = found[::2], found[1::2]
-    both = Pairs(Sequences(chosen, chosen), Sequences(rejected, rejected), live[::2])
+    both = Pairs(SequenceLogps(chosen, chosen), SequenceLogps(rejected, rejected), live[::2])
     each = -jax.nn.log_sigmoid(chosen - rejected - margin[::2]) + how.center * (chosen + rejected) ** 2
     metrics = {
         "rewards/chosen": both.mean(chosen),

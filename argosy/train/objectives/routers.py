@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from argosy.models.parts.stack import Aux
 from argosy.models.parts.weight import Moved, variables
-from argosy.train.objectives import Loss, Mean, Update
+from argosy.train.objectives import Loss, RuleUpdate, WeightedMean
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ def with_routers(loss: Loss, model: Any, aux: Aux, rows: Float[Array, "B"]) -> L
     weight = jnp.sum(rows)
     names = {"balance": "router_balance", "router_z": "router_z", "dropped": "experts_dropped"}
     metrics = {
-        metric: Mean(jnp.sum(jnp.mean(jnp.concatenate([own[name] for own in layers]), 0) * rows), weight)
+        metric: WeightedMean(jnp.sum(jnp.mean(jnp.concatenate([own[name] for own in layers]), 0) * rows), weight)
         for name, metric in names.items()
         if all(name in own for own in layers)
     }
     total = loss.loss.total + how.balance * metrics["router_balance"].total + how.z_loss * metrics["router_z"].total
     metrics |= {
-        "expert_load_max": Mean(jnp.max(share) * weight, weight),
-        "experts_idle": Mean(jnp.mean(load == 0) * weight, weight),
+        "expert_load_max": WeightedMean(jnp.max(share) * weight, weight),
+        "experts_idle": WeightedMean(jnp.mean(load == 0) * weight, weight),
     }
     rule = ByLoad(how.bias_rate)
-    updates = {a: Update(own, rule) for a, own in _by_address(model, aux).items()} if how.bias else {}
-    return Loss(Mean(total, loss.loss.weight), loss.metrics | metrics, loss.updates | updates)
+    updates = {a: RuleUpdate(own, rule) for a, own in _by_address(model, aux).items()} if how.bias else {}
+    return Loss(WeightedMean(total, loss.loss.weight), loss.metrics | metrics, loss.updates | updates)
 
 
 def _by_address(model: Any, aux: Aux) -> dict[str, Array]:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from argosy.data.batch import Field, Fields
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Aux
-from argosy.train.objectives import Mean
+from argosy.train.objectives import WeightedMean
 from argosy.train.objectives.next_token import losses
 from argosy.train.settings import OfTokens
 
@@ -37,7 +37,7 @@ FIELDS: Fields = {
 }
 
 
-class Sequences(NamedTuple):
+class SequenceLogps(NamedTuple):
     """Log-probabilities of completions, summed over their tokens, and the number of these tokens."""
 
     logps: Float[Array, "B s"]
@@ -52,13 +52,13 @@ class Sequences(NamedTuple):
 class Pairs(NamedTuple):
     """Chosen and rejected sequences. live: 1 where there is a pair."""
 
-    chosen: Sequences
-    rejected: Sequences
+    chosen: SequenceLogps
+    rejected: SequenceLogps
     live: Float[Array, "P s"]
 
-    def mean(self, values: Float[Array, "P s"]) -> Mean:
+    def mean(self, values: Float[Array, "P s"]) -> WeightedMean:
         """The mean of a number of each pair."""
-        return Mean(jnp.sum(jnp.where(self.live > 0, values, 0.0)), jnp.sum(self.live))
+        return WeightedMean(jnp.sum(jnp.where(self.live > 0, values, 0.0)), jnp.sum(self.live))
 
 
 def by_slot(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int) -> Float[Array, "B s"]:
@@ -67,14 +67,14 @@ def by_slot(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int
     return jnp.sum(jnp.where(own, values[:, :, None], 0.0), 1)
 
 
-def sequences(how: OfTokens, model: Any, batch: dict[str, Array]) -> tuple[Sequences, Aux]:
+def sequences(how: OfTokens, model: Any, batch: dict[str, Array]) -> tuple[SequenceLogps, Aux]:
     """The log-probabilities of a batch's completions under a model, and the aux outputs of its layers. Logits exist as the setting
     `head` says, never whole in float32 where they would be large."""
     x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
     nll, _ = losses(how, model, x, batch["targets"])
     mask, slots = batch["mask"], batch["live"].shape[1]
     summed = by_slot(jnp.where(mask > 0, -nll, 0.0), batch["segments"], slots)
-    return Sequences(summed, by_slot((mask > 0).astype(jnp.float32), batch["segments"], slots)), aux
+    return SequenceLogps(summed, by_slot((mask > 0).astype(jnp.float32), batch["segments"], slots)), aux
 
 
 def scores(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"], Aux]:
@@ -89,9 +89,9 @@ def last(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int) -
     return by_slot(jnp.where(segments != after, values, 0.0), segments, slots)
 
 
-def pairs(found: Sequences, live: Float[Array, "B s"]) -> Pairs:
+def pairs(found: SequenceLogps, live: Float[Array, "B s"]) -> Pairs:
     """The pairs of a batch: even rows hold chosen sequences, odd ones rejected ones."""
-    chosen, rejected = (Sequences(found.logps[i::2], found.lengths[i::2]) for i in (0, 1))
+    chosen, rejected = (SequenceLogps(found.logps[i::2], found.lengths[i::2]) for i in (0, 1))
     return Pairs(chosen, rejected, live[::2])
 
 
@@ -121,7 +121,7 @@ def preferred(chosen: Float[Array, "*n"], rejected: Float[Array, "*n"], scale: F
 
 def preference_metrics(
     pairs: Pairs, chosen: Float[Array, "P s"], rejected: Float[Array, "P s"], scale: Float[Array, "P s"] | None = None
-) -> dict[str, Mean]:
+) -> dict[str, WeightedMean]:
     """What every objective over pairs reports, as means over pairs.
 
     `logps/chosen` falling together with `logps/rejected` while the margin rises is the collapse of DPO: answers that nobody wrote

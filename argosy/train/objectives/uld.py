@@ -33,7 +33,7 @@ from argosy.ops.divergence import DIVERGENCES
 from argosy.ops.precision import wide
 from argosy.ops.sorted_distance import sorted_distance
 from argosy.train.distillation import ULD
-from argosy.train.objectives import Loss, Mean, Models
+from argosy.train.objectives import Loss, Models, WeightedMean
 from argosy.train.objectives.next_token import FIELDS as OF_TOKENS
 from argosy.train.objectives.next_token import losses
 from argosy.train.objectives.routers import with_routers
@@ -68,13 +68,13 @@ def loss(how: ULD, models: Models, batch: dict[str, Array]) -> Loss:
     sums = {name: jnp.sum(jnp.where(last, counted.astype(each.dtype) * each, 0.0)) for name, each in found.items()}
     cross_entropy = jnp.sum(nll * mask.astype(nll.dtype))
     metrics = {
-        "cross_entropy": Mean(cross_entropy, weight),
-        **{name: Mean(total, jnp.sum(counted)) for name, total in sums.items()},
-        "aligned": Mean(jnp.sum(jnp.where(batch["group"] > 0, mask, 0.0)), weight),
+        "cross_entropy": WeightedMean(cross_entropy, weight),
+        **{name: WeightedMean(total, jnp.sum(counted)) for name, total in sums.items()},
+        "aligned": WeightedMean(jnp.sum(jnp.where(batch["group"] > 0, mask, 0.0)), weight),
     }
     labels = jnp.sum(nll * batch["labels"].astype(nll.dtype)) if "labels" in batch else cross_entropy
     total = how.cross_entropy * labels + how.weight * sums["uld"]
-    return with_routers(Loss(Mean(total, weight), metrics), model, aux, jnp.sum(mask, 1))
+    return with_routers(Loss(WeightedMean(total, weight), metrics), model, aux, jnp.sum(mask, 1))
 
 
 def of_group(

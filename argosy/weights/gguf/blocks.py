@@ -15,7 +15,7 @@ import numpy as np
 
 from argosy.core.formats import Shape
 from argosy.core.formats.gguf import GGUF
-from argosy.core.formats.quants import BY_NAME, CODES, Blocks, blocks
+from argosy.core.formats.quants import BY_NAME, CODES, IntegerBlocks, blocks
 from argosy.core.process.resident import drop
 from argosy.ops.native.blocks import packed_blocks, packed_bytes
 from argosy.ops.native.products import Panels
@@ -44,7 +44,7 @@ class Rows:
             like: as in `packed_blocks`.
         """
 
-        def read(columns: slice) -> Blocks:
+        def read(columns: slice) -> IntegerBlocks:
             return blocks(self.type, self.raw[self.order[columns]])
 
         found = packed_blocks(read, CODES[self.type], self.shape, self.inner, self.first, like=like)

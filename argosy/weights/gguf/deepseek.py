@@ -7,7 +7,7 @@ files do not contain the modules for multi-token prediction. Sources: llama.cpp'
 
 from typing import Any
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.settings import Experts, Rope, Yarn
 from argosy.weights.gguf import rows as rows
@@ -95,7 +95,7 @@ def _rope(meta: Metadata, turned: int) -> Rope:
     return rope
 
 
-def _latent(meta: Metadata, config: DeepSeekConfig) -> list[Row]:
+def _latent(meta: Metadata, config: DeepSeekConfig) -> list[KeyRow]:
     every = range(config.layers)
     table = rows.blocks(
         every,

@@ -13,7 +13,7 @@ import numpy as np
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import quoted
 from argosy.core.formats.gguf import GGUF
-from argosy.models.settings import Experts, Linear, Llama3, LongRope, Rope, Yarn
+from argosy.models.settings import Experts, LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 
 # Keys without effect on the computation here: sizes that the tensors' shapes give too, and details of training.
 HARMLESS = frozenset(
@@ -25,7 +25,7 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = ROPE_TENSORS
 KIND = "general.architecture"
 
 Score = Literal["softmax", "sigmoid", "softmax_chosen"]
-Scaling = Linear | Llama3 | Yarn | LongRope
+Scaling = LinearScaling | Llama3Scaling | Yarn | LongRope
 
 
 class Metadata:
@@ -184,7 +184,7 @@ def _scaling(meta: Metadata, base: float, turned: int, truncate: bool) -> Scalin
     for key in ("rope.scale_linear", "rope.scaling.attn_factor"):
         meta.must(key, 1.0)
     if kind == "linear":
-        return Linear(factor=meta.number("rope.scaling.factor"))
+        return LinearScaling(factor=meta.number("rope.scaling.factor"))
     return _yarn(meta, truncate) if kind == "yarn" else None
 
 
@@ -222,7 +222,7 @@ def _factors(meta: Metadata, name: str, turned: int) -> np.ndarray | None:
     return None
 
 
-def llama3(divisors: np.ndarray, base: float) -> Llama3:
+def llama3(divisors: np.ndarray, base: float) -> Llama3Scaling:
     """The settings of Llama 3.1's scaling that give these divisors of the frequencies. The largest divisor is the factor. A
     divisor on the ramp determines the original context; if there is none, it is that of the released models.
 
@@ -235,11 +235,11 @@ def llama3(divisors: np.ndarray, base: float) -> Llama3:
     plain = np.asarray(Rope(base=base).frequencies(2 * len(divisors))[0])
     factor = decimal(divisors.max())
     ramp = np.flatnonzero((divisors > 1.001) & (divisors < 0.999 * factor))
-    scaling = Llama3(factor=max(factor, 1.0))
+    scaling = Llama3Scaling(factor=max(factor, 1.0))
     if len(ramp):
         kept = (1 / divisors[ramp[0]] - 1 / factor) / (1 - 1 / factor)
         turns = scaling.low + float(kept) * (scaling.high - scaling.low)
-        scaling = Llama3(factor=factor, original=round(turns * 2 * math.pi / float(plain[ramp[0]])))
+        scaling = Llama3Scaling(factor=factor, original=round(turns * 2 * math.pi / float(plain[ramp[0]])))
     if np.allclose(plain / scaling.apply(plain, base)[0], divisors, rtol=1e-4):
         return scaling
     raise unknown

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import BadInput, Unsupported, complaint, nearest
-from argosy.core.formats import Reader, View, listed
+from argosy.core.formats import TensorReader, TensorView, listed
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap
 from argosy.models.language import LanguageConfig
@@ -40,7 +40,7 @@ def open_gguf(path: Path) -> Stored:
         raise BadInput(f"GGUF architecture `{meta.kind[:80]}` is not built", where=str(path), hint=hint)
     model = _model(READERS[meta.kind], meta)
     table = KeyMap(model.rows, model.sizes, ignore=[name for name in ROPE_TENSORS if meta.has(name)])
-    tensors: Reader = lowered(file) if model.raised else file
+    tensors: TensorReader = lowered(file) if model.raised else file
     mapped = Mapped(table, tensors, str(path))
     return Stored(path, "gguf", model.config, mapped, path, _hub(model.config, file.meta), blocks=InBlocks(file, mapped))
 
@@ -78,14 +78,14 @@ def _token(meta: dict[str, Any], name: str) -> int | None:
     return token if type(token) is int else None
 
 
-def lowered(file: GGUF) -> Reader:
+def lowered(file: GGUF) -> TensorReader:
     """The tensors, without the 1 that llama.cpp added to norm scales."""
     norms = dict.fromkeys((name for name in file.names if name.endswith("_norm.weight")), np.dtype(np.float32))
 
     def change(name: str, read: Callable[[], np.ndarray], _part: int | None) -> np.ndarray:
         return read().astype(np.float32) - np.float32(1) if name in norms else read()
 
-    return View(file, dtypes=norms, change=change)
+    return TensorView(file, dtypes=norms, change=change)
 
 
 READERS: dict[str, Callable[[Metadata], Described]] = {

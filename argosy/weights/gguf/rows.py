@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from argosy.core.errors import Damaged
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.hub.rows import of_layers
 from argosy.models.language import LanguageConfig
 from argosy.weights.gguf.metadata import Metadata
@@ -24,33 +24,33 @@ class Described(NamedTuple):
     """The model a file describes. `raised`: its norm scales are stored plus one."""
 
     config: LanguageConfig
-    rows: list[Row]
+    rows: list[KeyRow]
     sizes: dict[str, int]
     raised: bool = False
 
 
-def blocks(over: Sequence[int], *names: tuple[str, str, str]) -> list[Row]:
+def blocks(over: Sequence[int], *names: tuple[str, str, str]) -> list[KeyRow]:
     """The rows of each layer, from (their name, ours, how)."""
     return of_layers(over, *names, prefix=BLOCK)
 
 
-def fused(over: Sequence[int], theirs: str, ours: tuple[str, ...], how: str) -> Row:
+def fused(over: Sequence[int], theirs: str, ours: tuple[str, ...], how: str) -> KeyRow:
     """A row for one tensor of theirs that holds several of ours."""
-    return Row(BLOCK + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), how, over)
+    return KeyRow(BLOCK + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), how, over)
 
 
-def ends(tied: bool) -> list[Row]:
+def ends(tied: bool) -> list[KeyRow]:
     """The rows of embedding, final norm and head."""
-    rows = [Row("token_embd.weight", "embed.w", "V D -> V D"), Row("output_norm.weight", "norm.scale", "D -> D")]
-    return rows if tied else [*rows, Row("output.weight", "head.w", "V D -> D V")]
+    rows = [KeyRow("token_embd.weight", "embed.w", "V D -> V D"), KeyRow("output_norm.weight", "norm.scale", "D -> D")]
+    return rows if tied else [*rows, KeyRow("output.weight", "head.w", "V D -> D V")]
 
 
-def norms(over: Sequence[int], names: dict[str, str]) -> list[Row]:
+def norms(over: Sequence[int], names: dict[str, str]) -> list[KeyRow]:
     """Rows of norms over the model's width: {ours: theirs}."""
     return blocks(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
 
 
-def attention(over: Sequence[int], *, paired: bool = False, bias: bool = False, out_bias: bool = False) -> list[Row]:
+def attention(over: Sequence[int], *, paired: bool = False, bias: bool = False, out_bias: bool = False) -> list[KeyRow]:
     """The four projections. `paired`: rotary pairs are interleaved."""
     theirs, turned = (PAIRS, "(two P)") if paired else (PLAIN, "H")
     rows = blocks(
@@ -70,7 +70,7 @@ def attention(over: Sequence[int], *, paired: bool = False, bias: bool = False, 
     return rows + (blocks(over, ("attn_output.bias", "attn.o.b", "D -> D")) if out_bias else [])
 
 
-def head_norms(over: Sequence[int]) -> list[Row]:
+def head_norms(over: Sequence[int]) -> list[KeyRow]:
     """The norms over each head of queries and keys."""
     return blocks(
         over,
@@ -79,7 +79,7 @@ def head_norms(over: Sequence[int]) -> list[Row]:
     )
 
 
-def glu(over: Sequence[int], end: str = "", ours: str = "mlp", width: str = "F", *, bias: bool = False) -> list[Row]:
+def glu(over: Sequence[int], end: str = "", ours: str = "mlp", width: str = "F", *, bias: bool = False) -> list[KeyRow]:
     """A gated feed-forward layer of this width. `end`: the ending of their names, `_shexp` for the shared expert."""
     rows = blocks(
         over,
@@ -97,7 +97,7 @@ def glu(over: Sequence[int], end: str = "", ours: str = "mlp", width: str = "F",
     return rows
 
 
-def experts(meta: Metadata, over: Sequence[int]) -> list[Row]:
+def experts(meta: Metadata, over: Sequence[int]) -> list[KeyRow]:
     """A router, and one tensor for all experts of a layer; in files from before April 2024, one tensor per expert.
 
     Raises:
@@ -121,6 +121,6 @@ def experts(meta: Metadata, over: Sequence[int]) -> list[Row]:
     )
 
 
-def shared_expert(over: Sequence[int]) -> list[Row]:
+def shared_expert(over: Sequence[int]) -> list[KeyRow]:
     """The expert that every token passes through."""
     return glu(over, "_shexp", "mlp.shared", "shared")

@@ -13,14 +13,14 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.core.formats import Reader, View
-from argosy.core.formats.safetensors import Folder
-from argosy.core.keymap import IGNORED, How, KeyMap, Row
+from argosy.core.formats import TensorReader, TensorView
+from argosy.core.formats.safetensors import SafetensorsFolder
+from argosy.core.keymap import IGNORED, KeyMap, KeyRow, Rearrangement
 from argosy.weights.hub.config import config_from, read_json
 from argosy.weights.model import Stored
 
 
-def known_as(reader: Reader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> Reader:
+def known_as(reader: TensorReader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> TensorReader:
     """The tensors under the names the model expects. Their names may differ by a prefix (a model saved with or without its head
     has different prefixes) or by an old ending. Where a tensor exists under both names, the expected one is used."""
     name_of = {name: name for name in reader.names}
@@ -29,13 +29,13 @@ def known_as(reader: Reader, prefixes: Sequence[str], old: Mapping[str, str], kn
         others = [newer, *(other for prefix in prefixes for other in (prefix + newer, newer.removeprefix(prefix)))]
         if (other := next((other for other in others if other in known), name)) not in name_of:
             name_of[other] = name_of.pop(name)
-    return View(reader, names=name_of)
+    return TensorView(reader, names=name_of)
 
 
 class Mapped:
     """A reader that gives another format's tensors under our per-layer names, through a `KeyMap`."""
 
-    def __init__(self, table: KeyMap, reader: Reader, where: str):
+    def __init__(self, table: KeyMap, reader: TensorReader, where: str):
         self.table, self.reader = table, reader
         try:
             shapes = table.plan({name: reader.shape(name) for name in reader.names})
@@ -45,7 +45,7 @@ class Mapped:
         # In the order of the files, so that they are read sequentially.
         self._shapes = {path: shapes[path] for path in self._theirs if path in shapes}
 
-    def over(self, reader: Reader) -> "Mapped":
+    def over(self, reader: TensorReader) -> "Mapped":
         """The same tensors, read through another reader."""
         other = copy(self)
         other.reader = reader
@@ -92,7 +92,7 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> S
     """
     hub = read_json(folder / "config.json")
     config = config_from(hub, str(folder / "config.json"))
-    tensors: Reader = Folder.open(folder)
+    tensors: TensorReader = SafetensorsFolder.open(folder)
     if config.hub_prefixes or config.hub_old_ends:
         tensors = known_as(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
     declared, config = config, config.fitted(tensors.names)
@@ -117,7 +117,7 @@ def _patterns(names: list[str]) -> str:
     return ", ".join(sorted({name.split(".")[0] + ".*" for name in names}))
 
 
-def check_vocabulary(rows: list[Row], sizes: Mapping[str, int], tensors: Reader, where: str) -> None:
+def check_vocabulary(rows: list[KeyRow], sizes: Mapping[str, int], tensors: TensorReader, where: str) -> None:
     """Checks that `vocab_size` in config.json is the number of rows of the embedding. It often is not, where a vocabulary was
     padded or extended. transformers refuses such folders too, because the softmax would be different.
 
@@ -127,7 +127,7 @@ def check_vocabulary(rows: list[Row], sizes: Mapping[str, int], tensors: Reader,
     for row in rows:
         if row.ours != "embed.w" or not isinstance(row.theirs, str) or row.theirs not in tensors.names:
             continue
-        axes, shape = How.parse(row.how).theirs[0].axes, tensors.shape(row.theirs)
+        axes, shape = Rearrangement.parse(row.how).theirs[0].axes, tensors.shape(row.theirs)
         if ("V",) not in axes or len(shape) != len(axes):
             continue
         found = shape[axes.index(("V",))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from argosy.core.formats import Reader, View
+from argosy.core.formats import TensorReader, TensorView
 from argosy.core.formats.files import File, of_bytes, of_text, write_file
 from argosy.core.formats.safetensors import folder_files
 from argosy.core.keymap import KeyMap
@@ -22,7 +22,7 @@ from argosy.weights.model import COMPANIONS
 
 def folder_of(
     config: LanguageConfig,
-    weights: Reader,
+    weights: TensorReader,
     *,
     hub: dict[str, Any] | None = None,
     dtype: Any = None,
@@ -47,7 +47,7 @@ def folder_of(
 def save_folder(
     folder: str | Path,
     config: LanguageConfig,
-    weights: Reader,
+    weights: TensorReader,
     *,
     hub: dict[str, Any] | None = None,
     companions: Path | None = None,
@@ -71,7 +71,7 @@ def copies(companions: Path | None) -> list[File]:
     return [of_bytes(file.relative_to(companions).as_posix(), file.read_bytes()) for file in files]
 
 
-def typed(config: LanguageConfig, weights: Reader, dtype: Any) -> Reader:
+def typed(config: LanguageConfig, weights: TensorReader, dtype: Any) -> TensorReader:
     """Per-layer weights in another type. Weights that would change discrete choices if they were rounded keep their type
     (`weight.exact`).
 
@@ -82,7 +82,7 @@ def typed(config: LanguageConfig, weights: Reader, dtype: Any) -> Reader:
         return weights
     kinds = dtype if isinstance(dtype, Mapping) else dict.fromkeys(weights.names, dtype)
     dtypes = {name: np.dtype(kinds[name]) for name in set(kinds) - exact(config.build())}
-    return View(weights, dtypes=dtypes)
+    return TensorView(weights, dtypes=dtypes)
 
 
 def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:

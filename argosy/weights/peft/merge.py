@@ -5,18 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from argosy.core.formats import Arrays, Over, Reader, View
+from argosy.core.formats import Arrays, OverlaidTensors, TensorReader, TensorView
 from argosy.weights.peft.sites import Adapter, Contents, contractions
 
 # Of float32.
 SLAB_BYTES = 1 << 26
 
 
-def merged(weights: Reader, contents: Contents, config: Any) -> Reader:
+def merged(weights: TensorReader, contents: Contents, config: Any) -> TensorReader:
     """A model's weights with adapters merged as they are read: W + gain A B, in the type of W; and with those that were trained in
     full in place of its own."""
     specs, adapters = contractions(config), contents.adapters
-    weights = Over(weights, Arrays(contents.whole))
+    weights = OverlaidTensors(weights, Arrays(contents.whole))
 
     def change(name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
         name = name.removesuffix(".w")
@@ -26,7 +26,7 @@ def merged(weights: Reader, contents: Contents, config: Any) -> Reader:
             return with_adapter(specs[name], adapters[name], read(), 0)
         return with_adapter(specs[name], adapters[name], read()[None], part)[0]
 
-    return View(weights, change=change)
+    return TensorView(weights, change=change)
 
 
 def with_adapter(of: Any, adapter: Adapter, weight: np.ndarray, first: int) -> np.ndarray:

@@ -21,7 +21,7 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported, nearest, some
-from argosy.core.formats import Reader, View
+from argosy.core.formats import TensorReader, TensorView
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
 from argosy.weights.hub.config import read_json
@@ -166,7 +166,7 @@ def _read_whole(
         Unsupported: one of an embedding and a head that the model ties.
     """
     table = KeyMap(*config.hub_rows())
-    theirs = View(file, names={name.removeprefix(PREFIX): name for name in file.names if name.startswith(PREFIX)})
+    theirs = TensorView(file, names={name.removeprefix(PREFIX): name for name in file.names if name.startswith(PREFIX)})
     for embedding, head in tied(config):
         both = [name for name in (embedding, head) if name in theirs.names]
         if both == [head] or (both == [embedding] and not keys.get("ensure_weight_tying")):
@@ -185,13 +185,13 @@ def _read_base(file: SafeTensors, config: Any) -> tuple[dict[str, np.ndarray], s
     """The weights of the base that lie beside adapters, by per-layer name, and their names in the file."""
     table = KeyMap(*config.hub_rows())
     names = {name.removeprefix(PREFIX).replace(f".{UNDER}", "."): name for name in file.names if f".{UNDER}" in name}
-    theirs = View(file, names=names)
+    theirs = TensorView(file, names=names)
     found = table.ours_of(theirs.names)
     paths = dict.fromkeys(path for paths in found.values() for path in paths)
     return {path: np.asarray(table.read(theirs, path)) for path in paths}, {names[name] for name in found}
 
 
-def check_base(contents: Contents, weights: Reader) -> None:
+def check_base(contents: Contents, weights: TensorReader) -> None:
     """Compares the weights of the base that a PEFT folder holds with the base's own, in the type that has fewer bits.
 
     Raises:

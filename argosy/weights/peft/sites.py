@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from argosy.core.errors import Unsupported
-from argosy.core.keymap import Row
+from argosy.core.keymap import KeyRow
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll
 
@@ -75,14 +75,14 @@ class Site:
         """The name of DoRA's magnitudes on the Hub."""
         return f"{PREFIX}{self.module}.lora_magnitude_vector"
 
-    def rows(self, part: int, dora: bool = False) -> list[Row]:
+    def rows(self, part: int, dora: bool = False) -> list[KeyRow]:
         """The rows of A and B, and of DoRA's magnitudes, for contraction number `part` of the module."""
         a, b = self.names()
         rows = [
-            Row(a, f"{self.ours[part]}.a", self.how_a),
-            Row(b, tuple(f"{name}.b" for name in self.ours), self.how_b),
+            KeyRow(a, f"{self.ours[part]}.a", self.how_a),
+            KeyRow(b, tuple(f"{name}.b" for name in self.ours), self.how_b),
         ]
-        return [*rows, Row(self.magnitude(), tuple(f"{name}.m" for name in self.ours), self.how_m)] if dora else rows
+        return [*rows, KeyRow(self.magnitude(), tuple(f"{name}.m" for name in self.ours), self.how_m)] if dora else rows
 
 
 def sites(config: Any) -> list[Site]:
@@ -94,7 +94,7 @@ def sites(config: Any) -> list[Site]:
     return out
 
 
-def modules_of(config: Any) -> Iterator[tuple[str, tuple[str, ...], Row, list[Contraction]]]:
+def modules_of(config: Any) -> Iterator[tuple[str, tuple[str, ...], KeyRow, list[Contraction]]]:
     """The Hub's modules that hold the weights of our contractions: their names, how they are read, and the contractions."""
     specs = contractions(config)
     for row in config.hub_rows()[0]:

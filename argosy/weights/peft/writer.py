@@ -20,10 +20,10 @@ from argosy.adapt.base import FACTORS, retrained
 from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import find
 from argosy.core.errors import BadInput, Unsupported, some
-from argosy.core.formats import Arrays, Entry
+from argosy.core.formats import Arrays, TensorEntry
 from argosy.core.formats.files import of_text
 from argosy.core.formats.safetensors import tensors_file
-from argosy.core.keymap import How, KeyMap, Row
+from argosy.core.keymap import KeyMap, KeyRow, Rearrangement
 from argosy.models.parts.stack import stored_addresses
 from argosy.models.parts.weight import split
 from argosy.weights.peft.sites import CONFIG, PREFIX, SCORES, WEIGHTS, Adapter, Contents, Site, check_tied, sites, tied
@@ -112,7 +112,7 @@ def write_adapter(
     if len(magnitudes) > 1:
         raise Unsupported("DoRA on some weights and LoRA on others: PEFT has one of them", hint="merge them instead")
     entries = [
-        Entry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
+        TensorEntry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
     ]
     files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
     said = _config(modules, base, magnitudes.pop()) | {"lora_dropout": dropout}
@@ -143,11 +143,11 @@ def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.
     return out | {head: out[embedding] for embedding, head in tied(config) if embedding in out}
 
 
-def _paths(row: Row) -> tuple[str, ...]:
+def _paths(row: KeyRow) -> tuple[str, ...]:
     return (row.ours,) if isinstance(row.ours, str) else row.ours
 
 
-def _at(row: Row, layer: int | None) -> Row:
+def _at(row: KeyRow, layer: int | None) -> KeyRow:
     """A row at one layer."""
 
     def filled(names: Any) -> Any:
@@ -179,7 +179,7 @@ def _theirs(
         axis = 1 if "{e}" in site.module else 0
         bs, start = [], 0
         for i, part in enumerate(parts):
-            shape = list(part.b.shape if part else How.parse(site.how_b).ours[i].shape(dict(sizes) | {"r": 0}))
+            shape = list(part.b.shape if part else Rearrangement.parse(site.how_b).ours[i].shape(dict(sizes) | {"r": 0}))
             shape[axis] = a.shape[-1]
             b = np.zeros(shape, np.float32)
             if part is not None:

@@ -13,8 +13,8 @@ import safetensors.numpy
 from helpers import shared
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged, Unsupported
-from argosy.core.formats import Arrays, Entry
-from argosy.core.formats.safetensors import DTYPES, Folder, SafeTensors, folder_files, write_folder
+from argosy.core.formats import Arrays, TensorEntry
+from argosy.core.formats.safetensors import DTYPES, SafeTensors, SafetensorsFolder, folder_files, write_folder
 
 
 def some(seed: int = 0) -> dict[str, np.ndarray]:
@@ -28,8 +28,8 @@ def some(seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
-def entries(tensors: dict[str, np.ndarray]) -> list[Entry]:
-    return [Entry(name, x.shape, x.dtype, lambda x=x: x) for name, x in tensors.items()]
+def entries(tensors: dict[str, np.ndarray]) -> list[TensorEntry]:
+    return [TensorEntry(name, x.shape, x.dtype, lambda x=x: x) for name, x in tensors.items()]
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -211,7 +211,7 @@ def test_shards_and_index(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names, "model.safetensors.index.json"])
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
-    folder = Folder.open(tmp_path)
+    folder = SafetensorsFolder.open(tmp_path)
     assert folder.metadata == {"format": "pt"}
     assert list(folder.names) == list(tensors)
     for name, x in tensors.items():
@@ -255,7 +255,7 @@ def test_weights_that_are_there_are_not_overwritten(tmp_path):
         write_folder(folder, entries({"x": np.arange(3), "y": np.arange(2)}), shard_bytes)
         with pytest.raises(BadInput, match="already contains weights"):
             write_folder(folder, entries({"x": np.arange(3)}))
-        assert set(Folder.open(folder).names) == {"x", "y"}
+        assert set(SafetensorsFolder.open(folder).names) == {"x", "y"}
 
 
 def test_everything_wrong_with_a_folder_at_once(tmp_path):
@@ -268,7 +268,7 @@ def test_everything_wrong_with_a_folder_at_once(tmp_path):
     index_path.write_text(json.dumps(index))
     os.remove(tmp_path / third)
     with pytest.raises(BadInput) as error:
-        Folder.open(tmp_path)
+        SafetensorsFolder.open(tmp_path)
     for part in (
         "5 problems",
         f"no file `{tmp_path / third}`",
@@ -287,25 +287,25 @@ def test_a_damaged_shard_is_damaged(tmp_path):
     path = tmp_path / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(Damaged, match="model-00002"):
-        Folder.open(tmp_path)
+        SafetensorsFolder.open(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "..", "", "a\\b", "c:x", "a\0b"])
 def test_shard_names_stay_in_the_folder(name, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(Damaged, match="same folder"):
-        Folder.open(tmp_path)
+        SafetensorsFolder.open(tmp_path)
 
 
 def test_folders_without_weights(tmp_path):
     with pytest.raises(BadInput, match="no folder"):
-        Folder.open(tmp_path / "none")
+        SafetensorsFolder.open(tmp_path / "none")
     with pytest.raises(BadInput, match="no `model") as error:
-        Folder.open(tmp_path)
+        SafetensorsFolder.open(tmp_path)
     assert error.value.hint is None
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(BadInput) as error:
-        Folder.open(tmp_path)
+        SafetensorsFolder.open(tmp_path)
     assert "pickled" in (error.value.hint or "")
 
 
@@ -316,19 +316,19 @@ def test_one_tensor_in_memory_at_a_time(tmp_path, monkeypatch):
     """Eight transposed tensors of 8 MB: the file has 64."""
     monkeypatch.setattr("argosy.core.formats.files.SLAB_BYTES", 1 << 20)
     kind = np.dtype(np.float32)
-    made = [Entry(f"t{i}", (1000, 2000), kind, lambda: np.ones((2000, 1000), kind).T) for i in range(8)]
+    made = [TensorEntry(f"t{i}", (1000, 2000), kind, lambda: np.ones((2000, 1000), kind).T) for i in range(8)]
     tracemalloc.start()
     write_folder(tmp_path, made)
     assert tracemalloc.get_traced_memory()[1] < 12e6
     tracemalloc.stop()
-    assert Folder.open(tmp_path).read("t7").all()
+    assert SafetensorsFolder.open(tmp_path).read("t7").all()
 
 
 def test_a_part_is_that_of_the_whole(tmp_path):
     """Where the file did not align the tensor, no more than the part is copied."""
     odd, x = np.ones(3, np.uint8), np.arange(8 << 17, dtype=np.float32).reshape(8, 1 << 10, 1 << 7)
     write_folder(tmp_path, entries({"odd": odd, "x": x}))
-    folder = Folder.open(tmp_path)
+    folder = SafetensorsFolder.open(tmp_path)
     tracemalloc.start()
     for i in range(8):
         part = folder.read_part("x", i)
@@ -362,7 +362,7 @@ def test_transposed_tensors_in_slabs(tmp_path, monkeypatch):
 def test_what_comes_otherwise_than_announced_is_refused(tmp_path):
     for make in (lambda: np.zeros(3, np.float32), lambda: np.zeros(2, np.float64)):
         with pytest.raises(ValueError, match="announced"):
-            write_folder(tmp_path, [Entry("x", (2,), np.dtype(np.float32), make)])
+            write_folder(tmp_path, [TensorEntry("x", (2,), np.dtype(np.float32), make)])
     with pytest.raises(ValueError, match="names"):
         write_folder(tmp_path, entries({"x": np.zeros(1)}) * 2)
     with pytest.raises(Unsupported, match="complex128"):
@@ -372,7 +372,7 @@ def test_what_comes_otherwise_than_announced_is_refused(tmp_path):
 
 def test_too_little_space_is_reported_before_anything_is_written(tmp_path):
     with pytest.raises(BadInput, match="GB free"):
-        write_folder(tmp_path, [Entry("x", (2**58,), np.dtype(np.float32), lambda: np.zeros(1))])
+        write_folder(tmp_path, [TensorEntry("x", (2**58,), np.dtype(np.float32), lambda: np.zeros(1))])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 import tensorstore
 
 from argosy.core.errors import Damaged, Unsupported
-from argosy.core.formats import Entry
+from argosy.core.formats import TensorEntry
 from argosy.core.formats.files import write_file
 from argosy.core.formats.zarr import DTYPES, array_files, map_array
 
@@ -16,7 +16,7 @@ SHAPES = [(), (1,), (7,), (5, 3), (1, 9), (4, 3, 2), (2, 1, 3, 2)]
 
 
 def written(folder: Path, array: np.ndarray) -> Path:
-    for file in array_files(Entry("layers.0.x", array.shape, array.dtype, lambda: array)):
+    for file in array_files(TensorEntry("layers.0.x", array.shape, array.dtype, lambda: array)):
         write_file(folder / file.name, file)
         assert (folder / file.name).stat().st_size == file.bytes
     return folder / "layers.0.x"
@@ -83,4 +83,4 @@ def test_a_file_cut_short_is_damaged(tmp_path):
 
 def test_a_type_without_a_name_is_refused():
     with pytest.raises(Unsupported, match="complex128"):
-        array_files(Entry("x", (2,), np.dtype(complex), lambda: np.zeros(2, complex)))
+        array_files(TensorEntry("x", (2,), np.dtype(complex), lambda: np.zeros(2, complex)))

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.mlp import ACTIVATIONS, GLU, Activation
-from argosy.models.parts.moe.dispatch import Act, Capacity, Dispatch, Local, Sorted
+from argosy.models.parts.moe.dispatch import Act, Capacity, Dispatch, LocalExperts, Sorted
 from argosy.models.parts.weight import Draw, Meaning, Moved, merge, split, variables, weight
 from argosy.models.settings import Experts
 from argosy.ops.precision import wide
@@ -135,7 +135,7 @@ class MoE(nnx.Module):
         mine = axes_in(rows)
         over = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
         if not over:
-            return self.dispatch(Local(self.gate, self.up, self.down, self.how, self.acted), x, weights, chosen)
+            return self.dispatch(LocalExperts(self.gate, self.up, self.down, self.how, self.acted), x, weights, chosen)
         apart = {name: getattr(self, name).before_split() for name in ("gate", "up", "down")}
         specs = {name: expert_specs(part, over, mine) for name, part in apart.items()}
         graphs, leaves = {}, {}
@@ -145,7 +145,7 @@ class MoE(nnx.Module):
 
         def local(leaves: Any, x: Array, weights: Array, chosen: Array) -> Any:
             gate, up, down = (merge(graphs[name], leaves[name]) for name in ("gate", "up", "down"))
-            part = Local(gate, up, down, self.how, self.acted, features, axis, axis is not None and axis not in mine)
+            part = LocalExperts(gate, up, down, self.how, self.acted, features, axis, axis is not None and axis not in mine)
             y, passed = self.dispatch(part, x, weights, chosen)
             return (y if features is None else jax.lax.psum(y, features)), passed
 

@@ -29,7 +29,7 @@ from argosy.models.settings import Experts
 Act = Callable[[Array, Array], Array]
 
 
-class Local(NamedTuple):
+class LocalExperts(NamedTuple):
     """The experts as one device has them.
 
     features: the mesh axis that splits their M features; their output must then be summed over it, and biases are added on its
@@ -78,7 +78,7 @@ class Dispatch(Protocol):
 
     def __call__(
         self,
-        experts: Local,
+        experts: LocalExperts,
         x: Float[Array, "B T D"],
         weights: Float[Array, "B T k"],
         chosen: Int[Array, "B T k"],
@@ -92,7 +92,7 @@ class Sorted:
     whole = False
 
     def __call__(
-        self, experts: Local, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+        self, experts: LocalExperts, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
         k, D = chosen.shape[-1], x.shape[-1]
         apart = experts.axis is not None and not experts.together
@@ -131,7 +131,7 @@ class Capacity:
         return min(tokens, math.ceil(self.factor * tokens * how.active / how.count))
 
     def __call__(
-        self, experts: Local, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+        self, experts: LocalExperts, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
         (B, T, k), E = chosen.shape, experts.how.count
         places = self.places(T, experts.how)

@@ -36,7 +36,7 @@ from argosy.models.parts.cache import Cache, Caches, Spec, Specs
 from argosy.models.parts.rope import Turns, angles
 from argosy.models.parts.stack.hosted import any_hosted, brought
 from argosy.models.parts.stack.remat import INPUT, Remat, on_picked_weights, rematerialised
-from argosy.models.parts.stack.watch import OUTPUT, TOLD, Listening, Watched
+from argosy.models.parts.stack.watch import OUTPUT, TOLD, Listening, WatchedAttend
 from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.parallel.scope import constrain
 
@@ -90,7 +90,7 @@ def run_block(
     """One layer as a pure function of its weights."""
 
     def run(weights: Leaves, x: Streams, cache: Cache | None, attend: Attend, condition: Any) -> Any:
-        heard = Listening(attend) if isinstance(attend, Watched) else None
+        heard = Listening(attend) if isinstance(attend, WatchedAttend) else None
         x, cache, aux = merge(graph, brought(weights))(x, layer.each, cache, heard or attend, condition)
         return constrained(x), cache, aux | heard.told if heard else aux
 
@@ -98,7 +98,7 @@ def run_block(
     picks = remat == "none" and any_hosted(weights.values())
     again = on_picked_weights(run, remat) if picks else rematerialised(run, remat, unrolled)
     x, cache, aux = again(weights, x, cache, attend, condition)
-    return x, cache, aux | {OUTPUT: x} if isinstance(attend, Watched) and attend.outputs else aux
+    return x, cache, aux | {OUTPUT: x} if isinstance(attend, WatchedAttend) and attend.outputs else aux
 
 
 @runtime_checkable
@@ -176,14 +176,14 @@ def stored_as(decided: Mapping[str, Any]) -> Execution:
     return Scan(rounds=decided.get("rounds", 1)) if decided["layers"] == "scan" else Unroll()
 
 
-def parts_of(stack: "Stack", group: "Group") -> tuple[dict[str, Any], dict[str, Leaves]]:
+def parts_of(stack: "Stack", group: "LayerGroup") -> tuple[dict[str, Any], dict[str, Leaves]]:
     """The graphs and stored weights of a group of scanned layers, by kind."""
     apart = {kind: split(getattr(stack, name)) for kind, name in group.names.items()}
     return {kind: graph for kind, (graph, _) in apart.items()}, {kind: leaves for kind, (_, leaves) in apart.items()}
 
 
 def run_group(
-    group: "Group",
+    group: "LayerGroup",
     graphs: Mapping[str, Any],
     leaves: Mapping[str, Leaves],
     x: Streams,
@@ -233,7 +233,7 @@ def run_group(
     return x, caches, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), told)
 
 
-class Group(NamedTuple):
+class LayerGroup(NamedTuple):
     """Consecutive layers that run as one loop: `layers`, repeated. names: for each kind, the stack's name for its weights.
     start: index of the first layer in the plan. round: which of the rounds of a longer group this is."""
 
@@ -265,7 +265,7 @@ def repeating(plan: Sequence[Any]) -> list[tuple[int, int, int]]:
     return out
 
 
-def groups_of(plan: Sequence[Layer], rounds: int = 1) -> tuple[Group, ...]:
+def groups_of(plan: Sequence[Layer], rounds: int = 1) -> tuple[LayerGroup, ...]:
     """The loops of a plan. Groups whose repeats divide by `rounds` are cut into so many. The weights of the first loop with a kind have
     the kind's name, those of later ones "kind_2" and so on."""
     out, times = [], Counter()
@@ -276,7 +276,7 @@ def groups_of(plan: Sequence[Layer], rounds: int = 1) -> tuple[Group, ...]:
         for part in range(parts):
             times.update(kinds)
             names = {kind: kind if times[kind] == 1 else f"{kind}_{times[kind]}" for kind in kinds}
-            out.append(Group(start + part * period * repeats // parts, layers, repeats // parts, names, part))
+            out.append(LayerGroup(start + part * period * repeats // parts, layers, repeats // parts, names, part))
     return tuple(out)
 
 
@@ -302,7 +302,7 @@ class Stack(nnx.Module):
                 setattr(self, str(i), make(layer.kind))
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[LayerGroup, ...]:
         return groups_of(self.plan, self.run.rounds)
 
     def stored(self) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Caches
-from argosy.models.parts.stack import Aux, Group, Scan, Stack, Streams, joined, parts_of, run_group
+from argosy.models.parts.stack import Aux, LayerGroup, Scan, Stack, Streams, joined, parts_of, run_group
 from argosy.models.parts.stack.remat import Remat, on_picked_weights
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform
 
@@ -76,7 +76,7 @@ class Pipeline:
         return x, caches, joined(aux)
 
     def staged(
-        self, group: Group, graphs: Any, leaves: list[Any], x: Streams, beside: tuple[Attend, Any]
+        self, group: LayerGroup, graphs: Any, leaves: list[Any], x: Streams, beside: tuple[Attend, Any]
     ) -> tuple[Streams, Aux]:
         """A group of layers over the stages.
 

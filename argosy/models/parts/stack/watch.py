@@ -23,7 +23,7 @@ OUTPUT, QUERIES, KEYS, VALUES = (f"{TOLD}{name}" for name in ("output", "q", "k"
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedAttend:
     """The strategy `of`, watched.
 
     outputs: layers tell the residual stream after them, [B T D].
@@ -51,13 +51,13 @@ class Watched:
         return self.of.recur(step, inputs, cache)
 
 
-jax.tree_util.register_dataclass(Watched, ["of", "angles"], ["outputs", "heads"])
+jax.tree_util.register_dataclass(WatchedAttend, ["of", "angles"], ["outputs", "heads"])
 
 
 class Listening:
     """A watched strategy in the call of one layer. `told`: what the layer tells; it belongs to the trace of that call."""
 
-    def __init__(self, of: Watched):
+    def __init__(self, of: WatchedAttend):
         self.of, self.told = of, dict[str, Array]()
 
     def __getattr__(self, name: str) -> Any:
