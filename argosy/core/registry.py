@@ -4,21 +4,26 @@
     OPTIMIZERS.add("adamw", "argosy.train.optim:AdamW")      # one line registers; imported on first use
 
 A package outside Argosy registers the same way, from its own `__init__`. To be known to the command line too, it declares an
-entry point in the group that the registry names.
+entry point in the group that the registry names. A registry with `files` also knows what a file holds, as FILE.py:NAME.
 """
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import UnknownName
+from argosy.core.errors import BadInput, UnknownName
 
 
 class Registry(Mapping[str, Any]):
-    """A mapping from a short lower-case name to a class or function, given itself or as "module:name"."""
+    """A mapping from a short lower-case name to a class or function, given itself or as "module:name".
 
-    def __init__(self, noun: str, items: Mapping[str, Any] | None = None):
-        self.noun = noun
+    files: FILE.py:NAME, from the working directory, is a name too. It is registered when it is first asked for.
+    """
+
+    def __init__(self, noun: str, items: Mapping[str, Any] | None = None, files: bool = False):
+        self.noun, self.files = noun, files
         self._items: dict[str, Any] = dict(items or {})
         self._groups: list[str] = []
 
@@ -51,6 +56,8 @@ class Registry(Mapping[str, Any]):
         )  # the same again, by an entry point and by the module it names: once is enough
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._items and self.files and is_file(name):
+            self._items[name] = from_file(self.noun, name)
         if name not in self:
             raise UnknownName(self.noun, name, self._items)
         item = self._items[name]
@@ -78,6 +85,36 @@ class Registry(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Registry({self.noun!r}: {', '.join(self)})"
+
+
+def is_file(name: object) -> bool:
+    """Whether a name is written as FILE.py:NAME."""
+    return isinstance(name, str) and name.rpartition(":")[0].endswith(".py")
+
+
+def from_file(noun: str, name: str) -> Any:
+    """What FILE.py:NAME names. The file is run.
+
+    Raises:
+        UnknownName: there is no such file, or nothing of that name in it.
+        BadInput: the file cannot be run.
+    """
+    place, _, attribute = name.rpartition(":")
+    path = Path(place)
+    if not path.is_file():
+        others = path.parent.glob("*.py") if path.parent.is_dir() else ()
+        raise UnknownName(noun, name, [f"{other}:{attribute}" for other in others])
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadInput(f"the {noun} `{name}` cannot be loaded: {type(error).__name__}: {error}", where=f"in {path}") from error
+    if not hasattr(module, attribute):
+        raise UnknownName(noun, name, [f"{place}:{other}" for other in vars(module) if not other.startswith("_")])
+    return getattr(module, attribute)
 
 
 def _named(item: Any) -> Any:

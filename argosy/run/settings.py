@@ -12,9 +12,10 @@ from argosy.data.settings import DataSettings
 from argosy.models import FAMILIES
 from argosy.models.settings import Kept
 from argosy.parallel.mesh import MeshSettings
+from argosy.rl.algorithms import ALGORITHMS
 from argosy.rl.environments.settings import ENVIRONMENTS
-from argosy.rl.policy.settings import Rollout
 from argosy.rl.rewards.settings import Reward
+from argosy.rl.rollouts.settings import Rollout
 from argosy.run.other_trainers import ELSEWHERE
 from argosy.train.diloco_settings import DilocoSettings
 from argosy.train.guard_settings import GuardSettings
@@ -23,11 +24,8 @@ from argosy.train.schedule import SCHEDULES
 from argosy.train.settings import OBJECTIVES
 from argosy.train.straggler_settings import StragglerSettings
 
-for _name, _settings in {
-    "ppo": "PPO", "grpo": "GRPO", "dr_grpo": "DrGRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "rloo": "RLOO",
-    "reinforce_pp": "ReinforcePP", "remax": "ReMax", "gpg": "GPG", "opo": "OPO",
-}.items():  # fmt: skip
-    OBJECTIVES.add(_name, f"argosy.rl.policy.settings:{_settings}")
+for _name, _class in ALGORITHMS.items():
+    OBJECTIVES.add(_name, _class)
 
 
 OF_REWARDS = Also(

@@ -10,7 +10,7 @@ from pydantic import Field
 from argosy.core.registry import Registry
 from argosy.core.settings import Settings
 
-OBJECTIVES = Registry("objective")
+OBJECTIVES = Registry("objective", files=True)
 OBJECTIVES.add("next_token", "argosy.train.settings:NextToken")
 for _name, _settings in {
     "dpo": "DPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO", "kto": "KTO", "reward": "Reward", "process_reward": "ProcessReward",

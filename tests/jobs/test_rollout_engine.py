@@ -11,7 +11,7 @@ from argosy.adapt.settings import LAYERS
 from argosy.adapt.surgery import find
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, split, variables
-from argosy.rl.policy.settings import Rollout
+from argosy.rl.rollouts.settings import Rollout
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums
 from argosy.train.state import TrainState
 

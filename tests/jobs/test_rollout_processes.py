@@ -26,8 +26,8 @@ from argosy.launch.workers import Workers
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import split
 from argosy.observe.metrics import read
-from argosy.rl.policy.settings import Rollout
 from argosy.rl.rollouts.completions import Asked, drawn
+from argosy.rl.rollouts.settings import Rollout
 from argosy.run.rl import rollout_workers
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums
 from argosy.run.rl.rollout_worker import RolloutWorker, apart

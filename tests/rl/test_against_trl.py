@@ -58,7 +58,7 @@ LOSSES = {
     "constant": (lambda new: clip(new).tokens, ConstantLength(C["longest"])),
     "dual": (lambda new: clip(new, dual=C["delta"]).tokens, TokenMean()),
     "gspo": (lambda new: gspo(new, *numbers()[:3], **BOUNDS).tokens, SequenceMean()),
-    "cispo": (lambda new: cispo(new, *numbers()[:3], highest=C["cispo"]).tokens, TokenMean()),
+    "cispo": (lambda new: cispo(new, *numbers()[:3], high=C["cispo"]).tokens, TokenMean()),
     "k3": (with_kl, TokenMean()),
     "entropy": (
         lambda new: clip(new).tokens + entropy_bonus(numbers()[4], numbers()[2], C["entropy"]).tokens, TokenMean()

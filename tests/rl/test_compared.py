@@ -5,16 +5,21 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from argosy.rl.algorithms.cispo import CISPO
+from argosy.rl.algorithms.dapo import DAPO
+from argosy.rl.algorithms.dr_grpo import DrGRPO
 from argosy.rl.algorithms.gdpo import gdpo
-from argosy.rl.algorithms.gpg import gpg
-from argosy.rl.algorithms.grpo import grpo
-from argosy.rl.algorithms.opo import opo
-from argosy.rl.algorithms.reinforce_pp import reinforce_pp, reinforce_pp_baseline
-from argosy.rl.algorithms.remax import remax
-from argosy.rl.algorithms.rloo import rloo
+from argosy.rl.algorithms.gpg import GPG, gpg
+from argosy.rl.algorithms.grpo import GRPO, grpo
+from argosy.rl.algorithms.gspo import GSPO
+from argosy.rl.algorithms.opo import OPO, opo
+from argosy.rl.algorithms.ppo import PPO
+from argosy.rl.algorithms.reinforce_pp import ReinforcePP, reinforce_pp, reinforce_pp_baseline
+from argosy.rl.algorithms.remax import ReMax, remax
+from argosy.rl.algorithms.rloo import RLOO, rloo
 from argosy.rl.policy.credit import Judgment, compared
 from argosy.rl.policy.gae import gae
-from argosy.rl.policy.settings import CISPO, DAPO, GPG, GRPO, GSPO, OPO, PPO, RLOO, DrGRPO, Policy, ReinforcePP, ReMax
+from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import at_last, total
 from argosy.run.settings import OBJECTIVES
 

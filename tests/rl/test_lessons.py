@@ -15,8 +15,8 @@ from argosy.data.sources import Record
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
-from argosy.rl.policy.settings import Rollout
 from argosy.rl.rollouts.packing import Shape
+from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.teacher_batches import Lessons, Tutor
 from argosy.train.distillation import GKD
 

@@ -134,11 +134,11 @@ def test_gspo_moves_each_token_by_its_own_advantage():
 def test_cispo_by_hand():
     """Every token keeps its gradient; its weight is bounded."""
     by = array([[1, -1, 1, -2, NAN]])
-    made = cispo(NEW, OLD, by, OWN, highest=2.0, lowest=0.6)
+    made = cispo(NEW, OLD, by, OWN, high=2.0, low=0.6)
     weights = [1.5, 0.6, 1.1, 2.0]
     expected = [1.5 * 1, -0.6 * 2, 1.1 * 0.5, -2 * 2.0 * 3]
     np.testing.assert_allclose(made.tokens[0], [*expected, 0], rtol=2e-6)
-    found = gradient(lambda new: cispo(new, OLD, by, OWN, highest=2.0, lowest=0.6).tokens)
+    found = gradient(lambda new: cispo(new, OLD, by, OWN, high=2.0, low=0.6).tokens)
     np.testing.assert_allclose(found[0], [-w * a for w, a in zip(weights, [1, -1, 1, -2])] + [0], rtol=2e-6)
     assert values(made.metrics)["clip/low"] == values(made.metrics)["clip/high"] == 0.25
 
@@ -238,7 +238,7 @@ def numbers(rows=6, tokens=5):
 LOSSES = {
     "ppo": lambda x: ppo(x.new, x.old, x.advantages, x.mask, high=0.28, dual=3.0),
     "gspo": lambda x: gspo(x.new, x.old, x.advantages, x.mask, low=0.1, high=0.1),
-    "cispo": lambda x: cispo(x.new, x.old, x.advantages, x.mask, highest=1.2),
+    "cispo": lambda x: cispo(x.new, x.old, x.advantages, x.mask, high=1.2),
     "reinforce": lambda x: reinforce(x.new, x.advantages, x.mask),
     "value": lambda x: value_loss(x.new, x.old, x.reference, x.mask),
     "entropy": lambda x: entropy_bonus(-x.new, x.mask, 0.1),
@@ -323,7 +323,7 @@ def test_metrics_have_zeros_as_their_neutral_part():
         (lambda: ppo(NEW, OLD, OWN, OWN, low=1.5), "clipped between 1 - 1.5"),
         (lambda: ppo(NEW, OLD, OWN, OWN, high=-0.1), "1 \\+ -0.1"),
         (lambda: ppo(NEW, OLD, OWN, OWN, dual=1.0), "a dual clip at 1.0"),
-        (lambda: cispo(NEW, OLD, OWN, OWN, highest=0.28), "between 0.0 and 0.28"),
+        (lambda: cispo(NEW, OLD, OWN, OWN, high=0.28), "between 0.0 and 0.28"),
         (lambda: value_loss(NEW, OLD, OLD, OWN, clip=0.0), "a distance of 0.0"),
         (lambda: ConstantLength(0), "divided by 0 tokens"),
     ],

@@ -16,12 +16,14 @@ from argosy.core.errors import BadInput
 from argosy.data.rows.prompts import Prompt, Prompts
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
-from argosy.rl.policy.settings import GRPO, Policy, Rollout
+from argosy.rl.algorithms.grpo import GRPO
+from argosy.rl.policy.settings import Policy
 from argosy.rl.rollouts.completions import Answer, Played
 from argosy.rl.rollouts.packing import Shape, packed, per_token
 from argosy.rl.rollouts.records import NoRewards, Told, Trainer
 from argosy.rl.rollouts.reward_batches import Rollouts
 from argosy.rl.rollouts.sampler import given_back, kept
+from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.turn_rewards import environment_rewards, failed, played_numbers
 from argosy.run.settings import OBJECTIVES
 

@@ -13,9 +13,15 @@ from argosy.core.errors import BadInput, Unsupported
 from argosy.data.rows.prompts import Prompt
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Unroll
+from argosy.rl.algorithms.cispo import CISPO
+from argosy.rl.algorithms.dr_grpo import DrGRPO
+from argosy.rl.algorithms.grpo import GRPO
+from argosy.rl.algorithms.gspo import GSPO
+from argosy.rl.algorithms.ppo import PPO
+from argosy.rl.algorithms.rloo import RLOO
 from argosy.rl.policy.entropy import entropy_of
 from argosy.rl.policy.objective import gathered, logps_of, shared_of
-from argosy.rl.policy.settings import CISPO, GRPO, GSPO, PPO, RLOO, Correction, Critic, DrGRPO
+from argosy.rl.policy.settings import Correction, Critic
 from argosy.rl.rollouts.completions import Answer
 from argosy.rl.rollouts.packing import Experience, Shape, grouped, in_parts, packed, per_token, restored, stored
 from argosy.train.optim import SGD

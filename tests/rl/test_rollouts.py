@@ -18,11 +18,16 @@ from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.models.parts.stack import Unroll
-from argosy.rl.policy.settings import GRPO, GSPO, PPO, Policy, ReMax, Rollout
+from argosy.rl.algorithms.grpo import GRPO
+from argosy.rl.algorithms.gspo import GSPO
+from argosy.rl.algorithms.ppo import PPO
+from argosy.rl.algorithms.remax import ReMax
+from argosy.rl.policy.settings import Policy
 from argosy.rl.rollouts.completions import Interrupted, sampled
 from argosy.rl.rollouts.packing import Shape
 from argosy.rl.rollouts.records import Told, Trainer
 from argosy.rl.rollouts.reward_batches import Rollouts
+from argosy.rl.rollouts.settings import Rollout
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})
 TOKENS = 5

@@ -6,10 +6,13 @@ import pytest
 from pydantic import ValidationError
 
 from argosy.data.rows.prompts import Prompt
-from argosy.rl.algorithms.grpo import grpo
+from argosy.rl.algorithms.grpo import GRPO, grpo
+from argosy.rl.algorithms.ppo import PPO
+from argosy.rl.algorithms.reinforce_pp import ReinforcePP
+from argosy.rl.algorithms.rloo import RLOO
 from argosy.rl.policy.credit import Judgment, compared, useful_groups
 from argosy.rl.policy.gae import gae
-from argosy.rl.policy.settings import GRPO, PPO, RLOO, Critic, Policy, ReinforcePP
+from argosy.rl.policy.settings import Critic, Policy
 from argosy.rl.policy.totals import at_last
 from argosy.rl.policy.turns import Turned, mixed, to_go
 from argosy.rl.rollouts.completions import Answer, Played
@@ -246,8 +249,8 @@ def test_a_critic_sees_rewards_at_the_end_of_their_turns():
 @pytest.mark.parametrize(
     ("policy", "how", "said"),
     [
-        (RLOO, {"credit": {"by": "to_go"}}, "leave_one_out needs one reward an answer"),
-        (ReinforcePP, {"credit": {"by": "mixed"}}, "batch needs one reward an answer"),
+        (RLOO, {"credit": {"by": "to_go"}}, "rloo needs one reward an answer"),
+        (ReinforcePP, {"credit": {"by": "mixed"}}, "reinforce_pp needs one reward an answer"),
         (PPO, {"credit": {"by": "mixed"}}, "not with a critic: credit.by=to_go does"),
         (PPO, {"credit": {"by": "to_go", "gamma": 0.9}}, "credit.gamma = 0.9 does not apply: with a critic it is critic.gamma"),
         (GRPO, {"credit": {"by": "to_go"}, "normalize": "each"}, "normalize=each compares one number an answer"),

@@ -26,8 +26,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
-from argosy.core.errors import UnknownName
-from argosy.core.registry import Registry
+from argosy.core.errors import BadInput, UnknownName
+from argosy.core.registry import Registry, is_file
 from argosy.core.settings.scalars import number, scalar
 
 
@@ -200,6 +200,8 @@ class Choice:
             raise UnknownName(self.registry.noun, str(name), self.registry)
         cls = self.registry[name]
         if not (isinstance(cls, type) and issubclass(cls, Settings)):
+            if is_file(name):
+                raise BadInput(f"the {self.registry.noun} `{name}` is no class of settings", hint="it derives from one of ours")
             raise TypeError(f"{self.registry.noun} `{name}` is {cls!r}, not a Settings class")
         return cls
 

@@ -1,6 +1,6 @@
 """Clipped importance sampling policy optimization (CISPO): MiniMax 2025, arXiv:2506.13585.
 
-    L_t = -sg(clip(ratio_t, lowest, highest)) A_t log p_new(y_t)
+    L_t = -sg(clip(ratio_t, low, high)) A_t log p_new(y_t)
 
 PPO drops the gradient of clipped tokens, most of them rare and decisive ("however", "wait"); CISPO keeps every token and bounds its
 weight. sg stops the gradient. Normalized by `TokenMean` in the paper.
@@ -10,24 +10,38 @@ middle of what arXiv:2510.13786 found equally good (4, 5 and 8), and what TRL's 
 1 + 0.2 unless told otherwise, those of PPO.
 """
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import TYPE_CHECKING
+
+from pydantic import Field
 
 from argosy.core.errors import BadInput
-from argosy.rl.policy.metrics import Metrics, mean_where
-from argosy.rl.policy.token_losses import TokenLoss, log_ratios, ratio_metrics, ratios
+from argosy.rl.policy.settings import Average, LossName, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.rl.policy.token_losses import TokenLoss
+
+
+class CISPO(Policy):
+    """Clipped importance sampling (MiniMax-M1, arXiv:2506.13585): no token loses its gradient. The paper tunes the upper bound; 5 as
+    in TRL."""
+
+    loss: LossName = "cispo"
+    low: float = Field(0.0, ge=0)
+    high: float = Field(5.0, ge=0)
+    average: Average = "tokens"
 
 
 def cispo(
-    new: Float[Array, "B T"],
-    old: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
-    mask: Float[Array, "B T"],
+    new: "Float[Array, 'B T']",
+    old: "Float[Array, 'B T']",
+    advantages: "Float[Array, 'B #T']",
+    mask: "Float[Array, 'B T']",
     *,
-    lowest: float = 0.0,
-    highest: float = 5.0,
-) -> TokenLoss:
+    low: float = 0.0,
+    high: float = 5.0,
+) -> "TokenLoss":
     """REINFORCE with bounded importance weights. Its value is not that of an objective; its gradient is meant.
 
     Args:
@@ -35,15 +49,21 @@ def cispo(
         advantages: of tokens, or of rows [B 1].
 
     Raises:
-        BadInput: not 0 <= lowest <= 1 <= highest.
+        BadInput: not 0 <= low <= 1 <= high.
     """
-    if not 0 <= lowest <= 1 <= highest:
-        raise BadInput(f"a ratio clipped between {lowest} and {highest}", hint="the bounds are of the ratio itself, such as 0 and 5")
+    import jax
+    import jax.numpy as jnp
+
+    from argosy.rl.policy.metrics import Metrics, mean_where
+    from argosy.rl.policy.token_losses import TokenLoss, log_ratios, ratio_metrics, ratios
+
+    if not 0 <= low <= 1 <= high:
+        raise BadInput(f"a ratio clipped between {low} and {high}", hint="the bounds are of the ratio itself, such as 0 and 5")
     logs = log_ratios(new, old, mask)
     ratio = jax.lax.stop_gradient(ratios(logs))
-    tokens = -jnp.clip(ratio, lowest, highest) * advantages * jnp.where(mask > 0, new, 0.0)
+    tokens = -jnp.clip(ratio, low, high) * advantages * jnp.where(mask > 0, new, 0.0)
     shares: Metrics = {
-        "clip/low": mean_where((ratio < lowest).astype(mask.dtype), mask),
-        "clip/high": mean_where((ratio > highest).astype(mask.dtype), mask),
+        "clip/low": mean_where((ratio < low).astype(mask.dtype), mask),
+        "clip/high": mean_where((ratio > high).astype(mask.dtype), mask),
     }
     return TokenLoss(jnp.where(mask > 0, tokens, 0.0), ratio_metrics(logs, mask) | shares)

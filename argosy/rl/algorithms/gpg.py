@@ -9,18 +9,34 @@ Difference from verl: its alpha is completions / completions whose reward is not
 count as useful there, and rewards of 0 and 1 train otherwise than rewards of 1 and 2.
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import TYPE_CHECKING
 
-from argosy.rl.policy.advantages import Advantages, groups
+from argosy.rl.policy.settings import AdvantageName, Average, LossName, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.rl.policy.advantages import Advantages
 
 
-def gpg(rewards: Float[Array, "g n"], *, norm: float = 1.0) -> Advantages:
+class GPG(Policy):
+    """Group policy gradient (arXiv:2504.02546): REINFORCE over the mean of the group."""
+
+    advantages: AdvantageName = "gpg"
+    loss: LossName = "reinforce"
+    average: Average = "tokens"
+
+
+def gpg(rewards: "Float[Array, 'g n']", *, norm: float = 1.0) -> "Advantages":
     """Advantages over the mean of the group, scaled up by the share of groups that are useless.
 
     Args:
         rewards: NaN where missing.
     """
+    import jax.numpy as jnp
+
+    from argosy.rl.policy.advantages import groups
+
     of = groups(rewards)
     alpha = len(rewards) / jnp.maximum(jnp.sum(of.useful.astype(rewards.dtype)), 1.0)
     return of.advantages(alpha * (of.rewards - of.mean) / norm)

@@ -12,22 +12,29 @@ as in verl, not 1e-4, which shrinks the advantages of rewards that differ by as 
 missing and equal rewards; in verl a group of one gets its raw reward as advantage, here 0.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING
 
-from jaxtyping import Array, Float
+from argosy.rl.policy.settings import Policy, Scale
 
-from argosy.rl.policy.advantages import Advantages, groups
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
-Scale = Literal["group", "batch", "none"]
+    from argosy.rl.policy.advantages import Advantages
 
 
-def grpo(rewards: Float[Array, "g n"], *, scale: Scale = "group", epsilon: float = 1e-6) -> Advantages:
+class GRPO(Policy):
+    """Group relative policy optimization (arXiv:2402.03300): rewards are compared with those of other answers to the same prompt."""
+
+
+def grpo(rewards: "Float[Array, 'g n']", *, scale: Scale = "group", epsilon: float = 1e-6) -> "Advantages":
     """Advantages relative to the group.
 
     Args:
         rewards: NaN where missing.
         epsilon: added to the standard deviation.
     """
+    from argosy.rl.policy.advantages import groups
+
     of = groups(rewards)
     apart = of.rewards - of.mean
     if scale == "none":

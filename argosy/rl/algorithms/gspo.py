@@ -11,31 +11,35 @@ The bounds are the paper's, 3e-4 and 4e-4: s_i is a geometric mean, and moves so
 metrics count tokens. Difference from verl: log s_i is clipped at 20, not at 10.
 """
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import TYPE_CHECKING
 
-from argosy.rl.policy.token_losses import (
-    TokenLoss,
-    clip_metrics,
-    clipped,
-    log_ratios,
-    of_sequences,
-    ratio_metrics,
-    ratios,
-    sequence_means,
-)
+from pydantic import Field
+
+from argosy.rl.policy.settings import LossName, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.rl.policy.token_losses import TokenLoss
+
+
+class GSPO(Policy):
+    """Group sequence policy optimization (arXiv:2507.18071): the ratio of the whole answer is clipped, at the paper's 3e-4 and 4e-4."""
+
+    loss: LossName = "gspo"
+    low: float = Field(3e-4, ge=0)
+    high: float = Field(4e-4, ge=0)
 
 
 def gspo(
-    new: Float[Array, "B T"],
-    old: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
-    mask: Float[Array, "B T"],
+    new: "Float[Array, 'B T']",
+    old: "Float[Array, 'B T']",
+    advantages: "Float[Array, 'B #T']",
+    mask: "Float[Array, 'B T']",
     *,
     low: float = 3e-4,
     high: float = 4e-4,
-) -> TokenLoss:
+) -> "TokenLoss":
     """The clipped loss of each token under the ratio of its sequence.
 
     Args:
@@ -45,6 +49,20 @@ def gspo(
     Raises:
         BadInput: a bound that clips everything or nothing.
     """
+    import jax
+    import jax.numpy as jnp
+
+    from argosy.rl.policy.token_losses import (
+        TokenLoss,
+        clip_metrics,
+        clipped,
+        log_ratios,
+        of_sequences,
+        ratio_metrics,
+        ratios,
+        sequence_means,
+    )
+
     logs = jax.lax.stop_gradient(sequence_means(log_ratios(new, old, mask), mask))
     ratio = ratios(logs) * jnp.exp(log_ratios(new, jax.lax.stop_gradient(new), mask))
     tokens = jnp.where(mask > 0, clipped(ratio, advantages, low, high), 0.0)

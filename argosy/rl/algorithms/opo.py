@@ -8,19 +8,35 @@ the length l_i. The paper trains exactly on-policy: one update per batch of samp
 Difference from verl: a group of one gets 0 and is counted, not its raw reward.
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import TYPE_CHECKING
 
-from argosy.rl.policy.advantages import Advantages, groups
+from argosy.rl.policy.settings import AdvantageName, Average, LossName, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.rl.policy.advantages import Advantages
 
 
-def opo(rewards: Float[Array, "g n"], lengths: Float[Array, "g n"]) -> Advantages:
+class OPO(Policy):
+    """On-policy RL with the baseline of least variance (arXiv:2505.23585): one update a rollout, no clipping, no KL."""
+
+    advantages: AdvantageName = "opo"
+    loss: LossName = "reinforce"
+    average: Average = "tokens"
+
+
+def opo(rewards: "Float[Array, 'g n']", lengths: "Float[Array, 'g n']") -> "Advantages":
     """Advantages over the length-weighted mean of the group.
 
     Args:
         rewards: NaN where missing.
         lengths: of the completions, in tokens of the policy.
     """
+    import jax.numpy as jnp
+
+    from argosy.rl.policy.advantages import groups
+
     of = groups(rewards)
     weights = jnp.where(of.scored, lengths, 0.0)
     baseline = jnp.sum(weights * of.rewards, 1, keepdims=True) / jnp.maximum(jnp.sum(weights, 1, keepdims=True), 1.0)

@@ -12,22 +12,43 @@ Differences: verl clips log-ratios at -20 and 20, here only at 20, since small r
 otherwise; here it is off, as in the papers of PPO, GRPO and DAPO.
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import TYPE_CHECKING, Literal
 
-from argosy.rl.policy.token_losses import TokenLoss, clip_metrics, clipped, log_ratios, ratio_metrics, ratios
+from pydantic import Field, model_validator
+
+from argosy.rl.policy.settings import Average, Critic, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.rl.policy.token_losses import TokenLoss
+
+
+class PPO(Policy):
+    """Proximal policy optimization with a critic (arXiv:1707.06347; of language models: arXiv:2203.02155)."""
+
+    average: Average = "tokens"
+    kl: float = Field(0.05, ge=0)
+    kl_in: Literal["loss", "reward"] = "reward"
+    critic: Critic | None = Critic()
+
+    @model_validator(mode="after")
+    def _has_critic(self) -> "PPO":
+        if self.critic is None:
+            raise ValueError("critic is missing: PPO without one is objective=grpo, or objective=reinforce_pp")
+        return self
 
 
 def ppo(
-    new: Float[Array, "B T"],
-    old: Float[Array, "B T"],
-    advantages: Float[Array, "B #T"],
-    mask: Float[Array, "B T"],
+    new: "Float[Array, 'B T']",
+    old: "Float[Array, 'B T']",
+    advantages: "Float[Array, 'B #T']",
+    mask: "Float[Array, 'B T']",
     *,
     low: float = 0.2,
     high: float = 0.2,
     dual: float | None = None,
-) -> TokenLoss:
+) -> "TokenLoss":
     """The clipped loss of each token.
 
     Args:
@@ -37,6 +58,10 @@ def ppo(
     Raises:
         BadInput: a bound that clips everything or nothing.
     """
+    import jax.numpy as jnp
+
+    from argosy.rl.policy.token_losses import TokenLoss, clip_metrics, clipped, log_ratios, ratio_metrics, ratios
+
     logs = log_ratios(new, old, mask)
     ratio = ratios(logs)
     tokens = jnp.where(mask > 0, clipped(ratio, advantages, low, high, dual), 0.0)

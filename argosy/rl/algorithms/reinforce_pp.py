@@ -11,21 +11,38 @@ group is useless. With it, the mean over completions is 0, so equal groups keep 
 normalizes the baseline variant over tokens: there long answers shift the mean, and equal groups get advantages.
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import TYPE_CHECKING, Literal
 
-from argosy.rl.policy.advantages import Advantages, TokenAdvantages, groups, standardized
+from argosy.rl.policy.settings import AdvantageName, Average, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.rl.policy.advantages import Advantages, TokenAdvantages
+
+
+class ReinforcePP(Policy):
+    """REINFORCE++ (arXiv:2501.03262): advantages normalized over the batch. `advantages=reinforce_pp_baseline` is its variant with a
+    baseline."""
+
+    kl_in: Literal["loss", "reward"] = "reward"
+    advantages: AdvantageName = "reinforce_pp"
+    average: Average = "tokens"
 
 
 def reinforce_pp(
-    rewards: Float[Array, "g n"], mask: Float[Array, "B T"], penalty: Float[Array, "B T"] | None = None
-) -> TokenAdvantages:
+    rewards: "Float[Array, 'g n']", mask: "Float[Array, 'B T']", penalty: "Float[Array, 'B T'] | None" = None
+) -> "TokenAdvantages":
     """Advantages of tokens, normalized over the batch; 0 where the reward is missing. The returns are those before.
 
     Args:
         rewards: NaN where missing.
         penalty: of each token, subtracted from the reward of all tokens up to it.
     """
+    import jax.numpy as jnp
+
+    from argosy.rl.policy.advantages import TokenAdvantages, standardized
+
     flat = rewards.reshape(-1, 1)
     scored = jnp.isfinite(flat)
     own = (mask > 0) & scored
@@ -36,12 +53,16 @@ def reinforce_pp(
     return TokenAdvantages(standardized(returns, own), returns, jnp.where(own, mask, 0.0))
 
 
-def reinforce_pp_baseline(rewards: Float[Array, "g n"]) -> Advantages:
+def reinforce_pp_baseline(rewards: "Float[Array, 'g n']") -> "Advantages":
     """Advantages over the mean of the group, normalized over the batch.
 
     Args:
         rewards: NaN where missing.
     """
+    import jax.numpy as jnp
+
+    from argosy.rl.policy.advantages import groups, standardized
+
     of = groups(rewards)
     centered = jnp.where(of.scored & of.useful, of.rewards - of.mean, 0.0)
     return of.advantages(standardized(centered, of.scored))

@@ -6,19 +6,35 @@ One sampled answer a prompt is enough. A prompt is useless if all its sampled an
 greedy answer has no reward, there is no baseline, and its completions count as missing; verl subtracts whatever is there.
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import TYPE_CHECKING
 
-from argosy.rl.policy.advantages import Advantages, differ, groups
+from argosy.rl.policy.settings import AdvantageName, Average, LossName, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.rl.policy.advantages import Advantages
 
 
-def remax(rewards: Float[Array, "g n"], greedy: Float[Array, "g 1"]) -> Advantages:
+class ReMax(Policy):
+    """REINFORCE with the greedy answer's reward as baseline (arXiv:2310.10505). One answer a prompt is enough."""
+
+    advantages: AdvantageName = "remax"
+    loss: LossName = "reinforce"
+    average: Average = "sums"
+
+
+def remax(rewards: "Float[Array, 'g n']", greedy: "Float[Array, 'g 1']") -> "Advantages":
     """Advantages over the greedy answer.
 
     Args:
         rewards: NaN where missing.
         greedy: the reward of the greedy answer to each prompt; NaN where missing.
     """
+    import jax.numpy as jnp
+
+    from argosy.rl.policy.advantages import differ, groups
+
     of = groups(jnp.where(jnp.isfinite(greedy), rewards, jnp.nan))
     baseline = jnp.where(jnp.isfinite(greedy), greedy, 0.0)
     both = jnp.concatenate([of.rewards, baseline], 1)

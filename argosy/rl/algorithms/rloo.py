@@ -8,18 +8,35 @@ Difference from TRL 1.16: a group with one reward gets 0 and is counted; TRL com
 product of a sequence's ratios in its loss; here the loss is chosen apart (`argosy.rl.policy.token_losses`).
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import TYPE_CHECKING, Literal
 
-from argosy.rl.policy.advantages import Advantages, groups
+from argosy.rl.policy.settings import AdvantageName, Average, LossName, Policy
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.rl.policy.advantages import Advantages
 
 
-def rloo(rewards: Float[Array, "g n"]) -> Advantages:
+class RLOO(Policy):
+    """REINFORCE with the mean of the other answers as baseline (arXiv:2402.14740)."""
+
+    kl_in: Literal["loss", "reward"] = "reward"
+    advantages: AdvantageName = "rloo"
+    loss: LossName = "reinforce"
+    average: Average = "sums"
+
+
+def rloo(rewards: "Float[Array, 'g n']") -> "Advantages":
     """Advantages over the mean of the other completions.
 
     Args:
         rewards: NaN where missing.
     """
+    import jax.numpy as jnp
+
+    from argosy.rl.policy.advantages import groups
+
     of = groups(rewards)
     others = jnp.sum(of.rewards, 1, keepdims=True) - of.rewards
     return of.advantages(of.rewards - others / jnp.maximum(of.size - 1, 1.0))

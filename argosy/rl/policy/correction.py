@@ -27,7 +27,7 @@ from argosy.rl.policy.metrics import EffectiveShare, Metrics, highest_where, mea
 from argosy.rl.policy.token_losses import of_sequences, ratios
 
 
-class Correction(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """weights: of tokens, or of rows [B 1], to multiply losses of tokens by. 1 outside the mask."""
 
     weights: Float[Array, "B #T"]
@@ -43,7 +43,7 @@ def correction(
     outside: Literal["truncate", "mask"] = "truncate",
     lowest: float = 0.0,
     highest: float = 2.0,
-) -> Correction:
+) -> ImportanceWeights:
     """The weights and how far sampler and trainer are apart.
 
     Metrics: `sampler/difference_max` and `_mean` of the absolute differences of log-probabilities, in nats; `sampler/outside`, the
@@ -80,4 +80,4 @@ def correction(
             jnp.sum(counted), jnp.sum(counted**2), jnp.sum((live > 0).astype(mask.dtype))
         ),
     }
-    return Correction(weights, metrics)
+    return ImportanceWeights(weights, metrics)

@@ -11,17 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from argosy.rl.algorithms import ADVANTAGES
 from argosy.rl.algorithms.gdpo import gdpo
-from argosy.rl.algorithms.gpg import gpg
-from argosy.rl.algorithms.grpo import grpo
-from argosy.rl.algorithms.opo import opo
-from argosy.rl.algorithms.reinforce_pp import reinforce_pp, reinforce_pp_baseline
-from argosy.rl.algorithms.remax import remax
-from argosy.rl.algorithms.rloo import rloo
-from argosy.rl.policy.advantages import Advantages, groups
+from argosy.rl.policy.advantages import Advantages, TokenAdvantages, groups
 from argosy.rl.policy.gae import gae
 from argosy.rl.policy.metrics import Metrics
-from argosy.rl.policy.settings import Policy
+from argosy.rl.policy.parts import call, parameters
+from argosy.rl.policy.settings import Critic, Policy
 from argosy.rl.policy.totals import at_last, total
 from argosy.rl.policy.turns import TurnAdvantages, Turned, mixed, to_go, useless
 from argosy.rl.rollouts.turn_rewards import ByTurn
@@ -43,7 +39,7 @@ class Judgment(NamedTuple):
     """What is known of a rollout of g groups of n answers, B = g n in their order.
 
     rewards: [g n k], NaN where missing. weights: of the k rewards. live: [B L], 1 on tokens of the policy.
-    greedy: [g k], the rewards of the greedy answers, for `advantages: greedy`.
+    greedy: [g k], the rewards of the greedy answers, for `advantages: remax`.
     penalty: [B L], what is subtracted from the reward at each token.
     values, after: [B L] of the critic, and [B] its value after the last token of answers that were cut, 0 for others.
     turns: of the answers, where they are credited apart; the first of the k rewards is then the sum of those of turns.
@@ -63,26 +59,33 @@ def compared(how: Policy, of: Judgment) -> Compared:
     """The advantages of a rollout."""
     summed, mask = total(jnp.asarray(of.rewards), of.weights), jnp.asarray(of.live)
     penalty = None if of.penalty is None else jnp.where(mask > 0, jnp.asarray(of.penalty), 0.0)
-    if how.critic is not None or how.advantages == "batch":
-        return of_tokens(how, of, summed, mask, penalty)
+    if how.critic is not None:
+        return against_critic(how.critic, of, summed, mask, penalty)
     if of.turns is not None:
         return of_turns(how, of, of.turns, summed, penalty)
-    less = summed if penalty is None else summed - jnp.sum(penalty, 1).reshape(summed.shape)
-    made: Advantages
-    if how.advantages == "group":
-        each = how.normalize == "each"
-        made = gdpo(jnp.asarray(of.rewards), of.weights) if each else grpo(less, scale=how.scale)
-    elif how.advantages == "greedy":
-        assert of.greedy is not None
-        made = remax(less, total(jnp.asarray(of.greedy)[:, None], of.weights))
-    elif how.advantages == "length":
-        made = opo(less, jnp.sum(mask, 1).reshape(summed.shape))
-    else:
-        made = {"leave_one_out": rloo, "group_batch": reinforce_pp_baseline, "useful": gpg}[how.advantages](less)
-    rows, kept = made.rows(mask)
     # The metrics are of the rewards as they came.
-    metrics = made.metrics | groups(summed).advantages(jnp.zeros_like(summed)).metrics
-    return Compared(np.asarray(jnp.where(kept > 0, rows, 0.0)), flat(made.scored), flat(made.useful), metrics)
+    plain = groups(summed).advantages(jnp.zeros_like(summed))
+    made = advantages_of(how, of, summed, mask, penalty)
+    if isinstance(made, TokenAdvantages):
+        return Compared(np.asarray(made.values), flat(plain.scored), np.ones(len(summed), bool), plain.metrics)
+    rows, kept = made.rows(mask)
+    return Compared(np.asarray(jnp.where(kept > 0, rows, 0.0)), flat(made.scored), flat(made.useful), made.metrics | plain.metrics)
+
+
+def advantages_of(
+    how: Policy, of: Judgment, summed: Array, mask: Array, penalty: Array | None
+) -> Advantages | TokenAdvantages:
+    """What the function of the policy's choice makes of the rewards (`rl.algorithms`)."""
+    if how.normalize == "each":
+        return gdpo(jnp.asarray(of.rewards), of.weights)
+    function = ADVANTAGES[how.comparison]
+    if penalty is not None and "penalty" not in parameters(function):
+        summed = summed - jnp.sum(penalty, 1).reshape(summed.shape)
+    offers = {"rewards": summed, "mask": mask, "penalty": penalty, "scale": how.scale}
+    offers["lengths"] = jnp.sum(mask, 1).reshape(summed.shape)
+    if of.greedy is not None:
+        offers["greedy"] = total(jnp.asarray(of.greedy)[:, None], of.weights)
+    return call(function, **offers)
 
 
 def of_turns(how: Policy, of: Judgment, turns: ByTurn, summed: Array, penalty: Array | None) -> Compared:
@@ -125,20 +128,17 @@ def useful_groups(how: Policy, of: Judgment) -> np.ndarray:
     return flat(groups(total(jnp.asarray(of.rewards), of.weights)).useful)
 
 
-def of_tokens(how: Policy, of: Judgment, summed: Array, mask: Array, penalty: Array | None) -> Compared:
-    """Advantages of tokens, which are compared with the whole batch or with a critic: every group teaches."""
+def against_critic(critic: Critic, of: Judgment, summed: Array, mask: Array, penalty: Array | None) -> Compared:
+    """Advantages of tokens against a critic's values: every group teaches."""
     plain = groups(summed).advantages(jnp.zeros_like(summed))
-    every = np.ones(len(summed), bool)
-    if how.critic is None:
-        found = reinforce_pp(summed, mask, penalty)
-        return Compared(np.asarray(found.values), flat(plain.scored), every, plain.metrics)
     assert of.values is not None
     rewards = at_last((summed if of.turns is None else outcome(of)).reshape(-1), mask)
     if of.turns is not None:
         rewards = rewards + of.turns.at_ends(rewards_of_turns(of, of.turns), of.live)
     rewards = rewards - (0.0 if penalty is None else penalty)
     after = None if of.after is None else jnp.asarray(of.after)
-    found = gae(rewards, jnp.asarray(of.values), mask, after, gamma=how.critic.gamma, lam=how.critic.lam)
+    found = gae(rewards, jnp.asarray(of.values), mask, after, gamma=critic.gamma, lam=critic.lam)
+    every = np.ones(len(summed), bool)
     return Compared(np.asarray(found.values), flat(plain.scored), every, plain.metrics, np.asarray(found.returns))
 
 

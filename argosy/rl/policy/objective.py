@@ -30,14 +30,12 @@ from argosy.data.batch import Field, Fields
 from argosy.models.parts.attend import Attend, Branched, Packed
 from argosy.models.parts.stack import Aux
 from argosy.ops.precision import wide
-from argosy.rl.algorithms.cispo import cispo
-from argosy.rl.algorithms.gspo import gspo
-from argosy.rl.algorithms.ppo import ppo
-from argosy.rl.algorithms.reinforce import reinforce
+from argosy.rl.algorithms import LOSSES
 from argosy.rl.policy.correction import correction
 from argosy.rl.policy.entropy import entropy_bonus, entropy_of
 from argosy.rl.policy.kl import kl_loss
 from argosy.rl.policy.metrics import Metrics, mean_where
+from argosy.rl.policy.parts import call
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.token_losses import ConstantLength, SequenceMean, TokenLoss, TokenMean, ratio_metrics
 from argosy.rl.policy.value import value_loss
@@ -109,16 +107,11 @@ def entropies(how: Policy, model: Any, x: Float[Array, "B T D"], places: Int[Arr
     return jax.lax.map(one, parts).reshape(-1)[: len(flat)].reshape(places.shape)
 
 
-def token_losses(how: Policy, new: Answers, old: Answers, advantages: Answers, live: Answers) -> TokenLoss:
+def token_losses(policy: Policy, new: Answers, old: Answers, advantages: Answers, live: Answers) -> TokenLoss:
     """The loss of each token by the policy's choice."""
-    if how.loss == "ppo":
-        return ppo(new, old, advantages, live, low=how.low, high=how.high, dual=how.dual)
-    if how.loss == "gspo":
-        return gspo(new, old, advantages, live, low=how.low, high=how.high)
-    if how.loss == "cispo":
-        return cispo(new, old, advantages, live, lowest=how.low, highest=how.high)
-    made = reinforce(new, advantages, live)
-    return TokenLoss(made.tokens, ratio_metrics(jnp.where(live > 0, new - old, 0.0), live))
+    settings = {"low": policy.low, "high": policy.high, "dual": policy.dual}
+    made = call(LOSSES[policy.loss], new=new, old=old, advantages=advantages, mask=live, **settings)
+    return made if made.metrics else TokenLoss(made.tokens, ratio_metrics(jnp.where(live > 0, new - old, 0.0), live))
 
 
 def loss(how: Policy, models: Models, batch: dict[str, Array]) -> Loss:

@@ -1,35 +1,31 @@
-"""The settings of policies that learn from rewards, without jax. Each is also the objective's function (`rl.policy.objective`).
-
-    name             advantages                      loss of a token          mean over        source
-    ppo              against a critic's values       PPO's, clipped           tokens           arXiv:1707.06347
-    grpo             reward against its group        PPO's, clipped           answers          arXiv:2402.03300
-    dr_grpo          the same, not divided by std    PPO's                    constant length  arXiv:2503.20783
-    dapo             as grpo                         PPO's, clip-higher       tokens           arXiv:2503.14476
-    gspo             as grpo                         ratio of the sequence    answers          arXiv:2507.18071
-    cispo            as grpo                         bounded weights          tokens           arXiv:2506.13585
-    rloo             leave one out                   REINFORCE                answers, summed  arXiv:2402.14740
-    reinforce_pp     normalized over the batch       PPO's                    tokens           arXiv:2501.03262
-    remax            reward against the greedy one   REINFORCE                answers, summed  arXiv:2310.10505
-    gpg              against its group, not divided  REINFORCE                tokens           arXiv:2504.02546
-    opo              against a length-weighted mean  REINFORCE                tokens           arXiv:2505.23585
-
-They are one set of parts with different defaults, so any part can be exchanged: `objective=grpo objective.scale=none`. What a name
-means beyond these parts is in `rollout` (dynamic sampling, punishment of overlong answers), which its recipe sets.
-"""
+"""What the settings of all algorithms share (`rl.algorithms`), without jax. A policy is also the objective's function
+(`rl.policy.objective`)."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from argosy.core.settings import Also, BrokenRules, MayChange, Settings
+from argosy.core.errors import nearest
+from argosy.core.registry import Registry, is_file
+from argosy.core.settings import Also, BrokenRules, Settings
+from argosy.rl.algorithms import ADVANTAGES, ALIASES, LOSSES
 from argosy.train.settings import OfTokens
 
-Advantage = Literal["group", "leave_one_out", "batch", "group_batch", "greedy", "useful", "length"]
-TokenLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
+
+def _registered(registry: Registry, aliases: dict[str, str]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in registry and value not in aliases and not is_file(value):
+            raise ValueError(f"there is no {registry.noun} `{value}`: {nearest(value, [*registry, *aliases])}")
+        return value
+
+    return AfterValidator(check)
+
+
+AdvantageName = Annotated[str, _registered(ADVANTAGES, ALIASES)]
+LossName = Annotated[str, _registered(LOSSES, {})]
 Average = Literal["tokens", "answers", "sums"]
-# Settings of rollouts that decide where they are sampled and how they are computed, not what they are.
-NOT_MADE = ("workers", "devices", "processes", "stuck", "share_prompts")
+Scale = Literal["group", "batch", "none"]
 
 
 class Correction(Settings):
@@ -67,10 +63,6 @@ class Credit(Settings):
         return self
 
 
-# Rows of a part, unless there are more devices.
-LEAST_ROWS = 4
-
-
 class Critic(Settings):
     """A model of its own that learns what reward to expect at each token: a copy of the first weights with a head of one score."""
 
@@ -93,20 +85,22 @@ class Policy(OfTokens):
     temperature: float = Field(1.0, gt=0)
     """Divides the logits, of sampling and of the log-probabilities that are trained alike: the policy is the distribution that is
     sampled. Below 1 answers are more alike."""
-    advantages: Annotated[Advantage, Also("advantage_estimator", "adv_estimator")] = "group"
-    """What a reward is compared with (`rl.algorithms`). group: the mean of its group, see `scale`; leave_one_out: the mean of the
-    others of its group; batch: the mean of all answers of the rollout; group_batch: that of its group, then divided by the std
-    of the batch; greedy: the reward of the greedy answer to the prompt; useful: the mean of its group, times all groups over those
-    whose rewards differ; length: the mean of its group weighted by length."""
-    scale: Annotated[Literal["group", "batch", "none"], Also("scale_rewards", "norm_adv_by_std_in_grpo")] = "group"
-    """What `advantages: group` are divided by: the standard deviation of the group's rewards, of all rewards of the rollout, or
+    advantages: Annotated[AdvantageName, Also("advantage_estimator", "adv_estimator")] = "grpo"
+    """What a reward is compared with (`rl.algorithms`). grpo, or group: the mean of its group, see `scale`; rloo, or leave_one_out: the
+    mean of the others of its group; reinforce_pp, or batch: the mean of all completions of the rollout; reinforce_pp_baseline, or
+    group_batch: that of its group, then divided by the standard deviation of the batch; remax, or greedy: the reward of the greedy
+    completion to the prompt; gpg, or useful: the mean of its group, times all groups over those whose rewards differ; opo, or length:
+    the mean of its group weighted by length; or FILE.py:FUNCTION."""
+    scale: Annotated[Scale, Also("scale_rewards", "norm_adv_by_std_in_grpo")] = "group"
+    """What `advantages: grpo` are divided by: the standard deviation of the group's rewards, of all rewards of the rollout, or
     nothing."""
     normalize: Annotated[Literal["sum", "each"], Also("multi_objective_aggregation")] = "sum"
     """Of several rewards: sum adds them by weight, then compares; each compares every reward with its group first, then adds
-    (GDPO, arXiv:2601.05242), so that a reward of small range counts too. `each` is for `advantages: group` only."""
-    loss: Annotated[TokenLoss, Also("importance_sampling_level")] = "ppo"
+    (GDPO, arXiv:2601.05242), so that a reward of small range counts too. `each` is for `advantages: grpo` only."""
+    loss: Annotated[LossName, Also("importance_sampling_level")] = "ppo"
     """The loss of a token (`rl.algorithms`). ppo: clipped ratio; gspo: clipped ratio of the whole answer, which moves less (`low` 3e-4,
-    `high` 4e-4); cispo: REINFORCE with bounded weights (`low` 0, `high` 5); reinforce: no ratio, for one update a rollout."""
+    `high` 4e-4); cispo: REINFORCE with bounded weights (`low` 0, `high` 5); reinforce: no ratio, for one update a rollout; or
+    FILE.py:FUNCTION."""
     low: Annotated[float, Also("epsilon", "clip_ratio", "clip_ratio_low")] = Field(0.2, ge=0)
     """Lower clip: the ratio stops mattering below 1 - low. Of `cispo` the lower bound of the weight itself."""
     high: Annotated[float, Also("epsilon_high", "clip_ratio_high")] = Field(0.2, ge=0)
@@ -148,10 +142,10 @@ class Policy(OfTokens):
 
     def _broken(self) -> Iterator[str]:
         """The rules between the parts that do not hold."""
-        if self.normalize == "each" and self.advantages != "group":
-            yield f"normalize=each is for advantages=group, not {self.advantages}"
-        if self.scale != "group" and self.advantages != "group":
-            yield f"scale={self.scale} is for advantages=group, not {self.advantages}"
+        if self.normalize == "each" and self.comparison != "grpo":
+            yield f"normalize=each is for advantages=grpo, not {self.advantages}"
+        if self.scale != "group" and self.comparison != "grpo" and not is_file(self.comparison):
+            yield f"scale={self.scale} is for advantages=grpo, not {self.advantages}"
         if self.kl and self.kl_in == "loss" and self.kl_estimator == "k1":
             yield "kl_estimator=k1 has no gradient on average, so it penalizes nothing: k3+ or k2 do"
         if self.loss == "cispo" and not self.low <= 1 <= self.high:
@@ -171,7 +165,7 @@ class Policy(OfTokens):
                 yield "credit.by=mixed compares answers with each other, not with a critic: credit.by=to_go does"
             if self.credit.gamma != 1:
                 yield f"credit.gamma = {self.credit.gamma:g} does not apply: with a critic it is critic.gamma, of tokens"
-        elif self.advantages != "group":
+        elif self.comparison != "grpo":
             what = f"credit.by={by} is for objectives that compare within groups (grpo, dr_grpo, dapo, gspo, cispo) and for ppo"
             yield f"{what}: {self.advantages} needs one reward an answer"
         if self.normalize == "each":
@@ -191,8 +185,13 @@ class Policy(OfTokens):
         for why, names in idle.items():
             for name in names:
                 value = getattr(self, name)
-                if value != type(self).model_fields[name].default:
+                if (self.comparison if name == "advantages" else value) != type(self).model_fields[name].default:
                     yield f"{name} = {value} does not apply: {why}"
+
+    @property
+    def comparison(self) -> str:
+        """What a reward is compared with, by the name of its algorithm, whichever word was written."""
+        return ALIASES.get(self.advantages, self.advantages)
 
     @property
     def reference(self) -> str | None:
@@ -209,199 +208,3 @@ class Policy(OfTokens):
         from argosy.rl.policy.objective import loss
 
         return loss(self, models, batch)
-
-
-class PPO(Policy):
-    """Proximal policy optimization with a critic (arXiv:1707.06347; of language models: arXiv:2203.02155)."""
-
-    average: Average = "tokens"
-    kl: float = Field(0.05, ge=0)
-    kl_in: Literal["loss", "reward"] = "reward"
-    critic: Critic | None = Critic()
-
-    @model_validator(mode="after")
-    def _has_critic(self) -> "PPO":
-        if self.critic is None:
-            raise ValueError("critic is missing: PPO without one is objective=grpo, or objective=reinforce_pp")
-        return self
-
-
-class GRPO(Policy):
-    """Group relative policy optimization (arXiv:2402.03300): rewards are compared with those of other answers to the same prompt."""
-
-
-class DrGRPO(Policy):
-    """GRPO without its two biases (arXiv:2503.20783): advantages are not divided by the std, answers not by their length."""
-
-    scale: Literal["group", "batch", "none"] = "none"
-    average: Average = "sums"
-
-
-class DAPO(Policy):
-    """Decoupled clip and dynamic sampling (arXiv:2503.14476): clip-higher, and a mean over tokens. The recipe `dapo` adds dynamic
-    sampling and the punishment of overlong answers."""
-
-    high: float = Field(0.28, ge=0)
-    average: Average = "tokens"
-
-
-class GSPO(Policy):
-    """Group sequence policy optimization (arXiv:2507.18071): the ratio of the whole answer is clipped, at the paper's 3e-4 and 4e-4."""
-
-    loss: TokenLoss = "gspo"
-    low: float = Field(3e-4, ge=0)
-    high: float = Field(4e-4, ge=0)
-
-
-class CISPO(Policy):
-    """Clipped importance sampling (MiniMax-M1, arXiv:2506.13585): no token loses its gradient. The paper tunes the upper bound; 5 as
-    in TRL."""
-
-    loss: TokenLoss = "cispo"
-    low: float = Field(0.0, ge=0)
-    high: float = Field(5.0, ge=0)
-    average: Average = "tokens"
-
-
-class RLOO(Policy):
-    """REINFORCE with the mean of the other answers as baseline (arXiv:2402.14740)."""
-
-    kl_in: Literal["loss", "reward"] = "reward"
-    advantages: Advantage = "leave_one_out"
-    loss: TokenLoss = "reinforce"
-    average: Average = "sums"
-
-
-class ReinforcePP(Policy):
-    """REINFORCE++ (arXiv:2501.03262): advantages normalized over the batch. `advantages=group_batch` is its variant with a baseline."""
-
-    kl_in: Literal["loss", "reward"] = "reward"
-    advantages: Advantage = "batch"
-    average: Average = "tokens"
-
-
-class ReMax(Policy):
-    """REINFORCE with the greedy answer's reward as baseline (arXiv:2310.10505). One answer a prompt is enough."""
-
-    advantages: Advantage = "greedy"
-    loss: TokenLoss = "reinforce"
-    average: Average = "sums"
-
-
-class GPG(Policy):
-    """Group policy gradient (arXiv:2504.02546): REINFORCE over the mean of the group."""
-
-    advantages: Advantage = "useful"
-    loss: TokenLoss = "reinforce"
-    average: Average = "tokens"
-
-
-class OPO(Policy):
-    """On-policy RL with the baseline of least variance (arXiv:2505.23585): one update a rollout, no clipping, no KL."""
-
-    advantages: Advantage = "length"
-    loss: TokenLoss = "reinforce"
-    average: Average = "tokens"
-
-
-class Rollout(Settings):
-    """How answers are sampled, and how they become updates."""
-
-    completions: Annotated[int, Also("num_generations", "group_size", "rollout.n", "n_samples_per_prompt")] = Field(8, gt=0)
-    """Answers to each prompt of a rollout: a group. TRL and verl's examples use 8 and 5 to 16. With `objective: gkd` 1 by default."""
-    tokens: Annotated[int, Also("max_completion_length", "max_new_tokens", "max_response_length", "max_tokens")] = Field(256, gt=0)
-    """The most tokens of an answer, its end-of-sequence token included."""
-    top_k: int = Field(0, ge=0)
-    """Draws from the k likeliest tokens only; 0 means all. Anything but all makes the sampled distribution another one than the trained
-    one, which `objective.correction` then weighs."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Draws from the likeliest tokens whose probabilities first sum to p; 1 means all."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Draws from tokens at least this share as likely as the likeliest; 0 means all."""
-    ignore_eos: bool = False
-    """Answers go on after the model's own ends, up to the limit: for benchmarks."""
-    epochs: Annotated[int, Also("num_iterations", "ppo_epochs", "num_ppo_epochs")] = Field(1, gt=0)
-    """Passes over the answers of a rollout before the next one."""
-    minibatches: Annotated[
-        int,
-        Also("num_mini_batches", "steps_per_generation"),
-        Also("ppo_mini_batch_size", note="it is how many parts, not the size of one"),
-    ] = Field(1, gt=0)
-    """Updates of a pass, each with a share of the groups. With one pass and one update, training is exactly on-policy."""
-    rows: Annotated[
-        int | None,
-        Also(
-            "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "micro_batch_size", "log_prob_micro_batch_size_per_gpu"
-        ),
-    ] = Field(None, gt=0)
-    """Rows of `data.sequence` tokens that are computed at once. Answers are packed into rows, rows into parts of so many; gradients
-    of all parts of an update are summed, so this decides memory and speed, not the result. None: at least 4,
-    and one for each device that rows are split over."""
-    share_prompts: Annotated[bool | None, Also("use_prefix_grouper")] = None
-    """Computes a prompt once for those of its answers that stand in one row, in place of once for each (arXiv:2506.05433): the same
-    gradients, up to rounding, for fewer tokens; routers of experts count its tokens once. It pays to make `data.sequence` long enough
-    for a prompt with all of its answers. None: on CPUs and GPUs, unless the model has recurrent layers or windows shorter than a row.
-    On TPUs, and with such windows, no kernel has these masks: all scores of a row are then in memory."""
-    resample: Annotated[int, Also("max_num_gen_batches", "dynamic_sampling")] = Field(0, ge=0)
-    """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing, and are replaced by groups of other prompts, in at
-    most so many further rounds of generation. 0: off."""
-    overlong: Annotated[int, Also("overlong_buffer", "overlong_buffer_len", "soft_punish_cache")] = Field(0, ge=0)
-    """Punishes answers within so many tokens of the limit by up to 1 (DAPO's soft punishment). 0: off."""
-    keep_cut: Annotated[bool, Also("mask_truncated_completions", note="rollout.keep_cut=false is that")] = True
-    """Whether answers that reach the limit without an end are learned from. They are counted either way."""
-    slots: int = Field(64, gt=0)
-    """Answers that are generated at a time; others wait."""
-    devices: Annotated[
-        int | None, MayChange(), Also("vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size", "rollout_mesh")
-    ] = Field(None, gt=0)
-    """Devices that sample and do not train: the last ones of the process, which share the model's heads, features and vocabulary.
-    The weights are copied to them for each rollout, and the copies are compared with a checksum. None: all devices do both in
-    turns, and nothing is copied."""
-    processes: Annotated[
-        int | None,
-        MayChange(),
-        Also("vllm_mode", note="rollout.processes=N is server mode, with processes of its own"),
-        Also("vllm_num_engines", "num_rollout_workers"),
-    ] = Field(None, gt=0)
-    """Processes of this machine that sample and do not train, each on a CPU device of its own, with a copy of the weights; prompts are
-    shared out over them. What moved of the weights is sent for each rollout and compared with a checksum. One that ends is started
-    again, and its prompts are sampled again. None: this process samples."""
-    stuck: Annotated[float | None, MayChange()] = Field(None, gt=0)
-    """Seconds after which one of `processes` that has not answered its share of a rollout counts as stuck, and is started again.
-    Compiling counts. None: it may take as long as it takes."""
-    ahead: Annotated[int, Also("max_staleness", "async_steps", "off_policy_steps", "max_head_offpolicyness")] = Field(0, ge=0, le=4)
-    """Rollouts that are sampled ahead, so that `devices` or `processes` sample while the others train. Answers are then of weights
-    that have not learned from the last so many rollouts, which `objective.correction` weighs. 0: every rollout is sampled with the
-    latest weights."""
-    weights: Annotated[Literal["same", "int8"], Also("rollout_quantization", note="rollout.weights=int8")] = "same"
-    """Of the engine. same: the trainer's; int8: rounded to 8 bits for each rollout, which halves what a decoding step reads beside
-    bfloat16. `objective.correction` weighs the difference, which is logged."""
-    workers: Annotated[int | None, MayChange()] = Field(None, gt=0)
-    """Processes for reward functions. None: one for each core, at most 8."""
-
-    def rows_over(self, shares: int) -> int:
-        """Rows of a part that is split into so many shares."""
-        return self.rows or shares * max(1, -(-LEAST_ROWS // shares))
-
-    @property
-    def updates(self) -> int:
-        """Updates of a rollout."""
-        return self.epochs * self.minibatches
-
-    @model_validator(mode="after")
-    def _in_order(self) -> "Rollout":
-        if broken := [*self._broken()]:
-            raise BrokenRules(broken)
-        return self
-
-    def _broken(self) -> Iterator[str]:
-        """The rules between the settings that do not hold."""
-        if self.overlong > self.tokens:
-            yield f"overlong = {self.overlong} is above tokens = {self.tokens}"
-        if self.processes is not None and self.devices is not None:
-            yield "devices are those of this process that sample, and processes sample instead of it: leave one out"
-        if self.stuck is not None and self.processes is None:
-            yield f"stuck = {self.stuck:g} is for processes that sample: rollout.processes=N"
-        if self.ahead and self.devices is None and self.processes is None:
-            what = "needs devices that sample while others train: rollout.devices=N, or rollout.processes=N"
-            yield f"ahead = {self.ahead} {what}"

@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from argosy.rl.algorithms.grpo import Scale, grpo
+from argosy.rl.algorithms.grpo import grpo
 from argosy.rl.policy.advantages import groups, share
 from argosy.rl.policy.metrics import Metrics, mean_where
+from argosy.rl.policy.settings import Scale
 
 
 class TurnAdvantages(NamedTuple):

@@ -13,10 +13,10 @@ from argosy.core.errors import BadInput, UserError, refuse
 from argosy.data.batch import Batches
 from argosy.data.order import whole_numbers
 from argosy.data.rows.prompts import Prompt
-from argosy.rl.policy.settings import Rollout
 from argosy.rl.rollouts.completions import Interrupted, SamplersLost
 from argosy.rl.rollouts.packing import Experience, Shape, restored, stored
 from argosy.rl.rollouts.records import Ended
+from argosy.rl.rollouts.settings import Rollout
 
 # Prompts that are looked at for one that fits before it is an error, as a multiple of all.
 LOOKED_AT = 2

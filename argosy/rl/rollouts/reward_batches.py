@@ -25,7 +25,8 @@ from argosy.rl.policy.credit import Compared, compared
 from argosy.rl.policy.kl import in_reward
 from argosy.rl.policy.metrics import Metrics, mean_where, numbers
 from argosy.rl.policy.objective import shared_of
-from argosy.rl.policy.settings import NOT_MADE, Policy, Rollout
+from argosy.rl.policy.parts import compares_groups
+from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import reward_metrics, total
 from argosy.rl.rollouts.completions import Answer, Interrupted, SamplersLost
 from argosy.rl.rollouts.packing import Experience, Part, Shape, density, packed, per_token, spared
@@ -33,6 +34,7 @@ from argosy.rl.rollouts.prefetch import Ahead
 from argosy.rl.rollouts.queue import Queued, check_sizes
 from argosy.rl.rollouts.records import Judge, Told, Trainer, said_of_cut
 from argosy.rl.rollouts.sampler import Collected, Collector, given_back, kept
+from argosy.rl.rollouts.settings import PLACEMENT, Rollout
 from argosy.rl.rollouts.trajectories import Table
 from argosy.rl.rollouts.turn_rewards import played_numbers
 
@@ -79,7 +81,7 @@ class Rollouts(Queued):
         self.collector = Collector(prompts, policy, rollout, self.groups, longest_prompt, judge, seed, say, table)
         self.trainer: Trainer | None = None
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
-        how = {name: value for name, value in dict(rollout).items() if name not in NOT_MADE}
+        how = {name: value for name, value in dict(rollout).items() if name not in PLACEMENT}
         made = {"rewards": list(judge.names), "weights": list(judge.weights), "rollout": how}
         made |= {} if table is None else {"environment": table.identity}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
@@ -364,11 +366,11 @@ def check_groups(policy: Policy, rollout: Rollout) -> None:
     """
     mistakes: list[UserError] = []
     n = rollout.completions
-    if n < 2 and policy.critic is None and policy.advantages not in ("batch", "greedy"):
+    if n < 2 and compares_groups(policy):
         what = f"objective.advantages={policy.advantages} compares the answers to one prompt, and rollout.completions = {n}"
-        hint = "sample at least 2 answers, or compare with the whole batch: objective.advantages=batch"
+        hint = "sample at least 2 answers, or compare with the whole batch: objective.advantages=reinforce_pp"
         mistakes.append(BadInput(what, hint=hint))
-    if rollout.resample and (policy.advantages in ("batch", "greedy") or policy.critic is not None):
+    if rollout.resample and not compares_groups(policy):
         what = "rollout.resample: groups of equal rewards teach too, where they are compared with more"
         mistakes.append(BadInput(what, hint="leave it out"))
     if policy.kl and policy.kl_in == "reward" and policy.normalize == "each":

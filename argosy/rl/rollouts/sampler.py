@@ -18,12 +18,14 @@ from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.observe.goodput import Clock
 from argosy.rl.policy.credit import Judgment, useful_groups
-from argosy.rl.policy.settings import Policy, Rollout
+from argosy.rl.policy.parts import needs_greedy
+from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import overlong
 from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Answer, Elsewhere, Played, sampled
 from argosy.rl.rollouts.packing import per_token
 from argosy.rl.rollouts.queue import LOOKED_AT, next_that_fit, no_room
 from argosy.rl.rollouts.records import Judge, Rolled
+from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.trajectories import Conversed, How, Table
 from argosy.rl.rollouts.turn_rewards import ENVIRONMENT, by_turn, environment_rewards, failed, failures
 
@@ -169,7 +171,7 @@ class Collector(Complaining):
         with made.clock("generate_s"):
             several = [one for one in prompts for _ in range(each.completions)]
             answers = self.answered(lm, several, how.temperature, made)
-            plain = self.answered(lm, prompts, 0.0, made) if how.advantages == "greedy" else None
+            plain = self.answered(lm, prompts, 0.0, made) if needs_greedy(how) else None
         return answers, self.judged(answers, made), None if plain is None else self.judged(plain, made)
 
     def answered(self, lm: LM | Elsewhere, prompts: list[Prompt], temperature: float, made: Collected) -> list[Answer]:

@@ -29,11 +29,11 @@ from argosy.data.summary import CorpusSummary
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.observe.goodput import Clock
-from argosy.rl.policy.settings import NOT_MADE, Rollout
 from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Answer, Elsewhere, Interrupted, SamplersLost, sampled
 from argosy.rl.rollouts.packing import Experience, Part, Shape, density, packed
 from argosy.rl.rollouts.queue import LOOKED_AT, Queued, check_sizes, next_that_fit, no_room
 from argosy.rl.rollouts.records import Told, said_of_cut
+from argosy.rl.rollouts.settings import PLACEMENT, Rollout
 from argosy.rl.rollouts.teacher_tokens import Reread
 from argosy.train.distillation import GKD, GOLD
 
@@ -90,7 +90,7 @@ class Lessons(Queued, Complaining):
         self.tutor: Tutor | None = None
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
         self.interrupted: Callable[[], bool] = lambda: False
-        made = {name: value for name, value in dict(rollout).items() if name not in NOT_MADE}
+        made = {name: value for name, value in dict(rollout).items() if name not in PLACEMENT}
         made |= {"own": how.own, "others": how.others, "sampling": how.sampling}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         if reread is not None:

@@ -20,8 +20,8 @@ from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import merge
 from argosy.ops.sorted_distance import FARTHEST
-from argosy.rl.policy.settings import Rollout
 from argosy.rl.rollouts.records import Told
+from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.teacher_batches import Lessons, Tutor
 from argosy.rl.rollouts.teacher_tokens import Reread
 from argosy.run.distillation.across import Both, asking, is_across

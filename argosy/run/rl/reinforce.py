@@ -28,11 +28,11 @@ from argosy.observe.readable import one_line
 from argosy.parallel.place import batch_sharding, row_shares
 from argosy.rl.environments.settings import described, open_table
 from argosy.rl.policy.objective import ROWS, gathered, logps_of, shared_of, values_of
-from argosy.rl.policy.settings import Rollout
 from argosy.rl.rewards.functions import open_rewards
 from argosy.rl.rollouts.packing import Experience, Shape
 from argosy.rl.rollouts.records import NoRewards, Told, Trainer
 from argosy.rl.rollouts.reward_batches import Rollouts
+from argosy.rl.rollouts.settings import Rollout
 from argosy.run.assembly import Assembly
 from argosy.run.decided import Decided
 from argosy.run.frozen import reference

@@ -24,7 +24,7 @@ from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import Leaves, merge, put
 from argosy.parallel.checksum import checksum
 from argosy.rl.policy.critic import PREFIX
-from argosy.rl.policy.settings import Rollout
+from argosy.rl.rollouts.settings import Rollout
 from argosy.train.state import TrainState
 from argosy.weights.build import places
 

@@ -30,8 +30,8 @@ from argosy.launch.workers.group import WorkerGroup
 from argosy.models.parts.weight import Leaves
 from argosy.observe.readable import sized
 from argosy.rl.policy.critic import PREFIX
-from argosy.rl.policy.settings import Rollout
 from argosy.rl.rollouts.completions import Asked, Drawn, Interrupted, SamplersLost
+from argosy.rl.rollouts.settings import Rollout
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums, policy_weights
 from argosy.run.rl.rollout_worker import RolloutWorker, apart
 from argosy.train.state import TrainState
