@@ -21,7 +21,8 @@ from argosy.rl.policy.settings import Policy
 from argosy.run.settings import Run
 from argosy.train.settings import OBJECTIVES
 
-MODEL = ["model.family=llama", "model.vocab=258", "model.width=16", "model.layers=1", "model.context=64", "model.ffn=16", "model.heads=2"]
+MODEL = ["model.family=llama", "model.vocab=258", "model.width=16", "model.layers=1", "model.ffn=16", "model.heads=2"]
+MODEL += ["model.context=512", "reward=exact", "rollout.tokens=8"]
 OWN = """
 from argosy.rl.algorithms.grpo import GRPO
 from argosy.rl.policy.settings import AdvantageName, LossName
