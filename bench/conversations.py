@@ -45,7 +45,7 @@ def main() -> None:
             start = time.perf_counter()
             alone = [chat_mask.encode_with_mask(tokenizer, messages) for messages in given[: count // 5]]
             print(f"| {name} | {turns} | one by one | {len(alone) / (time.perf_counter() - start):,.0f} |", flush=True)
-            many = [chat_mask.Conversation(messages) for messages in given]
+            many = [chat_mask.MaskedConversation(messages) for messages in given]
             way = chat_mask.Way(tokenizer.chat_templates)
             list(chat_mask.encode_all(tokenizer, many[:64], way))
             start = time.perf_counter()

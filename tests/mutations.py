@@ -2,8 +2,7 @@
 
     ./run python tests/mutations.py count=20 seed=7
     ./run python tests/mutations.py count=10 room=rl        of one room
-    ./run python tests/mutations.py --tree seconds=400      the seed is the hash of the commit's tree, and no edit begins after so long;
-                                                            `.ci/run` does this, whose other parts show that the tests pass without edits
+    ./run python tests/mutations.py --tree seconds=400      the seed is the hash of the tree; no edit begins after so long
 
 Edits are made in a copy of the tree, one at a time. A module is sampled by the number of its edits; those that no test file imports
 are counted and left out. Prints each edit that survived; exit code 1 where fewer than `least` (0.8) of the edits are caught. Some edits

@@ -38,7 +38,7 @@ class Convert(Settings):
     """Largest file of a Hub folder, in 1e9 bytes; a larger tensor gets its own file."""
 
 
-class Check(Settings):
+class CheckedConversion(Settings):
     """When two models count as the same."""
 
     tolerance: float | None = Field(None, ge=0)
@@ -72,7 +72,7 @@ def convert(
     how = read_settings(Convert, words_layer(words or [])).value
     from argosy.jobs.convert import convert as job
 
-    with Progress("written") as progress:
+    with ConversionProgress("written") as progress:
         result = job(
             *(source, Path(target), how.to, how.dtype),
             shard_gb=how.shard_gb,
@@ -92,10 +92,10 @@ def _check(a: str, b: str, words: list[str], as_json: bool) -> None:
         raise BadInput(
             f"`{words[0]}` and --check", hint="a target to write, or --check and another model to compare with"
         )
-    how = read_settings(Check, words_layer(words)).value
+    how = read_settings(CheckedConversion, words_layer(words)).value
     from argosy.jobs.compare import compare
 
-    with Progress("compared") as progress:
+    with ConversionProgress("compared") as progress:
         result = compare(a, b, how.tolerance, say=progress.say, progress=progress)
     answer(compared_text(result), result, as_json)
     if not result["equal"]:
@@ -136,7 +136,7 @@ def _line(found: dict[str, Any]) -> str:
     return f"{found['name']}: {types}{apart}"
 
 
-class Progress:
+class ConversionProgress:
     """Progress on stderr: one line replaced in place on a terminal, elsewhere a line every few seconds. A context
     manager, which removes the line at the end."""
 
@@ -184,7 +184,7 @@ class Progress:
             self.stream.flush()
             self.width = 0
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ConversionProgress":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -52,7 +52,7 @@ def prepare(
     from argosy.jobs import data as job
 
     settings = job.data_settings(source, words or [])
-    result = job.prepare(settings, Path(target), say, Progress())
+    result = job.prepare(settings, Path(target), say, PreparationProgress())
     conclude(prepared_text(result), result, as_json)
 
 
@@ -100,7 +100,7 @@ def prepared_text(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *([result["summary"]] if "format" in result else [])])
 
 
-class Progress:
+class PreparationProgress:
     """Prints progress every few seconds."""
 
     def __init__(self) -> None:

@@ -165,7 +165,7 @@ class Batches(ABC):
         self.take(arrays or {})
 
 
-class Around(Batches):
+class BatchWrapper(Batches):
     """Batches that are made of others: each is theirs with something added, and the position is theirs."""
 
     def __init__(self, inner: Any):

@@ -7,13 +7,13 @@ every later step, in every later process: which batches a step takes follows fro
 from collections.abc import Iterable
 from typing import Any
 
-from argosy.data.batch import Around, Batch
+from argosy.data.batch import Batch, BatchWrapper
 
 # Of how many of the last steps it is known where their batches began: the loop reads numbers one step late.
 KEPT = 3
 
 
-class At(Around):
+class At(BatchWrapper):
     """The batches where they once stood, for a checkpoint of then."""
 
     def __init__(self, inner: Any, position: dict[str, Any]):
@@ -27,7 +27,7 @@ class At(Around):
         return self._position
 
 
-class Numbered(Around):
+class Numbered(BatchWrapper):
     """The batches of a run.
 
     Args:

@@ -15,7 +15,7 @@ from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, Fingerp
 from argosy.data.chat.conversations import shown_template
 from argosy.data.encode import DocumentEncoder
 from argosy.data.order import Order, ordered, picked, whole_numbers
-from argosy.data.pack import Rows, corpus_of
+from argosy.data.pack import PackedRows, corpus_of
 from argosy.data.prepare import HeldOut, grouped
 from argosy.data.rows.sequences import encoder_for
 from argosy.data.settings import DataSettings, encoding
@@ -161,7 +161,7 @@ class Windows:
                 raise BadInput(f"the corpus holds nothing to train on for {who}", where=self.settings.source)
             epoch, document = epoch + 1, 0
 
-    def windows(self, start: int) -> Iterator[tuple[int, Rows]]:
+    def windows(self, start: int) -> Iterator[tuple[int, PackedRows]]:
         """The rows of each window from document `start` on, with the number of its first document."""
         encoder, documents = self.make_encoder(), self.own_documents()
         for document in islice(documents, start):

@@ -78,7 +78,7 @@ class Encoded:
     values: Mapping[str, float] = field(default_factory=dict)
 
 
-class Rows(Protocol):
+class PackedRows(Protocol):
     """A table of rows, any of which can be made from its number. Rows `g i` up to `g i + g` are a group, g = per_group.
 
     fields: what `gather` gives, with the types it gives them in.
@@ -262,7 +262,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return bin_of
 
 
-def rows_of(corpus: Corpus, packing: str, sequence: int, too_long: str = "continue") -> Rows:
+def rows_of(corpus: Corpus, packing: str, sequence: int, too_long: str = "continue") -> PackedRows:
     """The rows of a corpus under one of the packings."""
     return SplitRows(corpus, sequence) if packing == "split" else FitRows(corpus, sequence, too_long, alone=packing == "alone")
 
@@ -282,7 +282,7 @@ class PackCounts:
     learned: int | None = None
 
 
-def counts_of(rows: Rows) -> PackCounts:
+def counts_of(rows: PackedRows) -> PackCounts:
     """The counts of rows from documents; of others, none."""
     if (counts := getattr(rows, "counts", None)) is not None:
         return counts

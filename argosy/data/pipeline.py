@@ -19,13 +19,13 @@ from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, check_fields
 from argosy.data.online import OnlineBatches
 from argosy.data.order import Order, of_records, ordered, picked, whole_numbers
-from argosy.data.pack import Rows
+from argosy.data.pack import PackedRows
 from argosy.data.prepare import Progress
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Source
 from argosy.data.sources.records import GROUPS
 from argosy.data.summary import CorpusSummary
-from argosy.data.tables import ENDLESS, Data, Table, find, fitting, holds_out, summary_of, table_of, tokenizer_for
+from argosy.data.tables import ENDLESS, Data, RowTable, find, fitting, holds_out, summary_of, table_of, tokenizer_for
 
 if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
@@ -139,7 +139,7 @@ class BatchBlocks:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: PackedRows,
         order: Order,
         share: slice,
         count: int,
@@ -189,7 +189,7 @@ def blanked(array: np.ndarray, there: np.ndarray) -> np.ndarray:
 class RowBatches(Batches):
     """Batches of a table. The position is the place of the next global batch's first row."""
 
-    def __init__(self, table: Table, blocks: BatchBlocks, settings: DataSettings, seed: int):
+    def __init__(self, table: RowTable, blocks: BatchBlocks, settings: DataSettings, seed: int):
         import grain
 
         grouped_ = {"rows_per_group": blocks.per_group} if blocks.per_group > 1 else {}

@@ -19,7 +19,7 @@ from argosy.core.errors import BadInput, Damaged
 from argosy.data.batch import Fingerprint
 from argosy.data.chat.conversations import template_hash, with_template
 from argosy.data.order import of_records, of_sequences, packing_of, too_long_of
-from argosy.data.pack import Corpus, Rows, corpus_of, counts_of, rows_of
+from argosy.data.pack import Corpus, PackedRows, corpus_of, counts_of, rows_of
 from argosy.data.prepare import (
     HeldOut,
     Prepared,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CORPUS_BYTES = 10**9
 # Packings kept in memory: a run builds its data twice, training and evaluation each time.
 PLANS = 4
-KEPT: OrderedDict[tuple[str, str, str, int, str], Rows] = OrderedDict()
+KEPT: OrderedDict[tuple[str, str, str, int, str], PackedRows] = OrderedDict()
 ENDLESS = sys.maxsize
 
 # Values that leave a setting to the data: any prepared corpus has them.
@@ -51,11 +51,11 @@ Data = Source | RowSource | Prepared | Corpus
 
 
 @dataclass(frozen=True)
-class Table:
+class RowTable:
     """All rows of one split, what identifies them, the bytes of text for each target (None: there is no text), and what the
     corpus consists of."""
 
-    rows: Rows
+    rows: PackedRows
     identity: Fingerprint
     bytes_per_token: float | None
     summary: CorpusSummary
@@ -163,13 +163,13 @@ def table_of(
     seed: int,
     progress: Progress | None,
     limit: int | None = None,
-) -> Table:
+) -> RowTable:
     """The rows of the split `train` or `held_out`; text is tokenized on the way, where that has not been done."""
     if isinstance(source, RowSource):
         rows = source.rows(sequence=settings.sequence, vocab=vocab, seed=seed, held_out=split == "held_out")
         needed(rows, split, settings)
         made = source.fingerprint()
-        return Table(rows, made | {"vocab": vocab}, None, described(made["source"], settings, rows=rows))
+        return RowTable(rows, made | {"vocab": vocab}, None, described(made["source"], settings, rows=rows))
     if isinstance(source, Corpus):
         return table_in_memory(source, split, settings, vocab)
     tokenizer = fitting(tokenizer, settings, vocab)
@@ -181,10 +181,10 @@ def table_of(
         what = f"the corpus was prepared with another tokenizer than `{settings.tokenizer}`"
         raise BadInput(what, where=str(prepared.folder), hint=f"{kept}; or prepare the corpus again")
     rows = needed(planned(prepared, split, settings), split, settings)
-    return Table(rows, prepared.fingerprint, prepared.bytes_per_token(split), summary_of(prepared, settings, rows))
+    return RowTable(rows, prepared.fingerprint, prepared.bytes_per_token(split), summary_of(prepared, settings, rows))
 
 
-def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: int) -> Table:
+def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: int) -> RowTable:
     """The rows of a corpus that the caller holds."""
     if split == "held_out":
         raise BadInput("a corpus in memory holds nothing out", hint="build batches from a second corpus to evaluate on")
@@ -195,10 +195,10 @@ def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: i
         digest.update(f"{name} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
     identity: Fingerprint = {"source": "corpus in memory", "source.sha256": digest.hexdigest()}
     rows = needed(packed(corpus, settings, identity), split, settings)
-    return Table(rows, identity, None, described("in memory", settings, corpus, rows))
+    return RowTable(rows, identity, None, described("in memory", settings, corpus, rows))
 
 
-def packed(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> Rows:
+def packed(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> PackedRows:
     """The rows of a corpus under the settings; `identity` says what it was made from."""
     how = settings.sequence, packing_of(settings, identity), too_long_of(settings, identity)
     if together := of_sequences(identity):
@@ -206,7 +206,7 @@ def packed(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> Row
     return rows_of(corpus, how[1], how[0], how[2])
 
 
-def planned(prepared: Prepared, split: str, settings: DataSettings) -> Rows:
+def planned(prepared: Prepared, split: str, settings: DataSettings) -> PackedRows:
     """The rows of a split. The last few plans are kept, because a run builds its data more than once and packing takes 2 s for
     a million documents."""
     corpus = prepared.train if split == "train" else prepared.held_out
@@ -224,7 +224,7 @@ def described(
     name: str,
     settings: DataSettings,
     corpus: Corpus | None = None,
-    rows: Rows | None = None,
+    rows: PackedRows | None = None,
     identity: Fingerprint | None = None,
     **more: Any,
 ) -> CorpusSummary:
@@ -251,7 +251,7 @@ def described(
     return CorpusSummary(source=name, rows=count, sequence=settings.sequence, batch=settings.batch, **more)
 
 
-def summary_of(prepared: Prepared, settings: DataSettings, rows: Rows | None = None) -> CorpusSummary:
+def summary_of(prepared: Prepared, settings: DataSettings, rows: PackedRows | None = None) -> CorpusSummary:
     """What a prepared corpus consists of."""
     source, special = prepared.manifest.get("source", {}), prepared.manifest.get("special", {})
     records = prepared.manifest.get("records", {})
@@ -266,7 +266,7 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: Rows | None = N
     )  # fmt: skip
 
 
-def needed(rows: Rows, split: str, settings: DataSettings) -> Rows:
+def needed(rows: PackedRows, split: str, settings: DataSettings) -> PackedRows:
     """The rows, which must not be empty."""
     if not len(rows):
         purpose, hint = ("train", "") if split == "train" else ("evaluate", "raise `data.held_out`, or ")
@@ -318,7 +318,7 @@ def cache_folder(settings: DataSettings) -> Path:
     return home / "corpora"
 
 
-def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenizer", limit: int | None) -> Table:
+def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenizer", limit: int | None) -> RowTable:
     """The documents that training online leaves out, in memory. With a limit of batches, reading stops once they are full.
 
     Raises:
@@ -345,4 +345,4 @@ def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenize
             hint="`data.documents=paragraphs`, a larger `data.held_out`, or `data.held_out=0` to train without evaluation",
         )
     bytes_per_token = size_bytes / (len(corpus.tokens) - corpus.documents) if size_bytes else None
-    return Table(rows, identity, bytes_per_token, described(settings.source, settings, corpus, rows, identity))
+    return RowTable(rows, identity, bytes_per_token, described(settings.source, settings, corpus, rows, identity))

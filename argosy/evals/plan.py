@@ -8,7 +8,7 @@ from pathlib import Path
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UnknownName, mistakes_of, refuse
-from argosy.data.sources import Record
+from argosy.data.sources import SourceRecord
 from argosy.evals.rows import (
     LAYOUTS,
     Fields,
@@ -38,7 +38,7 @@ class Planned:
     pool: list[Fields]
     shots: int
     limit: int | None = None
-    records: Sequence[Record] = ()
+    records: Sequence[SourceRecord] = ()
     format: str = ""
 
     def __str__(self) -> str:

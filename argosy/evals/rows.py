@@ -15,7 +15,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 from argosy.core.json_text import parse_json
-from argosy.data.sources import Record
+from argosy.data.sources import SourceRecord
 from argosy.data.sources.records import FORMATS, RecordReader
 
 Fields = dict[str, Any]
@@ -130,7 +130,7 @@ def answered(path: Path, row: Mapping[str, Any]) -> str | None:
     )
 
 
-def read_records(path: Path, rows: Sequence[Fields], format: str) -> list[Record]:
+def read_records(path: Path, rows: Sequence[Fields], format: str) -> list[SourceRecord]:
     """The records of rows.
 
     Raises:

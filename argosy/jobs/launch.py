@@ -56,7 +56,7 @@ class Verb:
 
 
 @dataclass
-class Engine:
+class KnownEngine:
     """What is known of an engine. settings: where they have no mistakes; else `good` are those that have none of their own."""
 
     name: str
@@ -81,7 +81,7 @@ def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
     Raises:
         UserError: every mistake in both, and in how they go together.
     """
-    engine, what, found = Engine(named(words)), Verb(), list[UserError]()
+    engine, what, found = KnownEngine(named(words)), Verb(), list[UserError]()
     found += mistakes_of(lambda: read_engine(engine, words))
     found += mistakes_of(lambda: read_verb(what, verb, sees_files=engine.name not in BLIND))
     found += mistakes_of(*checks(engine, what))
@@ -91,7 +91,7 @@ def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
     return Launch(engine.name, engine.settings, what.command, what.run)
 
 
-def read_engine(engine: Engine, words: Sequence[str]) -> None:
+def read_engine(engine: KnownEngine, words: Sequence[str]) -> None:
     """Reads the settings of an engine.
 
     Raises:
@@ -167,7 +167,7 @@ def values_of(reading: Reading[Run]) -> dict[str, Any]:
     return {name: getattr(reading.value, name) for name in type(reading.value).model_fields}
 
 
-def checks(engine: Engine, what: Verb) -> list[Callable[[], object]]:
+def checks(engine: KnownEngine, what: Verb) -> list[Callable[[], object]]:
     """How an engine and a command go together, as far as both are known."""
     if engine.good is None:
         return []

@@ -23,7 +23,7 @@ from argosy.models import FAMILIES
 from argosy.observe import environment, metrics
 from argosy.observe.life import account
 from argosy.observe.readable import sized
-from argosy.observe.report.page import Evaluated, Record, Saved, render
+from argosy.observe.report.page import Evaluated, RunRecord, SavedCheckpoint, render
 
 STATES = {runs.CAN_RESUME: "stopped", runs.DAMAGED: "damaged"}
 
@@ -39,7 +39,7 @@ def report(path: str | Path) -> Path | str:
     return path / REPORT if isinstance(path, Path) else f"{path}/{REPORT}"
 
 
-def record(path: Path | str) -> Record:
+def record(path: Path | str) -> RunRecord:
     """Collects what the report shows of the run in a directory."""
     found, store = runs.summary(path), runs.store_of(path)
     try:
@@ -48,7 +48,7 @@ def record(path: Path | str) -> Record:
     except ArgosyError:
         values, settings = {}, []
     lines = metrics.read(store)
-    return Record(
+    return RunRecord(
         name=path.resolve().name if isinstance(path, Path) else path.rpartition("/")[2],
         state=STATES.get(found.state, found.state),
         lines=lines,
@@ -137,9 +137,9 @@ def _evaluations(path: Path | str) -> list[Evaluated]:
     return list(found.values())
 
 
-def _saved(store: Store, step: int) -> Saved | None:
+def _saved(store: Store, step: int) -> SavedCheckpoint | None:
     try:
         loss = json.loads(store.read_text(f"{CHECKPOINTS}/{step}/meta.json")).get("eval_loss")
-        return Saved(step, runs.size_bytes(store.root, step), loss if isinstance(loss, int | float) else None)
+        return SavedCheckpoint(step, runs.size_bytes(store.root, step), loss if isinstance(loss, int | float) else None)
     except (ArgosyError, OSError, ValueError, AttributeError):
         return None

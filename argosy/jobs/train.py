@@ -23,7 +23,7 @@ from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.storage import Store
 from argosy.observe.goodput import Clock
-from argosy.observe.life import Life
+from argosy.observe.life import RunLife
 from argosy.observe.log import Logged
 from argosy.observe.metrics import ANSWERS, Metrics, read
 from argosy.observe.readable import lasted
@@ -151,7 +151,7 @@ def _locked(
                 keep_adapter(directory, log.say)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
-        life = Life(Store(directory.store.root), clock, processes.rank())
+        life = RunLife(Store(directory.store.root), clock, processes.rank())
         if where := os.environ.get(WHERE):
             clock.tell = Whereabouts(Path(where), lambda: life.step)
             clock.tell("start")
@@ -342,7 +342,7 @@ class Training:
         """Finds the reference that the objective compares with, if it has one."""
         from argosy.run.frozen import reference
 
-        weights = reference.Weights(self.assembly, state, fresh, self.view.say)
+        weights = reference.ReferenceWeights(self.assembly, state, fresh, self.view.say)
         reference.settle(self.assembly, self.directory, weights, self.view.say)
 
     def settle_teacher(self) -> None:
@@ -354,14 +354,14 @@ class Training:
 
     # ---------------------------------------------------------------- the loop and its hooks
 
-    def run(self, state: Any, life: Life) -> Outcome:
+    def run(self, state: Any, life: RunLife) -> Outcome:
         """Trains until the last step, the end of the data, or a signal."""
         import jax
 
         from argosy.parallel import processes
         from argosy.run import diloco
         from argosy.run.guarded import Guarded
-        from argosy.run.hooks import Between, Evaluation, Every, Sampling, Saver
+        from argosy.run.hooks import Between, Evaluation, Every, SamplingHook, Saver
         from argosy.run.memory import compiled_need
         from argosy.run.offload import ON_CPU
         from argosy.run.pace import paced
@@ -431,7 +431,7 @@ class Training:
                 if settings.eval.before and self.resumed is None:
                     self.evaluate_first(hooks, state)
                 if settings.sample.every:
-                    sampling = Sampling(a, settings, metrics, self.view, watch.between)
+                    sampling = SamplingHook(a, settings, metrics, self.view, watch.between)
                     hooks.append(Every("samples", settings.sample.every, sampling))
                 hooks = [replace(hook, do=watch.patiently(hook.do)) for hook in hooks]
 

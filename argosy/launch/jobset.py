@@ -17,7 +17,7 @@ from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.core.settings.scalars import document
 from argosy.launch.cluster import PORT
-from argosy.launch.rendered import Check, Command, Devices, as_argument, check_inside, deliver
+from argosy.launch.rendered import Command, Devices, ScriptCheck, as_argument, check_inside, deliver
 from argosy.launch.settings import TPUS, JobSet
 
 # The Job's name in the JobSet, and the container's in a pod.
@@ -34,7 +34,7 @@ def launch(command: Command, settings: JobSet, say: Say) -> int:
     return 0
 
 
-def checks(command: Command, settings: JobSet) -> list[Check]:
+def checks(command: Command, settings: JobSet) -> list[ScriptCheck]:
     """What pods would not see, or not keep."""
 
     def recipe() -> None:
@@ -49,8 +49,8 @@ def checks(command: Command, settings: JobSet) -> list[Check]:
         if command.is_local:
             check_inside(command, settings.mount, "where pods have the volume")
 
-    program = Check(("program",), lambda: as_argument(settings.program))
-    return [Check((), recipe), Check(("volume", "mount"), folder), program]
+    program = ScriptCheck(("program",), lambda: as_argument(settings.program))
+    return [ScriptCheck((), recipe), ScriptCheck(("volume", "mount"), folder), program]
 
 
 def devices(settings: JobSet, between: bool) -> Devices | None:

@@ -31,9 +31,9 @@ from argosy.core.process.child import reason_of
 from argosy.core.process.signals import Stop, asked_to_stop
 from argosy.core.progress import Say
 from argosy.launch.cluster import ABORTED, LOST, NATIVE, PARENT, STACKS, STUCK
-from argosy.launch.logs import Log, show
+from argosy.launch.logs import LogFile, show
 from argosy.launch.ports import HeldPort
-from argosy.launch.rendered import Check
+from argosy.launch.rendered import ScriptCheck
 from argosy.launch.settings import LocalLaunch
 from argosy.observe.stacks import folded
 from argosy.observe.whereabouts import WHERE, whereabouts
@@ -51,7 +51,7 @@ DUMP_S = 1.0
 
 
 @dataclass
-class Member:
+class LocalProcess:
     """A process of the gang. ended: when, on the monotonic clock. log: what it and its libraries print, from this byte on. was_stopped:
     by a signal, when the others ended."""
 
@@ -96,18 +96,18 @@ class Member:
 
 
 @dataclass
-class Ending:
+class ProcessEnding:
     """How a gang ended. first: the process that ended first with something else than 0, and its code. silent: those that did not
     answer, for which the others ended. place: of a rank, where its process was."""
 
     code: int
-    first: Member | None = None
+    first: LocalProcess | None = None
     stacks: str = ""
-    silent: Sequence[Member] = ()
+    silent: Sequence[LocalProcess] = ()
     places: Mapping[int, str] = field(default_factory=dict)
 
 
-class Gang:
+class LocalGang:
     """The processes of one start. logs: the folder for what they print."""
 
     def __init__(self, words: Sequence[str], settings: LocalLaunch, attempt: int, environment: Mapping[str, str], logs: Path):
@@ -116,7 +116,7 @@ class Gang:
         self.port, own = HeldPort(), dict(environment)
         own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{self.port.number}", "ARGOSY_PROCESSES": str(settings.processes)}
         own |= {ATTEMPT: str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck), SUPERVISED: "1"}
-        self.members: list[Member] = []
+        self.members: list[LocalProcess] = []
         try:
             for rank in range(settings.processes):
                 self.members.append(self._start(words, rank, own))
@@ -125,7 +125,7 @@ class Gang:
             self.close()
             raise
 
-    def _start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Member:
+    def _start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> LocalProcess:
         own = environment | {"ARGOSY_RANK": str(rank), STACKS: str(self._stacks_of(rank)), WHERE: str(self._where_of(rank))}
         log = log_of(self.logs, rank) if self.logs is not None else None
         own |= {NATIVE: str(log.absolute())} if log is not None else {}
@@ -136,16 +136,16 @@ class Gang:
         process: Any = subprocess.Popen(
             words, env=own, start_new_session=True, stdin=subprocess.DEVNULL, **pipe
         )
-        member = Member(rank, process, log=log, log_from=log.stat().st_size if log is not None and log.exists() else 0)
+        member = LocalProcess(rank, process, log=log, log_from=log.stat().st_size if log is not None and log.exists() else 0)
         if not shown:
             member.reader = threading.Thread(target=self._read, args=(member,), daemon=True)
             member.reader.start()
         return member
 
-    def _read(self, member: Member) -> None:
+    def _read(self, member: LocalProcess) -> None:
         stream = member.process.stdout
         assert stream is not None
-        log = Log(log_of(self.logs, member.rank)) if self.logs is not None else None
+        log = LogFile(log_of(self.logs, member.rank)) if self.logs is not None else None
         with stream:
             for line in stream:
                 member.printed.append(line.decode("utf-8", "replace").rstrip("\n"))
@@ -162,10 +162,10 @@ class Gang:
 
     # ---------------------------------------------------------------- until it ends
 
-    def wait(self, stop: Stop) -> Ending:
+    def wait(self, stop: Stop) -> ProcessEnding:
         """Waits until all have ended. When one fails, the others say where they are, and are killed after the grace."""
-        first: Member | None = None
-        silent: list[Member] = []
+        first: LocalProcess | None = None
+        silent: list[LocalProcess] = []
         passed_on, until = False, float("inf")
         while any(member.code is None for member in self.members):
             if stop.code and not passed_on:
@@ -185,14 +185,14 @@ class Gang:
         self._settle()
         first = next((one for one in self._by_end() if one.code), None)
         places = {member.rank: whereabouts(self._where_of(member.rank)) for member in self.members}
-        return Ending(_as_exit(first.code or 0) if first else 0, first, self._stacks(), silent, places)
+        return ProcessEnding(_as_exit(first.code or 0) if first else 0, first, self._stacks(), silent, places)
 
-    def _by_end(self) -> list[Member]:
+    def _by_end(self) -> list[LocalProcess]:
         """Those that ended, first those that did not merely lose another, then in the order of their ends."""
         over = [member for member in self.members if member.code is not None]
         return sorted(over, key=lambda member: (member.lost_another, member.ended))
 
-    def _ask_for_stacks(self, first: Member) -> list[Member]:
+    def _ask_for_stacks(self, first: LocalProcess) -> list[LocalProcess]:
         """Has those that have not ended write where they are. Returns those of them that may have been the cause: they are stopped,
         or none is and they do not answer."""
         if first.code in FOR_GOOD:
@@ -213,7 +213,7 @@ class Gang:
         shutil.rmtree(self.folder, ignore_errors=True)
         return folded({rank: text for rank, text in texts.items() if text})
 
-    def _said_in_stacks(self, member: Member) -> str:
+    def _said_in_stacks(self, member: LocalProcess) -> str:
         path = self._stacks_of(member.rank)
         return path.read_text() if path.exists() else ""
 
@@ -238,7 +238,7 @@ class Gang:
                 member.reader.join(timeout=2)
 
 
-def checks(settings: LocalLaunch) -> list[Check]:
+def checks(settings: LocalLaunch) -> list[ScriptCheck]:
     """What keeps the processes from being started."""
 
     def logs() -> None:
@@ -247,7 +247,7 @@ def checks(settings: LocalLaunch) -> list[Check]:
         if not there.is_dir():
             raise BadInput(f"logs={settings.logs}: {there} is a file", hint="name a folder")
 
-    return [Check(("processes", "devices"), lambda: devices_of(0, settings, os.environ)), Check(("logs",), logs)]
+    return [ScriptCheck(("processes", "devices"), lambda: devices_of(0, settings, os.environ)), ScriptCheck(("logs",), logs)]
 
 
 def run(words: Sequence[str], settings: LocalLaunch, say: Say, progress: Callable[[], object] = lambda: None) -> int:
@@ -259,10 +259,10 @@ def run(words: Sequence[str], settings: LocalLaunch, say: Say, progress: Callabl
     """
     logs, failed = Path(settings.logs or tempfile.mkdtemp(prefix="argosy-logs-")), False
 
-    def start(attempt: int) -> Gang:
+    def start(attempt: int) -> LocalGang:
         nonlocal failed
         failed = attempt > 0
-        return Gang(words, settings, attempt, os.environ, logs)
+        return LocalGang(words, settings, attempt, os.environ, logs)
 
     code = 1
     try:
@@ -275,7 +275,7 @@ def run(words: Sequence[str], settings: LocalLaunch, say: Say, progress: Callabl
 
 
 def supervise(
-    start: Callable[[int], Gang], settings: LocalLaunch, say: Say, progress: Callable[[], object], logs: Path | None = None
+    start: Callable[[int], LocalGang], settings: LocalLaunch, say: Say, progress: Callable[[], object], logs: Path | None = None
 ) -> int:
     """`run` with gangs of any kind. start: makes the gang of an attempt, which counts from 0. logs: what they print, for messages."""
     if settings.logs is not None:
@@ -310,7 +310,7 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def _at(ending: Ending, one: Member) -> str:
+def _at(ending: ProcessEnding, one: LocalProcess) -> str:
     place = ending.places.get(one.rank)
     return f", {place}" if place else ""
 
@@ -329,7 +329,7 @@ def check_logs(folder: Path) -> None:
         raise BadInput(f"logs={folder}: {(error.strerror or str(error)).lower()}", hint="name a folder") from None
 
 
-def _show(ending: Ending, say: Say, count: int, only_others: bool = False) -> None:
+def _show(ending: ProcessEnding, say: Say, count: int, only_others: bool = False) -> None:
     """Says which process ended first, or did not answer, and where it was; with the last lines that it printed, unless they are on the
     terminal already. count: of the processes."""
     first = ending.first

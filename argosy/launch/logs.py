@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class Log:
+class LogFile:
     """A file that grows. Where it cannot be written, that is said once on stderr: whoever reads a process's pipe has to go on, or the
     process could print no more."""
 

@@ -27,7 +27,7 @@ from argosy.core.process import signals
 from argosy.core.process.cores import core_count
 from argosy.core.progress import Say
 from argosy.launch.cluster import PARENT, STACKS, STUCK, with_port
-from argosy.launch.local import Gang, Member, supervise
+from argosy.launch.local import LocalGang, LocalProcess, supervise
 from argosy.launch.ports import HeldPort
 from argosy.launch.settings import Ray
 
@@ -101,7 +101,7 @@ class Host:
             self._process.send_signal(number)
 
 
-class Remote:
+class RayProcess:
     """The process of an actor, with the methods of a Popen that a gang needs. Its lines are read by iterating over `stdout`."""
 
     def __init__(self, actor: Any):
@@ -110,7 +110,7 @@ class Remote:
         self._over = threading.Event()
         self.stdout = self
 
-    def __enter__(self) -> "Remote":
+    def __enter__(self) -> "RayProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,13 +142,13 @@ class Remote:
         self.send_signal(signal.SIGKILL)
 
 
-class RayGang(Gang):
+class RayGang(LocalGang):
     """The processes of one start, on a Ray cluster."""
 
     def __init__(self, words: Sequence[str], settings: Ray, attempt: int):
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
         self.logs = Path(settings.logs) if settings.logs is not None else None
-        self.members: list[Member] = []
+        self.members: list[LocalProcess] = []
         self._actors, self._group = placed(settings)
         try:
             hosts = ray().get([actor.address.remote() for actor in self._actors])
@@ -166,8 +166,8 @@ class RayGang(Gang):
             ]
             ray().get(starts)
             for rank, actor in enumerate(self._actors):
-                process: Any = Remote(actor)
-                member = Member(rank, process)
+                process: Any = RayProcess(actor)
+                member = LocalProcess(rank, process)
                 member.reader = threading.Thread(target=self._read, args=(member,), daemon=True)
                 self.members.append(member)
                 member.reader.start()
@@ -178,7 +178,7 @@ class RayGang(Gang):
                 raise ArgosyError(what) from None
             raise
 
-    def _said_in_stacks(self, member: Member) -> str:
+    def _said_in_stacks(self, member: LocalProcess) -> str:
         process: Any = member.process
         return process.stacks
 

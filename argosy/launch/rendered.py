@@ -32,7 +32,7 @@ class Command:
         return shlex.join(self.words)
 
 
-class Check(NamedTuple):
+class ScriptCheck(NamedTuple):
     """A check of an engine's settings with the command. needs: the settings that it reads, which must have no mistakes of their own."""
 
     needs: tuple[str, ...]

@@ -50,7 +50,7 @@ class Ray(LocalLaunch):
 TPUS = {"tpu-v4-podslice": 3, "tpu-v5-lite-podslice": 2, "tpu-v5p-slice": 3, "tpu-v6e-slice": 2}
 
 
-class Rendered(Settings):
+class ScriptSettings(Settings):
     """What the engines have in common that write a file for a scheduler."""
 
     name: str = "argosy"
@@ -73,7 +73,7 @@ class Rendered(Settings):
         return name
 
 
-class Slurm(Rendered):
+class Slurm(ScriptSettings):
     """A job script for `sbatch`. Before the time limit the run saves and stops, and the job is queued again, until the run is done."""
 
     restarts: int = Field(10, ge=0)
@@ -126,7 +126,7 @@ class Slurm(Rendered):
         return self
 
 
-class JobSet(Rendered):
+class JobSet(ScriptSettings):
     """A manifest for `kubectl apply`: a JobSet whose pods are one process each. All start again when one fails."""
 
     nodes: int = Field(2, gt=0)
@@ -201,7 +201,7 @@ class JobSet(Rendered):
             raise ValueError(f"topology = {self.topology}: that of {self.tpu} has {axes} numbers, such as {shape}")
 
 
-class SkyPilot(Rendered):
+class SkyPilot(ScriptSettings):
     """A task for `sky jobs launch` (or `sky launch`), which finds machines in any cloud, and others when they are taken away."""
 
     nodes: int = Field(1, gt=0)

@@ -15,7 +15,7 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.core.settings.scalars import document
-from argosy.launch.rendered import Check, Command, Devices, as_argument, check_inside, deliver
+from argosy.launch.rendered import Command, Devices, ScriptCheck, as_argument, check_inside, deliver
 from argosy.launch.settings import SkyPilot
 
 
@@ -29,7 +29,7 @@ def launch(command: Command, settings: SkyPilot, say: Say) -> int:
     return 0
 
 
-def checks(command: Command, settings: SkyPilot) -> list[Check]:
+def checks(command: Command, settings: SkyPilot) -> list[ScriptCheck]:
     """What the machines would not see, or not keep."""
 
     def folder() -> None:
@@ -40,9 +40,9 @@ def checks(command: Command, settings: SkyPilot) -> list[Check]:
             hint = "give dir= in a bucket, such as dir=gs://NAME/runs; or bucket=gs://NAME or volume=NAME, and dir= in mount="
             raise BadInput(f"the run directory {command.folder} would be lost with its machine", hint=hint)
 
-    program = Check(("program",), lambda: as_argument(settings.program))
-    recipe = Check(("workdir",), lambda: check_recipe(command, settings))
-    return [recipe, Check(("bucket", "volume", "mount"), folder), program]
+    program = ScriptCheck(("program",), lambda: as_argument(settings.program))
+    recipe = ScriptCheck(("workdir",), lambda: check_recipe(command, settings))
+    return [recipe, ScriptCheck(("bucket", "volume", "mount"), folder), program]
 
 
 def devices(settings: SkyPilot, between: bool) -> Devices | None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from argosy.core.addresses import local_path
 from argosy.core.errors import FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
-from argosy.launch.rendered import Check, Command, Devices, as_argument, deliver
+from argosy.launch.rendered import Command, Devices, ScriptCheck, as_argument, deliver
 from argosy.launch.settings import Slurm
 
 # Gives each process of a machine its share of the GPUs, then becomes the command.
@@ -94,7 +94,7 @@ def launch(command: Command, settings: Slurm, say: Say) -> int:
     return 0
 
 
-def checks(command: Command, settings: Slurm) -> list[Check]:
+def checks(command: Command, settings: Slurm) -> list[ScriptCheck]:
     """What the script could not do."""
 
     def folder() -> None:
@@ -103,8 +103,8 @@ def checks(command: Command, settings: Slurm) -> list[Check]:
             what = f"a job script does not see the checkpoints in {directory}, which tell whether the run goes on"
             raise BadInput(what, hint="dir=FOLDER on a file system of the cluster")
 
-    program = Check(("program",), lambda: as_argument(program_of(settings)))
-    return [program, Check((), folder), Check(("submit",), lambda: check_sbatch(settings))]
+    program = ScriptCheck(("program",), lambda: as_argument(program_of(settings)))
+    return [program, ScriptCheck((), folder), ScriptCheck(("submit",), lambda: check_sbatch(settings))]
 
 
 def check_sbatch(settings: Slurm) -> None:

@@ -49,7 +49,7 @@ def counts_from_process_start() -> None:
         _began[:] = [time.time() - age]
 
 
-class Life:
+class RunLife:
     """Writes the life of one start of a run.
 
     Args:

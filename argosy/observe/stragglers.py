@@ -34,7 +34,7 @@ TAKES = {DATA: "its data takes", HOST: "its Python between steps takes"}
 
 
 @dataclass(frozen=True)
-class Told:
+class ProcessTimes:
     """What a process told of itself, since it began.
 
     steps: that it made. wall: seconds. seconds: by cause of the host. exposed: of these, where devices waited. probes: how often its
@@ -110,9 +110,9 @@ class Comparison:
 
     def __init__(self, every: int, ratio: float, windows: int):
         self.every, self.ratio, self.windows = every, ratio, windows
-        self._before: dict[int, Told] = {}
+        self._before: dict[int, ProcessTimes] = {}
         # Of devices, which are timed less often.
-        self._timed: dict[int, Told] = {}
+        self._timed: dict[int, ProcessTimes] = {}
         # Windows in a row in which a unit was slow, or was not.
         self._slow: dict[Unit, int] = {}
         self._fine: dict[Unit, int] = {}
@@ -120,7 +120,7 @@ class Comparison:
         # Seconds of a step in the last window.
         self.step_s: float | None = None
 
-    def __call__(self, told: Mapping[int, Told]) -> list[StragglerVerdict]:
+    def __call__(self, told: Mapping[int, ProcessTimes]) -> list[StragglerVerdict]:
         """What is new after these numbers. Every process must be there, in every call."""
         if set(self._before) != set(told):
             self._before = dict(told)
@@ -132,7 +132,7 @@ class Comparison:
         self._before = dict(told)
         return self._judged(seen, told)
 
-    def _hosts(self, told: Mapping[int, Told]) -> dict[Unit, _Seen]:
+    def _hosts(self, told: Mapping[int, ProcessTimes]) -> dict[Unit, _Seen]:
         steps = {p: one.steps - self._before[p].steps for p, one in told.items()}
         self.step_s = step_s = statistics.median((one.wall - self._before[p].wall) / steps[p] for p, one in told.items())
         found: dict[Unit, _Seen] = {}
@@ -148,7 +148,7 @@ class Comparison:
                 found[p, cause, None] = _Seen(slow, its / theirs if theirs else None, above, above / step_s)
         return found
 
-    def _devices(self, told: Mapping[int, Told]) -> dict[Unit, _Seen]:
+    def _devices(self, told: Mapping[int, ProcessTimes]) -> dict[Unit, _Seen]:
         """Nothing, until every process has timed its devices again."""
         if any(one.probes <= self._timed[p].probes for p, one in told.items()):
             return {}
@@ -167,7 +167,7 @@ class Comparison:
                 found[unit] = _Seen(its > self.ratio * theirs, its / theirs, None, its / theirs - 1)
         return found
 
-    def _judged(self, seen: Mapping[Unit, _Seen], told: Mapping[int, Told]) -> list[StragglerVerdict]:
+    def _judged(self, seen: Mapping[Unit, _Seen], told: Mapping[int, ProcessTimes]) -> list[StragglerVerdict]:
         for unit, one in seen.items():
             self._slow[unit] = self._slow.get(unit, 0) + 1 if one.slow else 0
             self._fine[unit] = 0 if one.slow else self._fine.get(unit, 0) + 1
@@ -205,7 +205,7 @@ def median_of_others(numbers: Mapping[Any, float]) -> dict[Any, float]:
     return {unit: (without(i, (left - 1) // 2) + without(i, left // 2)) / 2 for i, unit in enumerate(ranked)}
 
 
-def _of_several(unit: Unit, told: Mapping[int, Told]) -> int | None:
+def _of_several(unit: Unit, told: Mapping[int, ProcessTimes]) -> int | None:
     return unit[2] if len(told[unit[0]].devices) > 1 else None
 
 

@@ -36,7 +36,7 @@ from argosy.run.decided import Decided, backend
 from argosy.run.distillation import teacher_cache
 from argosy.run.distillation.across import Both, is_across
 from argosy.run.distillation.address import is_endpoint
-from argosy.run.distillation.served import Served
+from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import ROLE as TEACHER
 from argosy.run.distillation.teacher import Teacher
 from argosy.run.distillation.teacher import kind_of as taught
@@ -237,7 +237,7 @@ def _assembled(
     served = teaching == "cached" and is_endpoint(run.objective.teacher)
     teacher: Any = None
     if teaching:
-        teacher = Served(run, tokenizer) if served else Teacher(run, decided, mesh, tokenizer)
+        teacher = ServedTeacher(run, tokenizer) if served else Teacher(run, decided, mesh, tokenizer)
     if teacher is not None and teaching == "online":
         roles[TEACHER] = teacher.role
         projection.attach(model, run.objective, roles)

@@ -19,7 +19,7 @@ from argosy.parallel.gather import Once
 from argosy.parallel.place import batch_sharding, on_devices, place_batch
 from argosy.parallel.scope import scope
 from argosy.run.decided import Decided
-from argosy.run.distillation.served import Served
+from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import Teacher
 from argosy.run.frozen.role import Role
 from argosy.run.memory import batch_shapes
@@ -63,7 +63,7 @@ class Assembly:
     roles: dict[str, Role] = field(default_factory=dict)
     frozen: dict[str, Any] = field(default_factory=dict)
     # The model to learn from, in distillation.
-    teacher: Teacher | Served | None = None
+    teacher: Teacher | ServedTeacher | None = None
     # The implementation of products with weights, and why it is not what was decided.
     multiplies: tuple[str, str] = ("xla", "")
 

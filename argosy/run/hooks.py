@@ -179,7 +179,7 @@ class Evaluation:
         return numbers | {f"eval_{name}": found[f"eval_{name}"] for name in more}
 
 
-class Sampling:
+class SamplingHook:
     """Generates text from the current weights, and logs it with its prompt. Given up at a signal to stop, as an evaluation is."""
 
     def __init__(

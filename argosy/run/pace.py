@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from argosy.observe.goodput import Clock
-from argosy.observe.stragglers import DATA, HOST, KEY, ON_HOST, STALLS, Comparison, StragglerVerdict, Told
+from argosy.observe.stragglers import DATA, HOST, KEY, ON_HOST, STALLS, Comparison, ProcessTimes, StragglerVerdict
 from argosy.parallel import processes
 from argosy.parallel.probe import Probe
 from argosy.train.straggler_settings import StragglerSettings
@@ -33,7 +33,7 @@ CLOSE_S = 2.0
 Update = Callable[[Any, Any], tuple[Any, Any]]
 
 
-class Pace:
+class PaceMeter:
     """Measures one process.
 
     Args:
@@ -67,7 +67,7 @@ class Pace:
         self.spacing: int | None = None
         self._before: tuple[float, dict[str, float], float] | None = None
         self._last: Any = None
-        self._now: Told | None = None
+        self._now: ProcessTimes | None = None
         self._new: deque[StragglerVerdict] = deque()
         self._board = processes.Board("pace") if self.several else None
         self._over = threading.Event()
@@ -115,7 +115,7 @@ class Pace:
         self.steps += 1
         if self.spacing and self.steps % self.spacing == 0:
             self._time_devices()
-        self._now = Told(
+        self._now = ProcessTimes(
             self.steps, elapsed, dict(self.seconds), dict(self.exposed), self.host, self.probes, list(self.devices)
         )
         self._tell()
@@ -156,7 +156,7 @@ class Pace:
                 # The leader is gone, which ends the others by other ways.
                 return
 
-    def _exchange(self, now: Told) -> None:
+    def _exchange(self, now: ProcessTimes) -> None:
         """One message, and in the leader what follows from those of all."""
         if self._board is None:
             self._new += self.compare({0: now})
@@ -180,20 +180,20 @@ class Pace:
         return self.spacing if self.spacing and least <= self.spacing <= 4 * least else least
 
 
-def told(document: dict[str, Any]) -> Told:
+def told(document: dict[str, Any]) -> ProcessTimes:
     """Of what a process said."""
-    return Told(**{name: value for name, value in document.items() if name in Told.__dataclass_fields__})
+    return ProcessTimes(**{name: value for name, value in document.items() if name in ProcessTimes.__dataclass_fields__})
 
 
 @contextmanager
 def paced(how: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any) -> Iterator[Callable[[Update], Update]]:
     """Measures steps where there is something to compare: several processes, or several devices that do not share processors. more:
-    what else `Pace` takes."""
+    what else `PaceMeter` takes."""
     if not how.every or (processes.count() == 1 and (len(devices) == 1 or devices[0].platform == "cpu")):
         yield lambda update: update
         return
     with clock("compile"):
-        pace = Pace(how, devices, clock, *more)
+        pace = PaceMeter(how, devices, clock, *more)
     try:
         yield pace
     finally:

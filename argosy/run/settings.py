@@ -139,7 +139,7 @@ class Evaluate(Settings):
     """Whether the first weights are evaluated too, before the first step, so that what training changed can be told."""
 
 
-class Log(Settings):
+class LogSettings(Settings):
     """Numbers written to metrics.jsonl."""
 
     every: Annotated[
@@ -157,7 +157,7 @@ class Log(Settings):
     """Steps between lines; the last step is always written."""
 
 
-class Sample(Settings):
+class SampleSettings(Settings):
     """Text generated while training, to watch it learn."""
 
     every: Annotated[int | None, Also("sample_every", "sample_interval")] = Field(None, gt=0)
@@ -295,9 +295,9 @@ class Run(Settings):
     """What happens when numbers go wrong."""
     stragglers: Annotated[StragglerSettings, MayChange()] = StragglerSettings()
     """How the processes of a run are compared, to name the slow one."""
-    log: Annotated[Log, MayChange()] = Log()
+    log: Annotated[LogSettings, MayChange()] = LogSettings()
     """When to write numbers."""
-    sample: Annotated[Sample, MayChange()] = Sample()
+    sample: Annotated[SampleSettings, MayChange()] = SampleSettings()
     """When to generate text."""
 
     @model_validator(mode="after")

@@ -173,7 +173,7 @@ class KTO(Referenced):
         return loss(self, models, batch)
 
 
-class Reward(Settings):
+class RewardModel(Settings):
     """A reward model by the Bradley-Terry likelihood of preferences (`train.objectives.reward`). Its head gives one score."""
 
     center: Annotated[float, Also("center_rewards_coefficient")] = Field(0.01, ge=0)

@@ -13,7 +13,8 @@ from argosy.core.settings import Settings
 OBJECTIVES = Registry("objective", files=True)
 OBJECTIVES.add("next_token", "argosy.train.settings:NextToken")
 for _name, _settings in {
-    "dpo": "DPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO", "kto": "KTO", "reward": "Reward", "process_reward": "ProcessReward",
+    "dpo": "DPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO", "kto": "KTO",
+    "reward": "RewardModel", "process_reward": "ProcessReward",
 }.items():  # fmt: skip
     OBJECTIVES.add(_name, f"argosy.train.preferences:{_settings}")
 OBJECTIVES.add("distill", "argosy.train.distillation:Distill")

@@ -20,7 +20,7 @@ from schema_check import check
 import argosy.cli
 import argosy.cli.config
 from argosy.cli import main
-from argosy.cli.convert import Progress
+from argosy.cli.convert import ConversionProgress
 from argosy.cli.output import Doing, answer, as_typed, can_color, conclude, fail, forgive
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.process.streams import silence
@@ -215,7 +215,7 @@ def dead_pipe():
 
 
 @pytest.mark.parametrize("is_live", [False, True])
-@pytest.mark.parametrize("shown", [Doing, lambda stream: Progress("written", stream)], ids=["doing", "progress"])
+@pytest.mark.parametrize("shown", [Doing, lambda stream: ConversionProgress("written", stream)], ids=["doing", "progress"])
 def test_progress_that_nobody_reads_does_not_end_a_verb(dead_pipe, is_live, shown, monkeypatch):
     monkeypatch.setattr(sys, "stderr", dead_pipe)
     with shown(dead_pipe) as progress:

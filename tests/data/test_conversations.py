@@ -16,7 +16,7 @@ from argosy.core.errors import BadInput
 from argosy.data.chat import mask as chat_mask
 from argosy.data.chat import template as chat
 from argosy.data.chat.conversations import CLOCK, ConversationEncoder
-from argosy.data.chat.mask import Conversation, Way, encode_all, encode_with_mask
+from argosy.data.chat.mask import MaskedConversation, Way, encode_all, encode_with_mask
 from argosy.data.inspect import render
 from argosy.data.pipeline import build, eval_batches, find
 from argosy.data.pipeline import tokenizer_for as tokenizer_in
@@ -178,7 +178,7 @@ def test_many_conversations_in_two_processes_are_those_of_one_by_one(smollm2, mo
     monkeypatch.setattr(chat_mask, "TOGETHER", 3)
     talks = [[HI, {**HO, "content": f"answer {n}"}, HI, {**HO, "content": "x" * (n % 5 + 1)}] for n in range(20)]
     way = Way(smollm2.chat_templates)
-    together = list(encode_all(smollm2, [Conversation(talk) for talk in talks], way))
+    together = list(encode_all(smollm2, [MaskedConversation(talk) for talk in talks], way))
     assert together == [encode_with_mask(smollm2, talk) for talk in talks]
     assert list(encode_all(smollm2, [], way)) == []
 
@@ -192,7 +192,7 @@ def test_a_conversation_that_kills_its_process_does_not_harm_its_neighbors():
                 raise chat.costly("its process ended")
             return chat.CHILD.ask(request)
 
-    jobs = [chat.Job("{{ messages[0].content }}", [{"content": word}], [(1, False)]) for word in ("a", "boom", "b")]
+    jobs = [chat.RenderJob("{{ messages[0].content }}", [{"content": word}], [(1, False)]) for word in ("a", "boom", "b")]
     first, dead, last = chat.all_rendered(jobs, {}, None, Mortal())
     assert (first[0]["text"], last[0]["text"]) == ("a", "b")
     with pytest.raises(BadInput, match="costs too much"):

@@ -14,7 +14,7 @@ from argosy.data.pipeline import build, eval_batches, find, holds_out, tokenizer
 from argosy.data.prepare import open_prepared, prepare
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Document
-from argosy.data.sources.text import Memory, TextFile, TextFolder
+from argosy.data.sources.text import TextFile, TextFolder, TextsInMemory
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.jobs.data import prepare as prepare_job
 
@@ -60,14 +60,14 @@ def test_documents_without_a_target_are_counted_where_they_are_dropped(tmp_path)
     class Markless(ByteTokenizer):
         eos = None
 
-    documents = Memory(["a", "bc", "d", "efg" * 30])
+    documents = TextsInMemory(["a", "bc", "d", "efg" * 30])
     how = settings(tmp_path, held_out=0, packing="fit", batch=1)
     assert batches(how, documents, tokenizer=Markless()).summary().short_documents == 2
     assert "2 documents of fewer than two tokens" in batches(how, documents, tokenizer=Markless()).summary().text
 
 
 def test_epochs_that_end_the_data_are_reported_with_their_tail(tmp_path):
-    ten_rows = Memory([Document(tokens=list(range(160)))])
+    ten_rows = TextsInMemory([Document(tokens=list(range(160)))])
     stream = batches(settings(tmp_path, epochs=1, held_out=0), ten_rows)
     summary = stream.summary(steps=100)
     assert (summary.ends_after, summary.tail_rows, round(summary.epochs, 2)) == (2, 2, 0.8)
@@ -77,7 +77,7 @@ def test_epochs_that_end_the_data_are_reported_with_their_tail(tmp_path):
 
 @pytest.mark.parametrize("online", ["false", "true"])
 def test_names_of_special_tokens_are_warned_of_once(tmp_path, online):
-    chats = Memory(["<bos>user: hi", "plain", "also <bos> and <eos>"])
+    chats = TextsInMemory(["<bos>user: hi", "plain", "also <bos> and <eos>"])
     summary = batches(settings(tmp_path, online=online, held_out=0), chats).summary(steps=1)
     assert summary.special_documents == 2
     assert summary.warning.startswith("Warning: ")
@@ -89,7 +89,7 @@ def test_names_of_special_tokens_are_warned_of_once(tmp_path, online):
 
 
 def test_special_is_part_of_what_the_corpus_is(tmp_path):
-    chats = Memory(["<bos>user: hi" * 30])
+    chats = TextsInMemory(["<bos>user: hi" * 30])
     state = batches(settings(tmp_path, held_out=0), chats).state()
     with pytest.raises(Exception, match="special"):
         batches(settings(tmp_path, "special=true", held_out=0), chats).restore(state)
@@ -152,7 +152,7 @@ def test_preparing_warns_of_names_of_special_tokens(tmp_path):
 
 
 def test_whether_anything_is_held_out_is_asked_of_the_folder(tmp_path):
-    source = Memory(stories(50))
+    source = TextsInMemory(stories(50))
     with_, without = (prepare(source, Bytes(), tmp_path / f"c{share}", held_out=share) for share in (0.2, 0))
     assert holds_out(settings(tmp_path), with_)
     assert not holds_out(settings(tmp_path), without)
@@ -166,9 +166,9 @@ def test_whether_anything_is_held_out_is_asked_of_the_folder(tmp_path):
 def test_online_data_is_evaluated_on_what_it_never_trains(tmp_path):
     texts = [f"{i:04} {text}" for i, text in enumerate(stories(300))]
     how = settings(tmp_path, "online=true", held_out=0.2, epochs=1, packing="fit", batch=1, sequence=128)
-    assert holds_out(how, Memory(texts))
-    kept = b"".join(bytes(b["tokens"].astype(np.uint8)) for b in batches(how, Memory(texts), eval_batches))
-    trained = b"".join(bytes(b["tokens"].astype(np.uint8)) for b in batches(how, Memory(texts)))
+    assert holds_out(how, TextsInMemory(texts))
+    kept = b"".join(bytes(b["tokens"].astype(np.uint8)) for b in batches(how, TextsInMemory(texts), eval_batches))
+    trained = b"".join(bytes(b["tokens"].astype(np.uint8)) for b in batches(how, TextsInMemory(texts)))
     sides = [(text.encode() in kept, text.encode() in trained) for text in texts]
     assert set(sides) == {(True, False), (False, True)}
 
@@ -177,7 +177,7 @@ def test_online_evaluation_reads_no_further_than_its_batches(tmp_path, monkeypat
     monkeypatch.setattr("argosy.data.prepare.GROUP_BYTES", 300)
     read = []
 
-    class Watched(Memory):
+    class Watched(TextsInMemory):
         def documents(self):
             for document in super().documents():
                 read.append(document)
@@ -213,13 +213,13 @@ def test_a_run_packs_and_hashes_its_corpus_once(tmp_path, monkeypatch):
     tables.KEPT.clear()
     how = settings(tmp_path, packing="fit", held_out=0.2)
     for _ in range(2):
-        source = Memory(stories(90))
+        source = TextsInMemory(stories(90))
         batches(how, source)
         batches(how, source, eval_batches)
     assert len(plans) == 2
-    batches(how.model_copy(update={"sequence": 8}), Memory(stories(90)))
+    batches(how.model_copy(update={"sequence": 8}), TextsInMemory(stories(90)))
     assert len(plans) == 3
-    batches(how, Memory(stories(91)))
+    batches(how, TextsInMemory(stories(91)))
     assert len(plans) == 4
 
 

@@ -14,7 +14,7 @@ from argosy.data import encode as module
 from argosy.data.encode import DocumentEncoder
 from argosy.data.pack import Encoded
 from argosy.data.sources import Capped, Document
-from argosy.data.sources.text import Memory, TextFile
+from argosy.data.sources.text import TextFile, TextsInMemory
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
 from argosy.data.tokenizers.config import TokenizerConfig
@@ -233,5 +233,5 @@ def test_weights_of_a_document_may_be_fractions():
 
 
 def test_memory_tells_weights_apart():
-    one, other = (Memory([Document(tokens=[1, 2], weights=[1.0, w])]).fingerprint() for w in (0.5, 0.25))
+    one, other = (TextsInMemory([Document(tokens=[1, 2], weights=[1.0, w])]).fingerprint() for w in (0.5, 0.25))
     assert one != other

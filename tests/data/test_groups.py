@@ -13,7 +13,7 @@ from argosy.data.pipeline import build, eval_batches
 from argosy.data.rows.groups import Example, ExampleGroup, Examples, GroupRows
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Document
-from argosy.data.sources.text import Memory
+from argosy.data.sources.text import TextsInMemory
 
 PAIR = {
     **LANGUAGE_MODELING,
@@ -123,7 +123,7 @@ def test_a_batch_that_splits_groups_is_refused(tmp_path):
     for more in ({}, {"online": True}):
         with pytest.raises(BadInput, match="this data has single rows"):
             build(
-                settings(tmp_path, **more), Bytes(), vocab=258, seed=0, source=Memory(["text " * 50]), rows_per_group=2
+                settings(tmp_path, **more), Bytes(), vocab=258, seed=0, source=TextsInMemory(["text " * 50]), rows_per_group=2
             )
 
 
@@ -132,7 +132,7 @@ def test_a_batch_holds_exactly_the_fields_that_were_asked_for(tmp_path):
         batch = next(made(tmp_path, pairs(8), fields=fields))
         assert list(batch) == list(fields)
         assert [batch[name].dtype for name in fields] == [np.dtype(field.dtype) for field in fields.values()]
-    text = build(settings(tmp_path), Bytes(), vocab=258, seed=0, source=Memory(["some text " * 50]))
+    text = build(settings(tmp_path), Bytes(), vocab=258, seed=0, source=TextsInMemory(["some text " * 50]))
     assert list(next(text)) == ["tokens", "targets", "segments", "mask"]
 
 
@@ -141,7 +141,7 @@ def test_a_field_that_the_data_lacks_is_named_with_what_there_is(tmp_path, onlin
     fields = {**LANGUAGE_MODELING, "rewards": Field("B", np.float32, "row")}
     with pytest.raises(BadInput, match="no field `rewards`") as caught:
         build(
-            settings(tmp_path, online=online), Bytes(), vocab=258, seed=0, source=Memory(["text " * 50]), fields=fields
+            settings(tmp_path, online=online), Bytes(), vocab=258, seed=0, source=TextsInMemory(["text " * 50]), fields=fields
         )
     assert "`tokens`, `targets`, `segments`, `mask`" in str(caught.value)
 
@@ -190,7 +190,7 @@ def test_fractional_weights_of_documents_reach_the_batch(tmp_path, packing, onli
         *(Document(tokens=[n] * 6, weights=[n / 16] * 6) for n in range(100, 140)),
     ]
     how = settings(tmp_path, packing=packing, epochs=1, batch=1, online=online, shuffle=False)
-    batches = list(build(how, Bytes(), vocab=258, seed=0, source=Memory(documents)))
+    batches = list(build(how, Bytes(), vocab=258, seed=0, source=TextsInMemory(documents)))
     pairs_ = {
         (int(target), float(weight))
         for batch in batches
@@ -205,8 +205,8 @@ def test_fractional_weights_of_documents_reach_the_batch(tmp_path, packing, onli
 def test_a_held_out_tail_keeps_its_weights(tmp_path):
     document = Document(tokens=[7] * 1000, weights=[0.5] * 500 + [0.25] * 500)
     how = settings(tmp_path, held_out=0.2)
-    kept = list(eval_batches(how, Bytes(), vocab=258, seed=0, source=Memory([document])))
-    trained = build(how, Bytes(), vocab=258, seed=0, source=Memory([document]))
+    kept = list(eval_batches(how, Bytes(), vocab=258, seed=0, source=TextsInMemory([document])))
+    trained = build(how, Bytes(), vocab=258, seed=0, source=TextsInMemory([document]))
     assert {float(w) for batch in kept for w in np.unique(batch["mask"])} == {0.0, 0.25}
     assert {float(w) for batch in islice(trained, 40) for w in np.unique(batch["mask"])} == {0.25, 0.5}
 

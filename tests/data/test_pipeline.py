@@ -22,7 +22,7 @@ from argosy.data.prepare import prepare
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Capped, Document, text
 from argosy.data.sources.synthetic import Synthetic, mix, splitmix
-from argosy.data.sources.text import Memory, TextFile, TextFolder
+from argosy.data.sources.text import TextFile, TextFolder, TextsInMemory
 
 GOLDEN_SORTED = [590, 971, 318, 260, 738, 245]
 GOLDEN_INDEX = [1277463, 1329378, 1099074, 1791703, 1884993, 1528564]
@@ -38,7 +38,7 @@ def changed(settings: DataSettings, **values) -> DataSettings:
 
 
 def made(settings: DataSettings, source=None, *, seed=1, make=build, **share) -> Batches:
-    return make(settings, Bytes(), vocab=258, seed=seed, source=source or Memory(stories(90)), **share)
+    return make(settings, Bytes(), vocab=258, seed=seed, source=source or TextsInMemory(stories(90)), **share)
 
 
 def test_building_is_what_imports_jax():
@@ -145,13 +145,13 @@ def test_a_position_is_refused_on_other_data(settings, change, named):
 def test_other_text_or_tokens_are_refused_too(settings):
     state = made(settings).state()
     with pytest.raises(UserError, match=r"source\.sha256"):
-        made(settings, Memory(stories(91))).restore(state)
+        made(settings, TextsInMemory(stories(91))).restore(state)
 
     class Other(Bytes):
         fingerprint = "other"
 
     with pytest.raises(UserError, match="tokenizer"):
-        build(settings, Other(), vocab=258, seed=1, source=Memory(stories(90))).restore(state)
+        build(settings, Other(), vocab=258, seed=1, source=TextsInMemory(stories(90))).restore(state)
 
 
 def test_what_may_differ_on_resume(settings):
@@ -184,7 +184,7 @@ def test_differences_are_reported_with_both_values():
 
 @pytest.mark.parametrize("epochs, batches", [(1, 2), (1.5, 3), (0.4, 1), (3, 7)])
 def test_epochs_end_after_the_last_whole_batch(settings, epochs, batches):
-    ten_rows = Memory([Document(tokens=list(range(160)))])
+    ten_rows = TextsInMemory([Document(tokens=list(range(160)))])
     stream = made(changed(settings, epochs=epochs, held_out=0.0), ten_rows)
     assert len(list(stream)) == batches
     stream.seek({"row": 4 * (batches - 1)})
@@ -193,17 +193,17 @@ def test_epochs_end_after_the_last_whole_batch(settings, epochs, batches):
 
 def test_too_few_rows_for_a_batch_are_reported(settings):
     with pytest.raises(BadInput, match="do not fill a batch of 4"):
-        made(changed(settings, epochs=0.1, held_out=0.0), Memory([Document(tokens=list(range(160)))]))
+        made(changed(settings, epochs=0.1, held_out=0.0), TextsInMemory([Document(tokens=list(range(160)))]))
 
 
 def test_a_corpus_smaller_than_a_batch_fills_it_from_its_next_epochs(settings):
-    batch = next(made(changed(settings, held_out=0.0), Memory(["a short text"])))
+    batch = next(made(changed(settings, held_out=0.0), TextsInMemory(["a short text"])))
     assert (batch["tokens"] == batch["tokens"][0]).all()
 
 
 def test_evaluation_is_filled_up_with_padding(settings):
     tokens = list(range(199))
-    held_out = made(changed(settings, held_out=0.5), Memory([Document(tokens=tokens)]), make=eval_batches)
+    held_out = made(changed(settings, held_out=0.5), TextsInMemory([Document(tokens=tokens)]), make=eval_batches)
     batches = list(held_out)
     assert [int((batch["segments"] > 0).sum()) for batch in batches] == [64, 36]  # 100 of 200, one row and 12 short
     assert sum(int(batch["mask"].sum()) for batch in batches) == 99
@@ -229,13 +229,13 @@ def test_batches_divide_among_processes_or_it_is_reported(settings):
 
 def test_a_tokenizer_larger_than_the_model_is_reported(settings):
     with pytest.raises(BadInput, match="258 tokens, the model only 257"):
-        build(settings, Bytes(), vocab=257, seed=0, source=Memory(["x"]))
+        build(settings, Bytes(), vocab=257, seed=0, source=TextsInMemory(["x"]))
     with pytest.raises(BadInput, match="needs a tokenizer"):
-        build(settings, None, vocab=257, seed=0, source=Memory(["x"]))
+        build(settings, None, vocab=257, seed=0, source=TextsInMemory(["x"]))
 
 
 def test_a_prepared_folder_is_a_source(settings, tmp_path):
-    prepare(Memory(stories(90)), Bytes(), tmp_path / "corpus", held_out=0.1)
+    prepare(TextsInMemory(stories(90)), Bytes(), tmp_path / "corpus", held_out=0.1)
     named = changed(settings, source=str(tmp_path / "corpus"))
     stream = build(named, Bytes(), vocab=258, seed=1)
     assert take(stream, 9) == take(made(settings), 9)
@@ -297,7 +297,7 @@ def online(request, settings, monkeypatch) -> DataSettings:
 
 def test_a_stream_holds_every_target_once_an_epoch(online):
     tokens = [list(range(i, i + 5)) for i in range(0, 250, 5)]
-    stream = made(changed(online, held_out=0.0, epochs=1, batch=1), Memory([Document(tokens=ids) for ids in tokens]))
+    stream = made(changed(online, held_out=0.0, epochs=1, batch=1), TextsInMemory([Document(tokens=ids) for ids in tokens]))
     learned = [target for batch in stream for target in batch["targets"][batch["mask"] > 0].tolist()]
     assert sorted(target for target in learned if target != 257) == sorted(i for ids in tokens for i in ids[1:])
     assert learned.count(257) == 50
@@ -320,7 +320,7 @@ def test_a_stream_is_restorable_at_any_position(online):
 
 
 def test_a_stream_continues_inside_a_long_document(online):
-    pieces = Memory([Document(f"{i} {text}" * 9, ends=i % 8 == 7) for i, text in enumerate(stories(64))])
+    pieces = TextsInMemory([Document(f"{i} {text}" * 9, ends=i % 8 == 7) for i, text in enumerate(stories(64))])
     long = changed(online, bos=True, held_out=0.0, epochs=1)
     whole = take(made(long, pieces))
     stream, restored = made(long, pieces), made(long, pieces)
@@ -333,7 +333,7 @@ def test_a_stream_continues_inside_a_long_document(online):
 
 def test_streams_of_two_processes_share_the_documents(online):
     def seen(process: int, processes: int) -> set[int]:
-        source = Memory([Document(tokens=[i] * 9) for i in range(100)])
+        source = TextsInMemory([Document(tokens=[i] * 9) for i in range(100)])
         share = changed(online, held_out=0.0)
         stream = made(share, source, process=process, processes=processes)
         return {token for batch in islice(stream, 60) for token in np.unique(batch["tokens"]).tolist()} - {0, 257}
@@ -353,7 +353,7 @@ def test_a_streams_position_is_refused_among_another_number_of_processes(online)
 
 def test_a_stream_that_gives_a_process_nothing_is_reported(online):
     with pytest.raises(BadInput, match="process 1 of 2"):
-        next(made(changed(online, held_out=0.0), Memory(["one text"]), process=1, processes=2))
+        next(made(changed(online, held_out=0.0), TextsInMemory(["one text"]), process=1, processes=2))
     with pytest.raises(BadInput, match="end online data together"):
         made(changed(online, epochs=1), processes=2)
 
@@ -361,8 +361,8 @@ def test_a_stream_that_gives_a_process_nothing_is_reported(online):
 def test_a_stream_holds_out_the_same_documents_each_time(online):
     texts = [f"{i} {text}" for i, text in enumerate(stories(400))]
     wide = changed(online, held_out=0.2, sequence=128, packing="fit", epochs=1, batch=1)
-    trained = {bytes(row[0]) for row in flat(take(made(wide, Memory(texts))))}
-    held_out = made(wide, Memory(texts), make=eval_batches)
+    trained = {bytes(row[0]) for row in flat(take(made(wide, TextsInMemory(texts))))}
+    held_out = made(wide, TextsInMemory(texts), make=eval_batches)
     kept = {bytes(row[0]) for row in flat(take(held_out))}
     assert held_out.bytes_per_token == 1.0
     joined, apart = b"".join(trained), b"".join(kept)
@@ -377,7 +377,7 @@ import sys; sys.path[:0] = {path!r}
 from test_prepare import *
 from argosy.data.pipeline import build
 from argosy.data.settings import DataSettings
-stream = build(DataSettings(online=True, sequence=16), Bytes(), vocab=258, seed=0, source=Memory(stories(90)))
+stream = build(DataSettings(online=True, sequence=16), Bytes(), vocab=258, seed=0, source=TextsInMemory(stories(90)))
 next(stream)
 """
     path = [entry for entry in sys.path if entry.endswith(("tests", "data"))]

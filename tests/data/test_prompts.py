@@ -8,7 +8,7 @@ from argosy.core.errors import BadInput
 from argosy.data.order import Order
 from argosy.data.rows import prompts as under_test
 from argosy.data.rows.prompts import LOOKED_AT, Prompts, lengths_of
-from argosy.data.sources import Record
+from argosy.data.sources import SourceRecord
 from argosy.data.tokenizers.byte import ByteTokenizer
 
 MORE = "more than 8 tokens (data.sequence - rollout.tokens) and so no room for an answer"
@@ -16,7 +16,7 @@ MORE = "more than 8 tokens (data.sequence - rollout.tokens) and so no room for a
 
 def made(lengths: list[int]) -> Prompts:
     """Prompts of so many bytes, in an order of their own."""
-    records = [Record(where=f"line {i}", prompt="x" * n) for i, n in enumerate(lengths)]
+    records = [SourceRecord(where=f"line {i}", prompt="x" * n) for i, n in enumerate(lengths)]
     return Prompts(records, ByteTokenizer(), Order(len(records), 7), {"source": "test"})
 
 
@@ -50,7 +50,8 @@ def test_prompts_that_a_template_has_rendered_elsewhere_are_counted_by_the_name_
     tokenizer = ByteTokenizer()
     name = tokenizer.special["eos_token"]
     asked = [f"hi{name}", "hi", f"{name}{name}", None]
-    records = [Record(where="line", prompt=text, messages=None if text else [{"role": "user", "content": name}]) for text in asked]
+    chat = [{"role": "user", "content": name}]
+    records = [SourceRecord(where="line", prompt=text, messages=None if text else chat) for text in asked]
     how = (records, tokenizer, Order(len(records), 7), {"source": "test"})
     assert Prompts(*how).special_names == {name: 2}
     assert Prompts(*how, special=True).special_names == {}

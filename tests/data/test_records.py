@@ -7,7 +7,7 @@ import pytest
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Capped, Record, find_source, text
+from argosy.data.sources import Capped, SourceRecord, find_source, text
 from argosy.data.sources.records import FORMATS
 from argosy.data.sources.text import JsonLines, TextFolder
 
@@ -34,7 +34,7 @@ def written(folder, rows, name="t.jsonl"):
     return path
 
 
-def read(folder, *rows, **how) -> list[Record]:
+def read(folder, *rows, **how) -> list[SourceRecord]:
     documents = JsonLines(written(folder, rows), **how).documents()
     return [document.record for document in documents if document.record is not None]
 

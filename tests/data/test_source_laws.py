@@ -15,7 +15,7 @@ from argosy.data.settings import DataSettings
 from argosy.data.sources import SOURCES, RowSource, Source
 from argosy.data.sources.stdlib import Docstrings, StandardLibrary
 from argosy.data.sources.synthetic import Synthetic
-from argosy.data.sources.text import JsonLines, Memory, TextFile, TextFolder
+from argosy.data.sources.text import JsonLines, TextFile, TextFolder, TextsInMemory
 
 SEQUENCE, BATCH = 16, 8
 
@@ -46,7 +46,7 @@ EXAMPLES = {
     "text": text_file,
     "jsonl": json_lines,
     "folder": both,
-    "memory": lambda folder: Memory(stories(80)),
+    "memory": lambda folder: TextsInMemory(stories(80)),
     "stdlib": lambda folder: StandardLibrary(modules(folder)),
     "docstrings": lambda folder: Docstrings(modules(folder)),
     "synthetic": lambda folder: Synthetic(count=50),

@@ -15,7 +15,7 @@ from argosy.core.errors import BadInput, Damaged
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Capped, Document, RowSource, Source, find_source, text
 from argosy.data.sources.stdlib import Docstrings, StandardLibrary, docstrings
-from argosy.data.sources.text import JsonLines, Memory, TextFile, TextFolder
+from argosy.data.sources.text import JsonLines, TextFile, TextFolder, TextsInMemory
 
 
 def texts(source: Source | RowSource) -> list[str]:
@@ -212,7 +212,7 @@ def test_a_large_file_is_known_by_its_size_and_samples(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("limit", [1, 5, 6, 7, 8, 100])
 def test_a_cap_keeps_whole_characters(limit):
-    capped = Capped(Memory(["abc", "é漢", "def"]), limit)
+    capped = Capped(TextsInMemory(["abc", "é漢", "def"]), limit)
     joined = "".join(texts(capped))
     whole = "abcé漢def"
     assert whole.startswith(joined)

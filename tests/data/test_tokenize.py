@@ -22,7 +22,7 @@ from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.convert import byte_bpe
 from argosy.data.tokenizers.decoders import BYTES, decoding
 from argosy.data.tokenizers.fast import FastTokenizer
-from argosy.data.tokenizers.gguf import Tables, byte_level, sentence_pieces
+from argosy.data.tokenizers.gguf import VocabularyTables, byte_level, sentence_pieces
 from argosy.data.tokenizers.load import Tokenizer, find_tokenizer, load_tokenizer
 from argosy.data.tokenizers.rules import RULES, SplitRule, pre_tokenizer
 from argosy.data.tokenizers.train import train
@@ -114,12 +114,12 @@ def test_gguf_names_its_rule_and_the_name_counts():
     meta = dict(GGUF.open(shared("tokenizers/gguf/ggml-vocab-gpt-2.gguf")).meta)
     words = {}
     for name in ("gpt-2", "smollm"):
-        tables = Tables(meta | {"tokenizer.ggml.pre": name}, Path("x.gguf"))
+        tables = VocabularyTables(meta | {"tokenizer.ggml.pre": name}, Path("x.gguf"))
         tokenizer = byte_level(tables)
         words[name] = [tokenizer.decode([token]) for token in tokenizer.encode("in 2024")]
     assert words == {"gpt-2": ["in", " 2024"], "smollm": ["in", " ", "2", "0", "2", "4"]}
     with pytest.raises(BadInput, match="smolm") as caught:
-        byte_level(Tables(meta | {"tokenizer.ggml.pre": "smolm"}, Path("x.gguf")))
+        byte_level(VocabularyTables(meta | {"tokenizer.ggml.pre": "smolm"}, Path("x.gguf")))
     assert "smollm" in str(caught.value.hint)
 
 
@@ -646,7 +646,7 @@ def test_gguf_tables_that_contradict_each_other(key, value):
     known = meta[f"tokenizer.ggml.{key}"]
     meta[f"tokenizer.ggml.{key}"] = known[:-1] if value is None else value
     with pytest.raises(Damaged):
-        sentence_pieces(Tables(meta, Path("x.gguf")))
+        sentence_pieces(VocabularyTables(meta, Path("x.gguf")))
 
 
 def test_a_hostile_expression_does_not_run_forever(capfd):

@@ -9,7 +9,7 @@ import pytest
 from argosy.observe.goodput import Clock
 from argosy.observe.stragglers import DATA, HOST, STALLS
 from argosy.parallel.probe import Probe
-from argosy.run.pace import Pace, paced
+from argosy.run.pace import PaceMeter, paced
 from argosy.train.straggler_settings import StragglerSettings
 
 
@@ -34,7 +34,7 @@ def test_the_host_counts_where_devices_waited():
     clock, ready = Clock(), [True]
     # Rollouts add numbers of the host.
     metrics = {"answers/cut": 0.25, "loss": SimpleNamespace(is_ready=lambda: ready[0])}
-    pace = Pace(StragglerSettings(), jax.local_devices(), clock, lambda: 0, print, print)
+    pace = PaceMeter(StragglerSettings(), jax.local_devices(), clock, lambda: 0, print, print)
     assert len(pace.probe.devices) == 1, "CPU devices share their processors"
     try:
         step = pace(lambda state, batch: (state, metrics))
@@ -74,7 +74,7 @@ def test_the_host_counts_where_devices_waited():
     (None, 0.006, None, None),
 ])  # fmt: skip
 def test_devices_are_timed_seldom_enough(before: int | None, probe_s: float, step_s: float | None, spacing: int | None):
-    pace = Pace(StragglerSettings(), jax.local_devices(), Clock(), lambda: 0, print, print)
+    pace = PaceMeter(StragglerSettings(), jax.local_devices(), Clock(), lambda: 0, print, print)
     pace.close()
     pace.spacing, pace.probe_s, pace.compare.step_s = before, probe_s, step_s
     assert pace.spaced() == spacing

@@ -11,7 +11,7 @@ import pytest
 
 from argosy.core.errors import ArgosyError
 from argosy.launch.cluster import ProcessPlace, check_free
-from argosy.launch.local import Gang
+from argosy.launch.local import LocalGang
 from argosy.launch.ports import HeldPort
 from argosy.launch.settings import LocalLaunch
 
@@ -87,7 +87,7 @@ def test_a_coordinator_listens_on_a_port_that_is_held():
 
 def test_a_gang_holds_its_port_until_it_is_closed(tmp_path: Path):
     wait = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    gangs = [Gang(wait, LocalLaunch(processes=1), 0, {}, tmp_path) for _ in range(2)]
+    gangs = [LocalGang(wait, LocalLaunch(processes=1), 0, {}, tmp_path) for _ in range(2)]
     first, second = (gang.port.number for gang in gangs)
     assert first != second
     with pytest.raises(OSError, match=str(errno.EADDRINUSE)):

@@ -14,13 +14,13 @@ from launch import worker_functions as functions
 from launch.test_workers import is_alive
 
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.launch.logs import Log
+from argosy.launch.logs import LogFile
 from argosy.launch.workers import Group, Workers, open_workers
 from argosy.launch.workers.errors import WorkerLost
-from argosy.launch.workers.gang import Gang
+from argosy.launch.workers.gang import WorkerGang
 from argosy.launch.workers.inline import Inline
-from argosy.launch.workers.member import Member
-from argosy.launch.workers.transfers import Source
+from argosy.launch.workers.member import WorkerProcess
+from argosy.launch.workers.transfers import TransferSource
 
 TWO = {"one": Group(start=(functions.start, 1)), "two": Group()}
 
@@ -151,7 +151,7 @@ def test_workers_apart_from_where_their_controller_is(
 
 
 def test_a_log_on_a_full_disk(capsys: pytest.CaptureFixture[str]):
-    log = Log(Path("/dev/full"))
+    log = LogFile(Path("/dev/full"))
     for _ in range(3):
         log.write(b"line\n")
     assert capsys.readouterr().err == "/dev/full: no space left on device; lines are missing there\n"
@@ -163,13 +163,13 @@ class Slow:
     def __init__(self, late: Sequence[dict[str, Any]]):
         self.late = late
 
-    def __call__(self, name: str, members: Sequence[Member]) -> list[Any]:
+    def __call__(self, name: str, members: Sequence[WorkerProcess]) -> list[Any]:
         return [Slow.Process(member, late, 0.3 + 0.3 * member.rank) for member, late in zip(members, self.late)]
 
     class Process:
         pid = 0
 
-        def __init__(self, member: Member, late: dict[str, Any], after_s: float):
+        def __init__(self, member: WorkerProcess, late: dict[str, Any], after_s: float):
             self.member, self.late, self.after_s = member, late, after_s
 
         def send(self, data: bytes) -> None:
@@ -186,10 +186,10 @@ class Slow:
 
 def test_only_calls_count_as_stuck(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("argosy.launch.workers.gang.ALONE_S", 0.1)
-    source = Source("far", 1, b"", [], [])
+    source = TransferSource("far", 1, b"", [], [])
 
-    def gang(*late: dict[str, Any]) -> Gang:
-        return Gang("near", len(late), Slow(late), 0.1, lambda rank, line: None, lambda error: None)
+    def gang(*late: dict[str, Any]) -> WorkerGang:
+        return WorkerGang("near", len(late), Slow(late), 0.1, lambda rank, line: None, lambda error: None)
 
     one = gang({"done": 3}, {"done": 4})
     assert one.pull(1, source, None) == 7

@@ -40,17 +40,17 @@ def mesh() -> Mesh:
 
 
 @contextmanager
-def source(answer: Callable[[BufferedIOBase, socket.socket], None]) -> Iterator[moves.Source]:
+def source(answer: Callable[[BufferedIOBase, socket.socket], None]) -> Iterator[moves.TransferSource]:
     """One process that has the values, and sends what `answer` does."""
     skeleton, leaves = described({"values": VALUES}, several=False)
     listener = Listener("127.0.0.1", answer)
     try:
-        yield moves.Source("far", 1, skeleton, [leaves], [listener.address])
+        yield moves.TransferSource("far", 1, skeleton, [leaves], [listener.address])
     finally:
         listener.close()
 
 
-def pulled(one: moves.Source, spec: Any = None) -> tuple[Any, int]:
+def pulled(one: moves.TransferSource, spec: Any = None) -> tuple[Any, int]:
     return moves.pull(one, pickle.loads(one.skeleton), mesh(), spec, 0)
 
 
@@ -165,7 +165,7 @@ def test_garbage_gets_nothing_and_takes_no_memory():
             assert b"\0" * 100 not in ask(listener, token + b"\npieces\n" + struct.pack(">Q", len(wrong)) + wrong)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
         skeleton, leaves = described(VALUES, several=False)
-        found, _ = pulled(moves.Source("far", 1, skeleton, [leaves], [listener.address]))
+        found, _ = pulled(moves.TransferSource("far", 1, skeleton, [leaves], [listener.address]))
         assert np.array_equal(found, VALUES)
     finally:
         tracemalloc.stop()

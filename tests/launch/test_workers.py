@@ -18,7 +18,7 @@ from launch import worker_functions as functions
 
 from argosy.core.errors import BadInput, UnknownName, Unsupported
 from argosy.launch.workers import Group, Ref, WorkerError, WorkerLost, Workers, here, open_workers
-from argosy.launch.workers.gang import Gang
+from argosy.launch.workers.gang import WorkerGang
 from argosy.launch.workers.inline import Inline
 
 HERE = "launch.worker_functions"
@@ -141,7 +141,7 @@ def test_the_controller_sends_arrays_of_its_own(workers: Workers):
 
 def test_a_later_call_may_reuse_the_memory_of_what_is_moved(workers: Workers, monkeypatch: pytest.MonkeyPatch):
     """Also where the move has not begun when it is asked for."""
-    for kind in (Gang, Inline):
+    for kind in (WorkerGang, Inline):
 
         def slowly(self: Any, *arguments: Any, pull: Any = kind.pull) -> int:
             time.sleep(0.3)

@@ -22,7 +22,15 @@ from argosy.observe.report.charts import (
     running_mean,
     thinned,
 )
-from argosy.observe.report.page import Evaluated, Record, Saved, numbers, render, seconds_by_cause, sentence
+from argosy.observe.report.page import (
+    Evaluated,
+    RunRecord,
+    SavedCheckpoint,
+    numbers,
+    render,
+    seconds_by_cause,
+    sentence,
+)
 from argosy.observe.report.style import SCRIPT
 
 VOID = {"meta", "br", "line", "rect", "path", "circle"}
@@ -79,15 +87,15 @@ def lines(steps: int = 60) -> list[dict]:
     return told
 
 
-def full(**changes) -> Record:
+def full(**changes) -> RunRecord:
     parts = {
         "name": "first", "state": "done", "lines": lines(), "steps": 60,
         "facts": {"parameters": 12_345_678, "model": "llama", "flops_per_step": 10**9},
         "settings": [("seed", "3", "command line"), ("data.batch", "8", "recipes/tiny.yml"), ("data.bos", "false", "default")],
-        "checkpoints": [Saved(50, 3 << 20), Saved(60, 3 << 20, 2.25)],
+        "checkpoints": [SavedCheckpoint(50, 3 << 20), SavedCheckpoint(60, 3 << 20, 2.25)],
         "environment": {"python": "3.11.7", "jax": "0.10.2"}, "command": "argosy train tiny", "made": "2026-11-21",
     }  # fmt: skip
-    return Record(**(parts | changes))
+    return RunRecord(**(parts | changes))
 
 
 def test_a_loss_that_is_of_no_token_is_not_compared_with_guessing():
@@ -99,7 +107,7 @@ def test_a_loss_that_is_of_no_token_is_not_compared_with_guessing():
 
 def test_checkpoints_of_a_run_that_learns_from_rewards_show_rewards():
     rewarded = [{"step": 60, "reward": 0.5, "eval_reward": 0.25, "eval_prompts": 4}]
-    page = render(full(lines=[*lines(), *rewarded], checkpoints=[Saved(60, 3 << 20, -0.25)]))
+    page = render(full(lines=[*lines(), *rewarded], checkpoints=[SavedCheckpoint(60, 3 << 20, -0.25)]))
     assert "eval reward</th>" in page
     assert "eval loss</th>" not in page
     assert "0.2500" in page
@@ -178,7 +186,7 @@ def test_it_opens_with_what_happened():
     assert sentence(full(lines=lines_of_it, facts=mine, state="stopped")).startswith(
         "A 919k-parameter Llama was trained part of the way on mine.txt; its loss"
     )
-    assert sentence(Record("empty", "stopped")) == "A model was trained part of the way."
+    assert sentence(RunRecord("empty", "stopped")) == "A model was trained part of the way."
     wrong = STORY | {"proof": STORY["proof"] | {"holds": False}}
     assert "did NOT finish" in sentence(full(facts=facts, story=wrong))
 
@@ -293,7 +301,7 @@ def test_time_is_added_over_sessions():
 
 
 def test_a_run_without_any_line_says_so():
-    page = Page(render(Record("empty", "stopped")))
+    page = Page(render(RunRecord("empty", "stopped")))
     assert page.text("h2") == []
     assert "stopped; no step has been logged yet" in page.text("p")
 

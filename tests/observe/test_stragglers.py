@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from argosy.observe.report.page import Record, render
+from argosy.observe.report.page import RunRecord, render
 from argosy.observe.stragglers import (
     DATA,
     DEVICE,
@@ -15,8 +15,8 @@ from argosy.observe.stragglers import (
     KEY,
     STALLS,
     Comparison,
+    ProcessTimes,
     StragglerVerdict,
-    Told,
     median_of_others,
     stragglers,
 )
@@ -29,7 +29,7 @@ class Gang:
     def __init__(self, count: int, devices: int = 1, **how):
         self.compare = Comparison(**({"every": 5, "ratio": 1.5, "windows": 3} | how))
         zero = {DATA: 0.0, HOST: 0.0, STALLS: 0.0}
-        self.told = {p: Told(0, 0.0, zero, zero, f"host-{p}", 0, [0.0] * devices) for p in range(count)}
+        self.told = {p: ProcessTimes(0, 0.0, zero, zero, f"host-{p}", 0, [0.0] * devices) for p in range(count)}
         self.compare(self.told)
 
     def window(self, seconds=(), exposed=None, devices=None, steps=5, step_s=1.0) -> list[StragglerVerdict]:
@@ -193,10 +193,10 @@ def test_the_report_pairs_beginnings_with_ends():
         ("20 to 40", "1 on host-1", what), ("50 to 50", "2 on host-2", what), ("90 to the end", "1 on host-1", what),
     ]  # fmt: skip
     assert stragglers([{"step": 1, "loss": 2.0}]) == []
-    page = render(Record("name", "done", [*lines, line(90, 1)]))
+    page = render(RunRecord("name", "done", [*lines, line(90, 1)]))
     assert "Slow processes" in page
     assert "20 to 40" in page
-    assert "Slow processes" not in render(Record("name", "done", [{"step": 1, "loss": 2.0}]))
+    assert "Slow processes" not in render(RunRecord("name", "done", [{"step": 1, "loss": 2.0}]))
 
 
 def test_each_is_compared_with_the_median_of_all_others():

@@ -10,7 +10,7 @@ from laws.families import CASES, built
 
 from argosy.data.order import Order
 from argosy.data.rows.prompts import Prompts
-from argosy.data.sources import Record
+from argosy.data.sources import SourceRecord
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer.engine.engine import Engine
@@ -39,7 +39,7 @@ def prompts(lm: LM, asked: Sequence[Any], **columns: Sequence[Any]) -> Prompts:
     records = []
     for i, one in enumerate(asked):
         what = {"prompt": one} if isinstance(one, str) else {"messages": one}
-        records.append(Record(where=f"line {i}", **what, columns={name: items[i] for name, items in columns.items()}))
+        records.append(SourceRecord(where=f"line {i}", **what, columns={name: items[i] for name, items in columns.items()}))
     return Prompts(records, lm.tokenizer, Order(len(records), None), {"source": "test"})
 
 

@@ -11,7 +11,7 @@ from argosy.data.chat.conversations import ConversationEncoder
 from argosy.data.order import Order
 from argosy.data.rows.answered import Answered, AnsweredPrompts
 from argosy.data.rows.prompts import Prompts
-from argosy.data.sources import Record
+from argosy.data.sources import SourceRecord
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
@@ -31,8 +31,8 @@ def lm() -> LM:
     return LM(CASE, built(CASE, Unroll()), load_tokenizer("byte"))
 
 
-def prompts(lm: LM, records: list[Record] | None = None, most: int | None = None, alone: bool = False) -> AnsweredPrompts:
-    texts = [Record(where=f"line {i}", prompt=f"ask {i}", completion=ANSWERS[i % len(ANSWERS)]) for i in range(8)]
+def prompts(lm: LM, records: list[SourceRecord] | None = None, most: int | None = None, alone: bool = False) -> AnsweredPrompts:
+    texts = [SourceRecord(where=f"line {i}", prompt=f"ask {i}", completion=ANSWERS[i % len(ANSWERS)]) for i in range(8)]
     of = Prompts(records or texts, lm.tokenizer, Order(len(records or texts), None), {"source": "test"}, most=most)
     return AnsweredPrompts(of, None if alone else ConversationEncoder(lm.tokenizer))
 
@@ -75,7 +75,7 @@ def test_the_answers_of_the_data_are_learned_with_their_end_cut_at_the_limit(lm:
 
 def test_of_a_conversation_the_last_answer_is_learned_after_the_prompt_of_inference(lm: LM):
     asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
-    record = Record(where="line 1", messages=[*asked, {"role": "assistant", "content": "no"}])
+    record = SourceRecord(where="line 1", messages=[*asked, {"role": "assistant", "content": "no"}])
     tokenizer = load_tokenizer("byte")
     tokenizer.chat_templates = {"default": TEMPLATE}
     of = Prompts([record], tokenizer, Order(1, None), {"source": "test"})
@@ -84,9 +84,9 @@ def test_of_a_conversation_the_last_answer_is_learned_after_the_prompt_of_infere
     assert bytes(found.prompt.tokens) == b"<u>hi</><a>yes</><u>so</><a>"
     assert list(found.prompt.asked) == asked, "without the answer"
     assert bytes(found.answer or ()).startswith(b"no")
-    alone = Prompts([Record(where="line 1", messages=asked, asked=3)], tokenizer, Order(1, None), {})(0, 1)[0]
+    alone = Prompts([SourceRecord(where="line 1", messages=asked, asked=3)], tokenizer, Order(1, None), {})(0, 1)[0]
     assert list(found.prompt.tokens) == list(alone.tokens)
-    unlearned = Record(where="line 1", messages=record.messages, learned=(False, True, False, False), tools=[{"name": "f"}])
+    unlearned = SourceRecord(where="line 1", messages=record.messages, learned=(False, True, False, False), tools=[{"name": "f"}])
     found = AnsweredPrompts(Prompts([unlearned], tokenizer, Order(1, None), {}), ConversationEncoder(tokenizer))(0, 1)[0]
     assert isinstance(found, Answered)
     assert list(found.prompt.asked) == asked[:1]
@@ -188,6 +188,6 @@ def test_settings_that_fit_nothing_are_refused(lm: LM, how: dict[str, Any], said
 
 
 def test_records_that_never_fit_are_an_error(lm: LM):
-    long = [Record(where="line 1", prompt="x" * 30, completion="y"), Record(where="line 2", prompt="a", completion="")]
+    long = [SourceRecord(where="line 1", prompt="x" * 30, completion="y"), SourceRecord(where="line 2", prompt="a", completion="")]
     with pytest.raises(BadInput, match="no prompt to learn from has at most 19 tokens"):
         lessons(lm, prompts(lm, long), own=0).advance(None)

@@ -13,7 +13,7 @@ from laws.families import CASES, built
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.data.order import Order
 from argosy.data.rows.prompts import Prompts
-from argosy.data.sources import Record
+from argosy.data.sources import SourceRecord
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
@@ -61,7 +61,8 @@ def lm() -> LM:
 
 
 def prompts(lm: LM, count: int = 6, longest: int = 0) -> Prompts:
-    records = [Record(where=f"line {i}", prompt="ab" * (i % 2) + f"{i}=" + "x" * (longest if i == 1 else 0), columns={"answer": str(i)})
+    records = [SourceRecord(where=f"line {i}", prompt="ab" * (i % 2) + f"{i}=" + "x" * (longest if i == 1 else 0), columns={"answer":
+    str(i)})
                for i in range(count)]  # fmt: skip
     return Prompts(records, lm.tokenizer, Order(count, None), {"source": "test"})
 
@@ -175,7 +176,7 @@ def test_prompts_without_room_are_passed_over_and_told(lm: LM):
     assert "ab1" not in "".join(judge.asked[0][0])
     (words,) = [line for line in said if "passed over" in line]
     assert "line 1" in words
-    alone = Prompts([Record(where="line 9", prompt="x" * 30)], lm.tokenizer, Order(1, None), {})
+    alone = Prompts([SourceRecord(where="line 9", prompt="x" * 30)], lm.tokenizer, Order(1, None), {})
     with pytest.raises(BadInput, match="no prompt to learn from has at most 19 tokens"):
         rollouts(lm, judge, asked=alone).advance(None)
 

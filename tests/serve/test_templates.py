@@ -169,7 +169,7 @@ def test_a_slow_template_delays_nobody_else(lm: LM, own: bool, monkeypatch: pyte
     their time, or however many with a template of their own."""
     answered, renders = threading.Event(), template.all_rendered
 
-    def slowly(jobs: Sequence[template.Job], *given: Any) -> Any:
+    def slowly(jobs: Sequence[template.RenderJob], *given: Any) -> Any:
         if jobs[0].messages[0]["content"] == "slow":
             assert answered.wait(60), "the others wait"
         return renders(jobs, *given)

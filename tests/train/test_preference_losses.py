@@ -23,7 +23,7 @@ from argosy.train.objectives.reward import bradley_terry
 from argosy.train.objectives.sequences import SequenceLogps, last, sequences
 from argosy.train.objectives.simpo import simpo
 from argosy.train.optim import SGD
-from argosy.train.preferences import CPO, DPO, DPO_LOSSES, KTO, ORPO, ProcessReward, Reward, SimPO
+from argosy.train.preferences import CPO, DPO, DPO_LOSSES, KTO, ORPO, ProcessReward, RewardModel, SimPO
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step
@@ -93,7 +93,7 @@ def test_a_near_tie_is_one_half():
     assert float(made.metrics["rewards/accuracy"].value()) == pytest.approx((0.5 + 0 + 0) / 3)
     labeled = kto(KTO(beta=0.5), found, reference, jnp.float32(0.0), column([1, 1, 1, 1, 0, 0]), live)
     assert float(labeled.metrics["rewards/accuracy"].value()) == pytest.approx((0.5 + 0.5 + 0.5 + 1 + 1 + 0.5) / 6)
-    scored = bradley_terry(Reward(center=0.1), column([2.0, 2.0, 1.0, 0.9]), column([0] * 4), column([1] * 4))
+    scored = bradley_terry(RewardModel(center=0.1), column([2.0, 2.0, 1.0, 0.9]), column([0] * 4), column([1] * 4))
     assert float(scored.metrics["rewards/accuracy"].value()) == 0.75
     zeros = of_steps(jnp.zeros((1, 2)), jnp.asarray([[1.0, 0.0]]), jnp.ones((1, 2)))
     assert float(zeros.metrics["accuracy"].value()) == 0.5
@@ -137,7 +137,7 @@ def test_kto_by_hand():
 
 
 def test_bradley_terry_by_hand():
-    made = bradley_terry(Reward(center=0.1), column([2.0, 0.5]), column([0.4, 0.4]), column([1, 1]))
+    made = bradley_terry(RewardModel(center=0.1), column([2.0, 0.5]), column([0.4, 0.4]), column([1, 1]))
     assert float(made.loss.value()) == pytest.approx(-math.log(s(2 - 0.5 - 0.4)) + 0.1 * 2.5**2, rel=1e-6)
     assert float(made.metrics["rewards/accuracy"].value()) == 1.0
 
@@ -201,7 +201,7 @@ def test_kto_equals_that_of_trl():
 def test_reward_equals_that_of_trl():
     of = TRL["reward"]
     margin = paired(of["margin"] * 2)
-    made = bradley_terry(Reward(center=of["center"]), paired(of["scores"]), margin, jnp.ones_like(margin))
+    made = bradley_terry(RewardModel(center=of["center"]), paired(of["scores"]), margin, jnp.ones_like(margin))
     assert float(made.loss.value()) == pytest.approx(of["loss"], rel=1e-6)
 
 
@@ -343,5 +343,5 @@ def test_weights_of_losses_are_given_by_name():
 
 
 def test_objectives_say_what_they_train_on():
-    assert {DPO.trains_on, SimPO.trains_on, CPO.trains_on, ORPO.trains_on, Reward.trains_on} == {("preference",)}
+    assert {DPO.trains_on, SimPO.trains_on, CPO.trains_on, ORPO.trains_on, RewardModel.trains_on} == {("preference",)}
     assert (KTO.trains_on, ProcessReward.trains_on) == (("kto",), ("stepwise",))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from laws.families import CASES
 
-from argosy.data.batch import Around
+from argosy.data.batch import BatchWrapper
 from argosy.data.distillation.across import Aligned, AlignedSpan, BothTokenizers, align
 from argosy.data.tokenizers.matched import Matched
 from argosy.ops.sorted_distance import sorted_distance
@@ -36,7 +36,7 @@ class Given:
         return x
 
 
-class Nothing(Around):
+class Nothing(BatchWrapper):
     def __init__(self):
         self.inner, self.sizes = None, {}
         self.fingerprint, self.tokens_per_batch, self.bytes_per_token = {}, 0, None

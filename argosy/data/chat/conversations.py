@@ -19,11 +19,11 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, nearest
 from argosy.data.chat import template as chat
-from argosy.data.chat.mask import Conversation, Ids, Way, encode_all, encoded
+from argosy.data.chat.mask import Ids, MaskedConversation, Way, encode_all, encoded
 from argosy.data.chat.template import choose_template
 from argosy.data.encode import DocumentEncoder
 from argosy.data.pack import Encoded
-from argosy.data.sources import Document, Record, Source
+from argosy.data.sources import Document, Source, SourceRecord
 from argosy.data.tokenizers.config import CONFIG_BYTES, DEFAULT, read_text
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class ConversationEncoder(DocumentEncoder):
     def close(self) -> None:
         chat.close_all()
 
-    def is_chat(self, record: Record) -> bool:
+    def is_chat(self, record: SourceRecord) -> bool:
         """Whether a record goes through a chat template.
 
         Raises:
@@ -108,12 +108,12 @@ class ConversationEncoder(DocumentEncoder):
             raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=HINT)
         return False
 
-    def conversation(self, record: Record) -> Conversation:
+    def conversation(self, record: SourceRecord) -> MaskedConversation:
         if record.tools and "tools" not in choose_template(self.templates, name=self.name, tools=True):
             self.toolless += 1
-        return Conversation(record.messages or (), record.tools, record.variables, record.learned)
+        return MaskedConversation(record.messages or (), record.tools, record.variables, record.learned)
 
-    def completion(self, record: Record) -> Ids:
+    def completion(self, record: SourceRecord) -> Ids:
         """A prompt and what follows it. Names of special tokens are text, unless `special`."""
         prompt, answer = record.prompt or "", record.completion or ""
         span = [(len(prompt), len(prompt) + len(answer))] if answer else []
@@ -142,7 +142,7 @@ class ConversationEncoder(DocumentEncoder):
 NOTHING = Encoded(np.zeros(0, np.uint16), np.zeros(0, np.uint8), begins=False)
 
 
-def says_something(record: Record) -> bool:
+def says_something(record: SourceRecord) -> bool:
     """Whether any message that may be learned holds words, a call, or anything else that a template writes. An empty one would teach a
     model to end its turn at once. Records that are texts are judged by their tokens."""
     if record.messages is None:

@@ -17,7 +17,17 @@ from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.data.chat.omissions import with_known_roles
-from argosy.data.chat.template import CHILD, Child, Job, Message, Part, all_rendered, children, choose_template, told
+from argosy.data.chat.template import (
+    CHILD,
+    Child,
+    Message,
+    Part,
+    RenderJob,
+    all_rendered,
+    children,
+    choose_template,
+    told,
+)
 from argosy.data.tokenizers import Span, Tokenizer
 
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -29,7 +39,7 @@ Ids = tuple[list[int], list[bool]]
 
 
 @dataclass(frozen=True)
-class Conversation:
+class MaskedConversation:
     """Messages to encode, with what else their template reads.
 
     learned: for each message, whether its words count where it is an assistant's; None: all do.
@@ -77,7 +87,7 @@ def encode_with_mask(
         BadInput: as `render_with_mask`; and where no token is an assistant's, since nothing would be trained.
     """
     way = Way(tokenizer.chat_templates, template, now)
-    (found,) = encode_chunk(tokenizer, [Conversation(messages, tools, extra)], way, CHILD)
+    (found,) = encode_chunk(tokenizer, [MaskedConversation(messages, tools, extra)], way, CHILD)
     if isinstance(found, BadInput):
         raise found
     if not any(found[1]):
@@ -87,7 +97,7 @@ def encode_with_mask(
     return found
 
 
-def encode_all(tokenizer: Tokenizer, conversations: Sequence[Conversation], way: Way) -> Iterator[Ids | BadInput]:
+def encode_all(tokenizer: Tokenizer, conversations: Sequence[MaskedConversation], way: Way) -> Iterator[Ids | BadInput]:
     """`encode_with_mask` of many conversations, in order and on all cores: each its ids and mask, which may be all False, or the
     error that it would raise."""
     processes = children()
@@ -102,7 +112,7 @@ def encode_all(tokenizer: Tokenizer, conversations: Sequence[Conversation], way:
 
 
 def encode_chunk(
-    tokenizer: Tokenizer, conversations: Sequence[Conversation], way: Way, child: Child
+    tokenizer: Tokenizer, conversations: Sequence[MaskedConversation], way: Way, child: Child
 ) -> list[Ids | BadInput]:
     """`encode_all` of conversations that one process renders in one request."""
     now = way.now or datetime.now()  # one clock for all renders
@@ -113,7 +123,7 @@ def encode_chunk(
     for one, template in zip(conversations, templates):
         whole = [(len(one.messages), False)]
         parts = parts_of(template, one.messages) if way.masked else whole
-        jobs.append(Job(template, one.messages, parts, {"tools": one.tools} | dict(one.variables)))
+        jobs.append(RenderJob(template, one.messages, parts, {"tools": one.tools} | dict(one.variables)))
     found: list[Ids | BadInput] = []
     for one, job, answers in zip(conversations, jobs, all_rendered(jobs, tokenizer.special, now, child)):
         try:
@@ -126,7 +136,7 @@ def encode_chunk(
     return found
 
 
-def in_known_roles(conversation: Conversation, template: str) -> Conversation:
+def in_known_roles(conversation: MaskedConversation, template: str) -> MaskedConversation:
     """A conversation in the roles that its template knows, as chats are asked."""
     messages, learned = with_known_roles(conversation.messages, template), conversation.learned
     # Only system messages at the beginning become fewer.
@@ -145,7 +155,7 @@ def parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
     return list(dict.fromkeys([whole, *prompts, *((place + 1, False) for place in places)]))
 
 
-def kept(turns: Mapping[int, Span], conversation: Conversation) -> dict[int, Span]:
+def kept(turns: Mapping[int, Span], conversation: MaskedConversation) -> dict[int, Span]:
     """The turns that count.
 
     Raises:
@@ -235,7 +245,7 @@ def render_with_mask(
         BadInput: as `render`; and where the assistant's words cannot be located.
     """
     now = now or datetime.now()
-    job = Job(template, messages, parts_of(template, messages), {"tools": tools} | extra)
+    job = RenderJob(template, messages, parts_of(template, messages), {"tools": tools} | extra)
     (answers,) = all_rendered([job], special, now, CHILD)
     renders = Renders(job, special, now, name, dict(zip(job.parts, answers)), CHILD)
     return renders.whole, list(renders.turns(ends).values())
@@ -249,7 +259,7 @@ class Renders:
 
     def __init__(
         self,
-        job: Job,
+        job: RenderJob,
         special: Mapping[str, str],
         now: datetime,
         name: str,
@@ -273,7 +283,7 @@ class Renders:
             return None
 
     def once(self, messages: Sequence[Message], count: int, prompt: bool = False) -> str:
-        job = Job(self.job.template, messages, [(count, prompt)], self.job.variables)
+        job = RenderJob(self.job.template, messages, [(count, prompt)], self.job.variables)
         return told(all_rendered([job], self.special, self.now, self.child)[0][0])["text"]
 
     def turns(self, ends: Collection[str]) -> dict[int, Span]:

@@ -111,7 +111,7 @@ def choose_template(templates: Mapping[str, str], *, name: str | None = None, to
 
 
 @dataclass(frozen=True)
-class Job:
+class RenderJob:
     """One conversation to render, whole and in parts, by a template with its variables."""
 
     template: str
@@ -131,7 +131,7 @@ def rendered(
     rest = {name: value for name, value in variables.items() if name != "add_generation_prompt"}
     part = len(messages), bool(variables.get("add_generation_prompt"))
     with free_child() as child:
-        return told(all_rendered([Job(template, messages, [part], rest)], special, now, child)[0][0])
+        return told(all_rendered([RenderJob(template, messages, [part], rest)], special, now, child)[0][0])
 
 
 def told(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def told(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
 
 
 def all_rendered(
-    jobs: Sequence[Job], special: Mapping[str, str], now: datetime | None, child: "Child"
+    jobs: Sequence[RenderJob], special: Mapping[str, str], now: datetime | None, child: "Child"
 ) -> list[list[dict[str, Any] | BadInput]]:
     """The answers to every part of some jobs, which one process renders in one request; `told` opens each.
 
@@ -174,7 +174,7 @@ def all_rendered(
     ]
 
 
-def request_of(job: Job, number: int, special: Mapping[str, str]) -> dict[str, Any]:
+def request_of(job: RenderJob, number: int, special: Mapping[str, str]) -> dict[str, Any]:
     """What the process reads for a job.
 
     Raises:

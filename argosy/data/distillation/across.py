@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from argosy.core.progress import Say
-from argosy.data.batch import Around, Batch, Batches, Field, Fields
+from argosy.data.batch import Batch, Batches, BatchWrapper, Field, Fields
 
 if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
@@ -58,7 +58,7 @@ class Aligned:
     rewritten: bool = field(default=False, compare=False)
 
 
-class Opened(NamedTuple):
+class TeacherPrompt(NamedTuple):
     """A prompt as a teacher is fed it, ready for an answer, and what it reads in place of a special token that ends the answer."""
 
     tokens: Sequence[int]
@@ -102,7 +102,7 @@ class Across:
         self.follow(out, ids, 0)
         return out
 
-    def answer(self, prompt: Sequence[int], answer: Sequence[int], own: Opened | None = None) -> Aligned:
+    def answer(self, prompt: Sequence[int], answer: Sequence[int], own: TeacherPrompt | None = None) -> Aligned:
         """An answer after its prompt, both of the student's tokens. The groups are those of the answer, counted from the prompt's
         beginning.
 
@@ -204,7 +204,7 @@ def whole_characters(pieces: Sequence[bytes]) -> tuple[int, int] | None:
     return None
 
 
-class BothTokenizers(Around):
+class BothTokenizers(BatchWrapper):
     """Batches with the teacher's tokens of the same text.
 
     Args:

@@ -18,7 +18,7 @@ from argosy.data.order import Order
 from argosy.data.prepare import HeldOut
 from argosy.data.rows.prompts import OF_ROWS, Prompt, Prompts
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Document, Record, Source, find_source
+from argosy.data.sources import Document, Source, SourceRecord, find_source
 from argosy.data.sources.records import GROUPS, PROMPT
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class AnsweredPrompts:
         return [divided(one, encoded) if len(encoded.tokens) else one.where for one, encoded in zip(records, found, strict=True)]
 
 
-def divided(record: Record, encoded: Any) -> Answered:
+def divided(record: SourceRecord, encoded: Any) -> Answered:
     """The prompt and the answer of a record's tokens.
 
     Raises:
@@ -115,7 +115,7 @@ def answered_prompts(
         has = "no prompts" if not isinstance(source, Source) else f"`{source.format}` records"
         hint = "prompts with completions, conversations, or prompts alone with data.format=prompt"
         raise BadInput(f"the student answers prompts, and this data has {has}", where=where, hint=hint)
-    held, records, others = HeldOut(settings.held_out), list[Record](), list[Record]()
+    held, records, others = HeldOut(settings.held_out), list[SourceRecord](), list[SourceRecord]()
     for document in source.documents():
         assert document.record is not None
         (others if held.takes(document) else records).append(document.record)
@@ -127,7 +127,7 @@ def answered_prompts(
     made |= {"seed": seed, "shuffle": settings.shuffle, "format": source.format}
     how: Any = {"template": settings.template, "bos": settings.bos, "special": settings.special, "source": settings.source}
 
-    def read(some: list[Record], order: Order, most: int | None = None) -> AnsweredPrompts:
+    def read(some: list[SourceRecord], order: Order, most: int | None = None) -> AnsweredPrompts:
         prompts = Prompts(some, tokenizer, order, made, **how, most=most)
         alone = source.format == PROMPT
         args = (tokenizer, settings.bos, settings.special)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.data.sources import Record
+from argosy.data.sources import SourceRecord
 
 # Answers of a run that are kept; those of longer runs take turns.
 KEPT = 64
@@ -23,12 +23,12 @@ class MismatchedRecords:
         records: begins to read all records from the first, as often as it is called.
     """
 
-    def __init__(self, records: Callable[[], Iterable[Record]]):
+    def __init__(self, records: Callable[[], Iterable[SourceRecord]]):
         self._records = records
         # Conversations and texts are two files in one: an answer of one kind does not fit a prompt of the other.
         self._runs: dict[bool, _Runs] = {}
 
-    def of(self, record: Record) -> Record:
+    def of(self, record: SourceRecord) -> SourceRecord:
         """The record whose answer goes with this one's prompt. It is asked for every record in the order of the file.
 
         Raises:
@@ -43,19 +43,19 @@ class MismatchedRecords:
 class _Runs:
     """The runs of a file, read one ahead. beginning: the first two, of which the last run takes one that has another prompt."""
 
-    def __init__(self, records: Iterable[Record]):
-        self.runs, self.beginning = runs_of(records), list[list[Record]]()
-        self.current: list[Record] | None = None
+    def __init__(self, records: Iterable[SourceRecord]):
+        self.runs, self.beginning = runs_of(records), list[list[SourceRecord]]()
+        self.current: list[SourceRecord] | None = None
         self.following = self._next()
         self.place = 0
 
-    def _next(self) -> list[Record] | None:
+    def _next(self) -> list[SourceRecord] | None:
         run = next(self.runs, None)
         if run is not None and len(self.beginning) < 2:
             self.beginning.append(run)
         return run
 
-    def of(self, record: Record) -> Record:
+    def of(self, record: SourceRecord) -> SourceRecord:
         asked, self.place = prompt_key(record), self.place + 1
         while self.current is None or prompt_key(self.current[0]) != asked:
             if self.following is None:
@@ -68,9 +68,9 @@ class _Runs:
         return others[self.place % len(others)]
 
 
-def runs_of(records: Iterable[Record]) -> Iterator[list[Record]]:
+def runs_of(records: Iterable[SourceRecord]) -> Iterator[list[SourceRecord]]:
     """The first records of each run of records of one prompt."""
-    run: list[Record] = []
+    run: list[SourceRecord] = []
     prompt: Any = None
     for record in records:
         asked = prompt_key(record)
@@ -84,10 +84,10 @@ def runs_of(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield run
 
 
-def is_chat(record: Record) -> bool:
+def is_chat(record: SourceRecord) -> bool:
     return record.messages is not None
 
 
-def prompt_key(record: Record) -> Any:
+def prompt_key(record: SourceRecord) -> Any:
     """What a record asks, to tell whether two ask the same."""
     return list(record.messages[: record.asked]) if record.messages is not None else record.prompt

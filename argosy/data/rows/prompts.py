@@ -21,7 +21,7 @@ from argosy.data.chat.template import choose_template, render
 from argosy.data.order import Order
 from argosy.data.prepare import HeldOut
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Record, Source, find_source
+from argosy.data.sources import Source, SourceRecord, find_source
 from argosy.data.sources.records import PROMPT
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Prompts:
     records: at least one. names: of all columns, in the order of their first occurrence; a record without one has None there.
     """
 
-    records: Sequence[Record]
+    records: Sequence[SourceRecord]
     tokenizer: "Tokenizer"
     order: Order
     fingerprint: Fingerprint
@@ -102,7 +102,7 @@ class Prompts:
                 found[name[0]] = found.get(name[0], 0) + 1
         return found
 
-    def rendered(self, record: Record) -> Prompt:
+    def rendered(self, record: SourceRecord) -> Prompt:
         """One record as token ids, and all columns."""
         columns = {name: record.columns.get(name) for name in self.names}
         if record.messages is None:
@@ -192,7 +192,7 @@ def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tup
     if not isinstance(source, Source) or source.format != PROMPT:
         what = "reinforcement learning reads prompts from a JSONL file, and this source has none"
         raise BadInput(what, where=f"data.source={settings.source}", hint='lines like {"prompt": "...", "answer": "..."}')
-    held, records, others = HeldOut(settings.held_out), list[Record](), list[Record]()
+    held, records, others = HeldOut(settings.held_out), list[SourceRecord](), list[SourceRecord]()
     for document in source.documents():
         assert document.record is not None
         (others if held.takes(document) else records).append(document.record)

@@ -23,7 +23,7 @@ from argosy.data.chat.mask import encode_all, encode_cut
 from argosy.data.encode import DocumentEncoder
 from argosy.data.pack import Corpus, Encoded, PackCounts, best_fit_decreasing
 from argosy.data.rows.mismatched import MismatchedRecords
-from argosy.data.sources import Document, Record, Source
+from argosy.data.sources import Document, Source, SourceRecord
 from argosy.data.sources.records import GROUPS
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class SequenceEncoder(ConversationEncoder):
         if self.format == "kto" and self.others is not None and document.record is not None:
             self.others.of(document.record)
 
-    def rows_of(self, record: Record, mismatched: MismatchedRecords) -> list[Record]:
+    def rows_of(self, record: SourceRecord, mismatched: MismatchedRecords) -> list[SourceRecord]:
         """The sequences of a record; none if its answers are the same."""
         if self.format == "kto":
             return [record, answered_by(record, mismatched.of(record))]
@@ -108,10 +108,10 @@ class SequenceEncoder(ConversationEncoder):
         same = any((record.messages, record.prompt, record.completion) == (o.messages, o.prompt, o.completion) for o in others)
         return [] if same else [record, *others]
 
-    def completion(self, record: Record) -> Any:
+    def completion(self, record: SourceRecord) -> Any:
         return super().completion(record) if not record.steps else self.in_steps(record)
 
-    def in_steps(self, record: Record) -> tuple[list[int], list[bool]]:
+    def in_steps(self, record: SourceRecord) -> tuple[list[int], list[bool]]:
         """A prompt and steps, each encoded alone, so that a step's tokens do not depend on what follows; the last of each is marked."""
         text, cuts = record.prompt or "", []
         for step, _ in record.steps:
@@ -124,7 +124,7 @@ class SequenceEncoder(ConversationEncoder):
             mask[int(np.searchsorted(begins, stop)) - 1] = True
         return ids, mask
 
-    def sequence(self, record: Record, found: Any) -> Encoded:
+    def sequence(self, record: SourceRecord, found: Any) -> Encoded:
         """One sequence with what is learned of it."""
         if not record.steps:
             return self.finished(found, self.is_chat(record))
@@ -135,14 +135,14 @@ class SequenceEncoder(ConversationEncoder):
         return replace(made, columns={"right": right})
 
 
-def records_of(documents: Iterable[Document]) -> Iterator[Record]:
+def records_of(documents: Iterable[Document]) -> Iterator[SourceRecord]:
     return (document.record for document in documents if document.record is not None)
 
 
-def answered_by(record: Record, other: Record) -> Record:
+def answered_by(record: SourceRecord, other: SourceRecord) -> SourceRecord:
     """A record's prompt with another record's answer."""
     if record.messages is None:
-        return Record(where=record.where, prompt=record.prompt, completion=other.completion)
+        return SourceRecord(where=record.where, prompt=record.prompt, completion=other.completion)
     messages = [*record.messages[: record.asked], *(other.messages or ())[other.asked :]]
     learned = (*[False] * record.asked, *(other.learned or ())[other.asked :])
     return replace(record, messages=messages, learned=learned, values={})

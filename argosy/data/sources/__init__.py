@@ -20,7 +20,7 @@ from argosy.core.errors import BadInput
 from argosy.core.registry import Registry
 
 if TYPE_CHECKING:
-    from argosy.data.pack import Rows
+    from argosy.data.pack import PackedRows
     from argosy.data.settings import DataSettings
 
 SOURCES = Registry(
@@ -29,7 +29,7 @@ SOURCES = Registry(
         "text": "argosy.data.sources.text:TextFile",
         "jsonl": "argosy.data.sources.text:JsonLines",
         "folder": "argosy.data.sources.text:TextFolder",
-        "memory": "argosy.data.sources.text:Memory",
+        "memory": "argosy.data.sources.text:TextsInMemory",
         "stdlib": "argosy.data.sources.stdlib:StandardLibrary",
         "docstrings": "argosy.data.sources.stdlib:Docstrings",
         "synthetic": "argosy.data.sources.synthetic:Synthetic",
@@ -42,7 +42,7 @@ CORPORA = ("stdlib", "docstrings", "synthetic")
 
 
 @dataclass(frozen=True)
-class Record:
+class SourceRecord:
     """One example to fine-tune on: messages for a chat template, or a prompt and its completion. With both, they say the same.
 
     where: the file and line, for errors. learned: for each message, whether it counts where it is an assistant's; None: all do.
@@ -59,7 +59,7 @@ class Record:
     variables: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | None = None
     completion: str | None = None
-    others: "tuple[Record, ...]" = ()
+    others: "tuple[SourceRecord, ...]" = ()
     asked: int = 0
     values: Mapping[str, float] = field(default_factory=dict)
     steps: tuple[tuple[str, bool], ...] = ()
@@ -101,7 +101,7 @@ class Document:
     learn: tuple[tuple[int, int], ...] | None = None
     ends: bool = True
     weights: Sequence[float] | None = None
-    record: Record | None = None
+    record: SourceRecord | None = None
 
     def __post_init__(self) -> None:
         if (self.learn is not None or self.weights is not None) and self.tokens is None:
@@ -110,7 +110,7 @@ class Document:
             raise ValueError("`learn` and `weights` are two ways to say the same: give one")
 
 
-class Origin(ABC):
+class DocumentOrigin(ABC):
     """Anything that `data.source` can name."""
 
     @classmethod
@@ -130,7 +130,7 @@ class Origin(ABC):
         """Everything that decides the data: `source` (a name) and `source.*`. No paths, so that a corpus can be moved."""
 
 
-class Source(Origin):
+class Source(DocumentOrigin):
     """Documents, the same ones in the same order every time."""
 
     # That will be read, where known beforehand.
@@ -162,11 +162,11 @@ class Source(Origin):
         return []
 
 
-class RowSource(Origin):
+class RowSource(DocumentOrigin):
     """Rows of tokens made from their number, with no corpus behind them."""
 
     @abstractmethod
-    def rows(self, *, sequence: int, vocab: int, seed: int, held_out: bool = False) -> "Rows":
+    def rows(self, *, sequence: int, vocab: int, seed: int, held_out: bool = False) -> "PackedRows":
         """The rows to train on, or others to evaluate on."""
 
 
@@ -223,7 +223,7 @@ def find_source(settings: "DataSettings") -> Source | RowSource:
     return source
 
 
-def check_described(source: Origin, settings: "DataSettings") -> None:
+def check_described(source: DocumentOrigin, settings: "DataSettings") -> None:
     """Checks that the settings about records say nothing of a source that has none.
 
     Raises:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.data.sources import Record
+from argosy.data.sources import SourceRecord
 
 Row = Mapping[str, Any]
 Messages = tuple[list[dict[str, Any]], list[bool]]
@@ -26,7 +26,7 @@ ASSISTANT = "\n\nAssistant:"
 HINT = 'like {"prompt": "...", "chosen": "...", "rejected": "..."}'
 
 
-def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessages, how: dict[str, Any], kind: Any) -> Record:
+def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessages, how: dict[str, Any], kind: Any) -> SourceRecord:
     """A pair: a record of the chosen answer that holds one of the rejected answer.
 
     Args:
@@ -46,8 +46,8 @@ def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessag
             raise BadInput("a prompt of messages, and answers that are texts", where=where, hint=HINT)
         if prompt is None:
             prompt, chosen, rejected = apart(chosen, rejected)
-        one = replace(Record(where=where, prompt=prompt, completion=chosen), values=values)
-        return replace(one, others=(Record(where=where, prompt=prompt, completion=rejected),))
+        one = replace(SourceRecord(where=where, prompt=prompt, completion=chosen), values=values)
+        return replace(one, others=(SourceRecord(where=where, prompt=prompt, completion=rejected),))
     said, taught = read(chosen, named("chosen"))
     other, other_taught = read(rejected, named("rejected"))
     asked: list[dict[str, Any]] = []
@@ -61,12 +61,13 @@ def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessag
         what = "two conversations that begin with no common prompt"
         raise BadInput(what, where=where, hint="give the prompt: `prompt`, or the same messages at the start of both")
     made = [
-        Record(messages=messages, learned=(*[False] * common, *learned[common:]), asked=common, **how) for messages, learned in both
+        SourceRecord(messages=messages, learned=(*[False] * common, *learned[common:]), asked=common, **how) for messages, learned in
+        both
     ]
     return replace(made[0], others=(made[1],), values=values)
 
 
-def instructed(row: Row, alpaca: Callable[[Row, str], Record], where: str, kind: Any) -> Record:
+def instructed(row: Row, alpaca: Callable[[Row, str], SourceRecord], where: str, kind: Any) -> SourceRecord:
     """A pair of answers to an instruction, each as an Alpaca record."""
     one, other = (alpaca({**row, "output": row[name]}, where) for name in ("chosen", "rejected"))
     one, other = (replace(record, asked=len(record.messages or ()) - 1) for record in (one, other))
@@ -134,7 +135,7 @@ def margin_of(given: Any, where: str, kind: Any) -> float:
     return float(given)
 
 
-def labeled(row: Row, record: Record, where: str, kind: Any) -> Record:
+def labeled(row: Row, record: SourceRecord, where: str, kind: Any) -> SourceRecord:
     """A prompt and its completion with a label."""
     label = row["label"]
     if label not in (True, False) or isinstance(label, float):
@@ -143,7 +144,7 @@ def labeled(row: Row, record: Record, where: str, kind: Any) -> Record:
     return replace(record, values={"desirable": float(label)}, asked=asked)
 
 
-def stepwise(row: Row, where: str, kind: Any) -> Record:
+def stepwise(row: Row, where: str, kind: Any) -> SourceRecord:
     """A prompt, the steps of an answer, and whether each is right."""
     prompt, steps, labels = row["prompt"], row["completions"], row["labels"]
     if not isinstance(prompt, str):
@@ -153,4 +154,4 @@ def stepwise(row: Row, where: str, kind: Any) -> Record:
     if not (isinstance(labels, list) and len(labels) == len(steps) and all(isinstance(label, bool) for label in labels)):
         what = f"`labels` is not a list of {len(steps)} truth values, one for each step"
         raise BadInput(what, where=where, hint="like [true, false]")
-    return Record(where=where, prompt=prompt, completion="".join(f"{step}\n" for step in steps), steps=tuple(zip(steps, labels)))
+    return SourceRecord(where=where, prompt=prompt, completion="".join(f"{step}\n" for step in steps), steps=tuple(zip(steps, labels)))

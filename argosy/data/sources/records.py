@@ -20,7 +20,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput, nearest
 from argosy.core.json_text import parse_json
-from argosy.data.sources import Record
+from argosy.data.sources import SourceRecord
 from argosy.data.sources.preferences import instructed, labeled, preference, stepwise
 
 Row = Mapping[str, Any]
@@ -160,7 +160,7 @@ class RecordReader:
             raise BadInput(f"no text in the field `{name}`", where=where, hint=f"it holds {kind(text)}")
         return text
 
-    def record(self, line: str, where: str) -> Record:
+    def record(self, line: str, where: str) -> SourceRecord:
         """A record of any other format.
 
         Raises:
@@ -187,30 +187,30 @@ class RecordReader:
         messages, taught = self.messages(row[column], self.named(column), where)
         if row.get("system"):
             messages, taught = [system(row["system"], where), *messages], [True, *taught]
-        return Record(messages=messages, learned=None if all(taught) else tuple(taught), **how)
+        return SourceRecord(messages=messages, learned=None if all(taught) else tuple(taught), **how)
 
-    def asking(self, row: Row, found: Row, how: dict[str, Any], where: str) -> Record:
+    def asking(self, row: Row, found: Row, how: dict[str, Any], where: str) -> SourceRecord:
         """A prompt alone, with every other column of the file under its own name."""
         prompt, taken = row["prompt"], {self.named(name) for name in (*FORMATS[PROMPT][0], *FORMATS[PROMPT][1])}
         columns = {name: value for name, value in found.items() if name not in taken}
         if isinstance(prompt, str):
-            return Record(where=where, prompt=prompt, columns=columns)
+            return SourceRecord(where=where, prompt=prompt, columns=columns)
         if not isinstance(prompt, list):
             raise BadInput(f"a prompt that is {kind(prompt)}", where=where, hint="it is a text, or a list of messages")
         messages, _ = self.messages(prompt, self.named("prompt"), where)
-        return Record(messages=messages, asked=len(messages), columns=columns, **how)
+        return SourceRecord(messages=messages, asked=len(messages), columns=columns, **how)
 
-    def completion(self, row: Row, how: dict[str, Any], where: str) -> Record:
+    def completion(self, row: Row, how: dict[str, Any], where: str) -> SourceRecord:
         """A prompt and its completion: both texts, or both messages."""
         prompt, answer = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(answer, str):
-            return Record(where=where, prompt=prompt, completion=answer)
+            return SourceRecord(where=where, prompt=prompt, completion=answer)
         if not (isinstance(prompt, list) and isinstance(answer, list)):
             what = f"a prompt that is {kind(prompt)}, and a completion that is {kind(answer)}"
             raise BadInput(what, where=where, hint="both are texts, or both are lists of messages")
         asked, _ = self.messages(prompt, self.named("prompt"), where)
         said, taught = self.messages(answer, self.named("completion"), where)
-        return Record(messages=[*asked, *said], learned=(*[False] * len(asked), *taught), **how)
+        return SourceRecord(messages=[*asked, *said], learned=(*[False] * len(asked), *taught), **how)
 
     def messages(self, given: Any, column: str, where: str) -> tuple[list[dict[str, Any]], list[bool]]:
         """Messages as templates read them, and which of them are learned if an assistant's."""
@@ -316,7 +316,7 @@ def variables_of(row: Row, where: str) -> dict[str, Any]:
     return given
 
 
-def alpaca(row: Row, where: str) -> Record:
+def alpaca(row: Row, where: str) -> SourceRecord:
     """An instruction, as messages and as Stanford's text, which has no room for earlier turns."""
     for name in ("instruction", "output", "input", "system"):
         if not isinstance(row.get(name, ""), str):
@@ -332,7 +332,7 @@ def alpaca(row: Row, where: str) -> Record:
     messages += [{"role": "user", "content": whole}, {"role": "assistant", "content": said}]
     text = (ALPACA_WITH_INPUT if extra else ALPACA).format(instruction=asked, input=extra)
     alone = not history and not row.get("system")
-    return Record(where=where, messages=messages, prompt=text if alone else None, completion=said if alone else None)
+    return SourceRecord(where=where, messages=messages, prompt=text if alone else None, completion=said if alone else None)
 
 
 def pair_of_texts(turn: Any) -> bool:

@@ -223,7 +223,7 @@ class TextFolder(Source):
         return modified(self.paths)
 
 
-class Memory(Source):
+class TextsInMemory(Source):
     """Texts or Documents that the caller holds in memory. `memory:TEXT` is one document of that text."""
 
     def __init__(self, texts: Sequence[str | Document]):

@@ -49,10 +49,10 @@ def read_gguf(path: Path) -> Tokenizer | None:
         return None
     if not isinstance(kind, str) or kind not in KINDS:
         raise Unsupported(f"the GGUF tokenizer `{str(kind)[:40]}` is not read", where=f"in {path}")
-    return KINDS[kind](Tables(meta, path))
+    return KINDS[kind](VocabularyTables(meta, path))
 
 
-class Tables:
+class VocabularyTables:
     """The tables of one file, checked against each other, without the fillers at their end.
 
     Raises:
@@ -112,7 +112,7 @@ class Tables:
         return known
 
 
-def byte_level(tables: Tables) -> Tokenizer:
+def byte_level(tables: VocabularyTables) -> Tokenizer:
     """`gpt2`: tokens, merges, and the name of a rule."""
     from argosy.data.tokenizers.fast import FastTokenizer
 
@@ -130,7 +130,7 @@ def byte_level(tables: Tables) -> Tokenizer:
     return FastTokenizer(byte_bpe(vocab, merges, how, added), tables.config(how.bos), tables.path)
 
 
-def sentence_pieces(tables: Tables) -> Tokenizer:
+def sentence_pieces(tables: VocabularyTables) -> Tokenizer:
     """`llama`: tokens with scores and kinds."""
     from argosy.data.tokenizers.pieces import PieceTokenizer
 
@@ -146,7 +146,7 @@ def sentence_pieces(tables: Tables) -> Tokenizer:
     return PieceTokenizer(data, config, tables.path)
 
 
-def model_pieces(tables: Tables) -> list[tuple[str, int]]:
+def model_pieces(tables: VocabularyTables) -> list[tuple[str, int]]:
     """Text and kind of each piece, as the SentencePiece model had them before llama.cpp's converter.
 
     Raises:
@@ -169,7 +169,7 @@ def model_pieces(tables: Tables) -> list[tuple[str, int]]:
     return list(zip(spelt, kinds))
 
 
-def word_pieces(tables: Tables) -> Tokenizer:
+def word_pieces(tables: VocabularyTables) -> Tokenizer:
     """`bert`: it marks tokens that begin a word, where BERT's own file marks those that continue one."""
     from argosy.data.tokenizers.fast import FastTokenizer
 

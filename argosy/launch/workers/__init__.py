@@ -29,18 +29,18 @@ from argosy.core.errors import BadInput, UnknownName, nearest
 from argosy.core.progress import Say
 from argosy.launch.local import check_logs
 from argosy.launch.workers.errors import WorkerError, WorkerLost
-from argosy.launch.workers.gang import Gang
+from argosy.launch.workers.gang import WorkerGang
 from argosy.launch.workers.group import WorkerGroup, close_all, moved
 from argosy.launch.workers.here import Here, here
 from argosy.launch.workers.local import LocalWorkers, Printer
 from argosy.launch.workers.offers import Offers, sent
-from argosy.launch.workers.references import Life, Ref
+from argosy.launch.workers.references import GroupLife, Ref
 from argosy.launch.workers.settings import Group
 
 __all__ = ["ENGINES", "Group", "Here", "Ref", "WorkerError", "WorkerGroup", "WorkerLost", "Workers", "here", "open_workers"]
 
 ENGINES = ("local", "ray", "inline")
-Begin = Callable[[str, Callable[[WorkerLost], None]], Life]
+Begin = Callable[[str, Callable[[WorkerLost], None]], GroupLife]
 
 
 class Workers(Mapping[str, WorkerGroup]):
@@ -150,8 +150,8 @@ def _engine(
     else:
         starts = LocalWorkers(groups)
 
-    def begin(name: str, died: Callable[[WorkerLost], None]) -> Life:
-        return Gang(name, groups[name].processes, starts, groups[name].stuck, Printer(name, logs).line, died)
+    def begin(name: str, died: Callable[[WorkerLost], None]) -> GroupLife:
+        return WorkerGang(name, groups[name].processes, starts, groups[name].stuck, Printer(name, logs).line, died)
 
     return begin, Offers(starts.host)
 

@@ -15,8 +15,8 @@ from typing import Any
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.launch.local import how
 from argosy.launch.workers.errors import WorkerError, WorkerLost
-from argosy.launch.workers.member import Ended, Member, Transport
-from argosy.launch.workers.transfers import PeerGone, Source, check_alike
+from argosy.launch.workers.member import Transport, WorkerEnded, WorkerProcess
+from argosy.launch.workers.transfers import PeerGone, TransferSource, check_alike
 from argosy.launch.workers.trees import Box, Leaf, together, whole
 
 # How long the others may take to finish a call that one process has answered with an error.
@@ -25,10 +25,10 @@ ALONE_S = 10.0
 LEAVE_S = 3.0
 
 
-Start = Callable[[str, Sequence[Member]], Sequence[Transport]]
+Start = Callable[[str, Sequence[WorkerProcess]], Sequence[Transport]]
 
 
-class Gang:
+class WorkerGang:
     """One life of a group's processes.
 
     Args:
@@ -50,7 +50,7 @@ class Gang:
         self.lost: WorkerLost | None = None
         self._died, self._lock = died, threading.Lock()
         self.members = [
-            Member(rank, lambda line, rank=rank: told(rank, line), self._ended) for rank in range(processes)
+            WorkerProcess(rank, lambda line, rank=rank: told(rank, line), self._ended) for rank in range(processes)
         ]
         for member, transport in zip(self.members, start(name, self.members)):
             member.transport = transport
@@ -74,7 +74,7 @@ class Gang:
 
     # ---------------------------------------------------------------- deaths
 
-    def _ended(self, member: Member) -> None:
+    def _ended(self, member: WorkerProcess) -> None:
         self.lose(WorkerLost(f"ended {how(member.code or 0)}", self.name, member.rank, member.code, list(member.printed)))
 
     def lose(self, error: WorkerLost) -> None:
@@ -124,7 +124,7 @@ class Gang:
                 until = min(until, failed[0] + ALONE_S)
             wait_s = None if until == float("inf") else max(0.0, until - time.monotonic())
             done, left = wait(left, timeout=wait_s, return_when=FIRST_COMPLETED)
-            if any(isinstance(one.exception(), Ended) for one in done):
+            if any(isinstance(one.exception(), WorkerEnded) for one in done):
                 self.check()
             for one in done:
                 if failed is None and "failed" in one.result():
@@ -166,7 +166,7 @@ class Gang:
     def call(self, number: int, function: str, arguments: bytes) -> None:
         self._ask("call", {"number": number, "function": function, "arguments": arguments}, self.stuck, meet=True)
 
-    def source(self, number: int) -> Source:
+    def source(self, number: int) -> TransferSource:
         """Where a value is that all processes have alike.
 
         Raises:
@@ -178,9 +178,9 @@ class Gang:
             if skeleton != found[0][0] and _shown(skeleton) != _shown(found[0][0]):
                 what = f"what process {rank} of the group `{self.name}` returned differs from what process 0 did"
                 raise BadInput(what, hint="Ref.values() brings that of each")
-        return Source(self.name, number, found[0][0], [leaves for _, leaves in found], [one.address for one in self.members])
+        return TransferSource(self.name, number, found[0][0], [leaves for _, leaves in found], [one.address for one in self.members])
 
-    def pull(self, number: int, source: Source, sharding: Any) -> int:
+    def pull(self, number: int, source: TransferSource, sharding: Any) -> int:
         """Gets a value from another group, as `number`; returns the number of bytes that came."""
         return sum(self._ask("pull", {"number": number, "source": source, "sharding": pickle.dumps(sharding)}))
 

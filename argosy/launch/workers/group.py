@@ -16,7 +16,7 @@ from typing import Any
 from argosy.core.errors import BadInput, complaint
 from argosy.core.progress import Say
 from argosy.launch.workers.errors import WorkerLost
-from argosy.launch.workers.references import Life, Ref, name_of
+from argosy.launch.workers.references import GroupLife, Ref, name_of
 from argosy.launch.workers.transfers import PeerGone
 from argosy.launch.workers.trees import packed
 
@@ -39,7 +39,7 @@ class WorkerGroup:
     def __init__(
         self,
         name: str,
-        begin: Callable[[Callable[[WorkerLost], None]], Life],
+        begin: Callable[[Callable[[WorkerLost], None]], GroupLife],
         start: tuple[Any, tuple[Any, ...]] | None,
         restarts: int,
         say: Say,
@@ -47,7 +47,7 @@ class WorkerGroup:
         self.name = name
         self.started: Ref | None = None
         self._begin, self._start, self._left, self._say = begin, start, restarts, say
-        self._life: Life | None = None
+        self._life: GroupLife | None = None
         self._numbers, self._counting, self._closing, self._closed = 0, threading.Lock(), threading.Lock(), False
         # It may be filled while the garbage collector runs: a SimpleQueue is made for that.
         self._queue: queue.SimpleQueue[Callable[[], None] | int | None] = queue.SimpleQueue()
@@ -79,7 +79,7 @@ class WorkerGroup:
 
         data = packed((arguments, named), number, Ref)
 
-        def call(life: Life, new: int) -> int:
+        def call(life: GroupLife, new: int) -> int:
             for ref in refs:
                 ref.wait()._where()
             life.call(new, name, data)
@@ -133,7 +133,7 @@ class WorkerGroup:
         self._queue.put(number)
 
     def enqueue(
-        self, ref: Ref, do: Callable[[Life, int], int], after: Callable[[BaseException | None], None] = lambda _: None
+        self, ref: Ref, do: Callable[[GroupLife, int], int], after: Callable[[BaseException | None], None] = lambda _: None
     ) -> Ref:
         """Lets the thread make a value. after: is called in any case, with what went wrong."""
         future, number, kept, what = ref._future, ref.number, weakref.ref(ref), ref.what
@@ -189,7 +189,7 @@ class WorkerGroup:
         else:
             told.set_result(None)
 
-    def _start_in(self, life: Life, function: Any, arguments: tuple[Any, ...]) -> None:
+    def _start_in(self, life: GroupLife, function: Any, arguments: tuple[Any, ...]) -> None:
         new = Ref(self, name_of(function))
         new.life = life
         try:
@@ -254,7 +254,7 @@ def moved(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> 
     """Brings a value to another group. Both groups do nothing else meanwhile: a later call may reuse the memory of what is moved."""
     new, here, over = Ref(group, f"a copy of {ref.what}"), Future(), threading.Event()
 
-    def give(life: Life, _: int) -> int:
+    def give(life: GroupLife, _: int) -> int:
         here.set_result(ref.wait()._where().source(ref.number))
         while not over.wait(LOOK_S):
             life.check()
@@ -264,7 +264,7 @@ def moved(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> 
         if not here.done() and error is not None:
             here.set_exception(error)
 
-    def take(life: Life, number: int) -> int:
+    def take(life: GroupLife, number: int) -> int:
         while not here.done():
             life.check()
             wait((here,), LOOK_S)

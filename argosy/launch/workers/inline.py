@@ -62,7 +62,7 @@ def pathways() -> bool:
 
 
 class Inline:
-    """One life of a group: what `worker_gang.Gang` is for processes."""
+    """One life of a group: what `workers.gang.WorkerGang` is for processes."""
 
     pids: list[int] = []  # noqa: RUF012
 

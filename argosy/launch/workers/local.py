@@ -7,9 +7,9 @@ from pathlib import Path
 
 from argosy.core.errors import BadInput
 from argosy.launch.local import gpus
-from argosy.launch.logs import Log, show
+from argosy.launch.logs import LogFile, show
 from argosy.launch.ports import HeldPort
-from argosy.launch.workers.member import Member, Transport
+from argosy.launch.workers.member import Transport, WorkerProcess
 from argosy.launch.workers.process import Process
 from argosy.launch.workers.settings import Group
 
@@ -37,7 +37,7 @@ class LocalWorkers:
         if wanted > len(there):
             raise BadInput(f"the groups want {wanted} GPUs, and this machine has {len(there)}")
 
-    def __call__(self, name: str, members: Sequence[Member]) -> list[Transport]:
+    def __call__(self, name: str, members: Sequence[WorkerProcess]) -> list[Transport]:
         # The processes of the start before have ended.
         if name in self._ports:
             self._ports[name].close()
@@ -64,7 +64,7 @@ class Printer:
 
     def __init__(self, name: str, logs: str | Path | None):
         self.name, self.logs = name, logs
-        self._files: dict[int, Log] = {}
+        self._files: dict[int, LogFile] = {}
 
     def line(self, rank: int, line: str) -> None:
         """Raises nothing: the thread that reads a process's pipe has to go on."""
@@ -72,7 +72,7 @@ class Printer:
             show(f"[{self.name} {rank}] {line}\n".encode(errors="replace"))
             return
         if rank not in self._files:
-            self._files[rank] = Log(Path(self.logs, f"{self.name}-{rank}.log"))
+            self._files[rank] = LogFile(Path(self.logs, f"{self.name}-{rank}.log"))
         self._files[rank].write(f"{line}\n".encode(errors="replace"))
 
 

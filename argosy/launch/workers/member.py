@@ -21,14 +21,14 @@ class Transport(Protocol):
     def leave(self) -> None: ...
 
 
-class Ended(Exception):
+class WorkerEnded(Exception):
     """The process ended before it answered."""
 
 
-class Member:
+class WorkerProcess:
     """A process of a group. died: called, by a thread, when it has ended."""
 
-    def __init__(self, rank: int, told: Callable[[str], None], died: Callable[["Member"], None]):
+    def __init__(self, rank: int, told: Callable[[str], None], died: Callable[["WorkerProcess"], None]):
         self.rank, self.told, self.died = rank, told, died
         self.printed: deque[str] = deque(maxlen=KEPT)
         self.code: int | None = None
@@ -44,7 +44,7 @@ class Member:
         future: Future[Any] = Future()
         with self._lock:
             if self.code is not None:
-                future.set_exception(Ended())
+                future.set_exception(WorkerEnded())
                 return future
             number, self._next = self._next, self._next + 1
             self._asked[number] = future
@@ -76,4 +76,4 @@ class Member:
         self.died(self)
         self.over.set()
         for future in asked.values():
-            future.set_exception(Ended())
+            future.set_exception(WorkerEnded())

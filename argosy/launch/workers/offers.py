@@ -8,7 +8,7 @@ from argosy.checkpoint.tiers.peers import Listener
 from argosy.core.errors import BadInput
 from argosy.launch.workers.group import WorkerGroup
 from argosy.launch.workers.references import Ref
-from argosy.launch.workers.transfers import Source, answer
+from argosy.launch.workers.transfers import TransferSource, answer
 from argosy.launch.workers.trees import apart, described, is_own
 
 NAME = "controller"
@@ -24,7 +24,7 @@ class Offers:
         self._offered: dict[int, list[Any]] = {}
         self._count, self._lock = 0, threading.Lock()
 
-    def offer(self, value: Any) -> Source:
+    def offer(self, value: Any) -> TransferSource:
         """Where workers get a value, until it is withdrawn.
 
         Raises:
@@ -40,7 +40,7 @@ class Offers:
                 self._listener = Listener(self.host, lambda asked, peer: answer(self._arrays, asked, peer))
             self._count += 1
             self._offered[self._count] = arrays
-            return Source(NAME, self._count, skeleton, [leaves], [self._listener.address])
+            return TransferSource(NAME, self._count, skeleton, [leaves], [self._listener.address])
 
     def _arrays(self, number: int) -> list[Any]:
         if number not in self._offered:

@@ -18,7 +18,7 @@ from argosy.launch import ray as engine
 from argosy.launch.cluster import with_port
 from argosy.launch.ports import HeldPort
 from argosy.launch.settings import Ray
-from argosy.launch.workers.member import Member, Transport
+from argosy.launch.workers.member import Transport, WorkerProcess
 from argosy.launch.workers.process import Process
 from argosy.launch.workers.settings import Group
 
@@ -70,10 +70,10 @@ class Keeper:
             getattr(self._process, what)(*arguments)
 
 
-class Remote:
+class RayWorker:
     """The process of an actor, for a gang."""
 
-    def __init__(self, actor: Any, member: Member, pid: int):
+    def __init__(self, actor: Any, member: WorkerProcess, pid: int):
         self.actor, self.member, self.pid = actor, member, pid
         threading.Thread(target=self._follow, daemon=True).start()
 
@@ -126,7 +126,7 @@ class RayWorkers:
             self._give_back(name)
         self._connected.__exit__(None, None, None)
 
-    def __call__(self, name: str, members: Sequence[Member]) -> list[Transport]:
+    def __call__(self, name: str, members: Sequence[WorkerProcess]) -> list[Transport]:
         """The processes of a group.
 
         Raises:
@@ -156,7 +156,7 @@ class RayWorkers:
             # The last line of a traceback.
             said = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
             raise ArgosyError(f"Ray could not start the group `{name}`: {said}") from None
-        return [Remote(actor, member, pid) for actor, member, pid in zip(actors, members, pids)]
+        return [RayWorker(actor, member, pid) for actor, member, pid in zip(actors, members, pids)]
 
     def _give_back(self, name: str) -> None:
         if name not in self._placed:

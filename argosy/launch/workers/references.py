@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from argosy.launch.workers.group import WorkerGroup
 
 
-class Life(Protocol):
-    """What a group is from one start to the next: processes (`worker_gang.Gang`), or devices of this one (`workers_inline.Inline`)."""
+class GroupLife(Protocol):
+    """A group from one start to the next: processes (`workers.gang.WorkerGang`), or devices of this process
+    (`workers.inline.Inline`)."""
 
     lost: WorkerLost | None
 
@@ -42,7 +43,7 @@ class Ref:
     def __init__(self, group: "WorkerGroup", what: str):
         self.group, self.what = group, what
         self.number = group.next_number()
-        self.life: Life | None = None
+        self.life: GroupLife | None = None
         self.freed = False
         self._future: Future[int] = Future()
         self._end = weakref.finalize(self, group.forget, self.number)
@@ -100,7 +101,7 @@ class Ref:
         if self.freed:
             raise BadInput(f"{self.what} of the group `{self.group.name}` was freed")
 
-    def _there(self) -> Life:
+    def _there(self) -> GroupLife:
         """Where it is, for what is asked now.
 
         Raises:
@@ -109,7 +110,7 @@ class Ref:
         self._check()
         return self._where()
 
-    def _where(self) -> Life:
+    def _where(self) -> GroupLife:
         """Where it is, or was before it was freed: what was asked before may still use it.
 
         Raises:

@@ -47,7 +47,7 @@ class PeerGone(ArgosyError):
 
 
 @dataclass(frozen=True)
-class Source:
+class TransferSource:
     """A value of a group: its skeleton, and for each process what it has of each array, and where it answers."""
 
     group: str
@@ -114,7 +114,7 @@ def _say(peer: socket.socket, error: str) -> None:
 
 
 @dataclass
-class Piece:
+class ShardPiece:
     """Of an array, from a process of the source into a buffer of this one."""
 
     leaf: int
@@ -141,7 +141,7 @@ class Piece:
         return got
 
 
-def pull(source: Source, skeleton: Any, mesh: Mesh, sharding: Any, rank: int) -> tuple[Any, int]:
+def pull(source: TransferSource, skeleton: Any, mesh: Mesh, sharding: Any, rank: int) -> tuple[Any, int]:
     """The value as arrays over the mesh, and how many bytes this process got for it.
 
     sharding: a PartitionSpec, or a tree of them that is a prefix of the value; None: each device has everything.
@@ -153,7 +153,7 @@ def pull(source: Source, skeleton: Any, mesh: Mesh, sharding: Any, rank: int) ->
     first = source.leaves[0]
     shardings = placements(skeleton, first, mesh, sharding)
     buffers: list[dict[Box, np.ndarray]] = []
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[ShardPiece]] = {}
     for index, (leaf, place) in enumerate(zip(first, shardings)):
         dtype = jax.numpy.dtype(leaf.dtype)
         boxes = {box_of(one, leaf.shape) for one in place.addressable_devices_indices_map(leaf.shape).values()}
@@ -169,7 +169,7 @@ def pull(source: Source, skeleton: Any, mesh: Mesh, sharding: Any, rank: int) ->
             found = 0
             for other, owners in have.items():
                 if (common := overlap(box, other)) is not None:
-                    piece = Piece(index, common, buffer[within(common, box)] if common else buffer)
+                    piece = ShardPiece(index, common, buffer[within(common, box)] if common else buffer)
                     pieces.setdefault(owners[(rank + index) % len(owners)], []).append(piece)
                     found += volume(common)
             if found < volume(box):
@@ -218,7 +218,7 @@ def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any)
     return out
 
 
-def fetched(source: Source, pieces: Mapping[int, list[Piece]]) -> int:
+def fetched(source: TransferSource, pieces: Mapping[int, list[ShardPiece]]) -> int:
     """Gets all pieces, from each process of the source over one connection at the same time; returns the number of bytes."""
     done: dict[int, int | Exception] = {}
 
@@ -244,7 +244,7 @@ def fetched(source: Source, pieces: Mapping[int, list[Piece]]) -> int:
     return total
 
 
-def _from_one(address: Address, number: int, pieces: Sequence[Piece]) -> int:
+def _from_one(address: Address, number: int, pieces: Sequence[ShardPiece]) -> int:
     request = json.dumps({"number": number, "pieces": [(one.leaf, one.box) for one in pieces]}).encode()
     if len(request) > MOST_ASKED:
         raise BadInput(f"{len(pieces):,} pieces are more than one request names", hint="move fewer arrays at a time")

@@ -29,7 +29,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Held:
+class WorkerValue:
     """Stands for something that the worker has, in arguments."""
 
     number: int
@@ -85,14 +85,14 @@ def packed(arguments: Any, number_of: Callable[[Any], int], kind: type) -> bytes
     """
     hint = "functions take arrays, plain values, and what the same group has (a Ref)"
     skeleton, _, arrays = apart(arguments, "the arguments", hint, keep=(kind,))
-    leaves = jax.tree.map(lambda one: Held(number_of(one)) if isinstance(one, kind) else one, skeleton)
+    leaves = jax.tree.map(lambda one: WorkerValue(number_of(one)) if isinstance(one, kind) else one, skeleton)
     return pickle.dumps((leaves, [np.asarray(one) for one in arrays]), protocol=5)
 
 
 def unpacked(data: bytes, held: Callable[[int], Any]) -> Any:
     """Arguments as `packed` got them; arrays are numpy arrays."""
     skeleton, arrays = pickle.loads(data)
-    return jax.tree.map(lambda one: held(one.number) if isinstance(one, Held) else one, together(skeleton, arrays))
+    return jax.tree.map(lambda one: held(one.number) if isinstance(one, WorkerValue) else one, together(skeleton, arrays))
 
 
 # ---------------------------------------------------------------- arrays

@@ -1,6 +1,6 @@
 """A run as one self-contained HTML page: it needs no network and no fonts, and it can be read without a script.
 
-It opens with a sentence that says what happened. Everything shown comes from a `Record`, which `jobs.report` fills; unknown parts
+It opens with a sentence that says what happened. Everything shown comes from a `RunRecord`, which `jobs.report` fills; unknown parts
 are left out. Everything from a run is treated as text: it is escaped, and control characters are replaced.
 """
 
@@ -37,7 +37,7 @@ BEST, ANSWER = 4, 400
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that was kept."""
 
     step: int
@@ -56,7 +56,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """What the report shows of a run.
 
     state: done, stopped, running. lines: of metrics.jsonl. steps: planned. settings: (key, value, who set it). facts: the run's
@@ -70,7 +70,7 @@ class Record:
     steps: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[tuple[str, str, str]] = ()
-    checkpoints: Sequence[Saved] = ()
+    checkpoints: Sequence[SavedCheckpoint] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     made: str = ""
@@ -82,9 +82,9 @@ class Record:
     life: Account | None = None
 
 
-def render(record: Record) -> str:
+def render(record: RunRecord) -> str:
     """The report as an HTML page."""
-    parts: list[Callable[[Record], str]] = [
+    parts: list[Callable[[RunRecord], str]] = [
         _head, _samples, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _slow, _optimizer, _experts,
         _time, _checkpoints, _settings, _environment, _command,
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def seconds_by_cause(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 # ---------------------------------------------------------------- sections
 
 
-def _head(record: Record) -> str:
+def _head(record: RunRecord) -> str:
     losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
     step = int(max((x for x, _ in losses), default=0))
     made = plural(record.steps or step, "step")
@@ -157,7 +157,7 @@ def _head(record: Record) -> str:
     )
 
 
-def sentence(record: Record) -> str:
+def sentence(record: RunRecord) -> str:
     """What happened, in one sentence: "A 919k-parameter Llama learned to write Python in 40 s; killed at step 25 of
     40, a second run finished bit-identical."."""
     parameters, family = record.facts.get("parameters"), str(record.facts.get("family") or "model")
@@ -195,7 +195,7 @@ def proof_words(story: Mapping[str, Any]) -> str:
     return f"; killed at step {proof['killed_at']} of {proof.get('steps', '?')}, {how}"
 
 
-def _checks(record: Record) -> str:
+def _checks(record: RunRecord) -> str:
     """The checks that a quickstart made."""
     proof, exported = record.story.get("proof"), record.story.get("export")
     checks: list[tuple[bool, str]] = []
@@ -214,7 +214,7 @@ def _checks(record: Record) -> str:
     return f"<ul class=checks>{rows}</ul>" if rows else ""
 
 
-def _losses(record: Record) -> str:
+def _losses(record: RunRecord) -> str:
     losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
     if not losses and not evals:
         return ""
@@ -234,7 +234,7 @@ def _losses(record: Record) -> str:
     return section_of("Loss", key_of(series) + picture)
 
 
-def _bad(record: Record) -> str:
+def _bad(record: RunRecord) -> str:
     """The steps that were skipped, and the rollbacks."""
     found = bad_steps(record.lines)
     if not found:
@@ -243,13 +243,13 @@ def _bad(record: Record) -> str:
     return section_of("Bad steps", f"<p>{text_of(told(found))}</p>" + table_of(("step", "batch", "found", "then"), rows, numeric=0))
 
 
-def _slow(record: Record) -> str:
+def _slow(record: RunRecord) -> str:
     """The processes that the others waited for."""
     rows = [tuple(map(text_of, one)) for one in stragglers(record.lines)]
     return section_of("Slow processes", table_of(("steps", "process", "what"), rows, numeric=0)) if rows else ""
 
 
-def _rewards(record: Record) -> str:
+def _rewards(record: RunRecord) -> str:
     """The mean reward of the answers of each rollout, and of greedy answers to held-out prompts."""
     found, evals = numbers(record.lines, "reward"), numbers(record.lines, "eval_reward")
     if not found:
@@ -258,7 +258,7 @@ def _rewards(record: Record) -> str:
     return section_of("Reward", key_of(series) + chart(series, "reward by step", y="mean reward", height=320))
 
 
-def _preferences(record: Record) -> str:
+def _preferences(record: RunRecord) -> str:
     """Of objectives that compare answers: how often the better one is found better, by how much, and what became of each."""
     drawn = (
         (("rewards/accuracy", "accuracy"), "accuracy", True), (("rewards/margin",), "margin", True),
@@ -278,7 +278,7 @@ def _preferences(record: Record) -> str:
     return section_of("Preferences", f'<div class="pair">{out}</div>') if out else ""
 
 
-def _answers(record: Record) -> str:
+def _answers(record: RunRecord) -> str:
     """The best and the worst of the answers that were kept of the last rollout, and of the first."""
     if not record.answers:
         return ""
@@ -329,7 +329,7 @@ def shown(value: float) -> str:
     return decimals(value) if abs(value) < 1000 else f"{value:,.6g}"
 
 
-def _evaluations(record: Record) -> str:
+def _evaluations(record: RunRecord) -> str:
     rows = []
     for one in record.evaluations:
         for i, (metric, value, error) in enumerate(metrics_of(one.numbers)):
@@ -341,7 +341,7 @@ def _evaluations(record: Record) -> str:
     return section_of("Evaluations", table_of(head, rows, numeric=2)) if rows else ""
 
 
-def _speed(record: Record) -> str:
+def _speed(record: RunRecord) -> str:
     speed = numbers(record.lines, "tokens_per_s")
     if not speed:
         return ""
@@ -351,11 +351,11 @@ def _speed(record: Record) -> str:
     )
 
 
-def _optimizer(record: Record) -> str:
+def _optimizer(record: RunRecord) -> str:
     return _pairs(record, "Optimizer", (("lr", "learning rate", 3), ("grad_norm", "gradient norm", 4)))
 
 
-def _experts(record: Record) -> str:
+def _experts(record: RunRecord) -> str:
     """How evenly experts are loaded; 1 is perfectly even."""
     loads = (("expert_load_max", "fullest expert, in even loads", 3), ("router_balance", "balance loss", 4))
     shares = (
@@ -365,7 +365,7 @@ def _experts(record: Record) -> str:
     return _pairs(record, "Experts", loads + shares)
 
 
-def _pairs(record: Record, heading: str, curves: Sequence[tuple[str, str, int]]) -> str:
+def _pairs(record: RunRecord, heading: str, curves: Sequence[tuple[str, str, int]]) -> str:
     out = ""
     for key, title, color in curves:
         if points := numbers(record.lines, key):
@@ -381,7 +381,7 @@ def _pairs(record: Record, heading: str, curves: Sequence[tuple[str, str, int]])
     return section_of(heading, f'<div class="pair">{out}</div>') if out else ""
 
 
-def _time(record: Record) -> str:
+def _time(record: RunRecord) -> str:
     life = record.life
     spent = {cause: s for cause, s in (life.seconds if life else seconds_by_cause(record.lines)).items() if s > 0}
     if not spent:
@@ -414,7 +414,7 @@ def _by_process(life: Account) -> str:
     return f"<h3>by process, seconds</h3>{table_of(('process', *found), rows)}"
 
 
-def _samples(record: Record) -> str:
+def _samples(record: RunRecord) -> str:
     lines = [dict(line) for line in record.lines]
     prompts = by_step(lines, "prompt")
     samples = [(s, str(prompts.get(s) or ""), str(t)) for s, t in by_step(lines, "sample").items()]
@@ -435,7 +435,7 @@ def _sample(step: int, prompt: str, text: str) -> str:
     return f"<h3>step {step:,}</h3><pre>{asked}{text_of(text.rstrip())}</pre>"
 
 
-def _checkpoints(record: Record) -> str:
+def _checkpoints(record: RunRecord) -> str:
     if not record.checkpoints:
         return ""
     # Of a run that learns from rewards, a checkpoint's loss is its reward with the other sign.
@@ -448,7 +448,7 @@ def _checkpoints(record: Record) -> str:
     return section_of("Checkpoints kept", table_of(("step", "size", name), rows, "few", numeric=0))
 
 
-def _settings(record: Record) -> str:
+def _settings(record: RunRecord) -> str:
     if not record.settings:
         return ""
     head = ("setting", "value", "set by")
@@ -463,12 +463,12 @@ def _settings(record: Record) -> str:
     return section_of("Settings", out)
 
 
-def _environment(record: Record) -> str:
+def _environment(record: RunRecord) -> str:
     rows = [(text_of(name), text_of(value)) for name, value in record.environment.items()]
     return section_of("Environment", table_of(("", ""), rows, "few", numeric=2)) if rows else ""
 
 
-def _command(record: Record) -> str:
+def _command(record: RunRecord) -> str:
     return section_of("Run it again", code_of(record.command)) if record.command else ""
 
 

@@ -22,7 +22,7 @@ from argosy.core.progress import Say
 from argosy.data.batch import Batch, Fingerprint
 from argosy.data.chat.conversations import CLOCK
 from argosy.data.chat.template import choose_template, render
-from argosy.data.distillation.across import Across, Aligned, AlignedSpan, Opened, beside, full
+from argosy.data.distillation.across import Across, Aligned, AlignedSpan, TeacherPrompt, beside, full
 from argosy.data.rows.prompts import Prompt
 from argosy.rl.rollouts.completions import Answer
 from argosy.rl.rollouts.packing import Part
@@ -53,14 +53,14 @@ class Asking:
         self.tokenizer = tokenizer
         self.end = self.ends()
 
-    def __call__(self, prompt: Prompt) -> Opened | None:
+    def __call__(self, prompt: Prompt) -> TeacherPrompt | None:
         if isinstance(prompt.asked, str):
             return None
         try:
             text = self.text(prompt.asked, prompt.tools, prompt.variables)
         except BadInput as error:
             raise BadInput(f"the teacher's chat template: {error.what}", where=prompt.where, hint=error.hint) from None
-        return Opened(self.tokenizer.encode(text, special=True), self.end)
+        return TeacherPrompt(self.tokenizer.encode(text, special=True), self.end)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, variables: Mapping[str, Any], ready: bool = True) -> str:
         """A conversation as text. ready: for an answer."""

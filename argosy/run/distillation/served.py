@@ -27,7 +27,7 @@ TOGETHER, ROWS = 8, 32
 PROBE = "Once upon a time"
 
 
-class Served:
+class ServedTeacher:
     """A teacher that a server has."""
 
     note: str | None = None
@@ -96,7 +96,7 @@ def texts(batch: Any, row: int) -> list[tuple[np.ndarray, list[int]]]:
     return found
 
 
-def same(teacher: Served, directory: RunDirectory) -> None:
+def same(teacher: ServedTeacher, directory: RunDirectory) -> None:
     """Checks that a run goes on with the teacher that it began with.
 
     Raises:
@@ -116,5 +116,5 @@ def check_served(assembly: Any) -> None:
     Raises:
         BadInput, ArgosyError: as `Endpoint.top`.
     """
-    if isinstance(assembly.teacher, Served):
+    if isinstance(assembly.teacher, ServedTeacher):
         assembly.teacher.check()

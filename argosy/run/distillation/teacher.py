@@ -29,7 +29,7 @@ from argosy.models.parts.weight import Leaves, abstract, logical, split
 from argosy.parallel.rules import shardings
 from argosy.run.distillation.across import Both, is_across, teacher_places
 from argosy.run.distillation.across import begin as begin_across
-from argosy.run.distillation.served import Served
+from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.served import same as same_served
 from argosy.run.frozen.related import check_relations
 from argosy.run.frozen.role import Role
@@ -168,13 +168,13 @@ def shown(piece: bytes) -> str:
     return f"`{piece.decode('utf-8', 'backslashreplace')}`"
 
 
-def settle(assembly: Any, teacher: Teacher | Served, directory: RunDirectory, say: Say) -> None:
+def settle(assembly: Any, teacher: Teacher | ServedTeacher, directory: RunDirectory, say: Say) -> None:
     """Gives a run its teacher, before its first step.
 
     Raises:
         BadInput: it is gone, or it has changed since the run began.
     """
-    if isinstance(teacher, Served):
+    if isinstance(teacher, ServedTeacher):
         from argosy.run.distillation import teacher_cache
 
         same_served(teacher, directory)

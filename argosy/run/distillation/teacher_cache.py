@@ -17,7 +17,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.core.progress import Say
 from argosy.core.settings import dump
-from argosy.data.batch import Around, Batch, Field, Fields
+from argosy.data.batch import Batch, BatchWrapper, Field, Fields
 from argosy.data.distillation.likeliest import Likeliest, TopTokens, bytes_per_target
 from argosy.data.pipeline import ROW, RowBatches
 from argosy.data.tables import cache_folder
@@ -27,7 +27,7 @@ from argosy.observe.readable import sized
 from argosy.ops.cross_entropy import by_chunks
 from argosy.ops.divergence import Top, over, top
 from argosy.parallel.place import batch_sharding
-from argosy.run.distillation.served import Served
+from argosy.run.distillation.served import ServedTeacher
 from argosy.run.frozen.visits import passes, visited
 from argosy.run.memory import shapes_of
 from argosy.train.objectives.distill import CACHED, FIELDS, in_chunks
@@ -42,7 +42,7 @@ def asked_of_data(objective: Any) -> Fields:
     return {**{name: field for name, field in objective.reads().items() if name not in CACHED}, ROW: Field("B", np.int64, "row")}
 
 
-class WithTeacher(Around):
+class WithTeacher(BatchWrapper):
     """Batches with the teacher's likeliest tokens. kept: those of all rows, once they are known."""
 
     def __init__(self, inner: RowBatches, k: int):
@@ -73,7 +73,7 @@ def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> N
             continue
         inner = batches.inner
         rows = inner.blocks.rows
-        served = isinstance(assembly.teacher, Served)
+        served = isinstance(assembly.teacher, ServedTeacher)
         key = assembly.teacher.key(inner) if served else key_of(assembly, inner, described)
         path = cache_folder(run.data) / "teacher" / f"{key}.{split}.npy"
         kept = batches.kept = Likeliest(path, len(rows), run.objective.top, run.model.vocab)

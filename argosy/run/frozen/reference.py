@@ -29,7 +29,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.progress import Say
 from argosy.core.settings import dump
-from argosy.data.batch import Around, Batch, Field, Fields
+from argosy.data.batch import Batch, BatchWrapper, Field, Fields
 from argosy.data.pipeline import RowBatches
 from argosy.data.tables import cache_folder
 from argosy.models.parts.weight import Leaves
@@ -57,7 +57,7 @@ def asked_of_data(objective: Any) -> Fields:
     return fields
 
 
-class WithReference(Around):
+class WithReference(BatchWrapper):
     """Batches with the reference's log-probability of each sequence. table: those of all documents, once they are known."""
 
     def __init__(self, inner: RowBatches):
@@ -72,7 +72,7 @@ class WithReference(Around):
         return batch | {ROLE: found}
 
 
-class Weights:
+class ReferenceWeights:
     """The first weights of a run: those of its state, if it has not made a step, otherwise read or drawn again.
 
     Args:
@@ -93,7 +93,7 @@ class Weights:
         return self.leaves
 
 
-def settle(assembly: Any, directory: RunDirectory, weights: Weights, say: Say) -> None:
+def settle(assembly: Any, directory: RunDirectory, weights: ReferenceWeights, say: Say) -> None:
     """Gives a run its reference, before its first step.
 
     Raises:
@@ -127,7 +127,7 @@ def settle(assembly: Any, directory: RunDirectory, weights: Weights, say: Say) -
 
 
 def table_of(
-    assembly: Any, directory: RunDirectory, split: str, batches: RowBatches, weights: Weights, known: str, say: Say
+    assembly: Any, directory: RunDirectory, split: str, batches: RowBatches, weights: ReferenceWeights, known: str, say: Say
 ) -> np.ndarray:
     """The log-probability of every document that the run visits; NaN for others.
 

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float
 from argosy.train.objectives import Loss, Models
 from argosy.train.objectives.routers import with_routers
 from argosy.train.objectives.sequences import Pairs, SequenceLogps, last, pair_weights, preferred, scores
-from argosy.train.preferences import Reward
+from argosy.train.preferences import RewardModel
 
 
 def bradley_terry(
-    how: Reward, found: Float[Array, "B s"], margin: Float[Array, "B s"], live: Float[Array, "B s"]
+    how: RewardModel, found: Float[Array, "B s"], margin: Float[Array, "B s"], live: Float[Array, "B s"]
 ) -> Loss:
     """The loss of a batch from the scores of its sequences. margin: of a pair, in both of its rows."""
     chosen, rejected = found[::2], found[1::2]
@@ -36,7 +36,7 @@ def bradley_terry(
     return Loss(both.mean(each), metrics)
 
 
-def loss(how: Reward, models: Models, batch: dict[str, Array]) -> Loss:
+def loss(how: RewardModel, models: Models, batch: dict[str, Array]) -> Loss:
     """Computes the objective."""
     each, aux = scores(models["model"], batch)
     found = last(each, batch["segments"], batch["live"].shape[1])
