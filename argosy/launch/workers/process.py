@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import queue
+import signal
 import socket
 import subprocess
 import threading
@@ -66,10 +67,10 @@ class Process:
         self._out.put(data)
 
     def kill(self) -> None:
-        """Ends it, and what its functions have started: it has a session of its own."""
-        with self._killing:
+        """Ends it, and what its functions have started, also after its own end: it has a session of its own."""
+        with self._killing, suppress(OSError):
             if not self._over:
-                self.child.kill()
+                os.killpg(self.child.pid, signal.SIGKILL)
 
     def leave(self) -> None:
         """Asks it to end, by closing its socket."""
