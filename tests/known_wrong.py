@@ -303,14 +303,14 @@ EDITS = [
     # ---------------------------------------------------------------- distillation
     Edit(
         "a target beside the answer's learned on policy",
-        "argosy/rl/rollouts/teacher_batches.py",
+        "argosy/rl/rollouts/teacher_signal.py",
         "mask[places[: len(answers[owner].tokens)]]",
         "mask[places[: len(answers[owner].tokens)] + 1]",
         ("tests/rl/test_lessons.py::test_the_answers_of_the_data_are_learned_with_their_end_cut_at_the_limit",),
     ),
     Edit(
         "the same batches the student's own for every seed",
-        "argosy/rl/rollouts/teacher_batches.py",
+        "argosy/rl/rollouts/teacher_signal.py",
         'f"{self.seed}/own/{number}"',
         'f"own/{number}"',
         ("tests/rl/test_lessons.py::test_the_share_of_batches_is_drawn_from_the_seed",),
@@ -912,14 +912,14 @@ EDITS = [
     ),
     Edit(
         "rollouts sampled ahead forgotten by a resume",
-        "argosy/rl/rollouts/reward_batches.py",
+        "argosy/rl/rollouts/batches.py",
         "        self.ahead.put_back(done)\n        if done:",
         "        if not done:",
         ("tests/rl/test_rollouts.py::test_rollouts_that_were_sampled_ahead_travel_with_the_position",),
     ),
     Edit(
         "rollouts ahead with newer weights than said",
-        "argosy/rl/rollouts/reward_batches.py",
+        "argosy/rl/rollouts/batches.py",
         "while len(self.ahead) < self.rollout.ahead:",
         "while len(self.ahead) < self.rollout.ahead - 1:",
         ("tests/rl/test_rollouts.py::test_weights_are_as_old_as_the_settings_say[1]",),
@@ -1242,7 +1242,7 @@ EDITS = [
     ),
     Edit(
         "what an environment said first is lost in a checkpoint",
-        "argosy/rl/rollouts/sampler.py",
+        "argosy/rl/rollouts/sampled.py",
         "prompt = replace(prompt, tokens=played.begun)",
         "pass",
         ("tests/rl/test_played.py::test_rollouts_that_were_sampled_ahead_come_back_with_their_turns",),

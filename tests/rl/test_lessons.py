@@ -15,9 +15,11 @@ from argosy.data.sources import SourceRecord
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
+from argosy.rl.rollouts.batches import RolloutBatches
 from argosy.rl.rollouts.packing import Shape
+from argosy.rl.rollouts.records import Tutor
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.teacher_batches import Lessons, Tutor
+from argosy.rl.rollouts.teacher_signal import teacher_batches
 from argosy.train.distillation import GKD
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})
@@ -37,10 +39,11 @@ def prompts(lm: LM, records: list[SourceRecord] | None = None, most: int | None 
     return AnsweredPrompts(of, None if alone else ConversationEncoder(lm.tokenizer))
 
 
-def lessons(lm: LM, asked: AnsweredPrompts | None = None, batch: int = 4, **how: Any) -> Lessons:
+def lessons(lm: LM, asked: AnsweredPrompts | None = None, batch: int = 4, **how: Any) -> RolloutBatches:
     rollout = Rollout(**{"completions": 1, "tokens": TOKENS} | {k: how.pop(k) for k in list(how) if k in Rollout.model_fields})
-    made = Lessons(asked or prompts(lm), None, GKD(teacher="x", **how), rollout, batch, Shape(2, 24, TOKENS), 7, how.get("vocab", 258))
-    made.tutor = Tutor(lambda state: lm, lambda: lm, lambda state, parts: {})
+    vocab = how.get("vocab", 258)
+    made = teacher_batches(asked or prompts(lm), None, GKD(teacher="x", **how), rollout, batch, Shape(2, 24, TOKENS), 7, vocab)
+    made.signal.trainer = Tutor(lambda state: state, lambda weights: lm, lambda: lm, lambda state, parts: {})
     return made
 
 
@@ -59,7 +62,7 @@ def learned(part: Any) -> list[list[int]]:
 def test_the_answers_of_the_data_are_learned_with_their_end_cut_at_the_limit(lm: LM):
     said: list[str] = []
     made = lessons(lm, own=0)
-    made.say = said.append
+    made.signal.say = said.append
     made.advance(None)
     one = next(made)
     assert sorted(map(bytes, ([i for i in ids if i < 256] for part in one.parts for ids in learned(part)))) == sorted(
@@ -107,13 +110,13 @@ def test_the_student_answers_with_its_end_and_every_token_is_learned(lm: LM):
 
 def test_the_share_of_batches_is_drawn_from_the_seed(lm: LM):
     made = lessons(lm, own=0.3)
-    drawn = [made.whose(number) for number in range(4000)]
+    drawn = [made.signal.whose(number) for number in range(4000)]
     assert np.mean([one == "own" for one in drawn]) == pytest.approx(0.3, abs=0.03)
-    assert {made.whose(n) for n in range(100)} == {"own", "data"}
-    made.seed = 8
-    assert [made.whose(number) for number in range(4000)] != drawn
-    assert {lessons(lm, own=1).whose(n) for n in range(100)} == {"own"}
-    assert {lessons(lm, own=0, others="teacher").whose(n) for n in range(100)} == {"teacher"}
+    assert {made.signal.whose(n) for n in range(100)} == {"own", "data"}
+    made.signal.seed = 8
+    assert [made.signal.whose(number) for number in range(4000)] != drawn
+    assert {lessons(lm, own=1).signal.whose(n) for n in range(100)} == {"own"}
+    assert {lessons(lm, own=0, others="teacher").signal.whose(n) for n in range(100)} == {"teacher"}
 
 
 def test_a_position_between_the_updates_of_a_rollout_goes_on_alike(lm: LM):
@@ -154,13 +157,13 @@ def test_epochs_end_where_too_few_prompts_are_left(lm: LM):
     assert count == 5
     # The data has one answer to a prompt, the student gives two.
     mixed = lessons(lm, prompts(lm, most=20), own=0.5, completions=2)
-    asked = [2 if mixed.whose(n) == "own" else 4 for n in range(20)]
+    asked = [2 if mixed.signal.whose(n) == "own" else 4 for n in range(20)]
     assert mixed.summary().ends_after == int(np.sum(np.cumsum(asked) <= 20))
 
 
 def test_the_teachers_tokens_must_be_the_students(lm: LM):
     made = lessons(lm, own=0, others="teacher")
-    made.vocab = 3
+    made.signal.vocab = 3
     with pytest.raises(ArgosyError, match="the teacher answered with token"):
         made.advance(None)
 

@@ -18,11 +18,12 @@ from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
 from argosy.rl.algorithms.grpo import GRPO
 from argosy.rl.policy.settings import Policy
+from argosy.rl.rollouts.batches import RolloutBatches
 from argosy.rl.rollouts.completions import Answer, Played
 from argosy.rl.rollouts.packing import Shape, packed, per_token
-from argosy.rl.rollouts.records import NoRewards, Told, Trainer
-from argosy.rl.rollouts.reward_batches import Rollouts
-from argosy.rl.rollouts.sampler import given_back, kept
+from argosy.rl.rollouts.records import NoRewards, PolicyTrainer, Told
+from argosy.rl.rollouts.reward_signal import reward_batches
+from argosy.rl.rollouts.sampled import given_back, kept
 from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.turn_rewards import environment_rewards, failed, played_numbers
 from argosy.run.settings import OBJECTIVES
@@ -61,15 +62,15 @@ class Judge:
     def close(self) -> None: ...
 
 
-def rollouts(lm: LM, tmp_path, how: Policy, judge: Any, asked: Prompts, n: int = 2, code: str = CODE, **more: Any) -> Rollouts:
+def rollouts(lm: LM, tmp_path, how: Policy, judge: Any, asked: Prompts, n: int = 2, code: str = CODE, **more: Any) -> RolloutBatches:
     rollout = Rollout(completions=n, tokens=LONGEST, **more)
-    made = Rollouts(asked, prompts(lm, ["0:", "1:"]), how, rollout, 8, Shape(4, 40, LONGEST), judge, 7,
+    made = reward_batches(asked, prompts(lm, ["0:", "1:"]), how, rollout, 8, Shape(4, 40, LONGEST), judge, 7,
                     table=table(tmp_path, code, asked, tokens=2))  # fmt: skip
     rng = np.random.default_rng(1)
     # What the models say of the environment's tokens is garbage here.
     garbage = lambda state, rows: rng.normal(-2, 1, rows["places"].shape).astype(np.float32)  # noqa: E731
     values = lambda state, rows: (garbage(state, rows), np.zeros(len(rows["ends"]), np.float32))  # noqa: E731
-    made.trainer = Trainer(lambda state: state, lambda weights: lm, garbage, garbage, values)
+    made.signal.trainer = PolicyTrainer(lambda state: state, lambda weights: lm, garbage, garbage, values)
     return made
 
 
@@ -97,7 +98,7 @@ def test_no_number_of_an_environment_becomes_part_of_an_update(name: str, lm: LM
         assert np.isnan(part["sampler"][~own]).any(), "of the environment's tokens it is not known"
         if "returns" in part:
             assert np.isfinite(part["returns"]).all()
-    again = made.policy
+    again = made.signal.policy
     loss, gradient = computed(again, experience.parts)
     clean = [{k: np.where(part["live"] > 0, a, 0).astype(np.float32) if k in ("sampler", "values", "returns") else a
               for k, a in part.items()} for part in experience.parts]  # fmt: skip
@@ -134,14 +135,14 @@ def computed(how: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
 def test_an_environments_reward_is_one_of_several_and_a_failed_answer_has_none(lm: LM, tmp_path):
     judge, kept = Judge(), []
     made = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), judge, prompts(lm, ["1:", "2:", "3:", "4:"]))
-    made.keep = kept.extend
+    made.signal.keep = kept.extend
     try:
         made.advance(None)
         evaluated = made.evaluated(None, 2)
     finally:
         made.close()
     numbers = made.queue[0].numbers
-    assert made.collector.names == ["environment", "own"]
+    assert made.signal.sampler.names == ["environment", "own"]
     rewards = [one.rewards for one in kept]
     assert [one["own"] for one in rewards] == [10] * 6 + [None] * 2
     assert [one["environment"] for one in rewards[6:]] == [None, None]
@@ -162,7 +163,7 @@ def test_tokens_of_an_update_have_the_advantage_of_their_turn(by: str, lm: LM, t
     kept, code = list[Told](), CODE.replace('float(len(said.encode()) + said.count("a"))', "float(sum(said.encode()) % 7)")
     asked = prompts(lm, [f"{i}:" for i in range(5, 9)])
     made = rollouts(lm, tmp_path, GRPO(credit={"by": by}, scale="none"), NoRewards(), asked, minibatches=2, code=code)
-    made.keep = kept.extend
+    made.signal.keep = kept.extend
     try:
         made.advance(None)
     finally:
@@ -193,11 +194,11 @@ def test_turns_cannot_be_credited_where_nothing_rewards_them(lm: LM, tmp_path):
     asked = prompts(lm, ["1:", "2:"])
     rest = Rollout(completions=2, tokens=LONGEST), 4, Shape(4, 40, LONGEST), Judge(), 7
     with pytest.raises(BadInput, match=r"credit.by=to_go credits turns, and an answer has one"):
-        Rollouts(asked, None, GRPO(credit={"by": "to_go"}), *rest)
+        reward_batches(asked, None, GRPO(credit={"by": "to_go"}), *rest)
     own = table(tmp_path, CODE, asked)
     try:
         with pytest.raises(BadInput, match=r"credit.by=mixed needs rewards of turns, and the environment `.*:Own` gives none"):
-            Rollouts(asked, None, GRPO(credit={"by": "mixed"}), *rest, table=dataclasses.replace(own, gives=False))
+            reward_batches(asked, None, GRPO(credit={"by": "mixed"}), *rest, table=dataclasses.replace(own, gives=False))
     finally:
         own.close()
 
@@ -207,10 +208,10 @@ def test_an_environment_that_never_rewards_a_turn_is_said(lm: LM, tmp_path):
     silent = CODE.replace('float(len(said.encode()) + said.count("a"))', "None")
     asked, said = prompts(lm, ["1:", "2:", "3:", "5:"]), list[str]()
     made = rollouts(lm, tmp_path, GRPO(credit={"by": "to_go"}), Judge(), asked, code=silent)
-    made.collector.say = said.append
+    made.signal.say = said.append
     try:
-        made.collector(lm, 0)
-        made.collector(lm, 0)
+        made.signal.sampler(lm, 0)
+        made.signal.sampler(lm, 0)
     finally:
         made.close()
     assert sum("gave no turn of a rollout a reward" in one for one in said) == 1
@@ -220,7 +221,7 @@ def test_rollouts_that_were_sampled_ahead_come_back_with_their_turns(lm: LM, tmp
     """Through JSON and arrays, as in a checkpoint; the prompt ends with what the environment said first."""
     made = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), NoRewards(), asked := prompts(lm, ["1:", "2:", "3:", "4:"]))
     try:
-        one = made.collector(lm, 0)
+        one = made.signal.sampler(lm, 0)
     finally:
         made.close()
     arrays, told = kept([one])
@@ -235,7 +236,7 @@ def test_rollouts_that_were_sampled_ahead_come_back_with_their_turns(lm: LM, tmp
 def test_the_greedy_answer_of_remax_is_played_too(lm: LM, tmp_path):
     judge, kept = Judge(), list[Told]()
     made = rollouts(lm, tmp_path, OBJECTIVES["remax"](), judge, prompts(lm, [f"{i}:" for i in range(5, 13)]), n=1)
-    made.keep = kept.extend
+    made.signal.keep = kept.extend
     try:
         made.advance(None)
     finally:

@@ -12,7 +12,7 @@ from argosy.data.rows.prompts import Prompt
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.rl.rollouts.completions import Answer
 from argosy.rl.rollouts.packing import Shape, packed
-from argosy.rl.rollouts.teacher_batches import with_mask
+from argosy.rl.rollouts.teacher_signal import with_mask
 from argosy.rl.rollouts.teacher_tokens import Asking, Reread
 
 NAMES = ["byte", "tokenizers/smollm2", "models/stories260k", "tokenizers/mistral_v1.model"]

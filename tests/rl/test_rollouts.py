@@ -23,10 +23,11 @@ from argosy.rl.algorithms.gspo import GSPO
 from argosy.rl.algorithms.ppo import PPO
 from argosy.rl.algorithms.remax import ReMax
 from argosy.rl.policy.settings import Policy
+from argosy.rl.rollouts.batches import RolloutBatches
 from argosy.rl.rollouts.completions import Interrupted, sampled
 from argosy.rl.rollouts.packing import Shape
-from argosy.rl.rollouts.records import Told, Trainer
-from argosy.rl.rollouts.reward_batches import Rollouts
+from argosy.rl.rollouts.records import PolicyTrainer, Told
+from argosy.rl.rollouts.reward_signal import reward_batches
 from argosy.rl.rollouts.settings import Rollout
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})
@@ -68,16 +69,16 @@ def prompts(lm: LM, count: int = 6, longest: int = 0) -> Prompts:
 
 
 def rollouts(lm: LM, judge: Any, policy: Policy | None = None, held_out: Prompts | None = None, said: list[str] | None = None,
-             kept: list[Told] | None = None, asked: Prompts | None = None, **how: Any) -> Rollouts:  # fmt: skip
+             kept: list[Told] | None = None, asked: Prompts | None = None, **how: Any) -> RolloutBatches:  # fmt: skip
     rollout = Rollout(**{"completions": 2, "tokens": TOKENS, **how})
     shape = Shape(2, 24, TOKENS)
     say = (lambda text: None) if said is None else said.append
-    made = Rollouts(asked or prompts(lm), held_out, policy or GRPO(), rollout, 8, shape, judge, 7, say)
+    made = reward_batches(asked or prompts(lm), held_out, policy or GRPO(), rollout, 8, shape, judge, 7, say)
     zeros = lambda state, rows: np.zeros(rows["places"].shape, np.float32)  # noqa: E731
     values = lambda state, rows: (zeros(state, rows), np.zeros(len(rows["ends"]), np.float32))  # noqa: E731
-    made.trainer = Trainer(lambda state: state, lambda weights: lm, zeros, zeros, values)
+    made.signal.trainer = PolicyTrainer(lambda state: state, lambda weights: lm, zeros, zeros, values)
     if kept is not None:
-        made.keep = kept.extend
+        made.signal.keep = kept.extend
     return made
 
 
@@ -118,7 +119,7 @@ def test_every_rollout_and_every_round_has_random_streams_of_its_own(lm: LM):
     assert [one.completion for one in again] == second
     rounds: list[Told] = []
     flat = rollouts(lm, OwnJudge(lambda *_: 1.0), kept=rounds, asked=prompts(lm, 4), resample=1)
-    judge = flat.judge
+    judge = flat.signal.judge
     flat.advance(None)
     assert judge.asked[0][0] == judge.asked[1][0], "the same prompts in both rounds"
     assert sum(a == b for a, b in zip(judge.asked[0][1], judge.asked[1][1], strict=True)) <= 1
@@ -198,8 +199,8 @@ def test_a_share_of_cut_completions_above_one_half_is_said_once(lm: LM):
     for cut, lines in ((True, 1), (False, 0)):
         heard = list[str]()
         made = rollouts(lm, OwnJudge(by_length), said=heard)
-        found = made.collector.sampled
-        made.collector.sampled = lambda *a, found=found, cut=cut: [replace(one, ended=not cut) for one in found(*a)]
+        found = made.signal.sampler.sampled
+        made.signal.sampler.sampled = lambda *a, found=found, cut=cut: [replace(one, ended=not cut) for one in found(*a)]
         for _ in range(2):
             made.advance(None)
             assert next(made).numbers["answers/cut"] == float(cut)
@@ -239,7 +240,7 @@ def test_a_reward_too_large_to_square_is_left_out_with_a_word(lm: LM, reward: fl
 
 def test_an_interrupted_rollout_leaves_the_position_where_it_was(lm: LM):
     made = rollouts(lm, OwnJudge(by_length))
-    made.collector.interrupted = lambda: True
+    made.signal.interrupted = lambda: True
     made.advance(None)
     with pytest.raises(StopIteration):
         next(made)
@@ -265,10 +266,10 @@ def test_updates_that_are_left_travel_with_the_position(lm: LM):
     assert [one.numbers["tokens"] for one in (*handed, *rest)] == sorted(one.numbers["tokens"] for one in (*handed, *rest))
 
 
-def ahead(lm: LM, depth: int, used: list[Any], **how: Any) -> Rollouts:
+def ahead(lm: LM, depth: int, used: list[Any], **how: Any) -> RolloutBatches:
     """Rollouts whose weights are the state itself; notes those that each was sampled with."""
     made = rollouts(lm, OwnJudge(by_length), devices=1, ahead=depth, **how)
-    made.trainer = replace(made.trainer, weights=lambda state: state, engine=lambda weights: used.append(weights) or lm)
+    made.signal.trainer = replace(made.trainer, weights=lambda state: state, engine=lambda weights: used.append(weights) or lm)
     return made
 
 
@@ -319,7 +320,7 @@ def test_rollouts_that_were_sampled_ahead_travel_with_the_position(lm: LM):
 def test_what_goes_wrong_ahead_is_raised_when_its_turn_comes(lm: LM):
     made = ahead(lm, 1, [])
     scores = iter([1.0] * 8 + [float("nan")] * 99)
-    made.judge.score = lambda *_: next(scores)
+    made.signal.judge.score = lambda *_: next(scores)
     made.advance(0)
     next(made)
     assert made.position()["ahead"] == []
@@ -333,7 +334,7 @@ def test_the_greedy_answer_is_the_baseline_of_remax(lm: LM):
     judge = OwnJudge(by_length)
     made = rollouts(lm, judge, ReMax(), completions=1)
     kept: list[Told] = []
-    made.keep = kept.extend
+    made.signal.keep = kept.extend
     made.advance(None)
     sampled_, greedy = (said for _, said, _ in judge.asked)
     expected = [2 * (by_length("", a, "") - by_length("", b, "")) for a, b in zip(sampled_, greedy, strict=True)]
@@ -442,5 +443,6 @@ def test_no_reward_at_all_is_an_error(lm: LM):
 )
 def test_settings_that_do_not_fit_each_other(lm: LM, policy: Policy, how: dict[str, Any], said: str):
     shape = Shape(2, 24, how.get("tokens", TOKENS))
+    rollout = Rollout(**{"completions": 2, "tokens": TOKENS, **how})
     with pytest.raises(BadInput, match=said):
-        Rollouts(prompts(lm), None, policy, Rollout(**{"completions": 2, "tokens": TOKENS, **how}), 8, shape, OwnJudge(by_length), 7)
+        reward_batches(prompts(lm), None, policy, rollout, 8, shape, OwnJudge(by_length), 7)

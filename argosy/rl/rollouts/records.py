@@ -48,16 +48,37 @@ class Trainer:
     """What a training run lends to its rollouts.
 
     weights: (state) -> the state's weights for the engine: its own arrays, copies on other devices, or what other processes get.
-    engine: (weights) -> the language model with these. old, reference: (state, rows of a part) -> the log-probabilities of the tokens
-    of its answers by the trained model and by the reference, [S L]. values: those of the critic, [S L], and its value after the last
-    token, [S]. Only what the policy asks for is called.
+    engine: (weights) -> the language model with these.
     """
 
     weights: Callable[[Any], Any]
     engine: Callable[[Any], LM | Elsewhere]
+
+
+@dataclass(frozen=True)
+class PolicyTrainer(Trainer):
+    """What the trainer of a policy lends besides. Only what the policy asks for is called.
+
+    old, reference: (state, rows of a part) -> the log-probabilities of the tokens of its completions by the trained model and by the
+        reference, [S L].
+    values: those of the critic, [S L], and its value after the last token, [S].
+    """
+
     old: Callable[[Any, Batch], np.ndarray]
     reference: Callable[[Any, Batch], np.ndarray]
     values: Callable[[Any, Batch], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Tutor(Trainer):
+    """What the trainer of a student lends besides.
+
+    teacher: () -> the teacher, to answer.
+    compare: (state, parts) -> the objective's metrics and its `loss`, as means over the parts.
+    """
+
+    teacher: Callable[[], LM]
+    compare: Callable[[Any, Sequence[Batch]], dict[str, float]]
 
 
 @dataclass(frozen=True)

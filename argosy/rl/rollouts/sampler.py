@@ -1,143 +1,59 @@
-"""Samples rollouts: prompts to answers to rewards. What is learned from them is no concern of this file (`rl.rollouts`).
+"""Samples rollouts: prompts to answers to rewards. What is learned from them is no concern of this file (`reward_signal`).
 
 A rollout depends on the weights, the place in the prompts, its number and the run's seed, and on nothing else; so it may be sampled by
 another thread or on other devices than those that train.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from argosy.core.errors import ArgosyError
-from argosy.core.progress import Complaining, Say
-from argosy.data.rows.prompts import Prompt, Prompts
+from argosy.data.rows.prompts import Prompt
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.observe.goodput import Clock
 from argosy.rl.policy.credit import Judgment, useful_groups
 from argosy.rl.policy.parts import needs_greedy
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import overlong
-from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Answer, Elsewhere, Played, sampled
+from argosy.rl.rollouts.batches import Signal
+from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Answer, Elsewhere, sampled
+from argosy.rl.rollouts.fitting import LOOKED_AT, next_that_fit, no_room
 from argosy.rl.rollouts.packing import per_token
-from argosy.rl.rollouts.queue import LOOKED_AT, next_that_fit, no_room
 from argosy.rl.rollouts.records import Judge, Rolled
-from argosy.rl.rollouts.settings import Rollout
+from argosy.rl.rollouts.sampled import Collected
 from argosy.rl.rollouts.trajectories import Conversed, How, Table
 from argosy.rl.rollouts.turn_rewards import ENVIRONMENT, by_turn, environment_rewards, failed, failures
 
 OVERLONG = "overlong"
 # The largest reward times its weight: advantages and critics square sums of rewards, and a square above 3e38 is infinite in float32.
 LARGEST = 1e15
-# Of an answer, a number for each token.
-OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
 
 
-@dataclass
-class Collected:
-    """A rollout that was sampled and scored.
-
-    number: from 0. seen: rollouts that its weights had learned from. rounds: of generation. place: in the prompts, after it. failed:
-    rewards that are missing, and processes that ended, by metric. clock: seconds of its work, by metric.
-    """
-
-    number: int = 0
-    seen: int = 0
-    found: Rolled = field(default_factory=Rolled)
-    rounds: int = 0
-    place: int = 0
-    failed: dict[str, float] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
-
-
-def kept(rollouts: Sequence[Collected]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """Rollouts as arrays by name, and as JSON what else they are. Prompts are kept as their places."""
-    arrays: dict[str, np.ndarray] = {}
-    told: list[dict[str, Any]] = []
-    for i, one in enumerate(rollouts):
-        answers, found = one.found.answers, one.found
-        lengths = [len(answer.tokens) for answer in answers]
-        tokens = {name: np.concatenate([np.asarray(getattr(a, name), dtype) for a in answers]) for name, dtype in OF_TOKENS.items()}
-        greedy = {} if found.greedy is None else {"greedy": found.greedy}
-        own = {"lengths": np.asarray(lengths, np.int32), "rewards": found.rewards, **tokens, **greedy}
-        arrays |= {f"{i}.{name}": a for name, a in own.items()}
-        rest = [{f.name: getattr(a, f.name) for f in fields(a) if f.name not in OF_TOKENS} for a in answers]
-        texts = [one | {"prompt": one["prompt"].place, "played": one["played"] and asdict(one["played"])} for one in rest]
-        plain = {f.name: getattr(one, f.name) for f in fields(one) if f.name not in ("found", "clock")}
-        told.append(plain | {"seconds": one.clock.seconds, "answers": texts})
-    return arrays, told
-
-
-def given_back(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[Collected]:
-    """The rollouts that `kept` gave."""
-    out: list[Collected] = []
-    for i, one in enumerate(told):
-        own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
-        ends = np.cumsum(own["lengths"])[:-1]
-        tokens = {name: [part.tolist() for part in np.split(own[name], ends)] for name in OF_TOKENS}
-        each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(one["answers"]))]
-        answers = [answer_of(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
-        found = Rolled(answers, own["rewards"], own.get("greedy"))
-        made = Collected(**{name: value for name, value in one.items() if name not in ("answers", "seconds")}, found=found)
-        made.clock.seconds = dict(one["seconds"])
-        out.append(made)
-    return out
-
-
-def answer_of(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Answer:
-    """One answer that `kept` wrote."""
-    (prompt,) = prompts(rest["prompt"], 1)
-    its = rest.get("played")
-    played = its and Played(**{**its, "failure": its["failure"] and tuple(its["failure"])})
-    if played is not None and played.begun is not None:
-        prompt = replace(prompt, tokens=played.begun)
-    return Answer(**{**rest, **tokens, "prompt": prompt, "played": played})
-
-
-class Collector(Complaining):
+class Collector:
     """Samples one rollout after the other.
 
-    Args:
-        groups: of a rollout.
-        longest_prompt: in tokens; longer ones are passed over and said.
-        seed: of the run.
-        table: where answers of several turns are played; None: an answer is one turn.
+    signal: whose prompts and place in them these are.
+    judge: scores completions.
+    table: where completions of several turns are played; None: one has one turn.
     """
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        policy: Policy,
-        rollout: Rollout,
-        groups: int,
-        longest_prompt: int,
-        judge: Judge,
-        seed: int,
-        say: Say = lambda _: None,
-        table: Table | None = None,
-    ):
-        super().__init__(say)
-        self.table = table
-        self.prompts, self.policy, self.rollout = prompts, policy, rollout
-        self.groups, self.longest_prompt, self.judge, self.seed = groups, longest_prompt, judge, seed
-        self.interrupted: Callable[[], bool] = lambda: False
-        self.place = self.number = 0
+    def __init__(self, signal: Signal, policy: Policy, judge: Judge, table: Table | None):
+        self.signal, self.policy, self.judge, self.table = signal, policy, judge, table
+        self.prompts, self.rollout, self.seed = signal.prompts, signal.rollout, signal.seed
+        self.longest_prompt, self.groups = signal.longest_prompt, signal.batch // signal.rollout.completions
+        self.complain = signal.complain
 
     def __call__(self, lm: LM | Elsewhere, seen: int) -> Collected:
-        """Samples the next rollout with the weights of this model. If it raises, the place in the prompts is what it was.
-
-        Args:
-            seen: rollouts that the weights have learned from.
+        """Samples the next rollout with the weights of this model (`Signal.sample`).
 
         Raises:
-            Ended: too few prompts are left. Interrupted: a signal asked to stop. SamplersLost: processes that sample cannot go on.
-            ArgosyError: no answer has a reward, or no prompt fits.
+            ArgosyError: no completion has a reward, or no prompt fits.
         """
-        before = self.place
-        made = Collected(self.number, seen)
+        before = self.signal.place
+        made = Collected(self.signal.number, seen)
         if isinstance(lm, LM):
             lm.reset_prefix_cache()
         try:
@@ -147,9 +63,9 @@ class Collector(Complaining):
                 made.failed["rollout_lost"] = float(lm.lost)
             self.check_rewarded(made)
         except BaseException:
-            self.place = before
+            self.signal.place = before
             raise
-        self.number, made.place = self.number + 1, self.place
+        made.place, self.signal.number = self.signal.place, made.number + 1
         return made
 
     def rounds(self, lm: LM | Elsewhere, made: Collected) -> Rolled:
@@ -187,9 +103,10 @@ class Collector(Complaining):
         """One answer to each prompt, of one turn or of as many as its environment has."""
         most = self.rollout.tokens
         if self.table is None:
-            return sampled(lm, prompts, most, how, seed, self.interrupted, ignore_eos)
+            return sampled(lm, prompts, most, how, seed, self.signal.interrupted, ignore_eos)
         assert isinstance(lm, LM), "several turns with an engine in another process"
-        playing = Conversed(lm, prompts, How(how, most, self.longest_prompt + most, ignore_eos), seed, self.table, self.interrupted)
+        limits = How(how, most, self.longest_prompt + most, ignore_eos)
+        playing = Conversed(lm, prompts, limits, seed, self.table, self.signal.interrupted)
         answers = playing.run()
         made.clock.seconds["environment_s"] = made.clock.seconds.get("environment_s", 0.0) + playing.waited_s
         first = [one.played for one in answers if one.played is not None and one.played.made <= 1 and one.played.why == "room"]
@@ -220,7 +137,7 @@ class Collector(Complaining):
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts that leave room for an answer; longer ones are passed over and reported."""
         most = LOOKED_AT * len(self.prompts)
-        found, self.place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
+        found, self.signal.place = next_that_fit(self.prompts, self.signal.place, count, self.fitting, self.longest_prompt, most)
         return found
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -20,9 +20,10 @@ from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import merge
 from argosy.ops.sorted_distance import FARTHEST
-from argosy.rl.rollouts.records import Told
+from argosy.rl.rollouts.batches import RolloutBatches
+from argosy.rl.rollouts.records import Told, Tutor
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.teacher_batches import Lessons, Tutor
+from argosy.rl.rollouts.teacher_signal import first_record, teacher_batches
 from argosy.rl.rollouts.teacher_tokens import Reread
 from argosy.run.distillation.across import Both, asking, is_across
 from argosy.run.distillation.teacher import ROLE, Teacher
@@ -41,15 +42,9 @@ class Tutored(Reinforced):
     in_update: ClassVar[tuple[str, ...]] = (ROLE,)
     _teacher: LM | None = field(default=None, init=False, repr=False)
 
-    @property
-    def rollouts(self) -> Any:
-        assert isinstance(self.batches, Lessons)
-        return self.batches
-
     def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
         engine: Any = self.engine(say)
-        self.rollouts.tutor = Tutor(lambda state: engine(engine.weights(state)), self.teaching, self.compare)
-        self.rollouts.say, self.rollouts.keep, self.rollouts.interrupted = say, keep, stop
+        self.rollouts.begin(Tutor(engine.weights, engine, self.teaching, self.compare), say, keep, stop)
 
     def teaching(self) -> LM:
         """The teacher as a language model, on the arrays that updates read."""
@@ -87,7 +82,7 @@ class Tutored(Reinforced):
             return jax.jit(compared, out_shardings=self.places.step).lower(*shapes).compile()
 
     def first_prompt(self) -> Prompt:
-        return self.rollouts.first().prompt
+        return first_record(self.rollouts.prompts).prompt
 
     def badness(self, numbers: Mapping[str, float]) -> float | None:
         if is_across(self.run.objective):
@@ -107,7 +102,7 @@ class Tutored(Reinforced):
         return {"rollout": f"{each}, at temperature {run.objective.sampling:g}{updates}"} | self.processes()
 
 
-def lessons_of(run: Run, mesh: Any, tokenizer: Any) -> Lessons:
+def lessons_of(run: Run, mesh: Any, tokenizer: Any) -> RolloutBatches:
     """The batches of a run. Everything is checked, nothing is sampled.
 
     Raises:
@@ -121,4 +116,4 @@ def lessons_of(run: Run, mesh: Any, tokenizer: Any) -> Lessons:
         both = Both(run, tokenizer)
         shape = replace(shape, beside=both.places)
         reread = Reread(both.across, both.places, asking(run, both.across.teacher, prompts))
-    return Lessons(prompts, held_out, run.objective, how, run.data.batch, shape, run.seed, run.model.vocab, reread)
+    return teacher_batches(prompts, held_out, run.objective, how, run.data.batch, shape, run.seed, run.model.vocab, reread)

@@ -29,9 +29,10 @@ from argosy.parallel.place import batch_sharding, row_shares
 from argosy.rl.environments.settings import described, open_table
 from argosy.rl.policy.objective import ROWS, gathered, logps_of, shared_of, values_of
 from argosy.rl.rewards.functions import open_rewards
+from argosy.rl.rollouts.batches import RolloutBatches
 from argosy.rl.rollouts.packing import Experience, Shape
-from argosy.rl.rollouts.records import NoRewards, Told, Trainer
-from argosy.rl.rollouts.reward_batches import Rollouts
+from argosy.rl.rollouts.records import NoRewards, PolicyTrainer, Told
+from argosy.rl.rollouts.reward_signal import reward_batches
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.assembly import Assembly
 from argosy.run.decided import Decided
@@ -83,8 +84,8 @@ class Reinforced(Assembly):
             self._workers.close()
 
     @property
-    def rollouts(self) -> Rollouts:
-        assert isinstance(self.batches, Rollouts)
+    def rollouts(self) -> RolloutBatches:
+        assert isinstance(self.batches, RolloutBatches)
         return self.batches
 
     # ---------------------------------------------------------------- shapes
@@ -150,14 +151,14 @@ class Reinforced(Assembly):
     def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
         """Lends the rollouts what they need of this run, before its first step."""
         engine = self.engine(say)
-        trainer = Trainer(
+        trainer = PolicyTrainer(
             engine.weights,
             engine,
             lambda state, rows: self.logps(state.params, state.rest, rows),
             lambda state, rows: self.logps(*self.reference_of(state), rows),
             self.values,
         )
-        if (table := getattr(self.rollouts, "table", None)) is not None:
+        if (table := getattr(self.rollouts.signal, "table", None)) is not None:
             table.environments.say = say
         self.say_lengths(say)
         self.rollouts.begin(trainer, say, keep, stop)
@@ -292,7 +293,7 @@ def shape_of(run: Run, mesh: Any, shared: bool = False) -> Shape:
     return Shape(rows, run.data.sequence, how.tokens, shared=shared)
 
 
-def rollouts_of(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> Rollouts:
+def rollouts_of(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> RolloutBatches:
     """The rollouts of a run. Everything is checked, nothing is sampled.
 
     Raises:
@@ -306,8 +307,8 @@ def rollouts_of(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> Rollou
     judge: Any = NoRewards()
     try:
         if run.reward:
-            judge = open_rewards(run.reward, workers, columns=prompts.names, say=lambda text: made.collector.say(text))
-        made = Rollouts(prompts, held_out, run.objective, how, run.data.batch, shape, judge, run.seed, table=table)
+            judge = open_rewards(run.reward, workers, columns=prompts.names, say=lambda text: made.signal.say(text))
+        made = reward_batches(prompts, held_out, run.objective, how, run.data.batch, shape, judge, run.seed, table=table)
     except BaseException:
         judge.close()
         if table is not None:

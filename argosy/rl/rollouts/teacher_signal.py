@@ -1,6 +1,7 @@
-"""On-policy distillation as batches: a student answers prompts, and learns at its own answers what a teacher finds likely there.
+"""A teacher's distributions as what updates learn: a student answers prompts, and learns at its own answers what a teacher finds likely
+there (on-policy distillation).
 
-    prompts -> answers of the student, of the data or of the teacher -> packed parts -> `epochs` times `minibatches` updates
+    answers of the student, of the data or of the teacher -> packed parts
 
 Whose answers a batch has is drawn for each batch: the student's with probability `own` (GKD's and TRL's lambda). The draw follows from
 the seed and the number of the batch, so that a run which resumes goes on alike. Answers are constants of the loss: its gradient does
@@ -12,28 +13,25 @@ Differences from TRL's GKDTrainer (1.16): the two temperatures are apart (`sampl
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.core.progress import Complaining
 from argosy.data.batch import Batch
 from argosy.data.distillation.across import Aligned
-from argosy.data.encode import NAMES_SHOWN
 from argosy.data.order import picked
 from argosy.data.rows.answered import Answered, AnsweredPrompts
-from argosy.data.summary import CorpusSummary
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.observe.goodput import Clock
-from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Answer, Elsewhere, Interrupted, SamplersLost, sampled
+from argosy.rl.rollouts.batches import Engine, RolloutBatches, Signal
+from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Answer, sampled
+from argosy.rl.rollouts.fitting import LOOKED_AT, check_sizes, next_that_fit, no_room
 from argosy.rl.rollouts.packing import Experience, Part, Shape, density, packed
-from argosy.rl.rollouts.queue import LOOKED_AT, Queued, check_sizes, next_that_fit, no_room
-from argosy.rl.rollouts.records import Told, said_of_cut
-from argosy.rl.rollouts.settings import PLACEMENT, Rollout
+from argosy.rl.rollouts.records import Rolled, Told, Tutor, said_of_cut
+from argosy.rl.rollouts.sampled import Collected
+from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.teacher_tokens import Reread
 from argosy.train.distillation import GKD, GOLD
 
@@ -41,39 +39,24 @@ from argosy.train.distillation import GKD, GOLD
 TEACHER = 2
 
 
-@dataclass(frozen=True)
-class Tutor:
-    """What a training run lends to its lessons.
+class TeacherSignal(Signal):
+    """What a teacher finds likely.
 
-    engine: (state) -> the student with the state's weights. teacher: () -> the teacher, to answer. compare: (state, parts) -> the
-    objective's metrics and its `loss`, as means over the parts.
-    """
-
-    engine: Callable[[Any], LM | Elsewhere]
-    teacher: Callable[[], LM]
-    compare: Callable[[Any, Sequence[Batch]], dict[str, float]]
-
-
-class Lessons(Queued, Complaining):
-    """Updates from answers. Nothing is sampled before the first `advance`.
-
-    Args:
-        prompts, held_out: to train on, and to evaluate.
-        batch: answers of a rollout.
-        shape: of the parts that they are packed into.
-        seed: of the run.
-        vocab: the student's. A teacher's may be padded further.
-        reread: adds the tokens of a teacher with another tokenizer.
+    settings: of the objective.
+    vocab: the student's. A teacher's may be padded further.
+    reread: adds the tokens of a teacher with another tokenizer.
 
     Raises:
         BadInput: settings that do not fit each other or the data.
     """
 
+    trainer: Tutor
+
     def __init__(
         self,
         prompts: AnsweredPrompts,
         held_out: AnsweredPrompts | None,
-        how: GKD | GOLD,
+        settings: GKD | GOLD,
         rollout: Rollout,
         batch: int,
         shape: Shape,
@@ -81,81 +64,50 @@ class Lessons(Queued, Complaining):
         vocab: int,
         reread: Reread | None = None,
     ):
-        Queued.__init__(self)
-        Complaining.__init__(self)
-        check(prompts, how, rollout, batch, shape)
-        self.prompts, self.held_out, self.how, self.rollout = prompts, held_out, how, rollout
-        self.batch, self.shape, self.seed, self.vocab, self.reread = batch, shape, seed, vocab, reread
-        self.longest_prompt = shape.sequence - rollout.tokens
-        self.tutor: Tutor | None = None
-        self.keep: Callable[[Sequence[Told]], None] = lambda _: None
-        self.interrupted: Callable[[], bool] = lambda: False
-        made = {name: value for name, value in dict(rollout).items() if name not in PLACEMENT}
-        made |= {"own": how.own, "others": how.others, "sampling": how.sampling}
-        self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
-        if reread is not None:
-            self.fingerprint |= reread.fingerprint
-        self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
+        super().__init__(prompts, held_out, rollout, batch, shape, seed)
+        check(prompts, settings, rollout, batch, shape)
+        self.settings, self.vocab, self.reread = settings, vocab, reread
+        self.identity = {"own": settings.own, "others": settings.others, "sampling": settings.sampling}
+        self.identity |= {} if reread is None else reread.fingerprint
 
     def close(self) -> None:
         for one in (self.prompts, self.held_out):
             if one is not None and one.encoder is not None:
                 one.encoder.close()
 
-    def summary(self, steps: int | None = None) -> CorpusSummary:
-        held = len(self.held_out) if self.held_out is not None else 0
-        ends, rollouts, place, tail = None, 0, 0, 0
-        most = -(-steps // self.rollout.updates) if steps is not None else None
-        while most is None or rollouts < most:
-            place += self.asked(rollouts)
-            if self.prompts.most is None and most is None:
-                break
-            if self.prompts.most is not None and place > self.prompts.most:
-                ends, place = rollouts * self.rollout.updates, place - self.asked(rollouts)
-                tail = self.prompts.most - place
-                break
-            rollouts += 1
-        drawn = None if steps is None and ends is None else place / len(self.prompts)
-        known: dict[str, Any] = {"documents": len(self.prompts), "epochs": drawn, "held_out_documents": held, "ends_after": ends}
-        names = self.prompts.special_names
-        known |= {"special_documents": sum(names.values()), "special_names": tuple(names)[:NAMES_SHOWN], "tail_rows": tail}
-        return CorpusSummary(self.prompts.source, format="prompt", **known)
-
     # ---------------------------------------------------------------- answers
 
     def whose(self, number: int) -> str:
         """Whose answers a rollout has: `own`, or what `others` says."""
         drawn = hashlib.blake2b(f"{self.seed}/own/{number}".encode(), digest_size=8).digest()
-        return "own" if int.from_bytes(drawn, "big") / 2**64 < self.how.own else self.how.others
+        return "own" if int.from_bytes(drawn, "big") / 2**64 < self.settings.own else self.settings.others
 
-    def asked(self, number: int) -> int:
+    def records(self, number: int) -> int:
         """Records of a rollout: the data has one answer to each."""
-        return self.batch if self.whose(number) == "data" else self.batch // self.rollout.completions
+        return self.batch if self.whose(number) == "data" else super().records(number)
 
-    def played(self, state: Any) -> list[Experience]:
-        """The updates of the next rollout."""
-        assert self.tutor is not None, "lessons before a tutor"
-        clock, whose, most = Clock(), self.whose(self.number), LOOKED_AT * len(self.prompts)
-        count = self.asked(self.number)
+    def sample(self, engine: Engine, seen: int) -> Collected:
+        made, most = Collected(self.number, seen, source=self.whose(self.number)), LOOKED_AT * len(self.prompts)
+        count = self.records(self.number)
         asked, place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
-        with clock("generate_s"):
-            answers = self.answers(state, asked, whose, clock.seconds)
-        self.number, self.place = self.number + 1, place
-        return self.experiences(answers, whose, clock.seconds)
+        with made.clock("generate_s"):
+            made.found = Rolled(self.answers(engine, asked, made))
+        self.number, self.place, made.place = self.number + 1, place, place
+        return made
 
-    def answers(self, state: Any, asked: Sequence[Answered], whose: str, numbers: dict[str, float]) -> list[Answer]:
-        """The answers of a rollout. numbers: takes what is logged of processes that sample."""
-        how, tutor = self.rollout, self.tutor
-        assert tutor is not None
-        if whose == "data":
+    def answers(self, engine: Engine, asked: Sequence[Answered], made: Collected) -> list[Answer]:
+        """The answers of a rollout."""
+        how = self.rollout
+        if made.source == "data":
             return self.given(asked)
-        lm, kind = (tutor.engine(state), ROLLOUT) if whose == "own" else (tutor.teacher(), TEACHER)
-        sampling = Sampling(temperature=self.how.sampling, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
+        lm, kind = (engine(), ROLLOUT) if made.source == "own" else (self.trainer.teacher(), TEACHER)
+        sampling = Sampling(temperature=self.settings.sampling, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
         prompts = [one.prompt for one in asked for _ in range(how.completions)]
-        seed = (self.seed, kind, self.number)
+        seed = (self.seed, kind, made.number)
         found = sampled(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
         if not isinstance(lm, LM):
-            numbers |= {"weights_s": lm.weights_s, "rollout_lost": float(lm.lost)}
+            made.clock.seconds["weights_s"] = lm.weights_s
+            made.failed["rollout_lost"] = float(lm.lost)
         # The update needs the memory of its cache.
         lm.sleep()
         if (most := max(max(one.tokens) for one in found)) >= self.vocab:
@@ -188,41 +140,32 @@ class Lessons(Queued, Complaining):
                 out.append(one)
         return out
 
-    def first(self) -> Answered:
-        """The first record that has something to learn.
-
-        Raises:
-            BadInput: none has.
-        """
-        for place in range(len(self.prompts)):
-            for found in self.prompts(place, 1):
-                if isinstance(found, Answered):
-                    return found
-        raise BadInput("no record has an answer", where=f"data.source={self.prompts.source}")
-
     # ---------------------------------------------------------------- their updates
 
-    def experiences(self, answers: list[Answer], whose: str, seconds: dict[str, float]) -> list[Experience]:
+    def updates(self, state: Any, rollout: Collected) -> list[Experience]:
         """The updates of a rollout: its groups in shares, as often as there are epochs."""
-        how, n = self.rollout, 1 if whose == "data" else self.rollout.completions
+        answers, whose, how = rollout.found.answers, rollout.source, self.rollout
+        n = 1 if whose == "data" else how.completions
         shares = np.array_split(np.arange(len(answers)).reshape(-1, n), how.minibatches)
         read = self.reread(answers) if self.reread is not None else None
         made = [self.parts(answers, share.reshape(-1).tolist(), read, whose == "data") for share in shares if share.size]
         lengths = np.array([len(one.tokens) for one in answers], np.float32)
+        number = rollout.number + 1
         numbers = {
-            "rollout": float(self.number),
+            "rollout": float(number),
             "own": float(whose == "own"),
             "answers/tokens": float(lengths.mean()),
             "answers/tokens_max": float(lengths.max()),
             "answers/cut": float(np.mean([not one.ended for one in answers])),
             "part_density": density([part for own in made for part in own]),
             **(self.reread.numbers(answers, read, self.complain) if self.reread is not None and read is not None else {}),
-            **seconds,
+            **rollout.clock.seconds,
+            **rollout.failed,
         }
         if whose != "data" and numbers["answers/cut"] > 0.5:
-            self.complain(f"{said_of_cut(numbers['answers/cut'], self.number)}; raise rollout.tokens", "most cut")
+            self.complain(f"{said_of_cut(numbers['answers/cut'], number)}; raise rollout.tokens", "most cut")
         if whose != "data":
-            self.keep([Told(self.number, one.prompt.asked, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
+            self.keep([Told(number, one.prompt.asked, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
         return [Experience(own, numbers) for _ in range(how.epochs) for own in made]
 
     def parts(
@@ -230,42 +173,51 @@ class Lessons(Queued, Complaining):
     ) -> list[Batch]:
         """The answers of these numbers, packed. read: each answer by a teacher's tokenizer. given: they are the data's."""
         if self.reread is None or read is None:
-            return [picked(with_mask(part, answers), self.how.reads()) for part in packed(answers, numbers, self.shape)]
+            return [picked(with_mask(part, answers), self.settings.reads()) for part in packed(answers, numbers, self.shape)]
         made = []
         for part in packed(answers, numbers, self.shape, self.reread.room(answers, read, self.shape.sequence)):
             rows = self.reread.beside(with_mask(part, answers), part, read, lambda said: self.complain(said, "crowded"))
-            made.append(picked(rows | {"labels": rows["mask"] * np.float32(given)}, self.how.reads()))
+            made.append(picked(rows | {"labels": rows["mask"] * np.float32(given)}, self.settings.reads()))
         return made
 
     # ---------------------------------------------------------------- evaluation
 
-    def evaluated(self, state: Any, most: int) -> dict[str, float] | None:
-        """How far the student is from the teacher on held-out prompts, at most so many: at its own greedy answers, and at those of the
-        data, if it has any. None if it was interrupted."""
-        assert self.tutor is not None
-        if self.held_out is None:
-            return {}
+    def evaluate(self, state: Any, engine: Engine, most: int) -> dict[str, float]:
+        """How far the student is from the teacher on held-out prompts: at its own greedy answers, and at those of the data, if it has
+        any."""
         fitting = self.fitting(self.held_out(0, most))
         if not fitting:
             return {}
-        how = Sampling(temperature=0.0)
-        try:
-            lm = self.tutor.engine(state)
-            answers = sampled(lm, [one.prompt for one in fitting], self.rollout.tokens, how, (self.seed, EVALUATION), self.interrupted)
-        except Interrupted:
-            return None
-        except SamplersLost as error:
-            self.failed = error
-            return None
+        lm, greedy = engine(), Sampling(temperature=0.0)
+        asked = [one.prompt for one in fitting]
+        answers = sampled(lm, asked, self.rollout.tokens, greedy, (self.seed, EVALUATION), self.interrupted)
         lm.sleep()
-        names, every = ("loss", *self.how.evaluated), range(len(answers))
-        own = self.tutor.compare(state, self.parts(answers, every, self.reread and self.reread(answers), False))
+        names, every = ("loss", *self.settings.evaluated), range(len(answers))
+        own = self.trainer.compare(state, self.parts(answers, every, self.reread and self.reread(answers), False))
         out = {f"eval_{name}": own[name] for name in names}
         if self.held_out.has_answers:
             answered = self.given(fitting)
-            given = self.tutor.compare(state, self.parts(answered, every, self.reread and self.reread(answered), True))
+            given = self.trainer.compare(state, self.parts(answered, every, self.reread and self.reread(answered), True))
             out |= {f"eval_given_{name}": given[name] for name in (*names, "cross_entropy")}
         return out | {"eval_answers/cut": float(np.mean([not one.ended for one in answers])), "eval_prompts": float(len(answers))}
+
+
+def teacher_batches(*args: Any, **named: Any) -> RolloutBatches:
+    """The batches of a run that learns from a teacher: `TeacherSignal` takes these arguments."""
+    return RolloutBatches(TeacherSignal(*args, **named))
+
+
+def first_record(prompts: AnsweredPrompts) -> Answered:
+    """The first record that has something to learn.
+
+    Raises:
+        BadInput: none has.
+    """
+    for place in range(len(prompts)):
+        for found in prompts(place, 1):
+            if isinstance(found, Answered):
+                return found
+    raise BadInput("no record has an answer", where=f"data.source={prompts.source}")
 
 
 def with_mask(part: Part, answers: Sequence[Answer]) -> Batch:

@@ -1,14 +1,9 @@
-"""Rollouts as batches: the policy answers prompts, rewards score the answers, and updates learn from them.
+"""Rewards as what updates learn: they are compared with each other, and become the advantage of every token.
 
-    prompts -> sampled answers -> rewards -> advantages -> packed parts -> `epochs` times `minibatches` updates
-
-The answers depend on the weights of the moment, so `advance` reads the training state before each batch; where updates of the last
-rollout are left, nothing is sampled. A position is the place in the prompts and the number of the rollout; updates that are left are
-arrays beside it, since the weights that sampled them are gone, and so are rollouts that were sampled ahead. So a run that was killed
-goes on bit for bit, wherever it was.
+    completions -> rewards -> advantages (`policy.credit`) -> packed parts
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,10 +12,8 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UserError, mistakes_of, refuse
 from argosy.core.progress import Say
-from argosy.data.encode import NAMES_SHOWN
 from argosy.data.order import picked
 from argosy.data.rows.prompts import Prompts
-from argosy.data.summary import CorpusSummary
 from argosy.rl.policy.credit import Compared, compared
 from argosy.rl.policy.kl import in_reward
 from argosy.rl.policy.metrics import Metrics, mean_where, numbers
@@ -28,30 +21,24 @@ from argosy.rl.policy.objective import shared_of
 from argosy.rl.policy.parts import compares_groups
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import reward_metrics, total
-from argosy.rl.rollouts.completions import Answer, Interrupted, SamplersLost
+from argosy.rl.rollouts.batches import Engine, RolloutBatches, Signal
+from argosy.rl.rollouts.completions import Answer
+from argosy.rl.rollouts.fitting import check_sizes
 from argosy.rl.rollouts.packing import Experience, Part, Shape, density, packed, per_token, spared
-from argosy.rl.rollouts.prefetch import Ahead
-from argosy.rl.rollouts.queue import Queued, check_sizes
-from argosy.rl.rollouts.records import Judge, Told, Trainer, said_of_cut
-from argosy.rl.rollouts.sampler import Collected, Collector, given_back, kept
-from argosy.rl.rollouts.settings import PLACEMENT, Rollout
+from argosy.rl.rollouts.records import Judge, Told, said_of_cut
+from argosy.rl.rollouts.sampled import Collected
+from argosy.rl.rollouts.sampler import Collector
+from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.trajectories import Table
 from argosy.rl.rollouts.turn_rewards import played_numbers
 
-# Of the arrays of a position, those of rollouts that were sampled ahead.
-AHEAD = "ahead."
 
+class RewardSignal(Signal):
+    """Rewards of completions that the policy gave.
 
-class Rollouts(Queued):
-    """Updates from rollouts. Nothing is sampled before the first `advance`.
-
-    Args:
-        prompts, held_out: to train on, and to evaluate.
-        batch: answers of a rollout.
-        shape: of the parts that they are packed into.
-        seed: of the run.
-        say: called with what went wrong.
-        table: where answers of several turns are played; None: an answer is one turn.
+    policy: how they are compared.
+    judge: scores completions.
+    table: where completions of several turns are played; None: one has one turn.
 
     Raises:
         BadInput: settings that do not fit each other.
@@ -70,126 +57,38 @@ class Rollouts(Queued):
         say: Say = lambda _: None,
         table: Table | None = None,
     ):
-        super().__init__()
-        self.table = table
-        self.prompts, self.held_out, self.policy, self.rollout = prompts, held_out, policy, rollout
-        self.shape, self.judge = shape, judge
-        self.groups, longest_prompt = batch // rollout.completions, shape.sequence - rollout.tokens
-        sizes = batch, rollout, shape, prompts.most, self.groups
+        super().__init__(prompts, held_out, rollout, batch, shape, seed, say)
+        self.policy, self.judge, self.table = policy, judge, table
+        sizes = batch, rollout, shape, prompts.most, batch // rollout.completions
         checks = lambda: check_sizes(*sizes), lambda: check_groups(policy, rollout), lambda: check_credit(policy, table)
         refuse(mistakes_of(*checks))
-        self.collector = Collector(prompts, policy, rollout, self.groups, longest_prompt, judge, seed, say, table)
-        self.trainer: Trainer | None = None
-        self.keep: Callable[[Sequence[Told]], None] = lambda _: None
-        how = {name: value for name, value in dict(rollout).items() if name not in PLACEMENT}
-        made = {"rewards": list(judge.names), "weights": list(judge.weights), "rollout": how}
-        made |= {} if table is None else {"environment": table.identity}
-        self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
-        # Nominal: what is computed depends on the lengths of the answers.
-        self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
-        self.sizes = shape.sizes
-        self.ahead: Ahead[tuple[Any, int], Collected] = Ahead(self.collected)
-        # Of a position that was sought: the rollouts that belong to the arrays that follow.
-        self.sampled: Sequence[Any] = ()
-        self.interrupted: Callable[[], bool] = lambda: False
-        self.closing = self.evaluating = False
+        self.sampler = Collector(self, policy, judge, table)
+        self.identity = {"rewards": list(judge.names), "weights": list(judge.weights)}
+        self.identity |= {} if table is None else {"environment": table.identity}
 
-    def begin(self, trainer: Trainer, say: Say, keep: Callable[[Sequence[Told]], None], interrupted: Callable[[], bool]) -> None:
-        """Takes what a run lends, before the first `advance`.
-
-        Args:
-            keep: called with the answers of each rollout.
-            interrupted: whether to stop. Then a rollout is given up, which is sampled again later; except one that is sampled ahead,
-                whose weights will be gone.
-        """
-        self.trainer, self.keep, self.collector.say, self.interrupted = trainer, keep, say, interrupted
-        self.collector.interrupted = self.gives_up
-
-    def gives_up(self) -> bool:
-        """Whether what is being sampled is given up."""
-        return self.closing or (self.interrupted() and (self.evaluating or not self.rollout.ahead))
-
-    # ---------------------------------------------------------------- as batches
-
-    def position(self) -> dict[str, Any]:
-        """Waits for what is sampled ahead."""
-        return super().position() | {"ahead": kept(self.ahead.settled())[1]}
-
-    def seek(self, position: dict[str, Any]) -> None:
-        super().seek(position)
-        # What is being sampled for another position is given up, and its thread ends.
-        self.closing = True
-        self.ahead.close()
-        self.closing = False
-        self.ahead, self.sampled = Ahead(self.collected), list(position.get("ahead", ()))
-        self.collector.place, self.collector.number = self.place, self.number
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return super().arrays() | {AHEAD + name: a for name, a in kept(self.ahead.settled())[0].items()}
-
-    def take(self, arrays: dict[str, np.ndarray]) -> None:
-        super().take({name: a for name, a in arrays.items() if not name.startswith(AHEAD)})
-        sampled = {name.removeprefix(AHEAD): a for name, a in arrays.items() if name.startswith(AHEAD)}
-        done = given_back(sampled, self.sampled, self.prompts)
-        self.ahead.put_back(done)
-        if done:
-            self.collector.place, self.collector.number = done[-1].place, done[-1].number + 1
+    def sample(self, engine: Engine, seen: int) -> Collected:
+        lm = engine()
+        made = self.sampler(lm, seen)
+        if not self.rollout.ahead:
+            # The update needs the memory of its cache.
+            lm.sleep()
+        return made
 
     def close(self) -> None:
-        self.closing = True
-        self.ahead.close()
         self.judge.close()
         if self.table is not None:
             self.table.close()
 
-    def summary(self, steps: int | None = None) -> CorpusSummary:
-        held = len(self.held_out) if self.held_out is not None else 0
-        ends = None if self.prompts.most is None else self.prompts.most // self.groups * self.rollout.updates
-        made = steps if steps is None or ends is None else min(steps, ends)
-        reached = ends is not None and (steps is None or steps >= ends)
-        tail = (self.prompts.most or 0) % self.groups if reached else 0
-        drawn = None if made is None else -(-made // self.rollout.updates) * self.groups / len(self.prompts)
-        known: dict[str, Any] = {"documents": len(self.prompts), "epochs": drawn, "held_out_documents": held, "ends_after": ends}
-        names = self.prompts.special_names
-        known |= {"special_documents": sum(names.values()), "special_names": tuple(names)[:NAMES_SHOWN], "tail_rows": tail}
-        return CorpusSummary(self.prompts.source, format="prompt", **known)
+    # ---------------------------------------------------------------- updates
 
-    # ---------------------------------------------------------------- a rollout
-
-    def played(self, state: Any) -> list[Experience]:
-        """The updates of the next rollout."""
-        assert self.trainer is not None, "rollouts before a trainer"
-        if not self.rollout.ahead:
-            lm = self.trainer.engine(self.trainer.weights(state))
-            made = self.collector(lm, self.number)
-            # The update needs the memory of its cache.
-            lm.sleep()
-        else:
-            if not len(self.ahead):
-                self.ahead.submit((self.trainer.weights(state), self.number))
-            made = self.ahead.take()
-            # While the update runs, the next ones are sampled with the weights from before it.
-            while len(self.ahead) < self.rollout.ahead:
-                self.ahead.submit((self.trainer.weights(state), self.number))
-        self.number, self.place = made.number + 1, made.place
-        return self.experiences(state, made)
-
-    def collected(self, given: tuple[Any, int]) -> Collected:
-        """A rollout that is sampled ahead, in the thread of these."""
-        assert self.trainer is not None
-        weights, seen = given
-        return self.collector(self.trainer.engine(weights), seen)
-
-    # ---------------------------------------------------------------- its updates
-
-    def experiences(self, state: Any, made: Collected) -> list[Experience]:
+    def updates(self, state: Any, rollout: Collected) -> list[Experience]:
         """The updates of a rollout: its groups in shares, as often as there are epochs."""
-        how, found, answers = self.rollout, made.found, made.found.answers
+        how, found, answers = self.rollout, rollout.found, rollout.found.answers
         shares = np.array_split(np.arange(len(answers)).reshape(-1, how.completions), how.minibatches)
         parts = [packed(answers, share.reshape(-1).tolist(), self.shape) for share in shares if share.size]
-        judgment = self.collector.judgment(found)
+        judgment = self.sampler.judgment(found)
         live = judgment.live
-        with made.clock("logps_s"):
+        with rollout.clock("logps_s"):
             known = self.known(state, [part for own in parts for part in own], len(answers))
         ended = np.array([one.ended for one in answers])
         metrics: Metrics = {}
@@ -208,12 +107,12 @@ class Rollouts(Queued):
         columns |= {} if by.returns is None else {"returns": by.returns}
         fields = {**self.policy.reads(), **shared_of(self.shape)}
         filled = [[picked(part.filled(columns), fields) for part in own] for own in parts]
-        self.keep(self.told(made, by))
-        told = self.numbers(made, by._replace(metrics=by.metrics | metrics), counted)
+        self.keep(self.told(rollout, by))
+        told = self.numbers(rollout, by._replace(metrics=by.metrics | metrics), counted)
         if told.get("groups/useless") == 1:
-            what = f"all answers to each prompt of rollout {made.number + 1} have the same reward, so the rewards teach nothing"
-            self.collector.complain(f"{what}: groups/useless tells how many groups are so", "equal")
-        self.say_cut(told["answers/cut"], made.number + 1, bool(counted.any()))
+            what = f"all answers to each prompt of rollout {rollout.number + 1} have the same reward, so the rewards teach nothing"
+            self.complain(f"{what}: groups/useless tells how many groups are so", "equal")
+        self.say_cut(told["answers/cut"], rollout.number + 1, bool(counted.any()))
         told |= {"part_density": density([part for own in filled for part in own])}
         if self.shape.shared:
             told |= {"tokens_spared": self.spared([part for own in parts for part in own], answers)}
@@ -224,9 +123,9 @@ class Rollouts(Queued):
         if not learned:
             why = "all were cut, and rollout.keep_cut=false leaves those out" if cut == 1 else "each was cut or has no reward"
             what = f"no completion of rollout {number} is learned from: {why}"
-            self.collector.complain(f"{what}; raise rollout.tokens, or set rollout.keep_cut=true", "none counted")
+            self.complain(f"{what}; raise rollout.tokens, or set rollout.keep_cut=true", "none counted")
         elif cut > 0.5:
-            self.collector.complain(f"{said_of_cut(cut, number)}; raise rollout.tokens", "cut")
+            self.complain(f"{said_of_cut(cut, number)}; raise rollout.tokens", "cut")
 
     def spared(self, parts: Sequence[Part], answers: Sequence[Answer]) -> float:
         """The share of tokens that shared prompts spare. Says once where they were asked for and spare none."""
@@ -234,12 +133,11 @@ class Rollouts(Queued):
         several = any(len(one.prompt.tokens) > 1 for one in answers) and self.rollout.completions > 1
         if self.rollout.share_prompts and several and not found:
             what = f"no two answers to a prompt fit into a row of {plural(self.shape.sequence, 'token')}, so that none share it"
-            self.collector.complain(f"{what}: raise data.sequence, or leave out rollout.share_prompts", "apart")
+            self.complain(f"{what}: raise data.sequence, or leave out rollout.share_prompts", "apart")
         return found
 
     def known(self, state: Any, parts: Sequence[Part], count: int) -> dict[str, np.ndarray]:
         """What the models of the run say of the answers before the first update, [B L] each; `after` [B]."""
-        assert self.trainer is not None
         in_reward = self.policy.kl and self.policy.kl_in == "reward"
         asked: dict[str, Any] = {"old": self.trainer.old} if self.rollout.updates > 1 or in_reward else {}
         asked |= {"reference": self.trainer.reference} if self.policy.kl else {}
@@ -257,10 +155,10 @@ class Rollouts(Queued):
 
     def numbers(self, made: Collected, by: Compared, counted: np.ndarray) -> dict[str, float]:
         """The metrics of a rollout."""
-        answers, n, names = made.found.answers, self.rollout.completions, self.collector.names
+        answers, n, names = made.found.answers, self.rollout.completions, self.sampler.names
         lengths = np.array([sum(one.live) for one in answers], np.float32)
         distinct = [len({tuple(one.tokens) for one in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
-        metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.collector.by_group(made.found.rewards)), names))
+        metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.sampler.by_group(made.found.rewards)), names))
         return numbers(metrics) | {
             "rollout": float(made.number + 1),
             "rollout_age": float(made.number - made.seen),
@@ -278,7 +176,7 @@ class Rollouts(Queued):
 
     def told(self, made: Collected, by: Compared) -> list[Told]:
         """The answers of a rollout as they are kept."""
-        answers, names, number = made.found.answers, self.collector.names, made.number + 1
+        answers, names, number = made.found.answers, self.sampler.names, made.number + 1
         # That of the first token of the policy: an environment may have spoken before it.
         first = by.values[np.arange(len(answers)), [one.live.index(True) if any(one.live) else 0 for one in answers]].tolist()
         if by.turns is not None:
@@ -291,29 +189,14 @@ class Rollouts(Queued):
 
     # ---------------------------------------------------------------- evaluation
 
-    def evaluated(self, state: Any, most: int) -> dict[str, float] | None:
-        """Rewards of the greedy answers to held-out prompts, at most so many; None if it was interrupted."""
-        assert self.trainer is not None
-        if self.held_out is None:
-            return {}
-        # The engine does one thing at a time.
-        self.ahead.settled()
-        lm = self.trainer.engine(self.trainer.weights(state))
-        self.evaluating = True
-        try:
-            answers, rewards = self.collector.greedy(lm, self.held_out(0, most))
-        except Interrupted:
-            return None
-        except SamplersLost as error:
-            self.failed = error
-            return None
-        finally:
-            self.evaluating = False
+    def evaluate(self, state: Any, engine: Engine, most: int) -> dict[str, float]:
+        lm = engine()
+        answers, rewards = self.sampler.greedy(lm, self.held_out(0, most))
         if not answers:
             return {}
         lm.sleep()
-        values, names = rewards[:, None], self.collector.names
-        summed = total(jnp.asarray(values), self.collector.weights)
+        values, names = rewards[:, None], self.sampler.names
+        summed = total(jnp.asarray(values), self.sampler.weights)
         metrics: Metrics = {"reward": mean_where(summed, jnp.isfinite(summed).astype(summed.dtype))}
         metrics |= reward_metrics(jnp.asarray(values), names)
         return {f"eval_{name}": value for name, value in numbers(metrics).items()} | {
@@ -321,6 +204,11 @@ class Rollouts(Queued):
             "eval_prompts": float(len(answers)),
             **{f"eval_{name}": value for name, value in played_numbers(answers).items()},
         }
+
+
+def reward_batches(*args: Any, **named: Any) -> RolloutBatches:
+    """The batches of a run that learns from rewards: `RewardSignal` takes these arguments."""
+    return RolloutBatches(RewardSignal(*args, **named))
 
 
 def by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:

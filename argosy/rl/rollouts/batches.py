@@ -1,0 +1,266 @@
+"""Rollouts as batches: prompts are answered, and updates learn from the completions.
+
+    prompts -> completions -> what they teach (a `Signal`) -> packed parts -> `epochs` times `minibatches` updates
+
+A signal is rewards of the policy's completions (`reward_signal`), or a teacher's distributions at them (`teacher_signal`).
+
+Completions depend on the weights of the moment, so `advance` reads the training state before each batch; where updates of the last
+rollout are left, nothing is sampled. A position is the place in the prompts and the number of the rollout; updates that are left are
+arrays beside it, since the weights that sampled them are gone, and so are rollouts that were sampled ahead. So a run that was killed
+goes on bit for bit, wherever it was.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from argosy.core.progress import Complaining, Say
+from argosy.data.batch import Batches
+from argosy.data.encode import NAMES_SHOWN
+from argosy.data.order import whole_numbers
+from argosy.data.summary import CorpusSummary
+from argosy.infer.lm import LM
+from argosy.rl.rollouts.completions import Elsewhere, Interrupted, SamplersLost
+from argosy.rl.rollouts.packing import Experience, Shape, restored, stored
+from argosy.rl.rollouts.prefetch import Ahead
+from argosy.rl.rollouts.records import Ended, Told, Trainer
+from argosy.rl.rollouts.sampled import Collected, given_back, kept
+from argosy.rl.rollouts.settings import PLACEMENT, Rollout
+
+NUMBERS = ("place", "rollout", "tokens")
+# Of the arrays of a position, those of rollouts that were sampled ahead.
+AHEAD = "ahead."
+
+Engine = Callable[[], LM | Elsewhere]
+
+
+class Signal(Complaining, ABC):
+    """What updates learn from completions.
+
+    prompts: of the run. held_out: to evaluate.
+    rollout: how completions are sampled.
+    batch: completions of a rollout.
+    shape: of the parts that they are packed into.
+    seed: of the run.
+    place, number: in the prompts, and of the rollout that is sampled next.
+    identity: what decides the updates beside the prompts.
+    trainer: what the run lends, from `begin` on.
+    keep: is called with the completions of each rollout.
+    interrupted: whether what is being sampled is given up.
+    """
+
+    def __init__(self, prompts: Any, held_out: Any, rollout: Rollout, batch: int, shape: Shape, seed: int, say: Say = lambda _: None):
+        super().__init__(say)
+        self.prompts, self.held_out, self.rollout, self.batch, self.shape, self.seed = prompts, held_out, rollout, batch, shape, seed
+        self.longest_prompt = shape.sequence - rollout.tokens
+        self.place = self.number = 0
+        self.identity: Mapping[str, Any] = {}
+        self.trainer: Any = None
+        self.keep: Callable[[Sequence[Told]], None] = lambda _: None
+        self.interrupted: Callable[[], bool] = lambda: False
+
+    def records(self, number: int) -> int:
+        """Prompts of a rollout."""
+        return self.batch // self.rollout.completions
+
+    @abstractmethod
+    def sample(self, engine: Engine, seen: int) -> Collected:
+        """Samples the next rollout. If it raises, the place in the prompts is what it was.
+
+        Args:
+            engine: gives the model, with the weights that have learned from `seen` rollouts.
+
+        Raises:
+            Interrupted: it was given up. Ended: too few prompts are left. SamplersLost: what samples elsewhere cannot go on.
+        """
+
+    @abstractmethod
+    def updates(self, state: Any, rollout: Collected) -> list[Experience]:
+        """What is learned from a rollout."""
+
+    @abstractmethod
+    def evaluate(self, state: Any, engine: Engine, most: int) -> dict[str, float]:
+        """Numbers of greedy completions of held-out prompts, at most so many.
+
+        Raises:
+            Interrupted: it was given up. SamplersLost: what samples elsewhere cannot go on.
+        """
+
+    def close(self) -> None:
+        """Ends what it has started."""
+
+
+class RolloutBatches(Batches):
+    """Updates of one rollout after the other. Nothing is sampled before the first `advance`.
+
+    signal: what updates learn.
+    place: in the prompts, after the last rollout.
+    number: rollouts so far.
+    tokens: of all updates that were handed out.
+    failed: why there are no more, where that is an error: the run ends with it when it has saved.
+    """
+
+    bytes_per_token = None
+    depends = True
+
+    def __init__(self, signal: Signal):
+        self.signal, self.prompts, self.held_out = signal, signal.prompts, signal.held_out
+        self.rollout, self.shape, self.sizes = signal.rollout, signal.shape, signal.shape.sizes
+        settings = {name: value for name, value in dict(self.rollout).items() if name not in PLACEMENT}
+        made = repr({**signal.identity, "rollout": settings})
+        self.fingerprint = self.prompts.fingerprint | {"prompts": len(self.prompts), "batch": signal.batch, "made": made}
+        # Nominal: what is computed depends on the lengths of the completions.
+        self.tokens_per_batch = self.shape.sequence * signal.batch // self.rollout.minibatches
+        self.queue: list[Experience] = []
+        # Of a position that was sought: what belongs to the arrays that follow.
+        self.waiting: Sequence[Any] = ()
+        self.sampled: Sequence[Any] = ()
+        self.place = self.number = self.tokens = 0
+        self.failed: SamplersLost | None = None
+        self.ahead: Ahead[tuple[Any, int], Collected] = Ahead(self.collected)
+        self.stopping: Callable[[], bool] = lambda: False
+        self.closing = self.evaluating = False
+
+    def begin(self, trainer: Trainer, say: Say, keep: Callable[[Sequence[Told]], None], interrupted: Callable[[], bool]) -> None:
+        """Takes what a run lends, before the first `advance`.
+
+        Args:
+            keep: called with the completions of each rollout.
+            interrupted: whether to stop. Then a rollout is given up, which is sampled again later; except one that is sampled ahead,
+                whose weights will be gone.
+        """
+        self.stopping = interrupted
+        self.signal.trainer, self.signal.say, self.signal.keep, self.signal.interrupted = trainer, say, keep, self.gives_up
+
+    def gives_up(self) -> bool:
+        """Whether what is being sampled is given up."""
+        return self.closing or (self.stopping() and (self.evaluating or not self.rollout.ahead))
+
+    # ---------------------------------------------------------------- as batches
+
+    def advance(self, state: Any) -> None:
+        """Samples a rollout with the weights of a state, unless updates of the last one are left.
+
+        Raises:
+            ArgosyError: nothing can be learned, or no prompt fits.
+        """
+        if self.queue or self.failed is not None:
+            return
+        try:
+            self.queue = self.next_updates(state)
+        except (Interrupted, Ended):
+            pass
+        except SamplersLost as error:
+            self.failed = error
+
+    def __next__(self) -> Any:
+        if not self.queue:
+            raise StopIteration
+        made = self.queue.pop(0)
+        self.tokens += sum(int(np.sum(part["segments"] > 0)) for part in made.parts)
+        return Experience(made.parts, made.numbers | {"tokens": self.tokens})
+
+    def position(self) -> dict[str, Any]:
+        """Waits for what is sampled ahead."""
+        position = {"place": self.place, "rollout": self.number, "tokens": self.tokens, "waiting": stored(self.queue)[1]}
+        return position | {"ahead": kept(self.ahead.settled())[1]}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        found = whole_numbers({name: position[name] for name in NUMBERS}, NUMBERS)
+        self.place, self.number, self.tokens = found.values()
+        self.queue, self.waiting = [], list(position.get("waiting", ()))
+        # What is being sampled for another position is given up, and its thread ends.
+        self.closing = True
+        self.ahead.close()
+        self.closing = False
+        self.ahead, self.sampled = Ahead(self.collected), list(position.get("ahead", ()))
+        self.signal.place, self.signal.number = self.place, self.number
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return stored(self.queue)[0] | {AHEAD + name: a for name, a in kept(self.ahead.settled())[0].items()}
+
+    def take(self, arrays: dict[str, np.ndarray]) -> None:
+        self.queue = restored({name: a for name, a in arrays.items() if not name.startswith(AHEAD)}, self.waiting)
+        self.waiting = ()
+        sampled = {name.removeprefix(AHEAD): a for name, a in arrays.items() if name.startswith(AHEAD)}
+        done = given_back(sampled, self.sampled, self.prompts) if self.sampled else []
+        self.ahead.put_back(done)
+        if done:
+            self.signal.place, self.signal.number = done[-1].place, done[-1].number + 1
+
+    def close(self) -> None:
+        self.closing = True
+        self.ahead.close()
+        self.signal.close()
+
+    def summary(self, steps: int | None = None) -> CorpusSummary:
+        most, updates = self.prompts.most, self.rollout.updates
+        limit = None if steps is None else -(-steps // updates)
+        place = rollouts = 0
+        # Prompts after as many rollouts as there are steps for.
+        drawn = None if limit is None else 0
+        while most is not None or (limit is not None and rollouts < limit):
+            count = self.signal.records(rollouts)
+            if most is not None and place + count > most:
+                break
+            place, rollouts = place + count, rollouts + 1
+            drawn = place if limit is None or rollouts <= limit else drawn
+        ends = None if most is None else rollouts * updates
+        tail = most - place if most is not None and ends is not None and (steps is None or steps >= ends) else 0
+        names = self.prompts.special_names
+        return CorpusSummary(
+            self.prompts.source,
+            format="prompt",
+            documents=len(self.prompts),
+            epochs=None if drawn is None else drawn / len(self.prompts),
+            held_out_documents=len(self.held_out) if self.held_out is not None else 0,
+            ends_after=ends,
+            special_documents=sum(names.values()),
+            special_names=tuple(names)[:NAMES_SHOWN],
+            tail_rows=tail,
+        )
+
+    # ---------------------------------------------------------------- rollouts
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self.signal.trainer is not None, "rollouts before a trainer"
+        return self.signal.trainer
+
+    def next_updates(self, state: Any) -> list[Experience]:
+        """The updates of the next rollout. If it raises, the position is what it was."""
+        if not self.rollout.ahead:
+            made = self.collected((self.trainer.weights(state), self.number))
+        else:
+            if not len(self.ahead):
+                self.ahead.submit((self.trainer.weights(state), self.number))
+            made = self.ahead.take()
+            # While the update runs, the next ones are sampled with the weights from before it.
+            while len(self.ahead) < self.rollout.ahead:
+                self.ahead.submit((self.trainer.weights(state), self.number))
+        self.number, self.place = made.number + 1, made.place
+        return self.signal.updates(state, made)
+
+    def collected(self, given: tuple[Any, int]) -> Collected:
+        """A rollout by these weights, which may be sampled ahead, in a thread of its own."""
+        weights, seen = given
+        return self.signal.sample(lambda: self.trainer.engine(weights), seen)
+
+    def evaluated(self, state: Any, most: int) -> dict[str, float] | None:
+        """Numbers of greedy completions of held-out prompts, at most so many; None if it was interrupted."""
+        if self.held_out is None:
+            return {}
+        # The engine does one thing at a time.
+        self.ahead.settled()
+        self.evaluating = True
+        try:
+            return self.signal.evaluate(state, lambda: self.trainer.engine(self.trainer.weights(state)), most)
+        except Interrupted:
+            return None
+        except SamplersLost as error:
+            self.failed = error
+            return None
+        finally:
+            self.evaluating = False

@@ -1,0 +1,82 @@
+"""A rollout that was sampled, and how it is kept beside a position: prompts by their places, tokens as arrays, the rest as JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from argosy.data.rows.prompts import Prompts
+from argosy.observe.goodput import Clock
+from argosy.rl.rollouts.completions import Answer, Played
+from argosy.rl.rollouts.records import Rolled
+
+# Of a completion, a number for each token.
+OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
+
+
+@dataclass
+class Collected:
+    """A rollout that was sampled and scored.
+
+    number: from 0.
+    seen: rollouts that its weights had learned from.
+    rounds: of generation.
+    place: in the prompts, after it.
+    failed: rewards that are missing, and processes that ended, by metric.
+    clock: seconds of its work, by metric.
+    source: whose the completions are: the policy's `own`, the `teacher`'s, or those of the `data`.
+    """
+
+    number: int = 0
+    seen: int = 0
+    found: Rolled = field(default_factory=Rolled)
+    rounds: int = 0
+    place: int = 0
+    failed: dict[str, float] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+    source: str = "own"
+
+
+def kept(rollouts: Sequence[Collected]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """Rollouts as arrays by name, and as JSON what else they are. Prompts are kept as their places."""
+    arrays: dict[str, np.ndarray] = {}
+    told: list[dict[str, Any]] = []
+    for i, one in enumerate(rollouts):
+        answers, found = one.found.answers, one.found
+        lengths = [len(answer.tokens) for answer in answers]
+        tokens = {name: np.concatenate([np.asarray(getattr(a, name), dtype) for a in answers]) for name, dtype in OF_TOKENS.items()}
+        greedy = {} if found.greedy is None else {"greedy": found.greedy}
+        own = {"lengths": np.asarray(lengths, np.int32), "rewards": found.rewards, **tokens, **greedy}
+        arrays |= {f"{i}.{name}": a for name, a in own.items()}
+        rest = [{f.name: getattr(a, f.name) for f in fields(a) if f.name not in OF_TOKENS} for a in answers]
+        texts = [one | {"prompt": one["prompt"].place, "played": one["played"] and asdict(one["played"])} for one in rest]
+        plain = {f.name: getattr(one, f.name) for f in fields(one) if f.name not in ("found", "clock")}
+        told.append(plain | {"seconds": one.clock.seconds, "answers": texts})
+    return arrays, told
+
+
+def given_back(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[Collected]:
+    """The rollouts that `kept` gave."""
+    out: list[Collected] = []
+    for i, one in enumerate(told):
+        own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
+        ends = np.cumsum(own["lengths"])[:-1]
+        tokens = {name: [part.tolist() for part in np.split(own[name], ends)] for name in OF_TOKENS}
+        each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(one["answers"]))]
+        answers = [answer_of(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
+        found = Rolled(answers, own["rewards"], own.get("greedy"))
+        made = Collected(**{name: value for name, value in one.items() if name not in ("answers", "seconds")}, found=found)
+        made.clock.seconds = dict(one["seconds"])
+        out.append(made)
+    return out
+
+
+def answer_of(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Answer:
+    """One answer that `kept` wrote."""
+    (prompt,) = prompts(rest["prompt"], 1)
+    its = rest.get("played")
+    played = its and Played(**{**its, "failure": its["failure"] and tuple(its["failure"])})
+    if played is not None and played.begun is not None:
+        prompt = replace(prompt, tokens=played.begun)
+    return Answer(**{**rest, **tokens, "prompt": prompt, "played": played})
