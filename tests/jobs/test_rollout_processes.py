@@ -137,7 +137,7 @@ def test_only_what_moved_is_sent_again():
     ("words", "said"),
     [
         (["rollout.devices=1"], "leave one out"),
-        (["environment=tools", "environment.functions=tools.py:add"], "rollout.processes with an environment is not built"),
+        (["environment=tools", "environment.functions=tools.py:add"], "rollout.processes and an environment do not combine"),
         (["rollout.processes=null", "rollout.stuck=3"], "is for processes that sample"),
         (["rollout.processes=0"], "greater than 0"),
     ],
