@@ -300,6 +300,46 @@ def test_a_machine_path_is_found(text: str):
     assert MACHINE.search(text)
 
 
+# Prepositions, participles and pronouns are no names of classes, functions, fields or parameters.
+BANNED = frozenset(
+    ["held", "told", "found", "made", "over", "around", "beside", "one", "own", "what", "how", "once", "asked", "given", "those", "each"]
+)
+# A function of these names has a file for each thing that it is a part of: a family's block, an objective's loss.
+INTERFACES = frozenset(["block", "loss"])
+# How many are left: bounds that only fall.
+MOST_SHARED_CLASSES, MOST_SHARED_FUNCTIONS, MOST_BANNED = 90, 230, 510
+
+
+def public_definitions() -> tuple[dict[str, set[str]], dict[str, set[str]], list[str]]:
+    """The files that define each public class and function, and the places of banned names."""
+    classes: dict[str, set[str]] = {}
+    functions: dict[str, set[str]] = {}
+    banned: list[str] = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = str(path.relative_to(ROOT))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+                continue
+            (classes if isinstance(node, ast.ClassDef) else functions).setdefault(node.name, set()).add(where)
+            names = [node.name.lower()]
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name) and isinstance(node, ast.ClassDef):
+                    names += [inner.target.id] if inner in node.body else []
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_"):
+                    names += [inner.name] if inner is not node else []
+                    names += [argument.arg for argument in (*inner.args.args, *inner.args.kwonlyargs)]
+            banned += [f"{where}:{node.lineno}: {node.name}: {name}" for name in names if name in BANNED]
+    return classes, functions, banned
+
+
+def test_public_names_are_defined_once_and_are_nouns():
+    classes, functions, banned = public_definitions()
+    shared = {name: files for name, files in classes.items() if len(files) > 1}
+    assert len(shared) <= MOST_SHARED_CLASSES, shared
+    assert sum(len(files) > 1 for name, files in functions.items() if name not in INTERFACES) <= MOST_SHARED_FUNCTIONS
+    assert len(banned) <= MOST_BANNED, "\n".join(banned)
+
+
 def test_no_two_test_files_share_a_name():
     """Pytest imports them by it: of two that share one, it refuses the second where it collects both."""
     seen: dict[str, list[str]] = {}
