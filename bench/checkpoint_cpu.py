@@ -4,7 +4,7 @@
 
 A step of matrix products goes on while a save is written behind it: how long the longest step took, the call of save() counted with the
 step that follows, and the median without a save. Memory for the copies was taken before, as a run does while its step compiles.
-Restoring is `agreed_good` (every byte is hashed) and `load_weights`. The floor reads each file once and hashes it with SHA-256 in one
+Restoring is `latest_good` (every byte is hashed) and `load_weights`. The floor reads each file once and hashes it with SHA-256 in one
 thread. Each tier, medians; a warm page cache; machines are shared, so CPU seconds stand beside.
 """
 
@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.checkpoint.step.layout import WEIGHTS
 from argosy.checkpoint.step.load import load_weights
-from argosy.checkpoint.store import Checkpoints
 from argosy.checkpoint.tiers.local import LocalCheckpoints
 
 ARRAYS, SIDE = 30, 2000
@@ -76,7 +76,7 @@ def measure(name: str, make: Callable[[], Any], turns: int) -> None:
         again = make()
 
         def restore(c: Any = again) -> None:
-            step = c.agreed_good()
+            step = c.latest_good()
             c.prepare(step, {WEIGHTS: places})
             jax.block_until_ready(load_weights(c.path(step), places))
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.checkpoint.store import WRITING, Checkpoints
+from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
 from argosy.observe.metrics import by_step, read
@@ -100,7 +100,7 @@ def is_saving(run: Path) -> bool:
     folder = run / "checkpoints"
     if not folder.is_dir():
         return False
-    return any(d.name.endswith(WRITING) or (d.name.isdigit() and not (d / "manifest.json").exists()) for d in folder.iterdir())
+    return any(d.name.isdigit() and not (d / "manifest.json").exists() for d in folder.iterdir())
 
 
 def kind_of(name: str, folder: Path) -> tuple[str, list[str]]:

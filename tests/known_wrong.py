@@ -177,27 +177,27 @@ EDITS = [
     ),
     Edit(
         "a checkpoint committed although a process could not write",
-        "argosy/checkpoint/several.py",
-        'written = processes.together("checkpoint shards", lambda: self._put(step, files))',
+        "argosy/checkpoint/checkpoints.py",
+        'written = group.together("checkpoint shards", lambda: self.medium.put(step, own, self._pace))',
         """written = {}
             try:
-                written = self._put(step, files)
+                written = self.medium.put(step, own, self._pace)
             except OSError as error:
                 self._failure = error""",
         (f"{GANGS}checkpoints_that_each_process_writes_its_share_of",),
     ),
     Edit(
         "files of an object store that no process has verified",
-        "argosy/checkpoint/several_objects.py",
-        "[processes.rank() :: processes.count()]",
+        "argosy/checkpoint/checkpoints.py",
+        "[self._group.rank() :: count]",
         "[:0]",
         ("tests/launch/test_several_objects.py::test_damage_and_a_store_that_is_away",),
     ),
     Edit(
         "all shards of an array in the place of the first",
         "argosy/checkpoint/step/shards.py",
-        "at = tuple((part.start or 0) // size if size else 0 for part, size in zip(shard.index, each, strict=True))",
-        "at = tuple(0 for part, size in zip(shard.index, each, strict=True))",
+        "at = tuple((part.start or 0) // size if size else 0 for part, size in zip(shard.index, sizes, strict=True))",
+        "at = tuple(0 for part, size in zip(shard.index, sizes, strict=True))",
         (f"{GANGS}checkpoints_that_each_process_writes_its_share_of",),
     ),
     Edit(
@@ -883,11 +883,18 @@ EDITS = [
         ("tests/weights/test_manifest.py",),
     ),
     Edit(
-        "the manifest uploaded first",
-        "argosy/checkpoint/objects.py",
-        "for file in (*files, manifest.NAME):\n        store.put_file(",
-        "for file in (manifest.NAME, *files):\n        store.put_file(",
+        "the manifest written before what describes the arrays",
+        "argosy/checkpoint/checkpoints.py",
+        "                files |= self.medium.put(step, described, self._pace)\n                self.medium.commit(step, dict(sorted(files.items())))\n",
+        "                self.medium.commit(step, dict(sorted(files.items())))\n                files |= self.medium.put(step, described, self._pace)\n",
         ("tests/checkpoint/test_store.py::test_an_object_store_commits_by_the_manifest_last",),
+    ),
+    Edit(
+        "files removed before the manifest that lists them",
+        "argosy/checkpoint/medium/folder.py",
+        "            (folder / manifest.NAME).unlink()\n        # After a power cut the manifest must not be there without the files.\n        sync(folder)\n        remove_files(folder, pace)\n",
+        "            remove_files(folder, pace)\n",
+        ("tests/checkpoint/test_store.py::test_a_kill_while_removing_leaves_nothing_that_looks_complete",),
     ),
     Edit(
         "data restarted from zero",

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.base import UNDER_ADAPTERS, ModelRole, check_exists, check_same
-from argosy.checkpoint.objects import copied
+from argosy.checkpoint.checkpoints import Checkpoints
+from argosy.checkpoint.medium.objects import copy_tree
 from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER, RunDirectory
 from argosy.checkpoint.step.adapters import open_adapted
 from argosy.checkpoint.step.layout import META
 from argosy.checkpoint.step.load import read_meta
 from argosy.checkpoint.step.reader import StepReader
-from argosy.checkpoint.store import Checkpoints
 from argosy.core.addresses import local_path
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.settings import dump
@@ -118,12 +118,12 @@ def fetch_model(address: str) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix="argosy-"))
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     if not run.store.is_directory(CHECKPOINTS):
-        return copied(run.store, scratch / "model")
+        return copy_tree(run.store, scratch / "model")
     step = run.checkpoints.latest_good()
     if step is None:
         raise BadInput(f"{address} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
     if run.store.is_directory(TOKENIZER):
-        copied(run.store.child(TOKENIZER), scratch / TOKENIZER)
+        copy_tree(run.store.child(TOKENIZER), scratch / TOKENIZER)
     # Where the parent of its target is missing, `shutil.move` copies instead of renaming: twice the disk, and minutes.
     (scratch / CHECKPOINTS).mkdir(exist_ok=True)
     return Path(shutil.move(run.checkpoints.path(step), scratch / CHECKPOINTS / str(step)))

@@ -41,8 +41,8 @@ from argosy.weights import manifest
 if TYPE_CHECKING:
     import numpy as np
 
+    from argosy.checkpoint.checkpoints import Checkpoints
     from argosy.checkpoint.settings import CheckpointSettings
-    from argosy.checkpoint.store import Checkpoints
     from argosy.checkpoint.tiers.tiered import Tiers
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
@@ -105,18 +105,14 @@ class RunDirectory:
 
     @cached_property
     def checkpoints(self) -> "Checkpoints | Tiers":
-        from argosy.checkpoint.several import CheckpointsOfSeveral
-        from argosy.checkpoint.several_objects import CheckpointsOfSeveralElsewhere
-        from argosy.checkpoint.store import Checkpoints
-        from argosy.parallel import processes
+        from argosy.checkpoint.checkpoints import Checkpoints
 
-        several = self.settings is not None and processes.count() > 1
-        of_several = CheckpointsOfSeveral if self.store.is_local else CheckpointsOfSeveralElsewhere
-        persistent = (of_several if several else Checkpoints)(self.store.child(CHECKPOINTS), self.settings, self.warn)
+        persistent = Checkpoints(self.store.child(CHECKPOINTS), self.settings, self.warn)
         if self.settings is None or self.settings.local is None:
             return persistent
         from argosy.checkpoint.tiers.local import LocalCheckpoints
         from argosy.checkpoint.tiers.tiered import Tiers
+        from argosy.parallel import processes
 
         root = Path(self.settings.local).expanduser() / processes.told("run id", lambda: self.id)
         shared = {"belongs": self._belongs, "memory": persistent.memory}

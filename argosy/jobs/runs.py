@@ -202,9 +202,9 @@ def _files_of(store: Store, step: int) -> dict[str, Any]:
     if store.is_local:
         return manifest.read(store.local_path(name))
     # It imports numpy, which takes a moment.
-    from argosy.checkpoint.objects import manifest_of
+    from argosy.checkpoint.medium.objects import read_manifest
 
-    return manifest_of(store, name)
+    return read_manifest(store, name)
 
 
 def trouble(path: str | Path, step: int, verify: bool = False) -> str | None:
@@ -233,14 +233,14 @@ def _trouble_elsewhere(store: Store, step: int, files: Mapping[str, Any], verify
     Raises:
         Damaged: a byte is another, or a file is missing.
     """
-    from argosy.checkpoint.objects import passed
+    from argosy.checkpoint.medium.objects import download
 
     def of(name: str) -> str | None:
         own, expected = f"{CHECKPOINTS}/{step}/{name}", files[name]
         try:
             size = store.size(own)
             if size == expected["bytes"] and verify:
-                passed(store, own, expected)
+                download(store, own, expected)
         except Missing:
             return f"checkpoint {step}: {name} is missing"
         except Damaged:

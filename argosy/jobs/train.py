@@ -138,7 +138,7 @@ def _locked(
     settings, log = reading.value, Logged(view, directory.log)
     clock = Clock()
     with clock("start"):
-        good = directory.checkpoints.agreed_good()
+        good = directory.checkpoints.latest_good()
         meta = directory.checkpoints.meta(good) if good is not None else None
         if meta is not None:
             # A local checkpoint may be newer than the one that was compared.

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from argosy.checkpoint.store import Checkpoints
+from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.tiers.tiered import Tiers
 from argosy.core.settings import Reading, dump
 from argosy.observe.goodput import Clock

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.several import check_shared
+from argosy.checkpoint.shared import check_shared
 from argosy.core.process.signals import Stop
 from argosy.core.settings import Reading, dump
 from argosy.core.storage import Store

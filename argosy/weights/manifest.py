@@ -6,13 +6,11 @@ on disk. Files that do not match it are never read.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,14 @@ from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.process.cores import core_count
 
 NAME = "manifest.json"
+# Counts up when files of a checkpoint are laid out in another way. Folders without one are older than the first release.
+FORMAT = 1
 CHUNK_BYTES = 1 << 20
 # At most so many files are hashed at once.
 THREADS = 8
+
+# The size and SHA-256 of each file, by its path inside the folder.
+Files = dict[str, dict[str, Any]]
 
 
 def write(folder: Path) -> None:
@@ -31,7 +34,7 @@ def write(folder: Path) -> None:
     commit(folder, {str(f.relative_to(folder)): describe(f, sync=True) for f in _files(folder)})
 
 
-def commit(folder: Path, files: dict[str, Any]) -> None:
+def commit(folder: Path, files: Mapping[str, Any]) -> None:
     """Writes the manifest of files that are on disk already, {file: size and hash}, by renaming it into place."""
     # It imports numpy, which readers of a run directory do not need.
     from argosy.core.formats.files import sync
@@ -49,9 +52,9 @@ def commit(folder: Path, files: dict[str, Any]) -> None:
     sync(folder.parent)
 
 
-def text(files: dict[str, Any]) -> str:
+def text(files: Mapping[str, Any]) -> str:
     """A manifest of {file: size and hash}."""
-    return json.dumps({"files": files, "sha256": digest(files)}, indent=1)
+    return json.dumps({"format": FORMAT, "files": files, "sha256": digest(files)}, indent=1)
 
 
 def verify(folder: Path) -> None:
@@ -66,7 +69,7 @@ def verify(folder: Path) -> None:
             raise error
 
 
-def compared(folder: Path, files: dict[str, Any]) -> dict[str, ArgosyError | None]:
+def compared(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyError | None]:
     """What is wrong with each file, None where nothing is. Hashing lets other threads run, so each core takes a file."""
     def one(name: str) -> ArgosyError | None:
         path = folder / name
@@ -100,79 +103,47 @@ def _compare(path: Path, expected: dict[str, Any]) -> None:
         raise Damaged(f"{path.name} differs from what was written: its SHA-256 is another", where=str(path))
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """{file: size and hash}.
+def read(folder: Path) -> Files:
+    """The files of a folder.
 
     Raises:
         Damaged: there is no manifest, or it differs from what was written.
-        BadInput: it cannot be reached.
+        BadInput: it cannot be reached, or has another format.
     """
     path = folder / NAME
     try:
-        stored = json.loads(path.read_bytes())
-        files = stored["files"]
-        good = stored["sha256"] == digest(files) and all({"bytes", "sha256"} == set(f) for f in files.values())
+        return parse(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise Damaged("it was never committed: it has no manifest", where=str(folder)) from None
     except OSError as error:
         raise _unread(path, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        good = False
-        files = {}
-    if not good:
-        raise Damaged("the manifest differs from what was written", where=str(path))
-    return files
 
 
-class Held:
-    """A shared lock on a checkpoint while it is read; retention does not remove a locked one. Released with this object.
+def parse(data: bytes, where: str) -> Files:
+    """The files of a manifest.
 
-    On file systems without locks there is no protection, and a reader may have to start again.
+    Args:
+        where: the manifest, for errors.
 
     Raises:
-        FileNotFoundError: the checkpoint is gone, or was removed while this waited for its lock.
+        Damaged: it differs from what was written.
+        BadInput: it has another format.
     """
-
-    def __init__(self, folder: Path):
-        self._file: int | None = os.open(folder / NAME, os.O_RDONLY)
-        try:
-            # What removes a checkpoint holds its lock for the time of a rename.
-            fcntl.flock(self._file, fcntl.LOCK_SH)
-        except OSError:
-            self.release()
-            return
-        try:
-            there = os.path.sameopenfile(self._file, now := os.open(folder / NAME, os.O_RDONLY))
-            os.close(now)
-        except OSError:
-            self.release()
-            raise
-        if not there:
-            self.release()
-            raise FileNotFoundError(errno.ENOENT, "it was replaced while its lock was awaited", str(folder / NAME))
-
-    def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def __del__(self) -> None:
-        self.release()
-
-
-@contextmanager
-def unread(folder: Path) -> Iterator[bool]:
-    """Whether nobody reads a checkpoint. While the block runs nobody begins to, so what renames it does so inside."""
-    file = os.open(folder / NAME, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            yield error.errno not in (errno.EAGAIN, errno.EACCES)
-        else:
-            yield True
-    finally:
-        os.close(file)
+        stored = json.loads(data)
+        files, version = stored["files"], stored.get("format")
+        good = stored["sha256"] == _sha256(files if version is None else [version, files])
+        good &= all({"bytes", "sha256"} == set(file) for file in files.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        files, version, good = {}, FORMAT, False
+    if not good:
+        raise Damaged("the manifest differs from what was written", where=where)
+    if version is None:
+        what = "this checkpoint was written before the first release, and nothing reads such run directories"
+        raise BadInput(what, where=where, hint="train again with dir=NEW")
+    if version != FORMAT:
+        raise BadInput(f"this checkpoint has format {version}, and this version of argosy reads format {FORMAT}", where=where)
+    return files
 
 
 def describe(path: Path, sync: bool = False) -> dict[str, Any]:
@@ -192,6 +163,10 @@ def _files(folder: Path) -> list[Path]:
     return sorted(f for f in folder.rglob("*") if f.is_file() and not f.name.startswith(NAME))
 
 
-def digest(files: dict[str, Any]) -> str:
+def digest(files: Mapping[str, Any]) -> str:
     """What tells this manifest from any other."""
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return _sha256([FORMAT, files])
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

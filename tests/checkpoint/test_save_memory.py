@@ -12,18 +12,17 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.saving import memory as copies
 from argosy.checkpoint.saving.memory import Memory
-from argosy.checkpoint.several import CheckpointsOfSeveral
-from argosy.checkpoint.step import shards
+from argosy.checkpoint.step import files, shards
 from argosy.checkpoint.step.layout import STATE, WEIGHTS
 from argosy.checkpoint.step.load import load_weights
-from argosy.checkpoint.store import Checkpoints
 from argosy.checkpoint.tiers.local import LocalCheckpoints
 from argosy.checkpoint.tiers.tiered import Tiers
 
 MIB = 1 << 20
-TIERS = {"persistent": Checkpoints, "several": CheckpointsOfSeveral, "local": LocalCheckpoints}
+TIERS = {"persistent": Checkpoints, "local": LocalCheckpoints}
 
 
 def state(seed: int, types: Any = (jnp.float32, jnp.bfloat16, jnp.int8)) -> dict[str, jax.Array]:
@@ -56,7 +55,7 @@ def test_the_second_save_copies_into_the_memory_of_the_first(tmp_path: Path, tie
         if step == 1:
             first = addresses(memory)
             assert taken == []
-            assert len(first) == (3 if tier == "persistent" else 6), "whole arrays, or the shards of two devices"
+            assert len(first) == 6, "the shards of two devices"
         else:
             assert addresses(memory) == first
     folders = tmp_path / "0" if tier == "local" else tmp_path
@@ -66,16 +65,16 @@ def test_the_second_save_copies_into_the_memory_of_the_first(tmp_path: Path, tie
 
 def test_memory_is_not_used_again_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two tiers share the memory, and one saves while the other still writes."""
-    memory, may_go_on, real = Memory(), threading.Event(), shards.write
+    memory, may_go_on, real = Memory(), threading.Event(), files.write_files
     tiers = Tiers(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
 
-    def held(folder: Path, files: Any, pace: Any) -> Any:
+    def held(folder: Path, what: Any, pace: Any) -> Any:
         assert may_go_on.wait(60)
-        return real(folder, files, pace)
+        return real(folder, what, pace)
 
     tiers.save(1, state(1), {}, {})
     tiers.join()
-    monkeypatch.setattr(shards, "write", held)
+    monkeypatch.setattr(files, "write_files", held)
     tiers.save_local(2, state(2), {}, {})
     tiers.save(3, state(3), {}, {})
     may_go_on.set()
@@ -89,13 +88,13 @@ def test_a_step_that_overwrites_the_state_changes_nothing_of_what_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
 ):
     """The loop donates the state to the next step, which computes in its memory while the save is written."""
-    may_go_on, real = threading.Event(), shards.write
+    may_go_on, real = threading.Event(), files.write_files
 
-    def held(folder: Path, files: Any, pace: Any) -> Any:
+    def held(folder: Path, what: Any, pace: Any) -> Any:
         assert may_go_on.wait(60)
-        return real(folder, files, pace)
+        return real(folder, what, pace)
 
-    monkeypatch.setattr(shards, "write", held)
+    monkeypatch.setattr(files, "write_files", held)
     saves: Any = TIERS[tier](tmp_path)
     weights = state(1) | {"alone": jax.device_put(jnp.arange(float(MIB)), jax.devices()[0])}
     addresses = [shard.data.unsafe_buffer_pointer() for shard in weights["w0"].addressable_shards]
@@ -114,13 +113,13 @@ def test_a_save_that_fails_keeps_nothing_and_the_next_one_does(tmp_path: Path, m
     said: list[str] = []
     saves = Checkpoints(tmp_path, warn=said.append)
     with monkeypatch.context() as broken:
-        broken.setattr(shards, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        broken.setattr(files, "write_files", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         saves.save(1, state(1), {}, {})
         saves.join()
     assert addresses(saves.memory) == []
     saves.save(2, state(2), {}, {})
     saves.wait()
-    assert len(addresses(saves.memory)) == 3
+    assert len(addresses(saves.memory)) == 6
     assert "No space left" in said[0]
 
 
@@ -136,7 +135,7 @@ def test_where_the_machine_has_no_room_nothing_is_kept(tmp_path: Path, monkeypat
     free = 60 * MIB
     saves.save(2, state(2), {}, {})
     saves.wait()
-    assert len(addresses(saves.memory)) == 3
+    assert len(addresses(saves.memory)) == 6
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -235,4 +234,4 @@ def test_of_copies_of_a_shard_one_is_counted():
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     array = jax.device_put(jnp.zeros((4, MIB)), NamedSharding(Mesh(devices, ("a", "b")), P("a")))
     items = {WEIGHTS: {"w": array}, STATE: {}}
-    assert shards.sizes(items) == shards.sizes(items, every=True) == {8 * MIB: 2}
+    assert shards.copied_sizes(items) == shards.copied_sizes(items, replicas=True) == {8 * MIB: 2}

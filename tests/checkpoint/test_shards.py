@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from argosy.checkpoint.saving.memory import Memory
 from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.files import write_files
 from argosy.checkpoint.step.layout import WEIGHTS, catalog
 from argosy.core.errors import Damaged
 from argosy.core.formats import zarr, zarr_parts
@@ -34,15 +35,14 @@ def step(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(zarr_parts, "PIECE_BYTES", 100)
     monkeypatch.setattr(shards, "GROUP_BYTES", 200)
     if request.param in ("one", "chunks"):
-        files = shards.whole_files({WEIGHTS: ARRAYS})
+        items = shards.copy_shards({WEIGHTS: ARRAYS}, Memory().copies(), True)
     else:
         both = {"rows": P("a", "b"), "half": P("b"), "odd": P(None, "a")}
         axes = both if request.param == "shards" else {"rows": P(None, "b"), "half": P(None, "a")}
         place = {n: NamedSharding(MESH, axes.get(n, P())) for n in ARRAYS}
         placed = {n: jax.device_put(a, place[n]) for n, a in ARRAYS.items()}
-        split = shards.split_all({WEIGHTS: placed}, Memory().copies(), True)[WEIGHTS]
-        files = [*shards.files_of(WEIGHTS, split), *(f._replace(name=f"{WEIGHTS}/{f.name}") for f in shards.described(split))]
-    shards.write(tmp_path / "1", [*files, *catalog({WEIGHTS: ARRAYS})])
+        items = shards.copy_shards({WEIGHTS: placed}, Memory().copies(), True)
+    write_files(tmp_path / "1", [*shards.shard_files(items), *shards.description_files(items, "{}")])
     return tmp_path / "1"
 
 
@@ -58,7 +58,7 @@ def wanted(**axes: P) -> dict[str, jax.ShapeDtypeStruct]:
 )
 def test_every_part_is_what_tensorstore_reads(step: Path, axes: dict[str, P]):
     likes = wanted(**axes)
-    back = shards.read(step, WEIGHTS, likes)
+    back = shards.read_arrays(step, WEIGHTS, likes)
     for name, array in ARRAYS.items():
         assert zarr_parts.laid(step / WEIGHTS / name) is not None, "TensorStore read it both times"
         theirs = shards._by_tensorstore(step, WEIGHTS, name, likes[name])
@@ -70,7 +70,7 @@ def test_every_part_is_what_tensorstore_reads(step: Path, axes: dict[str, P]):
 
 def test_only_the_files_of_what_is_held_are_needed(step: Path):
     places = {n: NamedSharding(MESH, P()) for n in ARRAYS}
-    found = set(shards.needed(step, {WEIGHTS: places}))
+    found = set(shards.needed_files(step, {WEIGHTS: places}, []))
     assert found == {str(f.relative_to(step)) for f in step.rglob("*") if f.is_file() and "/c/" in f"{f}/"}
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_is_cut_or_whose_chunks_moved_is_damage(step: Path):
     for bad in (data[:-1], data[:-16] + bytes(16), data + b"x"):
         file.write_bytes(bad)
         with pytest.raises(Damaged, match="is damaged"):
-            shards.read(step, WEIGHTS, wanted())
+            shards.read_arrays(step, WEIGHTS, wanted())
 
 
 def test_other_metadata_are_left_to_tensorstore(tmp_path: Path):
@@ -92,16 +92,16 @@ def test_other_metadata_are_left_to_tensorstore(tmp_path: Path):
     chunks: dict[str, Any] = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [3, 6]}}, "codecs": [{"name": "gzip"}]}
     tensorstore.open({**spec, "metadata": chunks}, create=True, dtype="float32", shape=(8, 6)).result()[...] = ARRAYS["rows"]
     for file in catalog({WEIGHTS: ["rows"]}):
-        shards.write(tmp_path, [file])
+        write_files(tmp_path, [file])
     assert json.loads((folder / "zarr.json").read_text())["codecs"][-1]["name"] == "gzip"
     assert zarr_parts.laid(folder) is None
     like = {"rows": wanted(rows=P("a", "b"))["rows"]}
-    np.testing.assert_array_equal(shards.read(tmp_path, WEIGHTS, like)["rows"], ARRAYS["rows"])
+    np.testing.assert_array_equal(shards.read_arrays(tmp_path, WEIGHTS, like)["rows"], ARRAYS["rows"])
 
 
 def test_what_is_read_may_be_donated(step: Path):
     """On a CPU the arrays are the memory that was read into, copies of one array the same: a step must not write into it twice."""
-    back = shards.read(step, WEIGHTS, wanted())["rows"]
+    back = shards.read_arrays(step, WEIGHTS, wanted())["rows"]
     kept = [np.array(s.data) for s in back.addressable_shards]
     again = jax.jit(lambda x: x + 1, donate_argnums=0)(back)
     for _ in range(3):

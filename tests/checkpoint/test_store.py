@@ -1,21 +1,31 @@
 """Checkpoints on disk: commits, going back past damage, what is kept, and disks that fail."""
 
+import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.checkpoint import objects, store
+from argosy.checkpoint.checkpoints import Checkpoints, CheckpointSettings
 from argosy.checkpoint.failures import root_of
+from argosy.checkpoint.medium import folder, objects
 from argosy.checkpoint.open import fetch_model
 from argosy.checkpoint.run_directory import RunDirectory
+from argosy.checkpoint.saving.memory import Memory
+from argosy.checkpoint.step import shards
 from argosy.checkpoint.step.layout import STATE
 from argosy.checkpoint.step.load import load_data, load_item, load_weights, read_meta
-from argosy.checkpoint.store import Checkpoints, CheckpointSettings
+from argosy.checkpoint.step.locks import ReadLock
 from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.formats.files import File
 from argosy.core.storage import Store
 from argosy.weights import manifest
 
@@ -170,19 +180,19 @@ def test_damage_to_an_old_one_does_not_stop_a_new_one(tmp_path: Path):
 
 
 def test_a_kill_while_removing_leaves_nothing_that_looks_complete(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    real = store.emptied
-
     def killed(path: Path, *_: object) -> None:
         next(f for f in sorted(Path(path).rglob("*")) if f.is_file()).unlink()
         raise KeyboardInterrupt("killed here")
 
-    monkeypatch.setattr(store, "emptied", killed)
-    with pytest.raises(ArgosyError, match="killed here"):
-        saved(copy, [8], keep=1)
-    assert Checkpoints(copy).steps() == [4, 6, 8]
-    for step in (4, 6, 8):
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "remove_files", killed)
+        with pytest.raises(ArgosyError, match="killed here"):
+            saved(copy, [8], keep=1)
+    steps = Checkpoints(copy).steps()
+    assert len(steps) == 3
+    assert 8 in steps
+    for step in steps:
         manifest.verify(copy / str(step))
-    monkeypatch.setattr(store, "emptied", real)
     saved(copy, [10], keep=1)
     assert [d.name for d in copy.iterdir()] == ["10"]
 
@@ -236,21 +246,29 @@ def test_a_checkpoint_that_cannot_be_read_is_damage(copy: Path, file: str, how: 
         load_weights(copy / "6")
 
 
+def packed(folder: Path) -> dict[str, dict[str, np.ndarray]]:
+    """A step whose arrays Orbax wrote by itself, in files that they share."""
+    from orbax.checkpoint import v1
+
+    items = {"weights": {n: w + 2 for n, w in WEIGHTS.items()}, "state": {"step": np.asarray(2)}, "data": {"seen": np.arange(3)}}
+    v1.save_checkpointables(folder, items)
+    (folder / "meta.json").write_text('{"step": 2}')
+    manifest.write(folder)
+    assert json.loads((folder / "weights" / "_METADATA").read_text())["use_ocdbt"]
+    return items
+
+
 @pytest.mark.parametrize("how", ["torn", "gone"])
 @pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt"])
-def test_a_packed_checkpoint_that_orbax_cannot_read_is_damage(tmp_path: Path, file: str, how: str):
-    store.pack_step(tmp_path / "6", {"weights": WEIGHTS}, "{}")
-    broken = tmp_path / "6" / "weights" / file
-    spoil(broken, how)
+def test_a_packed_checkpoint_that_cannot_be_read_is_damage(tmp_path: Path, file: str, how: str):
+    packed(tmp_path / "6")
+    spoil(tmp_path / "6" / "weights" / file, how)
     with pytest.raises(Damaged, match="cannot be read"):
         load_weights(tmp_path / "6")
 
 
 def test_a_step_that_orbax_wrote_is_read_and_gone_on_from(tmp_path: Path):
-    """What all runs of one process wrote before they wrote a file an array."""
-    items = {"weights": {n: w + 2 for n, w in WEIGHTS.items()}, "state": {"step": np.asarray(2)}, "data": {"seen": np.arange(3)}}
-    store.pack_step(tmp_path / "2", items, '{"step": 2}')
-    assert json.loads((tmp_path / "2" / "weights" / "_METADATA").read_text())["use_ocdbt"]
+    items = packed(tmp_path / "2")
     checkpoints = saved(tmp_path, [4])
     assert checkpoints.steps() == [2, 4]
     flip(tmp_path / "4" / "weights" / "embed.w" / "c" / "0" / "0")
@@ -260,6 +278,27 @@ def test_a_step_that_orbax_wrote_is_read_and_gone_on_from(tmp_path: Path):
     }
     assert int(load_item(tmp_path / "2", STATE)["step"]) == 2
     np.testing.assert_array_equal(load_data(tmp_path / "2")["seen"], np.arange(3))
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_a_step_from_before_the_first_release_is_refused(copy: Path, remote: Store, where: str):
+    """By one sentence, and it is no damage: nothing is renamed."""
+    if where == "memory":
+        saved(remote, [2, 4, 6])
+    place = Store(str(copy)) if where == "folder" else remote
+    files = json.loads(place.read_text("6/manifest.json"))["files"]
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    place.write_text("6/manifest.json", json.dumps({"files": files, "sha256": digest}))
+    before = place.list()
+    with pytest.raises(BadInput, match="written before the first release") as told:
+        Checkpoints(place, CheckpointSettings()).latest_good()
+    assert told.value.hint == "train again with dir=NEW"
+    assert place.list() == before
+    later = {"format": 2, "files": files}
+    later["sha256"] = hashlib.sha256(json.dumps([2, files], sort_keys=True).encode()).hexdigest()
+    place.write_text("6/manifest.json", json.dumps(later))
+    with pytest.raises(BadInput, match="has format 2, and this version of argosy reads format 1"):
+        Checkpoints(place, CheckpointSettings()).latest_good()
 
 
 def test_orbax_itself_reads_what_a_run_of_one_process_writes(tmp_path: Path):
@@ -287,47 +326,64 @@ def test_orbax_itself_reads_what_a_run_of_one_process_writes(tmp_path: Path):
 def test_a_run_of_one_process_needs_no_second_reading_for_its_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "describe", lambda *_, **__: pytest.fail("a file was read again"))
-        patch.setattr(store, "_orbax", lambda: pytest.fail("Orbax was asked"))
+        patch.setattr(shards, "open_array", lambda *_: pytest.fail("TensorStore was asked"))
         saved(tmp_path, [2])
         load_weights(tmp_path / "2")
     manifest.verify(tmp_path / "2")
 
 
 def test_what_a_kill_left_while_writing_is_removed_by_the_next_save(tmp_path: Path):
-    (tmp_path / "3.writing" / "weights").mkdir(parents=True)
+    (tmp_path / "3" / "weights").mkdir(parents=True)
+    (tmp_path / "3" / "manifest.json.part").write_text("{}")
     assert Checkpoints(tmp_path).steps() == []
     saved(tmp_path, [4])
     assert [d.name for d in tmp_path.iterdir()] == ["4"]
 
 
-def killed_before_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves step 4, and ends where it is complete but for its name."""
+KILLED = """
+import os, signal, sys, threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+sys.path.insert(0, {tests!r})
+from test_store import saved
 
-    def kill(*_: Path) -> None:
-        raise SystemExit
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "_name", kill)
-        with pytest.raises(SystemExit):
-            store.write_step(folder / "4", {"weights": {"w": np.arange(6.0)}, "state": {}}, "{}")
-
-
-def test_a_step_that_was_complete_when_the_run_was_killed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = saved(tmp_path, [2])
-    killed_before_its_name(tmp_path, monkeypatch)
-    assert Checkpoints(tmp_path).latest_good() == 2, "a reader changes nothing"
-    assert (tmp_path / "4.writing").exists()
-    assert run.latest_good() == 4
-    assert run.steps() == [2, 4]
-    np.testing.assert_array_equal(load_weights(tmp_path / "4")["w"], np.arange(6.0))
+def trace(frame, event, arg):
+    name = frame.f_code.co_filename
+    if "argosy/checkpoint" not in name and not name.endswith("manifest.py"):
+        return None
+    if event == "line" and (lines := lines + 1 if False else trace.lines + 1):
+        trace.lines = lines
+        if lines == {last}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+trace.lines = 0
+threading.settrace(trace)
+saved(Path({folder!r}), [8], keep=2, keep_best=0)
+print(trace.lines)
+"""
 
 
-def test_damage_to_such_a_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = saved(tmp_path, [2])
-    killed_before_its_name(tmp_path, monkeypatch)
-    flip(next(path for path in (tmp_path / "4.writing" / "weights").rglob("*") if path.is_file()))
-    assert run.latest_good() == 2
-    assert {d.name for d in tmp_path.iterdir()} == {"2", "4.damaged"}
+@pytest.mark.slow
+def test_a_kill_at_any_line_of_a_save_leaves_good_steps_alone(three: Path, tmp_path: Path):
+    """Of the thread that writes step 8 and retires 2 and 4: what has a manifest is complete, and a good step is always there."""
+
+    def killed(last: int) -> tuple[Path, str]:
+        folder = Path(shutil.copytree(three, tmp_path / str(last)))
+        code = KILLED.format(tests=str(Path(__file__).parent), last=last, folder=str(folder))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        return folder, done.stdout
+
+    count = int(killed(0)[1])
+    assert count > 200
+    for last in range(1, count, max(1, count // 24)):
+        folder, _ = killed(last)
+        steps = Checkpoints(folder).steps()
+        assert {6, 8} & {*steps}
+        for step in steps:
+            manifest.verify(folder / str(step))
+        saved(folder, [10], keep=1, keep_best=0)
+        assert [d.name for d in folder.iterdir()] == ["10"]
 
 
 # ---------------------------------------------------------------- readers beside a run
@@ -335,7 +391,7 @@ def test_damage_to_such_a_step_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_step_that_is_read_is_not_retired(tmp_path: Path):
     saved(tmp_path, [2])
-    held = manifest.Held(tmp_path / "2")
+    held = ReadLock(tmp_path / "2")
     assert saved(tmp_path, [4], keep=1, keep_best=0).steps() == [2, 4]
     held.release()
     assert saved(tmp_path, [6], keep=1, keep_best=0).steps() == [6]
@@ -343,23 +399,23 @@ def test_a_step_that_is_read_is_not_retired(tmp_path: Path):
 
 def test_a_step_retired_while_it_is_verified_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     """The run retires 6 and commits 8 just when a reader looks at 6."""
-    real, said = manifest.verify, []
+    real, said = manifest.compared, []
 
-    def racing(folder: Path) -> None:
+    def racing(folder: Path, files: dict) -> dict:
         if folder.name == "6" and folder.exists():
             saved(copy, [8], keep=1, keep_best=0)
-        real(folder)
+        return real(folder, files)
 
-    monkeypatch.setattr(manifest, "verify", racing)
+    monkeypatch.setattr(manifest, "compared", racing)
     assert Checkpoints(copy, warn=said.append).latest_good() == 8
     assert said == []
 
 
-def test_all_copies_off_the_devices_start_before_the_first_is_waited_for(tmp_path: Path):
+def test_all_copies_off_the_devices_start_before_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     events: list[str] = []
 
     class OnDevice:
-        is_fully_addressable = True
+        nbytes = 8
 
         def copy_to_host_async(self) -> None:
             events.append("start")
@@ -368,9 +424,10 @@ def test_all_copies_off_the_devices_start_before_the_first_is_waited_for(tmp_pat
             events.append("wait")
             return np.zeros(2, np.float32)
 
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, {"a": OnDevice(), "b": OnDevice()}, {"c": OnDevice()}, {})
-    checkpoints.wait()
+    arrays = {name: jnp.zeros(2) for name in "abc"}
+    monkeypatch.setattr(shards, "_shards_of", lambda array, replicas: {(0,): SimpleNamespace(data=devices[id(array)])})
+    devices = {id(array): OnDevice() for array in arrays.values()}
+    shards.copy_shards({"weights": arrays}, Memory().copies(), True)
     assert events == ["start"] * 3 + ["wait"] * 3
 
 
@@ -396,20 +453,23 @@ def test_an_object_store_holds_checkpoints_too(remote: Store):
 
 def test_an_object_store_commits_by_the_manifest_last(remote: Store, monkeypatch: pytest.MonkeyPatch):
     saved(remote, [2])
-    put, names = Store.put_file, []
+    upload, names = objects.upload, []
 
-    def cut(self: Store, name: str, path: Path) -> None:
+    def counted(store: Store, folder: str, file: File) -> dict:
+        names.append(f"{folder}/{file.name}")
+        return upload(store, folder, file)
+
+    def cut(self: Store, name: str, text: str) -> None:
         names.append(name)
-        if name.endswith(manifest.NAME):
-            raise OSError(5, "connection lost")
-        put(self, name, path)
+        raise OSError(5, "connection lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "put_file", cut)
+        patch.setattr(objects, "upload", counted)
+        patch.setattr(Store, "write_text", cut)
         with pytest.raises(ArgosyError, match="connection lost"):
             saved(remote, [4])
     assert names[-1] == "4/manifest.json"
-    assert len(names) > 4
+    assert {name.partition("/")[2] for name in names} == {*objects.files_under(remote, "2")}, "all other files before it"
     assert Checkpoints(remote).steps() == [2]
     assert 4 in saved(remote, [4]).steps()
 
@@ -464,25 +524,27 @@ def test_a_model_that_was_fetched_is_renamed_and_not_copied(remote: Store, monke
         raise AssertionError("a copy: twice the disk")
 
     monkeypatch.setattr(shutil, "copytree", copies)
-    folder = fetch_model(remote.root.removesuffix("/checkpoints"))
-    assert folder.name == "2"
-    manifest.verify(folder)
+    fetched = fetch_model(remote.root.removesuffix("/checkpoints"))
+    assert fetched.name == "2"
+    manifest.verify(fetched)
 
 
 def test_an_interrupted_download_is_not_taken_as_the_step(remote: Store, monkeypatch: pytest.MonkeyPatch):
-    checkpoints, got, get = saved(remote, [2]), [], Store.get_file
+    checkpoints, got, read = saved(remote, [2]), [], objects._read
 
-    def cut(self: Store, name: str, path: Path) -> None:
-        if len(got) == 3:
+    def cut(source: Any, where: str, size: int = -1) -> bytes:
+        if len(got) == 5:
             raise KeyboardInterrupt
-        got.append(name)
-        get(self, name, path)
+        got.append(where)
+        return read(source, where, 3)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "get_file", cut)
+        patch.setattr(objects, "_read", cut)
+        patch.setattr(objects, "_manifest", lambda store, step: (store.open(f"{step}/manifest.json").read(), step))
         with pytest.raises(KeyboardInterrupt):
             checkpoints.path(2)
     assert checkpoints.latest_good() == 2
+    manifest.verify(checkpoints.path(2))
 
 
 def test_a_store_that_is_away_for_a_save_costs_that_save(remote: Store, monkeypatch: pytest.MonkeyPatch):
@@ -526,14 +588,14 @@ def test_a_step_that_cannot_be_reached_is_not_set_aside(
         place = remote
     newest = "6/meta.json" if where == "folder" else "4/meta.json"
 
-    def refused(*_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:
         if where == "folder":
             patch.setattr(manifest, "describe", refused)
         else:
-            patch.setattr(shutil, "copyfileobj", refused)
+            patch.setattr(remote._files, "open", refused)
         with pytest.raises(ArgosyError, match=r"(?i)permission|connection timed out") as told:
             Checkpoints(place, CheckpointSettings()).latest_good()
     assert not isinstance(told.value, Damaged)
@@ -548,15 +610,3 @@ def test_the_reason_of_a_failed_save_is_the_systems():
     outer.__cause__ = ValueError(told)
     assert root_of(outer) == "[Errno 28] No space left on device"
     assert root_of(ValueError("first\nsecond")) == "first"
-
-
-def test_where_no_folder_can_be_made_orbax_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It would leave threads that wait for the folder."""
-
-    def refused(self: Path, *_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(store, "_orbax", lambda: pytest.fail("Orbax was asked"))
-    monkeypatch.setattr(Path, "mkdir", refused)
-    with pytest.raises(OSError, match="Read-only"):
-        store.save_arrays(tmp_path / "2", {"weights": {}})

@@ -11,9 +11,9 @@ import pytest
 from campaign_kill import SMALL
 
 import argosy
+from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.open import open_model
 from argosy.checkpoint.step.load import load_weights
-from argosy.checkpoint.store import Checkpoints
 from argosy.core.errors import BadInput
 from argosy.core.process.signals import asked_to_stop
 from argosy.core.storage import Store

@@ -121,9 +121,10 @@ def test_checkpoints_that_each_process_writes_its_share_of(tmp_path: Path):
 import numpy as np, jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from pathlib import Path
-from argosy.checkpoint.step import shards
+from argosy.checkpoint.step import files
 from argosy.checkpoint.settings import CheckpointSettings
-from argosy.checkpoint.several import CheckpointsOfSeveral, check_shared
+from argosy.checkpoint.checkpoints import Checkpoints
+from argosy.checkpoint.shared import check_shared
 from argosy.checkpoint.step.load import load_weights
 from argosy.core.storage import Store
 folder, said = Path(os.environ["TEST_FOLDER"]), []
@@ -142,13 +143,13 @@ weights = {
     "half": made(rows.astype(jax.numpy.bfloat16), ("a", "b")[::-1][:1]),
 }
 state = {"step": made(np.int32(5))}
-checkpoints = CheckpointsOfSeveral(folder / "run", CheckpointSettings(keep=2), said.append)
-write, full = shards.write, [True]
-def failing(folder, files, pace):
+checkpoints = Checkpoints(folder / "run", CheckpointSettings(keep=2), said.append)
+write, full = files.write_files, [True]
+def failing(folder, what, pace):
     if rank == 1 and full[0]:
         raise OSError(28, "No space left on device")
-    return write(folder, files, pace)
-shards.write = failing
+    return write(folder, what, pace)
+files.write_files = failing
 checkpoints.save(1, weights, state, {"a": 1})
 checkpoints.join()
 full[0] = False
@@ -168,7 +169,7 @@ out["equal"] = {name: all(np.array_equal(s.data, np.asarray(rows if name in ("sp
         assert one["steps"] == [2]
         assert one["equal"] == dict.fromkeys(["split", "one", "whole", "scalar", "odd", "none", "half"], True)
         assert "No space left on device" in one["said"][0]
-        assert one["said"][0].endswith("trying again with step 2")
+        assert one["said"][0].endswith("trying again with step 2; the run has no checkpoint yet")
     assert "(in process 1)" in first["said"][0]
     assert second["apart"][:2] == ["BadInput", f"process 1 does not see the files that process 0 writes in {tmp_path}/apart/1"]
     manifest.verify(tmp_path / "run" / "2")

@@ -13,7 +13,7 @@ SETUP = """
 import numpy as np, jax, shutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from pathlib import Path
-from argosy.checkpoint.step import shards
+from argosy.checkpoint.step import files
 from argosy.checkpoint.tiers.local import LocalCheckpoints
 from argosy.checkpoint.step.layout import STATE, WEIGHTS
 from argosy.checkpoint.step.load import load_data, load_item, load_weights
@@ -54,20 +54,20 @@ def test_a_host_that_lost_its_disk_reads_from_the_others(tmp_path: Path):
     code = """
 local = tier()
 save(local, 1)
-out["all there"] = [tier().agreed_good()]
-again = tier(); again.agreed_good()
+out["all there"] = [tier().latest_good()]
+again = tier(); again.latest_good()
 out["all there"].append(restored(again, 1))
 lose(1)
-out["alone"] = tier().agreed_good()
+out["alone"] = tier().latest_good()
 out["left"] = sorted(str(f) for f in folder.rglob("manifest.json"))
 save(tier(), 2, (None, "b"))
 lose(0)
 again = tier()
-out["replicas"] = [again.agreed_good(), restored(again, 2)]
+out["replicas"] = [again.latest_good(), restored(again, 2)]
 save(tier(2), 3)
 lose(1)
 again = tier(2)
-out["copies"] = [again.agreed_good(), restored(again, 3)]
+out["copies"] = [again.latest_good(), restored(again, 3)]
 out["said"] = said
 """
     for one in ran(code, tmp_path):
@@ -84,12 +84,12 @@ out["said"] = said
 def test_a_full_disk_and_a_flipped_bit_of_one_host(tmp_path: Path):
     """The save fails in all, is said in all, and the next one is good; a damaged copy is read from the other host."""
     code = """
-local, write, full = tier(2), shards.write, [False]
-def failing(folder, files, pace):
+local, write, full = tier(2), files.write_files, [False]
+def failing(folder, what, pace):
     if rank == 1 and full[0]:
         raise OSError(28, "No space left on device")
-    return write(folder, files, pace)
-shards.write = failing
+    return write(folder, what, pace)
+files.write_files = failing
 save(local, 1)
 full[0] = True
 save(local, 2)
@@ -104,7 +104,7 @@ if rank == 0:
     file.write_bytes(data)
 processes.together("flipped", lambda: None)
 again = tier(2)
-out["back"] = [again.agreed_good(), restored(again, 3)]
+out["back"] = [again.latest_good(), restored(again, 3)]
 # Copies that have come apart are no checkpoint.
 again.save(4, {"split": made(rows, "a"), "whole": made(rows + rank)}, {"step": made(np.int32(4))}, {}, None)
 again.join()
@@ -126,7 +126,7 @@ def test_another_number_of_processes_reads_them(tmp_path: Path):
     first = results(gang(shared + "save(tier(), 7)\nout['said'] = said", TEST_FOLDER=str(tmp_path), JAX_NUM_CPU_DEVICES="2"))
     assert [one["said"] for one in first] == [[], []]
     script = "import json, os\nfrom argosy.parallel import processes\nrank, out = 0, {}\n" + shared
-    script += "again = tier()\nout['back'] = [again.agreed_good(), restored(again, 7)]\nagain.retire(7)\n"
+    script += "again = tier()\nout['back'] = [again.latest_good(), restored(again, 7)]\nagain.retire(7)\n"
     script += "print('OUT ' + json.dumps(out))"
     own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     own |= {"JAX_PLATFORMS": "cpu", "TEST_FOLDER": str(tmp_path), "JAX_NUM_CPU_DEVICES": "4"}

@@ -7,13 +7,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from argosy.checkpoint.store import save_arrays
 from golden_weights import write_model
 
 from argosy.checkpoint.open import open_model
 from argosy.checkpoint.step.layout import META, WEIGHTS, array_by_array
 from argosy.checkpoint.step.load import load_weights, read_meta, stored_shapes
 from argosy.checkpoint.step.reader import read_array
-from argosy.checkpoint.store import save_arrays
 from argosy.core.errors import Damaged
 from argosy.core.formats import Arrays, TensorEntry
 from argosy.core.formats.files import write_file

@@ -19,8 +19,8 @@ REST = 6.0
 SPARE = 0.5
 
 
-class Pace:
-    """Of one save. `worked` is called by the thread that writes, every few milliseconds of its work.
+class SavePace:
+    """How fast one save is written. `worked` is called by the thread that writes, every few milliseconds of its work.
 
     Args:
         rest: for each second of work.
@@ -47,7 +47,7 @@ class Pace:
         return process > (self._cores - SPARE) * wall and not self._awaited.wait(self._rest * own)
 
 
-def emptied(folder: Path, pace: Pace) -> None:
+def remove_files(folder: Path, pace: SavePace) -> None:
     """Removes all files of a folder, at this pace."""
     for parent, _, names in os.walk(folder):
         for name in names:

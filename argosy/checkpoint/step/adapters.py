@@ -10,12 +10,12 @@ from argosy.adapt.base import FACTORS, retrained
 from argosy.adapt.lora import LoRA
 from argosy.adapt.settings import ADAPTERS
 from argosy.adapt.surgery import find
+from argosy.checkpoint.step.locks import ReadLock
 from argosy.checkpoint.step.reader import read_array
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.settings.schema import Choice
 from argosy.models.parts.stack import stored_as
 from argosy.models.parts.weight import put, variables
-from argosy.weights import manifest
 from argosy.weights.adapted import Adapted, stacked
 from argosy.weights.model import Stored
 from argosy.weights.peft.sites import Contents
@@ -35,7 +35,7 @@ def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: Store
     except KeyError as missing:
         raise Damaged(f"meta.json has no {missing}", where=str(folder)) from None
     try:
-        held = manifest.Held(folder)
+        held = ReadLock(folder)
     except FileNotFoundError:
         raise BadInput(f"no checkpoint at {folder}") from None
 

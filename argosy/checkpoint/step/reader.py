@@ -1,8 +1,7 @@
 """Reads a checkpoint's weights by per-layer name, whatever layout they were written in, with one stored array in memory at a
 time.
 
-Orbax reads all arrays of a checkpoint or none; TensorStore reads single ones. The pages of a mapped file count as memory of the
-process until they are released, so they are released array by array.
+The pages of a mapped file count as memory of the process until they are released, so they are released array by array.
 """
 
 from collections.abc import Iterator, KeysView
@@ -12,14 +11,14 @@ import numpy as np
 
 from argosy.checkpoint.step.layout import WEIGHTS
 from argosy.checkpoint.step.load import stored_shapes
-from argosy.checkpoint.step.shards import opened
+from argosy.checkpoint.step.locks import ReadLock
+from argosy.checkpoint.step.shards import read_on_host
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Shape
 from argosy.core.formats.zarr import map_array
 from argosy.models.language import LanguageConfig
 from argosy.models.parts.stack import Execution, stored_addresses
-from argosy.weights import manifest
 from argosy.weights.pages import Pages, map_of
 
 
@@ -37,7 +36,7 @@ class StepReader:
 
     def __init__(self, folder: Path, config: LanguageConfig, layers: Execution):
         try:
-            self._held = manifest.Held(folder)
+            self._lock = ReadLock(folder)
         except FileNotFoundError:
             raise BadInput(f"no checkpoint at {folder}") from None
         self.folder, self._pages = folder, Pages()
@@ -88,7 +87,7 @@ class StepReader:
 
 
 def read_array(folder: Path, name: str, item: str = WEIGHTS) -> np.ndarray:
-    """Reads one array of a checkpoint: mapped if a conversion wrote it, otherwise read through TensorStore.
+    """Reads one array of a checkpoint; one of a single shard is mapped.
 
     Raises:
         Damaged: it cannot be read.
@@ -96,6 +95,6 @@ def read_array(folder: Path, name: str, item: str = WEIGHTS) -> np.ndarray:
     if (mapped := map_array(folder / item / name)) is not None:
         return mapped
     try:
-        return np.asarray(opened(folder, name, item).read().result())
+        return read_on_host(folder, item, [name])[name]
     except Exception as failure:
         raise Damaged(f"`{name}` cannot be read: {str(failure).splitlines()[0][:160]}", where=str(folder)) from failure

@@ -10,26 +10,24 @@ A step is committed when its manifest is, in each process after all have written
 steps: their files are never mixed.
 """
 
-import json
 import os
 import shutil
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from argosy.checkpoint.saving.background import Saving
 from argosy.checkpoint.saving.memory import Copies, Memory
-from argosy.checkpoint.saving.pace import Pace, emptied
+from argosy.checkpoint.saving.pace import SavePace, remove_files
+from argosy.checkpoint.step import files as step_files
 from argosy.checkpoint.step import shards
-from argosy.checkpoint.step.layout import DATA, META, STATE, WEIGHTS, Arrays, catalog, describes
+from argosy.checkpoint.step.layout import describes
 from argosy.checkpoint.step.load import read_meta
 from argosy.checkpoint.tiers import peers
+from argosy.checkpoint.tiers.tier import Tier
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.core.formats.files import of_text
 from argosy.parallel import processes
 from argosy.weights import manifest
 
@@ -49,7 +47,7 @@ class Chosen(NamedTuple):
     offer: peers.Offer | None
 
 
-class LocalCheckpoints(Saving):
+class LocalCheckpoints(Tier):
     """The local tier of this process. All processes make the same calls.
 
     Args:
@@ -59,6 +57,8 @@ class LocalCheckpoints(Saving):
         belongs: (step, its meta) -> whether the run made it on its way to where it is now.
         memory: for the copies of a save.
     """
+
+    replicates = True
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class LocalCheckpoints(Saving):
         """Steps of this process, oldest first. Folders of other processes of the host may vanish at any time when a run ends."""
         return sorted(int(one.name) for one in self.folder.iterdir() if one.name.isdecimal()) if self.folder.is_dir() else []
 
-    def agreed_good(self) -> int | None:
+    def latest_good(self) -> int | None:
         """The newest step of which all files are found and good, over all processes. Newer ones lack some, and are removed."""
         here = self._here()
         told = processes.collected("local steps", sorted(f"{step} {digest}" for step, digest in here))
@@ -205,7 +205,7 @@ class LocalCheckpoints(Saving):
             ArgosyError: a peer ended meanwhile; in all processes.
         """
         assert self._chosen is not None
-        names = shards.needed(self.path(step), wanted)
+        names = sorted(shards.needed_files(self.path(step), wanted, self._chosen.files))
         fetched = processes.together("local shards fetched", lambda: self._fetch(names))
         if all_of_it := sum(processes.collected("local bytes fetched", fetched)):
             self.warn(f"{all_of_it / 1e6:.1f} MB of local checkpoint {step} came from other hosts")
@@ -235,25 +235,17 @@ class LocalCheckpoints(Saving):
 
     # ---------------------------------------------------------------- commit
 
-    def save(
-        self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None
-    ) -> None:
-        """Starts a save and returns when the shards are copied off the devices."""
-        self.settle(step)
-        items = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
-        copies = self.memory.copies()
-        mine = shards.split_all(items, copies, True, every=True)
-        self.start(self._write, step, mine, copies, json.dumps(dict(meta), indent=1))
+    def is_saved(self, step: int) -> bool:
+        return False
 
-    def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
-        return shards.sizes({WEIGHTS: weights, STATE: state}, every=True)
-
-    def _write(self, step: int, items: dict[str, dict[str, shards.Split]], copies: Copies, meta: str) -> None:
+    def write(self, step: int, items: shards.Items, copies: Copies, meta: str) -> None:
         folder = self.folder / str(step)
         try:
             meta = processes.told("local meta", lambda: meta)
+            # Every process writes what describes the step too.
+            files = [*shards.shard_files(items), *shards.description_files(items, meta)]
             processes.together("local clean", lambda: self._begin(folder))
-            written = processes.together("local shards", lambda: shards.write(folder, _files(items, meta), self._pace))
+            written = processes.together("local shards", lambda: step_files.write_files(folder, files, self._pace))
             every = processes.collected("local hashes", written)
             found = processes.together("local equal", lambda: _merged(every))
             if self.copies > 1:
@@ -271,7 +263,7 @@ class LocalCheckpoints(Saving):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
-    def _copy(self, folder: Path, every: list[shards.Described], found: shards.Described) -> None:
+    def _copy(self, folder: Path, every: list[manifest.Files], found: manifest.Files) -> None:
         """Fetches what processes of other hosts wrote, so that each shard is on `copies` hosts."""
         offer = _offer("local offer of copies", {name: folder / name for name in every[processes.rank()]})
         try:
@@ -280,7 +272,7 @@ class LocalCheckpoints(Saving):
         finally:
             offer.close()
 
-    def _fetch_copies(self, folder: Path, every: list[shards.Described], found: shards.Described, offers: list[Any]) -> None:
+    def _fetch_copies(self, folder: Path, every: list[manifest.Files], found: manifest.Files, offers: list[Any]) -> None:
         for source in sources(self.places, processes.rank(), self.copies):
             for name in every[source]:
                 if not (folder / name).exists():
@@ -323,13 +315,6 @@ class LocalCheckpoints(Saving):
         processes.together("local dropped", lambda: None)
 
 
-def _files(items: dict[str, dict[str, shards.Split]], meta: str) -> list[Any]:
-    """The files of a step that this process writes."""
-    described = [f._replace(name=f"{item}/{f.name}") for item, own in items.items() for f in shards.described(own)]
-    own_shards = [f for item, own in items.items() for f in shards.files_of(item, own)]
-    return [*own_shards, *described, *catalog(items), of_text(META, meta)]
-
-
 def _offer(name: str, files: Mapping[str, Path]) -> peers.Offer:
     """An offer in every process, or in none."""
     made: list[peers.Offer] = []
@@ -353,13 +338,13 @@ def sources(places: list[str], rank: int, copies: int) -> list[int]:
     return found
 
 
-def _merged(every: list[shards.Described]) -> shards.Described:
+def _merged(every: list[manifest.Files]) -> manifest.Files:
     """All files of a step.
 
     Raises:
         ArgosyError: two processes wrote one file with other bytes: copies of a shard have come apart.
     """
-    found: shards.Described = {}
+    found: manifest.Files = {}
     for rank, its in enumerate(every):
         for name, described in its.items():
             if found.setdefault(name, described) != described:
@@ -380,8 +365,8 @@ def _link(path: Path, to: Path) -> None:
         shutil.copyfile(path, to)
 
 
-def _remove(step: Path, pace: Pace | None = None) -> None:
+def _remove(step: Path, pace: SavePace | None = None) -> None:
     (step / manifest.NAME).unlink(missing_ok=True)
     if pace is not None:
-        emptied(step, pace)
+        remove_files(step, pace)
     shutil.rmtree(step, ignore_errors=True)

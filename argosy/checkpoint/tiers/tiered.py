@@ -1,4 +1,4 @@
-"""The tiers of a run's checkpoints: what all of them do, and a run that has two.
+"""A run that has two tiers of checkpoints.
 
     persistent    checkpoints/ of the run directory, a folder or an object store      every `checkpoint.every` steps
     local         a folder on a fast disk of each host                                every `checkpoint.local_every` steps
@@ -10,41 +10,12 @@ the local one as well. Signals and the end of a run save to the persistent tier,
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.step.layout import Arrays
-from argosy.checkpoint.store import Checkpoints
 from argosy.checkpoint.tiers.local import LocalCheckpoints
-
-
-class Tier(Protocol):
-    """Commit, list, verify, read, retire. Of several processes, all make the same calls."""
-
-    def save(
-        self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None
-    ) -> None:
-        """Commits a step, in a thread; returns when the arrays are copied."""
-        ...
-
-    def steps(self) -> list[int]:
-        """Lists what is committed, oldest first."""
-        ...
-
-    def agreed_good(self) -> int | None:
-        """Verifies, newest first: the newest step whose files match their manifest, the same in all processes."""
-        ...
-
-    def path(self, step: int) -> Path:
-        """Where the files of a step can be read."""
-        ...
-
-    def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-        """Brings what this process will read of a step to its path. wanted: {item: {name: sharding}}."""
-        ...
-
-    def retire(self, newest: int) -> None:
-        """Removes what is not kept once a step is committed."""
-        ...
+from argosy.checkpoint.tiers.tier import Tier
 
 
 class Tiers:
@@ -53,15 +24,14 @@ class Tiers:
     def __init__(self, persistent: Checkpoints, local: LocalCheckpoints):
         self.persistent, self.local = persistent, local
         self.store, self.warn = persistent.store, persistent.warn
-        self.steps, self.eval_losses, self.latest_good = persistent.steps, persistent.eval_losses, persistent.latest_good
+        self.steps, self.eval_losses = persistent.steps, persistent.eval_losses
+        self.save, self.save_local = persistent.save, local.save
         self._resumes: int | None = None
-        self._of_persistent: Tier = persistent
-        self._of_local: Tier = local
 
-    def agreed_good(self) -> int | None:
+    def latest_good(self) -> int | None:
         """The newest good step of any tier. Persistent ones that are older than the newest local one are not read."""
-        found = self._of_local.agreed_good()
-        newer = self.persistent.agreed_good(above=found)
+        found = self.local.latest_good()
+        newer = self.persistent.latest_good(above=found)
         self._resumes = found if newer is None else None
         if self._resumes is None:
             self.local.dismiss()
@@ -71,13 +41,13 @@ class Tiers:
 
     def go_back(self) -> int | None:
         """The newest good persistent step. Local ones after it are removed: a run that goes back makes other steps than they are."""
-        good = self.persistent.agreed_good()
+        good = self.persistent.latest_good()
         if good is not None:
             self.local.drop_newer(good)
         self._resumes = None
         return good
 
-    def _tier(self, step: int) -> Any:
+    def _tier(self, step: int) -> Tier:
         return self.local if step == self._resumes else self.persistent
 
     def path(self, step: int) -> Path:
@@ -92,16 +62,6 @@ class Tiers:
     def reserve(self, weights: Arrays, state: Arrays) -> threading.Thread:
         """Takes memory for the copies of a save, in a thread. The tiers share it."""
         return self.persistent.memory.reserve(self.persistent.copied(weights, state) | self.local.copied(weights, state))
-
-    def save(
-        self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None
-    ) -> None:
-        self._of_persistent.save(step, weights, state, meta, data)
-
-    def save_local(
-        self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None
-    ) -> None:
-        self._of_local.save(step, weights, state, meta, data)
 
     def settle(self, step: int) -> None:
         """Waits for the previous saves, and reports those that failed. step: of the save that follows."""

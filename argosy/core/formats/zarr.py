@@ -58,13 +58,13 @@ def described_shards(name: str, shape: Shape, each: Shape, dtype: np.dtype) -> F
     """
     if dtype.name not in DTYPES:
         raise Unsupported(f"checkpoints have no type for {dtype}, of tensor `{name}`")
-    one = TensorEntry(name, each, dtype, lambda: np.empty(0))
-    return of_text(f"{name}/zarr.json", json.dumps(_metadata(one, *_even_chunks(one)) | {"shape": list(shape)}))
+    shard = TensorEntry(name, each, dtype, lambda: np.empty(0))
+    return of_text(f"{name}/zarr.json", json.dumps(_metadata(shard, *_shard_chunks(shard, shape)) | {"shape": list(shape)}))
 
 
-def shard_file(shard: TensorEntry, at: tuple[int, ...]) -> File:
-    """The values of one shard of an array. at: its place in the grid of shards."""
-    return _values(shard, at, *_even_chunks(shard))
+def shard_file(shard: TensorEntry, at: tuple[int, ...], shape: Shape) -> File:
+    """The values of one shard of an array of this shape. at: its place in the grid of shards."""
+    return _values(shard, at, *_shard_chunks(shard, shape))
 
 
 def _values(entry: TensorEntry, at: tuple[int, ...], rows: int, chunks: int) -> File:
@@ -116,8 +116,10 @@ def _chunks(entry: TensorEntry) -> tuple[int, int]:
     return rows, math.ceil(length / rows)
 
 
-def _even_chunks(entry: TensorEntry) -> tuple[int, int]:
-    """As `_chunks`, without padding: a shard is as long as it is."""
+def _shard_chunks(entry: TensorEntry, shape: Shape) -> tuple[int, int]:
+    """As `_chunks`, and for one of several shards without padding: it is as long as it is."""
+    if entry.shape == shape:
+        return _chunks(entry)
     length = entry.shape[0] if entry.shape else 1
     least = _chunks(entry)[1]
     chunks = next(n for n in range(least, max(length, 1) + 1) if length % n == 0)

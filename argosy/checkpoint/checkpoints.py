@@ -1,0 +1,256 @@
+"""A run's checkpoints: `checkpoints/<step>/` holds weights, optimizer, random streams, data position and settings, committed
+together (`step.layout` names the files).
+
+Every process of the run makes the same calls. One process is the case of several with one.
+
+    save      leader   removes what a kill left
+              each     writes and hashes the shards of its own devices
+              leader   collects the hashes; writes what describes the arrays, meta.json, and last the manifest
+    verify    each     reads and hashes its part of the files
+    read      each     what describes the step, and the shards that its devices need
+
+Saving copies the arrays off the devices and writes in a thread beside training. If it fails in one process, the step is not committed,
+all of them know why, and the next save is tried again. Orbax reads what is written; what Orbax lacks is here: the manifest, going back
+past damaged checkpoints, and retention that never leaves part of a checkpoint looking complete.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.alone import ALONE
+from argosy.checkpoint.failures import root_of
+from argosy.checkpoint.medium.folder import Folder
+from argosy.checkpoint.medium.medium import Medium
+from argosy.checkpoint.medium.objects import ObjectStore
+from argosy.checkpoint.saving.memory import Copies, Memory
+from argosy.checkpoint.settings import CheckpointSettings
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.layout import META, describes
+from argosy.checkpoint.step.load import read_meta
+from argosy.checkpoint.tiers.tier import Tier
+from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.storage import Store
+from argosy.parallel import processes
+
+FAULTS = {kind.__name__: kind for kind in (Damaged, BadInput)}
+
+
+def medium_of(place: str | Path | Store) -> Medium:
+    """Where the steps under a folder or an address are kept."""
+    store = place if isinstance(place, Store) else Store(place)
+    return (Folder if store.is_local else ObjectStore)(store)
+
+
+class Checkpoints(Tier):
+    """The checkpoints under a folder or an address.
+
+    Args:
+        place: "checkpoints" of a run directory.
+        settings: what to keep. None for readers: they act alone, whatever processes there are, and never remove or rename anything.
+        warn: called with a sentence when damage is found.
+        memory: for the copies of a save.
+    """
+
+    def __init__(
+        self,
+        place: str | Path | Store,
+        settings: CheckpointSettings | None = None,
+        warn: Callable[[str], None] = lambda _: None,
+        memory: Memory | None = None,
+    ):
+        super().__init__(warn, memory=memory)
+        self.medium, self.settings = medium_of(place), settings
+        self.store = self.medium.store
+        self._group: Any = ALONE if settings is None else processes
+
+    # ---------------------------------------------------------------- list, verify
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first; unfinished ones are not included."""
+        return [step for step in self.medium.steps() if self.medium.is_committed(step)]
+
+    def lacks_all(self) -> bool:
+        return not self.steps()
+
+    def latest_good(self, above: int | None = None) -> int | None:
+        """The newest step whose files match their manifest.
+
+        With settings (the run's own processes), damaged steps found on the way are renamed; a reader changes nothing. If a step is
+        removed by retention while it is being read, the search starts again.
+
+        Args:
+            above: a step that is good elsewhere; older ones are not looked at.
+
+        Raises:
+            ArgosyError: a step cannot be reached (permission, network); nothing is renamed for that.
+            Damaged: there are checkpoints, but none is good. They are left as they are, so the next call raises the same error.
+            Elsewhere: the same, in other processes than the leader.
+        """
+        steps = self._group.told("steps", lambda: [step for step in self.steps() if above is None or step > above])
+        damaged: dict[int, Damaged] = {}
+        good, fault = None, None
+        for step in reversed(steps):
+            fault = self._fault(step)
+            if fault is None:
+                good = step
+                break
+            if not self._group.told("step exists", lambda step=step: self.medium.is_committed(step)):
+                return self.latest_good(above)
+            if not isinstance(fault, Damaged):
+                break
+            damaged[step] = fault
+        # A step that cannot be reached may be good.
+        unreached = None if isinstance(fault, Damaged) else fault
+        self._group.told("good step", lambda: self._conclude(steps, damaged, good, unreached, above))
+        if good is not None:
+            self._group.together("step described", lambda: self.path(good))
+        return good
+
+    def go_back(self) -> int | None:
+        """`latest_good`, for a run that makes other steps after it than before."""
+        return self.latest_good()
+
+    def _conclude(
+        self, steps: list[int], damaged: Mapping[int, Damaged], good: int | None, unreached: ArgosyError | None, above: int | None
+    ) -> None:
+        """Raises what stands against going on, or sets aside what was damaged."""
+        if unreached is not None:
+            raise unreached
+        newer = good if good is not None else above
+        if newer is None and damaged:
+            newest = damaged[steps[-1]]
+            raise Damaged(
+                f"all {len(steps)} checkpoints are damaged; the newest: {newest.what}",
+                where=newest.where,
+                hint="nothing was changed; restore a copy, or start again in another directory with dir=NEW",
+            )
+        for step, damage in damaged.items():
+            aside = f" and was set aside as {self.medium.set_aside(step)}" if self.settings is not None else ""
+            self.warn(f"checkpoint {step} is damaged{aside}: {damage.what} ({damage.where}); using step {newer}")
+
+    def _fault(self, step: int) -> ArgosyError | None:
+        """What is wrong with a step, the same in all processes; None where nothing is."""
+        own = self._own_fault(step)
+        faults = self._group.collected("faults", None if own is None else [type(own).__name__, own.what, own.where, own.hint])
+        if (first := next((fault for fault in faults if fault is not None), None)) is None:
+            return None
+        kind, what, where, hint = first
+        return FAULTS.get(kind, ArgosyError)(what, where=where, hint=hint)
+
+    def _own_fault(self, step: int) -> ArgosyError | None:
+        """What is wrong with this process's part of the files of a step."""
+        count = self._group.count()
+        try:
+            files = self.medium.files(step)
+            # The largest first, so that no process is left with one at the end.
+            names = sorted(files, key=lambda name: (-files[name]["bytes"], name))[self._group.rank() :: count]
+            # Who is alone needs them all.
+            self.medium.verify(step, {name: files[name] for name in names}, keep=count == 1)
+        except ArgosyError as error:
+            return error
+        # Clients of object stores have classes of their own.
+        except Exception as error:
+            return ArgosyError(f"cannot be reached: {root_of(error)}", where=f"{self.store.root}/{step}")
+        return None
+
+    # ---------------------------------------------------------------- read
+
+    def path(self, step: int) -> Path:
+        """The folder of a step on this machine. Of several processes, each has what describes the step there, and what it prepared."""
+        return self.medium.local(step, describes) if self._group.count() > 1 else self.medium.local(step)
+
+    def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+        """Fetches the shards that the devices of this process need. wanted: {item: {name: sharding}}.
+
+        Raises:
+            Damaged: one has changed since it was verified.
+            OSError: there is no room for them.
+            Elsewhere: one of these, in another process.
+        """
+        if self._group.count() > 1:
+            needed = shards.needed_files(self.path(step), wanted, self.medium.files(step))
+            self._group.together("shards fetched", lambda: self.medium.local(step, needed.__contains__))
+
+    def meta(self, step: int) -> dict[str, Any]:
+        return read_meta(self.medium.local(step, META.__eq__))
+
+    def eval_losses(self) -> dict[int, float]:
+        """The evaluation loss of each kept step that was evaluated."""
+        losses = {step: self._eval_loss(step) for step in self.steps()}
+        return {step: loss for step, loss in losses.items() if loss is not None}
+
+    def _eval_loss(self, step: int) -> float | None:
+        """None if it was not evaluated or cannot be read: damage to an old checkpoint must not prevent a new one."""
+        try:
+            loss = json.loads(self.store.read_text(f"{step}/{META}")).get("eval_loss")
+        except (ArgosyError, ValueError, AttributeError):
+            return None
+        return loss if isinstance(loss, int | float) else None
+
+    # ---------------------------------------------------------------- commit
+
+    def wait(self) -> None:
+        """Waits until the save under way is committed.
+
+        Raises:
+            ArgosyError: the save failed; earlier checkpoints are intact.
+        """
+        self.wait_for(self.store.root)
+
+    def is_saved(self, step: int) -> bool:
+        # What was resumed from is on the devices.
+        self.medium.release()
+        return self._group.told("saved", lambda: self._seems_committed(step))
+
+    def _seems_committed(self, step: int) -> bool:
+        """Not where the store is away, which costs no run: saving fails then, and is tried again."""
+        try:
+            return self.medium.is_committed(step)
+        except ArgosyError:
+            return False
+
+    def write(self, step: int, items: shards.Items, copies: Copies, meta: str) -> None:
+        group = self._group
+        try:
+            described, own = shards.description_files(items, meta), shards.shard_files(items)
+            group.told("checkpoint begins", lambda: self._begin(step))
+            written = group.together("checkpoint shards", lambda: self.medium.put(step, own, self._pace))
+            every = group.collected("checkpoint hashes", written)
+
+            def commit() -> None:
+                files = {name: its for own in every for name, its in own.items()}
+                files |= self.medium.put(step, described, self._pace)
+                self.medium.commit(step, dict(sorted(files.items())))
+                self.retire_or_say(step)
+
+            group.told("checkpoint committed", commit)
+            copies.release()
+        except BaseException as failure:
+            self._failure = failure
+            # It takes space that the next save may need. Where it cannot be removed either, it stays, without a manifest.
+            with suppress(ArgosyError):
+                if group.leads() and not self.medium.is_committed(step):
+                    self.store.remove(str(step))
+
+    def _begin(self, step: int) -> None:
+        self.medium.sweep()
+        # It did not seem so while its store was away.
+        if self.medium.is_committed(step):
+            self.medium.retire(step, self._pace)
+
+    def retire(self, newest: int) -> None:
+        """Removes checkpoints that the settings do not keep, except one that is being read: that one is removed next time."""
+        if self.settings is None:
+            return
+        steps = self.steps()
+        keep = set(steps[-self.settings.keep :]) | {newest}
+        if self.settings.keep_every:
+            keep |= {s for s in steps if s % self.settings.keep_every == 0}
+        if self.settings.keep_best:
+            best = sorted((loss, s) for s, loss in self.eval_losses().items())
+            keep |= {s for _, s in best[: self.settings.keep_best]}
+        for step in set(steps) - keep:
+            self.medium.retire(step, self._pace)

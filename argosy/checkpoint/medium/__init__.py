@@ -1,0 +1,1 @@
+"""Where the checkpoints of a run are kept: a folder, or an object store."""

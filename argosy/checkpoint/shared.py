@@ -1,0 +1,41 @@
+"""Whether all processes of a run see the same files."""
+
+from uuid import uuid4
+
+from argosy.core.errors import BadInput
+from argosy.core.storage import Missing, Store
+from argosy.parallel import processes
+
+# Hidden, so that a directory with nothing else is empty.
+PROBE = ".shared"
+
+
+def check_shared(store: Store) -> None:
+    """Checks that all processes see the same files, by one that the leader writes.
+
+    Raises:
+        BadInput: one does not; in that process.
+        Elsewhere: one does not; in the others.
+    """
+    token = processes.told("shared files", lambda: _write_probe(store))
+
+    def look() -> None:
+        try:
+            same = store.read_text(PROBE) == token
+        except Missing:
+            same = False
+        if not same:
+            what = f"process {processes.rank()} does not see the files that process 0 writes in {store.root}"
+            raise BadInput(what, hint="dir= must be a folder that all machines of the run share, or an address such as gs://BUCKET/RUN")
+
+    try:
+        processes.together("shared files seen", look)
+    finally:
+        if processes.leads():
+            store.remove(PROBE)
+
+
+def _write_probe(store: Store) -> str:
+    token = uuid4().hex
+    store.write_text(PROBE, token)
+    return token

@@ -1,0 +1,163 @@
+"""A tier of a run's checkpoints. A save runs in a thread beside training, one at a time; a failure is reported by the next one or by
+`wait`.
+"""
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.failures import root_of
+from argosy.checkpoint.saving.memory import Copies, Memory
+from argosy.checkpoint.saving.pace import REST, SavePace
+from argosy.checkpoint.step import shards
+from argosy.checkpoint.step.layout import DATA, STATE, WEIGHTS, Arrays
+from argosy.core.errors import ArgosyError
+from argosy.parallel import processes
+
+
+class Tier(ABC):
+    """Commit, list, verify, read, retire. All processes of a run make the same calls.
+
+    Args:
+        warn: called with a sentence.
+        noun: what is saved, with an article.
+        memory: for the copies of a save; tiers share it.
+    """
+
+    # Whether every process writes each shard that its devices hold, and not only one process each shard.
+    replicates = False
+
+    def __init__(self, warn: Callable[[str], None], noun: str = "a checkpoint", memory: Memory | None = None):
+        self.warn, self._noun = warn, noun
+        self.memory = Memory() if memory is None else memory
+        self._writing: threading.Thread | None = None
+        self._rest = REST
+        self._pace = SavePace(self._rest)
+        self._failure: BaseException | None = None
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+
+    @abstractmethod
+    def latest_good(self) -> int | None:
+        """The newest step whose files match their manifest, the same in all processes."""
+
+    @abstractmethod
+    def path(self, step: int) -> Path:
+        """Where the files of a step can be read."""
+
+    @abstractmethod
+    def meta(self, step: int) -> dict[str, Any]:
+        """The metadata saved with a step."""
+
+    @abstractmethod
+    def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+        """Brings what this process will read of a step to its path. wanted: {item: {name: sharding}}."""
+
+    @abstractmethod
+    def is_saved(self, step: int) -> bool:
+        """Whether a step is committed already, asked before each save."""
+
+    @abstractmethod
+    def write(self, step: int, items: shards.Items, copies: Copies, meta: str) -> None:
+        """Writes and commits a step, in the thread of a save; a failure is put into `_failure`."""
+
+    @abstractmethod
+    def retire(self, newest: int) -> None:
+        """Removes what is not kept once a step is committed."""
+
+    def save(
+        self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None
+    ) -> None:
+        """Starts a save and returns when the arrays are copied.
+
+        If the previous save failed, that is reported and this one is still tried: a full disk may have space again.
+
+        Args:
+            meta: any JSON.
+            data: arrays of the position in the data.
+        """
+        self.settle(step)
+        if self.is_saved(step):
+            return
+        arrays = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
+        copies = self.memory.copies()
+        items = shards.copy_shards(arrays, copies, self.replicates or processes.leads(), self.replicates)
+        self._pace = SavePace(self._rest)
+        job = (step, items, copies, json.dumps(dict(meta), indent=1))
+        self._writing = threading.Thread(target=self.write, args=job, name=f"{self._noun.removeprefix('a ')} {step}")
+        self._writing.start()
+
+    def copied(self, weights: Arrays, state: Arrays) -> Counter[int]:
+        """{bytes of an array: how many} of what this process copies in a save of such a state."""
+        return shards.copied_sizes({WEIGHTS: weights, STATE: state}, self.replicates)
+
+    def reserve(self, weights: Arrays, state: Arrays) -> threading.Thread:
+        """Takes memory for the copies of such a state, in a thread, so that the first save need not."""
+        return self.memory.reserve(self.copied(weights, state))
+
+    def lacks_all(self) -> bool:
+        """Whether the run has no checkpoint at all. A local tier does not know."""
+        return False
+
+    def retire_or_say(self, newest: int) -> None:
+        """`retire`, after a step that is saved whatever becomes of older ones."""
+        try:
+            self.retire(newest)
+        except Exception as error:
+            self.warn(f"older checkpoints could not be removed: {root_of(error)}; after the next save this is tried again")
+
+    def settle(self, step: int) -> None:
+        """Waits for the previous save, and reports it if it failed. step: of the save that follows."""
+        if self._writing is not None and self._writing.is_alive():
+            self._rest /= 2
+        self.join()
+        if self._failure is not None:
+            none = "; the run has no checkpoint yet" if self.lacks_all() else ""
+            self.warn(f"{self._noun} could not be written: {root_of(self._failure)}; trying again with step {step}{none}")
+            self._failure = None
+
+    def join(self) -> None:
+        """Waits until nothing is being written. A failure is raised by `wait`, not here."""
+        if self._writing is not None:
+            self._pace.hurry()
+            # Where the system had no thread left, it was never started.
+            if self._writing.ident is not None:
+                self._writing.join()
+            self._writing = None
+
+    def close(self) -> None:
+        """Waits until nothing is being written, and frees what was kept for the next save."""
+        self.join()
+        self.memory.free()
+
+    def settle_last(self) -> None:
+        """Waits for the previous save, and reports it if it failed; no other follows."""
+        self.join()
+        if self._failure is not None:
+            self.warn(f"{self._noun} could not be written: {root_of(self._failure)}")
+            self._failure = None
+
+    def wait_for(self, where: str) -> None:
+        """Waits until the save under way is committed.
+
+        Raises:
+            ArgosyError: the save failed; earlier checkpoints, if there are any, are intact.
+        """
+        self.join()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            # A save fails in all processes.
+            processes.fail_together()
+            remedy = "free some space or fix the permissions" if isinstance(failure, OSError) else "mend that"
+            kept = "the run has no checkpoint, and starts anew" if self.lacks_all() else "earlier checkpoints are intact"
+            raise ArgosyError(
+                f"{self._noun} could not be written: {root_of(failure)}",
+                where=where,
+                hint=f"{kept}; {remedy}, and run the same command again",
+            ) from failure
