@@ -2,8 +2,7 @@
 
     ./run python tests/campaign_flips.py [n=1000] [seed=0]
 
-Two steps are saved in each tier: in a folder, in an object store, and in the local tier, with an array in several shards and a
-position in the data. n times one file of the newest step is damaged in a copy: a bit flipped, cut short at a random byte, or
+Two steps are saved in each tier: in a folder, in an object store, and in the local tier, with a position in the data. n times one file of the newest step is damaged in a copy: a bit flipped, cut short at a random byte, or
 deleted, over every tier and kind of file in turn. The step that is found good must then be the one before, with every array bit for
 bit and its metadata. Prints a line for each tier and kind of file; exit code 1 where one came through. `campaign_flip` trains on
 after each damage, which takes longer.
@@ -21,12 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import jax
 import jax.numpy as jnp
 import numpy as np
 from campaign_flip import cut, delete, flip
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.settings import CheckpointSettings
@@ -54,8 +50,6 @@ def arrays(step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     draw = np.random.default_rng(step)
     shapes = {"layers.wide": (3, 40, 50), "embed.w": (60, 16)}
     weights = {name: jnp.asarray(draw.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
-    two = NamedSharding(Mesh(np.asarray(jax.devices()[:2]), "a"), P(None, "a"))
-    weights["layers.wide"] = jax.device_put(weights["layers.wide"], two)
     weights["half"] = jnp.ones((7, 5), jnp.bfloat16) * step
     return weights, {"step": jnp.int32(step), "key": jnp.arange(2, dtype=jnp.uint32)}, {"seen": np.arange(step, dtype=np.int32)}
 
@@ -150,7 +144,6 @@ def table(blows: list[Blow]) -> str:
 
 
 def main(words: list[str]) -> int:
-    jax.config.update("jax_num_cpu_devices", 2)
     told = {key: int(value) for key, value in (word.split("=") for word in words)}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

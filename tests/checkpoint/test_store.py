@@ -425,7 +425,7 @@ def test_all_copies_off_the_devices_start_before_the_first_is_waited_for(monkeyp
             return np.zeros(2, np.float32)
 
     arrays = {name: jnp.zeros(2) for name in "abc"}
-    monkeypatch.setattr(shards, "_shards_of", lambda array, replicas: {(0,): SimpleNamespace(data=devices[id(array)])})
+    monkeypatch.setattr(shards, "_shards_of", lambda array, replicas: {(0,): SimpleNamespace(index=(), data=devices[id(array)])})
     devices = {id(array): OnDevice() for array in arrays.values()}
     shards.copy_shards({"weights": arrays}, Memory().copies(), True)
     assert events == ["start"] * 3 + ["wait"] * 3

@@ -109,7 +109,7 @@ def test_the_newest_good_step_of_any_tier_is_resumed_from(tmp_path: Path):
     assert not (tmp_path / "local" / "run").exists()
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "meta.json", "weights/split/c/1/0", "weights/split/zarr.json", "data/seen/c/0"])
+@pytest.mark.parametrize("file", ["manifest.json", "meta.json", "weights/split/c/0/0", "weights/split/zarr.json", "data/seen/c/0"])
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 def test_damage_to_a_local_step_costs_that_step(tmp_path: Path, file: str, how: str):
     said: list[str] = []

@@ -113,8 +113,9 @@ def test_a_stop_before_the_first_step_is_not_waited_with(tmp_path: Path):
 def test_what_a_kill_left_half_written_is_not_gone_on_from(alone: Path, tmp_path: Path):
     run = Path(shutil.copytree(alone, tmp_path / "run"))
     (run / "checkpoints" / "12" / "manifest.json").unlink()
-    half = run / "checkpoints" / "16.orbax-checkpoint-tmp"
+    half = run / "checkpoints" / "16"
     shutil.copytree(run / "checkpoints" / "8", half)
+    (half / "manifest.json").unlink()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 12, "lo')
     view = Signalled(0, 0)

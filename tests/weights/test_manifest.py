@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -89,36 +87,3 @@ def test_a_kill_before_the_rename_commits_nothing(folder: Path, monkeypatch: pyt
         manifest.write(folder)
     with pytest.raises(Damaged, match="never committed"):
         manifest.verify(folder)
-
-
-def test_a_reader_that_comes_while_a_checkpoint_is_removed_finds_it_gone(folder: Path):
-    """Not a folder under another name, which is emptied while it reads."""
-    came, found = threading.Event(), list[Any]()
-
-    def read() -> None:
-        came.set()
-        try:
-            found.append(manifest.Held(folder))
-        except FileNotFoundError as error:
-            found.append(error)
-
-    reader = threading.Thread(target=read)
-    with manifest.unread(folder) as free:
-        assert free
-        reader.start()
-        came.wait()
-        reader.join(0.2)
-        assert not found, "it waits until the checkpoint has its other name"
-        folder.rename(folder.with_name("gone"))
-    reader.join()
-    assert isinstance(found[0], FileNotFoundError)
-
-
-def test_a_checkpoint_that_is_read_is_not_free(folder: Path):
-    reader = manifest.Held(folder)
-    with manifest.unread(folder) as free:
-        assert not free
-    reader.release()
-    with manifest.unread(folder) as free:
-        assert free
-    manifest.Held(folder).release()

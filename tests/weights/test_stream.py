@@ -7,8 +7,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from argosy.checkpoint.store import save_arrays
 from golden_weights import write_model
+from orbax.checkpoint import v1
 
 from argosy.checkpoint.open import open_model
 from argosy.checkpoint.step.layout import META, WEIGHTS, array_by_array
@@ -54,7 +54,7 @@ def layouts(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         model = stored.config.build(run)
         read_into(model, stored.weights)
         name = "scan" if run.stacked else "unroll"
-        save_arrays(folder / name, {WEIGHTS: {n: np.asarray(a) for n, a in split(model)[1].items()}})
+        v1.save_checkpointables(folder / name, {WEIGHTS: {n: np.asarray(a) for n, a in split(model)[1].items()}})
         (folder / name / META).write_text(json.dumps({"model": family, "decided": {"layers": name}}))
     entries = [
         TensorEntry(n, stored.weights.shape(n), np.dtype(np.float32), lambda n=n: stored.weights.read(n))
@@ -94,7 +94,7 @@ def test_orbax_reads_what_was_written_array_by_array(layouts):
 
 def test_what_orbax_says_of_its_items_is_what_is_written_for_it(tmp_path):
     """If a later Orbax describes a checkpoint otherwise, this tells."""
-    save_arrays(tmp_path / "theirs", {WEIGHTS: {"layers.0.x": np.ones((3, 2), np.float32)}})
+    v1.save_checkpointables(tmp_path / "theirs", {WEIGHTS: {"layers.0.x": np.ones((3, 2), np.float32)}})
     for file in array_by_array(
         [TensorEntry("layers.0.x", (3, 2), np.dtype(np.float32), lambda: np.ones((3, 2), np.float32))]
     ):
@@ -113,7 +113,7 @@ def test_an_array_that_cannot_be_read_is_damaged(tmp_path):
 def test_a_checkpoint_is_read_by_a_path_with_two_dots(tmp_path, monkeypatch):
     step, here = tmp_path / "step", tmp_path / "here"
     here.mkdir()
-    save_arrays(step, {WEIGHTS: {"x": np.arange(3.0, dtype=np.float32)}})
+    v1.save_checkpointables(step, {WEIGHTS: {"x": np.arange(3.0, dtype=np.float32)}})
     monkeypatch.chdir(here)
     np.testing.assert_array_equal(read_array(Path("../step"), "x"), [0, 1, 2])
 

@@ -13,6 +13,7 @@ another size in each save, and takes new memory.
     memory.free()                    when no other save follows
 """
 
+import math
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -90,15 +91,30 @@ class Copies:
         self._blocks: list[np.ndarray] = []
 
     def of(self, array: Any) -> np.ndarray:
-        """A copy of an array of the host, or of one whose shards are all on this process."""
+        """A copy of an array of the host, or of one on a device of this process."""
         values = np.asarray(array)
-        if values.nbytes < LEAST or not isinstance(array, jax.Array):
+        if not isinstance(array, jax.Array):
             return np.array(values)
-        block = self._memory.take(values.nbytes)
-        self._blocks.append(block)
-        copy = block.view(values.dtype).reshape(values.shape)
+        copy = self._empty(values.shape, values.dtype)
         np.copyto(copy, values)
         return copy
+
+    def joined(self, shape: tuple[int, ...], dtype: np.dtype, parts: list[tuple[Any, Any]]) -> np.ndarray:
+        """A copy of an array that several devices of this process share. parts: where in the array, and the values there."""
+        if len(parts) == 1:
+            return self.of(parts[0][1])
+        copy = self._empty(shape, dtype)
+        for index, values in parts:
+            copy[index] = np.asarray(values)
+        return copy
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size = math.prod(shape) * dtype.itemsize
+        if size < LEAST:
+            return np.empty(shape, dtype)
+        block = self._memory.take(size)
+        self._blocks.append(block)
+        return block.view(dtype).reshape(shape)
 
     def release(self) -> None:
         """Nobody reads the copies any more."""

@@ -68,14 +68,23 @@ def copy_shards(items: Mapping[str, Mapping[str, Any]], copies: Copies, leads: b
 def _copy(array: Any, copies: Copies, leads: bool, replicas: bool) -> ShardedArray:
     if not isinstance(array, jax.Array):
         return ShardedArray(array.shape, array.dtype, array.shape, {(0,) * array.ndim: copies.of(array)} if leads else {})
-    # The loop donates the array to the next step.
-    shards = {at: copies.of(shard.data) for at, shard in _shards_of(array, replicas).items()}
-    return ShardedArray(tuple(array.shape), np.dtype(array.dtype), tuple(array.sharding.shard_shape(array.shape)), shards)
+    # Copies, because the loop donates the array to the next step.
+    shape, dtype, shards = tuple(array.shape), np.dtype(array.dtype), _shards_of(array, replicas)
+    if array.is_fully_addressable:
+        # One file, however many devices of this process share the array.
+        whole = copies.joined(shape, dtype, [(shard.index, shard.data) for shard in shards.values()])
+        return ShardedArray(shape, dtype, shape, {(0,) * array.ndim: whole})
+    parts = {at: copies.of(shard.data) for at, shard in shards.items()}
+    return ShardedArray(shape, dtype, tuple(array.sharding.shard_shape(shape)), parts)
 
 
 def copied_sizes(items: Mapping[str, Mapping[str, Any]], replicas: bool = False) -> Counter[int]:
-    """{bytes of a shard: how many} of those that `copy_shards` copies off the devices."""
-    return Counter(shard.data.nbytes for array in _arrays_of(items) for shard in _shards_of(array, replicas).values())
+    """{bytes of a copy: how many} of those that `copy_shards` makes of what is on devices."""
+    sizes = Counter[int]()
+    for array in (array for array in _arrays_of(items) if isinstance(array, jax.Array)):
+        whole = array.is_fully_addressable
+        sizes.update([array.nbytes] if whole else [shard.data.nbytes for shard in _shards_of(array, replicas).values()])
+    return sizes
 
 
 def _arrays_of(items: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
