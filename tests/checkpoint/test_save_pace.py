@@ -16,7 +16,7 @@ from argosy.checkpoint.settings import CheckpointSettings
 from argosy.checkpoint.step import files
 from argosy.checkpoint.step.load import load_weights
 from argosy.checkpoint.tiers.local import LocalCheckpoints
-from argosy.core.formats import Entry
+from argosy.core.formats import TensorEntry
 from argosy.core.formats.files import File
 from argosy.core.formats.zarr import array_files
 
@@ -104,7 +104,7 @@ def test_what_is_written_at_a_pace_is_the_same(tmp_path: Path, monkeypatch: pyte
 
 
 def small_files(count: int) -> list[File]:
-    arrays = [Entry(f"w{i}", (10,), np.dtype(np.float32), lambda: np.zeros(10, np.float32)) for i in range(count)]
+    arrays = [TensorEntry(f"w{i}", (10,), np.dtype(np.float32), lambda: np.zeros(10, np.float32)) for i in range(count)]
     return [file for array in arrays for file in array_files(array)]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from argosy.checkpoint.saving.memory import Copies
 from argosy.checkpoint.step.layout import META, catalog
 from argosy.core.errors import Unsupported
-from argosy.core.formats import TensorEntry, Shape
+from argosy.core.formats import Shape, TensorEntry
 from argosy.core.formats.files import File, of_text
 from argosy.core.formats.zarr import described_shards, shard_file
 from argosy.core.formats.zarr_parts import Laid, Spans, aligned, laid, read_parts
