@@ -87,7 +87,7 @@ class Checkpoints(Tier):
         Raises:
             ArgosyError: a step cannot be reached (permission, network); nothing is renamed for that.
             Damaged: there are checkpoints, but none is good. They are left as they are, so the next call raises the same error.
-            Elsewhere: the same, in other processes than the leader.
+            FailedElsewhere: the same, in other processes than the leader.
         """
         steps = self._group.told("steps", lambda: [step for step in self.steps() if above is None or step > above])
         damaged: dict[int, Damaged] = {}
@@ -168,7 +168,7 @@ class Checkpoints(Tier):
         Raises:
             Damaged: one has changed since it was verified.
             OSError: there is no room for them.
-            Elsewhere: one of these, in another process.
+            FailedElsewhere: one of these, in another process.
         """
         if self._group.count() > 1:
             needed = shards.needed_files(self.path(step), wanted, self.medium.files(step))

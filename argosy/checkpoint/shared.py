@@ -15,7 +15,7 @@ def check_shared(store: Store) -> None:
 
     Raises:
         BadInput: one does not; in that process.
-        Elsewhere: one does not; in the others.
+        FailedElsewhere: one does not; in the others.
     """
     token = processes.told("shared files", lambda: _write_probe(store))
 

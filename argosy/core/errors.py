@@ -9,7 +9,7 @@
     ├── Unsupported             well-formed input that Argosy cannot handle
     ├── Busy                    another process holds the run
     ├── Final                   it failed, and would fail again from the same checkpoint
-    └── Elsewhere               it failed in another process of the same run, which reports it
+    └── FailedElsewhere         it failed in another process of the same run, which reports it
 
 Printed as `error: WHAT`, the place on an indented line, a blank line, then `hint: FIX`: at most five lines each.
 """

@@ -65,7 +65,7 @@ def told(name: str, make: Callable[[], T]) -> T:
     """What the leader makes, in every process. make: returns something that JSON holds.
 
     Raises:
-        Elsewhere: in the others, if it fails in the leader.
+        FailedElsewhere: in the others, if it fails in the leader.
     """
     if count() == 1:
         return make()
@@ -92,7 +92,7 @@ def together(name: str, work: Callable[[], T]) -> T:
     """Does work in every process, and fails in all if it fails in one: that one raises its error, of several the lowest rank.
 
     Raises:
-        Elsewhere: it failed in another process.
+        FailedElsewhere: it failed in another process.
     """
     if count() == 1:
         return work()
@@ -137,7 +137,7 @@ def check_alike(facts: dict[str, str], hints: dict[str, str]) -> None:
     """Checks that all processes give the same facts, such as the version and the settings.
 
     Raises:
-        BadInput: they do not; in the process of the lowest rank that differs from rank 0. Elsewhere: in all others.
+        BadInput: they do not; in the process of the lowest rank that differs from rank 0. FailedElsewhere: in all others.
     """
     every = collected("alike", facts)
     differ = [(other, name) for other, its in enumerate(every) for name in facts if its.get(name) != every[0].get(name)]

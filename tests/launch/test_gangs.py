@@ -28,7 +28,7 @@ from argosy.launch.cluster import found, join
 place = found(os.environ)
 join(place)
 from argosy.parallel import processes
-from argosy.core.errors import ArgosyError, BadInput, Elsewhere
+from argosy.core.errors import ArgosyError, BadInput, FailedElsewhere
 rank, out = processes.rank(), {}
 def caught(do):
     try:
@@ -81,14 +81,14 @@ out["one by one"] = processes.one_by_one("g", lambda: time.time())
         assert one["collected"] == [0, 10]
         assert one["alike"] is None
     assert first["told badly"] == ["BadInput", "no, says 0", 2]
-    assert second["told badly"] == ["Elsewhere", "no, says 0", 2]
+    assert second["told badly"] == ["FailedElsewhere", "no, says 0", 2]
     assert (first["together"], second["together"]) == ("done by 0", "done by 1")
-    assert first["one failed"] == ["Elsewhere", "no, says 1 (in process 1)", 2]
+    assert first["one failed"] == ["FailedElsewhere", "no, says 1 (in process 1)", 2]
     assert second["one failed"] == ["BadInput", "no, says 1", 2]
     assert first["all failed"] == ["BadInput", "no, says 0", 2]
-    assert second["all failed"][0] == "Elsewhere"
+    assert second["all failed"][0] == "FailedElsewhere"
     assert second["not alike"] == ["BadInput", "process 1 has another settings than process 0", 2]
-    assert first["not alike"][0] == "Elsewhere"
+    assert first["not alike"][0] == "FailedElsewhere"
     assert first["one by one"] <= second["one by one"]
 
 

@@ -148,11 +148,11 @@ out["names"] = sorted(f.name for f in disk.iterdir())
     assert first["good"][2][0].startswith("checkpoint 3 is damaged and was set aside as 3.damaged: weights/split/c/1/1 differs")
     assert second["good"][2] == []
     assert first["away"] == ["ArgosyError", "cannot be reached: [Errno 110] Connection timed out", 1], "it may be started again"
-    assert second["away"][0] == "Elsewhere"
-    assert {first["changed"][0], second["changed"][0]} == {"Damaged", "Elsewhere"}
+    assert second["away"][0] == "FailedElsewhere"
+    assert {first["changed"][0], second["changed"][0]} == {"Damaged", "FailedElsewhere"}
     assert first["all"][0] == "Damaged"
     assert first["all"][1].startswith("all 2 checkpoints are damaged; the newest: weights/split/c/1/1 differs")
-    assert second["all"][0] == "Elsewhere"
+    assert second["all"][0] == "FailedElsewhere"
 
 
 @pytest.mark.slow
