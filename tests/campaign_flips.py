@@ -3,9 +3,9 @@
     ./run python tests/campaign_flips.py [n=1000] [seed=0]
 
 Two steps are saved in each tier: in a folder, in an object store, and in the local tier, with a position in the data. n times one file
-of the newest step is damaged in a copy: a bit flipped, cut short at a random byte, or deleted, over every tier and kind of file in turn. The step that is found good must then be the one before, with every array bit for
-bit and its metadata. Prints a line for each tier and kind of file; exit code 1 where one came through. `campaign_flip` trains on
-after each damage, which takes longer.
+of the newest step is damaged in a copy: a bit flipped, cut short at a random byte, or deleted, over every tier and kind of file in
+turn. The step that is found good must then be the one before, with every array bit for bit and its metadata. Prints a line for each
+tier and kind of file; exit code 1 where one came through. `campaign_flip` trains on after each damage, which takes longer.
 """
 
 import random
