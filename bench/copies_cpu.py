@@ -31,17 +31,17 @@ def started(model: str, copies: int, slots: int, context: int) -> dict[str, floa
     """Starts the engines of a server; figures of this process."""
     import argosy
     from argosy.infer.settings import EngineSettings
-    from argosy.serve.engine.engines import front_of
+    from argosy.serve.engine.engines import build_front
     from argosy.serve.settings import ServeSettings
 
     lm = argosy.load(model, random=None if Path(model).exists() else 0)
     before, begun = time.process_time(), time.perf_counter()
     loaded = rss()
     how = ServeSettings(copies=copies, engine=EngineSettings(slots=slots, context=context))
-    front = front_of(lm, "model", how, None)
+    front = build_front(lm, "model", how, None)
     found = {"cpu_s": time.process_time() - before, "wall_s": time.perf_counter() - begun, "loaded_mb": loaded, "mb": rss()}
     found["programs"] = sum(engine.stats.compilations for engine in front.engines)
-    found["cache_mb"] = sum(a.nbytes for engine in front.engines for one in engine.caches.values() for a in one.values()) / 1e6
+    found["cache_mb"] = sum(a.nbytes for engine in front.engines for one in engine.runner.caches.values() for a in one.values()) / 1e6
     front.close()
     return found
 
@@ -97,20 +97,20 @@ async def talk(front: Any, clients: int) -> tuple[float, list[int]]:
 
 def routed(model: str) -> None:
     os.environ["XLA_FLAGS"] = f"{FLAG}=2"
-    from argosy.infer.load import load
+    from argosy.infer.load import load_lm
     from argosy.infer.settings import EngineSettings
     from argosy.serve.engine import replicas as copies
-    from argosy.serve.engine.engines import front_of
-    from argosy.serve.engine.replicas import Copies
+    from argosy.serve.engine.engines import build_front
+    from argosy.serve.engine.replicas import ReplicaFront
     from argosy.serve.settings import ServeSettings
 
     engine = EngineSettings(slots=16, context=512, pages=1024)
-    front: Any = front_of(load(model), "model", ServeSettings(copies=2, engine=engine), None)
-    by_prefix = Copies._with_longest_prefix
+    front: Any = build_front(load_lm(model), "model", ServeSettings(copies=2, engine=engine), None)
+    by_prefix = ReplicaFront._with_longest_prefix
     for clients in (1, 4, 8):
         for slack, chosen in ((0, lambda self, numbers, request: numbers), *((slack, by_prefix) for slack in (0, 2, 4, 8))):
             name = f"slack {slack}" if chosen is by_prefix else "turns"
-            Copies._with_longest_prefix = chosen
+            ReplicaFront._with_longest_prefix = chosen
             copies.SLACK = slack
             asyncio.run(front.together(lambda engines: [one.reset_prefix_cache() for one in engines]))
             share, made = asyncio.run(talk(front, clients))

@@ -23,14 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.data.tokenizers.load import find_tokenizer
+from argosy.infer.cpu.prepare import WeightPreparation
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.forward import ByLayer, Whole, cut
-from argosy.infer.engine.layers import pass_of
-from argosy.infer.engine.programs import Programs, described
 from argosy.infer.engine.request import Request
-from argosy.infer.load import load, random
+from argosy.infer.forward.passes import ByLayer, OneProgram, PassKind, whole_sequences
+from argosy.infer.forward.step import split_words
+from argosy.infer.load import load_lm, random_lm
+from argosy.infer.programs.programs import Programs, abstract_arrays
 from argosy.infer.sampling import sampler
-from argosy.infer.sampling.sample import Sampling, table
+from argosy.infer.sampling.sample import Sampling, sampling_columns
 from argosy.infer.settings import EngineSettings, NGram
 from argosy.jobs.api import preset_config
 from argosy.models.parts.attend import Paged
@@ -50,25 +51,27 @@ def clocked(call: Callable[[], Any]) -> tuple[float, float]:
 
 def forward(preset: str = "smollm2-135m", *rows: str) -> None:
     """A decode step of rows that hold 150 tokens each."""
-    model = random(preset_config(preset), 0).module
+    model = random_lm(preset_config(preset), 0).module
     engine = Engine(model, EngineSettings(slots=32, context=2048))
     for count in [int(word) for word in rows] or [1, 8, 32]:
-        sizes = engine.packing.decoding(count)
+        sizes = engine.runner.batches.decode_sizes(count)
         words = np.zeros(sizes.words, np.int32)
-        d, *_ = cut(words, sizes)
+        d, *_ = split_words(words, sizes)
         d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
         d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
         picks, calls = np.arange(count, dtype=np.int32), {}
         ahead, given = Programs(), (words, picks, sizes)
-        kinds = {"Whole": Whole(model), "ByLayer": ByLayer(model), "ByLayer prepared ahead": ByLayer(model, run=ahead)}
+        prepares = WeightPreparation(model, panels=True)
+        kinds = {"OneProgram": OneProgram(model), "ByLayer": ByLayer(model, preparation=prepares)}
+        kinds["ByLayer prepared ahead"] = ByLayer(model, run=ahead, preparation=prepares)
         for name, one in kinds.items():
             weights = one.prepared(engine.weights())
             if name.endswith("ahead"):
                 with ahead.ahead():
-                    one(weights, described(engine.caches), described(engine.slots.last), *given)
+                    one.step(weights, abstract_arrays(engine.runner.caches), abstract_arrays(engine.runner.slots.last), *given)
 
             def call(one: Any = one, weights: Any = weights, given: Any = given) -> Any:
-                logits, engine.caches, _ = one(weights, engine.caches, engine.slots.last, *given)
+                logits, engine.runner.caches, _ = one.step(weights, engine.runner.caches, engine.runner.slots.last, *given)
                 return logits
 
             calls[name] = call
@@ -85,28 +88,28 @@ def forward(preset: str = "smollm2-135m", *rows: str) -> None:
 def adapters(preset: str = "smollm2-135m", *rows: str) -> None:
     """A decode step of rows that hold 150 tokens each: of an engine without adapters, of one that has room for four, and of that one
     with another of four adapters in each row. In turn."""
-    model = random(preset_config(preset), 0).module
+    model = random_lm(preset_config(preset), 0).module
     lora = {"enabled": True, "adapters": 4, "rank": 16}
     engines = {name: Engine(model, EngineSettings(slots=32, context=2048, lora=how)) for name, how in (("none", {}), ("room", lora))}
     engines["used"] = engines["room"]
     banks = engines["room"].adapters
     assert banks is not None
-    banks.arrays = {name: jnp.full(a.shape, 1e-3, a.dtype) for name, a in banks.arrays.items()}
+    banks._bank.arrays = {name: jnp.full(a.shape, 1e-3, a.dtype) for name, a in banks.arrays.items()}
     held = sum(a.nbytes for a in banks.arrays.values())
     print(f"factors: {held / 1e6:.0f} MB beside {sum(a.nbytes for a in engines['none'].weights().values()) / 1e6:.0f} MB", flush=True)
-    weights = {name: engine.forward.prepared(engine.weights()) for name, engine in engines.items()}
+    weights = {name: engine.runner.forward.prepared(engine.weights()) for name, engine in engines.items()}
     for count in [int(word) for word in rows] or [1, 8, 32]:
-        sizes = engines["none"].packing.decoding(count)
+        sizes = engines["none"].runner.batches.decode_sizes(count)
         words = np.zeros(sizes.words, np.int32)
-        d, _ = cut(words, sizes)
+        d, *_ = split_words(words, sizes)
         d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
         d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
         picks = np.arange(count, dtype=np.int32)
 
         def call(name: str, sizes: Any = sizes, words: Any = words, picks: Any = picks) -> Any:
-            engine = engines[name]
+            runner = engines[name].runner
             banks._places[:] = np.arange(32) % 4 if name == "used" else -1
-            logits, engine.caches = engine.forward(weights[name], engine.caches, engine.slots.last, words, picks, sizes)
+            logits, runner.caches, _ = runner.forward.step(weights[name], runner.caches, runner.slots.last, words, picks, sizes)
             return logits
 
         spent: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
@@ -126,21 +129,21 @@ def blocks(file: str, *rows: str) -> None:
     compared bit for bit."""
     how, engines, weights = EngineSettings(slots=32, context=2048), {}, {}
     for name in ("float32", "blocks"):
-        engines[name] = Engine(load(file, blocks=name == "blocks").module, how, keeps=True)
-        weights[name] = engines[name].forward.prepared(engines[name].weights())
+        engines[name] = Engine(load_lm(file, blocks=name == "blocks").module, how, exclusive=True)
+        weights[name] = engines[name].runner.forward.prepared(engines[name].weights())
         size = sum(a.nbytes for a in jax.tree.leaves(weights[name]))
         print(f"{name}: {size / 1e6:.1f} MB of weights", flush=True)
     for count in [int(word) for word in rows] or [1, 8, 32]:
-        sizes = engines["blocks"].packing.decoding(count)
+        sizes = engines["blocks"].runner.batches.decode_sizes(count)
         words = np.zeros(sizes.words, np.int32)
-        d, *_ = cut(words, sizes)
+        d, *_ = split_words(words, sizes)
         d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
         d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
         picks = np.arange(count, dtype=np.int32)
 
         def call(name: str, given: Any = (words, picks, sizes)) -> Any:
-            engine = engines[name]
-            logits, engine.caches, _ = engine.forward(weights[name], engine.caches, engine.slots.last, *given)
+            runner = engines[name].runner
+            logits, runner.caches, _ = runner.forward.step(weights[name], runner.caches, runner.slots.last, *given)
             return logits
 
         assert np.asarray(call("blocks")).tobytes() == np.asarray(call("float32")).tobytes()
@@ -157,7 +160,7 @@ def blocks(file: str, *rows: str) -> None:
 
 def cache(folder: str, text: str, *rows: str) -> None:
     """A decode step of rows that hold 150 tokens each, and 1,000; then the text's first 2,048 tokens, computed in calls of 256."""
-    lm = load(folder)
+    lm = load_lm(folder)
     for count in [int(word) for word in rows] or [1, 8, 32]:
         for held in (HELD, 1000):
             # One more page than the step writes to, for each row.
@@ -166,16 +169,17 @@ def cache(folder: str, text: str, *rows: str) -> None:
                 form: Engine(lm.module, EngineSettings(slots=32, context=2048, pages=max(128, count * each), cache_dtype=form))
                 for form in (None, *FORMS)
             }
-            weights = engines[None].forward.prepared(engines[None].weights())
-            sizes = engines[None].packing.decoding(count)
+            weights = engines[None].runner.forward.prepared(engines[None].weights())
+            sizes = engines[None].runner.batches.decode_sizes(count)
             words = np.zeros(sizes.words, np.int32)
-            d, *_ = cut(words, sizes)
+            d, *_ = split_words(words, sizes)
             d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), held, -1
             d["table"][:, :each] = np.arange(each * count).reshape(count, each)
             picks = np.arange(count, dtype=np.int32)
 
             def call(engine: Engine, given: Any = (words, picks, sizes), weights: Any = weights) -> Any:
-                logits, engine.caches, _ = engine.forward(weights, engine.caches, engine.slots.last, *given)
+                runner = engine.runner
+                logits, runner.caches, _ = runner.forward.step(weights, runner.caches, runner.slots.last, *given)
                 return logits
 
             spent: dict[str | None, list[tuple[float, float]]] = {form: [] for form in engines}
@@ -187,7 +191,7 @@ def cache(folder: str, text: str, *rows: str) -> None:
             for form, times in spent.items():
                 wall, cpu = 1e3 * np.median(times, 0)
                 more = 100 * (np.median(np.asarray(times) / base, 0) - 1)
-                size = bytes_of(engines[form].caches) / engines[form].pages.count * count * each / 1e6
+                size = bytes_of(engines[form].runner.caches) / engines[form].pages.count * count * each / 1e6
                 told = f"{wall:.1f} ms a step ({more[0]:+.0f} %), {cpu:.1f} CPU ms ({more[1]:+.0f} %), {size:.1f} MB of pages in use"
                 print(f"{count} rows of {held}, {form or 'float32'}: {told}", flush=True)
     quality(lm, Path(text).read_text())
@@ -196,14 +200,16 @@ def cache(folder: str, text: str, *rows: str) -> None:
 def quality(lm: Any, text: str, most: int = 2048, width: int = 256) -> None:
     """Perplexity by type of cache, and the divergence of the next token's distribution from that with a float32 cache."""
     ids = np.asarray(lm.encode(text[: 8 * most]))[: most + 1]
-    weights, run, before = split(lm.module)[1], pass_of(lm.module, split(lm.module)[1]), []
+    forward, before = ByLayer(lm.module), []
+    weights, kind = forward.prepared(split(lm.module)[1]), PassKind(whole_sequences, _logits)
     table, t = jnp.arange(most // 16, dtype=jnp.int32)[None], jnp.arange(width, dtype=jnp.int32)[None]
     for form in (None, *FORMS):
         caches = paged(lm.module.layers.holds(), 1, most // 16, 16, longest=most, slack=most, narrow=form)
         losses, apart, same = [], [], []
         for i, at in enumerate(range(0, most, width)):
             where = (jnp.zeros(1, jnp.int32), jnp.full(1, at, jnp.int32), jnp.full(1, width, jnp.int32))
-            logits, caches = run(weights, _logits, ids[None, at : at + width].astype(np.int32), Paged(table, *where, t), caches)
+            inputs = ids[None, at : at + width].astype(np.int32), Paged(table, *where, t)
+            logits, caches = forward(kind, weights, inputs, caches)
             chances = np.asarray(jax.nn.log_softmax(logits[0]))
             losses.append(-chances[np.arange(width), ids[at + 1 : at + width + 1]])
             if form is None:
@@ -221,7 +227,7 @@ def _logits(model: Any, x: Any) -> Any:
 
 
 def generate(preset: str = "smollm2-135m", *prompts: str) -> None:
-    lm, rng = random(preset_config(preset), 0), np.random.default_rng(0)
+    lm, rng = random_lm(preset_config(preset), 0), np.random.default_rng(0)
     for count in [int(word) for word in prompts] or [1, 8, 32]:
         for turn in range(4):
             given = [rng.integers(3, lm.config.vocab, PROMPT).tolist() for _ in range(count)]
@@ -234,13 +240,13 @@ def generate(preset: str = "smollm2-135m", *prompts: str) -> None:
 def sampler_(vocabulary: str = "49152") -> None:
     V = int(vocabulary)
     for rows in (1, 8, 32):
-        state, owners = sampler.fresh(32, V), jnp.arange(rows, dtype=jnp.int32)
+        state, owners = sampler.empty_slots(32, V), jnp.arange(rows, dtype=jnp.int32)
         logits = jnp.asarray(3 * np.random.default_rng(0).standard_normal((rows, V)), jnp.float32)
         began = time.process_time()
         program = sampler.sample.lower(state, logits, owners).compile()
         print(f"{rows} rows: compiled in {time.process_time() - began:.1f} CPU s", flush=True)
         for how in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "typical_p": 0.9}):
-            columns = {name: jnp.asarray(column) for name, column in table([Sampling(**how)] * 32).items()}
+            columns = {name: jnp.asarray(column) for name, column in sampling_columns([Sampling(**how)] * 32).items()}
             state, spent = state._replace(settings=columns), []
             for _ in range(8):
                 began = time.process_time()
@@ -264,7 +270,7 @@ SCHEMA = {
 
 
 def schema(tokenizer: str, preset: str = "smollm2-135m", *rows: str) -> None:
-    lm = random(preset_config(preset), 0)
+    lm = random_lm(preset_config(preset), 0)
     lm.tokenizer = find_tokenizer(Path(tokenizer))
     began = time.process_time()
     grammar = lm.grammar({"json": SCHEMA})
@@ -306,11 +312,11 @@ TEXTS = {
 
 def speculate(model: str, drafts: str = "4", *rows: str) -> None:
     """128 tokens of each row, of code at temperature 0 and of prose at temperature 1."""
-    lm = load(model)
+    lm = load_lm(model)
     for count in [int(word) for word in rows] or [1, 8]:
         plain = EngineSettings(slots=count, context=1024, reuse=False)
         how = plain.model_copy(update={"speculative": NGram(tokens=int(drafts))})
-        engines = {"without": Engine(lm.module, plain, keeps=True), "with": Engine(lm.module, how, keeps=True)}
+        engines = {"without": Engine(lm.module, plain, exclusive=True), "with": Engine(lm.module, how, exclusive=True)}
         for text, prompt in TEXTS.items():
             sampling = Sampling(temperature=float(text == "prose"))
             asked = [Request(lm.encode(prompt), 2 * ANSWER, sampling, row=row) for row in range(count)]

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from argosy.infer.engine.forward import Sizes, Whole
+from argosy.infer.forward.passes import OneProgram
+from argosy.infer.forward.step import PageTables, StepSizes
 from argosy.jobs.api import preset_config
 from argosy.models.parts.cache import paged
 from argosy.models.parts.stack import Scan, Unroll
@@ -27,9 +28,10 @@ from argosy.parallel.scope import scope
 # Bytes a second, of one chip: Google's pages of each generation.
 BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9}
 CONTEXT, PAGE, SLOTS = 8192, 16, 32
+TABLES = PageTables(PAGE, CONTEXT // PAGE)
 
 
-def compiled(config: Any, execution: Any, devices: list[Any], pages: int, sizes: Sizes, picks: int) -> tuple[Any, Any]:
+def compiled(config: Any, execution: Any, devices: list[Any], pages: int, sizes: StepSizes, picks: int) -> tuple[Any, Any]:
     """A step of the engine, and (weights, pools) as shapes."""
     on = jax.sharding.SingleDeviceSharding(devices[0])
     model = config.build(execution)
@@ -39,14 +41,15 @@ def compiled(config: Any, execution: Any, devices: list[Any], pages: int, sizes:
         return jax.ShapeDtypeStruct(a.shape, jnp.bfloat16 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype, sharding=on)
 
     with scope(MeshSettings().build(devices)):
-        forward = Whole(model)
+        forward = OneProgram(model)
         pools = jax.eval_shape(lambda: paged(forward.specs, SLOTS, pages, PAGE, jnp.bfloat16, longest=CONTEXT))
         weights, pools = jax.tree.map(there, (abstract(model), pools))
         words = [there(jax.ShapeDtypeStruct((n,), jnp.int32)) for n in (SLOTS, sizes.words, picks)]
-        return forward._program.lower(weights, pools, *words, sizes).compile(), (weights, pools)
+        program = forward.program(forward.step_kind).lower(weights, pools, tuple(words[:2]), (words[2],), sizes)
+        return program.compile(), (weights, pools)
 
 
-def accessed(config: Any, devices: list[Any], sizes: Sizes, picks: int) -> float:
+def accessed(config: Any, devices: list[Any], sizes: StepSizes, picks: int) -> float:
     """Bytes of a step. XLA counts the body of a loop once, so two and four unrolled layers are compiled; each further one costs the
     same."""
     two, four = (
@@ -64,8 +67,8 @@ def main(preset: str = "llama3.1-8b", topology: str = "v6e:2x2", pages: str = "4
     print("| step | compiled in s | weights GB | pools GB | temporaries MB | accessed GB | weights over bandwidth, ms |")
     print("|---|---|---|---|---|---|---|")
     for name, sizes, picks in [
-        ("32 decoding rows", Sizes(32, 0, 0, CONTEXT // PAGE), 32),
-        ("32 decoding rows, 512 prompt tokens", Sizes(32, 16, 32, CONTEXT // PAGE), 64),
+        ("32 decoding rows", StepSizes(32, 0, 0, TABLES), 32),
+        ("32 decoding rows, 512 prompt tokens", StepSizes(32, 16, 32, TABLES), 64),
     ]:
         start = time.monotonic()
         program, shapes = compiled(config, Scan(), devices, int(pages), sizes, picks)

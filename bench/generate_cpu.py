@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from argosy.infer.load import random
-from argosy.infer.sampling.sample import Sampling, choose, table
+from argosy.infer.load import random_lm
+from argosy.infer.sampling.sample import Sampling, next_tokens, sampling_columns
 from argosy.jobs.api import preset_config
 from argosy.models.parts.stack import Scan, Unroll
 
@@ -38,7 +38,7 @@ def sampler() -> None:
         logits = jnp.asarray(3 * np.random.default_rng(0).standard_normal((4, V)), jnp.float32)
         keys, row = jax.random.split(jax.random.key(0), 4), []
         for how in SETTINGS.values():
-            settings, step = table([how] * 4), jax.jit(lambda x, s, k: choose(x, x, s, k))
+            settings, step = sampling_columns([how] * 4), jax.jit(lambda x, s, k: next_tokens(x, x, s, k))
             call = partial(step, logits, settings, keys)
             row.append(1e3 * best(lambda call=call: jax.block_until_ready(call()), 6))
         print(f"| {V:,} | " + " | ".join(f"{ms:.1f}" for ms in row) + " |", flush=True)
@@ -46,7 +46,7 @@ def sampler() -> None:
 
 def start(preset: str = "smollm2-135m") -> None:
     began = time.process_time()
-    lm = random(preset_config(preset), 0)
+    lm = random_lm(preset_config(preset), 0)
     print(f"random weights {time.process_time() - began:.1f}", flush=True)
     calls = {
         "first, 16 tokens": ([PROMPT], 16, {}),
@@ -67,7 +67,7 @@ def start(preset: str = "smollm2-135m") -> None:
 def decode(*presets: str) -> None:
     for preset in presets or ("argosy-1m", "smollm2-135m"):
         for run in (Unroll(), Scan()):
-            lm = random(preset_config(preset), 0, run=run)
+            lm = random_lm(preset_config(preset), 0, run=run)
             for rows in (1, 4):
                 seconds = best(lambda lm=lm, n=rows: lm.generate([PROMPT] * n, 129, ignore_eos=True), 3)
                 print(f"{preset} {type(run).__name__} {rows} rows: {1e3 * seconds / 128:.2f} ms a step", flush=True)

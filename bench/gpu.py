@@ -355,7 +355,7 @@ def decode(tiny: bool) -> None:
 
     from argosy.adapt.quant import int8
     from argosy.adapt.surgery import swap
-    from argosy.infer.load import random
+    from argosy.infer.load import random_lm
     from argosy.infer.settings import EngineSettings
     from argosy.jobs.api import preset_config
     from argosy.models.parts.weight import split
@@ -364,7 +364,7 @@ def decode(tiny: bool) -> None:
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     row = table("weights", "rows", "tokens/s", "ms a step", "floor ms", "first tokens, s")
     for form in (np.dtype(dtype).name, "int8"):
-        lm = random(preset_config(preset), 0, dtype=dtype, engine=EngineSettings(slots=32, context=length + new + 1))
+        lm = random_lm(preset_config(preset), 0, dtype=dtype, engine=EngineSettings(slots=32, context=length + new + 1))
         if form == "int8":
             swap(lm.module, ".*", int8)
         size = sum(a.nbytes for address, a in split(lm.module)[1].items() if not address.startswith("embed.") or lm.config.tied)

@@ -15,9 +15,9 @@ import numpy as np
 from argosy.core.process.resident import trim
 from argosy.core.settings import read_settings, words_layer
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.program_store import open_store
 from argosy.infer.engine.request import Request
-from argosy.infer.load import load
+from argosy.infer.load import load_lm
+from argosy.infer.programs.store import open_store
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.machine import programs_folder, start_jax
 from argosy.observe.memory import peak_bytes
@@ -41,10 +41,10 @@ def main(model: str, *words: str) -> None:
     jax.devices()
     print("| stage | resident, MB | anonymous | files | peak |\n| --- | --- | --- | --- | --- |")
     row("jax")
-    lm = load(model)
+    lm = load_lm(model)
     row("loaded")
-    engine = Engine(lm.module, settings, keeps=True)
-    row(f"cache: {engine.described()}")
+    engine = Engine(lm.module, settings, exclusive=True)
+    row(f"cache: {engine.runner.describe_cache()}")
     engine.warm_up(open_store(programs_folder()))
     row("warmed up")
     draw = np.random.default_rng(0)

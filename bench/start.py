@@ -83,7 +83,7 @@ def stages(model: str) -> None:
     lap("Python, settings")
     machine.start_jax()
     lap("import jax")
-    from argosy.infer.engine.program_store import open_store
+    from argosy.infer.programs.store import open_store
     from argosy.jobs.api import load
     from argosy.serve import run
 
@@ -92,17 +92,18 @@ def stages(model: str) -> None:
     lap("model, weights, tokenizer")
     from argosy.infer.engine.engine import Engine
 
-    engine = Engine(lm.module, ServeSettings().engine, keeps=True)
+    engine = Engine(lm.module, ServeSettings().engine, exclusive=True)
     lap("engine")
     store = open_store(machine.programs_folder())
     lap("hash of the sources")
     assert store is not None
-    engine._look_for_new_weights()
-    with engine.programs.ahead(store):
-        with engine._describing():
-            engine._call_all()
+    runner = engine.runner
+    runner.refresh_weights(lambda: None)
+    with runner.programs.ahead(store):
+        with runner._described():
+            runner._call_all(engine.scheduler.copies)
         lap("programs: names, files; loading has begun")
-        engine.caches  # noqa: B018
+        runner.caches  # noqa: B018
         lap("pools reserved, while programs load")
     lap("programs loaded")
     engine.warm_up(store)

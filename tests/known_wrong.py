@@ -453,13 +453,13 @@ EDITS = [
     Edit(
         "a preempted answer that resumes with the last token of its slot's previous owner",
         "argosy/infer/sampling/sampler.py",
-        "last=slots.last.at[slot].set(last),",
-        "",
+        '"last": np.int32([*prompt, *completion][-1]),',
+        '"last": np.int32(0),',
         ("tests/infer/test_engine.py::test_a_preempted_answer_whose_chunks_end_one_token_early_resumes_in_another_slot",),
     ),
     Edit(
         "several decode steps in one dispatch, all at the position of the first",
-        "argosy/infer/engine/forward.py",
+        "argosy/infer/forward/step.py",
         '"length": d["length"] + step}',
         '"length": d["length"]}',
         ("tests/infer/test_engine.py::test_several_steps_in_one_dispatch_change_no_answer",),
@@ -488,15 +488,15 @@ EDITS = [
     Edit(
         "a mask that stays for the next owner of its slot",
         "argosy/infer/sampling/sampler.py",
-        "has_mask=slots.has_mask.at[slot].set(False),",
-        "",
+        '"has_mask": np.bool_(mask is not None),',
+        '"has_mask": np.bool_(True),',
         ("tests/infer/test_grammar.py::test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner",),
     ),
     Edit(
         "a mask that is not sent to a new slot",
-        "argosy/infer/engine/engine.py",
-        'wanted.mask = b""',
-        "pass",
+        "argosy/infer/engine/runner.py",
+        'b"" if mask is None else mask.tobytes()',
+        "state.mask if mask is None else mask.tobytes()",
         ("tests/infer/test_grammar.py::test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner",),
     ),
     Edit(
@@ -516,7 +516,7 @@ EDITS = [
     Edit(
         "bans that leave nothing of a grammar unseen",
         "argosy/infer/engine/masks.py",
-        "goes_on = wanted.bias.leaves(unpacked(row, vocab), answer)",
+        "goes_on = state.restrictions.leaves(unpacked_bits(row, vocab), state.completion)",
         "goes_on = True",
         ("tests/infer/test_grammar.py::test_bans_and_a_grammar_that_leave_nothing_end_the_answer_with_the_reason",),
     ),
@@ -536,14 +536,14 @@ EDITS = [
     ),
     Edit(
         "stored programs that came from JAX's cache",
-        "argosy/infer/engine/programs.py",
+        "argosy/infer/programs/programs.py",
         "lowered.compile(compiler_options=ANEW)",
         "lowered.compile()",
         ("tests/infer/test_programs.py::test_programs_that_this_process_has_from_the_cache_of_jax_are_compiled_anew",),
     ),
     Edit(
         "a stored program named without what it closes over",
-        "argosy/infer/engine/fingerprint.py",
+        "argosy/infer/programs/fingerprint.py",
         "(cell.cell_contents for cell in value.__closure__ or ())",
         "(None for cell in value.__closure__ or ())",
         ("tests/infer/test_programs.py::test_whatever_decides_a_program_is_in_its_name",),
@@ -565,7 +565,7 @@ EDITS = [
     ),
     Edit(
         "the page in which an equal prompt ends is not copied",
-        "argosy/infer/engine/engine.py",
+        "argosy/infer/engine/runner.py",
         "self._copy_pages(plan.copies)",
         "pass",
         ("tests/infer/test_engine.py::test_an_equal_prompt_is_one_decoding_row_and_its_copy_is_its_own",),
@@ -1093,7 +1093,7 @@ EDITS = [
     Edit(
         "pages are shared between adapters",
         "argosy/infer/engine/adapters.py",
-        """return f"{'' if one is None else one.number}:{salt}\"""",
+        """return f"{'' if adapter is None else adapter.number}:{salt}\"""",
         "return salt",
         ("tests/infer/test_adapters.py::test_pages_are_shared_under_one_adapter_and_never_by_two",),
     ),

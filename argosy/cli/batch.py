@@ -13,8 +13,8 @@ from argosy.cli.bench import key_of
 from argosy.cli.flags import RUN_BATCH, translated
 from argosy.cli.output import Doing, as_typed, conclude, say
 from argosy.client import batch
-from argosy.client.batch_files import Output, fingerprint, rows, stamp
-from argosy.client.client import Inside, Transport, is_url
+from argosy.client.batch_files import BatchOutput, file_fingerprint, file_stamp, read_batch_rows
+from argosy.client.client import AsgiTransport, ClientTransport, is_url
 from argosy.client.http import Http
 from argosy.client.settings import BatchSettings
 from argosy.core.errors import BadInput
@@ -72,8 +72,8 @@ def run_batch(
 
         raise no_model(model)
     begun = begun_with(model, requests, settings)
-    with Output(answers, begun) as out:
-        lines = {row.line for row in rows(requests)}
+    with BatchOutput(answers, begun) as out:
+        lines = {row.line for row in read_batch_rows(requests)}
         before, tokens, start = len(out.done), out.tokens, time.monotonic()
         if before:
             torn = "; the last line was cut short, and is computed again" if out.was_torn else ""
@@ -94,18 +94,18 @@ def run_batch(
 def begun_with(model: str, requests: Path, settings: BatchSettings) -> dict[str, Any]:
     """What the answers depend on."""
     own = {name: getattr(settings, name) for name in ("name", "seed", "dtype")}
-    own["adapter"] = stamp(settings.adapter) if settings.adapter else None
-    own["lora_modules"] = {name: stamp(folder) for name, folder in settings.lora_modules.items()}
+    own["adapter"] = file_stamp(settings.adapter) if settings.adapter else None
+    own["lora_modules"] = {name: file_stamp(folder) for name, folder in settings.lora_modules.items()}
     remote = is_url(model)
     return {
-        "input": {"address": str(requests.resolve()), **fingerprint(requests)},
-        "model": {"address": Http(model).url} if remote else stamp(model),
+        "input": {"address": str(requests.resolve()), **file_fingerprint(requests)},
+        "model": {"address": Http(model).url} if remote else file_stamp(model),
         "settings": {"seed": settings.seed} if remote else own | {"engine.context": settings.engine.context},
     }
 
 
 @contextmanager
-def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[Transport, int]]:
+def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[ClientTransport, int]]:
     """The server at a URL, or the application of `argosy serve` in this process; and how often a request is sent."""
     if is_url(model):
         yield Http(model, key=key_of(settings.api_key), seconds=settings.timeout), batch.TRIES
@@ -116,25 +116,25 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[Transport, 
         from argosy.jobs.api import draft_of, load
         from argosy.serve import run
         from argosy.serve.app import App
-        from argosy.serve.settings import Limits, ServeSettings
+        from argosy.serve.settings import ServerLimits, ServeSettings
 
         doing(f"loading {model}")
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.engine.context, blocks="auto")
-        limits = Limits(queue=NO_LIMIT, queue_tokens=2**62, seconds=NO_LIMIT)
+        limits = ServerLimits(queue=NO_LIMIT, queue_tokens=2**62, seconds=NO_LIMIT)
         how = ServeSettings(
             engine=settings.engine, limits=limits, warm_up=False, seed=settings.seed, lora_modules=settings.lora_modules
         )
         draft = draft_of(settings.engine, settings.dtype)
-        service = run.serving(lm, settings.name or Path(model).resolve().name, how, doing, draft)
+        service = run.running_server(lm, settings.name or Path(model).resolve().name, how, doing, draft)
     service.front.engine.say = None
     try:
-        yield Inside(App(service).asgi), 1
+        yield AsgiTransport(App(service).asgi), 1
     finally:
         service.front.close()
 
 
 def work(
-    requests: Path, out: Output, server: Transport, settings: BatchSettings, tries: int, total: int
+    requests: Path, out: BatchOutput, server: ClientTransport, settings: BatchSettings, tries: int, total: int
 ) -> int:
     """Answers what is missing; returns the exit code of the signal that stopped it, or 0."""
     before, start = out.tokens, time.monotonic()
@@ -142,7 +142,7 @@ def work(
 
     async def go() -> None:
         try:
-            await batch.answer(requests, out, server, settings, tries=tries, stop=stop, say=progress)
+            await batch.complete_batch(requests, out, server, settings, tries=tries, stop=stop, say=progress)
         finally:
             if isinstance(server, Http):
                 await server.close()
@@ -159,7 +159,7 @@ def work(
     return stop.code if len(out.done) < total else 0
 
 
-def summary(out: Output, total: int, before: int, tokens: int, seconds: float) -> dict[str, Any]:
+def summary(out: BatchOutput, total: int, before: int, tokens: int, seconds: float) -> dict[str, Any]:
     """What was done. tokens, before: output tokens and rows that were there at the start."""
     return {
         "output": str(out.path),

@@ -60,26 +60,26 @@ def serve(
     if settings.save and not Path(settings.save).absolute().parent.is_dir():
         raise BadInput(f"`save`: no folder {Path(settings.save).parent}")
     from argosy.client import bench_report as report
-    from argosy.client.bench import Server, run
-    from argosy.client.bench_data import Source
+    from argosy.client.bench import BenchServer, run_bench
+    from argosy.client.bench_data import SampleSource
 
-    source = Source(settings)
+    source = SampleSource(settings)
     with Doing() as doing:
         # In a log, hundreds of such lines would be noise.
         progress = doing if doing.is_live else None
-        servers = [Server(one, settings, key_of(settings.api_key), progress) for one in urls]
-        rounds = asyncio.run(run(servers, source, settings.rounds if settings.against else 1))
-    found = [report.figures(one, settings) | {"server": one.server} for one in rounds]
+        servers = [BenchServer(one, settings, key_of(settings.api_key), progress) for one in urls]
+        rounds = asyncio.run(run_bench(servers, source, settings.rounds if settings.against else 1))
+    found = [report.round_figures(one, settings) | {"server": one.server} for one in rounds]
     if settings.against:
-        document = report.compared(found, urls[0], urls[-1])
-        text = report.comparison(document, settings)
+        document = report.compare_rounds(found, urls[0], urls[-1])
+        text = report.comparison_text(document, settings)
     else:
         document = {name: value for name, value in found[0].items() if name != "server"}
-        text = report.table(document, settings)
+        text = report.round_text(document, settings)
     for one, its in zip(rounds, found):
         warn(one, its, settings)
     if settings.save:
-        save(Path(settings.save), document, [report.details(one) for one in rounds])
+        save(Path(settings.save), document, [report.request_details(one) for one in rounds])
     answer(text, document, as_json)
     return 1 if any(one["failed"] for one in found) else 0
 

@@ -13,10 +13,10 @@ from argosy.cli.bench import key_of
 from argosy.cli.flags import CHAT, translated
 from argosy.cli.lines import Lines, history_file, several
 from argosy.cli.output import Doing, as_typed, can_color, fail, say
-from argosy.client.client import Inside, Refused, is_url
-from argosy.client.conversation import Talk, first_model, too_long
+from argosy.client.client import AsgiTransport, RequestRefused, is_url
+from argosy.client.conversation import ChatSession, first_model, too_long
 from argosy.client.http import Http
-from argosy.client.settings import ChatSettings, Sampled
+from argosy.client.settings import ChatSampling, ChatSettings
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 from argosy.core.process import signals
 from argosy.core.settings import SettingsLayer, read_settings, words_layer
@@ -79,7 +79,7 @@ def chat(
 
 
 @contextmanager
-def opened(model: str, settings: ChatSettings) -> Iterator[tuple[Talk, Any]]:
+def opened(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession, Any]]:
     """A conversation with a server, or with the application of `argosy serve` in this process; and its engine."""
     if is_url(model):
         if settings.engine.speculative is not None:
@@ -94,7 +94,7 @@ def opened(model: str, settings: ChatSettings) -> Iterator[tuple[Talk, Any]]:
 
         name = asyncio.run(found())
         say(f"{name} at {server.url}")
-        yield Talk(server, name, sampled(settings), system=settings.system, plain=settings.plain), None
+        yield ChatSession(server, name, sampled(settings), system=settings.system, plain=settings.plain), None
         return
     with Doing() as doing:
         doing("loading jax")
@@ -103,16 +103,16 @@ def opened(model: str, settings: ChatSettings) -> Iterator[tuple[Talk, Any]]:
         from argosy.jobs.api import draft_of, load
         from argosy.serve import run
         from argosy.serve.app import App
-        from argosy.serve.settings import Limits, ServeSettings
+        from argosy.serve.settings import ServerLimits, ServeSettings
 
         doing(f"loading {model}")
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.context, blocks="auto")
         plain = settings.plain or not getattr(lm.tokenizer, "chat_templates", None)
         context = settings.context or min(lm.config.context, CONTEXT)
         engine = EngineSettings(slots=1, context=context, speculative=settings.engine.speculative)
-        how = ServeSettings(engine=engine, limits=Limits(seconds=2**28, body=2**26), warm_up=False, seed=settings.seed)
+        how = ServeSettings(engine=engine, limits=ServerLimits(seconds=2**28, body=2**26), warm_up=False, seed=settings.seed)
         name = settings.model or Path(model).resolve().name
-        service = run.service_of(lm, name, how, doing, draft_of(engine, settings.dtype))
+        service = run.build_service(lm, name, how, doing, draft_of(engine, settings.dtype))
     try:
         if plain and settings.system is not None:
             raise BadInput("this model has no chat template, so it takes no system message", hint="leave out `system`")
@@ -120,21 +120,21 @@ def opened(model: str, settings: ChatSettings) -> Iterator[tuple[Talk, Any]]:
             say("this model has no chat template: what is typed is continued as plain text")
         own = " ".join(f"{key}={value}" for key, value in service.defaults.items())
         say(f"{service.name}: sampled with {own} where `/set` says nothing")
-        talk = Talk(Inside(App(service).asgi), service.name, sampled(settings), system=settings.system, plain=plain)
+        talk = ChatSession(AsgiTransport(App(service).asgi), service.name, sampled(settings), system=settings.system, plain=plain)
         yield talk, service.front.engine
     finally:
         service.front.close()
 
 
-def sampled(settings: ChatSettings) -> Sampled:
+def sampled(settings: ChatSettings) -> ChatSampling:
     """The sampling settings among all."""
-    return Sampled(**{name: getattr(settings, name) for name in Sampled.model_fields})
+    return ChatSampling(**{name: getattr(settings, name) for name in ChatSampling.model_fields})
 
 
 class Session:
     """Reads turns and commands from a terminal or a pipe, and prints the answers."""
 
-    def __init__(self, talk: Talk, lines: Lines, runner: asyncio.Runner):
+    def __init__(self, talk: ChatSession, lines: Lines, runner: asyncio.Runner):
         self.talk, self.lines, self.runner = talk, lines, runner
         self.doing, self.waits = Doing(), False
         self.dim = ("\033[2m", "\033[0m") if can_color(sys.stderr) else ("", "")
@@ -215,7 +215,7 @@ class Session:
         with signals.asked_to_stop("") as stop:
             try:
                 answer = self.runner.run(self.talk.ask(text, write, stop))
-            except Refused as error:
+            except RequestRefused as error:
                 if too_long(error):
                     error.hint = "/reset forgets the conversation, /undo its last question"
                 elif "chat template" in error.what:
@@ -247,7 +247,7 @@ class Session:
     def set_(self, words: str) -> None:
         if words:
             current = SettingsLayer("this session", self.talk.how.model_dump(exclude_unset=True))
-            self.talk.how = read_settings(Sampled, current, words_layer(words.split())).value
+            self.talk.how = read_settings(ChatSampling, current, words_layer(words.split())).value
         given: dict[str, Any] = {name: value for name, value in self.talk.how if value is not None}
         say(" ".join(f"{name}={value}" for name, value in given.items()) or "the model's own sampling")
 

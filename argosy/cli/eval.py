@@ -42,13 +42,13 @@ def evaluates(
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
-        from argosy.evals.run import check
+        from argosy.evals.run import check_evaluable
         from argosy.jobs.api import load
 
         doing(f"loading {model}")
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter)
         lm.say = doing
-        check(lm, settings)
+        check_evaluable(lm, settings)
         doing.done()
         with signals.asked_to_stop("stopping; the tasks that are finished are printed; again to end now") as stop:
             document, stopped = evaluate.evaluate(lm, planned, settings, others, Steps(doing), stop)

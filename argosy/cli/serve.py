@@ -57,12 +57,12 @@ def serve(
     with Doing() as doing, uncollected():
         doing("loading jax")
         machine.start_jax()
-        from argosy.infer.engine.program_store import open_store
+        from argosy.infer.programs.store import open_store
         from argosy.jobs.api import draft_of, load
         from argosy.serve import run
 
-        run.check(settings)
-        listener, admin_listener = run.bound(settings), run.admin_bound(settings)
+        run.check_server(settings)
+        listener, admin_listener = run.bound_socket(settings), run.admin_socket(settings)
         doing(f"loading {model}")
         how: Any = {"dtype": settings.dtype, "adapter": settings.adapter, "tensor": settings.tensor}
         # Copies share the memory of their weights, which packed ones cannot.
@@ -70,14 +70,14 @@ def serve(
         lm = load(model, **how, context=settings.engine.context)
         name = settings.name or Path(model).resolve().name
         draft = draft_of(settings.engine, settings.dtype, settings.tensor)
-        service = run.serving(lm, name, settings, doing, draft, open_store(machine.programs_folder(), say))
+        service = run.running_server(lm, name, settings, doing, draft, open_store(machine.programs_folder(), say))
     # A line that replaces itself would stay on the terminal.
     service.front.says(lambda what: say(f"{what} ..."))
     for line in service.about:
         say(line)
     if admin_listener is not None:
         say(f"admin routes on http://127.0.0.1:{admin_listener.getsockname()[1]}")
-    url = run.address_of(listener, settings)
+    url = run.server_address(listener, settings)
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
-        run.serve(service, settings, listener, stop=stop, ready=lambda: say(f"ready on {url}"), admin=admin_listener)
+        run.serve_until(service, settings, listener, stop=stop, ready=lambda: say(f"ready on {url}"), admin=admin_listener)
     raise typer.Exit(stop.code)

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from argosy.client.batch_files import Output, Row, refused, rows
-from argosy.client.client import Failed, Inside, Transport
+from argosy.client.batch_files import BatchOutput, BatchRow, invalid_row_result, read_batch_rows
+from argosy.client.client import AsgiTransport, ClientTransport, ConnectionFailed
 from argosy.client.settings import BatchSettings
 
 # Routes whose requests take a seed, at any server and at ours.
@@ -22,10 +22,10 @@ NO_TIME = (429, 503)
 # Times a request is sent to a server over a network, and the longest wait between them.
 TRIES, LONGEST_WAIT_S = 6, 30.0
 
-async def answer(
+async def complete_batch(
     source: Path,
-    out: Output,
-    server: Transport,
+    out: BatchOutput,
+    server: ClientTransport,
     settings: BatchSettings,
     *,
     tries: int = 1,
@@ -39,7 +39,7 @@ async def answer(
         say: called ten times a second.
 
     Raises:
-        Failed: the server has no time for a request, or is gone. What is answered by then is written.
+        Failed: the server has no time for a request, or is gone. The completions that are there by then are written.
     """
     work = asyncio.create_task(_answer_all(source, out, server, settings, tries))
     while not work.done():
@@ -53,22 +53,22 @@ async def answer(
     work.result()
 
 
-async def _answer_all(source: Path, out: Output, server: Transport, settings: BatchSettings, tries: int) -> None:
+async def _answer_all(source: Path, out: BatchOutput, server: ClientTransport, settings: BatchSettings, tries: int) -> None:
     gate = asyncio.Semaphore(settings.concurrent)
 
-    async def one(row: Row) -> None:
+    async def one(row: BatchRow) -> None:
         try:
-            out.write(await _answered(row, server, seed_of(row, server, settings), tries))
+            out.write(await _answered(row, server, row_seed(row, server, settings), tries))
         finally:
             gate.release()
 
     try:
         async with asyncio.TaskGroup() as group:
-            for row in rows(source):
+            for row in read_batch_rows(source):
                 if row.line in out.done:
                     continue
                 if row.fault is not None:
-                    out.write(refused(row))
+                    out.write(invalid_row_result(row))
                     continue
                 await gate.acquire()
                 group.create_task(one(row))
@@ -76,35 +76,35 @@ async def _answer_all(source: Path, out: Output, server: Transport, settings: Ba
         raise errors.exceptions[0] from None
 
 
-def seed_of(row: Row, server: Transport, settings: BatchSettings) -> dict[str, int]:
+def row_seed(row: BatchRow, server: ClientTransport, settings: BatchSettings) -> dict[str, int]:
     """The `seed` to add to a row: none if it has one, or if the API that it is sent to has no such field."""
-    if row.url not in (SEEDED_HERE if isinstance(server, Inside) else SEEDED) or row.body.get("seed") is not None:
+    if row.url not in (SEEDED_HERE if isinstance(server, AsgiTransport) else SEEDED) or row.body.get("seed") is not None:
         return {}
     return {"seed": settings.seed * 2**32 + row.line}
 
 
-async def _answered(row: Row, server: Transport, more: Mapping[str, Any], tries: int) -> dict[str, Any]:
+async def _answered(row: BatchRow, server: ClientTransport, more: Mapping[str, Any], tries: int) -> dict[str, Any]:
     body = json.dumps(row.body | more).encode()
     for left in reversed(range(tries)):
         wait = 1.0
         try:
             async with server.send("POST", row.url, body) as reply:
                 content = await reply.read()
-        except Failed:
+        except ConnectionFailed:
             if not left:
                 raise
         else:
             if reply.status not in NO_TIME:
                 return _document(row, reply.status, content)
             if not left:
-                raise Failed(f"no time for line {row.line}: {content[:200].decode('utf-8', 'replace')}")
+                raise ConnectionFailed(f"no time for line {row.line}: {content[:200].decode('utf-8', 'replace')}")
             with suppress(ValueError):
                 wait = float(reply.headers.get("retry-after", "1"))
         await asyncio.sleep(min(max(wait, 0.0), LONGEST_WAIT_S))
     raise AssertionError("unreachable")
 
 
-def _document(row: Row, status: int, content: bytes) -> dict[str, Any]:
+def _document(row: BatchRow, status: int, content: bytes) -> dict[str, Any]:
     try:
         # NaN, which is no JSON, becomes null.
         body = json.loads(content, parse_constant=lambda _: None) if content else None

@@ -31,8 +31,11 @@ SYNC_S = 5.0
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of the input. fault: why it is no request, None if it is one."""
+class BatchRow:
+    """A line of the input.
+
+    fault: why it is no request, None if it is one.
+    """
 
     line: int
     custom_id: str | None
@@ -41,7 +44,7 @@ class Row:
     fault: str | None = None
 
 
-def rows(path: Path) -> Iterator[Row]:
+def read_batch_rows(path: Path) -> Iterator[BatchRow]:
     """The rows of a file; blank lines are none.
 
     Raises:
@@ -60,22 +63,22 @@ def rows(path: Path) -> Iterator[Row]:
                 first = seen.setdefault(row.custom_id, number)
                 if first != number:
                     fault = f"line {number}: `custom_id` {row.custom_id!r} is that of line {first}"
-                    row = Row(number, row.custom_id, fault=fault)
+                    row = BatchRow(number, row.custom_id, fault=fault)
             yield row
 
 
-def _row(number: int, line: bytes) -> Row:
+def _row(number: int, line: bytes) -> BatchRow:
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
-        return Row(number, None, fault=f"line {number} is no JSON")
+        return BatchRow(number, None, fault=f"line {number} is no JSON")
     if not isinstance(given, dict):
-        return Row(number, None, fault=f"line {number} is no JSON object")
+        return BatchRow(number, None, fault=f"line {number} is no JSON object")
     name, url, body = given.get("custom_id"), given.get("url"), given.get("body")
     known = name if isinstance(name, str) else None
 
-    def wrong(what: str) -> Row:
-        return Row(number, known, fault=f"line {number}: {what}")
+    def wrong(reason: str) -> BatchRow:
+        return BatchRow(number, known, fault=f"line {number}: {reason}")
 
     if unknown := sorted(set(given) - FIELDS):
         return wrong(f"unknown field `{unknown[0][:64]}`")
@@ -89,10 +92,10 @@ def _row(number: int, line: bytes) -> Row:
         return wrong("`body` is no JSON object")
     if body.get("stream"):
         return wrong("`stream` is not for batches")
-    return Row(number, known, url, body)
+    return BatchRow(number, known, url, body)
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
+def file_fingerprint(path: Path) -> dict[str, Any]:
     """Identifies the version of a file: size and sha256.
 
     Raises:
@@ -106,7 +109,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
         raise BadInput(f"cannot read {path}: {(error.strerror or '').lower()}") from None
 
 
-def stamp(model: str) -> dict[str, Any]:
+def file_stamp(model: str) -> dict[str, Any]:
     """Identifies the version of a model without reading its weights: sizes and times of its files; for a run directory, its newest
     checkpoint."""
     path = Path(model)
@@ -120,7 +123,7 @@ def stamp(model: str) -> dict[str, Any]:
     return found | {"files": {one.name: [one.stat().st_size, one.stat().st_mtime_ns] for one in files}}
 
 
-def refused(row: Row) -> dict[str, Any]:
+def invalid_row_result(row: BatchRow) -> dict[str, Any]:
     """The answer to a line that is no request."""
     error = {"code": "invalid_line", "message": row.fault, "line": row.line}
     return {"id": f"batch_req_{row.line}", "custom_id": row.custom_id, "response": None, "error": error}
@@ -129,7 +132,7 @@ def refused(row: Row) -> dict[str, Any]:
 # ---------------------------------------------------------------- the output
 
 
-class Output:
+class BatchOutput:
     """The file of answers, which is created, or repaired and continued.
 
     Args:

@@ -1,7 +1,7 @@
 """Loads a server with streamed requests, and measures each on the client's clock.
 
 The clock of a request starts when it is sent and stops at its last token. A token's time is that of the event that carried it; token
-counts are the server's own `usage`. What the client itself costs is measured too: a client that is busy all the time measures
+counts are the server's own `usage`. The client's own cost is measured too: a client that is busy all the time measures
 itself.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from argosy.client.bench_data import OUTPUT_LEN, Sample, Source, prepared
-from argosy.client.client import Failed, ask, documents
+from argosy.client.bench_data import OUTPUT_LEN, BenchSample, SampleSource, prepare_samples
+from argosy.client.client import ConnectionFailed, ask, documents
 from argosy.client.http import Http
 from argosy.client.settings import BenchSettings
 from argosy.core.counts import plural
@@ -29,15 +29,19 @@ LEAST_VOCAB = 256
 
 
 @dataclass
-class Outcome:
+class RequestOutcome:
     """One request. Times in seconds.
 
-    start: since the round began. ttft: from start to the first token. itls: between events with tokens. latency: from start to the
-    last token. asked: the most output tokens. error: why it failed, None if it did not.
+    start: since the round began.
+    ttft: from start to the first token.
+    itls: between events with tokens.
+    latency: from start to the last token.
+    max_tokens: the most output tokens.
+    error: why it failed, None if it did not.
     """
 
     start: float
-    asked: int = 0
+    max_tokens: int = 0
     ttft: float = 0.0
     itls: list[float] = field(default_factory=list)
     latency: float = 0.0
@@ -54,18 +58,22 @@ class Outcome:
 
 
 @dataclass
-class Round:
-    """All requests of one round. server: 0, or 1 for the second one of a comparison. cpu: CPU seconds of this process meanwhile."""
+class BenchRound:
+    """All requests of one round.
+
+    server: 0, or 1 for the second one of a comparison.
+    cpu: CPU seconds of this process meanwhile.
+    """
 
     server: int
     url: str
     model: str
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     duration: float
     cpu: float
 
 
-class Server:
+class BenchServer:
     """A server under load.
 
     Args:
@@ -89,7 +97,7 @@ class Server:
             found = await ask(self.http, "GET", "/v1/models")
         cards = found.get("data") if isinstance(found, dict) else None
         if not isinstance(cards, list) or not all(isinstance(card, dict) for card in cards):
-            raise Failed(f"{self.http.url} lists no models at /v1/models", hint="is it a server of OpenAI's API?")
+            raise ConnectionFailed(f"{self.http.url} lists no models at /v1/models", hint="is it a server of OpenAI's API?")
         card = next((c for c in cards if self.settings.model in (None, c.get("id"))), {})
         self.model = self.settings.model or str(card.get("id", ""))
         meta = card.get("meta")
@@ -97,7 +105,7 @@ class Server:
         if self.settings.vocab is None and isinstance(vocab, int) and vocab > 1:
             self.vocab = vocab
 
-    async def round(self, source: Source, seed: int, vocab: int, place: int = 0) -> Round:
+    async def round(self, source: SampleSource, seed: int, vocab: int, place: int = 0) -> BenchRound:
         """One round: a first request, warm-ups, then the requests that count. Equal seeds ask the same.
 
         Raises:
@@ -106,9 +114,9 @@ class Server:
         settings = self.settings
         extra = 1 + settings.num_warmups
         samples = source.samples(extra + settings.num_prompts, seed, vocab, place)
-        samples = await prepared(self.http, source, samples, self.model, settings.api)
+        samples = await prepare_samples(self.http, source, samples, self.model, settings.api)
         with self._named():
-            await self._asked(Outcome(0.0), samples[0], time.perf_counter(), source)
+            await self._asked(RequestOutcome(0.0), samples[0], time.perf_counter(), source)
         await self._sent(samples[1:extra], [0.0] * (extra - 1), source)
         delays = arrivals(settings, np.random.default_rng([settings.seed, seed, 1]))
         # A collection in the middle of the round would be measured as the server's.
@@ -116,7 +124,7 @@ class Server:
         cpu, start = time.process_time(), time.perf_counter()
         outcomes = await self._sent(samples[extra:], delays, source)
         spent, cpu = time.perf_counter() - start, time.process_time() - cpu
-        return Round(place, self.http.url, self.model, outcomes, spent, cpu)
+        return BenchRound(place, self.http.url, self.model, outcomes, spent, cpu)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -127,17 +135,17 @@ class Server:
             error.where = error.where or (None if self.http.url in error.what else f"said {self.http.url}")
             raise
 
-    async def _sent(self, samples: Sequence[Sample], delays: Sequence[float], source: Source) -> list[Outcome]:
+    async def _sent(self, samples: Sequence[BenchSample], delays: Sequence[float], source: SampleSource) -> list[RequestOutcome]:
         """Sends each sample at its time, in seconds from now."""
         most = self.settings.max_concurrency
         gate = asyncio.Semaphore(most) if most else None
         start, ended = time.perf_counter(), 0
 
-        async def one(sample: Sample) -> Outcome:
+        async def one(sample: BenchSample) -> RequestOutcome:
             nonlocal ended
             if gate is not None:
                 await gate.acquire()
-            outcome = Outcome(time.perf_counter() - start)
+            outcome = RequestOutcome(time.perf_counter() - start)
             try:
                 await self._asked(outcome, sample, start + outcome.start, source)
             except ArgosyError as error:
@@ -158,7 +166,7 @@ class Server:
                 tasks.append(group.create_task(one(sample)))
         return [task.result() for task in tasks]
 
-    async def _asked(self, outcome: Outcome, sample: Sample, began: float, source: Source) -> None:
+    async def _asked(self, outcome: RequestOutcome, sample: BenchSample, began: float, source: SampleSource) -> None:
         """Sends one request and fills in its outcome.
 
         Raises:
@@ -166,14 +174,14 @@ class Server:
         """
         last, usage = began, None
         body = self.body(sample, source)
-        outcome.asked = body["max_tokens"]
+        outcome.max_tokens = body["max_tokens"]
         async with (
             self.http.send("POST", PATHS[self.settings.api], body) as reply,
             aclosing(documents(reply)) as stream,
         ):
             async for document in stream:
                 usage = document.get("usage") or usage
-                text = said(document)
+                text = event_text(document)
                 if text is None:
                     continue
                 now = time.perf_counter()
@@ -187,13 +195,13 @@ class Server:
         usage = usage if isinstance(usage, dict) else {}
         prompt, answer = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not isinstance(prompt, int) or not isinstance(answer, int):
-            raise Failed("the server sent no `usage`, so tokens cannot be counted")
+            raise ConnectionFailed("the server sent no `usage`, so tokens cannot be counted")
         outcome.input_len, outcome.output_len = prompt, answer
         outcome.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         if last == began:
-            raise Failed("the stream held no token")
+            raise ConnectionFailed("the stream held no token")
 
-    def body(self, sample: Sample, source: Source) -> dict[str, Any]:
+    def body(self, sample: BenchSample, source: SampleSource) -> dict[str, Any]:
         """The request."""
         settings = self.settings
         body: dict[str, Any] = {"model": self.model, "temperature": settings.temperature, "stream": True}
@@ -211,7 +219,7 @@ class Server:
         return body
 
 
-def said(document: dict[str, Any]) -> str | None:
+def event_text(document: dict[str, Any]) -> str | None:
     """The text of a stream's event; None if no token came with it, as in the event that opens a chat's answer."""
     choices = document.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -238,7 +246,7 @@ def arrivals(settings: BenchSettings, random: np.random.Generator) -> list[float
     return (times * (count / rate / times[-1])).tolist()
 
 
-async def run(servers: Sequence[Server], source: Source, rounds: int) -> list[Round]:
+async def run_bench(servers: Sequence[BenchServer], source: SampleSource, rounds: int) -> list[BenchRound]:
     """Rounds of each server, in the order A B B A A B B A ..., with equal requests for all in each."""
     try:
         for server in servers:

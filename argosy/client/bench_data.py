@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from argosy.client.client import Transport, ask
+from argosy.client.client import ClientTransport, ask
 from argosy.client.settings import BenchSettings
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
@@ -21,16 +21,19 @@ SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One request. prompt: text, token ids, or the messages of a chat. output_len: most tokens of its answer; None: as
-    many as `reply` has."""
+class BenchSample:
+    """One request.
+
+    prompt: text, token ids, or the messages of a chat.
+    output_len: most tokens of its answer; None: as many as `reply` has.
+    """
 
     prompt: str | list[int] | list[dict[str, Any]]
     output_len: int | None
     reply: str | None = None
 
 
-class Source:
+class SampleSource:
     """Where samples come from.
 
     Args:
@@ -42,14 +45,14 @@ class Source:
 
     def __init__(self, settings: BenchSettings):
         self.settings = settings
-        self.file = None if settings.data == "random" else read(Path(settings.data), settings)
+        self.file = None if settings.data == "random" else read_samples(Path(settings.data), settings)
 
     @property
     def is_random(self) -> bool:
         return self.file is None
 
-    def samples(self, count: int, seed: int, vocab: int, server: int = 0) -> list[Sample]:
-        """`count` of them. Those of a file are shuffled, and repeated where it has fewer.
+    def samples(self, count: int, seed: int, vocab: int, server: int = 0) -> list[BenchSample]:
+        """So many samples. The samples of a file are shuffled, and repeated where it has fewer.
 
         Args:
             server: random prompts of another server have equal lengths and other ids. Two addresses may be one server, whose prefix
@@ -65,7 +68,7 @@ class Source:
 
 def random_samples(
     settings: BenchSettings, count: int, vocab: int, random: np.random.Generator, ids: np.random.Generator
-) -> list[Sample]:
+) -> list[BenchSample]:
     """Samples of random token ids, each of exactly the length that was drawn for it.
 
     Args:
@@ -79,14 +82,14 @@ def random_samples(
     # The prefix is that of every round and every server.
     prefix = np.random.default_rng(settings.seed).integers(0, vocab, settings.prefix_len).tolist()
     inputs, outputs = lengths(settings.input_len), lengths(settings.output_len or OUTPUT_LEN)
-    return [Sample(prefix + ids.integers(0, vocab, n).tolist(), m) for n, m in zip(inputs, outputs)]
+    return [BenchSample(prefix + ids.integers(0, vocab, n).tolist(), m) for n, m in zip(inputs, outputs)]
 
 
-def read(path: Path, settings: BenchSettings) -> list[Sample]:
+def read_samples(path: Path, settings: BenchSettings) -> list[BenchSample]:
     """The samples of a file: ShareGPT where it is one JSON list, JSONL where its first line is an object, otherwise text.
 
     Raises:
-        BadInput: as `Source`.
+        BadInput: as `SampleSource`.
     """
     try:
         data = path.read_bytes()
@@ -103,7 +106,7 @@ def read(path: Path, settings: BenchSettings) -> list[Sample]:
     elif start == "{":
         found = [_of_line(line, n, path, settings.output_len) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     else:
-        found = [Sample(line, settings.output_len or OUTPUT_LEN) for line in text.splitlines() if line.strip()]
+        found = [BenchSample(line, settings.output_len or OUTPUT_LEN) for line in text.splitlines() if line.strip()]
     if not found:
         raise BadInput(f"{path} holds no prompts")
     if settings.api != "chat" and any(isinstance(s.prompt, list) and s.prompt and isinstance(s.prompt[0], dict) for s in found):
@@ -113,7 +116,7 @@ def read(path: Path, settings: BenchSettings) -> list[Sample]:
     return found
 
 
-def _of_line(line: str, number: int, path: Path, output_len: int | None) -> Sample:
+def _of_line(line: str, number: int, path: Path, output_len: int | None) -> BenchSample:
     where = f"line {number} of {path}"
     try:
         row = json.loads(line)
@@ -126,10 +129,10 @@ def _of_line(line: str, number: int, path: Path, output_len: int | None) -> Samp
         good = all(type(one) is int for one in prompt) or all(isinstance(one, dict) for one in prompt)
     if not (prompt and good) or not (most is None or (type(most) is int and most > 0)):
         raise BadInput(f"{where} has no `prompt` or `messages`, or no whole `max_tokens`")
-    return Sample(prompt, output_len or most or OUTPUT_LEN)
+    return BenchSample(prompt, output_len or most or OUTPUT_LEN)
 
 
-def _sharegpt(text: str, path: Path, output_len: int | None) -> list[Sample]:
+def _sharegpt(text: str, path: Path, output_len: int | None) -> list[BenchSample]:
     """The first question of each conversation, with its answer, whose length becomes `output_len`."""
     try:
         rows = json.loads(text)
@@ -141,11 +144,11 @@ def _sharegpt(text: str, path: Path, output_len: int | None) -> list[Sample]:
         turns = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
         said = [turn.get("value", turn.get("content")) for turn in turns[:2]]
         if len(said) == 2 and all(isinstance(text, str) and text for text in said):
-            found.append(Sample(str(said[0]), output_len, str(said[1])))
+            found.append(BenchSample(str(said[0]), output_len, str(said[1])))
     return found
 
 
-def fitting(samples: Sequence[Sample], lengths: Sequence[tuple[int, int]]) -> list[Sample]:
+def sharegpt_samples(samples: Sequence[BenchSample], lengths: Sequence[tuple[int, int]]) -> list[BenchSample]:
     """ShareGPT's samples with the lengths of their answers, without those that are very short or long.
 
     Args:
@@ -155,11 +158,13 @@ def fitting(samples: Sequence[Sample], lengths: Sequence[tuple[int, int]]) -> li
     for sample, (prompt, reply) in zip(samples, lengths):
         most = sample.output_len or reply
         if prompt >= SHORTEST and most >= SHORTEST and prompt <= LONGEST_PROMPT and prompt + most <= LONGEST:
-            found.append(Sample(sample.prompt, most))
+            found.append(BenchSample(sample.prompt, most))
     return found
 
 
-async def prepared(server: Transport, source: Source, samples: list[Sample], model: str, api: str) -> list[Sample]:
+async def prepare_samples(
+    server: ClientTransport, source: SampleSource, samples: list[BenchSample], model: str, api: str
+) -> list[BenchSample]:
     """Samples as the server takes them. The lengths of ShareGPT's answers are counted by its tokenizer, and random token ids become
     text where the route takes no ids.
 
@@ -167,16 +172,16 @@ async def prepared(server: Transport, source: Source, samples: list[Sample], mod
         BadInput: the server has no /tokenize or /detokenize.
     """
     if source.is_random and api == "chat":
-        return [Sample(await text_of(server, list(s.prompt), model), s.output_len) for s in samples]  # pyright: ignore[reportArgumentType]
+        return [BenchSample(await detokenized_text(server, list(s.prompt), model), s.output_len) for s in samples]  # pyright: ignore[reportArgumentType]
     if any(sample.output_len is None for sample in samples):
-        pairs = [(await count_of(server, str(s.prompt), model), await count_of(server, s.reply or "", model)) for s in samples]
-        if not (found := fitting(samples, pairs)):
+        pairs = [(await token_count(server, str(s.prompt), model), await token_count(server, s.reply or "", model)) for s in samples]
+        if not (found := sharegpt_samples(samples, pairs)):
             raise BadInput(f"none of {plural(len(samples), 'conversation')} has a length of {SHORTEST} to {plural(LONGEST, 'token')}")
         return (found * -(-len(samples) // len(found)))[: len(samples)]
     return samples
 
 
-async def count_of(server: Transport, text: str, model: str) -> int:
+async def token_count(server: ClientTransport, text: str, model: str) -> int:
     """Number of a text's tokens, by the server's /tokenize. Servers call the text `prompt` or, llama.cpp, `content`."""
     found = await _first_of(server, "/tokenize", [{"model": model, "prompt": text}, {"content": text}], "tokens")
     if not isinstance(found, list):
@@ -184,7 +189,7 @@ async def count_of(server: Transport, text: str, model: str) -> int:
     return len(found)
 
 
-async def text_of(server: Transport, ids: list[int], model: str) -> str:
+async def detokenized_text(server: ClientTransport, ids: list[int], model: str) -> str:
     """The text of token ids, by the server's /detokenize."""
     bodies = [{"model": model, "tokens": ids}, {"tokens": ids}]
     found = await _first_of(server, "/detokenize", bodies, "prompt", "content")
@@ -193,7 +198,7 @@ async def text_of(server: Transport, ids: list[int], model: str) -> str:
     return found
 
 
-async def _first_of(server: Transport, path: str, bodies: list[dict[str, Any]], *names: str) -> Any:
+async def _first_of(server: ClientTransport, path: str, bodies: list[dict[str, Any]], *names: str) -> Any:
     for body in bodies:
         try:
             document = await ask(server, "POST", path, body)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from argosy.client.bench import Outcome, Round
+from argosy.client.bench import BenchRound, RequestOutcome
 from argosy.client.settings import BenchSettings
 from argosy.observe.readable import columns
 
@@ -22,7 +22,7 @@ TITLES = {
 RATES = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
 
 
-def figures(round: Round, settings: BenchSettings) -> dict[str, Any]:
+def round_figures(round: BenchRound, settings: BenchSettings) -> dict[str, Any]:
     """All of a round, by vLLM's names. Times are in milliseconds, but `duration`; failed requests count in `failed` only."""
     done = [one for one in round.outcomes if one.error is None]
     failed = [one for one in round.outcomes if one.error is not None]
@@ -55,11 +55,11 @@ def figures(round: Round, settings: BenchSettings) -> dict[str, Any]:
         "client_cpu": round.cpu / seconds,
     }
     for name in settings.metrics:
-        found |= spread(name, samples_of(done, name), settings.percentiles)
+        found |= summary_statistics(name, latency_samples(done, name), settings.percentiles)
     return found
 
 
-def samples_of(done: Sequence[Outcome], name: str) -> list[float]:
+def latency_samples(done: Sequence[RequestOutcome], name: str) -> list[float]:
     """One metric of all requests, in milliseconds."""
     if name == "itl":
         values = [gap for one in done for gap in one.itls]
@@ -70,7 +70,7 @@ def samples_of(done: Sequence[Outcome], name: str) -> list[float]:
     return [1000 * value for value in values]
 
 
-def spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+def summary_statistics(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
     """Mean, median, standard deviation and percentiles; 0 where there is nothing, as in vLLM."""
     array = np.asarray(values or [0.0])
     found = {f"mean_{name}_ms": float(array.mean()), f"median_{name}_ms": float(np.median(array))}
@@ -78,13 +78,13 @@ def spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> 
     return found | {f"p{p:g}_{name}_ms": float(np.percentile(array, p)) for p in percentiles}
 
 
-def is_good(one: Outcome, goods: dict[str, float]) -> bool:
+def is_good(outcome: RequestOutcome, goods: dict[str, float]) -> bool:
     """Whether a request keeps every limit of `goodput`."""
-    times = {"ttft": one.ttft, "tpot": one.tpot or 0.0, "e2el": one.latency}
+    times = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(1000 * times[name] <= limit for name, limit in goods.items())
 
 
-def busiest_second(done: Sequence[Outcome]) -> float:
+def busiest_second(done: Sequence[RequestOutcome]) -> float:
     """The most tokens within a second of the clock. An answer's tokens are spread evenly over its events."""
     buckets: dict[int, float] = {}
     for one in done:
@@ -95,14 +95,14 @@ def busiest_second(done: Sequence[Outcome]) -> float:
     return max(buckets.values(), default=0.0)
 
 
-def most_at_once(done: Sequence[Outcome]) -> int:
+def most_at_once(done: Sequence[RequestOutcome]) -> int:
     """The most requests that were open together."""
     ends = sorted([(one.start, 1) for one in done] + [(one.start + one.latency, -1) for one in done])
     return int(max(np.cumsum([step for _, step in ends]), default=0))
 
 
-def details(round: Round) -> dict[str, list[Any]]:
-    """What each request did, by vLLM's names; times in seconds."""
+def request_details(round: BenchRound) -> dict[str, list[Any]]:
+    """The course of each request, by vLLM's names; times in seconds."""
     ones = round.outcomes
     return {
         "input_lens": [one.input_len for one in ones],
@@ -119,29 +119,29 @@ def details(round: Round) -> dict[str, list[Any]]:
 # ---------------------------------------------------------------- for people
 
 
-def table(found: dict[str, Any], settings: BenchSettings) -> str:
+def round_text(figures: dict[str, Any], settings: BenchSettings) -> str:
     """A round as text."""
-    goodput = found["request_goodput"]
+    goodput = figures["request_goodput"]
     facts = [
-        ("requests", f"{found['completed']:,} of {found['num_prompts']:,}, {found['failed']:,} failed"),
-        ("seconds", f"{found['duration']:.2f}"),
-        ("input tokens", f"{found['total_input_tokens']:,}, {found['total_cached_tokens']:,} of them cached"),
-        ("output tokens", f"{found['total_output_tokens']:,}"),
-        ("requests/s", f"{found['request_throughput']:.2f}"),
+        ("requests", f"{figures['completed']:,} of {figures['num_prompts']:,}, {figures['failed']:,} failed"),
+        ("seconds", f"{figures['duration']:.2f}"),
+        ("input tokens", f"{figures['total_input_tokens']:,}, {figures['total_cached_tokens']:,} of them cached"),
+        ("output tokens", f"{figures['total_output_tokens']:,}"),
+        ("requests/s", f"{figures['request_throughput']:.2f}"),
         *([("goodput, requests/s", f"{goodput:.2f}")] if goodput is not None else []),
-        ("output tokens/s", f"{found['output_throughput']:.1f}, {found['max_output_tokens_per_s']:.0f} in the busiest second"),
-        ("all tokens/s", f"{found['total_token_throughput']:.1f}"),
-        ("open at once", f"{found['max_concurrent_requests']:,}"),
-        ("CPU of this client", f"{found['client_cpu']:.1%} of a core"),
+        ("output tokens/s", f"{figures['output_throughput']:.1f}, {figures['max_output_tokens_per_s']:.0f} in the busiest second"),
+        ("all tokens/s", f"{figures['total_token_throughput']:.1f}"),
+        ("open at once", f"{figures['max_concurrent_requests']:,}"),
+        ("CPU of this client", f"{figures['client_cpu']:.1%} of a core"),
     ]
     width = max(len(name) for name, _ in facts)
-    lines = [f"{found['base_url']}  {found['model_id']}", "", *(f"{name:{width}}  {value}" for name, value in facts), ""]
+    lines = [f"{figures['base_url']}  {figures['model_id']}", "", *(f"{name:{width}}  {value}" for name, value in facts), ""]
     kinds = ["mean", "median", "std", *(f"p{p:g}" for p in settings.percentiles)]
-    rows = [(TITLES[m], *(f"{found[f'{kind}_{m}_ms']:.1f}" for kind in kinds)) for m in settings.metrics]
+    rows = [(TITLES[m], *(f"{figures[f'{kind}_{m}_ms']:.1f}" for kind in kinds)) for m in settings.metrics]
     return "\n".join([*lines, ""]) + columns(("milliseconds", *kinds), rows, figures=range(1, len(kinds) + 1))
 
 
-def compared(rounds: Sequence[dict[str, Any]], first: str, second: str) -> dict[str, Any]:
+def compare_rounds(rounds: Sequence[dict[str, Any]], first: str, second: str) -> dict[str, Any]:
     """The median of each figure over the rounds of two servers, and first by second.
 
     Args:
@@ -159,10 +159,10 @@ def compared(rounds: Sequence[dict[str, Any]], first: str, second: str) -> dict[
     return {"url": first, "against": second, "median": a, "median_against": b, "ratio": ratios, "rounds": list(rounds)}
 
 
-def comparison(found: dict[str, Any], settings: BenchSettings) -> str:
+def comparison_text(figures: dict[str, Any], settings: BenchSettings) -> str:
     """Two servers as text: medians over the rounds, and lowest and highest round."""
-    rounds = found["rounds"]
-    names = [name for name in found["ratio"] if name != "duration"]
+    rounds = figures["rounds"]
+    names = [name for name in figures["ratio"] if name != "duration"]
     names = [n for n in names if n in RATES or n.startswith(("median_", *(f"p{p:g}_" for p in settings.percentiles)))]
 
     def cell(which: int, name: str) -> str:
@@ -170,7 +170,7 @@ def comparison(found: dict[str, Any], settings: BenchSettings) -> str:
         return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
     def ratio(name: str) -> str:
-        value = found["ratio"][name]
+        value = figures["ratio"][name]
         return "" if value is None else f"{value:.3f}"
 
     rows = [(name, cell(0, name), cell(1, name), ratio(name)) for name in names]
@@ -178,5 +178,5 @@ def comparison(found: dict[str, Any], settings: BenchSettings) -> str:
     rows.append(("failed", f"{failed[0]:,}", f"{failed[1]:,}", ""))
     busy = max(one["client_cpu"] for one in rounds)
     each = len(rounds) // 2
-    head = f"A  {found['url']}\nB  {found['against']}\n\nmedian of {each} rounds (lowest to highest), in the order A B B A\n\n"
+    head = f"A  {figures['url']}\nB  {figures['against']}\n\nmedian of {each} rounds (lowest to highest), in the order A B B A\n\n"
     return head + columns(("", "A", "B", "A / B"), rows, figures=(1, 2, 3)) + f"\n\nCPU of this client: at most {busy:.1%} of a core"

@@ -22,14 +22,16 @@ from argosy.core.errors import ArgosyError
 LINE = 2**20
 
 
-class Failed(ArgosyError):
+class ConnectionFailed(ArgosyError):
     """No answer, or half of one: the server cannot be reached, hung up, or sent what is no HTTP."""
 
 
-class Refused(ArgosyError):
+class RequestRefused(ArgosyError):
     """The server answered with an error.
 
-    status: of HTTP; 200 if the error came in the middle of a stream. code: OpenAI's word for it, if it has one. retry_after: seconds.
+    status: of HTTP; 200 if the error came in the middle of a stream.
+    code: OpenAI's word for it, if it has one.
+    retry_after: seconds.
     """
 
     def __init__(self, what: str, *, status: int, code: str | None = None, retry_after: float | None = None):
@@ -37,7 +39,7 @@ class Refused(ArgosyError):
         self.status, self.code, self.retry_after = status, code, retry_after
 
 
-class Reply:
+class HttpReply:
     """A response whose headers have arrived. Iterating gives the body in blocks, as they come.
 
     headers: with lower-case names.
@@ -65,17 +67,17 @@ class Reply:
         """
         body = await self.read()
         if self.status >= 400:
-            raise refusal(self.status, body, self.headers)
+            raise error_of_body(self.status, body, self.headers)
         try:
             return json.loads(body)
         except ValueError:
-            raise Failed(f"the server sent no JSON, but {shown(body)}") from None
+            raise ConnectionFailed(f"the server sent no JSON, but {quote_bytes(body)}") from None
 
 
-class Transport(Protocol):
+class ClientTransport(Protocol):
     """Something that takes requests: a server, or an application of this process."""
 
-    def send(self, method: str, path: str, body: Any = None) -> contextlib.AbstractAsyncContextManager[Reply]:
+    def send(self, method: str, path: str, body: Any = None) -> contextlib.AbstractAsyncContextManager[HttpReply]:
         """Sends a request, whose body is a JSON document or bytes of one. Leaving the context early hangs up, which makes a server
         stop generating.
 
@@ -85,7 +87,7 @@ class Transport(Protocol):
         ...
 
 
-async def ask(server: Transport, method: str, path: str, body: Any = None) -> Any:
+async def ask(server: ClientTransport, method: str, path: str, body: Any = None) -> Any:
     """The JSON document that answers a request.
 
     Raises:
@@ -95,43 +97,43 @@ async def ask(server: Transport, method: str, path: str, body: Any = None) -> An
         return await reply.json()
 
 
-async def documents(reply: Reply) -> AsyncGenerator[dict[str, Any], None]:
+async def documents(reply: HttpReply) -> AsyncGenerator[dict[str, Any], None]:
     """The documents of a stream of server-sent events, up to its `[DONE]`.
 
     Raises:
         Refused: the status, or a document of the stream, is an error. Failed: the stream is cut short or holds what is no JSON object.
     """
     if reply.status >= 400:
-        raise refusal(reply.status, await reply.read(), reply.headers)
+        raise error_of_body(reply.status, await reply.read(), reply.headers)
     kind = reply.headers.get("content-type", "")
     if not kind.startswith("text/event-stream"):
-        raise Failed(f"the server sent no event stream, but {kind or 'a body of no type'}: {shown(await reply.read())}")
+        raise ConnectionFailed(f"the server sent no event stream, but {kind or 'a body of no type'}: {quote_bytes(await reply.read())}")
     async with aclosing(_events(reply)) as events:
         async for data in events:
             if data == b"[DONE]":
-                # What follows is the end of the body. Reading it leaves the connection usable.
+                # The end of the body follows. Reading it leaves the connection usable.
                 async for _ in reply:
                     pass
                 return
             try:
                 document = json.loads(data)
             except ValueError:
-                raise Failed(f"an event is no JSON: {shown(data)}") from None
+                raise ConnectionFailed(f"an event is no JSON: {quote_bytes(data)}") from None
             if not isinstance(document, dict):
-                raise Failed(f"an event is no JSON object: {shown(data)}")
+                raise ConnectionFailed(f"an event is no JSON object: {quote_bytes(data)}")
             if document.get("error"):
-                raise refusal(reply.status, data, {})
+                raise error_of_body(reply.status, data, {})
             yield document
-    raise Failed("the stream ended without `[DONE]`")
+    raise ConnectionFailed("the stream ended without `[DONE]`")
 
 
-async def _events(reply: Reply) -> AsyncGenerator[bytes, None]:
+async def _events(reply: HttpReply) -> AsyncGenerator[bytes, None]:
     """The data of each event, however the body is cut into blocks. Comments and fields other than `data` are skipped."""
     rest, data = b"", []
     async for block in reply:
         *lines, rest = (rest + block).split(b"\n")
         if len(rest) > LINE:
-            raise Failed(f"a line of the stream is longer than {LINE:,} bytes")
+            raise ConnectionFailed(f"a line of the stream is longer than {LINE:,} bytes")
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
@@ -141,7 +143,7 @@ async def _events(reply: Reply) -> AsyncGenerator[bytes, None]:
                 data = []
 
 
-def refusal(status: int, body: bytes, headers: Mapping[str, str]) -> Refused:
+def error_of_body(status: int, body: bytes, headers: Mapping[str, str]) -> RequestRefused:
     """The error in a body, in the shape of OpenAI, of vLLM, or whatever text it is."""
     message, code = None, None
     with contextlib.suppress(ValueError):
@@ -151,15 +153,15 @@ def refusal(status: int, body: bytes, headers: Mapping[str, str]) -> Refused:
             message, code = error.get("message") or error.get("detail"), error.get("code")
         elif isinstance(error, str):
             message = error
-    what = str(message) if message else f"status {status}: {shown(body)}" if body else f"status {status}"
+    what = str(message) if message else f"status {status}: {quote_bytes(body)}" if body else f"status {status}"
     try:
         wait = float(headers.get("retry-after", ""))
     except ValueError:
         wait = None
-    return Refused(what, status=status, code=None if code is None else str(code), retry_after=wait)
+    return RequestRefused(what, status=status, code=None if code is None else str(code), retry_after=wait)
 
 
-def shown(body: bytes) -> str:
+def quote_bytes(body: bytes) -> str:
     """The beginning of some bytes, for a message."""
     text = body[:120].decode("utf-8", "replace").strip()
     return f"{text!r}{' ...' if len(body) > 120 else ''}"
@@ -173,14 +175,14 @@ def is_url(text: str) -> bool:
 # ---------------------------------------------------------------- in this process
 
 
-class Inside:
+class AsgiTransport:
     """An ASGI application of this process, asked without a socket. Nothing limits how many requests it is given at a time."""
 
     def __init__(self, app: Callable[..., Any]):
         self.app = app
 
     @asynccontextmanager
-    async def send(self, method: str, path: str, body: Any = None) -> AsyncIterator[Reply]:
+    async def send(self, method: str, path: str, body: Any = None) -> AsyncIterator[HttpReply]:
         """As `Transport.send`."""
         content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = [(b"host", b"localhost"), (b"content-length", str(len(content)).encode())]
@@ -222,9 +224,9 @@ class Inside:
             start = await messages.get()
             if start is None:
                 await work
-                raise Failed(f"no answer to {method} {path}")
+                raise ConnectionFailed(f"no answer to {method} {path}")
             found = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]}
-            yield Reply(start["status"], found, blocks())
+            yield HttpReply(start["status"], found, blocks())
         finally:
             # As a client that hangs up: the application ends the request and frees what it holds.
             gone.set()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.client.client import Failed, Refused, Transport, ask, documents
-from argosy.client.settings import Sampled
+from argosy.client.client import ClientTransport, ConnectionFailed, RequestRefused, ask, documents
+from argosy.client.settings import ChatSampling
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 
@@ -23,9 +23,12 @@ PLAIN_TOKENS = 64
 
 
 @dataclass
-class Answer:
-    """One answer. tokens, prompt_tokens, cached: the server's counts; None if it was stopped before they arrived. first, seconds: from
-    the request to the first text, and to the end."""
+class ChatReply:
+    """One answer.
+
+    tokens, prompt_tokens, cached: the server's counts; None if it was stopped before they arrived.
+    first, seconds: from the request to the first text, and to the end.
+    """
 
     text: str = ""
     finish: str | None = None
@@ -47,7 +50,7 @@ class Answer:
 
 
 @dataclass
-class Totals:
+class TokenTotals:
     """Counts since the session began."""
 
     answers: int = 0
@@ -56,7 +59,7 @@ class Totals:
     tokens: int = 0
     seconds: float = 0.0
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: ChatReply) -> None:
         self.answers += 1
         self.prompt_tokens += answer.prompt_tokens or 0
         self.cached += answer.cached
@@ -70,7 +73,7 @@ class Totals:
         )
 
 
-class Talk:
+class ChatSession:
     """A conversation.
 
     Args:
@@ -78,12 +81,12 @@ class Talk:
         plain: the conversation is continued as one text, without a chat template.
     """
 
-    def __init__(self, server: Transport, model: str, how: Sampled, *, system: str | None = None, plain: bool = False):
+    def __init__(self, server: ClientTransport, model: str, how: ChatSampling, *, system: str | None = None, plain: bool = False):
         self.server, self.model, self.how, self.plain = server, model, how, plain
         # Called with the reasoning before an answer, which is not kept in the messages.
         self.aside: Callable[[str], Any] = lambda text: None
         self.messages: list[dict[str, str]] = []
-        self.totals = Totals()
+        self.totals = TokenTotals()
         self.system = system
 
     # ---------------------------------------------------------------- the messages
@@ -126,7 +129,7 @@ class Talk:
         """
         if path.exists():
             _messages_of(path)
-        how = {name: value for name, value in self.how.model_dump().items() if name in Sampled.model_fields}
+        how = {name: value for name, value in self.how.model_dump().items() if name in ChatSampling.model_fields}
         try:
             path.write_text(json.dumps({"messages": self.messages, "settings": how}, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
@@ -145,7 +148,7 @@ class Talk:
 
     # ---------------------------------------------------------------- answers
 
-    async def ask(self, text: str, write: Callable[[str], Any], stop: Callable[[], Any] = lambda: False) -> Answer:
+    async def ask(self, text: str, write: Callable[[str], Any], stop: Callable[[], Any] = lambda: False) -> ChatReply:
         """Asks, hands the answer to `write` as it comes, and keeps both. Soon after `stop()` is true the answer is cut.
 
         Raises:
@@ -153,7 +156,7 @@ class Talk:
         """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
-        answer = Answer()
+        answer = ChatReply()
         try:
             await self._stoppable(answer, write, stop)
         except BaseException:
@@ -166,7 +169,7 @@ class Talk:
         self.totals.add(answer)
         return answer
 
-    async def _stoppable(self, answer: Answer, write: Callable[[str], Any], stop: Callable[[], Any]) -> None:
+    async def _stoppable(self, answer: ChatReply, write: Callable[[str], Any], stop: Callable[[], Any]) -> None:
         work = asyncio.create_task(self._streamed(answer, write))
         try:
             while not work.done():
@@ -179,7 +182,7 @@ class Talk:
             with suppress(asyncio.CancelledError):
                 await work
 
-    async def _streamed(self, answer: Answer, write: Callable[[str], Any]) -> None:
+    async def _streamed(self, answer: ChatReply, write: Callable[[str], Any]) -> None:
         path, body = self.request()
         start, usage = time.perf_counter(), None
         try:
@@ -200,7 +203,7 @@ class Talk:
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """The route and the body that ask for the next answer."""
-        given = {name: getattr(self.how, name) for name in Sampled.model_fields}
+        given = {name: getattr(self.how, name) for name in ChatSampling.model_fields}
         body: dict[str, Any] = {"model": self.model} | {name: value for name, value in given.items() if value is not None}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if not self.plain:
@@ -211,7 +214,7 @@ class Talk:
         return "/v1/completions", {"max_tokens": PLAIN_TOKENS} | body | {"prompt": text}
 
 
-async def first_model(server: Transport) -> str:
+async def first_model(server: ClientTransport) -> str:
     """The name of the first model that a server lists.
 
     Raises:
@@ -220,10 +223,10 @@ async def first_model(server: Transport) -> str:
     found = await ask(server, "GET", "/v1/models")
     with suppress(LookupError, TypeError):
         return str(found["data"][0]["id"])
-    raise Failed("the server lists no models at /v1/models", hint="is it a server of OpenAI's API? `model=NAME` names one")
+    raise ConnectionFailed("the server lists no models at /v1/models", hint="is it a server of OpenAI's API? `model=NAME` names one")
 
 
-def too_long(error: Refused) -> bool:
+def too_long(error: RequestRefused) -> bool:
     """Whether the conversation no longer fits into the context."""
     return error.code == "context_length_exceeded" or "context length" in error.what
 

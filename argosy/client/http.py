@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from argosy.client.client import LINE, Failed, Reply
+from argosy.client.client import LINE, ConnectionFailed, HttpReply
 from argosy.core.errors import BadInput
 
 # Bytes read at a time from a body that is not chunked.
@@ -67,7 +67,7 @@ class Http:
         await asyncio.sleep(0)
 
     @asynccontextmanager
-    async def send(self, method: str, path: str, body: Any = None) -> AsyncIterator[Reply]:
+    async def send(self, method: str, path: str, body: Any = None) -> AsyncIterator[HttpReply]:
         """As `Transport.send`. After `seconds` the request fails."""
         wire = reply = None
         try:
@@ -75,7 +75,7 @@ class Http:
                 wire, reply = await self._begun(self._request(method, path, body))
                 yield reply
         except TimeoutError:
-            raise Failed(f"{self.url} took longer than {self.seconds:g} seconds") from None
+            raise ConnectionFailed(f"{self.url} took longer than {self.seconds:g} seconds") from None
         finally:
             if wire is not None and reply is not None:
                 await reply.close()
@@ -92,7 +92,7 @@ class Http:
         lines = [f"{method} {self.prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + content
 
-    async def _begun(self, request: bytes) -> "tuple[_Wire, Reply]":
+    async def _begun(self, request: bytes) -> "tuple[_Wire, HttpReply]":
         """Sends a request on a kept connection, or on a new one. Servers close connections that are idle for seconds, so a kept one
         that gives no byte of an answer is replaced by a new one."""
         while True:
@@ -122,25 +122,28 @@ class Http:
             why = "connection refused" if refused else (error.strerror or str(error)).lower()
         else:
             return _Wire(self.url, *streams)
-        raise Failed(f"cannot connect to {self.url}: {why}", hint="is it running? `argosy serve MODEL` starts a server")
+        raise ConnectionFailed(f"cannot connect to {self.url}: {why}", hint="is it running? `argosy serve MODEL` starts a server")
 
 
 class _Wire:
-    """One connection. is_reusable: the last response was read to its end, and the server keeps the connection."""
+    """One connection.
+
+    is_reusable: the last response was read to its end, and the server keeps the connection.
+    """
 
     def __init__(self, url: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.url, self.reader, self.writer = url, reader, writer
         self.is_reusable = False
 
-    def broken(self, error: OSError | EOFError) -> Failed:
+    def broken(self, error: OSError | EOFError) -> ConnectionFailed:
         why = (getattr(error, "strerror", None) or "it closed the connection").lower()
-        return Failed(f"{self.url} broke off in the middle of an answer: {why}")
+        return ConnectionFailed(f"{self.url} broke off in the middle of an answer: {why}")
 
     def close(self) -> None:
-        # Not closed politely: the other side may have stopped reading, and a server must notice at once.
+        # An abort, and no polite close: the other side may have stopped reading, and a server must notice at once.
         self.writer.transport.abort()
 
-    async def begin(self, request: bytes) -> Reply:
+    async def begin(self, request: bytes) -> HttpReply:
         """Sends a request and reads the head of its response.
 
         Raises:
@@ -157,16 +160,16 @@ class _Wire:
             while line := await self._line():
                 name, colon, value = line.partition(":")
                 if not colon or len(headers) > 200:
-                    raise Failed(f"the server speaks no HTTP: {line[:60]!r}")
+                    raise ConnectionFailed(f"the server speaks no HTTP: {line[:60]!r}")
                 headers[name.lower()] = value.strip()
         keeps = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
-        return Reply(status, headers, self._body(status, headers, keeps))
+        return HttpReply(status, headers, self._body(status, headers, keeps))
 
     async def _line(self) -> str:
         try:
             line = await self.reader.readuntil(b"\n")
         except asyncio.LimitOverrunError:
-            raise Failed(f"the server sent a line of more than {LINE:,} bytes") from None
+            raise ConnectionFailed(f"the server sent a line of more than {LINE:,} bytes") from None
         return line.rstrip(b"\r\n").decode("latin-1")
 
     async def _body(self, status: int, headers: Mapping[str, str], keeps: bool) -> AsyncGenerator[bytes, None]:
@@ -201,12 +204,12 @@ class _Wire:
 def _status(line: str) -> tuple[str, int]:
     version, _, rest = line.partition(" ")
     if not version.startswith("HTTP/1.") or not rest[:3].isdecimal():
-        raise Failed(f"the server speaks no HTTP: {line[:60]!r}")
+        raise ConnectionFailed(f"the server speaks no HTTP: {line[:60]!r}")
     return version, int(rest[:3])
 
 
 def _hexadecimal(line: str) -> int:
     size = line.partition(";")[0].strip()
     if not size or set(size.lower()) - set("0123456789abcdef") or len(size) > 8:
-        raise Failed(f"the server sent a chunk without a size: {line[:60]!r}")
+        raise ConnectionFailed(f"the server sent a chunk without a size: {line[:60]!r}")
     return int(size, 16)

@@ -143,7 +143,7 @@ class BatchSettings(Settings):
     engine: EngineSettings = EngineSettings()
 
 
-class Sampled(Settings):
+class ChatSampling(Settings):
     """How answers of a chat are sampled; what is not set is the model's, or the server's, own default."""
 
     max_tokens: int | None = Field(None, gt=0)
@@ -176,7 +176,7 @@ class ChatEngineSettings(Settings):
     are often right. None: off."""
 
 
-class ChatSettings(Sampled):
+class ChatSettings(ChatSampling):
     """Settings of `chat`."""
 
     elsewhere: ClassVar = {"system_prompt": "did you mean `system`?", "model_name": "did you mean `model`?"}

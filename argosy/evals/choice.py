@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from argosy.evals.likelihood import Pair, Tick, chat_pair, likelihoods, pair
-from argosy.evals.plan import Planned
+from argosy.evals.plan import PlannedTask
 from argosy.evals.prompts import after_blank, choices, examples, question
 from argosy.evals.settings import EvalSettings
-from argosy.evals.statistics import Row
+from argosy.evals.statistics import RowScores
 
-Found = tuple[list[Row], int]
+Found = tuple[list[RowScores], int]
 Make = Callable[[Any, int, str, str], Pair]
 
 
-def multiple_choice(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> Found:
+def evaluate_multiple_choice(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> Found:
     """The accuracy of each row, and how many sequences were cut to the context."""
     task, before = planned.task, examples(planned, settings.seed)
     make: Make = chat_pair if settings.chat else pair
@@ -36,16 +36,16 @@ def multiple_choice(lm: Any, planned: Planned, settings: EvalSettings, tick: Tic
     scored = likelihoods(lm, pairs, settings.batch, tick)
     found = []
     for number, (row, its) in enumerate(zip(planned.rows, places, strict=True)):
-        logprobs = np.array([scored.found[i].logprob for i in its])
+        logprobs = np.array([scored.likelihoods[i].logprob for i in its])
         values = {"acc": float(logprobs.argmax() == row["gold"])}
         if task.layout == "choices":
             sizes = np.array([max(len(choice.strip().encode()), 1) for choice in choices(task, row)])
             values["acc_norm"] = float((logprobs / sizes).argmax() == row["gold"])
-        found.append(Row(number, values, {}, {"logprobs": logprobs.tolist(), "gold": row["gold"]}))
+        found.append(RowScores(number, values, {}, {"logprobs": logprobs.tolist(), "gold": row["gold"]}))
     return found, scored.truncated
 
 
-def continuation(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> Found:
+def evaluate_continuation(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> Found:
     """Whether each token of each continuation is the likeliest, its loss in nats, and how many sequences were cut."""
     task, before = planned.task, examples(planned, settings.seed)
     make: Make = chat_pair if settings.chat else pair
@@ -55,7 +55,7 @@ def continuation(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) 
     ]
     scored = likelihoods(lm, pairs, settings.batch, tick)
     found = [
-        Row(number, {"acc": float(one.greedy), "loss": -one.logprob}, {}, {"continuation": row["continuation"]})
-        for number, (row, one) in enumerate(zip(planned.rows, scored.found, strict=True))
+        RowScores(number, {"acc": float(one.greedy), "loss": -one.logprob}, {}, {"continuation": row["continuation"]})
+        for number, (row, one) in enumerate(zip(planned.rows, scored.likelihoods, strict=True))
     ]
     return found, scored.truncated

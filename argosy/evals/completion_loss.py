@@ -1,8 +1,8 @@
 """The loss of the answers that a file has, in nats a token: what training on it minimizes.
 
 Records become tokens as in fine-tuning (`data.chat.conversations`): messages by the model's chat template, a prompt and its completion
-as their text, an Alpaca record by the template or as Stanford's text. What counts is what training learns: what an assistant says with
-the token that ends its turn, or a completion with the end of sequence.
+as their text, an Alpaca record by the template or as Stanford's text. The tokens that count are those that training learns: an
+assistant's words with the token that ends its turn, or a completion with the end of sequence.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from argosy.core.errors import BadInput
 from argosy.data.chat.conversations import HINT, ConversationEncoder
 from argosy.data.sources import Document
 from argosy.evals.likelihood import Tick
-from argosy.evals.plan import Planned
+from argosy.evals.plan import PlannedTask
 from argosy.evals.settings import EvalSettings
-from argosy.evals.statistics import Row
-from argosy.infer.engine.sequences import batches
+from argosy.evals.statistics import RowScores
+from argosy.infer.forward.sequences import length_batches
 
 
-def measure(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[Row], int]:
+def measure_completion_loss(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
     """The loss of each record's answers, weighted by their tokens, and how many records lost tokens from the left.
 
     Raises:
@@ -46,11 +46,11 @@ def measure(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tu
         learned.append(weights[1:])
         if not learned[-1].any():
             raise BadInput(f"what follows the answer fills the context of {lm.config.context} tokens", where=record.where)
-    found, done, sequences = dict[int, Row](), 0, lm.sequences()
-    for places in batches([len(ids) - 1 for ids in rows], settings.batch, lm.config.context):
+    found, done, sequences = dict[int, RowScores](), 0, lm.sequences()
+    for places in length_batches([len(ids) - 1 for ids in rows], settings.batch, lm.config.context):
         for i, scores in zip(places, sequences.scores([rows[i] for i in places]), strict=True):
             each = -scores.logprobs[learned[i]].astype(np.float64)
-            found[i] = Row(i, {"loss": float(each.mean())}, {"loss": float(len(each))})
+            found[i] = RowScores(i, {"loss": float(each.mean())}, {"loss": float(len(each))})
         done += len(places)
         tick(done)
     return [found[i] for i in range(len(rows))], sum(len(one.tokens) > most for one in encoded)

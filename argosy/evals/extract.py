@@ -12,25 +12,25 @@ from typing import Any
 from argosy.evals.tasks import Task
 
 
-def right(task: Task, row: Mapping[str, Any], text: str) -> tuple[bool, bool]:
+def is_right(task: Task, row: Mapping[str, Any], text: str) -> tuple[bool, bool]:
     """Whether a generated text answers a row: strictly, flexibly."""
-    gold = expected(task, row)
-    strict = found(task.strict, text, last=task.last) if task.strict else text
-    return same(strict, gold), same(flexible(task, row, text), gold)
+    gold = expected_answer(task, row)
+    strict = find_match(task.strict, text, last=task.last) if task.strict else text
+    return is_same_answer(strict, gold), is_same_answer(last_number(task, row, text), gold)
 
 
-def expected(task: Task, row: Mapping[str, Any]) -> str:
+def expected_answer(task: Task, row: Mapping[str, Any]) -> str:
     """The right answer of a row."""
     text = row[task.answer].strip()
-    return (found(task.strict, text, last=True) or text) if task.strict else text
+    return (find_match(task.strict, text, last=True) or text) if task.strict else text
 
 
-def flexible(task: Task, row: Mapping[str, Any], text: str) -> str | None:
+def last_number(task: Task, row: Mapping[str, Any], text: str) -> str | None:
     """The first, or last, thing in a text that looks like an answer; None if nothing does. The text itself, if the task does not say
     what an answer looks like."""
     if task.flexible == "words":
         return sorted_words(row[_QUESTION], text)
-    return found(task.flexible, text, last=task.last) if task.flexible else text
+    return find_match(task.flexible, text, last=task.last) if task.flexible else text
 
 
 _QUESTION = "input"
@@ -43,21 +43,21 @@ def sorted_words(question: str, text: str) -> str:
     return " ".join(reversed(dict.fromkeys(reversed(matches))))
 
 
-def found(pattern: str, text: str, *, last: bool) -> str | None:
+def find_match(pattern: str, text: str, *, last: bool) -> str | None:
     """The first or the last match in a text: its group, if the pattern has one."""
     matches = re.findall(pattern, text)
     return matches[-1 if last else 0] if matches else None
 
 
-def same(answer: str | None, gold: str) -> bool:
+def is_same_answer(answer: str | None, gold: str) -> bool:
     """Whether an answer is the right one."""
     if answer is None:
         return False
-    a, b = plain(answer), plain(gold)
+    a, b = normalize_answer(answer), normalize_answer(gold)
     return a == b or (_number(a) is not None and _number(a) == _number(b))
 
 
-def plain(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """A text without what does not matter in an answer."""
     return re.sub(r'[,$"\\\n]', "", text).strip().rstrip(".").strip().lower()
 

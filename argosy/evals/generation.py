@@ -9,34 +9,34 @@ from typing import Any
 
 from argosy.evals import extract, ifeval
 from argosy.evals.likelihood import Tick
-from argosy.evals.plan import Planned
+from argosy.evals.plan import PlannedTask
 from argosy.evals.prompts import examples, question
 from argosy.evals.settings import EvalSettings
-from argosy.evals.statistics import Row
+from argosy.evals.statistics import RowScores
 
 CHAT = 256
 
 
-def generation(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[Row], int]:
+def evaluate_generation(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
     """Whether the answer to each row is right, and how many prompts were cut."""
-    texts, cut = answers(lm, planned, settings, tick)
+    texts, cut = generate_completions(lm, planned, settings, tick)
     found = []
     for number, (row, text) in enumerate(zip(planned.rows, texts, strict=True)):
-        strict, flexible = extract.right(planned.task, row, text)
+        strict, flexible = extract.is_right(planned.task, row, text)
         values = {"exact_match": float(strict), "exact_match_flexible": float(flexible)}
-        shown = {"text": text, "target": extract.expected(planned.task, row)}
-        found.append(Row(number, values, {}, shown))
+        shown = {"text": text, "target": extract.expected_answer(planned.task, row)}
+        found.append(RowScores(number, values, {}, shown))
     return found, cut
 
 
-def instructions(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[Row], int]:
+def evaluate_instructions(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
     """Which of its instructions the answer to each row follows, and how many prompts were cut."""
-    texts, cut = answers(lm, planned, settings, tick)
+    texts, cut = generate_completions(lm, planned, settings, tick)
     both = zip(planned.rows, texts, strict=True)
-    return [ifeval.judged(number, row, text) for number, (row, text) in enumerate(both)], cut
+    return [ifeval.instruction_accuracies(number, row, text) for number, (row, text) in enumerate(both)], cut
 
 
-def answers(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[str], int]:
+def generate_completions(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[str], int]:
     """The answer to each row, and how many prompts were cut."""
     task, before = planned.task, examples(planned, settings.seed)
     limit = settings.max_tokens or (max(task.max_tokens, CHAT) if settings.chat else task.max_tokens)

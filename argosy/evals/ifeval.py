@@ -10,24 +10,24 @@ from itertools import product
 from typing import Any
 
 from argosy.evals.instructions import follows
-from argosy.evals.statistics import Row
+from argosy.evals.statistics import RowScores
 
 
-def judged(number: int, row: Mapping[str, Any], response: str) -> Row:
+def instruction_accuracies(number: int, row: Mapping[str, Any], response: str) -> RowScores:
     """The four accuracies of a row. At the instruction level its weight is its number of instructions."""
     each = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
     strict = [_follows(kind, response, given) for kind, given in each]
-    loose = [any(_follows(kind, version, given) for version in versions(response)) for kind, given in each]
+    loose = [any(_follows(kind, version, given) for version in loose_responses(response)) for kind, given in each]
     values, weights = {}, {}
     for name, held in (("strict", strict), ("loose", loose)):
         values[f"prompt_level_{name}_acc"] = float(all(held))
         values[f"inst_level_{name}_acc"] = sum(held) / len(held)
         weights[f"inst_level_{name}_acc"] = float(len(held))
     shown = {"text": response, "followed": {kind: bool(s) for (kind, _), s in zip(each, strict)}}
-    return Row(number, values, weights, shown)
+    return RowScores(number, values, weights, shown)
 
 
-def versions(response: str) -> list[str]:
+def loose_responses(response: str) -> list[str]:
     """The eight versions of a response that the loose accuracy accepts."""
     lines = response.split("\n")
     cut = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]

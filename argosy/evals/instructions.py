@@ -22,18 +22,21 @@ RELATIONS = ("less than", "at least")
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
-class Check(NamedTuple):
-    """How one kind is checked: (response, **arguments) -> followed. takes: its arguments, each with what it holds."""
+class InstructionCheck(NamedTuple):
+    """How one kind is checked: (response, **arguments) -> followed.
 
-    held: Callable[..., bool]
+    takes: its arguments, each with what it holds.
+    """
+
+    is_followed: Callable[..., bool]
     takes: Mapping[str, str]
 
 
-def follows(kind: str, response: str, given: Mapping[str, Any]) -> bool:
+def follows(kind: str, response: str, arguments: Mapping[str, Any]) -> bool:
     """Whether a response follows an instruction. Arguments that are None are left out, as the Hub's copy of the data writes them, and
     3.0 is 3."""
-    some = {name: value for name, value in given.items() if value is not None}
-    return CHECKS[kind].held(response, **{k: int(v) if isinstance(v, float) else v for k, v in some.items()})
+    some = {name: value for name, value in arguments.items() if value is not None}
+    return CHECKS[kind].is_followed(response, **{k: int(v) if isinstance(v, float) else v for k, v in some.items()})
 
 
 def check_instructions(path: Path, rows: Sequence[Fields]) -> None:
@@ -156,11 +159,11 @@ def sentences(response: str, num_sentences: int, relation: str) -> bool:
     return _compared(len(sentences_of(response)), relation, num_sentences)
 
 
-def words(response: str, num_words: int, relation: str) -> bool:
+def word_count(response: str, num_words: int, relation: str) -> bool:
     return _compared(len(re.findall(r"\w+", response)), relation, num_words)
 
 
-def paragraphs(response: str, num_paragraphs: int) -> bool:
+def paragraph_count(response: str, num_paragraphs: int) -> bool:
     """So many parts between `***`; an empty one only at the beginning or the end."""
     parts = re.split(r"\s?\*\*\*\s?", response)
     if any(not part.strip() for part in parts[1:-1]):
@@ -196,7 +199,7 @@ def bullets(response: str, num_bullets: int) -> bool:
     return len(stars) + len(re.findall(r"^\s*-.*$", response, re.MULTILINE)) == num_bullets
 
 
-def constrained(response: str) -> bool:
+def constrained_response(response: str) -> bool:
     return any(answer in response for answer in ANSWERS)
 
 
@@ -239,11 +242,11 @@ def repeats(response: str, prompt_to_repeat: str) -> bool:
     return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
-def ends(response: str, end_phrase: str) -> bool:
+def ends_with(response: str, end_phrase: str) -> bool:
     return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
-def quoted(response: str) -> bool:
+def is_quoted(response: str) -> bool:
     text = response.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
@@ -252,34 +255,34 @@ def no_comma(response: str) -> bool:
     return "," not in response
 
 
-CHECKS: dict[str, Check] = {
-    "change_case:capital_word_frequency": Check(capital_words, {"capital_frequency": _N, "capital_relation": _RELATION}),
-    "change_case:english_capital": Check(english_capital, {}),
-    "change_case:english_lowercase": Check(english_lowercase, {}),
-    "combination:repeat_prompt": Check(repeats, {"prompt_to_repeat": _TEXT}),
-    "combination:two_responses": Check(two_responses, {}),
-    "detectable_content:number_placeholders": Check(placeholders, {"num_placeholders": _N}),
-    "detectable_content:postscript": Check(postscript, {"postscript_marker": _TEXT}),
-    "detectable_format:constrained_response": Check(constrained, {}),
-    "detectable_format:json_format": Check(is_json, {}),
-    "detectable_format:multiple_sections": Check(sections, {"section_spliter": _TEXT, "num_sections": _N}),
-    "detectable_format:number_bullet_lists": Check(bullets, {"num_bullets": _N}),
-    "detectable_format:number_highlighted_sections": Check(highlights, {"num_highlights": _N}),
-    "detectable_format:title": Check(title, {}),
-    "keywords:existence": Check(existence, {"keywords": _TEXTS}),
-    "keywords:forbidden_words": Check(forbidden, {"forbidden_words": _TEXTS}),
-    "keywords:frequency": Check(frequency, {"keyword": _TEXT, "frequency": _N, "relation": _RELATION}),
-    "keywords:letter_frequency": Check(
+CHECKS: dict[str, InstructionCheck] = {
+    "change_case:capital_word_frequency": InstructionCheck(capital_words, {"capital_frequency": _N, "capital_relation": _RELATION}),
+    "change_case:english_capital": InstructionCheck(english_capital, {}),
+    "change_case:english_lowercase": InstructionCheck(english_lowercase, {}),
+    "combination:repeat_prompt": InstructionCheck(repeats, {"prompt_to_repeat": _TEXT}),
+    "combination:two_responses": InstructionCheck(two_responses, {}),
+    "detectable_content:number_placeholders": InstructionCheck(placeholders, {"num_placeholders": _N}),
+    "detectable_content:postscript": InstructionCheck(postscript, {"postscript_marker": _TEXT}),
+    "detectable_format:constrained_response": InstructionCheck(constrained_response, {}),
+    "detectable_format:json_format": InstructionCheck(is_json, {}),
+    "detectable_format:multiple_sections": InstructionCheck(sections, {"section_spliter": _TEXT, "num_sections": _N}),
+    "detectable_format:number_bullet_lists": InstructionCheck(bullets, {"num_bullets": _N}),
+    "detectable_format:number_highlighted_sections": InstructionCheck(highlights, {"num_highlights": _N}),
+    "detectable_format:title": InstructionCheck(title, {}),
+    "keywords:existence": InstructionCheck(existence, {"keywords": _TEXTS}),
+    "keywords:forbidden_words": InstructionCheck(forbidden, {"forbidden_words": _TEXTS}),
+    "keywords:frequency": InstructionCheck(frequency, {"keyword": _TEXT, "frequency": _N, "relation": _RELATION}),
+    "keywords:letter_frequency": InstructionCheck(
         letter_frequency, {"letter": _LETTER, "let_frequency": _N, "let_relation": _RELATION}
     ),
-    "language:response_language": Check(in_language, {"language": _LANGUAGE}),
-    "length_constraints:nth_paragraph_first_word": Check(
+    "language:response_language": InstructionCheck(in_language, {"language": _LANGUAGE}),
+    "length_constraints:nth_paragraph_first_word": InstructionCheck(
         first_word, {"num_paragraphs": _N, "nth_paragraph": _N, "first_word": _TEXT}
     ),
-    "length_constraints:number_paragraphs": Check(paragraphs, {"num_paragraphs": _N}),
-    "length_constraints:number_sentences": Check(sentences, {"num_sentences": _N, "relation": _RELATION}),
-    "length_constraints:number_words": Check(words, {"num_words": _N, "relation": _RELATION}),
-    "punctuation:no_comma": Check(no_comma, {}),
-    "startend:end_checker": Check(ends, {"end_phrase": _TEXT}),
-    "startend:quotation": Check(quoted, {}),
+    "length_constraints:number_paragraphs": InstructionCheck(paragraph_count, {"num_paragraphs": _N}),
+    "length_constraints:number_sentences": InstructionCheck(sentences, {"num_sentences": _N, "relation": _RELATION}),
+    "length_constraints:number_words": InstructionCheck(word_count, {"num_words": _N, "relation": _RELATION}),
+    "punctuation:no_comma": InstructionCheck(no_comma, {}),
+    "startend:end_checker": InstructionCheck(ends_with, {"end_phrase": _TEXT}),
+    "startend:quotation": InstructionCheck(is_quoted, {}),
 }

@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.infer.engine.sequences import batches
+from argosy.infer.forward.sequences import length_batches
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Token ids of a context and of what follows it. row: whose they are."""
+    """Token ids of a context and of what follows it.
+
+    row: whose they are.
+    """
 
     row: int
     context: list[int]
@@ -34,10 +37,10 @@ class Likelihood(NamedTuple):
     greedy: bool
 
 
-class Scored(NamedTuple):
-    """Of each pair; and how many lost tokens from the left."""
+class PairScores(NamedTuple):
+    """The scores of pairs, and how many pairs lost tokens from the left."""
 
-    found: list[Likelihood]
+    likelihoods: list[Likelihood]
     truncated: int
 
 
@@ -71,7 +74,7 @@ def chat_pair(lm: Any, row: int, message: str, reply: str) -> Pair:
     return Pair(row, lm.chat_prompt([{"role": "user", "content": message}]), lm.tokenizer.encode(reply.lstrip()))
 
 
-def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda _: None) -> Scored:
+def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda _: None) -> PairScores:
     """Scores each pair.
 
     Args:
@@ -84,7 +87,7 @@ def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda 
     left = _Left(pairs, tick)
     sequences = lm.sequences()
     shared = _questions(pairs) if all(len(one.continuation) == 1 for one in pairs) else []
-    for some in batches([len(rows[places[0]]) - 1 for places in shared], batch, lm.config.context):
+    for some in length_batches([len(rows[places[0]]) - 1 for places in shared], batch, lm.config.context):
         group = [shared[i] for i in some]
         firsts = [rows[places[0]][:-1] for places in group]
         logprobs = sequences.followers(firsts, [[pairs[i].continuation[0] for i in places] for places in group])
@@ -93,7 +96,7 @@ def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda 
             found |= {i: Likelihood(float(logprob), False) for i, logprob in zip(places, each)}
             left.done(places)
     rest = [i for i in range(len(pairs)) if i not in found]
-    for some in batches([len(rows[i]) - 1 for i in rest], batch, lm.config.context):
+    for some in length_batches([len(rows[i]) - 1 for i in rest], batch, lm.config.context):
         places = [rest[i] for i in some]
         for i, scores in zip(places, sequences.scores([rows[i] for i in places]), strict=True):
             own = min(len(pairs[i].continuation), len(scores.logprobs))
@@ -101,7 +104,7 @@ def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda 
             found[i] = Likelihood(logprob, bool(scores.greedy[-own:].all()))
         left.done(places)
     cut = sum(len(one.context) + len(one.continuation) > most for one in pairs)
-    return Scored([found[i] for i in range(len(pairs))], cut)
+    return PairScores([found[i] for i in range(len(pairs))], cut)
 
 
 def _questions(pairs: Sequence[Pair]) -> list[list[int]]:

@@ -19,17 +19,17 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.evals.likelihood import Tick
-from argosy.evals.plan import Planned
-from argosy.evals.rows import read_text
+from argosy.evals.plan import PlannedTask
+from argosy.evals.rows import read_task_text
 from argosy.evals.settings import EvalSettings
-from argosy.evals.statistics import Row
-from argosy.infer.engine.sequences import batches
+from argosy.evals.statistics import RowScores
+from argosy.infer.forward.sequences import length_batches
 
 WINDOW = 2048
 FEWEST, STRETCH = 8, 128
 
 
-class Window(NamedTuple):
+class TextWindow(NamedTuple):
     """The tokens [start, end) of a text, of which those from `counts` on are scored, each from those before it in the window."""
 
     start: int
@@ -37,22 +37,22 @@ class Window(NamedTuple):
     end: int
 
 
-def windows(length: int, window: int, stride: int) -> Iterator[Window]:
+def text_windows(length: int, window: int, stride: int) -> Iterator[TextWindow]:
     """The windows of a text of so many tokens. One has `window` tokens to predict from, so it spans up to one more."""
     end = min(length, window + 1)
     if end > 1:
-        yield Window(0, 1, end)
+        yield TextWindow(0, 1, end)
     while end < length:
         counts, end = end, min(end + stride, length)
-        yield Window(max(end - window - 1, 0), counts, end)
+        yield TextWindow(max(end - window - 1, 0), counts, end)
 
 
-def losses(lm: Any, texts: Sequence[Sequence[int]], window: int, stride: int, batch: int, tick: Tick) -> list[list[np.ndarray]]:
+def window_losses(lm: Any, texts: Sequence[Sequence[int]], window: int, stride: int, batch: int, tick: Tick) -> list[list[np.ndarray]]:
     """The loss of each token, in nats, of each window of each text."""
-    every = [(i, one) for i, ids in enumerate(texts) for one in windows(len(ids), window, stride)]
+    every = [(i, one) for i, ids in enumerate(texts) for one in text_windows(len(ids), window, stride)]
     found: dict[int, np.ndarray] = {}
     sequences = lm.sequences()
-    for places in batches([one.end - one.start - 1 for _, one in every], batch, lm.config.context):
+    for places in length_batches([one.end - one.start - 1 for _, one in every], batch, lm.config.context):
         rows = [texts[every[k][0]][every[k][1].start : every[k][1].end] for k in places]
         for k, scores in zip(places, sequences.scores(rows), strict=True):
             one = every[k][1]
@@ -64,7 +64,7 @@ def losses(lm: Any, texts: Sequence[Sequence[int]], window: int, stride: int, ba
     return out
 
 
-def measure(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tuple[list[Row], int]:
+def measure_perplexity(lm: Any, planned: PlannedTask, settings: EvalSettings, tick: Tick) -> tuple[list[RowScores], int]:
     """Loss and bits per byte of each row of the standard error, and no cut sequences.
 
     Raises:
@@ -76,12 +76,12 @@ def measure(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tu
         raise BadInput(f"window={window} is more than the model's context of {lm.config.context}")
     if stride > window:
         raise BadInput(f"stride={stride} is more than the window of {window}", hint="tokens between windows would not be scored")
-    documents = [row["text"] for row in planned.rows] if planned.rows else [read_text(planned.path)]
+    documents = [row["text"] for row in planned.rows] if planned.rows else [read_task_text(planned.path)]
     encoded = [_encoded(lm, text) for text in documents]
     texts = [ids for ids, _ in encoded]
     if not planned.rows and settings.limit:
         texts = [texts[0][: window + 1 + (settings.limit - 1) * stride]]
-    scored = losses(lm, texts, window, stride, settings.batch, tick)
+    scored = window_losses(lm, texts, window, stride, settings.batch, tick)
     if not any(len(one) for text in scored for one in text):
         raise BadInput(f"{planned.path} has nothing to score", hint="a text needs two tokens, or one after the token that begins it")
     found = []
@@ -91,7 +91,7 @@ def measure(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tu
             if end > at:
                 total, tokens, n_bytes = float(loss[at:end].sum()), float(end - at), float(max(sum(sizes[at:end]), 1))
                 values = {"loss": total / tokens, "bits_per_byte": total / math.log(2) / n_bytes}
-                found.append(Row(len(found), values, {"loss": tokens, "bits_per_byte": n_bytes}))
+                found.append(RowScores(len(found), values, {"loss": tokens, "bits_per_byte": n_bytes}))
     return found, 0
 
 
@@ -107,7 +107,7 @@ def _encoded(lm: Any, text: str) -> tuple[list[int], list[int]]:
 
 
 def _units(lengths: Sequence[int], whole: bool) -> list[tuple[int, int]]:
-    """What counts as one row for the standard error, as places among the scored tokens of a text."""
+    """The rows of the standard error, as places among the scored tokens of a text."""
     total = sum(lengths)
     if whole:
         return [(0, total)]

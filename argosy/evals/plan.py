@@ -1,4 +1,4 @@
-"""What is evaluated: the tasks that the settings name, each with its file and its rows, read and checked."""
+"""The plan of an evaluation: the tasks that the settings name, each with its file and its rows, read and checked."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from argosy.evals.rows import (
     LAYOUTS,
     Fields,
     answered,
-    check_rows,
+    check_task_rows,
     is_rows,
     layout_of,
     no_layout,
@@ -27,9 +27,15 @@ WHERE = "files of JSON lines named by task, such as arc_easy.jsonl; the guide to
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A task with its rows; a text for perplexity has none. path: their file. total: rows of the file. pool: rows that examples are
-    drawn from. limit: windows of a text. records: of rows that training learns answers from, and the format that they have."""
+class PlannedTask:
+    """A task with its rows; a text for perplexity has none.
+
+    path: their file.
+    total: rows of the file.
+    pool: rows that examples are drawn from.
+    limit: windows of a text.
+    records: of rows that training learns answers from, and the format that they have.
+    """
 
     task: Task
     path: Path
@@ -54,7 +60,7 @@ class Planned:
         return f"{self.task.name} ({some}{found}{shots})"
 
 
-def plan(settings: EvalSettings) -> list[Planned]:
+def plan(settings: EvalSettings) -> list[PlannedTask]:
     """The tasks that the settings name, with their rows, read and checked.
 
     Raises:
@@ -70,7 +76,7 @@ def plan(settings: EvalSettings) -> list[Planned]:
         return _of_file(data, settings)
     if not data.is_dir():
         raise BadInput(f"no file or folder {data}", where="set by data", hint=f"data=FOLDER holds {WHERE}")
-    found: list[Planned] = []
+    found: list[PlannedTask] = []
     some = names(settings.tasks)
     refuse(mistakes_of(*(lambda task=task: found.append(_of_folder(task, data, settings)) for task in some)))
     return found
@@ -102,14 +108,14 @@ def _unknown(name: str) -> UnknownName:
     return error
 
 
-def _of_file(path: Path, settings: EvalSettings) -> list[Planned]:
+def _of_file(path: Path, settings: EvalSettings) -> list[PlannedTask]:
     if not is_rows(path):
         some = names(settings.tasks or PERPLEXITY)
         if [task.name for task in some] != [PERPLEXITY]:
             what = f"{path} is not a file of JSON lines, which {some[0].name} needs"
             raise BadInput(what, hint="perplexity takes any text; other tasks take FILE.jsonl or a folder")
         _check_settings(TASKS[PERPLEXITY], settings)
-        return [Planned(TASKS[PERPLEXITY], path, [], 0, [], 0, settings.limit)]
+        return [PlannedTask(TASKS[PERPLEXITY], path, [], 0, [], 0, settings.limit)]
     rows = read_rows(path)
     stem = path.name.removesuffix(".gz").rpartition(".")[0]
     if settings.tasks:
@@ -131,15 +137,15 @@ def _of_file(path: Path, settings: EvalSettings) -> list[Planned]:
     return [_checked(replace(PLAIN[layout_of(path, rows[0])], name=stem), path, rows, settings)]
 
 
-def _of_records(task: Task, path: Path, rows: list[Fields], format: str, settings: EvalSettings) -> Planned:
+def _of_records(task: Task, path: Path, rows: list[Fields], format: str, settings: EvalSettings) -> PlannedTask:
     _check_settings(task, settings)
     records = read_records(path, rows, format)[: settings.limit]
-    return Planned(task, path, rows[: settings.limit], len(rows), [], 0, records=records, format=format)
+    return PlannedTask(task, path, rows[: settings.limit], len(rows), [], 0, records=records, format=format)
 
 
-def _of_folder(task: Task, folder: Path, settings: EvalSettings) -> Planned:
+def _of_folder(task: Task, folder: Path, settings: EvalSettings) -> PlannedTask:
     if task.name != PERPLEXITY:
-        path = find(task, folder)
+        path = find_task_file(task, folder)
         return _checked(task, path, read_rows(path), settings)
     if settings.text is None:
         raise BadInput("perplexity needs a text", where=f"data={folder} is a folder", hint="text=FILE, or data=FILE")
@@ -148,7 +154,7 @@ def _of_folder(task: Task, folder: Path, settings: EvalSettings) -> Planned:
     return _of_file(Path(settings.text), settings.model_copy(update={"tasks": PERPLEXITY}))[0]
 
 
-def find(task: Task, folder: Path) -> Path:
+def find_task_file(task: Task, folder: Path) -> Path:
     """The file of a task in a folder or a folder inside it: its name, maybe with a number of rows, `arc_easy_600.jsonl`.
 
     Raises:
@@ -172,20 +178,20 @@ def _files(stem: str, folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings) -> Planned:
+def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings) -> PlannedTask:
     """The task with these rows.
 
     Raises:
         BadInput: a row is not what the task needs, a setting means nothing for it, or there are too few examples.
     """
-    check_rows(path, rows, task.layout, task.name, task.fields)
+    check_task_rows(path, rows, task.layout, task.name, task.fields)
     if task.kind == "ifeval":
         from argosy.evals.instructions import check_instructions
 
         check_instructions(path, rows)
     _check_settings(task, settings)
     shots = task.shots if settings.shots is None else settings.shots
-    return Planned(task, path, rows[: settings.limit], len(rows), _pool(task, path, rows) if shots else [], shots)
+    return PlannedTask(task, path, rows[: settings.limit], len(rows), _pool(task, path, rows) if shots else [], shots)
 
 
 def _check_settings(task: Task, settings: EvalSettings) -> None:
@@ -212,7 +218,7 @@ def _pool(task: Task, path: Path, rows: list[Fields]) -> list[Fields]:
     if not beside:
         return rows
     found = read_rows(beside[0])
-    check_rows(beside[0], found, task.layout, task.name, task.fields)
+    check_task_rows(beside[0], found, task.layout, task.name, task.fields)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What is asked: a row of a task as text, after its examples."""
+"""Prompts of tasks: a row as text, after its examples."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.evals.plan import Planned
+from argosy.evals.plan import PlannedTask
 from argosy.evals.rows import Fields
 from argosy.evals.tasks import Task
 
@@ -24,7 +24,7 @@ def question(task: Task, row: Mapping[str, Any]) -> str:
 
 
 def choices(task: Task, row: Mapping[str, Any]) -> list[str]:
-    """What may follow the question, each as it is scored: after a blank."""
+    """The continuations that may follow the question, each as it is scored: after a blank."""
     if task.layout == "letters":
         return [f" {letter}" for letter in LETTERS[: len(row["choices"])]]
     return [after_blank(choice) for choice in row["choices"]]
@@ -34,7 +34,7 @@ def after_blank(text: str) -> str:
     return f" {text.strip()}"
 
 
-def example(task: Task, row: Mapping[str, Any]) -> str:
+def few_shot_example(task: Task, row: Mapping[str, Any]) -> str:
     """A row with its right answer."""
     if task.layout == "options":
         return row["context_options"][row["gold"]].rstrip() + after_blank(row["continuation"])
@@ -43,8 +43,8 @@ def example(task: Task, row: Mapping[str, Any]) -> str:
     return question(task, row) + after_blank(row[task.answer or "continuation"])
 
 
-def examples(planned: Planned, seed: int) -> Callable[[int], str]:
-    """What goes before the question of each row: the task's introduction and the examples.
+def examples(planned: PlannedTask, seed: int) -> Callable[[int], str]:
+    """The text before the question of each row: the task's introduction and the examples.
 
     All rows get the same examples, drawn once, so the engine computes them once; where the asked row is one of them, or reads the same,
     the next one drawn takes its place.
@@ -68,11 +68,11 @@ def examples(planned: Planned, seed: int) -> Callable[[int], str]:
         if len(some) < shots:
             among = f" of {task.alike} `{row.get(task.alike)}`" if task.alike else ""
             raise BadInput(f"shots={shots}, and there are {len(some)} other rows{among}", where=str(planned.path))
-        return intro + "".join(example(task, one) + BETWEEN for one in some)
+        return intro + "".join(few_shot_example(task, one) + BETWEEN for one in some)
 
     return before
 
 
 def _asked(task: Task, row: Mapping[str, Any]) -> Any:
-    """What must not be among the examples."""
+    """Rows that must not be among the examples."""
     return tuple(row["context_options"]) if task.layout == "options" else question(task, row)

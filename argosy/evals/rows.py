@@ -48,7 +48,7 @@ def is_rows(path: Path) -> bool:
     return path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
-def read_text(path: Path) -> str:
+def read_task_text(path: Path) -> str:
     """The text of a file, which may be compressed.
 
     Raises:
@@ -73,7 +73,7 @@ def read_rows(path: Path) -> list[Fields]:
         BadInput: it cannot be read, a line is not a JSON object, or there is no row.
     """
     rows = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_task_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -140,7 +140,7 @@ def read_records(path: Path, rows: Sequence[Fields], format: str) -> list[Source
     return [reader.record(json.dumps(row), f"{path}, row {i} of {len(rows)}") for i, row in enumerate(rows, 1)]
 
 
-def check_rows(path: Path, rows: list[Fields], layout: str, task: str, more: Iterable[str] = ()) -> None:
+def check_task_rows(path: Path, rows: list[Fields], layout: str, task: str, more: Iterable[str] = ()) -> None:
     """Checks every row against a layout.
 
     Args:

@@ -8,35 +8,38 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.evals import choice, generation, perplexity
 from argosy.evals import completion_loss as answers
-from argosy.evals.plan import Planned
+from argosy.evals.plan import PlannedTask
 from argosy.evals.settings import EvalSettings
-from argosy.evals.statistics import Mean, Row, means
+from argosy.evals.statistics import RowScores, WeightedMean, means
 
-MEASURES: dict[str, Callable[..., tuple[list[Row], int]]] = {
-    "perplexity": perplexity.measure,
-    "answers": answers.measure,
-    "choice": choice.multiple_choice,
-    "continuation": choice.continuation,
-    "generation": generation.generation,
-    "ifeval": generation.instructions,
+MEASURES: dict[str, Callable[..., tuple[list[RowScores], int]]] = {
+    "perplexity": perplexity.measure_perplexity,
+    "answers": answers.measure_completion_loss,
+    "choice": choice.evaluate_multiple_choice,
+    "continuation": choice.evaluate_continuation,
+    "generation": generation.evaluate_generation,
+    "ifeval": generation.evaluate_instructions,
 }
 # Called with a task, the number of its rows that are done, and of how many (0: not known).
-Progress = Callable[[Planned, int, int], None]
+Progress = Callable[[PlannedTask, int, int], None]
 
 
-class Stopped(Exception):
+class EvaluationStopped(Exception):
     """The evaluation was asked to stop."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """The rows of one task. truncated: sequences that lost tokens from the left, to fit the context."""
+class TaskResult:
+    """The rows of one task.
 
-    planned: Planned
-    rows: Sequence[Row]
+    truncated: sequences that lost tokens from the left, to fit the context.
+    """
+
+    planned: PlannedTask
+    rows: Sequence[RowScores]
     truncated: int
     seconds: float
-    numbers: Mapping[str, Mean] = field(default_factory=dict)
+    numbers: Mapping[str, WeightedMean] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """The result as JSON. `stderr` is that of the first metric; of others it is `NAME_stderr`."""
@@ -49,35 +52,35 @@ class Result:
         return out | {"seconds": round(self.seconds, 3)}
 
 
-def evaluate(
+def evaluate_tasks(
     lm: Any,
-    plan: Sequence[Planned],
+    plan: Sequence[PlannedTask],
     settings: EvalSettings,
     progress: Progress = lambda planned, done, of: None,
     stopped: Callable[[], bool] = lambda: False,
-) -> Iterator[Result]:
+) -> Iterator[TaskResult]:
     """The result of each task, in turn.
 
     Args:
         stopped: asked after each batch or token; when true, the task that runs is given up.
 
     Raises:
-        Stopped: by `stopped`. BadInput: as `check`, or the settings mean nothing for this model.
+        Stopped: by `stopped`. BadInput: as `check_evaluable`, or the settings mean nothing for this model.
     """
-    check(lm, settings)
+    check_evaluable(lm, settings)
     for planned in plan:
-        def tick(done: int, planned: Planned = planned) -> None:
+        def tick(done: int, planned: PlannedTask = planned) -> None:
             if stopped():
-                raise Stopped
+                raise EvaluationStopped
             progress(planned, done, len(planned.rows))
 
         tick(0)
         start = time.monotonic()
         rows, truncated = MEASURES[planned.task.kind](lm, planned, settings, tick)
-        yield Result(planned, rows, truncated, time.monotonic() - start, with_perplexity(means(rows)))
+        yield TaskResult(planned, rows, truncated, time.monotonic() - start, with_perplexity(means(rows)))
 
 
-def check(lm: Any, settings: EvalSettings) -> None:
+def check_evaluable(lm: Any, settings: EvalSettings) -> None:
     """Checks that a model can be evaluated.
 
     Raises:
@@ -90,14 +93,14 @@ def check(lm: Any, settings: EvalSettings) -> None:
         raise BadInput("chat=true: this model has no chat template", hint="leave chat=true out")
 
 
-def with_perplexity(numbers: Mapping[str, Mean]) -> dict[str, Mean]:
+def with_perplexity(numbers: Mapping[str, WeightedMean]) -> dict[str, WeightedMean]:
     """Adds exp(loss) behind the loss; its standard error is that of the loss times itself (first order)."""
     from math import exp, inf
 
-    out: dict[str, Mean] = {}
+    out: dict[str, WeightedMean] = {}
     for name, found in numbers.items():
         out[name] = found
         if name == "loss":
             value = exp(found.value) if found.value < 700 else inf
-            out["perplexity"] = Mean(value, None if found.stderr is None else found.stderr * value)
+            out["perplexity"] = WeightedMean(value, None if found.stderr is None else found.stderr * value)
     return out

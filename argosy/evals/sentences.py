@@ -10,7 +10,7 @@ _ABBREVIATIONS = {
     "vs", "etc", "e.g", "i.e", "a.m", "p.m", "u.s", "u.k", "inc", "ltd", "co", "corp", "no", "vol", "fig", "approx",
     "ph.d", "dept",
 }
-# What ends a sentence, with the quotes and brackets that close behind it; and the word after.
+# The end of a sentence, with the quotes and brackets that close behind it; and the word after.
 _END = re.compile(r"""(?P<word>\S*?)(?P<mark>\.\.\.+|…|[.!?]+)(?P<close>["'”’)\]*]*)(?=\s+(?P<next>\S+)|\s*$)""")
 
 

@@ -6,7 +6,7 @@ from argosy.core.settings import Settings
 
 
 class EvalSettings(Settings):
-    """What to evaluate, on which files, and how."""
+    """The tasks of an evaluation, their files, and how they are scored."""
 
     tasks: str | None = None
     """Tasks, separated by commas: `perplexity,arc_easy,bbh`. A beginning such as `bbh` or `arc` names all tasks that start with it.

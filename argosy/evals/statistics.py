@@ -15,8 +15,12 @@ NORMAL_95 = 1.959964
 
 
 @dataclass(frozen=True)
-class Row:
-    """The numbers of one row. weights: of each value in the mean over rows; 1 where absent. answer: what to show with it."""
+class RowScores:
+    """The numbers of one row.
+
+    weights: of each value in the mean over rows; 1 where absent.
+    answer: what to show with it.
+    """
 
     number: int
     values: Mapping[str, float]
@@ -27,37 +31,37 @@ class Row:
         return self.weights.get(name, 1.0)
 
 
-class Mean(NamedTuple):
+class WeightedMean(NamedTuple):
     """A weighted mean and its standard error, which is None for a single row."""
 
     value: float
     stderr: float | None
 
 
-def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> Mean:
+def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> WeightedMean:
     """The weighted mean of independent values; equal weights by default."""
     weights = [1.0] * len(values) if weights is None else weights
     total, n = math.fsum(weights), len(values)
     value = math.fsum(w * x for w, x in zip(weights, values, strict=True)) / total
     if n < 2:
-        return Mean(value, None)
+        return WeightedMean(value, None)
     squares = math.fsum((w * (x - value)) ** 2 for w, x in zip(weights, values))
-    return Mean(value, math.sqrt(n / (n - 1) * squares) / total)
+    return WeightedMean(value, math.sqrt(n / (n - 1) * squares) / total)
 
 
-def means(rows: Sequence[Row]) -> dict[str, Mean]:
+def means(rows: Sequence[RowScores]) -> dict[str, WeightedMean]:
     """Of every metric of these rows."""
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     return {name: mean([r.values[name] for r in rows], [r.weight(name) for r in rows]) for name in names}
 
 
-def paired(rows: Sequence[Row], others: Sequence[Row], name: str) -> dict[str, Any]:
+def paired(rows: Sequence[RowScores], baseline: Sequence[RowScores], name: str) -> dict[str, Any]:
     """The difference of a metric between two models on the same rows.
 
     Returns:
         difference: the first minus the second; stderr; interval: of 95 %, by the normal approximation; n: the rows that both have.
     """
-    known = {row.number: row for row in others if name in row.values}
+    known = {row.number: row for row in baseline if name in row.values}
     both = [(row, known[row.number]) for row in rows if name in row.values and row.number in known]
     if not both:
         return {"difference": None, "stderr": None, "interval": None, "n": 0}

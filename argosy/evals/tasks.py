@@ -16,11 +16,16 @@ PERPLEXITY = "perplexity"
 class Task:
     """One task.
 
-    layout: of its rows (`rows.LAYOUTS`). prompt: the question, with the row's fields in braces. before: goes before the examples.
-    shots: examples by default. examples: the file they are drawn from, if it is there; otherwise the rows of the task. alike: a field
-    that examples share with the question. answer: the field with the right answer of a generated one. stop, max_tokens: end a
-    generated answer. strict, flexible: regular expressions that find the answer in the text; `last` where the last match counts,
-    not the first. Without `strict`, the whole text is the answer.
+    layout: of its rows (`rows.LAYOUTS`).
+    prompt: the question, with the row's fields in braces.
+    before: goes before the examples.
+    shots: examples by default.
+    examples: the file they are drawn from, if it is there; otherwise the rows of the task.
+    alike: a field that examples share with the question.
+    answer: the field with the right answer of a generated one.
+    stop, max_tokens: end a generated answer.
+    strict, flexible: regular expressions that find the answer in the text; `last` where the last match counts, not the first.
+        Without `strict`, the whole text is the answer.
     """
 
     name: str
@@ -138,7 +143,7 @@ _ALL = [
 ]
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
-# What rows of each layout ask if no known task is named.
+# The prompts of each layout, if no known task is named.
 PLAIN: dict[str, Task] = {
     "instructions": TASKS["ifeval"],
     "options": _choice("", "", "", "options"),
@@ -150,5 +155,5 @@ PLAIN: dict[str, Task] = {
     "context-answer": Task("", "generation", "context-answer", "", "{context}", answer="answer"),
     "text": TASKS[PERPLEXITY],
 }
-# Of the records that training learns answers from; their layouts are the formats of `data.sources.records`.
+# Tasks over the records that training learns from; their layouts are the formats of `data.sources.records`.
 ANSWERS = Task("", "answers", "", "loss a token of the answers that a file has")

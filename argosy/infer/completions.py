@@ -7,11 +7,11 @@ from typing import Any, Literal
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.infer.detokenize import Text, spellings
+from argosy.infer.detokenize import Detokenizer, token_spellings
 from argosy.infer.engine.request import Event, Request
 from argosy.infer.sampling.beam import Beam, Beams
 from argosy.infer.sampling.repetition import Repetition
-from argosy.infer.sampling.sample import Sampling, Seed, words_of
+from argosy.infer.sampling.sample import Sampling, Seed, seed_words
 from argosy.infer.tools.grammar import Grammar
 
 Prompt = str | Sequence[int]
@@ -22,11 +22,13 @@ Reason = Literal["stop", "length", "blocked", "repetition"]
 class Completion:
     """The answer to one prompt.
 
-    tokens: ids, without the token that ended it. finish_reason: `stop`, `length`, `repetition` if it repeated itself, or
-    `blocked`: no token was left, because those that its grammar allows are banned, or the grammar has become too complex. logprobs:
-    the model's own, one per token, before bias, mask, penalties, temperature and filters. drawn: log-probabilities in the
-    distributions that the tokens were drawn from; 0 at temperature 0. top: the likeliest tokens with their log-probabilities, for each
-    token, if asked. stopped_by: the id or the string that ended it; None: neither.
+    tokens: ids, without the token that ended it.
+    finish_reason: `stop`, `length`, `repetition` if it repeated itself, or `blocked`: no token was left, because those that its
+        grammar allows are banned, or the grammar has become too complex.
+    logprobs: the model's own, one per token, before bias, mask, penalties, temperature and filters.
+    drawn: log-probabilities in the distributions that the tokens were drawn from; 0 at temperature 0.
+    top: the likeliest tokens with their log-probabilities, for each token, if asked.
+    stopped_by: the id or the string that ended it; None: neither.
     """
 
     text: str
@@ -40,15 +42,18 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text that a step added to a row, in whole characters. done: the row has ended."""
+class CompletionPiece:
+    """Text that a step added to a row, in whole characters.
+
+    done: the row has ended.
+    """
 
     row: int
     text: str
     done: bool
 
 
-class Answers:
+class CompletionStream:
     """Prompts being continued; iterating yields what each token adds, and `completions` is complete at the end.
 
     Args:
@@ -71,7 +76,7 @@ class Answers:
         adapter: str | None = None,
         **sampling: Any,
     ):
-        words_of(seed)
+        seed_words(seed)
         if adapter is not None:
             lm.adapter(adapter)
         self.lm = lm
@@ -83,19 +88,19 @@ class Answers:
             for row, one in enumerate(ids)
         ]
         self.completions = [Completion("", [], None, len(one), []) for one in ids]
-        self._texts = [Text(lm.tokenizer, one, list(stop), begun=grammar is not None) for one in ids]
+        self._texts = [Detokenizer(lm.tokenizer, one, list(stop), begun=grammar is not None) for one in ids]
         self._pieces = self._run()
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[CompletionPiece]:
         return self._pieces
 
     def close(self) -> None:
         """Ends the answers that are not complete, and frees their pages."""
         self._pieces.close()
 
-    def _run(self) -> Generator[Piece, None, None]:
+    def _run(self) -> Generator[CompletionPiece, None, None]:
         context = self.lm.longest
-        lengths = [min(len(request.tokens) + request.most, context) for request in self.requests]
+        lengths = [min(len(request.tokens) + request.max_tokens, context) for request in self.requests]
         engine = self.lm.engine(lengths)
         rows: dict[int, int] = {}
         try:
@@ -120,14 +125,14 @@ class Answers:
             for number in rows:
                 engine.end(number)
 
-    def _take(self, row: int, event: Event) -> Piece:
+    def _take(self, row: int, event: Event) -> CompletionPiece:
         """Adds a token to an answer."""
         done, text, token = self.completions[row], self._texts[row], event.token
         if token is None:
-            if event.reason not in ("stop", "blocked"):
+            if event.finish_reason not in ("stop", "blocked"):
                 raise RuntimeError(f"request {event.id} was aborted")
-            return self._end(row, event.reason, None)
-        if event.reason == "stop":
+            return self._end(row, event.finish_reason, None)
+        if event.finish_reason == "stop":
             return self._end(row, "stop", token)
         done.tokens.append(token)
         done.logprobs.append(event.logprob)
@@ -138,15 +143,15 @@ class Answers:
         done.text += new
         if text.stopped is not None:
             return self._end(row, "stop", text.stopped, new)
-        if event.reason in ("length", "repetition"):
-            return self._end(row, event.reason, None, new)
-        return Piece(row, new, False)
+        if event.finish_reason in ("length", "repetition"):
+            return self._end(row, event.finish_reason, None, new)
+        return CompletionPiece(row, new, False)
 
-    def _end(self, row: int, reason: Reason, by: int | str | None, new: str = "") -> Piece:
+    def _end(self, row: int, reason: Reason, by: int | str | None, new: str = "") -> CompletionPiece:
         done, rest = self.completions[row], self._texts[row].end()
         done.text += rest
         done.finish_reason, done.stopped_by = reason, by
-        return Piece(row, new + rest, True)
+        return CompletionPiece(row, new + rest, True)
 
 
 def beam_search(
@@ -178,7 +183,7 @@ def beam_search(
 
 
 def _completed(lm: Any, prompt: list[int], beam: Beam) -> Completion:
-    text = Text(lm.tokenizer, prompt, [])
+    text = Detokenizer(lm.tokenizer, prompt, [])
     whole = "".join([*(text.push(token) for token in beam.tokens), text.end()])
     reason: Reason = "length" if beam.ended_by is None else "stop"
     tokens, logprobs = list(beam.tokens), list(beam.logprobs[: len(beam.tokens)])
@@ -228,7 +233,7 @@ def _sampling(lm: Any, given: Mapping[str, Any]) -> Sampling:
 
     given = dict(given)
     if "bad_words" in given:
-        words = [spellings(lm.tokenizer, w) if isinstance(w, str) else [ids_of(w).tolist()] for w in given["bad_words"]]
+        words = [token_spellings(lm.tokenizer, w) if isinstance(w, str) else [token_ids(w).tolist()] for w in given["bad_words"]]
         given["bad_words"] = [ids for spelt in words for ids in spelt]
     sampling = read_settings(Sampling, SettingsLayer("generate", given)).value
     filters = ("top_k", "top_p", "min_p", "typical_p")
@@ -238,7 +243,7 @@ def _sampling(lm: Any, given: Mapping[str, Any]) -> Sampling:
     return sampling
 
 
-def ids_of(tokens: Any) -> np.ndarray:
+def token_ids(tokens: Any) -> np.ndarray:
     """Token ids as an array of whole numbers.
 
     Raises:

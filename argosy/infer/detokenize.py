@@ -6,7 +6,7 @@ from typing import Any
 from argosy.core.errors import BadInput
 
 
-class Text:
+class Detokenizer:
     """The text of one answer while its tokens arrive.
 
     A piece is text that no later token can change: a character whose bytes are not complete yet is held back, and so is an ending
@@ -84,7 +84,7 @@ class Text:
         return text
 
 
-def spellings(tokenizer: Any, word: str) -> list[tuple[int, ...]]:
+def token_spellings(tokenizer: Any, word: str) -> list[tuple[int, ...]]:
     """The token ids of a word at the beginning of a text, and after a space.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +24,24 @@ from argosy.core.errors import BadInput, Damaged
 from argosy.core.progress import Say, telling
 from argosy.data.tokenizers.config import read_object, read_text
 from argosy.infer.completions import Prompt
-from argosy.infer.engine.sequences import bucket
-from argosy.infer.lm import LM
+from argosy.infer.forward.sequences import length_bucket
 from argosy.models.parts.weight import merge
 
+if TYPE_CHECKING:
+    from argosy.infer.lm import LM
+
 POOLINGS = ("mean", "cls", "max")
-# What 1_Pooling/config.json calls them.
+# Their names in 1_Pooling/config.json.
 MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens"}
 
 
 @dataclass(frozen=True)
-class Steps:
-    """pooling: how token vectors become one. normalize: scales the result to length 1. tokens: the most tokens that are read;
-    None: as many as the model takes. lower, prompt: how a text is changed before."""
+class EmbeddingSteps:
+    """pooling: how token vectors become one.
+    normalize: scales the result to length 1.
+    tokens: the most tokens that are read; None: as many as the model takes.
+    lower, prompt: how a text is changed before.
+    """
 
     pooling: str = "mean"
     normalize: bool = False
@@ -46,7 +51,7 @@ class Steps:
 
 
 def embed(
-    lm: LM,
+    lm: "LM",
     texts: Sequence[Prompt],
     normalize: bool | None = None,
     *,
@@ -74,7 +79,7 @@ def embed(
         raise BadInput(f"pooling `{pooling}` is not built", hint=f"one of {', '.join(POOLINGS)}")
     if batch < 1:
         raise BadInput(f"batch = {batch}", hint="at least 1")
-    encoder = Encoder(lm, pooling)
+    encoder = TextEncoder(lm, pooling)
     rows = encoder.ids(texts, encoder.context)
     out = np.zeros((len(rows), lm.config.width), np.float32)
     # The longest first: if one does not fit in memory, that fails at once.
@@ -85,7 +90,7 @@ def embed(
     return encoder.finished(out, normalize)
 
 
-class Encoder:
+class TextEncoder:
     """An encoder with the steps of its folder, one step at a time: texts to ids, ids to pooled vectors, and those to the result. The
     weights are those that the model has now.
 
@@ -97,13 +102,13 @@ class Encoder:
         BadInput: the model is not an encoder, or its folder asks for a step that is not built.
     """
 
-    def __init__(self, lm: LM, pooling: str | None = None, say: Say | None = None):
+    def __init__(self, lm: "LM", pooling: str | None = None, say: Say | None = None):
         if lm.config.causal:
             raise BadInput(
                 "this model predicts tokens and is not an encoder", hint="use lm.logits and lm.generate"
             )
         self.lm, self.say = lm, say
-        self.steps = Steps() if lm.companions is None else read_steps(lm.companions, pooling)
+        self.steps = EmbeddingSteps() if lm.companions is None else read_steps(lm.companions, pooling)
         self.context = min(self.steps.tokens or lm.config.context, lm.config.context)
         model = lm.sequences()
         self._program = _pooled(model.graph, lm.module.dtype, pooling or self.steps.pooling)
@@ -123,7 +128,7 @@ class Encoder:
         rows = [[] if isinstance(text, str) else self.lm.encode(text) for text in texts]
         strings = [i for i, text in enumerate(texts) if isinstance(text, str)]
         if strings:
-            first, last = frame(self.lm)
+            first, last = frame_tokens(self.lm)
             whole = [self.steps.prompt + str(texts[i]).strip() for i in strings]
             found = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
             for i, ids in zip(strings, found, strict=True):
@@ -144,7 +149,7 @@ class Encoder:
             shape: rows and tokens to pad to; None: the next power of two, and the next length that programs are compiled for.
         """
         longest = max(map(len, rows))
-        shape = shape or (row_bucket(len(rows)), max(longest, min(bucket(longest), self.lm.config.context)))
+        shape = shape or (row_bucket(len(rows)), max(longest, min(length_bucket(longest), self.lm.config.context)))
         tokens = np.zeros(shape, np.int32)
         segments = np.zeros_like(tokens)
         for row, ids in enumerate(rows):
@@ -167,15 +172,15 @@ class Encoder:
         """
         vectors = vectors[:, :dimensions]
         scaled = self.steps.normalize if normalize is None else normalize
-        return unit(vectors) if scaled else vectors
+        return unit_vectors(vectors) if scaled else vectors
 
 
-def unit(vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:
+def unit_vectors(vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:
     """The vectors at length 1."""
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
-def frame(lm: LM) -> tuple[int, int]:
+def frame_tokens(lm: "LM") -> tuple[int, int]:
     """The ids put before and after a text.
 
     Raises:
@@ -195,7 +200,7 @@ def frame(lm: LM) -> tuple[int, int]:
 # ---------------------------------------------------------------- reading a folder
 
 
-def read_steps(folder: Path, pooling: str | None = None) -> Steps:
+def read_steps(folder: Path, pooling: str | None = None) -> EmbeddingSteps:
     """The steps that sentence-transformers would take with this model.
 
     Args:
@@ -217,7 +222,7 @@ def read_steps(folder: Path, pooling: str | None = None) -> Steps:
             read["normalize"] = True
         elif kind != "Transformer":
             raise BadInput(f"the step `{kind}` of modules.json is not built", where=str(folder))
-    return Steps(**read, prompt=prompt)
+    return EmbeddingSteps(**read, prompt=prompt)
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
@@ -265,12 +270,12 @@ def _pooled(graph: Any, dtype: Any, pooling: str) -> Any:
         model = merge(graph, weights)
         model.dtype = dtype
         attend = model.config.attend(segments)
-        return pool(model.hidden(tokens, attend)[0].astype(jnp.float32), attend.live, pooling)
+        return pool_tokens(model.hidden(tokens, attend)[0].astype(jnp.float32), attend.live, pooling)
 
     return jax.jit(pooled)
 
 
-def pool(x: Float[Array, "B T D"], live: Bool[Array, "B T"], pooling: str) -> Float[Array, "B D"]:
+def pool_tokens(x: Float[Array, "B T D"], live: Bool[Array, "B T"], pooling: str) -> Float[Array, "B D"]:
     """Pools the vectors of live tokens into one."""
     if pooling == "cls":
         return x[:, 0]

@@ -13,16 +13,18 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.completions import Answers, Completion, Prompt, beam_search, check_prompts, ids_of
-from argosy.infer.cpu.panels import kept_in_blocks
-from argosy.infer.engine.adapters import Loaded
-from argosy.infer.engine.cached_engine import Held, Parts
+from argosy.infer.completions import Completion, CompletionStream, Prompt, beam_search, check_prompts, token_ids
+from argosy.infer.cpu.panels import count_in_blocks
+from argosy.infer.embed import embed
+from argosy.infer.engine.adapters import LoadedAdapter
+from argosy.infer.engine.cached_engine import EngineCache, EngineParts
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.sequences import BATCH, Sequences, batches
+from argosy.infer.forward.sequences import BATCH, SequenceScorer, length_batches
 from argosy.infer.sampling.repetition import Repetition
 from argosy.infer.sampling.sample import Seed
+from argosy.infer.scores import rewards
 from argosy.infer.settings import EngineSettings
-from argosy.infer.tools.grammar import Grammar, Grammars, structure_of
+from argosy.infer.tools.grammar import Grammar, Grammars, read_structure
 from argosy.models.parts.weight import split
 from argosy.weights.gguf.blocks import Origin
 
@@ -36,12 +38,16 @@ SAMPLE = "Speculation: 1 of 2 models drafts, né?"
 class LM:
     """A language model: its settings, its module, its tokenizer (None: token ids only).
 
-    generation: its generation_config.json. hub: the config.json it came with. companions: the folder of its small files.
-    dtypes: the type of each stored tensor, by per-layer name. origin: the blocks of a file that the weights were read from. merged: the
-    adapters that `merge(keep=True)` removed.
+    generation: its generation_config.json.
+    hub: the config.json it came with.
+    companions: the folder of its small files.
+    dtypes: the type of each stored tensor, by per-layer name.
+    origin: the blocks of a file that the weights were read from.
+    merged: the adapters that `merge(keep=True)` removed.
     say: called with the current operation, such as `compiling for 512 tokens`, if it takes longer than a second; None: silent.
     engine_settings: of the engine under `generate`, `stream`, `chat` and `beam_search`. Its cache grows with what is asked: `slots`
-    and `context` are the most that it grows to. draft: the draft model, if they ask for one.
+        and `context` are the most that it grows to.
+    draft: the draft model, if they ask for one.
     """
 
     config: Any
@@ -57,7 +63,7 @@ class LM:
     engine_settings: EngineSettings = field(default=EngineSettings(), repr=False)
     draft: "LM | None" = field(default=None, repr=False)
     _grammars: Grammars | None = field(default=None, init=False, repr=False, compare=False)
-    _held: Held = field(default_factory=Held, init=False, repr=False, compare=False)
+    _held: EngineCache = field(default_factory=EngineCache, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.draft is not None:
@@ -72,7 +78,7 @@ class LM:
     @property
     def in_blocks(self) -> int:
         """How many weights are kept in the blocks of their file (`argosy.load(FILE, blocks=True)`)."""
-        return kept_in_blocks(split(self.module)[1])[0]
+        return count_in_blocks(split(self.module)[1])[0]
 
     # ---------------------------------------------------------------- numbers
 
@@ -83,7 +89,7 @@ class LM:
             BadInput: ids outside the vocabulary, a sequence longer than the model's context, an encoder.
         """
         self.check_predicts()
-        ids = ids_of(tokens)
+        ids = token_ids(tokens)
         ids = ids[None] if ids.ndim == 1 else ids
         self.check_ids(ids.ravel(), ids.shape[1])
         return self.sequences().logits(ids)
@@ -110,7 +116,7 @@ class LM:
         found = [np.zeros(0, np.float32)] * len(rows)
         some = [i for i, ids in enumerate(rows) if len(ids) > 1]
         sequences = self.sequences() if under is None else self._held.adapted(self._parts, self.say)[0]
-        for places in batches([len(rows[i]) - 1 for i in some], batch, self.config.context):
+        for places in length_batches([len(rows[i]) - 1 for i in some], batch, self.config.context):
             scores = sequences.scores([rows[some[i]] for i in places], under)
             for i, one in zip(places, scores, strict=True):
                 found[some[i]] = one.logprobs
@@ -146,7 +152,7 @@ class LM:
             top: number of likeliest tokens to return with each token, at most 20.
             structured: what every answer must match, by the names of vLLM's `structured_outputs`: {"json": schema}, {"regex": ...},
                 {"choice": [...]}, {"grammar": Lark or GBNF} or {"json_object": True}; a schema may be a pydantic class. See
-                `infer.tools.grammar.structure_of`. An answer that `max_tokens` cuts short is a beginning of what matches.
+                `infer.tools.grammar.read_structure`. An answer that `max_tokens` cuts short is a beginning of what matches.
             repetition: ends answers that repeat themselves, such as `argosy.infer.sampling.repetition.Repetition(longest=20, count=4)`.
             adapter: the name of a loaded adapter (`load_adapter`); None: the model alone.
             sampling: the settings of `infer.sampling.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so
@@ -174,9 +180,9 @@ class LM:
             if piece.text:
                 yield piece.text
 
-    def pieces(self, prompts: Sequence[Prompt], max_tokens: int = 64, **how: Any) -> Answers:
+    def pieces(self, prompts: Sequence[Prompt], max_tokens: int = 64, **how: Any) -> CompletionStream:
         """`generate`, step by step: iterating gives the text that each step adds; `completions` is complete at the end."""
-        return Answers(self, prompts, max_tokens, **how)
+        return CompletionStream(self, prompts, max_tokens, **how)
 
     def beam_search(
         self,
@@ -272,8 +278,6 @@ class LM:
         Raises:
             BadInput: the model is not an encoder, there is no tokenizer, ids are outside the vocabulary, or a step is not built.
         """
-        from argosy.infer.embed import embed
-
         return embed(self, texts, normalize, **how)
 
     def rewards(self, conversations: Sequence[Any], *, batch: int = BATCH) -> np.ndarray:
@@ -287,8 +291,6 @@ class LM:
         Raises:
             BadInput: the model has no head of scores, or as `chat_prompt` and `score`.
         """
-        from argosy.infer.scores import rewards
-
         return rewards(self, conversations, batch)
 
     # ---------------------------------------------------------------- adapters
@@ -321,7 +323,7 @@ class LM:
         """
         self._held.unload_adapter(self._parts, name)
 
-    def adapter(self, name: str) -> Loaded:
+    def adapter(self, name: str) -> LoadedAdapter:
         """The loaded adapter of this name.
 
         Raises:
@@ -368,7 +370,7 @@ class LM:
 
     # ---------------------------------------------------------------- checks
 
-    def sequences(self) -> Sequences:
+    def sequences(self) -> SequenceScorer:
         """The forward pass of the model in its current state, including surgery and changed weights."""
         return self._held.sequences(self._parts, self.say)
 
@@ -382,8 +384,8 @@ class LM:
         return self._parts.longest
 
     @property
-    def _parts(self) -> Parts:
-        return Parts(self.module, self.engine_settings, None if self.draft is None else self.draft.module, self.origin)
+    def _parts(self) -> EngineParts:
+        return EngineParts(self.module, self.engine_settings, None if self.draft is None else self.draft.module, self.origin)
 
     def forget(self) -> None:
         """Frees the cache of earlier answers."""
@@ -400,7 +402,7 @@ class LM:
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, with the beginning-of-sequence token in front where the tokenizer adds one."""
         if not isinstance(prompt, str):
-            return ids_of(prompt).tolist()
+            return token_ids(prompt).tolist()
         if self.tokenizer is None:
             hint = "in Python token ids do: argosy.load(MODEL).generate([[1, 2, 3]])"
             raise BadInput("this model came without a tokenizer", hint=hint)
@@ -416,7 +418,7 @@ class LM:
         Raises:
             BadInput: no tokenizer, or a schema or grammar that is wrong or not supported.
         """
-        return self.grammars().get(structure_of(structured))
+        return self.grammars().get(read_structure(structured))
 
     def grammars(self) -> Grammars:
         """The compiler of grammars over this model's tokens.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from argosy.checkpoint.open import open_model
-from argosy.infer.cpu.panels import forms_in_blocks
+from argosy.infer.cpu.panels import block_forms
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.language import LanguageConfig
@@ -18,7 +18,7 @@ from argosy.weights import build
 DEFAULT = EngineSettings()
 
 
-def load(
+def load_lm(
     path: str | Path,
     *,
     dtype: Any = None,
@@ -40,12 +40,12 @@ def load(
         blocks: keep the weights of a GGUF file in its blocks (`panels.forms_in_blocks`), on a CPU with kernels for them. Such a model
             answers; it is neither trained, changed nor saved.
     """
-    forms = forms_in_blocks if blocks and jax.default_backend() == "cpu" and not library.load() else None
+    forms = block_forms if blocks and jax.default_backend() == "cpu" and not library.load() else None
     how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor, "forms": forms}
     return LM(**vars(build.load_model(open_model(path, warn), **how)), engine_settings=engine, draft=draft)
 
 
-def random(
+def random_lm(
     config: LanguageConfig,
     seed: int,
     *,
@@ -54,5 +54,5 @@ def random(
     engine: EngineSettings = DEFAULT,
     draft: LM | None = None,
 ) -> LM:
-    """A language model with random weights and no tokenizer. Arguments are those of `load`."""
+    """A language model with random weights and no tokenizer. Arguments are those of `load_lm`."""
     return LM(**vars(build.random(config, seed, dtype=dtype, run=run)), engine_settings=engine, draft=draft)

@@ -4,7 +4,8 @@ A pass cannot be interrupted, so its length bounds how long running answers wait
 pass, without the engine's cache. A longer prompt takes several passes, with a cache of its own, and other work is done between them.
 Each length costs a program (`sequences.bucket`), and a second one for full batches; `compile` makes them in any thread.
 
-With an engine's adapters, every pass computes room for them and all its prompts have the same one, or none, which compiles nothing.
+With an engine's adapters, the prompts of a pass have one adapter in common, or none. Its factors are data, so no adapter compiles a
+program.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +19,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.core.progress import Say
-from argosy.infer.engine.adapters import Adapters, Loaded
-from argosy.infer.engine.memory import allocated, mesh_in
-from argosy.infer.engine.sequences import Sequences, bucket, over_chunks
+from argosy.infer.engine.adapters import Adapters, LoadedAdapter
+from argosy.infer.engine.cache import allocate_caches
+from argosy.infer.forward.sequences import SequenceScorer, length_bucket, over_chunks
+from argosy.infer.programs.placement import home_mesh
 from argosy.infer.sampling.sample import likeliest
 from argosy.infer.sampling.sampler import MOST_TOP
 from argosy.models.parts.attend import Contiguous
@@ -31,8 +33,12 @@ PASS = 256
 
 
 class PromptScores(NamedTuple):
-    """The tokens of one prompt, from the second on (the first has nothing before it). logprobs: natural logarithms. ranks: 1 for the
-    likeliest token. ids, likeliest: the likeliest tokens and their log-probabilities, descending."""
+    """The tokens of one prompt, from the second on (the first has nothing before it).
+
+    logprobs: natural logarithms.
+    ranks: 1 for the likeliest token.
+    ids, likeliest: the likeliest tokens and their log-probabilities, descending.
+    """
 
     logprobs: Float[np.ndarray, " S"]
     ranks: Int[np.ndarray, " S"]
@@ -40,11 +46,11 @@ class PromptScores(NamedTuple):
     likeliest: Float[np.ndarray, "S K"]
 
 
-# Of a prompt of one token.
+# The scores of a prompt of one token.
 NOTHING = PromptScores(np.zeros(0), np.zeros(0, int), np.zeros((0, 0), int), np.zeros((0, 0)))
 
 
-class Prompts:
+class PromptScorer:
     """Scores prompts with one model. `score` is called by the thread that steps the engine, `compile` by any.
 
     Args:
@@ -54,7 +60,7 @@ class Prompts:
     """
 
     def __init__(self, model: Any, longest: int, say: Say | None = None, adapters: Adapters | None = None):
-        self.sequences, self.longest = Sequences(model, say, adapters), longest
+        self.sequences, self.longest = SequenceScorer(model, say, adapters), longest
         self._specs = self.sequences.specs
         self.compilations = 0
         self._compiled: set[tuple[int, int]] = set()
@@ -79,7 +85,7 @@ class Prompts:
         return {(1, length) for length in lengths} | many
 
     def missing(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
-        """Those of `sizes_of` that are not compiled."""
+        """The sizes of `sizes_of` that are not compiled."""
         return self.sizes_of(prompts) - self._compiled
 
     def compile(self, sizes: Iterable[tuple[int, int]]) -> int:
@@ -108,15 +114,15 @@ class Prompts:
             return contiguous(self._specs, 1, length, self.sequences.dtype)
 
         home = self.sequences.home
-        if mesh_in(home) is None:
-            return allocated(self._specs, home, empty)
+        if home_mesh(home) is None:
+            return allocate_caches(self._specs, home, empty)
         with self.sequences.on_mesh():
             # Kept by length: a new function would compile for each long prompt.
             if length not in self._empties:
                 self._empties[length] = jax.jit(lambda: laid_out(self._specs, empty()))
             return self._empties[length]()
 
-    def batch(self, prompts: Sequence[Sequence[int]], under: Sequence[Loaded | None] | None = None) -> list[int]:
+    def batch(self, prompts: Sequence[Sequence[int]], under: Sequence[LoadedAdapter | None] | None = None) -> list[int]:
         """The places of the prompts that the next pass scores: the first alone, or with others of its length and adapter if they fill
         more than half of a batch.
 
@@ -130,9 +136,9 @@ class Prompts:
         places = [i for i, same in enumerate(alike) if same][:rows]
         return places if len(places) > rows // 2 and (rows, length) in self._compiled else [0]
 
-    def score(self, prompts: Sequence[Sequence[int]], adapter: Loaded | None = None) -> list[PromptScores] | None:
+    def score(self, prompts: Sequence[Sequence[int]], adapter: LoadedAdapter | None = None) -> list[PromptScores] | None:
         """One pass over a batch; None if its one prompt needs another pass: then call this again with it. Compiles nothing that
-        `compile` has made. Of a long prompt the passes are remembered until another long one is begun.
+        `compile` has made. The passes of a long prompt are remembered until another long one begins.
 
         Args:
             adapter: of all of these prompts. It keeps its place until they are scored (`Adapters.use`).
@@ -152,34 +158,34 @@ class Prompts:
         if self._long is not None and (prompts is None or any(ids is self._long.ids for ids in prompts)):
             self._long = None
 
-    def _one_more_pass(self, ids: Sequence[int], length: int, adapter: Loaded | None) -> PromptScores | None:
+    def _one_more_pass(self, ids: Sequence[int], length: int, adapter: LoadedAdapter | None) -> PromptScores | None:
         if self._long is None or self._long.ids is not ids:
             self._long = None  # its cache is free before the next one is allocated
             self._long = _Long(ids, self._empty(length))
         long, sequences = self._long, self.sequences
-        at = PASS * len(long.found)
+        at = PASS * len(long.scores)
         tokens, following, live = np.zeros((1, PASS), np.int32), np.zeros((1, PASS), np.int32), np.zeros((1, PASS), bool)
         count = min(PASS, len(ids) - 1 - at)
         tokens[0, :count], following[0, :count], live[0, :count] = ids[at : at + count], ids[at + 1 : at + count + 1], True
         places = np.arange(at, at + PASS, dtype=np.int32)[None]
         attend = Contiguous(jnp.asarray(places), jnp.asarray(live))
         found, long.caches = sequences.advance("prompts", _scored, tokens, attend, long.caches, following, adapter=adapter)
-        long.found.append([np.asarray(a)[0, :count] for a in found])
+        long.scores.append([np.asarray(a)[0, :count] for a in found])
         if at + count < len(ids) - 1:
             return None
         self._long = None
-        return PromptScores(*(np.concatenate(parts) for parts in zip(*long.found)))
+        return PromptScores(*(np.concatenate(parts) for parts in zip(*long.scores)))
 
     def _padded(self, length: int) -> int:
         # A model with a short context has its own as the last length.
-        return min(bucket(max(length, 1)), self.sequences.context)
+        return min(length_bucket(max(length, 1)), self.sequences.context)
 
     @staticmethod
     def _rows(length: int) -> int:
         """Prompts of this length that share a pass: a power of two."""
         return 1 << max(PASS // length, 1).bit_length() - 1
 
-    def _scored(self, rows: Sequence[Sequence[int]], adapter: Loaded | None = None) -> list[PromptScores]:
+    def _scored(self, rows: Sequence[Sequence[int]], adapter: LoadedAdapter | None = None) -> list[PromptScores]:
         sequences = self.sequences
         length = self._padded(max(map(len, rows)) - 1)
         tokens, segments, following = (np.zeros((len(rows), length), np.int32) for _ in range(3))
@@ -197,7 +203,7 @@ class _Long:
 
     ids: Sequence[int]
     caches: Caches
-    found: list[list[np.ndarray]] = field(default_factory=list)
+    scores: list[list[np.ndarray]] = field(default_factory=list)
 
 
 def _of_logits(logits: Array, following: Array) -> tuple[Array, ...]:

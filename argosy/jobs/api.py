@@ -75,12 +75,12 @@ def load(
         if str(model) in recipes():
             raise BadInput(f"`{model}` is a recipe, not a preset", hint=f"presets are {', '.join(presets()[:8])}, ...")
         _say(f"{model}: random weights from seed {random}")
-        lm = loading.random(preset_config(str(model)), random, dtype=dtype, engine=how, draft=draft_of(how, dtype))
+        lm = loading.random_lm(preset_config(str(model)), random, dtype=dtype, engine=how, draft=draft_of(how, dtype))
         return _checked(lm)
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
     more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "blocks": bool(blocks)}
-    lm = loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more)
+    lm = loading.load_lm(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more)
     if blocks is True and not lm.in_blocks:
         _say(f"{model}: no weight is kept in blocks: that is for .gguf files with blocks, in float32, on one CPU device with kernels")
     return _checked(lm)

@@ -12,18 +12,18 @@ from typing import Any
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.core.errors import BadInput
 from argosy.core.settings import dump
-from argosy.evals.plan import Planned, plan
+from argosy.evals.plan import PlannedTask, plan
 from argosy.evals.prompts import examples
 from argosy.evals.rows import read_rows
 from argosy.evals.settings import EvalSettings
-from argosy.evals.statistics import Row, paired
+from argosy.evals.statistics import RowScores, paired
 from argosy.jobs import runs
 from argosy.run.compose import no_model
 
-Others = Mapping[str, Sequence[Row]]
+Others = Mapping[str, Sequence[RowScores]]
 
 
-def prepared(model: str, settings: EvalSettings) -> tuple[list[Planned], Others]:
+def prepared(model: str, settings: EvalSettings) -> tuple[list[PlannedTask], Others]:
     """The tasks with their rows, for each of which there are enough examples, and the rows to compare with.
 
     Raises:
@@ -47,16 +47,16 @@ def prepared(model: str, settings: EvalSettings) -> tuple[list[Planned], Others]
     return planned, others
 
 
-def read_against(path: Path) -> dict[str, list[Row]]:
+def read_against(path: Path) -> dict[str, list[RowScores]]:
     """The rows that `rows=FILE` wrote, by task.
 
     Raises:
         BadInput: it is another kind of file.
     """
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[RowScores]] = {}
     for number, line in enumerate(read_rows(path), 1):
         try:
-            row = Row(int(line["row"]), dict(line["values"]), dict(line["weights"]))
+            row = RowScores(int(line["row"]), dict(line["values"]), dict(line["weights"]))
             found.setdefault(str(line["task"]), []).append(row)
         except (KeyError, TypeError, ValueError):
             hint = "against=FILE takes a file that `rows=FILE` wrote"
@@ -66,18 +66,18 @@ def read_against(path: Path) -> dict[str, list[Row]]:
 
 def evaluate(
     lm: Any,
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedTask],
     settings: EvalSettings,
     others: Others,
-    progress: Callable[[Planned, int, int], None],
+    progress: Callable[[PlannedTask, int, int], None],
     stopped: Callable[[], bool],
 ) -> tuple[dict[str, Any], bool]:
     """The results as one document, and whether the evaluation was stopped before its last task.
 
     Writes the file of `settings.rows` task by task.
     """
-    from argosy.evals.run import Stopped
-    from argosy.evals.run import evaluate as results
+    from argosy.evals.run import EvaluationStopped
+    from argosy.evals.run import evaluate_tasks as results
 
     tasks: dict[str, Any] = {}
     if settings.rows:
@@ -91,12 +91,12 @@ def evaluate(
             if settings.against:
                 metrics = [metric for metric in result.numbers if metric != "perplexity"]
                 tasks[name]["against"] = {m: paired(result.rows, others[name], m) for m in metrics}
-    except Stopped:
+    except EvaluationStopped:
         return {"tasks": tasks}, True
     return {"tasks": tasks}, False
 
 
-def write_rows(path: Path, task: str, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, task: str, rows: Iterable[RowScores]) -> None:
     """Adds rows to a file: a JSON line each."""
     with path.open("a", encoding="utf-8") as file:
         for row in rows:

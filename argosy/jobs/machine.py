@@ -56,7 +56,7 @@ def cache_folder(name: str = "xla") -> Path | None:
 
 
 def programs_folder() -> Path | None:
-    """The folder of a server's programs (`infer.engine.program_store`), beside that of JAX's compilation cache."""
+    """The folder of a server's programs (`infer.programs.store`), beside that of JAX's compilation cache."""
     return cache_folder("programs")
 
 

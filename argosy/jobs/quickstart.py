@@ -181,10 +181,10 @@ def proof_of_resume(path: Path, words: list[str], speak: Callable[[str], None]) 
 
 def talk(path: Path, stage: Stage) -> str:
     """Streams a completion of the trained model."""
-    from argosy.infer.load import load
+    from argosy.infer.load import load_lm
 
     stage.speak("   loading the model, compiling the decoder ...")
-    lm = load(path)
+    lm = load_lm(path)
     pieces = []
     stage.stream("   " + PROMPT)
     for piece in lm.stream(PROMPT, 60, temperature=0.7, top_k=40, seed=1, ignore_eos=True):
@@ -198,13 +198,13 @@ def export(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
     """Writes the Hub folder, loads it back, and compares logits."""
     import numpy as np
 
-    from argosy.infer.load import load
+    from argosy.infer.load import load_lm
     from argosy.jobs.convert import convert
 
     result = convert(str(path), path / "hub", "hub", None)
     speak("   loading it back, comparing its logits with the run's ...")
     ids = [list(range(3, 67))]
-    difference = float(np.abs(load(path).logits(ids) - load(path / "hub").logits(ids)).max())
+    difference = float(np.abs(load_lm(path).logits(ids) - load_lm(path / "hub").logits(ids)).max())
     size = sum(f.stat().st_size for f in (path / "hub").iterdir())
     speak(
         f"   {path / 'hub'}: {plural(result['tensors'], 'tensor')}, {size / 1e6:.1f} MB; largest difference of a logit: {difference:g}"

@@ -19,14 +19,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from argosy.core.errors import ArgosyError
-from argosy.infer.engine.adapters import Factors, NoAdapter
+from argosy.infer.engine.adapters import Factors, UnknownAdapter
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.replicas import on_devices
-from argosy.infer.engine.updates import Update
+from argosy.infer.engine.replicas import copy_to_devices
+from argosy.infer.engine.updates import WeightUpdate
 from argosy.models.parts.weight import Leaves
-from argosy.serve.body import read_json
+from argosy.serve.body import read_json_body
 from argosy.serve.engine.front import PauseMode
-from argosy.serve.errors import ApiError, Json, of_input
+from argosy.serve.errors import ApiError, Json, input_error
 from argosy.serve.openai.fields import Fields
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings
@@ -75,7 +75,7 @@ class Admin:
         # One: an adapter, or weights, are read while nothing else is.
         self._files = ThreadPoolExecutor(1, "admin")
         self._one_at_a_time = asyncio.Lock()
-        self._update: Update | None = None
+        self._update: WeightUpdate | None = None
 
     def routes(self) -> list[Route]:
         post: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -100,7 +100,7 @@ class Admin:
     # ---------------------------------------------------------------- adapters
 
     async def load_adapter(self, request: Request) -> Response:
-        fields = LoadAdapter.of(await read_json(request, self.service.limits))
+        fields = LoadAdapter.of(await read_json_body(request, self.service.limits))
         name = fields.lora_name
         if name == self.service.name:
             raise ApiError(f"the model itself is called `{name}`", param="lora_name")
@@ -116,16 +116,16 @@ class Admin:
             try:
                 await self.front.together(lambda engines: _put(engines, name, factors, fields.load_inplace))
             except ArgosyError as error:
-                raise of_input(error, "lora_name") from None
+                raise input_error(error, "lora_name") from None
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
         """Running and waiting requests finish with the adapter; new ones are refused."""
-        fields = UnloadAdapter.of(await read_json(request, self.service.limits))
+        fields = UnloadAdapter.of(await read_json_body(request, self.service.limits))
         async with self._one_at_a_time:
             try:
                 await self.front.together(lambda engines: [one.unload_adapter(fields.lora_name) for one in engines])
-            except NoAdapter as error:
+            except UnknownAdapter as error:
                 raise ApiError(error.what, status=404, param="lora_name") from None
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
@@ -150,7 +150,7 @@ class Admin:
         return Json({"is_paused": self.front.paused})
 
     async def abort_requests(self, request: Request) -> Response:
-        fields = AbortRequests.of(await read_json(request, self.service.limits))
+        fields = AbortRequests.of(await read_json_body(request, self.service.limits))
         return Json({"status": "aborted", "aborted": self.front.abort(fields.request_ids or None)})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -170,13 +170,13 @@ class Admin:
         """Begins an update; what one that was not finished has read is forgotten."""
         async with self._one_at_a_time:
             try:
-                self._update = Update(self.front.engine.model, self.front.engine.context)
+                self._update = WeightUpdate(self.front.engine.model, self.front.engine.context)
             except ArgosyError as error:
-                raise of_input(error) from None
+                raise input_error(error) from None
         return Json({"message": "Weight update started"})
 
     async def update_weights(self, request: Request) -> Response:
-        fields = UpdateWeights.of(await read_json(request, self.service.limits))
+        fields = UpdateWeights.of(await read_json_body(request, self.service.limits))
         async with self._one_at_a_time:
             update = self._begun()
             count = await self._read(update.add, fields.update_info.path, "update_info")
@@ -184,7 +184,7 @@ class Admin:
 
     async def finish_update(self, request: Request) -> Response:
         """Replaces the weights between two steps. Running answers go on with the new ones from their next token."""
-        fields = FinishUpdate.of(await read_json(request, self.service.limits, may_be_empty=True))
+        fields = FinishUpdate.of(await read_json_body(request, self.service.limits, may_be_empty=True))
         async with self._one_at_a_time:
             update = self._begun()
             if not len(update):
@@ -203,13 +203,13 @@ class Admin:
             self._update = None
         return Json({"message": "Weight update finished"})
 
-    def _begun(self) -> Update:
+    def _begun(self) -> WeightUpdate:
         if self._update is None:
             raise ApiError("no update has begun: /start_weight_update comes first", status=409)
         return self._update
 
     async def update_version(self, request: Request) -> Response:
-        fields = UpdateVersion.of(await read_json(request, self.service.limits))
+        fields = UpdateVersion.of(await read_json_body(request, self.service.limits))
         self.service.weight_version = fields.new_version
         return Json({"success": True, "new_version": fields.new_version})
 
@@ -245,7 +245,7 @@ class Admin:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._files, lambda: work(self._allowed(path, param)))
         except ArgosyError as error:
-            refusal = of_input(error, param)
+            refusal = input_error(error, param)
             if self.root is not None and str(self.root) in refusal.message:
                 refusal = ApiError(refusal.message.replace(f"{self.root}/", "").replace(str(self.root), "."), param=param)
             raise refusal from None
@@ -275,10 +275,10 @@ def _reset(engines: Sequence[Engine], *, running: bool) -> bool:
     return True
 
 
-def _for_each(engines: Sequence[Engine], update: Update) -> list[Leaves]:
+def _for_each(engines: Sequence[Engine], update: WeightUpdate) -> list[Leaves]:
     """The weights of an update for each engine, on its devices."""
     first = update.leaves()
-    return [first, *(on_devices(first, engine.devices) for engine in engines[1:])]
+    return [first, *(copy_to_devices(first, engine.runner.devices) for engine in engines[1:])]
 
 
 def _query(request: Request, *known: str) -> dict[str, str]:

@@ -21,18 +21,18 @@ from argosy.infer.tools.grammar import COMPILING
 from argosy.serve import playground
 from argosy.serve.admin import Admin
 from argosy.serve.anthropic import messages
-from argosy.serve.body import read_json
+from argosy.serve.body import read_json_body
 from argosy.serve.engine.admission import died, shutting_down
 from argosy.serve.engine.encoder import EncoderFront, EncoderService
 from argosy.serve.errors import ApiError, Json
 from argosy.serve.guard import Guard
 from argosy.serve.metrics import CONTENT_TYPE
 from argosy.serve.openai import chat, completions, embeddings, responses
-from argosy.serve.openai.fields import Detokenize, Tokenize
-from argosy.serve.openai.response_store import Store
-from argosy.serve.response.choice import Names
-from argosy.serve.response.writer import Job
-from argosy.serve.service import Served, Service
+from argosy.serve.openai.fields import DetokenizeFields, TokenizeFields
+from argosy.serve.openai.response_store import ResponseStore
+from argosy.serve.response.choice import TokenNames
+from argosy.serve.response.writer import GenerationJob
+from argosy.serve.service import ServedModel, Service
 from argosy.serve.sse import while_connected
 
 
@@ -78,8 +78,8 @@ class App:
         ]
         public = ()
         if web and isinstance(service, Service):
-            routes += playground.routes(service, key is not None)
-            public = playground.files()
+            routes += playground.page_routes(service, key is not None)
+            public = playground.page_files()
         apart: dict[str, str] = {}
         if admin is not None:
             assert admin.settings.key
@@ -93,7 +93,7 @@ class App:
     # ---------------------------------------------------------------- answers
 
     def _answering(self) -> list[Route]:
-        """Routes that run the model. Those of the other kind of model respond with 404 and the reason."""
+        """Routes that run the model. Routes of the other kind of model respond with 404 and the reason."""
         encodes = isinstance(self.service, EncoderService)
         routes = []
         for path, prepare in GENERATING.items():
@@ -114,7 +114,7 @@ class App:
             what = f"{name} generates text and is not an encoder; it answers {', '.join(GENERATING)}"
         raise ApiError(what, status=404, code="wrong_kind_of_model")
 
-    def _encoding(self, prepare: Callable[[EncoderService, Any], embeddings.Job]) -> Any:
+    def _encoding(self, prepare: Callable[[EncoderService, Any], embeddings.EmbeddingJob]) -> Any:
         async def route(request: Request) -> Response:
             job = await self._prepared(request, prepare)
             front: EncoderFront = self.service.front  # pyright: ignore[reportAssignmentType]
@@ -122,7 +122,7 @@ class App:
 
         return route
 
-    def _generating(self, prepare: Callable[[Service, Any], Job]) -> Any:
+    def _generating(self, prepare: Callable[[Service, Any], GenerationJob]) -> Any:
         async def route(request: Request) -> Response:
             job = await self._prepared(request, prepare)
             if job.wanted is not None:
@@ -140,7 +140,7 @@ class App:
         return route
 
     async def _prepared(self, request: Request, work: Callable[[Any, Any], Any]) -> Any:
-        body = await read_json(request, self.service.limits)
+        body = await read_json_body(request, self.service.limits)
         foreign = isinstance(body, dict) and body.get("chat_template") is not None
         threads = self._foreign if foreign else self._slow
         return await asyncio.get_running_loop().run_in_executor(threads, work, self.service, body)
@@ -150,15 +150,15 @@ class App:
     async def response(self, request: Request) -> Response:
         store, name = self._store(), request.path_params["name"]
         if request.method == "DELETE":
-            return Json(await responses.deleted(store, name))
+            return Json(await responses.deleted_response(store, name))
         if wrong := sorted(request.query_params):
             raise ApiError(f"`{wrong[0][:64]}` is not supported", param=wrong[0][:64], code="unsupported_parameter")
         return Json(store.get(name).document)
 
     async def cancel(self, request: Request) -> Response:
-        return Json(await responses.cancelled(self._store(), request.path_params["name"]))
+        return Json(await responses.cancelled_response(self._store(), request.path_params["name"]))
 
-    def _store(self) -> Store:
+    def _store(self) -> ResponseStore:
         service = self.service
         if not isinstance(service, Service) or service.store is None:
             raise responses.no_store()
@@ -210,7 +210,7 @@ class App:
 
 def _guarded(routes: list[Route], **how: Any) -> Starlette:
     """An application with these routes behind a `Guard`, whose settings these are."""
-    handlers = {ApiError: refused, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
+    handlers = {ApiError: refusal_response, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
     return Starlette(routes=routes, middleware=[Middleware(Guard, **how)], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
 
 
@@ -222,34 +222,34 @@ def admin_app(admin: Admin, app: App) -> Starlette:
 
 # Route -> what turns a body into a job.
 GENERATING = {
-    "/v1/completions": completions.prepare,
-    "/v1/chat/completions": chat.prepare,
-    "/v1/responses": responses.prepare,
-    "/v1/messages": messages.prepare,
+    "/v1/completions": completions.prepare_completions,
+    "/v1/chat/completions": chat.prepare_chat,
+    "/v1/responses": responses.prepare_responses,
+    "/v1/messages": messages.prepare_messages,
 }
 ENCODING = {
-    "/v1/embeddings": embeddings.prepare,
+    "/v1/embeddings": embeddings.prepare_embeddings,
     **dict.fromkeys(("/score", "/v1/score"), embeddings.prepare_score),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), embeddings.prepare_rerank),
 }
 
 
-def tokenize(service: Served[Any], body: Any) -> dict[str, Any]:
+def tokenize(service: ServedModel[Any], body: Any) -> dict[str, Any]:
     """/tokenize: the token ids of a text or of a conversation."""
-    fields = Tokenize.of(body)
+    fields = TokenizeFields.of(body)
     service.check_model(fields.model)
     if fields.messages is not None:
-        ids = service.chat_prompt(chat.plain(fields.messages), fields.tools, fields)
+        ids = service.chat_prompt(chat.template_messages(fields.messages), fields.tools, fields)
     else:
         ids = service.tokenized(fields.prompt or "", fields.add_special_tokens is not False)
-    names = Names(service.lm.tokenizer, False)
+    names = TokenNames(service.lm.tokenizer, False)
     strings = [names(token) for token in ids] if fields.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": strings}
 
 
-def detokenize(service: Served[Any], body: Any) -> dict[str, Any]:
+def detokenize(service: ServedModel[Any], body: Any) -> dict[str, Any]:
     """/detokenize: the text of token ids."""
-    fields = Detokenize.of(body)
+    fields = DetokenizeFields.of(body)
     service.check_model(fields.model)
     tokenizer = service.lm.tokenizer
     if tokenizer is None:
@@ -262,7 +262,7 @@ def detokenize(service: Served[Any], body: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- errors
 
 
-async def refused(request: Request, error: Exception) -> Response:
+async def refusal_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response(request.url.path)
 

@@ -7,10 +7,10 @@ from typing import Any
 from starlette.requests import Request
 
 from argosy.serve.errors import ApiError
-from argosy.serve.settings import Limits
+from argosy.serve.settings import ServerLimits
 
 
-async def read_json(request: Request, limits: Limits, *, may_be_empty: bool = False) -> Any:
+async def read_json_body(request: Request, limits: ServerLimits, *, may_be_empty: bool = False) -> Any:
     """Reads and parses the body.
 
     Args:

@@ -21,7 +21,10 @@ from argosy.core.errors import ArgosyError
 class ApiError(Exception):
     """A refused or failed request.
 
-    status: HTTP status. param: the field at fault. code: a machine-readable reason. headers: extra response headers.
+    status: HTTP status.
+    param: the field at fault.
+    code: a machine-readable reason.
+    headers: extra response headers.
     """
 
     def __init__(
@@ -99,28 +102,28 @@ def json_bytes(content: Any) -> bytes:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def unavailable(message: str, code: str, retry: int = 1) -> ApiError:
+def service_unavailable(message: str, code: str, retry: int = 1) -> ApiError:
     """A refusal that is not the client's fault; it may retry after `retry` seconds."""
     return ApiError(message, status=503, code=code, headers={"retry-after": str(retry)})
 
 
-def no_model(name: str, here: str | None = None) -> ApiError:
+def unknown_model(name: str, served: str | None = None) -> ApiError:
     """The refusal of a model, or an adapter, that this server does not have. here: the name of the one it has."""
-    has = "" if here is None else f", this server has `{here}`"
+    has = "" if served is None else f", this server has `{served}`"
     return ApiError(f"the model `{name[:128]}` does not exist{has}", status=404, param="model", code="model_not_found")
 
 
-def of_input(error: ArgosyError, param: str | None = None) -> ApiError:
+def input_error(error: ArgosyError, param: str | None = None) -> ApiError:
     """An ArgosyError as an API error, without its location, which may be a path."""
     return ApiError(f"{error.what} ({error.hint})" if error.hint else error.what, param=param)
 
 
-def of_validation(error: ValidationError, known: Iterable[str]) -> ApiError:
+def validation_error(error: ValidationError, known: Iterable[str]) -> ApiError:
     """The error for the first invalid field of a request."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = first["loc"]
     name = str(place[0]) if place else None
-    param = shortened(".".join(map(str, place[:3])) if name == "messages" else name)
+    param = shorten_for_echo(".".join(map(str, place[:3])) if name == "messages" else name)
     if first["type"] == "extra_forbidden":
         close = get_close_matches(param or "", known, n=1, cutoff=0.6) if len(place) == 1 else []
         hint = f", did you mean `{close[0]}`?" if close else ""
@@ -131,6 +134,6 @@ def of_validation(error: ValidationError, known: Iterable[str]) -> ApiError:
     return ApiError(f"`{param}`: {what[:1].lower()}{what[1:]}", param=param)
 
 
-def shortened(name: str | None) -> str | None:
+def shorten_for_echo(name: str | None) -> str | None:
     """A client's own text, cut to a length that is safe to echo."""
     return name if name is None or len(name) <= 64 else f"{name[:61]}..."

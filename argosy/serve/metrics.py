@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from argosy.infer.engine.engine import Engine
-    from argosy.infer.prompt_logprobs import Prompts
+    from argosy.infer.prompt_logprobs import PromptScorer
     from argosy.infer.speculation.speculate import Speculation
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -30,7 +30,7 @@ TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 LABELS = ("model_name", "engine")
 
 
-class Metrics:
+class ServerMetrics:
     """The metrics that every kind of model has.
 
     Args:
@@ -101,13 +101,13 @@ class Metrics:
         self._seen[counter] = now
 
 
-class EngineMetrics(Metrics):
+class EngineMetrics(ServerMetrics):
     """The metrics of a model that generates."""
 
     def __init__(self, model: str, engine: "Engine", number: int = 0):
         self.engine = engine
         # Set by the front: what it compiles for log-probabilities of prompts counts too.
-        self.prompts: Prompts | None = None
+        self.prompts: PromptScorer | None = None
         super().__init__(model, lambda: engine.stats.compilations + self._prompt_programs(), number)
         compilations = Counter(
             "argosy:prompt_logprobs_compilations", "Those of them that only requests for log-probabilities of prompts need.",
@@ -210,17 +210,17 @@ class _Speculation:
         name, about = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that were accepted, by their place in the row."
         self._places = Counter(name, about, (*LABELS, "position"), registry=metrics.registry)
 
-    def advance(self, found: "Speculation | None") -> None:
+    def advance(self, speculation: "Speculation | None") -> None:
         """Takes the engine's counts."""
-        if found is None:
+        if speculation is None:
             return
-        counts = [(self._steps, found.rows), (self._drafted, found.drafted), (self._accepted, sum(found.accepted))]
-        counts += [(self._places.labels(*self._metrics._labels, str(at)), n) for at, n in enumerate(found.accepted)]
+        counts = [(self._steps, speculation.rows), (self._drafted, speculation.drafted), (self._accepted, sum(speculation.accepted))]
+        counts += [(self._places.labels(*self._metrics._labels, str(at)), n) for at, n in enumerate(speculation.accepted)]
         for counter, count in counts:
             self._metrics._advance(counter, count)
 
 
-class EncoderMetrics(Metrics):
+class EncoderMetrics(ServerMetrics):
     """The metrics of an encoder; its answers are the vectors of texts.
 
     Args:

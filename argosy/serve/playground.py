@@ -31,13 +31,13 @@ HEADERS = {
 }
 
 
-def files() -> dict[str, Path]:
+def page_files() -> dict[str, Path]:
     """The files by their paths on the server."""
     found = {f"/web/{path.name}": path for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES}
     return {"/": found.pop("/web/index.html"), **found}
 
 
-def routes(service: Service, keyed: bool) -> list[Route]:
+def page_routes(service: Service, keyed: bool) -> list[Route]:
     """The routes of the page.
 
     Args:
@@ -45,9 +45,9 @@ def routes(service: Service, keyed: bool) -> list[Route]:
     """
 
     async def model(request: Request) -> Response:
-        return Json(about(service), headers={"cache-control": "no-store"})
+        return Json(page_facts(service), headers={"cache-control": "no-store"})
 
-    pages = [Route(path, _file(file, keyed), methods=["GET"]) for path, file in files().items()]
+    pages = [Route(path, _file(file, keyed), methods=["GET"]) for path, file in page_files().items()]
     return [*pages, Route("/web/model", model, methods=["GET"])]
 
 
@@ -60,8 +60,8 @@ def _file(path: Path, keyed: bool) -> Any:
     return route
 
 
-def about(service: Service) -> dict[str, Any]:
-    """What the page has to know of the model: whether it chats, its context in tokens, its sampling defaults, and how many of the
+def page_facts(service: Service) -> dict[str, Any]:
+    """The facts that the page needs of the model: whether it chats, its context in tokens, its sampling defaults, and how many of the
     likeliest tokens it may ask for."""
     return {
         "name": service.name,

@@ -16,28 +16,28 @@ import uvicorn
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.embed import Encoder
-from argosy.infer.engine.program_store import ProgramStore
-from argosy.infer.engine.replicas import check_devices
+from argosy.infer.embed import TextEncoder
+from argosy.infer.engine.replicas import check_device_count
 from argosy.infer.lm import LM, check_draft
-from argosy.infer.tools.channels import MARKS, marks_of
+from argosy.infer.programs.store import ProgramStore
+from argosy.infer.tools.channels import MARKS, channel_marks
 from argosy.serve.admin import Admin
 from argosy.serve.app import App, admin_app
 from argosy.serve.engine.admission import Admission
-from argosy.serve.engine.encoder import EncoderFront, EncoderService, shapes_of
-from argosy.serve.engine.engines import front_of
+from argosy.serve.engine.encoder import EncoderFront, EncoderService, pass_shapes
+from argosy.serve.engine.engines import build_front
 from argosy.serve.guard import HEADER_BYTES, is_local
-from argosy.serve.openai.response_store import Store
+from argosy.serve.openai.response_store import ResponseStore
 from argosy.serve.response.reasoning import parser_of
-from argosy.serve.sampling import defaults_of
+from argosy.serve.sampling import default_sampling
 from argosy.serve.service import Service
-from argosy.serve.settings import ServeSettings
+from argosy.serve.settings import REASONING, ServeSettings
 
 # Responses that are being written when the drain is over.
 LAST_BYTES_S = 5
 
 
-def check(settings: ServeSettings) -> None:
+def check_server(settings: ServeSettings) -> None:
     """Checks that strangers cannot use the server, and that there are devices for it, before the model is loaded.
 
     Raises:
@@ -65,7 +65,7 @@ def check(settings: ServeSettings) -> None:
     for name in ("tls_certificate", "tls_key"):
         if (path := getattr(settings, name)) is not None and not Path(path).is_file():
             raise BadInput(f"{name}: no file `{path}`")
-    check_devices(settings.copies, settings.tensor)
+    check_device_count(settings.copies, settings.tensor)
 
 
 def _check_adapters(settings: ServeSettings) -> None:
@@ -77,7 +77,7 @@ def _check_adapters(settings: ServeSettings) -> None:
         raise BadInput(what, hint=f"engine.lora.adapters={many}")
 
 
-def bound(settings: ServeSettings) -> socket.socket:
+def bound_socket(settings: ServeSettings) -> socket.socket:
     """A socket on the address. It does not listen yet: clients are refused until the server is ready.
 
     Raises:
@@ -86,8 +86,8 @@ def bound(settings: ServeSettings) -> socket.socket:
     return _bound(settings.host, settings.port, "port")
 
 
-def admin_bound(settings: ServeSettings) -> socket.socket | None:
-    """As `bound`, for the admin port; None if there is none."""
+def admin_socket(settings: ServeSettings) -> socket.socket | None:
+    """As `bound_socket`, for the admin port; None if there is none."""
     return None if settings.admin.port is None else _bound("127.0.0.1", settings.admin.port, "admin.port")
 
 
@@ -109,7 +109,7 @@ def _bound(host: str, port: int, setting: str) -> socket.socket:
         return listener
 
 
-def service_of(
+def build_service(
     lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
 ) -> Service:
     """The model with an engine whose programs are compiled, and its thread started.
@@ -126,20 +126,22 @@ def service_of(
     if name in settings.lora_modules:
         raise BadInput(f"lora_modules: the model itself is called `{name}`", hint="`name=` gives it another")
     reasoning = parser_of(settings.reasoning_parser, lm.tokenizer)
-    marks = marks_of(lm.tokenizer) if settings.reasoning_parser in ("auto", "openai_gptoss") else {}
-    if settings.reasoning_parser == "openai_gptoss" and not marks:
-        what = f"reasoning_parser=openai_gptoss needs {', '.join(MARKS)} as special tokens, and this model's tokenizer lacks some"
+    how = REASONING[settings.reasoning_parser]
+    marks = channel_marks(lm.tokenizer) if how.channels else {}
+    if how.channels and how.needed and not marks:
+        lacking = f"{', '.join(MARKS)} as special tokens, and this model's tokenizer lacks some"
+        what = f"reasoning_parser={settings.reasoning_parser} needs {lacking}"
         raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
     if draft is not None:
         check_draft(lm, draft)
-    front = front_of(lm, name, settings, say, draft, programs)
-    defaults, templates = defaults_of(lm.generation), settings.request_chat_template
-    store = Store(settings.stored_responses) if settings.stored_responses else None
+    front = build_front(lm, name, settings, say, draft, programs)
+    defaults, templates = default_sampling(lm.generation), settings.request_chat_template
+    store = ResponseStore(settings.stored_responses) if settings.stored_responses else None
     more: Any = {"request_templates": templates, "reasoning": reasoning, "marks": marks, "store": store}
     return Service(lm, name, front, settings.limits, defaults, Random(settings.seed), **more)
 
 
-def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> EncoderService:
+def build_encoder(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> EncoderService:
     """The encoder, its programs compiled, and its thread started.
 
     Raises:
@@ -152,31 +154,31 @@ def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> E
     if idle := sorted(settings.engine.model_fields_set - {"budget", "lora"}):
         names = ", ".join(f"engine.{one}" for one in idle)
         raise BadInput(f"{names}: `{name}` is an encoder, which computes each text at once", hint="engine.budget alone applies")
-    encoder = Encoder(lm, say=say)
+    encoder = TextEncoder(lm, say=say)
     budget = settings.engine.budget
-    for shape in shapes_of(budget, encoder.context) if settings.warm_up else [(1, encoder.context)]:
+    for shape in pass_shapes(budget, encoder.context) if settings.warm_up else [(1, encoder.context)]:
         encoder.pooled([[0]], shape)
     front = EncoderFront(encoder, budget, settings.limits, name)
     front.start()
     return EncoderService(lm, name, front, settings.limits)
 
 
-def serving(
+def running_server(
     lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
 ) -> Service | EncoderService:
-    """The model as a service of its kind. Arguments and errors are those of `service_of` and `encoder_of`."""
+    """The model as a service of its kind. Arguments and errors are those of `build_service` and `build_encoder`."""
     if not lm.config.causal:
-        return encoder_of(lm, name, settings, say)
-    return service_of(lm, name, settings, say, draft, programs)
+        return build_encoder(lm, name, settings, say)
+    return build_service(lm, name, settings, say, draft, programs)
 
 
-def address_of(listener: socket.socket, settings: ServeSettings) -> str:
+def server_address(listener: socket.socket, settings: ServeSettings) -> str:
     """The server's URL."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{'https' if settings.tls_certificate else 'http'}://{host}:{listener.getsockname()[1]}"
 
 
-def serve(
+def serve_until(
     service: Service | EncoderService,
     settings: ServeSettings,
     listener: socket.socket,

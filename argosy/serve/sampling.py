@@ -6,10 +6,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.infer.detokenize import spellings
+from argosy.infer.detokenize import token_spellings
 from argosy.infer.sampling.sample import Sampling
-from argosy.serve.errors import ApiError, of_input
-from argosy.serve.openai.fields import Generation
+from argosy.serve.errors import ApiError, input_error
+from argosy.serve.openai.fields import GenerationFields
 
 # The fields of the sampler, and its name where that differs from the API's.
 FIELDS = (
@@ -23,7 +23,7 @@ OURS = {"allowed_token_ids": "allowed_tokens"}
 OF_THE_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def defaults_of(generation: Mapping[str, Any]) -> dict[str, Any]:
+def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     """The model's own sampling settings. As in OpenAI's API and vLLM's, the temperature is 1 where it says nothing.
 
     Raises:
@@ -37,7 +37,7 @@ def defaults_of(generation: Mapping[str, Any]) -> dict[str, Any]:
     return {"temperature": 1.0} | own
 
 
-def sampling_of(fields: Generation, defaults: Mapping[str, Any], tokenizer: Any) -> Sampling:
+def read_sampling(fields: GenerationFields, defaults: Mapping[str, Any], tokenizer: Any) -> Sampling:
     """The sampler's settings for a request.
 
     Raises:
@@ -55,7 +55,7 @@ def sampling_of(fields: Generation, defaults: Mapping[str, Any], tokenizer: Any)
         name = next((name for name in FIELDS if OURS.get(name, name) == wrong), wrong)
         raise ApiError(f"`{name}`: {first['msg'].removeprefix('Value error, ')}", param=name) from None
     except ArgosyError as error:
-        raise of_input(error) from None
+        raise input_error(error) from None
 
 
 def _converted(name: str, value: Any, tokenizer: Any) -> Any:
@@ -72,7 +72,7 @@ def _converted(name: str, value: Any, tokenizer: Any) -> Any:
         return tuple(value)
     if name == "bad_words":
         try:
-            return tuple(ids for word in value for ids in spellings(tokenizer, word))
+            return tuple(ids for word in value for ids in token_spellings(tokenizer, word))
         except BadInput as error:
-            raise of_input(error, "bad_words") from None
+            raise input_error(error, "bad_words") from None
     return value

@@ -1,4 +1,4 @@
-"""What all routes share: the model, its engine thread, the limits; and the checks of requests that generate text."""
+"""The parts that all routes share: the model, its engine thread, the limits; and the checks of requests that generate text."""
 
 import random
 import time
@@ -10,24 +10,24 @@ from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.data.chat.omissions import Omitted
 from argosy.data.chat.template import choose_template
-from argosy.infer.cpu.panels import kept_in_blocks
+from argosy.infer.cpu.panels import count_in_blocks
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.tools.grammar import Crowded, Grammar
-from argosy.infer.tools.notations import taught_by
+from argosy.infer.tools.grammar import Grammar, TooManyGrammars
+from argosy.infer.tools.notations import template_notation
 from argosy.observe.readable import sized
 from argosy.ops.native import library
 from argosy.serve.engine.admission import Admission
 from argosy.serve.engine.front import Front
-from argosy.serve.engine.replicas import Copies
-from argosy.serve.errors import ApiError, no_model, of_input, shortened, unavailable
-from argosy.serve.openai.fields import Generation, Rendered
-from argosy.serve.openai.response_store import Store
-from argosy.serve.openai.structured import Wanted, refused
-from argosy.serve.response.choice import Choice, Ending
-from argosy.serve.response.reasoning import variables_of
-from argosy.serve.sampling import sampling_of
-from argosy.serve.settings import Limits, Parser
+from argosy.serve.engine.replicas import ReplicaFront
+from argosy.serve.errors import ApiError, input_error, service_unavailable, shorten_for_echo, unknown_model
+from argosy.serve.openai.fields import GenerationFields, RenderFields
+from argosy.serve.openai.response_store import ResponseStore
+from argosy.serve.openai.structured import StructureRequest, grammar_error
+from argosy.serve.response.choice import CompletionChoice, StopConditions
+from argosy.serve.response.reasoning import thinking_variables
+from argosy.serve.sampling import read_sampling
+from argosy.serve.settings import Parser, ServerLimits
 
 MANY = "context_length_exceeded"
 # The version of weights that no update has named. vLLM's.
@@ -38,13 +38,17 @@ F = TypeVar("F", bound=Admission[Any, Any])
 
 
 @dataclass
-class Served(Generic[F]):
-    """A served model of any kind. name: its name in the API. request_templates: requests may bring their own chat template."""
+class ServedModel(Generic[F]):
+    """A served model of any kind.
+
+    name: its name in the API.
+    request_templates: requests may bring their own chat template.
+    """
 
     lm: LM
     name: str
     front: F
-    limits: Limits
+    limits: ServerLimits
     request_templates: bool = field(default=False, kw_only=True)
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
 
@@ -73,34 +77,34 @@ class Served(Generic[F]):
             ApiError: this server has another model.
         """
         if name is not None and name not in self.names:
-            raise no_model(name, self.name)
+            raise unknown_model(name, self.name)
 
     @property
     def names(self) -> list[str]:
         """The names that a request may give as `model`: the model's own, then those of its adapters."""
         return [self.name]
 
-    def template(self, tools: list[dict[str, Any]] | None, given: str | None) -> str:
+    def template(self, tools: list[dict[str, Any]] | None, requested: str | None) -> str:
         """The chat template that renders a request.
 
         Args:
-            given: the template that came with the request, if any.
+            requested: the template that came with the request, if any.
 
         Raises:
             ApiError: there is none, or it came with the request and this server accepts none.
         """
-        if given is not None:
+        if requested is not None:
             if not self.request_templates:
                 what = "this server accepts no `chat_template` from requests (its setting `request_chat_template` allows them)"
                 raise ApiError(what, param="chat_template", code="unsupported_parameter")
-            return given
+            return requested
         try:
             return choose_template(getattr(self.lm.tokenizer, "chat_templates", None) or {}, tools=bool(tools))
         except ArgosyError as error:
-            raise of_input(error, "messages") from None
+            raise input_error(error, "messages") from None
 
     def chat_prompt(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, fields: Rendered
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, fields: RenderFields
     ) -> list[int]:
         """Token ids of a rendered conversation. Slow: templates are rendered in a separate process.
 
@@ -111,12 +115,12 @@ class Served(Generic[F]):
             ApiError: there is no template, it refuses these messages, or it came with the request and this server accepts none.
         """
         template = self.template(tools, fields.chat_template)
-        if (notation := taught_by(template)) is not None:
+        if (notation := template_notation(template)) is not None:
             messages, tools = notation.messages(messages, template), notation.described(tools)
         if unread := sorted(name for name in fields.chat_template_kwargs if name not in template):
-            what = f"the chat template of this model does not read `{shortened(unread[0])}`"
+            what = f"the chat template of this model does not read `{shorten_for_echo(unread[0])}`"
             raise ApiError(what, param="chat_template_kwargs", code="unsupported_parameter")
-        variables: dict[str, Any] = variables_of(fields.reasoning_effort, template) | fields.chat_template_kwargs
+        variables: dict[str, Any] = thinking_variables(fields.reasoning_effort, template) | fields.chat_template_kwargs
         variables |= {"documents": fields.documents} if fields.documents else {}
         how: Any = {
             "template": template, "add_generation_prompt": fields.add_generation_prompt,
@@ -128,23 +132,26 @@ class Served(Generic[F]):
         except Omitted as error:
             raise ApiError(error.what, param=error.param, code="unsupported_parameter") from None
         except ArgosyError as error:
-            raise of_input(error, "messages") from None
+            raise input_error(error, "messages") from None
 
 
 @dataclass
-class Service(Served[Front | Copies]):
+class Service(ServedModel[Front | ReplicaFront]):
     """A model that generates text.
 
-    defaults: sampling settings where a request gives none. seeds: source of random seeds where a request gives none. reasoning: how
-    thoughts are split off answers. marks: special tokens that split them, as from `channels.marks_of`. store: keeps responses of
-    /v1/responses; None: nothing is kept. weight_version: of the weights, as an update over HTTP named it.
+    defaults: sampling settings where a request gives none.
+    seeds: source of random seeds where a request gives none.
+    reasoning: how thoughts are split off answers.
+    marks: special tokens that split them, as from `channels.marks_of`.
+    store: keeps responses of /v1/responses; None: nothing is kept.
+    weight_version: of the weights, as an update over HTTP named it.
     """
 
     defaults: dict[str, Any]
     seeds: random.Random
     reasoning: Parser = field(default="auto", kw_only=True)
     marks: Mapping[int, str] = field(default_factory=dict, kw_only=True)
-    store: Store | None = field(default=None, kw_only=True)
+    store: ResponseStore | None = field(default=None, kw_only=True)
     weight_version: str = field(default=UNNAMED, kw_only=True)
 
     @property
@@ -158,7 +165,7 @@ class Service(Served[Front | Copies]):
         sampled = f"{self.name}: requests that say nothing are sampled with {told}"
         lines = [sampled, f"cache: {self.front.described()}"]
         weights = self.front.engine.weights()
-        count, size = kept_in_blocks(weights)
+        count, size = count_in_blocks(weights)
         if count:
             lines.insert(1, f"weights: {count} of {len(weights)} are kept in blocks, as in the file: {sized(size)}")
         if why := library.failure():
@@ -179,7 +186,7 @@ class Service(Served[Front | Copies]):
             return self.encode(text, special)
         return self.lm.encode("") if special and self.lm.tokenizer else []
 
-    def check(self, fields: Generation) -> None:
+    def check(self, fields: GenerationFields) -> None:
         """Checks a request against the limits.
 
         Raises:
@@ -212,7 +219,7 @@ class Service(Served[Front | Copies]):
             ids = [next(token for token in (tokenizer.bos, tokenizer.eos, 0) if token is not None)]
         return ids
 
-    def requests(self, fields: Generation, prompts: Sequence[list[int]], most: int | None) -> list[Request]:
+    def requests(self, fields: GenerationFields, prompts: Sequence[list[int]], most: int | None) -> list[Request]:
         """`n` requests of the engine for each prompt.
 
         Args:
@@ -235,11 +242,11 @@ class Service(Served[Front | Copies]):
             if wrong := [token for token in ids if not 0 <= token < self.lm.config.vocab]:
                 what = f"token id {wrong[0]} is outside the model's vocabulary of {self.lm.config.vocab}"
                 raise ApiError(what, param="prompt")
-        sampling = sampling_of(fields, self.defaults, self.lm.tokenizer)
+        sampling = read_sampling(fields, self.defaults, self.lm.tokenizer)
         adapter = self.adapter_of(fields.model)
         ends = self.ends(fields)
         repetition = fields.repetition_detection
-        how: Any = {"salt": fields.cache_salt or "", "adapter": adapter, "repetition": repetition and repetition.ours}
+        how: Any = {"salt": fields.cache_salt or "", "adapter": adapter, "repetition": repetition and repetition.settings}
         top = fields.top or 0
         found = []
         for ids in prompts if most != 0 else ():
@@ -250,13 +257,13 @@ class Service(Served[Front | Copies]):
             ]
         return found
 
-    def ends(self, fields: Generation) -> frozenset[int]:
+    def ends(self, fields: GenerationFields) -> frozenset[int]:
         """The token ids that end an answer."""
         return frozenset(fields.stop_token_ids) | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
 
     def choice(
-        self, fields: Generation, prompt: Sequence[int], *, begun: bool = False, marks: Mapping[int, str] | None = None
-    ) -> Choice:
+        self, fields: GenerationFields, prompt: Sequence[int], *, begun: bool = False, marks: Mapping[int, str] | None = None
+    ) -> CompletionChoice:
         """An empty answer to a prompt.
 
         Args:
@@ -264,7 +271,7 @@ class Service(Served[Front | Copies]):
             marks: texts of some special tokens, in place of nothing.
         """
         tokenizer = self.lm.tokenizer
-        ending = Ending(
+        ending = StopConditions(
             stops=fields.stop,
             stop_tokens=frozenset(fields.stop_token_ids),
             eos=None if tokenizer is None or fields.ignore_eos else tokenizer.eos,
@@ -273,9 +280,9 @@ class Service(Served[Front | Copies]):
             skip_special=fields.skip_special_tokens,
             marks=marks or {},
         )
-        return Choice(tokenizer, prompt, ending, begun=begun)
+        return CompletionChoice(tokenizer, prompt, ending, begun=begun)
 
-    def grammar(self, wanted: Wanted) -> Grammar:
+    def grammar(self, wanted: StructureRequest) -> Grammar:
         """Compiles what an answer must match. Slow.
 
         Raises:
@@ -283,10 +290,10 @@ class Service(Served[Front | Copies]):
         """
         try:
             return self.lm.grammars().get(wanted.structure, seconds=self.limits.compile_seconds)
-        except Crowded as error:
-            raise unavailable(error.what, "grammar_queue_full") from None
+        except TooManyGrammars as error:
+            raise service_unavailable(error.what, "grammar_queue_full") from None
         except ArgosyError as error:
-            raise refused(error, wanted.param) from None
+            raise grammar_error(error, wanted.param) from None
 
 
 # Characters of the longest tokens of published vocabularies: 128 spaces, and some margin.

@@ -1,17 +1,41 @@
 """Settings of `argosy serve`. No jax here: mistakes are answered before it is imported."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from argosy.core.settings import Settings
 from argosy.infer.settings import EngineSettings
 
-# vLLM's names. deepseek_r1: an answer starts inside its thoughts even where neither it nor its prompt has `<think>`.
+# vLLM's names.
 Parser = Literal["auto", "none", "qwen3", "deepseek_r1", "openai_gptoss"]
 
 
-class Limits(Settings):
+class ReasoningParser(NamedTuple):
+    """How thoughts are split off a completion.
+
+    tags: whether they stand between `<think>` and `</think>`; "template": where the chat template has the closing one.
+    inside: a completion starts inside its thoughts even where neither it nor its prompt has `<think>`.
+    channels: whether they may be a channel of gpt-oss, which special tokens mark.
+    needed: what is missing in the tokenizer is an error.
+    """
+
+    tags: bool | Literal["template"] = False
+    inside: bool = False
+    channels: bool = False
+    needed: bool = True
+
+
+REASONING: dict[Parser, ReasoningParser] = {
+    "auto": ReasoningParser(tags="template", channels=True, needed=False),
+    "none": ReasoningParser(),
+    "qwen3": ReasoningParser(tags=True),
+    "deepseek_r1": ReasoningParser(tags=True, inside=True),
+    "openai_gptoss": ReasoningParser(channels=True),
+}
+
+
+class ServerLimits(Settings):
     """Limits on one client and on all of them together, over all copies of the model. A request beyond one gets 400, 408, 413, 431,
     503 or 504, with the reason."""
 
@@ -141,6 +165,6 @@ class ServeSettings(Settings):
     warm_up_prompt_logprobs: bool = False
     """Also compiles the programs for prompt log-probabilities before the server is ready: about two for each power of two up to
     `limits.prompt_logprobs_tokens`. Otherwise each is compiled when a request first needs it; only that request waits."""
-    limits: Limits = Limits()
+    limits: ServerLimits = ServerLimits()
     engine: EngineSettings = EngineSettings()
     admin: AdminSettings = AdminSettings()

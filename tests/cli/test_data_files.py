@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from argosy.cli.generate import read_prompt
-from argosy.client.batch_files import rows
-from argosy.client.bench_data import read
+from argosy.client.batch_files import read_batch_rows
+from argosy.client.bench_data import read_samples
 from argosy.client.settings import BenchSettings
 from argosy.core.errors import BadInput
-from argosy.evals.rows import read_rows, read_text
+from argosy.evals.rows import read_rows, read_task_text
 
 READERS = {
-    "argosy eval data=FILE": read_text,
+    "argosy eval data=FILE": read_task_text,
     "argosy eval data=FILE.jsonl": read_rows,
-    "argosy bench serve data=FILE": lambda path: [sample.prompt for sample in read(path, BenchSettings())],
-    "argosy run-batch": lambda path: [row.fault for row in rows(path)],
+    "argosy bench serve data=FILE": lambda path: [sample.prompt for sample in read_samples(path, BenchSettings())],
+    "argosy run-batch": lambda path: [row.fault for row in read_batch_rows(path)],
     "argosy generate @FILE": lambda path: read_prompt(f"@{path}"),
 }
 

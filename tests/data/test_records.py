@@ -80,7 +80,7 @@ def test_openai_and_sharegpt_write_the_same_conversation(tmp_path):
 
 
 def test_messages_are_read_as_the_server_reads_them(tmp_path):
-    from argosy.serve.openai.chat import plain
+    from argosy.serve.openai.chat import template_messages
 
     given = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -89,7 +89,7 @@ def test_messages_are_read_as_the_server_reads_them(tmp_path):
         {"role": "tool", "tool_call_id": "1", "content": "x"},
     ]
     (record,) = read(tmp_path, {"messages": given})
-    assert record.messages == plain(given)
+    assert record.messages == template_messages(given)
 
 
 def test_renamed_columns_are_read_and_the_others_are_listed(tmp_path):

@@ -10,7 +10,7 @@ from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import tokenizer_json
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.tools.notations import NOTATIONS
-from argosy.infer.tools.notations.gpt_oss import GptOss
+from argosy.infer.tools.notations.gpt_oss import GptOssNotation
 
 VOCAB = 288
 # The ways of Mistral's tokenizers from v11 on; the template of v3 (Nemo) and that of Kimi K2 are in the shared data.
@@ -30,7 +30,7 @@ FILES = {
     "qwen3.5": "Qwen3.5-4B",
     "llama": "meta-llama-Llama-3.1-8B-Instruct",
 }
-NAMES = sorted({name for one in NOTATIONS if one is not GptOss for name in one.names})
+NAMES = sorted({name for one in NOTATIONS if one is not GptOssNotation for name in one.names})
 
 
 def template(name: str) -> str:

@@ -18,15 +18,15 @@ from argosy.adapt.quant import int8
 from argosy.adapt.surgery import find, swap
 from argosy.core.errors import BadInput, Unsupported
 from argosy.infer import prompt_logprobs as prompts_module
-from argosy.infer.cpu.views import viewable
-from argosy.infer.engine.adapters import Adapters, NoAdapter
-from argosy.infer.engine.cached_engine import Room
+from argosy.infer.cpu.views import is_on_one_cpu
+from argosy.infer.engine.adapters import Adapters, UnknownAdapter
+from argosy.infer.engine.cached_engine import EngineRoom
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.forward import Whole, _whole
 from argosy.infer.engine.request import Request
+from argosy.infer.forward.passes import OneProgram, _one_program
 from argosy.infer.lm import LM
-from argosy.infer.load import load
-from argosy.infer.prompt_logprobs import Prompts
+from argosy.infer.load import load_lm
+from argosy.infer.prompt_logprobs import PromptScorer
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Einsum, Route
@@ -202,12 +202,13 @@ def test_an_engine_without_adapters_runs_the_plain_program(plain: Any):
     engine = Engine(plain, EngineSettings(**SIZES))
     assert engine.adapters is None
     graph, weights = split(plain)
-    assert Whole(plain)._program is _whole(graph, plain.dtype, False)
-    assert sorted(engine.forward.prepared(weights)[0]) == ["embed.w", "head.w", "norm.scale"]
-    assert {own for layer in engine.forward.prepared(weights)[1] for own in layer} == {
+    whole = OneProgram(plain)
+    assert whole.program(whole.step_kind) is _one_program(graph, plain.dtype, whole.step_kind)
+    assert sorted(engine.runner.forward.prepared(weights)[0]) == ["embed.w", "head.w", "norm.scale"]
+    assert {own for layer in engine.runner.forward.prepared(weights)[1] for own in layer} == {
         address.split(".", 2)[2] for address in weights if address.startswith("layers.")
     }
-    with pytest.raises(NoAdapter, match="takes no adapters"):
+    with pytest.raises(UnknownAdapter, match="takes no adapters"):
         engine.add(Request([1], 1, adapter="a"))
 
 
@@ -218,7 +219,7 @@ def test_prompts_are_scored_under_their_adapter_and_nothing_compiles(
     monkeypatch: pytest.MonkeyPatch, plain: Any, engine: Engine, three: Any, compilations: list[str]
 ):
     monkeypatch.setattr(prompts_module, "PASS", 16)
-    scorer = Prompts(plain, 96, adapters=engine.adapters)
+    scorer = PromptScorer(plain, 96, adapters=engine.adapters)
     long, short = prompts(plain.config.vocab, 40, 9)
     expected = {name: [logprobs_of(module, ids) for ids in (long, short)] for name, module in three.items()}
     scorer.compile(scorer.sizes_of([long, short]))
@@ -232,7 +233,7 @@ def test_prompts_are_scored_under_their_adapter_and_nothing_compiles(
 
 
 def test_prompts_of_two_adapters_share_no_pass(plain: Any, engine: Engine, three: Any):
-    scorer = Prompts(plain, 96, adapters=engine.adapters)
+    scorer = PromptScorer(plain, 96, adapters=engine.adapters)
     ids = prompts(plain.config.vocab, *[20] * 12)
     a, b = engine.adapters.loaded["a"], engine.adapters.loaded["b"]
     scorer.compile({(8, 32)})
@@ -256,7 +257,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("family, example, run, by_layer, below", CASES)
 def test_every_structure_and_layout(monkeypatch, family: str, example: str, run: Any, by_layer: bool, below: str):
-    monkeypatch.setattr("argosy.infer.engine.forward.viewable", lambda weights: by_layer)
+    monkeypatch.setattr("argosy.infer.forward.passes.viewable", lambda weights: by_layer)
     served, modules = module_of(family, example, run), {None: module_of(family, example), "x": module_of(family, example)}
     for module in (served, *modules.values()) if below else ():
         swap(module, r"layers\..*(up|q)", int8)
@@ -286,7 +287,7 @@ def test_head_and_embedding_carry_adapters_where_the_settings_say_so():
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "phi3-window" else pytest.mark.slow) for n in GOLDENS])
 def test_a_folder_of_the_peft_library_gives_its_logits(name: str, tmp_path):
-    lm = load(write_model(ADAPTERS.parent / "models" / name, tmp_path / "base"))
+    lm = load_lm(write_model(ADAPTERS.parent / "models" / name, tmp_path / "base"))
     golden = dict(np.load(ADAPTERS / name / "golden.npz"))
     engine = Engine(lm.module, EngineSettings(**SIZES, lora={"enabled": True, "where": ".*"}))
     if json.loads((ADAPTERS / name / "adapter_config.json").read_text())["modules_to_save"]:
@@ -379,9 +380,9 @@ def test_places_and_names_are_taken_once(plain: Any, engine: Engine, three: Any)
         engine.adapters.put("a", factors)
     with pytest.raises(BadInput, match="all 3 places for adapters are taken"):
         engine.adapters.put("d", factors)
-    with pytest.raises(NoAdapter, match="no adapter `d`"):
+    with pytest.raises(UnknownAdapter, match="no adapter `d`"):
         engine.unload_adapter("d")
-    with pytest.raises(NoAdapter, match="no adapter `d`"):
+    with pytest.raises(UnknownAdapter, match="no adapter `d`"):
         engine.add(Request([1], 1, adapter="d"))
     assert not engine.busy
 
@@ -397,7 +398,7 @@ def test_requests_finish_with_the_adapter_they_began_with(plain: Any, engine: En
     engine.step()
     place = engine.adapters.loaded["a"].place
     engine.unload_adapter("a")
-    with pytest.raises(NoAdapter):
+    with pytest.raises(UnknownAdapter):
         engine.add(Request([1], 1, adapter="a"))
     spare = engine.adapters.packed(adapter_of(plain, 7, 2))
     with pytest.raises(BadInput, match="1 of them by adapters that are unloaded and still answer"):
@@ -416,7 +417,7 @@ def test_an_aborted_request_frees_the_place_of_its_adapter(plain: Any, engine: E
     engine.unload_adapter("a")
     engine.abort(number)
     engine.adapters.put("d", engine.adapters.packed(adapter_of(plain, 7, 2)))
-    assert [event.reason for event in engine.run()] == ["abort"]
+    assert [event.finish_reason for event in engine.run()] == ["abort"]
 
 
 def test_a_replaced_adapter_serves_new_requests_beside_old_ones(plain: Any, engine: Engine, three: Any):
@@ -484,7 +485,7 @@ def lm(folders: dict[str, Path]) -> LM:
 @pytest.fixture(scope="module")
 def merged(folders: dict[str, Path]) -> dict[str | None, LM]:
     """The model, and the model with each adapter merged into its weights."""
-    out = {None: load(folders["model"])} | {name: load(folders["model"], adapter=folders[name]) for name in ("a", "b")}
+    out = {None: load_lm(folders["model"])} | {name: load_lm(folders["model"], adapter=folders[name]) for name in ("a", "b")}
     for name in ("a", "b"):
         out[name].merge()
     return out
@@ -492,9 +493,9 @@ def merged(folders: dict[str, Path]) -> dict[str | None, LM]:
 
 def test_a_model_loaded_with_an_adapter_has_its_factors_where_its_weights_are(merged: dict[str | None, LM], folders: dict[str, Path]):
     """As NumPy arrays they went to the device in every step, and a CPU compiled whole models."""
-    one = load(folders["model"], adapter=folders["a"])
-    assert viewable(split(one.module)[1])
-    two = load(folders["model"], adapter=folders["a"], tensor=2)
+    one = load_lm(folders["model"], adapter=folders["a"])
+    assert is_on_one_cpu(split(one.module)[1])
+    two = load_lm(folders["model"], adapter=folders["a"], tensor=2)
     weights = {address: a for address, a in split(two.module)[1].items() if "layers.0.attn" in address}
     shared = {address.split(".", 3)[3] for address, a in weights.items() if a.sharding.shard_shape(a.shape) != a.shape}
     assert all(len(a.devices()) == 2 for a in weights.values())
@@ -524,7 +525,7 @@ def test_answers_under_several_adapters_are_read_in_turn_while_one_is_unloaded(
     lm: LM, merged: dict[str | None, LM], folders: dict[str, Path]
 ):
     """The second needs a larger engine, and the first goes on in the old one, whose place nobody else gets."""
-    lm._held._room = Room(1, 32, 0)
+    lm._held._room = EngineRoom(1, 32, 0)
     lm._held._engine = None
     short, long = prompts(lm.config.vocab, 7, 30)
     first = lm.pieces([short], 8, adapter="a")
@@ -537,7 +538,7 @@ def test_answers_under_several_adapters_are_read_in_turn_while_one_is_unloaded(
     try:
         with pytest.raises(BadInput, match="1 of them by adapters that are unloaded and still answer"):
             lm.load_adapter("c", folders["b"])
-        with pytest.raises(NoAdapter, match="no adapter `a` is loaded"):
+        with pytest.raises(UnknownAdapter, match="no adapter `a` is loaded"):
             lm.generate([short], adapter="a")
         for answers in (first, second):
             list(answers)
@@ -568,12 +569,12 @@ def test_the_handle_refuses_what_it_has_no_room_for(lm: LM, folders: dict[str, P
         lm.load_adapter("a", folders["b"])
     with pytest.raises(BadInput, match="all 2 places for adapters are taken"):
         lm.load_adapter("c", folders["b"])
-    with pytest.raises(NoAdapter, match="no adapter `c`"):
+    with pytest.raises(UnknownAdapter, match="no adapter `c`"):
         lm.unload_adapter("c")
     assert sorted(lm.adapters) == ["a", "b"]
     without = LM(lm.config, lm.module)
     for ask in (lambda: without.load_adapter("a", folders["a"]), lambda: without.generate([[1]], adapter="a")):
-        with pytest.raises(NoAdapter, match=r"no room for adapters\n\nhint: .*engine=\{.lora.: \{.enabled.: True"):
+        with pytest.raises(UnknownAdapter, match=r"no room for adapters\n\nhint: .*engine=\{.lora.: \{.enabled.: True"):
             ask()
 
 
@@ -581,7 +582,7 @@ def test_the_handle_refuses_what_it_has_no_room_for(lm: LM, folders: dict[str, P
 def test_the_handle_scores_in_the_layout_of_several_steps_at_a_time(lm: LM, folders: dict[str, Path]):
     """Such an engine runs stacked layers as they are on a CPU too, where others take views of them."""
     settings = EngineSettings(steps=2, slots=1, context=32, budget=32, lora={"enabled": True, "rank": 4})
-    other = load(folders["model"], run=Scan(), engine=settings)
+    other = load_lm(folders["model"], run=Scan(), engine=settings)
     other.load_adapter("a", folders["a"])
     ids = prompts(lm.config.vocab, 9)
     found = other.generate(ids, 5, adapter="a")[0]
@@ -614,7 +615,7 @@ def test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so(
     engine = Engine(on_two_devices(module_of("llama", "plain", Scan())), settings)
     # Of one length, so that no step has one row: that would be four further programs.
     given = prompts(plain.config.vocab, 9, 9, 29)
-    scorer = Prompts(engine.model, 32, adapters=engine.adapters)
+    scorer = PromptScorer(engine.model, 32, adapters=engine.adapters)
     split_ = {"attn.q.b", "attn.k.b", "attn.v.b", "attn.o.a", "mlp.gate.b", "mlp.up.b", "mlp.down.a"}
     assert factors_split(engine) == split_
     ranks = {"a": (0, 1), "b": (1, 4), "c": (2, 3)}

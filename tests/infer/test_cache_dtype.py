@@ -17,10 +17,11 @@ from ops.test_narrow import rounded
 
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
-from argosy.infer.engine import memory
+from argosy.infer.engine import cache
+from argosy.infer.engine.cache import CacheSize, cache_needs
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.memory import Extent, mesh_in, needs_of
 from argosy.infer.engine.request import Request
+from argosy.infer.programs.placement import home_mesh
 from argosy.infer.sampling.sampler import sample
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
 from argosy.infer.speculation.speculate import verify
@@ -37,6 +38,12 @@ from argosy.weights.build import places, random
 TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)
 LONG = 64  # tokens of a prompt and its answer, at most
 MOST = 20
+
+
+def step_program(engine: Engine) -> Any:
+    """The program of its steps, where that is one."""
+    forward: Any = engine.runner.forward
+    return forward.program(forward.step_kind)
 
 
 def slow(*case: Any) -> Any:
@@ -83,8 +90,8 @@ class Float64Engine(Engine):
 
 def page_bytes(specs: Any, page: int, dtype: Any, form: str | None, mesh: Any = None, longest: int = 96) -> int:
     """Bytes of a page on each device."""
-    needs = needs_of(specs, EngineSettings(page=page, cache_dtype=form), dtype, longest)
-    return needs.bytes(mesh, Extent(1, {}))
+    needs = cache_needs(specs, EngineSettings(page=page, cache_dtype=form), dtype, longest)
+    return needs.bytes(mesh, CacheSize(1, {}))
 
 
 def quantized(form: str | None, **how: Any) -> EngineSettings:
@@ -247,7 +254,7 @@ def test_a_former_owner_and_a_broken_row_reach_nobody_else():
         address = next(a for a in split(broken)[1] if "embed" in a)
         put(broken, {address: split(broken)[1][address].at[7].set(jnp.nan)})
         engine = Float64Engine(broken, settings)
-        engine.caches = jax.tree.map(lambda a: jnp.full_like(a, 0xFF if a.dtype == jnp.uint8 else jnp.nan), engine.caches)
+        engine.runner.caches = jax.tree.map(lambda a: jnp.full_like(a, 0xFF if a.dtype == jnp.uint8 else jnp.nan), engine.runner.caches)
         found = scores(engine, [Request(p, 9) for p in (given[0], [5, 7, 9, *given[1]], given[1], given[2])])
         assert [found[0], found[2], found[3]] == expected[:3]
         assert all(np.isnan(chance) for _, chance in found[1])
@@ -314,12 +321,12 @@ def test_the_same_memory_has_room_for_more_tokens(monkeypatch: pytest.MonkeyPatc
     assert page_bytes(latent, 1, jnp.bfloat16, "fp8_e4m3") == 576 + 9 * 4 + 2 * 128
     module = random(FAMILIES["llama"].examples()["plain"], 0).module
     of_page = {form: page_bytes(module.layers.holds(), 8, module.dtype, form) for form in one}
-    monkeypatch.setattr(memory, "memory_bytes", lambda: (None, 4 * 30 * of_page[None]))
+    monkeypatch.setattr(cache, "memory_bytes", lambda: (None, 4 * 30 * of_page[None]))
     for form, size in of_page.items():
         engine = Engine(module, EngineSettings(slots=32, page=8, context=96, cache_dtype=form))
         assert engine.pages.count == 30 * of_page[None] // size
-        assert bytes_of(engine.caches) == engine.pages.count * size
-        assert engine.described().endswith(f" in {form}" if form else "B")
+        assert bytes_of(engine.runner.caches) == engine.pages.count * size
+        assert engine.runner.describe_cache().endswith(f" in {form}" if form else "B")
     assert of_page[None] > 3 * of_page["int8"]
 
 
@@ -347,12 +354,12 @@ def test_heads_and_their_scales_are_on_one_device():
     where = places(module, 2)
     put(module, {address: jax.device_put(a, where[address]) for address, a in split(module)[1].items()})
     engine = Engine(module, quantized("int8"))
-    for cache in engine.caches.values():
-        for a in cache.values():
+    for entry in engine.runner.caches.values():
+        for a in entry.values():
             assert a.bits.sharding.shard_shape(a.bits.shape) == (13, 8, 1, 14)
             assert a.scale.sharding.shard_shape(a.scale.shape) == (13, 8, 1, 1)
-    share = page_bytes(engine.forward.specs, 8, jnp.float32, "int8", mesh_in(engine.home))
-    assert 2 * 13 * share == bytes_of(engine.caches)
+    share = page_bytes(engine.runner.forward.specs, 8, jnp.float32, "int8", home_mesh(engine.runner.home))
+    assert 2 * 13 * share == bytes_of(engine.runner.caches)
 
 
 @pytest.mark.slow
@@ -364,9 +371,9 @@ def test_several_devices_answer_as_one_does_and_compile_nothing_later():
     put(module, {address: jax.device_put(a, where[address]) for address, a in split(module)[1].items()})
     engine = Engine(module, quantized("fp8_e4m3"))
     number = engine.warm_up()
-    size = engine.forward._program.compilations
+    size = step_program(engine).compilations
     assert [[token for token, _ in one] for one in scores(engine, requests)] == alone
-    assert (engine.stats.compilations, engine.forward._program.compilations) == (number, size)
+    assert (engine.stats.compilations, step_program(engine).compilations) == (number, size)
 
 
 def test_what_saves_no_memory_is_refused_before_any_work():

@@ -10,10 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from argosy.core.errors import BadInput
+from argosy.infer.engine.cache import CacheNeeds, allocate_caches, cache_needs, reserve_caches
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.forward import Sizes, Tables, Whole
-from argosy.infer.engine.memory import Needs, allocated, needs_of, reserved
-from argosy.infer.load import random
+from argosy.infer.forward.passes import OneProgram
+from argosy.infer.forward.step import PageTables, StepSizes
+from argosy.infer.load import random_lm
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.cache import AttentionWindow, bytes_of
@@ -22,10 +23,10 @@ from argosy.models.parts.weight import abstract
 from argosy.observe.memory import resident_bytes
 
 
-def needs(family: str, example: str, window: int | None = None) -> Needs:
+def needs(family: str, example: str, window: int | None = None) -> CacheNeeds:
     change = {} if window is None else {"window": window}
     config = FAMILIES[family].examples()[example].model_copy(update=change)
-    return needs_of(config.build(Unroll()).layers.holds(), EngineSettings(page=4, budget=32, beside=32), jnp.float32, 640)
+    return cache_needs(config.build(Unroll()).layers.holds(), EngineSettings(page=4, budget=32, beside=32), jnp.float32, 640)
 
 
 @pytest.mark.parametrize("sequences", [1.3, 1.9, 2.5, 7.2])
@@ -34,7 +35,7 @@ def test_pools_take_nearly_all_of_the_room_and_never_more(family: str, example: 
     """Prompts have pages of windows beside those of decoding sequences, up to two of them: so bytes do not grow in one line."""
     one = needs(family, example, window)
     assert bool(one.windows) == (window is not None)
-    room = 1.0 * one.bytes(None, one.extent(99, int(sequences * one.pages)))
+    room = 1.0 * one.bytes(None, one.size(99, int(sequences * one.pages)))
     found = one.bytes(None, one.fitting(99, room, None))
     assert 0.97 * room <= found <= room
 
@@ -43,11 +44,11 @@ def test_pools_take_nearly_all_of_the_room_and_never_more(family: str, example: 
 def test_a_pool_takes_memory_as_its_pages_are_written():
     """XLA writes zeros when it allocates: a pool of 4 GB was resident before the first request."""
     one = needs("llama", "plain")
-    pages = int(400e6 / one.bytes(None, one.extent(1, 1000)) * 1000)
+    pages = int(400e6 / one.bytes(None, one.size(1, 1000)) * 1000)
     # What XLA itself takes when it compiles for the first time is no part of it.
-    reserved(one.specs, None, lambda: one.empty(1, one.extent(1, 1)))
+    reserve_caches(one.specs, None, lambda: one.empty(1, one.size(1, 1)))
     before = resident_bytes()
-    caches = reserved(one.specs, None, lambda: one.empty(1, one.extent(1, pages)))
+    caches = reserve_caches(one.specs, None, lambda: one.empty(1, one.size(1, pages)))
     assert bytes_of(caches) > 380e6
     assert resident_bytes() - before < 60e6
     pool = jax.tree.leaves(caches)[0]
@@ -61,12 +62,12 @@ def test_a_pool_takes_memory_as_its_pages_are_written():
 @pytest.mark.parametrize("form", [None, "int8"])
 def test_reserved_caches_are_those_that_were_asked_for(form: str | None):
     one = needs("gemma", "3", 24)
-    one = Needs(one.specs, one.page, one.dtype, one.longest, one.windows, form)
+    one = CacheNeeds(one.specs, one.page, one.dtype, one.longest, one.windows, form)
 
     def make() -> Any:
-        return one.empty(2, one.extent(2, 2 * one.pages))
+        return one.empty(2, one.size(2, 2 * one.pages))
 
-    found, wanted = (jax.tree.leaves_with_path(how(one.specs, None, make)) for how in (reserved, allocated))
+    found, wanted = (jax.tree.leaves_with_path(how(one.specs, None, make)) for how in (reserve_caches, allocate_caches))
     assert [(path, a.shape, a.dtype) for path, a in found] == [(path, a.shape, a.dtype) for path, a in wanted]
     assert not any(np.asarray(a).any() for _, a in [*found, *wanted])
 
@@ -78,25 +79,26 @@ def test_a_step_of_several_kinds_of_rows_copies_no_pool(window: int | None):
     family, example = ("llama", "plain") if window is None else ("gemma", "3")
     change = {} if window is None else {"window": window}
     model = FAMILIES[family].examples()[example].model_copy(update=change).build(Unroll())
-    model.dtype, forward = jnp.float32, Whole(model)
+    model.dtype, forward = jnp.float32, OneProgram(model)
     one = needs(family, example, window)
     windows = {AttentionWindow(window): 2048} if window else {}
-    extent = one.extent(4, 2048)._replace(windows=windows)
+    extent = one.size(4, 2048)._replace(windows=windows)
     caches = jax.eval_shape(lambda: one.empty(4, extent))
-    tables = Tables(one.page, 4, tuple(windows))
-    for sizes in (Sizes(4, 2, 32, tables), Sizes(0, 2, 32, tables, 4, 3)):
-        given = abstract(model), caches, np.zeros(4, np.int32), np.zeros(sizes.words, np.int32), np.zeros(4, np.int32)
-        taken = forward._program.lower(*given, sizes).compile().memory_analysis()
+    tables = PageTables(one.page, 4, tuple(windows))
+    for sizes in (StepSizes(4, 2, 32, tables), StepSizes(0, 2, 32, tables, 4, 3)):
+        inputs = np.zeros(4, np.int32), np.zeros(sizes.words, np.int32)
+        given = abstract(model), caches, inputs, (np.zeros(4, np.int32),)
+        taken = forward.program(forward.step_kind).lower(*given, sizes).compile().memory_analysis()
         assert taken.alias_size_in_bytes >= bytes_of(caches)
         assert taken.temp_size_in_bytes < 0.1 * bytes_of(caches)
 
 
 def test_the_size_of_the_cache_may_be_given_in_bytes():
-    model = random(FAMILIES["llama"].examples()["plain"], 0).module
-    size = bytes_of(Engine(model, EngineSettings(page=4, context=32, pages=50)).caches)
+    model = random_lm(FAMILIES["llama"].examples()["plain"], 0).module
+    size = bytes_of(Engine(model, EngineSettings(page=4, context=32, pages=50)).runner.caches)
     found = Engine(model, EngineSettings(page=4, context=32, memory=size))
     assert found.pages.count == 50
-    assert bytes_of(found.caches) == size
+    assert bytes_of(found.runner.caches) == size
     with pytest.raises(BadInput, match=r"engine\.memory = .* a sequence of 32 tokens takes"):
         Engine(model, EngineSettings(page=4, context=32, memory=size // 50))
     with pytest.raises(ValidationError, match="both set the size"):

@@ -9,9 +9,10 @@ import pytest
 from infer.test_tensor import SMALL, requests, split_over, tokens
 
 from argosy.core.errors import BadInput
+from argosy.infer.engine.cache import room_for_cache
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.memory import home_of, room_for_cache
-from argosy.infer.engine.replicas import check_devices, copies_of, on_devices
+from argosy.infer.engine.replicas import check_device_count, copy_to_devices, model_copies
+from argosy.infer.programs.placement import weights_home
 from argosy.infer.sampling import sampler
 from argosy.infer.settings import MTP, DraftModel, NGram
 from argosy.infer.speculation.speculate import verify
@@ -36,7 +37,7 @@ def test_copies_are_on_devices_of_their_own_and_hold_the_weights_of_a_cpu_once(t
     if tensor == 2:
         split_over(module, 2)
     before, values = pointers(module), {address: np.asarray(a) for address, a in split(module)[1].items()}
-    copies = copies_of(module, 3)
+    copies = model_copies(module, 3)
     assert copies[0] is module
     for i, copy in enumerate(copies):
         weights = split(copy)[1]
@@ -52,31 +53,31 @@ def test_copies_are_on_devices_of_their_own_and_hold_the_weights_of_a_cpu_once(t
 def test_one_copy_is_the_module_as_it_is():
     module = made()
     before = split(module)[1]
-    assert copies_of(module, 1) == [module]
+    assert model_copies(module, 1) == [module]
     assert all(a is before[address] for address, a in split(module)[1].items())
-    assert home_of(before) is None
+    assert weights_home(before) is None
 
 
 def test_a_copy_has_weights_of_its_own():
-    first, second = copies_of(made(), 2)
+    first, second = model_copies(made(), 2)
     old = {address: np.asarray(a) for address, a in split(first)[1].items()}
-    put(second, on_devices({address: a + 1 for address, a in split(first)[1].items()}, jax.devices()[1:2]))
+    put(second, copy_to_devices({address: a + 1 for address, a in split(first)[1].items()}, jax.devices()[1:2]))
     assert all(np.array_equal(np.asarray(a), old[address]) for address, a in split(first)[1].items())
 
 
 def test_too_few_devices_are_a_mistake():
-    check_devices(8, 1)
-    check_devices(2, 4)
-    check_devices(1, 100)
+    check_device_count(8, 1)
+    check_device_count(2, 4)
+    check_device_count(1, 100)
     with pytest.raises(BadInput, match="copies = 9, but this process has 8 devices") as error:
-        check_devices(9, 1)
+        check_device_count(9, 1)
     assert "xla_force_host_platform_device_count=9" in (error.value.hint or "")
     with pytest.raises(BadInput, match="copies = 3 of tensor = 4 devices each, but this process has 8"):
-        check_devices(3, 4)
+        check_device_count(3, 4)
 
 
 def test_copies_share_the_memory_that_caches_may_take_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("argosy.infer.engine.memory.memory_bytes", lambda: (16e9, 8e9))
+    monkeypatch.setattr("argosy.infer.engine.cache.memory_bytes", lambda: (16e9, 8e9))
     weights = split(made())[1]
     assert [room_for_cache(weights, copies) for copies in (1, 2, 4)] == [2e9, 1e9, 0.5e9]
 
@@ -86,19 +87,19 @@ def test_a_cache_has_the_same_size_though_free_memory_differs_a_little(monkeypat
     weights = split(made())[1]
     found = []
     for free in (20e9, 12.3e9, 12.2e9, 10.1e9, 9.9e9, 1.3e9, 1.25e9, 1e8):
-        monkeypatch.setattr("argosy.infer.engine.memory.memory_bytes", lambda free=free: (24e9, free))
+        monkeypatch.setattr("argosy.infer.engine.cache.memory_bytes", lambda free=free: (24e9, free))
         found.append(room_for_cache(weights))
     assert found == [4e9, 3e9, 3e9, 2.5e9, 2e9, 3e8, 3e8, 2.5e7]
 
 
 def test_the_state_of_an_engine_is_on_the_device_of_its_copy_and_tied_to_it():
     """State that is tied to no device would make every program compile anew once a step has returned it."""
-    for i, copy in enumerate(copies_of(made(), 3)):
+    for i, copy in enumerate(model_copies(made(), 3)):
         engine = Engine(copy, SMALL)
-        for a in jax.tree.leaves((engine.caches, engine.slots)):
+        for a in jax.tree.leaves((engine.runner.caches, engine.runner.slots)):
             assert a.committed
             assert a.devices() == {jax.devices()[i]}
-        assert engine.devices == [jax.devices()[i]]
+        assert engine.runner.devices == [jax.devices()[i]]
 
 
 STRUCTURES: list[tuple[str, str, Callable[[], Any]]] = [
@@ -113,12 +114,12 @@ STRUCTURES: list[tuple[str, str, Callable[[], Any]]] = [
 @pytest.mark.parametrize(("family", "example", "method"), STRUCTURES)
 def test_the_second_copy_answers_as_the_first_and_compiles_nothing_later(family: str, example: str, method: Any):
     how = SMALL.model_copy(update={"speculative": method()})
-    first, second = copies_of(made(family, example), 2)
+    first, second = model_copies(made(family, example), 2)
     drafts = isinstance(how.speculative, DraftModel)
     alone = tokens(Engine(first, how, draft=first if drafts else None))
     engine = Engine(second, how, draft=second if drafts else None)
     engine.warm_up()
-    programs: list[Any] = [sampler.sample, sampler.settled, verify]
+    programs: list[Any] = [sampler.sample, sampler.write_slot, verify]
     if isinstance(how.speculative, MTP):
         programs += [engine.speculation.drafter._ahead, engine.speculation.drafter._head]  # pyright: ignore
     sizes = [program.compilations for program in programs]

@@ -12,14 +12,14 @@ import pytest
 from helpers import default
 
 from argosy.core.errors import BadInput
-from argosy.infer.engine import engine as engine_module
-from argosy.infer.engine import memory
+from argosy.infer.engine import cache
+from argosy.infer.engine import runner as runner_module
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.forward import ByLayer, Whole, forward_of
 from argosy.infer.engine.request import Request
+from argosy.infer.forward.passes import ByLayer, OneProgram, forward_of
 from argosy.infer.lm import LM
 from argosy.infer.sampling import sampler
-from argosy.infer.sampling.sample import Sampling, choose, penalized, streams, table
+from argosy.infer.sampling.sample import Sampling, apply_penalties, next_tokens, random_streams, sampling_columns
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.cache import bytes_of, paged
@@ -54,7 +54,7 @@ def prompts(vocab: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 def alone(lm: LM, prompt: list[int], most: int, how: Sampling | None = None, seed: int = 0, row: int = 0) -> list[int]:
     """The answer by the whole sequence again for every token."""
-    settings, keys = table([how or Sampling()]), streams(seed, [row])
+    settings, keys = sampling_columns([how or Sampling()]), random_streams(seed, [row])
     ids, made = list(prompt), []
     for i in range(most):
         logits, counts = lm.logits([ids])[:, -1], np.bincount(made, minlength=lm.config.vocab)[None].astype(np.int32)
@@ -67,7 +67,7 @@ def alone(lm: LM, prompt: list[int], most: int, how: Sampling | None = None, see
 @jax.jit
 def chosen(logits: Any, settings: Any, keys: Any, seen: Any, counts: Any, i: Any) -> Any:
     keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
-    return choose(logits, penalized(logits, settings, seen, counts), settings, keys).tokens[0]
+    return next_tokens(logits, apply_penalties(logits, settings, seen, counts), settings, keys).tokens[0]
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
@@ -168,13 +168,13 @@ def test_after_warming_up_no_request_compiles_anything(family: str, example: str
         )
         for i in range(40)
     ]
-    sizes = sampler.settled.compilations
+    sizes = sampler.write_slot.compilations
     while waiting or engine.busy:
         for _ in range(min(chance.integers(0, 4), len(waiting))):
             engine.add(waiting.pop())
         engine.step()
     assert engine.stats.compilations == number
-    assert sampler.settled.compilations == sizes
+    assert sampler.write_slot.compilations == sizes
     prompt = prompts(lm.config.vocab)[0]
     whole = lm.logits([[*prompt, *(found := answers(engine, [Request(prompt, 6)])[0])]])[0].argmax(-1)
     assert found == whole[len(prompt) - 1 : -1].tolist(), "warming up leaves nothing in the cache"
@@ -234,7 +234,7 @@ def test_an_equal_prompt_is_one_decoding_row_and_its_copy_is_its_own(lm: LM):
     dispatch = engine._dispatch
 
     def looking(plan: Any) -> Any:
-        seen.append((len(plan.copies), [len(piece.tokens) for piece in plan.pieces]))
+        seen.append((len(plan.copies), [len(chunk.tokens) for chunk in plan.chunks]))
         return dispatch(plan)
 
     engine._dispatch = looking
@@ -272,7 +272,7 @@ def test_equal_prompts_beside_long_ones_compile_nothing(lm: LM):
 def test_equal_prompts_that_come_at_once(family: str, example: str):
     lm = lm_of(family, example)
     engine = Engine(lm.module, TOGETHER)
-    assert (together(lm, TOGETHER) > 0) == engine.shares
+    assert (together(lm, TOGETHER) > 0) == engine.runner.shares
 
 
 def test_new_weights_count_at_once_for_running_and_for_new_requests():
@@ -297,7 +297,7 @@ def test_a_preempted_answer_whose_chunks_end_one_token_early_resumes_in_another_
         found += [event.token for event in engine.step()]
     engine.reset_prefix_cache(running=True)
     # A step's token was in flight: 65 tokens, two chunks of 32 and one more.
-    assert len(engine._sequences[number].tokens) == TIGHT.budget + 1
+    assert len(engine._requests[number].scheduled.tokens) == TIGHT.budget + 1
     engine.add(Request(prompt[:9], 2))
     found += [event.token for event in engine.run() if event.id == number]
     assert found == alone(lm, prompt, 12)
@@ -323,10 +323,10 @@ def test_several_steps_in_one_dispatch_change_no_answer(family: str, example: st
     assert engines[1].scheduler.is_empty
     assert engines[1].scheduler.preemptions > 0
     for one, other in zip(plain, several, strict=True):
-        assert [(e.token, e.reason) for e in one] == [(e.token, e.reason) for e in other]
+        assert [(e.token, e.finish_reason) for e in one] == [(e.token, e.finish_reason) for e in other]
         assert [e.logprob for e in one] == pytest.approx([e.logprob for e in other], abs=1e-4)
         assert [[token for token, _ in e.top] for e in one] == [[token for token, _ in e.top] for e in other]
-    assert plain[0][-1].reason == "stop"
+    assert plain[0][-1].finish_reason == "stop"
 
 
 def test_several_steps_are_one_dispatch_until_somebody_needs_each_token(lm: LM, engine: Engine):
@@ -365,7 +365,7 @@ def test_abort_ends_a_request_at_once_and_the_others_go_on(lm: LM, engine: Engin
     assert not engine.abort(running), "it has ended"
     events = list(engine.run())
     assert [e.token for e in events if e.id == kept and e.token is not None] == expected
-    assert {(e.id, e.reason) for e in events if e.reason} == {(kept, "length"), (running, "abort"), (waiting, "abort")}
+    assert {(e.id, e.finish_reason) for e in events if e.finish_reason} == {(kept, "length"), (running, "abort"), (waiting, "abort")}
     assert engine.pages.free == engine.pages.count
 
 
@@ -373,10 +373,10 @@ def test_an_answer_ends_at_an_end_token_and_says_why(lm: LM, engine: Engine):
     prompt = prompts(lm.config.vocab)[0]
     plain = answers(engine, [Request(prompt, 12)])[0]
     at = next(i for i, token in enumerate(plain) if token not in plain[:i] and i >= 2)
-    number = engine.add(Request(prompt, 12, ends=frozenset([plain[at]])))
+    number = engine.add(Request(prompt, 12, stop_tokens=frozenset([plain[at]])))
     events = [e for e in engine.run() if e.id == number]
     assert [e.token for e in events] == plain[: at + 1]
-    assert events[-1].reason == "stop"
+    assert events[-1].finish_reason == "stop"
 
 
 def test_log_probabilities_are_the_models_own(lm: LM, engine: Engine):
@@ -391,17 +391,17 @@ def test_log_probabilities_are_the_models_own(lm: LM, engine: Engine):
 
 @pytest.mark.slow
 def test_one_program_and_programs_by_layer_give_the_same(lm: LM, engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """Whole is for accelerators; both layouts of weights."""
+    """One program is for accelerators; both layouts of weights."""
     given = prompts(lm.config.vocab, (5, 40, 17))
     expected = answers(engine, [Request(p, 8) for p in given])
     stacked = lm.config.build(Scan())
     put(stacked, from_layers(stacked, split(lm.module)[1]))
-    assert isinstance(engine.forward, ByLayer)
+    assert isinstance(engine.runner.forward, ByLayer)
     assert answers(Engine(stacked, TIGHT), [Request(p, 8) for p in given]) == expected
-    monkeypatch.setattr(engine_module, "forward_of", lambda *parts, **how: forward_of(*parts, **{**how, "whole": True}))
+    monkeypatch.setattr(runner_module, "forward_of", lambda *parts, **how: forward_of(*parts, **{**how, "whole": True}))
     for model in (lm.module, stacked):
         whole = Engine(model, TIGHT)
-        assert isinstance(whole.forward, Whole)
+        assert isinstance(whole.runner.forward, OneProgram)
         assert answers(whole, [Request(p, 8) for p in given]) == expected
 
 
@@ -469,7 +469,7 @@ def test_callers_share_an_engine(lm: LM, engine: Engine):
         engine.collect([first])
     with pytest.raises(BadInput, match="empty"):
         engine.generate([Request(given[0], 3), Request([], 3)])
-    assert not engine._sequences
+    assert not engine._requests
 
 
 def test_bad_requests_are_refused_before_they_wait(engine: Engine):
@@ -478,7 +478,7 @@ def test_bad_requests_are_refused_before_they_wait(engine: Engine):
         ([-1], 1, "outside"),
         ([10**6], 1, "outside"),
         ([1] * 96, 1, "room"),
-        ([1], 0, "most"),
+        ([1], 0, "max_tokens"),
     ]:
         with pytest.raises(BadInput, match=match):
             engine.add(Request(tokens, most))
@@ -503,16 +503,16 @@ def test_the_cache_takes_a_share_of_the_memory_that_is_free(lm: LM, monkeypatch:
     how = EngineSettings(slots=8, page=8, context=64)
     one = bytes_of(jax.eval_shape(lambda: paged(lm.module.layers.holds(), 0, 1, 8, lm.module.dtype, longest=64)))
     for free, pages in ((4 * 20 * one, 20), (0, 8), (None, 64)):
-        monkeypatch.setattr(memory, "memory_bytes", lambda free=free: (None, free))
+        monkeypatch.setattr(cache, "memory_bytes", lambda free=free: (None, free))
         assert Engine(lm.module, how).pages.count == pages
     device = Mock(platform="gpu", memory_stats=lambda: {"bytes_limit": 1000.0, "bytes_in_use": 200.0})
-    monkeypatch.setattr(memory.jax, "Array", SimpleNamespace)
-    assert memory.room_for_cache({"w": SimpleNamespace(devices=lambda: {device})}) == 640
+    monkeypatch.setattr(cache.jax, "Array", SimpleNamespace)
+    assert cache.room_for_cache({"w": SimpleNamespace(devices=lambda: {device})}) == 640
 
 
 def test_the_steps_of_a_server_do_not_look_at_each_weight(lm: LM, monkeypatch: pytest.MonkeyPatch):
     """Nobody else writes them while it is busy; between two requests anybody may."""
-    engine = Engine(lm.module, EngineSettings(slots=2, context=64, pages=16, page=8), keeps=True)
+    engine = Engine(lm.module, EngineSettings(slots=2, context=64, pages=16, page=8), exclusive=True)
     looks: list[str] = []
 
     class Watched:
@@ -526,7 +526,7 @@ def test_the_steps_of_a_server_do_not_look_at_each_weight(lm: LM, monkeypatch: p
         def get_value(self) -> Any:
             return self.inner.get_value()
 
-    monkeypatch.setattr(engine, "variables", {address: Watched(address, v) for address, v in engine.variables.items()})
+    monkeypatch.setattr(engine.runner, "variables", {address: Watched(address, v) for address, v in engine.runner.variables.items()})
     counts = []
     for most in (2, 30):
         engine.add(Request([1, 2, 3], most))
@@ -539,4 +539,4 @@ def test_the_steps_of_a_server_do_not_look_at_each_weight(lm: LM, monkeypatch: p
     looks.clear()
     engine.swap_weights({})
     engine.step()
-    assert set(looks) == set(engine.variables)
+    assert set(looks) == set(engine.runner.variables)

@@ -29,7 +29,7 @@ from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import EngineSettings
 from argosy.infer.tools import grammar as grammars
-from argosy.infer.tools.grammar import Grammars, Matcher, masks, structure_of, token_bytes, unpacked
+from argosy.infer.tools.grammar import Grammars, Matcher, grammar_masks, read_structure, token_bytes, unpacked_bits
 from argosy.models import FAMILIES
 from argosy.weights.build import random
 
@@ -51,7 +51,7 @@ def engine(lm: LM) -> Engine:
 
 def allowed(matcher: Matcher) -> set[int]:
     vocab = matcher.grammar.vocab
-    return set(np.flatnonzero(unpacked(masks([matcher])[0][0], vocab)).tolist())
+    return set(np.flatnonzero(unpacked_bits(grammar_masks([matcher])[0][0], vocab)).tolist())
 
 
 # ---------------------------------------------------------------- masks
@@ -84,7 +84,7 @@ def test_a_token_is_allowed_exactly_if_the_text_can_still_be_completed(regex: st
     tokenizer, V = Tiny(), Tiny.vocab + 3
     whole = {"".join(t).encode() for n in range(8) for t in product(letters, repeat=n) if re.fullmatch(regex, "".join(t))}
     beginnings = {text[:n] for text in whole for n in range(len(text) + 1)}
-    grammar = Grammars(tokenizer, V).get(structure_of({"regex": regex}))
+    grammar = Grammars(tokenizer, V).get(read_structure({"regex": regex}))
     pieces = token_bytes(tokenizer, V)
     assert pieces[13:] == [b""] * (V - 13), "special tokens, unknown text and ids beyond the tokenizer stand for nothing"
     seen = 0
@@ -107,19 +107,19 @@ def test_a_token_is_allowed_exactly_if_the_text_can_still_be_completed(regex: st
 
 
 def test_masks_in_parallel_are_those_of_each_alone():
-    grammar = Grammars(ByteTokenizer(), VOCAB).get(structure_of({"json_object": True}))
+    grammar = Grammars(ByteTokenizer(), VOCAB).get(read_structure({"json_object": True}))
     matchers = [grammar.matcher(EOS) for _ in range(5)]
     for n, matcher in enumerate(matchers):
         for byte in b'{"a'[:n]:
             matcher.push(byte)
-    bits, states = masks(matchers)
-    assert [row.tolist() for row in bits] == [masks([matcher])[0][0].tolist() for matcher in matchers]
+    bits, states = grammar_masks(matchers)
+    assert [row.tolist() for row in bits] == [grammar_masks([matcher])[0][0].tolist() for matcher in matchers]
     assert states == ["open"] * 5
     assert len({row.tobytes() for row in bits}) > 2
 
 
 def test_the_end_is_allowed_where_the_text_is_complete_and_only_there():
-    grammar = Grammars(ByteTokenizer(), VOCAB).get(structure_of({"regex": "[0-9]{2,}"}))
+    grammar = Grammars(ByteTokenizer(), VOCAB).get(read_structure({"regex": "[0-9]{2,}"}))
     matcher, digits = grammar.matcher([257, ord("x"), 10**6]), set(b"0123456789")
     assert allowed(matcher) == digits
     assert not matcher.push(ord("1"))
@@ -131,10 +131,10 @@ def test_the_end_is_allowed_where_the_text_is_complete_and_only_there():
 def test_a_grammar_that_has_become_too_complex_blocks_the_answer_and_never_ends_it(monkeypatch: pytest.MonkeyPatch):
     """llguidance allows the end in a state of error."""
     monkeypatch.setattr(grammars, "LEXER_STATES", 25)
-    grammar = Grammars(ByteTokenizer(), VOCAB).get(structure_of({"regex": "[ab]*a[ab]{9}"}))
+    grammar = Grammars(ByteTokenizer(), VOCAB).get(read_structure({"regex": "[ab]*a[ab]{9}"}))
     matcher, states = grammar.matcher(EOS), []
     for byte in b"abaabbab":
-        states += masks([matcher])[1]
+        states += grammar_masks([matcher])[1]
         matcher.push(byte)
     assert set(states) == {"open", "blocked"}
     assert states[-1] == "blocked"
@@ -143,13 +143,13 @@ def test_a_grammar_that_has_become_too_complex_blocks_the_answer_and_never_ends_
 
 def test_the_states_of_earlier_answers_do_not_fill_the_lexer_of_later_ones(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammars, "LEXER_STATES", 60)
-    grammar, chance = Grammars(ByteTokenizer(), VOCAB).get(structure_of({"regex": "[ab]*a[ab]{9}"})), Random(0)
+    grammar, chance = Grammars(ByteTokenizer(), VOCAB).get(read_structure({"regex": "[ab]*a[ab]{9}"})), Random(0)
     made = []
     monkeypatch.setattr(grammar, "renew", lambda: (made.append(1), type(grammar).renew(grammar)))
     for _ in range(40):
         matcher = grammar.matcher(EOS)
         for _ in range(12):
-            assert masks([matcher])[1] in (["open"], ["accepting"])
+            assert grammar_masks([matcher])[1] in (["open"], ["accepting"])
             matcher.push(chance.choice(b"ab"))
     assert made, "the states of the lexer were renewed"
 
@@ -191,19 +191,19 @@ TEXTS = {
 @pytest.mark.parametrize("kind", TEXTS)
 def test_answers_decode_to_the_very_bytes_that_the_grammar_saw(kind: str):
     """A random walk through the allowed tokens, of a regex that one text matches: decoded after a prompt, and after `bos` alone."""
-    from argosy.infer.detokenize import Text
+    from argosy.infer.detokenize import Detokenizer
 
     make, texts = TEXTS[kind]
     tokenizer, chance = make(), Random(1)
     found = Grammars(tokenizer, tokenizer.vocab)
     for text in texts:
-        grammar = found.get(structure_of({"choice": [text]}))
+        grammar = found.get(read_structure({"choice": [text]}))
         for prompt in ([tokenizer.encode(text)[0]], [tokenizer.bos] if tokenizer.bos is not None else []):
             matcher, tokens = grammar.matcher(()), []
-            while masks([matcher])[1] == ["open"]:
+            while grammar_masks([matcher])[1] == ["open"]:
                 tokens.append(chance.choice(sorted(allowed(matcher))))
                 matcher.push(tokens[-1])
-            said = Text(tokenizer, prompt, begun=True)
+            said = Detokenizer(tokenizer, prompt, begun=True)
             assert "".join([*map(said.push, tokens), said.end()]) == text
             assert not set(tokens) & tokenizer.hidden
 
@@ -213,9 +213,9 @@ def test_a_special_token_is_never_text():
     for tokenizer in (ByteTokenizer(), FastTokenizer(tokenizer_json(), TokenizerConfig(), Path("tokenizer.json"))):
         assert tokenizer.piece(256, False) == b"<bos>"
         found = Grammars(tokenizer, VOCAB)
-        assert allowed(found.get(structure_of({"choice": ["<bos>"]})).matcher(())) == {ord("<")}
+        assert allowed(found.get(read_structure({"choice": ["<bos>"]})).matcher(())) == {ord("<")}
         for given in ({"regex": "(?s:.)*"}, {"grammar": "start: X\nX: ~/a/"}):
-            tokens = allowed(found.get(structure_of(given)).matcher(()))
+            tokens = allowed(found.get(read_structure(given)).matcher(()))
             assert len(tokens) > 150
             assert not tokens & {255, 256, 257}
 
@@ -285,7 +285,7 @@ def answers(engine: Engine, requests: list[Request]) -> list[list[Event]]:
 
 
 def text_of(events: list[Event]) -> str:
-    tokens = [e.token for e in events if e.token is not None and not (e.reason == "stop" and e.token in EOS)]
+    tokens = [e.token for e in events if e.token is not None and not (e.finish_reason == "stop" and e.token in EOS)]
     return bytes(tokens).decode()
 
 
@@ -297,13 +297,13 @@ def test_every_answer_of_a_random_model_matches_its_schema(lm: LM, engine: Engin
     asked = [Request([5, i], 100, Sampling(temperature=1.5), EOS, seed, i, grammar=one) for i, one in enumerate(found)]
     complete, different = 0, set()
     for i, events in enumerate(answers(engine, asked)):
-        if events[-1].reason == "stop":
+        if events[-1].finish_reason == "stop":
             schema, text = SCHEMAS[i // 2], text_of(events)
             jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
             complete += 1
             different.add((i // 2, text))
         else:
-            assert events[-1].reason == "length"
+            assert events[-1].finish_reason == "length"
     assert complete >= 50, "the others were cut at 100 tokens"
     assert len(different) > 40, "a random model says different things"
 
@@ -317,8 +317,8 @@ def test_every_answer_to_a_regex_matches_all_of_it(lm: LM, engine: Engine):
     for seed in range(3):
         asked = [Request([5], 60, Sampling(temperature=1.5), EOS, seed, i, grammar=one) for i, one in enumerate(found)]
         for regex, events in zip(REGEXES, answers(engine, asked), strict=True):
-            assert events[-1].reason == "stop" or regex == r"é+日?"
-            if events[-1].reason == "stop":
+            assert events[-1].finish_reason == "stop" or regex == r"é+日?"
+            if events[-1].finish_reason == "stop":
                 assert re.fullmatch(regex, text_of(events))
 
 
@@ -356,15 +356,15 @@ GBNF = [
 
 @pytest.mark.parametrize("grammar, right, wrong", GBNF, ids=[grammar for grammar, _, _ in GBNF])
 def test_gbnf_has_the_escapes_of_llama_cpp(grammar: str, right: list[str], wrong: list[str]):
-    compiled = Grammars(ByteTokenizer(), VOCAB).get(structure_of({"grammar": grammar}))
+    compiled = Grammars(ByteTokenizer(), VOCAB).get(read_structure({"grammar": grammar}))
 
     def accepts(text: str) -> bool:
         matcher = compiled.matcher(EOS)
         for byte in text.encode():
-            if not unpacked(masks([matcher])[0][0], VOCAB)[byte]:
+            if not unpacked_bits(grammar_masks([matcher])[0][0], VOCAB)[byte]:
                 return False
             matcher.push(byte)
-        return masks([matcher])[1][0] in ("accepting", "complete")
+        return grammar_masks([matcher])[1][0] in ("accepting", "complete")
 
     assert [text for text in right if not accepts(text)] == []
     assert [text for text in wrong if accepts(text)] == []
@@ -398,7 +398,7 @@ def test_whitespace_of_json_is_what_was_asked_for(lm: LM):
 
 
 def plain(events: list[Event]) -> list[tuple[int | None, str | None]]:
-    return [(event.token, event.reason) for event in events]
+    return [(event.token, event.finish_reason) for event in events]
 
 
 @pytest.mark.slow
@@ -460,11 +460,11 @@ def test_log_probabilities_are_the_models_own_and_those_of_what_the_mask_leaves(
 def test_an_answer_ends_by_stop_as_soon_as_nothing_may_follow(lm: LM, engine: Engine, ends: frozenset[int]):
     one = lm.grammar({"regex": "ab"})
     for most in (2, 3, 50):
-        events = answers(engine, [Request([5], most, ends=ends, grammar=one)])[0]
+        events = answers(engine, [Request([5], most, stop_tokens=ends, grammar=one)])[0]
         assert plain(events) == [(97, None), (98, None), (None, "stop")], "also where it ends at the limit of tokens"
-    assert plain(answers(engine, [Request([5], 1, ends=ends, grammar=one)])[0]) == [(97, "length")]
+    assert plain(answers(engine, [Request([5], 1, stop_tokens=ends, grammar=one)])[0]) == [(97, "length")]
     nothing = lm.grammar({"regex": ""})
-    assert plain(answers(engine, [Request([5], 9, ends=ends, grammar=nothing)])[0]) == [(None, "stop")]
+    assert plain(answers(engine, [Request([5], 9, stop_tokens=ends, grammar=nothing)])[0]) == [(None, "stop")]
 
 
 LATE = [{"json": {"type": "integer", "minimum": 0, "maximum": 9}}, {"grammar": 'start: "a" | "b" "c"?'}, {"choice": ["x", "xy"]}]
@@ -476,7 +476,7 @@ def test_the_end_is_seen_with_the_last_token_in_every_kind_of_grammar(lm: LM, en
         most = 2 if last == "y" else 1
         events = answers(engine, [Request([5], most, Sampling(logit_bias=bias), EOS, grammar=lm.grammar(given))])[0]
         assert text_of(events)[-1] == last
-        assert events[-1].reason == "stop"
+        assert events[-1].finish_reason == "stop"
 
 
 def test_bans_and_a_grammar_that_leave_nothing_end_the_answer_with_the_reason(lm: LM, engine: Engine):
@@ -515,19 +515,19 @@ def test_nothing_compiles_after_warming_up(lm: LM):
     engine = Engine(lm.module, EngineSettings(slots=3, page=8, context=64, pages=24, budget=64, beside=32))
     number = engine.warm_up()
     found = [lm.grammar({"json": schema}) for schema in SCHEMAS[:6]]
-    sizes = [program.compilations for program in (sampler.settled, sampler.masked, sampler.sample, sampler.biased)]
+    sizes = [program.compilations for program in (sampler.write_slot, sampler.write_masks, sampler.sample)]
     how = [Sampling(temperature=1.0), Sampling(min_tokens=2), Sampling(top_k=3, temperature=1.0)]
     answers(engine, [Request([5, i], 30, how[i % 3], EOS, row=i, grammar=found[i % 6] if i % 4 else None) for i in range(14)])
     assert engine.stats.compilations == number
-    after = [program.compilations for program in (sampler.settled, sampler.masked, sampler.sample, sampler.biased)]
+    after = [program.compilations for program in (sampler.write_slot, sampler.write_masks, sampler.sample)]
     assert after == sizes
 
 
 def test_a_grammar_over_another_vocabulary_is_refused(engine: Engine):
-    other = Grammars(ByteTokenizer(), VOCAB + 6).get(structure_of({"regex": "a"}))
+    other = Grammars(ByteTokenizer(), VOCAB + 6).get(read_structure({"regex": "a"}))
     with pytest.raises(BadInput, match="264 tokens for a model with 258"):
         engine.add(Request([5], 3, grammar=other))
-    assert not engine._sequences
+    assert not engine._requests
 
 
 # ---------------------------------------------------------------- what is refused
@@ -582,7 +582,7 @@ def test_what_is_not_supported_is_refused_by_its_name(given: dict[str, Any], wha
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     with pytest.raises(BadInput, match=re.escape(what)) as error:
-        Grammars(ByteTokenizer(), VOCAB).get(structure_of(given))
+        Grammars(ByteTokenizer(), VOCAB).get(read_structure(given))
     assert len(str(error.value)) < 500
 
 
@@ -595,10 +595,10 @@ def deep(levels: int) -> dict[str, Any]:
 def test_a_long_chain_of_definitions_does_not_end_the_process():
     """2,000 levels need 12 MB of stack, and a thread has 8."""
     found = Grammars(ByteTokenizer(), VOCAB)
-    grammar = found.get(structure_of({"json": deep(2_500)}))
+    grammar = found.get(read_structure({"json": deep(2_500)}))
     assert allowed(grammar.matcher(())) == {*b"-0123456789n"}
     rules = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(6_000)) + '\nr6000: "a"'
-    assert allowed(found.get(structure_of({"grammar": rules})).matcher(())) == {ord("a")}
+    assert allowed(found.get(read_structure({"grammar": rules})).matcher(())) == {ord("a")}
 
 
 def test_compiling_has_a_deadline_and_takes_turns(monkeypatch: pytest.MonkeyPatch):
@@ -607,11 +607,11 @@ def test_compiling_has_a_deadline_and_takes_turns(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(grammars.Grammar, "_compiled", lambda self: (hold.wait(), compiled(self))[1])
     for text in ("a", "b"):
         with pytest.raises(BadInput, match=r"more than 0\.01 seconds"):
-            found.get(structure_of({"regex": text}), seconds=0.01)
+            found.get(read_structure({"regex": text}), seconds=0.01)
     with pytest.raises(BadInput, match="no turn"):
-        found.get(structure_of({"regex": "c"}), seconds=0.01)
+        found.get(read_structure({"regex": "c"}), seconds=0.01)
     hold.set()
-    assert allowed(found.get(structure_of({"regex": "c"}), seconds=60.0).matcher(())) == {ord("c")}
+    assert allowed(found.get(read_structure({"regex": "c"}), seconds=60.0).matcher(())) == {ord("c")}
 
 
 def test_a_thread_that_cannot_start_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch):
@@ -623,19 +623,19 @@ def test_a_thread_that_cannot_start_gives_its_turn_back(monkeypatch: pytest.Monk
         patch.setattr(threading.Thread, "start", start)
         for _ in range(grammars.COMPILING + 1):
             with pytest.raises(BadInput, match="no memory for a stack of 64 MB"):
-                found.get(structure_of({"regex": "a"}), seconds=5.0)
-    assert found.get(structure_of({"regex": "a"}), seconds=60.0)
+                found.get(read_structure({"regex": "a"}), seconds=5.0)
+    assert found.get(read_structure({"regex": "a"}), seconds=60.0)
 
 
 def test_the_latest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammars, "KEPT", 2)
     found = Grammars(ByteTokenizer(), VOCAB)
-    one, two = (found.get(structure_of({"regex": text})) for text in "ab")
-    assert found.get(structure_of({"regex": "a"})) is one
-    found.get(structure_of({"regex": "c"}))
-    assert found.get(structure_of({"regex": "a"})) is one
-    assert found.get(structure_of({"regex": "b"})) is not two
-    assert found.get(structure_of({"json": {"type": "null"}})) is found.get(structure_of({"json": '{"type": "null"}'}))
+    one, two = (found.get(read_structure({"regex": text})) for text in "ab")
+    assert found.get(read_structure({"regex": "a"})) is one
+    found.get(read_structure({"regex": "c"}))
+    assert found.get(read_structure({"regex": "a"})) is one
+    assert found.get(read_structure({"regex": "b"})) is not two
+    assert found.get(read_structure({"json": {"type": "null"}})) is found.get(read_structure({"json": '{"type": "null"}'}))
 
 
 def test_letters_of_a_choice_are_no_regex(lm: LM):

@@ -21,12 +21,12 @@ from argosy.core.errors import BadInput
 from argosy.core.formats.gguf import GGUF
 from argosy.infer import load as loading
 from argosy.infer.cpu import panels
-from argosy.infer.cpu.panels import kept_in_blocks
+from argosy.infer.cpu.panels import count_in_blocks
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Request
-from argosy.infer.engine.updates import Update
+from argosy.infer.engine.updates import WeightUpdate
 from argosy.infer.lm import LM
-from argosy.infer.load import load
+from argosy.infer.load import load_lm
 from argosy.jobs import api as public
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import put, split
@@ -60,13 +60,13 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests(lm: LM) -> list[Request]:
-    return [Request(p, most=6) for p in prompts(lm.config.vocab, (5, 40))]
+    return [Request(p, max_tokens=6) for p in prompts(lm.config.vocab, (5, 40))]
 
 
 def packed_in_place(file: Path) -> LM:
     """The model with its weights packed in float32, as a server has them."""
-    lm = load(file)
-    answers(Engine(lm.module, TIGHT, keeps=True), requests(lm))
+    lm = load_lm(file)
+    answers(Engine(lm.module, TIGHT, exclusive=True), requests(lm))
     return lm
 
 
@@ -75,73 +75,73 @@ def arrays(lm: LM) -> dict[str, Any]:
 
 
 def test_answers_and_logits_are_those_of_float32_bit_for_bit(file: Path):
-    wide, lm = packed_in_place(file), load(file, blocks=True)
-    assert answers(Engine(lm.module, TIGHT, keeps=True), requests(lm)) == answers(Engine(wide.module, TIGHT), requests(wide))
+    wide, lm = packed_in_place(file), load_lm(file, blocks=True)
+    assert answers(Engine(lm.module, TIGHT, exclusive=True), requests(lm)) == answers(Engine(wide.module, TIGHT), requests(wide))
     tokens = np.arange(60).reshape(3, 20) * 7 % 97
     own = lm.logits(tokens)
     if wide.config.tied:
         # Otherwise its embedding is an array: the same numbers, in other programs.
         assert own.tobytes() == wide.logits(tokens).tobytes()
-    np.testing.assert_allclose(own, load(file).logits(tokens), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(own, load_lm(file).logits(tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_no_float32_weight_is_made(file: Path, monkeypatch: pytest.MonkeyPatch):
     read, before = [], GGUF.read
     monkeypatch.setattr(GGUF, "read", lambda self, name: (read.append(name), before(self, name))[1])
-    lm = load(file, blocks=True)
+    lm = load_lm(file, blocks=True)
     assert read
     assert all("norm" in name for name in read)
-    engine = Engine(lm.module, TIGHT, keeps=True)
+    engine = Engine(lm.module, TIGHT, exclusive=True)
     answers(engine, requests(lm))
     assert all("norm" in address for address in arrays(lm))
-    count, size = kept_in_blocks(engine.weights())
+    count, size = count_in_blocks(engine.weights())
     assert count == len(engine.weights()) - len(arrays(lm))
     assert size < lm.config.parameters() * 4 / 2.5, "with panels that are not full, and 6 to 9 bits a number"
-    forward: Any = engine.forward
-    assert not forward.packs._made, "nothing was packed beside them"
+    forward: Any = engine.runner.forward
+    assert not forward.preparation.packer.panels, "nothing was packed beside them"
 
 
 @pytest.mark.slow
 def test_a_published_file():
     file = DATA / "gguf" / "stories260K-q8_0.gguf"
-    wide, lm = packed_in_place(file), load(file, blocks=True)
-    assert kept_in_blocks(split(lm.module)[1])[0] == 31
+    wide, lm = packed_in_place(file), load_lm(file, blocks=True)
+    assert count_in_blocks(split(lm.module)[1])[0] == 31
     assert {address.rpartition(".")[0][9:] for address in arrays(lm) if "norm" not in address} == {"mlp.down"}
-    some = [Request(lm.encode(text), most=24) for text in ("Once upon a time", "Lily")]
-    assert answers(Engine(lm.module, TIGHT, keeps=True), some) == answers(Engine(wide.module, TIGHT, keeps=True), some)
+    some = [Request(lm.encode(text), max_tokens=24) for text in ("Once upon a time", "Lily")]
+    assert answers(Engine(lm.module, TIGHT, exclusive=True), some) == answers(Engine(wide.module, TIGHT, exclusive=True), some)
     tokens = [lm.encode("Once upon a time, there was a little dog")]
     assert lm.logits(tokens).tobytes() == wide.logits(tokens).tobytes()
 
 
 @pytest.mark.slow
 def test_several_steps_in_one_dispatch(one: Path):
-    lm = load(one, blocks=True)
+    lm = load_lm(one, blocks=True)
     several = TIGHT.model_copy(update={"steps": 4, "pages": 48})
-    assert answers(Engine(lm.module, several, keeps=True), requests(lm)) == answers(Engine(lm.module, TIGHT), requests(lm))
+    assert answers(Engine(lm.module, several, exclusive=True), requests(lm)) == answers(Engine(lm.module, TIGHT), requests(lm))
 
 
 def test_new_weights_take_their_place(one: Path, tmp_path: Path):
     other = gguf_in_blocks(tmp_path / "other.gguf", LlamaConfig(**SIZES), KINDS, seed=1)
-    lm = load(one, blocks=True)
-    engine = Engine(lm.module, TIGHT, keeps=True)
+    lm = load_lm(one, blocks=True)
+    engine = Engine(lm.module, TIGHT, exclusive=True)
     before = answers(engine, requests(lm))
-    update = Update(lm.module, 96)
+    update = WeightUpdate(lm.module, 96)
     update.add(other)
     engine.swap_weights(update.leaves())
     after = answers(engine, requests(lm))
     assert after != before
-    assert after == answers(Engine(load(other).module, TIGHT), requests(lm))
+    assert after == answers(Engine(load_lm(other).module, TIGHT), requests(lm))
 
 
 @pytest.mark.slow
 def test_an_adapter_lies_over_them(one: Path):
-    lm, wide = load(one, blocks=True), packed_in_place(one)
-    factors, found = adapter_of(load(one).module, 0, 2), []
+    lm, wide = load_lm(one, blocks=True), packed_in_place(one)
+    factors, found = adapter_of(load_lm(one).module, 0, 2), []
     for module in (lm.module, wide.module):
-        engine = Engine(module, ON, keeps=True)
+        engine = Engine(module, ON, exclusive=True)
         assert engine.adapters is not None
         engine.adapters.put("a", engine.adapters.packed(factors))
-        some = [Request(p.tokens, most=6, adapter=name) for p in requests(lm) for name in (None, "a")]
+        some = [Request(p.tokens, max_tokens=6, adapter=name) for p in requests(lm) for name in (None, "a")]
         found.append(answers(engine, some))
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
@@ -149,10 +149,10 @@ def test_an_adapter_lies_over_them(one: Path):
 
 def test_a_server_says_what_it_keeps_in_blocks(one: Path):
     for blocks, count in ((True, 16), (False, 15)):
-        lm = load(one, blocks=blocks)
-        service = serving.service_of(lm, "tiny", ServeSettings(engine=TIGHT, warm_up=False), None)
+        lm = load_lm(one, blocks=blocks)
+        service = serving.build_service(lm, "tiny", ServeSettings(engine=TIGHT, warm_up=False), None)
         service.front.close()
-        kept, size = kept_in_blocks(service.front.engine.weights())
+        kept, size = count_in_blocks(service.front.engine.weights())
         # Without `blocks` the engine packs what it multiplies, which the embedding beside a head is not.
         assert (service.about[1], kept) == (f"weights: {count} of 21 are kept in blocks, as in the file: {sized(size)}", count)
 
@@ -174,12 +174,12 @@ def test_a_server_keeps_blocks_unless_copies_share_the_weights(copies: int, one:
 
 def test_it_is_not_saved(one: Path, tmp_path: Path):
     with pytest.raises(BadInput, match="packed for this CPU"):
-        load(one, blocks=True).save(tmp_path / "out")
-    load(one).save(tmp_path / "out")
+        load_lm(one, blocks=True).save(tmp_path / "out")
+    load_lm(one).save(tmp_path / "out")
 
 
 def test_it_is_not_quantized_again(one: Path):
-    lm = load(one, blocks=True)
+    lm = load_lm(one, blocks=True)
     with pytest.raises(BadInput, match="packed for answers alone"):
         swap(lm.module, ".*", int8)
 
@@ -194,12 +194,12 @@ def test_it_says_what_is_in_blocks(one: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("how", [{}, {"blocks": True, "dtype": "bfloat16"}, {"blocks": True, "tensor": 2}])
 def test_elsewhere_weights_are_arrays(one: Path, how: dict[str, Any]):
-    assert all(isinstance(a, jax.Array) for a in split(load(one, **how).module)[1].values())
+    assert all(isinstance(a, jax.Array) for a in split(load_lm(one, **how).module)[1].values())
 
 
 def test_without_kernels_weights_are_arrays(one: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loading.library, "load", lambda: "no compiler")
-    assert all(isinstance(a, jax.Array) for a in split(load(one, blocks=True).module)[1].values())
+    assert all(isinstance(a, jax.Array) for a in split(load_lm(one, blocks=True).module)[1].values())
 
 
 def test_memory_is_what_the_blocks_take(one: Path, monkeypatch: pytest.MonkeyPatch):
@@ -207,23 +207,23 @@ def test_memory_is_what_the_blocks_take(one: Path, monkeypatch: pytest.MonkeyPat
     needed = 4 * argosy.load(one).config.parameters()
     monkeypatch.setattr(environment, "memory_bytes", lambda: (needed // 2, needed // 2))
     with pytest.raises(BadInput, match="of memory"):
-        load(one)
-    assert kept_in_blocks(split(load(one, blocks=True).module)[1])[0]
+        load_lm(one)
+    assert count_in_blocks(split(load_lm(one, blocks=True).module)[1])[0]
     monkeypatch.setattr(environment, "memory_bytes", lambda: (needed // 8, needed // 8))
     with pytest.raises(BadInput, match="blocks of the file"):
-        load(one, blocks=True)
+        load_lm(one, blocks=True)
 
 
 # ---------------------------------------------------------------- a model of floats
 
 
 def made_by(engine: Engine) -> dict[str, Panels]:
-    forward: Any = engine.forward
-    return forward.packs._made
+    forward: Any = engine.runner.forward
+    return forward.preparation.packer.panels
 
 
 def test_what_an_engine_packs_beside_floats_are_the_blocks(file: Path):
-    lm = load(file)
+    lm = load_lm(file)
     before = dict(split(lm.module)[1])
     found = [one.tokens for one in lm.generate([p.tokens for p in requests(lm)], 6)]
     made = made_by(lm.engine([46]))
@@ -234,7 +234,7 @@ def test_what_an_engine_packs_beside_floats_are_the_blocks(file: Path):
 
 
 def test_a_weight_that_was_replaced_is_packed_from_its_numbers(one: Path):
-    lm = load(one)
+    lm = load_lm(one)
     doubled = 2 * split(lm.module)[1]["layers.0.mlp.up.w"]
     put(lm.module, {"layers.0.mlp.up.w": doubled})
     engine = Engine(lm.module, TIGHT, origin=lm.origin)
@@ -246,10 +246,10 @@ def test_a_weight_that_was_replaced_is_packed_from_its_numbers(one: Path):
 
 def test_a_file_that_has_changed_is_not_read_again(one: Path, tmp_path: Path):
     file = shutil.copy(one, tmp_path / "model.gguf")
-    lm = load(file)
+    lm = load_lm(file)
     with open(file, "r+b") as written:
         written.seek(-2000, os.SEEK_END)
         written.write(bytes(2000))
     engine = Engine(lm.module, TIGHT, origin=lm.origin)
-    assert answers(engine, requests(lm)) == answers(Engine(load(one).module, TIGHT), requests(lm))
+    assert answers(engine, requests(lm)) == answers(Engine(load_lm(one).module, TIGHT), requests(lm))
     assert all(a.scale is None for a in made_by(engine).values())

@@ -9,8 +9,8 @@ from laws.families import CASES, FULL_OF, STRUCTURES, built
 
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
-from argosy.infer.cpu.views import Views, viewable
-from argosy.infer.engine.forward import ByLayer
+from argosy.infer.cpu.views import LayerViews, is_on_one_cpu
+from argosy.infer.forward.passes import forward_of
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Scan, Unroll, to_layers
 from argosy.models.parts.weight import split, variables
@@ -29,7 +29,7 @@ def test_views_are_the_weights_by_layer(case, quantized):
     model = built(CASES[case], Scan())
     if quantized:
         swap(model, ".*", int8)
-    made, weights = Views(model), split(model)[1]
+    made, weights = LayerViews(model), split(model)[1]
     views, copies = made.of(weights), to_layers(model, {address: np.asarray(w) for address, w in weights.items()})
     assert views.keys() == copies.keys() == split(made.model)[1].keys()
     for name, view in views.items():
@@ -39,7 +39,7 @@ def test_views_are_the_weights_by_layer(case, quantized):
 
 def test_aligned_layers_are_not_copied():
     model = built(CASES["llama-plain"], Scan())
-    made, weights = Views(model), split(model)[1]
+    made, weights = LayerViews(model), split(model)[1]
     views = made.of(weights)
     aligned = 0
     for name, (address, layer) in made.stored.items():
@@ -79,11 +79,11 @@ def test_changed_weights_are_decoded_from():
 
 @pytest.mark.parametrize("case", default(FULL_OF["qwen3_next"], of=STRUCTURES))
 def test_caches_of_scanned_layers_are_those_of_unrolled_ones(case):
-    scanned, unrolled = (ByLayer(built(CASES[case], run)) for run in (Scan(), Unroll()))
+    scanned, unrolled = (forward_of(model, split(model)[1]) for model in (built(CASES[case], run) for run in (Scan(), Unroll())))
     assert scanned.specs == unrolled.specs
-    assert unrolled.views is None
+    assert unrolled.preparation.views is None
 
 
 def test_weights_that_are_not_in_the_memory_of_one_cpu_have_no_views():
-    assert not viewable({"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
-    assert viewable({"w": jnp.zeros(2)})
+    assert not is_on_one_cpu({"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
+    assert is_on_one_cpu({"w": jnp.zeros(2)})

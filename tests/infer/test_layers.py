@@ -2,7 +2,7 @@
 
 import pytest
 
-from argosy.infer.engine.layers import runs
+from argosy.infer.forward.layers import equal_runs
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ from argosy.infer.engine.layers import runs
     ],
 )
 def test_layers_run_together_where_the_plan_repeats(kinds: str, most: int, sizes: list[int]):
-    found = runs(kinds, most)
+    found = equal_runs(kinds, most)
     assert [end - start for start, end in found] == sizes
     assert [start for start, _ in found] == [sum(sizes[:i]) for i in range(len(sizes))]

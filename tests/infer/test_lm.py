@@ -20,11 +20,11 @@ from argosy.core.errors import BadInput, SettingsError
 from argosy.infer import completions as answers
 from argosy.infer import load as load_module
 from argosy.infer.engine import cached_engine as held
-from argosy.infer.engine import engine as engine_module
-from argosy.infer.engine import sequences
+from argosy.infer.engine import runner as runner_module
 from argosy.infer.engine.request import Request
+from argosy.infer.forward import sequences
 from argosy.infer.lm import LM
-from argosy.infer.load import load
+from argosy.infer.load import load_lm
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Scan, Unroll
@@ -273,7 +273,7 @@ def test_an_engine_that_slept_answers_as_before(lm):
     engine = lm._held._engine
     before, reused = engine.stats.compilations, engine.stats.reused_tokens
     lm.sleep()
-    assert engine._caches is None
+    assert engine.runner._caches is None
     second = lm.generate([[3] * 40, *PROMPTS], 8, ignore_eos=True)
     assert [one.tokens for one in second] == [one.tokens for one in first]
     assert (engine.stats.compilations, engine.stats.reused_tokens) == (before, reused)
@@ -302,7 +302,7 @@ def test_compiling_is_announced_with_what_for(monkeypatch):
     said = []
     config = CASES["llama-plain"]
     model = LM(config, built(config, Unroll()), say=said.append)
-    monkeypatch.setattr(engine_module, "telling", lambda say, text: nullcontext(say(text)))
+    monkeypatch.setattr(runner_module, "telling", lambda say, text: nullcontext(say(text)))
     model.generate([PROMPTS[0]], 4, ignore_eos=True)
     assert said[0] == "compiling a step of 0 decoding rows and 1 x 32 prompt tokens"
     assert "compiling a step of 1 decoding rows and 0 x 0 prompt tokens" in said
@@ -315,7 +315,7 @@ def test_compiling_is_announced_with_what_for(monkeypatch):
 
 def test_room_grows_by_large_steps_and_to_the_context_at_most():
     settings = EngineSettings()
-    room = held.Room().grown([100], 8192, settings)
+    room = held.EngineRoom().grown([100], 8192, settings)
     assert room == (1, 512, 32)
     assert room.grown([512], 8192, settings) == room
     assert room.grown([513], 8192, settings) == (1, 2048, 128)
@@ -364,7 +364,7 @@ def test_a_longer_prompt_gets_room_whatever_the_engine_was_doing(lm, how):
     """A stop string is found after the next step has begun, so the engine was busy, and kept its size."""
     own = LM(lm.config, lm.module, lm.tokenizer)
     own.sequences()  # looks at the module, after which the room stays
-    own._held._room = held.Room(1, 32, 0)
+    own._held._room = held.EngineRoom(1, 32, 0)
     word = lm.generate([PROMPTS[2]], 3, ignore_eos=True)[0].text[-1]
     others = own.pieces([PROMPTS[0]], 12, stop=[word] if how == "stopped" else [], ignore_eos=True)
     if how == "stopped":
@@ -443,7 +443,7 @@ def test_what_ended_an_answer_is_told(lm):
 
 def test_an_answer_keeps_the_space_in_front_of_it():
     """Prompt and answer, put together, are the text of all their tokens."""
-    model = load(shared("models/stories260k"))
+    model = load_lm(shared("models/stories260k"))
     answer = model.generate(["Once upon"], 12)[0]
     assert answer.text.startswith(" ")
     ids = model.encode("Once upon") + answer.tokens
@@ -475,12 +475,12 @@ def test_types_that_nothing_is_computed_in(dtype):
 
 
 def test_a_model_says_what_it_is():
-    lm = load_module.random(CASES["llama-plain"], 0)
+    lm = load_module.random_lm(CASES["llama-plain"], 0)
     assert repr(lm) == f"LM(LlamaConfig, {lm.config.parameters():,} parameters in float32, no tokenizer)"
 
 
 def test_adapters_are_merged_before_a_model_is_saved(tmp_path):
-    lm = load_module.random(CASES["llama-plain"], 0)
+    lm = load_module.random_lm(CASES["llama-plain"], 0)
     with pytest.raises(BadInput, match="no adapters"):
         lm.merge()
     swap(lm.module, r"layers\..*", lambda of: LoRA(of, 2, 2.0))

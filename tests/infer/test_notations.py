@@ -14,17 +14,17 @@ from argosy.core.errors import BadInput
 from argosy.data.chat.template import render
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.infer.tools.calls import Call, Calls, InText, Notation, Said
-from argosy.infer.tools.grammar import Grammars, Structure, masks, structure_of, unpacked
-from argosy.infer.tools.notations import notation_of
-from argosy.infer.tools.notations.deepseek import DeepSeek
-from argosy.infer.tools.notations.gemma import Gemma
-from argosy.infer.tools.notations.hermes import Hermes
-from argosy.infer.tools.notations.kimi import Kimi
-from argosy.infer.tools.notations.llama3 import Llama3
-from argosy.infer.tools.notations.mistral import Mistral
-from argosy.infer.tools.notations.qwen_xml import QwenXml
-from argosy.infer.tools.notations.schemas import kinds_of
+from argosy.infer.tools.calls import CallDelta, CallNotation, CallParser, TextNotation, ToolCall
+from argosy.infer.tools.grammar import Grammars, Structure, grammar_masks, read_structure, unpacked_bits
+from argosy.infer.tools.notations import find_notation
+from argosy.infer.tools.notations.deepseek import DeepSeekNotation
+from argosy.infer.tools.notations.gemma import GemmaNotation
+from argosy.infer.tools.notations.hermes import HermesNotation
+from argosy.infer.tools.notations.kimi import KimiNotation
+from argosy.infer.tools.notations.llama3 import Llama3Notation
+from argosy.infer.tools.notations.mistral import MistralNotation
+from argosy.infer.tools.notations.qwen_xml import QwenXmlNotation
+from argosy.infer.tools.notations.schemas import schema_types
 
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
 TOOLS: list[dict[str, Any]] = [
@@ -32,7 +32,7 @@ TOOLS: list[dict[str, Any]] = [
         "type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"], "additionalProperties": False}}},
     {"type": "function", "function": {"name": "time", "description": "Now."}},
 ]  # fmt: skip
-NUMBER = structure_of({"json": {"enum": [1, 2]}})
+NUMBER = read_structure({"json": {"enum": [1, 2]}})
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +41,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return marked(tmp_path_factory.mktemp("marked"), NAMES, "")
 
 
-def found(name: str, tokenizer: Tokenizer) -> InText:
-    notation = notation_of(template(name), tokenizer)
-    assert isinstance(notation, InText)
+def found(name: str, tokenizer: Tokenizer) -> TextNotation:
+    notation = find_notation(template(name), tokenizer)
+    assert isinstance(notation, TextNotation)
     return notation
 
 
-def as_read(notation: Notation, tokenizer: Tokenizer, text: str) -> str:
+def as_read(notation: CallNotation, tokenizer: Tokenizer, text: str) -> str:
     """A text that the model says, as it is read: with marks."""
     stream = tokenizer.stream(marks=notation.marks)
     return "".join([stream.push(token) for token in tokenizer.encode(text, special=True)]) + stream.end()
 
 
-def said(notation: Notation, tokenizer: Tokenizer, text: str) -> Said:
+def said(notation: CallNotation, tokenizer: Tokenizer, text: str) -> CallDelta:
     return notation.read(as_read(notation, tokenizer, text))
 
 
@@ -117,58 +117,58 @@ TOOLS_BEGIN, TOOLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end
 GEMMA = '<|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|>'
 GEMMA_TIME = "<|tool_call>call:time{}<tool_call|>"
 BOTH = ["weather", "time"]
-ANSWERS: list[tuple[type[InText], str, str, list[str]]] = [
-    (Mistral, LIST, "", BOTH),
-    (Mistral, f"Let me see.{LIST}", "Let me see.", BOTH),
+ANSWERS: list[tuple[type[TextNotation], str, str, list[str]]] = [
+    (MistralNotation, LIST, "", BOTH),
+    (MistralNotation, f"Let me see.{LIST}", "Let me see.", BOTH),
     # With SentencePiece a space follows the mark.
-    (Mistral, f"[TOOL_CALLS] [{ONE}]", "", ["weather"]),
-    (Mistral, f"[TOOL_CALLS]{ONE}", "", ["weather"]),
-    (Mistral, f"[TOOL_CALLS][{ONE}][TOOL_CALLS][{TWO}]", "", BOTH),
-    (Mistral, NAMED, "", BOTH),
-    (Mistral, NAMED.replace("[ARGS]", "[CALL_ID]abcdefghi[ARGS]"), "", BOTH),
-    (Mistral, NAMED.replace("[ARGS]", ""), "", BOTH),
-    (Mistral, f"{LIST} Done.", "Done.", BOTH),
+    (MistralNotation, f"[TOOL_CALLS] [{ONE}]", "", ["weather"]),
+    (MistralNotation, f"[TOOL_CALLS]{ONE}", "", ["weather"]),
+    (MistralNotation, f"[TOOL_CALLS][{ONE}][TOOL_CALLS][{TWO}]", "", BOTH),
+    (MistralNotation, NAMED, "", BOTH),
+    (MistralNotation, NAMED.replace("[ARGS]", "[CALL_ID]abcdefghi[ARGS]"), "", BOTH),
+    (MistralNotation, NAMED.replace("[ARGS]", ""), "", BOTH),
+    (MistralNotation, f"{LIST} Done.", "Done.", BOTH),
     # Cut short, and other JSON.
-    (Mistral, LIST[:-3], LIST[:-3], []),
-    (Mistral, NAMED[:-1], NAMED[:-1], []),
-    (Mistral, "[TOOL_CALLS]", "[TOOL_CALLS]", []),
-    (Mistral, "[TOOL_CALLS]weather", "[TOOL_CALLS]weather", []),
-    (Mistral, "[TOOL_CALLS][1]", "[TOOL_CALLS][1]", []),
-    (Mistral, '[TOOL_CALLS]f[ARGS]{"a": NaN}', '[TOOL_CALLS]f[ARGS]{"a": NaN}', []),
-    (Mistral, f"A list: [{ONE}], [TOOL_", f"A list: [{ONE}], [TOOL_", []),
-    (Kimi, SECTION + KIMI + KIMI_TIME + CLOSED, "", BOTH),
-    (Kimi, f"Let me see.{SECTION}{KIMI}{CLOSED}", "Let me see.", ["weather"]),
-    (Kimi, f"{SECTION}\n{KIMI}\n{KIMI_TIME}\n{CLOSED} Done.", "Done.", BOTH),
-    (Kimi, KIMI + KIMI_TIME, "", BOTH),
-    (Kimi, f"{SECTION}{KIMI}{CLOSED}{SECTION}{KIMI_TIME}{CLOSED}", "", BOTH),
-    (Kimi, (SECTION + KIMI + KIMI_TIME).replace("functions.", "").replace(":1", ""), "", BOTH),
-    (Kimi, SECTION + KIMI.removesuffix("<|tool_call_end|>"), "", ["weather"]),
-    (Kimi, SECTION + KIMI[:-20], SECTION + KIMI[:-20], []),
-    (Kimi, SECTION + "functions.weather:0", SECTION + "functions.weather:0", []),
-    (Kimi, SECTION, SECTION, []),
-    (Kimi, f"{SECTION}{KIMI}a", f"{SECTION}{KIMI}a", []),
-    (Kimi, "<|tool_calls", "<|tool_calls", []),
-    (DeepSeek, f"{TOOLS_BEGIN}{R1_WEATHER}\n{R1_TIME}{TOOLS_END}", "", BOTH),
-    (DeepSeek, f"Let me see.{TOOLS_BEGIN}{V31}{TOOLS_END}", "Let me see.", ["weather"]),
-    (DeepSeek, V31 + R1_TIME, "", BOTH),
-    (DeepSeek, TOOLS_BEGIN + R1_WEATHER.replace("```<", "<"), TOOLS_BEGIN + R1_WEATHER.replace("```<", "<"), []),
-    (DeepSeek, TOOLS_BEGIN + V31[:-25], TOOLS_BEGIN + V31[:-25], []),
-    (Gemma, GEMMA + GEMMA_TIME, "", BOTH),
-    (Gemma, f"Let me see.{GEMMA}", "Let me see.", ["weather"]),
-    (Gemma, GEMMA.replace(":<", ' : <').replace("}", " }").removesuffix("<tool_call|>"), "", ["weather"]),
-    (Gemma, GEMMA.replace('<|"|>', ""), GEMMA.replace('<|"|>', ""), []),
-    (Gemma, GEMMA.replace("}", ",}"), GEMMA.replace("}", ",}"), []),
-    (Gemma, GEMMA.replace("}", "]"), GEMMA.replace("}", "]"), []),
-    (Gemma, GEMMA[:-20], GEMMA[:-20], []),
-    (QwenXml, XML + "\n" + XML_TIME, "", BOTH),
-    (QwenXml, f"Let me see.\n\n{XML}", "Let me see.\n\n", ["weather"]),
-    (QwenXml, XML.replace("\n", ""), "", ["weather"]),
-    (QwenXml, XML.removesuffix("\n</tool_call>"), "", ["weather"]),
-    (QwenXml, XML[:-25], XML[:-25], []),
-    (QwenXml, f"<tool_call>{ONE}</tool_call>", f"<tool_call>{ONE}</tool_call>", []),
-    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": 1e999}}', '<tool_call>{"name": "f", "arguments": {"a": 1e999}}', []),
-    (Hermes, f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>", "", BOTH),
-    (Hermes, f"<tool_call>{ONE}}}</tool_call>", f"<tool_call>{ONE}}}</tool_call>", []),
+    (MistralNotation, LIST[:-3], LIST[:-3], []),
+    (MistralNotation, NAMED[:-1], NAMED[:-1], []),
+    (MistralNotation, "[TOOL_CALLS]", "[TOOL_CALLS]", []),
+    (MistralNotation, "[TOOL_CALLS]weather", "[TOOL_CALLS]weather", []),
+    (MistralNotation, "[TOOL_CALLS][1]", "[TOOL_CALLS][1]", []),
+    (MistralNotation, '[TOOL_CALLS]f[ARGS]{"a": NaN}', '[TOOL_CALLS]f[ARGS]{"a": NaN}', []),
+    (MistralNotation, f"A list: [{ONE}], [TOOL_", f"A list: [{ONE}], [TOOL_", []),
+    (KimiNotation, SECTION + KIMI + KIMI_TIME + CLOSED, "", BOTH),
+    (KimiNotation, f"Let me see.{SECTION}{KIMI}{CLOSED}", "Let me see.", ["weather"]),
+    (KimiNotation, f"{SECTION}\n{KIMI}\n{KIMI_TIME}\n{CLOSED} Done.", "Done.", BOTH),
+    (KimiNotation, KIMI + KIMI_TIME, "", BOTH),
+    (KimiNotation, f"{SECTION}{KIMI}{CLOSED}{SECTION}{KIMI_TIME}{CLOSED}", "", BOTH),
+    (KimiNotation, (SECTION + KIMI + KIMI_TIME).replace("functions.", "").replace(":1", ""), "", BOTH),
+    (KimiNotation, SECTION + KIMI.removesuffix("<|tool_call_end|>"), "", ["weather"]),
+    (KimiNotation, SECTION + KIMI[:-20], SECTION + KIMI[:-20], []),
+    (KimiNotation, SECTION + "functions.weather:0", SECTION + "functions.weather:0", []),
+    (KimiNotation, SECTION, SECTION, []),
+    (KimiNotation, f"{SECTION}{KIMI}a", f"{SECTION}{KIMI}a", []),
+    (KimiNotation, "<|tool_calls", "<|tool_calls", []),
+    (DeepSeekNotation, f"{TOOLS_BEGIN}{R1_WEATHER}\n{R1_TIME}{TOOLS_END}", "", BOTH),
+    (DeepSeekNotation, f"Let me see.{TOOLS_BEGIN}{V31}{TOOLS_END}", "Let me see.", ["weather"]),
+    (DeepSeekNotation, V31 + R1_TIME, "", BOTH),
+    (DeepSeekNotation, TOOLS_BEGIN + R1_WEATHER.replace("```<", "<"), TOOLS_BEGIN + R1_WEATHER.replace("```<", "<"), []),
+    (DeepSeekNotation, TOOLS_BEGIN + V31[:-25], TOOLS_BEGIN + V31[:-25], []),
+    (GemmaNotation, GEMMA + GEMMA_TIME, "", BOTH),
+    (GemmaNotation, f"Let me see.{GEMMA}", "Let me see.", ["weather"]),
+    (GemmaNotation, GEMMA.replace(":<", ' : <').replace("}", " }").removesuffix("<tool_call|>"), "", ["weather"]),
+    (GemmaNotation, GEMMA.replace('<|"|>', ""), GEMMA.replace('<|"|>', ""), []),
+    (GemmaNotation, GEMMA.replace("}", ",}"), GEMMA.replace("}", ",}"), []),
+    (GemmaNotation, GEMMA.replace("}", "]"), GEMMA.replace("}", "]"), []),
+    (GemmaNotation, GEMMA[:-20], GEMMA[:-20], []),
+    (QwenXmlNotation, XML + "\n" + XML_TIME, "", BOTH),
+    (QwenXmlNotation, f"Let me see.\n\n{XML}", "Let me see.\n\n", ["weather"]),
+    (QwenXmlNotation, XML.replace("\n", ""), "", ["weather"]),
+    (QwenXmlNotation, XML.removesuffix("\n</tool_call>"), "", ["weather"]),
+    (QwenXmlNotation, XML[:-25], XML[:-25], []),
+    (QwenXmlNotation, f"<tool_call>{ONE}</tool_call>", f"<tool_call>{ONE}</tool_call>", []),
+    (HermesNotation, '<tool_call>{"name": "f", "arguments": {"a": 1e999}}', '<tool_call>{"name": "f", "arguments": {"a": 1e999}}', []),
+    (HermesNotation, f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>", "", BOTH),
+    (HermesNotation, f"<tool_call>{ONE}}}</tool_call>", f"<tool_call>{ONE}}}</tool_call>", []),
 ]
 
 
@@ -176,11 +176,11 @@ ANSWERS: list[tuple[type[InText], str, str, list[str]]] = [
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("kind, text, beside, names", ANSWERS)
 def test_calls_are_read_and_what_is_none_stays_text(
-    tokenizer: Tokenizer, kind: type[InText], text: str, beside: str, names: list[str], size: int, marks: bool
+    tokenizer: Tokenizer, kind: type[TextNotation], text: str, beside: str, names: list[str], size: int, marks: bool
 ):
     by = tokenizer if marks else ByteTokenizer()
     notation = kind("", by)
-    calls, text = Calls(notation), as_read(notation, by, text)
+    calls, text = CallParser(notation), as_read(notation, by, text)
     read = "".join(calls.push(text[i : i + size]) for i in range(0, len(text), size))
     rest, given = calls.end()
     assert read + rest == beside
@@ -192,37 +192,41 @@ TAGS = ["<function=f>", "<parameter=a>", "</parameter>", "</function>"]
 PARTS = [*NAMES, ONE, TWO, "[", "]", "{", "f", " ", "functions.f:1", "{}", '{"a": "[TOOL_CALLS]"}', "é", *TAGS]
 
 
-@pytest.mark.parametrize("kind", [Hermes, Llama3, Mistral, Kimi, DeepSeek, Gemma, QwenXml])
+KINDS = [HermesNotation, Llama3Notation, MistralNotation, KimiNotation, DeepSeekNotation, GemmaNotation, QwenXmlNotation]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=150, deadline=None)
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=9), data=st.data())
-def test_an_answer_is_the_same_wherever_it_is_cut(kind: type[InText], parts: list[str], data: Any):
+def test_an_answer_is_the_same_wherever_it_is_cut(kind: type[TextNotation], parts: list[str], data: Any):
     """Marks are their names here, which can be cut, too."""
     notation, text = kind("", None), "".join(parts)
     cuts = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text)), max_size=5))})
-    calls = Calls(notation)
+    calls = CallParser(notation)
     read = "".join(calls.push(text[a:b]) for a, b in pairwise(cuts))
     rest, given = calls.end()
-    assert notation.read(text) == Said(read + rest, given, tried=calls.begun)
+    assert notation.read(text) == CallDelta(read + rest, given, tried=calls.begun)
     if not given:
         assert read + rest == text, "nothing is lost"
 
 
 def test_marks_that_are_spelled_in_ordinary_tokens_are_text(tokenizer: Tokenizer):
-    for kind, text in ((Mistral, LIST), (Kimi, SECTION + KIMI + CLOSED), (Hermes, f"<tool_call>{ONE}</tool_call>")):
+    for kind, text in ((MistralNotation, LIST), (KimiNotation, SECTION + KIMI + CLOSED), (HermesNotation,
+    f"<tool_call>{ONE}</tool_call>")):
         notation = kind("", tokenizer)
         stream = tokenizer.stream(marks=notation.marks)
         plain = "".join(map(stream.push, tokenizer.encode(text))) + stream.end()
-        assert notation.read(plain) == Said(text, [])
+        assert notation.read(plain) == CallDelta(text, [])
         assert said(notation, tokenizer, text).calls
 
 
 def test_marks_inside_arguments_are_arguments():
     """Where marks are ordinary tokens, too."""
     for kind, text in (
-        (Mistral, '[TOOL_CALLS][{"name": "f", "arguments": {"a": "[TOOL_CALLS][1]"}}]'),
-        (Mistral, '[TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS][1]"}'),
-        (Hermes, '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'),
-        (Kimi, SECTION + KIMI.replace("city", "a").replace("Köln", "<|tool_call_end|>") + CLOSED),
+        (MistralNotation, '[TOOL_CALLS][{"name": "f", "arguments": {"a": "[TOOL_CALLS][1]"}}]'),
+        (MistralNotation, '[TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS][1]"}'),
+        (HermesNotation, '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'),
+        (KimiNotation, SECTION + KIMI.replace("city", "a").replace("Köln", "<|tool_call_end|>") + CLOSED),
     ):
         (call,) = kind("").read(text).calls
         assert json.loads(call.arguments)["a"] in text
@@ -252,8 +256,8 @@ typed = {
 def test_values_without_types_are_read_by_the_schema(made: list[dict[str, Any]]):
     """As the template of Qwen 3.5 writes them."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
-    notation = notation_of(template("qwen3.5"), None, tools)
-    assert isinstance(notation, QwenXml)
+    notation = find_notation(template("qwen3.5"), None, tools)
+    assert isinstance(notation, QwenXmlNotation)
     calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in made]
     text = render(template("qwen3.5"), [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls}], {}, tools=tools)
     turn = text[text.index("</think>") + len("</think>\n\n") :].removesuffix("<|im_end|>\n")
@@ -266,11 +270,12 @@ def test_a_schema_that_is_none_does_not_keep_calls_from_being_read():
     odd: Any = {"type": 5, "enum": 1, "anyOf": {}}
     for wrong in (None, 5, {"properties": 5}, {"properties": {"a": odd}}, {"properties": {"a": {"$ref": "#/a"}}}):
         tools = [{"type": "function", "function": {"name": "f", "parameters": wrong}}]
-        (call,) = QwenXml("", None, tools).read("<tool_call><function=f><parameter=a>5</parameter></function></tool_call>").calls
+        text = "<tool_call><function=f><parameter=a>5</parameter></function></tool_call>"
+        (call,) = QwenXmlNotation("", None, tools).read(text).calls
         assert call.arguments == '{"a": "5"}'
     loop = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}]}}, "properties": {"a": {"$ref": "#/$defs/a"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": loop}}]
-    (call,) = QwenXml("", None, tools).read("<tool_call><function=f><parameter=a>5</parameter></function></tool_call>").calls
+    (call,) = QwenXmlNotation("", None, tools).read("<tool_call><function=f><parameter=a>5</parameter></function></tool_call>").calls
     assert call.arguments == '{"a": 5}'
 
 
@@ -278,15 +283,15 @@ def test_a_schema_that_is_none_does_not_keep_calls_from_being_read():
 
 
 def test_ids_are_those_that_templates_take():
-    calls = [Call("f", "{}", "abcdefghi"), Call("f", "{}", "abcdefghi"), Call("f", "{}", "no id"), Call("g", "{}")]
-    given = [one["id"] for one in Mistral("").written(calls, [])]
+    calls = [ToolCall("f", "{}", "abcdefghi"), ToolCall("f", "{}", "abcdefghi"), ToolCall("f", "{}", "no id"), ToolCall("g", "{}")]
+    given = [one["id"] for one in MistralNotation("").written(calls, [])]
     assert given[0] == "abcdefghi"
     assert len(set(given)) == 4
     assert all(len(one) == 9 and one.isalnum() and one.isascii() for one in given)
-    assert Mistral("").written(calls[:1], ["abcdefghi"])[0]["id"] != "abcdefghi", "it is taken"
-    given = [one["id"] for one in Kimi("").written(calls, ["", ""])]
+    assert MistralNotation("").written(calls[:1], ["abcdefghi"])[0]["id"] != "abcdefghi", "it is taken"
+    given = [one["id"] for one in KimiNotation("").written(calls, ["", ""])]
     assert given == ["functions.f:2", "functions.f:3", "functions.f:4", "functions.g:5"]
-    assert [one["id"] for one in Hermes("").written(calls[:2], [], lambda i: f"c{i}")] == ["c0", "c1"]
+    assert [one["id"] for one in HermesNotation("").written(calls[:2], [], lambda i: f"c{i}")] == ["c0", "c1"]
 
 
 def conversation(*ids: str) -> list[dict[str, Any]]:
@@ -298,8 +303,8 @@ def conversation(*ids: str) -> list[dict[str, Any]]:
 
 def test_calls_of_other_models_get_ids_that_the_template_takes():
     own = conversation("abcdefghi", "abcdefghj")
-    assert Mistral.messages(own, "") == own
-    messages = Mistral.messages(conversation("call_1", "call_2"), "")
+    assert MistralNotation.messages(own, "") == own
+    messages = MistralNotation.messages(conversation("call_1", "call_2"), "")
     first, second = (one["id"] for one in messages[1]["tool_calls"])
     assert [one["tool_call_id"] for one in messages[2:]] == [second, first]
     text = render(template("nemo"), messages, {"bos_token": "", "eos_token": ""}, tools=TOOLS)
@@ -313,19 +318,19 @@ def test_deepseek_reads_arguments_as_its_template_writes_them():
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
     said = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
     own = "{{ messages[1].content }}{{ messages[1].tool_calls[0]['function']['arguments'] + '<｜tool▁call▁end｜>' }}"
-    assert render(own, DeepSeek.messages(said, own), {}) == 'None{"a": "é"}<｜tool▁call▁end｜>'
-    text = render(template("deepseek"), DeepSeek.messages(said, template("deepseek")), {})
+    assert render(own, DeepSeekNotation.messages(said, own), {}) == 'None{"a": "é"}<｜tool▁call▁end｜>'
+    text = render(template("deepseek"), DeepSeekNotation.messages(said, template("deepseek")), {})
     result = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>noon<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
     assert text.endswith(f"{TOOLS_END}<｜end▁of▁sentence｜>{result}")
 
 
 def test_kimi_counts_calls_and_reads_results_in_their_order():
     of_none = {"role": "tool", "content": "of none"}
-    messages = Kimi.messages([*conversation("call_1", "call_2"), *conversation("call_3")[1:], of_none], "")
+    messages = KimiNotation.messages([*conversation("call_1", "call_2"), *conversation("call_3")[1:], of_none], "")
     assert [one["id"] for i in (1, 4) for one in messages[i]["tool_calls"]] == [f"functions.time:{i}" for i in range(3)]
     # What a client may send.
     odd = [{"id": [1], "function": {}}, {"function": {"name": "f"}}]
-    ids = [one["id"] for one in Kimi.messages([{"role": "assistant", "tool_calls": odd}], "")[0]["tool_calls"]]
+    ids = [one["id"] for one in KimiNotation.messages([{"role": "assistant", "tool_calls": odd}], "")[0]["tool_calls"]]
     assert ids == ["functions.None:0", "functions.f:1"]
     results = [(one.get("tool_call_id"), one["content"]) for one in messages if one["role"] == "tool"]
     assert results == [*((f"functions.time:{i}", f"of call_{i + 1}") for i in range(3)), (None, "of none")]
@@ -374,7 +379,7 @@ def grammars(tokenizer: Tokenizer) -> dict[bool, Grammars]:
 def accepts(grammars: Grammars, structure: Structure, text: str) -> bool:
     matcher = grammars.get(structure).matcher([257])
     for token in [*grammars.tokenizer.encode(text, special=True), 257]:
-        if not unpacked(masks([matcher])[0][0], grammars.vocab)[token]:
+        if not unpacked_bits(grammar_masks([matcher])[0][0], grammars.vocab)[token]:
             return False
         matcher.push(token)
     return True
@@ -413,7 +418,7 @@ def test_whatever_a_grammar_makes_is_a_call(grammars: dict[bool, Grammars], name
     for _ in range(5):
         matcher, ids = by.get(structure).matcher([257]), []
         while True:
-            allowed = np.flatnonzero(unpacked(masks([matcher])[0][0], by.vocab))
+            allowed = np.flatnonzero(unpacked_bits(grammar_masks([matcher])[0][0], by.vocab))
             token = 257 if 257 in allowed else int(rng.choice(allowed))
             if token == 257:
                 break
@@ -436,7 +441,7 @@ def with_parameters(**parameters: str) -> str:
 def test_arguments_without_types_are_forced_one_by_one(grammars: dict[bool, Grammars]):
     """In the order of the schema, those that it requires."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": TYPED | {"required": ["count"]}}}]
-    notation = notation_of(template("qwen3.5"), ByteTokenizer(), tools)
+    notation = find_notation(template("qwen3.5"), ByteTokenizer(), tools)
     assert notation is not None
     structure = notation.grammar(tools, must=True, many=False)
     right = [
@@ -502,12 +507,12 @@ def test_a_grammar_of_gemma_follows_the_schema(grammars: dict[bool, Grammars], m
 
 def test_a_tool_without_a_schema_is_refused():
     wrong = [replace_parameters(TOOLS[0], [1])]
-    for kind in (Mistral, Kimi, Hermes, QwenXml, Gemma):
+    for kind in (MistralNotation, KimiNotation, HermesNotation, QwenXmlNotation, GemmaNotation):
         with pytest.raises(BadInput, match="schema"):
             kind("").grammar(wrong, must=True, many=True)
 
 
-@pytest.mark.parametrize("kind", [QwenXml, Gemma])
+@pytest.mark.parametrize("kind", [QwenXmlNotation, GemmaNotation])
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -515,7 +520,7 @@ def test_a_tool_without_a_schema_is_refused():
         {"properties": {"a": {"type": "int"}}},
     ],
 )  # fmt: skip
-def test_a_schema_that_is_none_is_refused(grammars: dict[bool, Grammars], kind: type[InText], wrong: Any):
+def test_a_schema_that_is_none_is_refused(grammars: dict[bool, Grammars], kind: type[TextNotation], wrong: Any):
     with pytest.raises(BadInput):
         grammars[False].get(kind("").grammar([replace_parameters(TOOLS[0], wrong)], must=True, many=True))
 
@@ -526,12 +531,13 @@ def replace_parameters(tool: dict[str, Any], parameters: Any) -> dict[str, Any]:
 
 def test_a_schema_that_refers_to_itself_many_times_is_read_once():
     root = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 50 + [{"type": "integer"}]}}}
-    assert kinds_of({"$ref": "#/$defs/a"}, root) == {"integer"}
+    assert schema_types({"$ref": "#/$defs/a"}, root) == {"integer"}
 
 
 def test_a_grammar_of_many_arguments_grows_no_faster_than_their_schema():
     sizes = []
     for n in (20, 200):
         parameters = {"type": "object", "properties": {f"k{i:03}": {"type": "integer"} for i in range(n)}}
-        sizes.append(len(Gemma("").grammar([{"function": {"name": "f", "parameters": parameters}}], must=True, many=False).lark))
+        sizes.append(len(GemmaNotation("").grammar([{"function": {"name": "f", "parameters": parameters}}], must=True,
+        many=False).lark))
     assert sizes[1] < 13 * sizes[0]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from argosy.infer.engine.pages import Pages, page_hashes
+from argosy.infer.engine.pages import PageKey, PagePool, page_hashes, tail_hash
 
 
 def test_a_page_is_known_by_all_tokens_up_to_its_end_and_by_the_salt():
@@ -11,44 +11,53 @@ def test_a_page_is_known_by_all_tokens_up_to_its_end_and_by_the_salt():
     assert len(a) == len(b) == 2, "only full pages have a hash"
     assert a[0] == b[0]
     assert a[1] != b[1]
-    assert page_hashes([1, 2], 2, salt="x") != a[:1]
+    assert page_hashes([1, 2], 2, key=PageKey("x")) != a[:1]
     assert page_hashes([3, 4], 2, first=a[0]) == a[1:]
 
 
+def test_what_stands_at_a_token_besides_its_id_counts_from_its_page_on():
+    plain, one, other = (page_hashes([5] * 8, 2, PageKey(digests=digests)) for digests in ((), ((3, b"a"),), ((3, b"b"),)))
+    assert plain[0] == one[0] == other[0], "the text before it is shared"
+    assert len({hashes[i] for hashes in (plain, one, other) for i in (1, 2, 3)}) == 9
+    assert page_hashes([5] * 4, 2, PageKey(digests=((3, b"a"),)), one[1], 4) == one[2:], "it counts once"
+    tails = {tail_hash([5] * 5, 4, PageKey(digests=((4, digest),)), plain[:1]) for digest in (b"a", b"b")}
+    assert len(tails) == 2
+
+
 def test_pages_are_shared_by_count_and_kept_until_others_need_them():
-    pages = Pages(4)
-    one = pages.take(3)
+    pages = PagePool(4)
+    one = pages.allocate(3)
     assert one is not None
-    assert pages.take(2) is None
+    assert pages.allocate(2) is None
     assert pages.free == 1, "nothing is taken where not enough is free"
     hashes = page_hashes([1, 2, 3, 4, 5, 6], 2)
     for page, holds in zip(one, hashes):
         pages.publish(page, holds)
-    shared = pages.found(hashes)
+    shared = pages.lookup(hashes)
     assert shared == one
-    two = pages.take(0, shared)
+    two = pages.allocate(0, shared)
     assert two == one
-    pages.give_back(one)
+    pages.release(one)
     assert pages.free == 1, "the other owner still has them"
-    pages.give_back(two)
+    pages.release(two)
     assert pages.free == 4
-    assert pages.found(hashes) == one, "free pages still hold what they held"
-    taken = pages.take(2)
+    assert pages.lookup(hashes) == one, "free pages still hold what they held"
+    taken = pages.allocate(2)
     assert one[2] in taken, "the end of a sequence goes before its beginning"
-    assert pages.found(hashes) == one[:2]
+    assert pages.lookup(hashes) == one[:2]
     with pytest.raises(ValueError, match="no owner"):
-        pages.give_back([one[0]])
+        pages.release([one[0]])
 
 
 def test_pages_of_random_histories_add_up():
-    rng, pages, owned = np.random.default_rng(0), Pages(20), []
+    rng, pages, owned = np.random.default_rng(0), PagePool(20), []
     for _ in range(2000):
         if owned and rng.random() < 0.5:
-            pages.give_back(owned.pop(rng.integers(len(owned))))
+            pages.release(owned.pop(rng.integers(len(owned))))
         else:
             hashes = page_hashes(rng.integers(0, 2, 12).tolist(), 3)
-            shared = pages.found(hashes)
-            got = pages.take(4 - len(shared), shared)
+            shared = pages.lookup(hashes)
+            got = pages.allocate(4 - len(shared), shared)
             if got is not None:
                 owned.append(got)
                 for page, holds in zip(got, hashes):
@@ -57,15 +66,15 @@ def test_pages_of_random_histories_add_up():
         assert counts.tolist() == pages.owners
         assert pages.free == int((counts == 0).sum())
     for some in owned:
-        pages.give_back(some)
+        pages.release(some)
     assert pages.free == 20
 
 
 def test_new_weights_forget_what_pages_hold():
-    pages = Pages(2)
-    page = pages.take(1)
+    pages = PagePool(2)
+    page = pages.allocate(1)
     pages.publish(page[0], b"x")
-    pages.forget_all()
-    assert pages.found([b"x"]) == []
-    pages.give_back(page)
-    assert pages.take(2) is not None
+    pages.clear()
+    assert pages.lookup([b"x"]) == []
+    pages.release(page)
+    assert pages.allocate(2) is not None

@@ -12,8 +12,8 @@ from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.infer.cpu import panels
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.forward import ByLayer
 from argosy.infer.engine.request import Request
+from argosy.infer.forward.passes import ByLayer
 from argosy.models.parts.weight import split, variable
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels, packed
@@ -28,9 +28,9 @@ def pack_small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_by(engine: Engine) -> dict[str, Any]:
-    assert isinstance(engine.forward, ByLayer)
-    assert engine.forward.packs is not None
-    return engine.forward.packs._made
+    assert isinstance(engine.runner.forward, ByLayer)
+    assert engine.runner.forward.preparation.packer is not None
+    return engine.runner.forward.preparation.packer.panels
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def made_by(engine: Engine) -> dict[str, Any]:
 def test_answers_are_those_of_the_plain_weights(family: str, example: str, packed: set[str], plain: set[str]):
     lm = lm_of(family, example)
     engine, some = Engine(lm.module, TIGHT), prompts(lm.config.vocab)
-    assert answers(engine, [Request(p, most=6) for p in some]) == [alone(lm, p, 6) for p in some]
+    assert answers(engine, [Request(p, max_tokens=6) for p in some]) == [alone(lm, p, 6) for p in some]
     weights = split(lm.module)[1]
     assert packed <= made_by(engine).keys()
     assert plain <= weights.keys() - made_by(engine).keys()
@@ -56,8 +56,8 @@ def test_packed_weights_are_tied_to_a_device_only_if_the_weights_were():
     """Programs would compile a second time for the caches that such weights make."""
     lm = lm_of("llama", "plain")
     engine = Engine(lm.module, TIGHT)
-    answers(engine, [Request(p, most=3) for p in prompts(lm.config.vocab, (5, 40))])
-    arrays = [*jax.tree.leaves(made_by(engine)), *jax.tree.leaves(engine.caches)]
+    answers(engine, [Request(p, max_tokens=3) for p in prompts(lm.config.vocab, (5, 40))])
+    arrays = [*jax.tree.leaves(made_by(engine)), *jax.tree.leaves(engine.runner.caches)]
     assert not any(a.committed for a in arrays)
     tied = jax.device_put(np.ones((64, 64), np.float32), jax.devices()[1])
     assert packed(tied, 1, True).values.devices() == {jax.devices()[1]}
@@ -68,7 +68,7 @@ def test_int8_weights_are_packed_with_their_scales_beside_them():
     lm = lm_of("llama", "tied-biased")
     swap(lm.module, ".*", int8)
     engine, some = Engine(lm.module, TIGHT), prompts(lm.config.vocab, (5, 40))
-    assert answers(engine, [Request(p, most=6) for p in some]) == [alone(lm, p, 6) for p in some]
+    assert answers(engine, [Request(p, max_tokens=6) for p in some]) == [alone(lm, p, 6) for p in some]
     made = made_by(engine)
     assert {"embed.values", "layers.0.attn.o.values", "layers.1.mlp.down.values"} <= made.keys()
     assert {panels.values.dtype for panels in made.values()} == {np.dtype(np.int8)}
@@ -78,9 +78,9 @@ def test_a_serving_engine_holds_its_weights_once():
     lm = lm_of("llama", "plain")
     some = prompts(lm.config.vocab, (5, 40))
     expected, logits = [alone(lm, p, 6) for p in some], lm.logits([some[0]])
-    engine = Engine(lm.module, TIGHT, keeps=True)
+    engine = Engine(lm.module, TIGHT, exclusive=True)
     plain = weakref.ref(variable(lm.module, "layers.0.mlp.gate.w").get_raw_value())
-    assert answers(engine, [Request(p, most=6) for p in some]) == expected
+    assert answers(engine, [Request(p, max_tokens=6) for p in some]) == expected
     assert plain() is None
     packed = variable(lm.module, "layers.0.mlp.gate.w").get_raw_value()
     assert packed.values is made_by(engine)["layers.0.mlp.gate.w"].values
@@ -91,12 +91,12 @@ def test_a_serving_engine_holds_its_weights_once():
 @pytest.mark.parametrize("keeps", [False, True])
 def test_new_weights_are_packed_anew(keeps: bool):
     lm, other = lm_of("llama", "plain"), random(lm_of("llama", "plain").config, 1)
-    engine, some = Engine(lm.module, TIGHT, keeps=keeps), prompts(lm.config.vocab, (5, 40))
-    before = answers(engine, [Request(p, most=6) for p in some])
+    engine, some = Engine(lm.module, TIGHT, exclusive=keeps), prompts(lm.config.vocab, (5, 40))
+    before = answers(engine, [Request(p, max_tokens=6) for p in some])
     engine.swap_weights(split(other.module)[1])
-    after = answers(engine, [Request(p, most=6) for p in some])
+    after = answers(engine, [Request(p, max_tokens=6) for p in some])
     assert after != before
-    assert after == answers(Engine(random(lm.config, 1).module, TIGHT), [Request(p, most=6) for p in some])
+    assert after == answers(Engine(random(lm.config, 1).module, TIGHT), [Request(p, max_tokens=6) for p in some])
     assert isinstance(made_by(engine)["head.w"], Panels)
 
 
@@ -104,5 +104,5 @@ def test_no_copy_is_made_where_memory_is_short(monkeypatch: pytest.MonkeyPatch):
     lm = lm_of("llama", "plain")
     monkeypatch.setattr(panels, "memory_bytes", lambda: (1 << 20, 4096))
     engine, some = Engine(lm.module, TIGHT), prompts(lm.config.vocab, (5, 40))
-    assert answers(engine, [Request(p, most=3) for p in some]) == [alone(lm, p, 3) for p in some]
+    assert answers(engine, [Request(p, max_tokens=3) for p in some]) == [alone(lm, p, 3) for p in some]
     assert not made_by(engine)

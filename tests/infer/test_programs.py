@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from test_house import ROOMS
 
-from argosy.infer.engine import fingerprint as names
-from argosy.infer.engine import program_store
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.fingerprint import LATER, NoFingerprint, fingerprint, of_environment
-from argosy.infer.engine.program_store import ENDING, ProgramStore, Stored, open_store
-from argosy.infer.engine.programs import Program, Programs, described
 from argosy.infer.engine.request import Request
+from argosy.infer.programs import fingerprint as names
+from argosy.infer.programs import store as program_store
+from argosy.infer.programs.fingerprint import LATER, NoFingerprint, environment_fingerprint, fingerprint
+from argosy.infer.programs.programs import Program, Programs, abstract_arrays
+from argosy.infer.programs.store import ENDING, ProgramStore, StoredProgram, open_store
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import split
@@ -63,7 +63,7 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 
 def program_of(function: Any, **how: Any) -> Program:
     """As if it were defined in the package: a function of a test has no name."""
-    function.__module__ = "argosy.infer.engine.forward"
+    function.__module__ = "argosy.infer.forward.passes"
     return Program(function, **how)
 
 
@@ -248,7 +248,7 @@ def test_a_damaged_entry_is_compiled_anew_and_replaced(store: ProgramStore, dama
     program = scaled(2)
     assert prepared(program, A, store=store)(program, 0, A).tolist() == [12, 44, 76]
     assert len(path.read_bytes()) == len(whole)
-    key = scaled(2).key(described((A,)), names.of_options())
+    key = scaled(2).key(abstract_arrays((A,)), names.options_fingerprint())
     assert key is not None
     assert store.read(key) is not None
 
@@ -263,7 +263,7 @@ def test_an_entry_under_the_name_of_another_is_damaged(store: ProgramStore):
         assert prepared(program, A, store=store)(program, 0, A).tolist() == (by * np.float32([6, 22, 38])).tolist()
 
 
-def written(store: ProgramStore, program: Program, change: Callable[[Stored], Stored]) -> None:
+def written(store: ProgramStore, program: Program, change: Callable[[StoredProgram], StoredProgram]) -> None:
     """Writes the entry of a program anew, with something else in it and the right hash."""
     prepared(program, A, store=store)
     (path,) = entries(store)
@@ -283,7 +283,7 @@ def written(store: ProgramStore, program: Program, change: Callable[[Stored], St
     ],
     ids=["no executable", "empty", "other shapes", "another tree"],
 )
-def test_an_intact_entry_that_does_not_fit_is_compiled_anew(store: ProgramStore, change: Callable[[Stored], Stored]):
+def test_an_intact_entry_that_does_not_fit_is_compiled_anew(store: ProgramStore, change: Callable[[StoredProgram], StoredProgram]):
     written(store, scaled(2), change)
     program = scaled(2)
     run = prepared(program, A, store=store)
@@ -294,7 +294,7 @@ def test_an_intact_entry_that_does_not_fit_is_compiled_anew(store: ProgramStore,
 def test_several_starts_at_once_leave_whole_entries(store: ProgramStore):
     errors: list[Exception] = []
     program = scaled(2)
-    compiled = program.lower(*described((A,))).compile(compiler_options=program_store.ANEW)
+    compiled = program.lower(*abstract_arrays((A,))).compile(compiler_options=program_store.ANEW)
 
     def start() -> None:
         try:
@@ -321,7 +321,7 @@ def test_what_was_used_longest_ago_is_removed_first(store: ProgramStore):
     prepared(scaled(2), A, store=store)
     used = entries(store)[-1] if entries(store)[-1].stat().st_size > 100 else max(entries(store), key=lambda p: p.stat().st_size)
     os.utime(used, (0.5, 0.5))
-    key = scaled(2).key(described((A,)), names.of_options())
+    key = scaled(2).key(abstract_arrays((A,)), names.options_fingerprint())
     assert key is not None
     assert store.read(key) is not None, "reading counts as use"
     store.tidy(used.stat().st_size + 200)
@@ -373,7 +373,7 @@ def test_only_a_folder_of_the_user_is_read(tmp_path: Path, monkeypatch: pytest.M
 
 
 def keys(program: Program, *arguments: Any) -> str | None:
-    return program.key(described(arguments), names.of_options())
+    return program.key(abstract_arrays(arguments), names.options_fingerprint())
 
 
 def test_equal_programs_have_one_name():
@@ -414,7 +414,7 @@ def test_whatever_decides_a_program_is_in_its_name():
         of_options(),
         of_implementation(),
         without_kernels(),
-        *(static.key((*described((A,)), size), "") for size in (1, 2)),
+        *(static.key((*abstract_arrays((A,)), size), "") for size in (1, 2)),
     ]
     assert None not in found
     assert len({*found}) == len(found)
@@ -466,10 +466,10 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_programs_of_another_environment_are_not_read(change: str, monkeypatch: pytest.MonkeyPatch):
-    before = of_environment.__wrapped__()
-    assert of_environment.__wrapped__() == before
+    before = environment_fingerprint.__wrapped__()
+    assert environment_fingerprint.__wrapped__() == before
     CHANGES[change](monkeypatch)
-    assert of_environment.__wrapped__() != before
+    assert environment_fingerprint.__wrapped__() != before
 
 
 def test_every_source_that_programs_may_come_from_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -477,7 +477,7 @@ def test_every_source_that_programs_may_come_from_is_hashed(tmp_path: Path, monk
     for name in ("ops/one.py", "ops/kernels/two.so", "serve/app.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    monkeypatch.setattr(names.argosy, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(names, "PACKAGE", tmp_path)
     before = names._sources()
     (tmp_path / "serve/app.py").write_text("2")
     assert names._sources() == before, "a later room decides no program"

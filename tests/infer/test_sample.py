@@ -11,21 +11,23 @@ from helpers import relative, shared
 from argosy.core.errors import BadInput
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Event, Request
-from argosy.infer.load import load
+from argosy.infer.load import load_lm
+from argosy.infer.sampling import sampler
+from argosy.infer.sampling.restrictions import MAX_BIASES, Restrictions
 from argosy.infer.sampling.sample import (
     COLUMNS,
     Sampling,
-    choose,
-    drawn,
+    apply_penalties,
+    draw_filtered,
+    has_penalty,
     likeliest,
     lowest_by_bits,
-    penalized,
-    penalizes,
-    streams,
-    table,
+    next_tokens,
+    random_streams,
+    sampling_columns,
+    seed_words,
     threshold,
-    typical,
-    words_of,
+    typical_tokens,
 )  # fmt: skip
 from argosy.infer.settings import EngineSettings
 
@@ -37,7 +39,7 @@ def logits_of(rows=4, seed=0):
 
 
 def settings(rows):
-    return {name: jnp.asarray(a) for name, a in table(rows).items()}
+    return {name: jnp.asarray(a) for name, a in sampling_columns(rows).items()}
 
 
 def oracle(logits, s):
@@ -140,8 +142,8 @@ def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
     """Alone it is decided by its candidates; beside a row that needs bisection, or every token, by the whole vocabulary."""
     mine = Sampling(temperature=1.0, top_k=50, top_p=0.9)
     others = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=999)]
-    keys = streams(0, range(8))
-    one = jax.jit(lambda *given: drawn(*given)[0])
+    keys = random_streams(0, range(8))
+    one = jax.jit(lambda *given: draw_filtered(*given)[0])
     for other in others:
         rows = [mine] * 4 + [other] * 4
         beside = one(jnp.asarray(large[[0] * 8, :16_384] / 3), settings(rows), keys)[:4]
@@ -154,15 +156,16 @@ def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
 def test_tokens_tied_beyond_the_candidates_are_all_drawn_from():
     """1,000 equal logits at the threshold of top-k 5: the draw is among all of them."""
     logits = np.zeros((64, 1000), np.float32)
-    tokens = np.asarray(drawn(jnp.asarray(logits), settings([Sampling(temperature=1.0, top_k=5)] * 64), streams(0, range(64)))[0])
+    how = settings([Sampling(temperature=1.0, top_k=5)] * 64)
+    tokens = np.asarray(draw_filtered(jnp.asarray(logits), how, random_streams(0, range(64)))[0])
     assert (tokens >= 256).any()
 
 
 def test_no_program_sorts_the_vocabulary():
     """XLA makes a sort of a top-k of which one output is used; sorting takes a hundred times as long."""
     rows = [Sampling(temperature=1.0, top_k=5)]
-    step = jax.jit(lambda x, s, k: choose(x, x, s, k))
-    program = step.lower(jnp.zeros((1, 1000)), settings(rows), streams(0, [0])).compile().as_text()
+    step = jax.jit(lambda x, s, k: next_tokens(x, x, s, k))
+    program = step.lower(jnp.zeros((1, 1000)), settings(rows), random_streams(0, [0])).compile().as_text()
     assert "TopK" in program
     assert " sort(" not in program
 
@@ -179,19 +182,19 @@ SEEDS = [*range(20), 2**31, 2**32, 2**32 + 1, 2**63, 2**64 - 2, -(2**63) + 1, (0
 
 
 def test_streams_of_seeds_and_rows_are_all_distinct():
-    keys = [np.asarray(jax.random.key_data(streams(seed, range(20)))) for seed in SEEDS]
+    keys = [np.asarray(jax.random.key_data(random_streams(seed, range(20)))) for seed in SEEDS]
     assert len({tuple(key) for key in np.concatenate(keys).tolist()}) == len(SEEDS) * 20
 
 
 def test_a_stream_is_the_same_in_any_batch():
-    several = jax.random.key_data(streams(3, range(10)))
-    assert np.array_equal(jax.random.key_data(streams(3, [7])), several[7:8])
+    several = jax.random.key_data(random_streams(3, range(10)))
+    assert np.array_equal(jax.random.key_data(random_streams(3, [7])), several[7:8])
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**21, (0, 2**64), 1.5, "0", ()])
 def test_seeds_that_are_no_64_bits_are_refused(seed):
     with pytest.raises(BadInput, match="seed"):
-        words_of(seed)
+        seed_words(seed)
 
 
 def test_penalties_by_hand():
@@ -204,7 +207,7 @@ def test_penalties_by_hand():
     rng = np.random.default_rng(1)
     counts = rng.integers(0, 3, (3, V))
     seen = (counts > 0) | (rng.random((3, V)) < 0.2)
-    got = penalized(jnp.asarray(logits), settings(rows), jnp.asarray(seen), jnp.asarray(counts, jnp.int32))
+    got = apply_penalties(jnp.asarray(logits), settings(rows), jnp.asarray(seen), jnp.asarray(counts, jnp.int32))
     for i, s in enumerate(rows):
         expected = logits[i].astype(np.float64)
         expected = np.where(seen[i], np.where(expected > 0, expected / s.repetition_penalty, expected * s.repetition_penalty), expected)
@@ -215,7 +218,7 @@ def test_penalties_by_hand():
 def frequencies(rows, logits, n=4000):
     """How often each row chose each token, over many keys."""
     x = jnp.asarray(logits)
-    one = jax.jit(lambda keys: jax.lax.map(lambda k: choose(x, x, settings(rows), k).tokens, keys))
+    one = jax.jit(lambda keys: jax.lax.map(lambda k: next_tokens(x, x, settings(rows), k).tokens, keys))
     keys = jax.random.split(jax.random.key(5), (n, len(rows)))
     tokens = np.asarray(one(keys))
     return np.stack([np.bincount(tokens[:, i], minlength=V) / n for i in range(len(rows))])
@@ -239,8 +242,8 @@ def test_logprobs_are_the_models_own():
     logits = logits_of(2)
     keys = jax.random.split(jax.random.key(0), 2)
     x = jnp.asarray(logits)
-    scored = penalized(x, settings(rows), jnp.ones((2, V), bool), jnp.zeros((2, V), jnp.int32))
-    tokens, logprobs, _ = choose(x, scored, settings(rows), keys)
+    scored = apply_penalties(x, settings(rows), jnp.ones((2, V), bool), jnp.zeros((2, V), jnp.int32))
+    tokens, logprobs, _ = next_tokens(x, scored, settings(rows), keys)
     expected = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
     for i in range(2):
         assert abs(float(logprobs[i]) - expected[i, int(tokens[i])]) < 1e-5
@@ -262,7 +265,7 @@ def test_the_probability_of_a_draw_is_that_of_what_the_filters_leave(seed):
     rows = [*ROWS, Sampling(temperature=0.6, top_p=0.7), Sampling()]
     logits = logits_of(len(rows), seed)
     x = jnp.asarray(logits)
-    tokens, _, chances = choose(x, x, settings(rows), streams(seed, range(len(rows))))
+    tokens, _, chances = next_tokens(x, x, settings(rows), random_streams(seed, range(len(rows))))
     for row, s, token, chance in zip(logits, rows, np.asarray(tokens), np.asarray(chances)):
         if not s.temperature:
             assert chance == 0
@@ -277,7 +280,7 @@ def test_the_probability_of_a_draw_is_that_of_what_the_filters_leave(seed):
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.8, 0.999, 1.0])
 def test_typical_sampling_leaves_what_its_paper_leaves(p):
     logits = logits_of(5, 7)
-    found = np.asarray(typical(jnp.asarray(logits), jnp.full(5, p)))
+    found = np.asarray(typical_tokens(jnp.asarray(logits), jnp.full(5, p)))
     for row, left in zip(logits.astype(np.float64), found):
         share = np.exp(row - row.max())
         share /= share.sum()
@@ -291,7 +294,7 @@ def test_typical_sampling_leaves_what_its_paper_leaves(p):
 def test_typical_rows_beside_others_draw_from_their_own_tokens():
     logits = logits_of(1, 7)
     rows = [Sampling(temperature=1.0, typical_p=0.3), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2)]
-    allowed = np.asarray(typical(jnp.asarray(logits), jnp.asarray([0.3])))[0]
+    allowed = np.asarray(typical_tokens(jnp.asarray(logits), jnp.asarray([0.3])))[0]
     found = frequencies(rows, np.concatenate([logits] * 3), 2000)
     assert set(np.flatnonzero(found[0])) == set(np.flatnonzero(allowed))
     assert set(np.flatnonzero(found[1])) - set(np.flatnonzero(allowed))
@@ -302,7 +305,7 @@ def test_a_row_that_does_not_count_makes_the_others_do_no_more():
     """A slot keeps the settings of its last owner."""
     logits = jnp.asarray(logits_of(2))
     rows = [Sampling(), Sampling(temperature=1.0, top_k=3)]
-    tokens, _, chances = choose(logits, logits, settings(rows), streams(0, range(2)), jnp.asarray([True, False]))
+    tokens, _, chances = next_tokens(logits, logits, settings(rows), random_streams(0, range(2)), jnp.asarray([True, False]))
     assert tokens.tolist() == np.asarray(logits).argmax(-1).tolist()
     assert chances.tolist() == [0, 0]
 
@@ -312,7 +315,7 @@ def test_every_number_among_the_settings_is_a_column():
     numbers = {name for name, f in Sampling.model_fields.items() if f.annotation in (int, float)}
     assert numbers - {"min_tokens"} == set(COLUMNS)
     rows = [Sampling(), *[Sampling(**{name: 0.5}) for name in COLUMNS if "penalty" in name]]
-    assert penalizes(settings(rows)).tolist() == [False, True, True, True]
+    assert has_penalty(settings(rows)).tolist() == [False, True, True, True]
 
 
 FILTERS: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1}, {"typical_p": 0.9}]
@@ -321,7 +324,7 @@ FILTERS: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1},
 def test_a_small_temperature_draws_the_greedy_text_with_a_probability_near_1():
     """Divided before they are shifted, logits have no digits left: at 1e-10 another token is drawn, with a log-probability of
     infinity."""
-    lm = load(shared("models/stories260k"))
+    lm = load_lm(shared("models/stories260k"))
     engine = Engine(lm.module, EngineSettings(slots=4, context=64, pages=64, page=8))
 
     def answer(how: Sampling) -> list[Event]:
@@ -343,9 +346,36 @@ def test_tied_tokens_are_drawn_at_any_temperature():
     logits[:, [3, 30]] = 4.0
     for temperature in (1e-6, 1e-12):
         rows = settings([Sampling(temperature=temperature)] * len(logits))
-        found = jax.jit(choose)(jnp.asarray(logits), jnp.asarray(logits), rows, streams(7, range(len(logits))))
+        found = jax.jit(next_tokens)(jnp.asarray(logits), jnp.asarray(logits), rows, random_streams(7, range(len(logits))))
         tokens, count = np.unique(np.asarray(found.tokens), return_counts=True)
         assert tokens.tolist() == [3, 30]
         # Five standard deviations of a fair coin.
         assert abs(int(count[0]) - 200) < 50
         np.testing.assert_allclose(np.asarray(found.drawn), np.log(0.5), atol=1e-6)
+
+
+def test_a_slot_keeps_two_bytes_a_token():
+    """Half a GB for 256 slots of 152k tokens would be there for penalties and biases that hardly any request has."""
+    slots = sampler.empty_slots(1, 49_152)
+    assert sum(np.asarray(a).nbytes for a in jax.tree.leaves(slots)) < 2.2 * 49_152 + 8 * MAX_BIASES
+
+
+def test_more_biases_than_a_slot_has_places_are_refused():
+    allowed = dict.fromkeys(range(MAX_BIASES), 1.0)
+    Restrictions(Sampling(logit_bias=allowed), frozenset(), 2 * MAX_BIASES)
+    with pytest.raises(BadInput, match="logit_bias has 1025 tokens"):
+        Restrictions(Sampling(logit_bias=allowed | {MAX_BIASES: 1.0}), frozenset(), 2 * MAX_BIASES)
+
+
+def test_occurrences_are_counted_up_to_what_two_bytes_hold_and_never_from_0_again():
+    key, vocab = np.zeros(2, np.uint32), 40
+    row = sampler.slot_row(vocab, Sampling(), key, 0, [3, 5], [7] * 40_000 + [3])
+    assert (row.history[[3, 5, 7, 9]] == (3, 1, 65_534, 0)).all()
+    slots = jax.tree.map(jnp.asarray, sampler.write_slot(sampler.empty_slots(1, vocab), np.int32(0), row))
+    logits = jnp.zeros((1, vocab)).at[0, 7].set(9.0)
+    for _ in range(2):
+        slots, out = sampler.sample(slots, logits, jnp.zeros(1, jnp.int32))
+        assert out.tokens.tolist() == [7]
+    assert int(slots.history[0, 7]) == 65_534
+    slots, _ = sampler.sample(slots, jnp.zeros((1, vocab)).at[0, 3].set(9.0), jnp.zeros(1, jnp.int32))
+    assert int(slots.history[0, 3]) == 5

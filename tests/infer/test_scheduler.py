@@ -5,21 +5,22 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from argosy.infer.engine.pages import Pages
-from argosy.infer.engine.scheduler import Plan, Pool, Scheduler, Sequence
+from argosy.infer.engine.pages import PageKey, PagePool
+from argosy.infer.engine.scheduled import ScheduledRequest
+from argosy.infer.engine.scheduler import Scheduler, StepPlan, WindowPool
 from argosy.models.parts.cache import AttentionWindow
 
 
 def played(
-    scheduler: Scheduler, most: int = 10_000, watch: Callable[[Plan], object] = lambda _: None
-) -> list[Plan]:
-    """Steps until nothing is left; each plan is learned after the next one is made.
+    scheduler: Scheduler, most: int = 10_000, watch: Callable[[StepPlan], object] = lambda _: None
+) -> list[StepPlan]:
+    """Steps until nothing is left; each plan is append_token after the next one is made.
 
     Args:
         watch: sees each plan when it is made.
     """
-    plans: list[Plan] = []
-    flying: list[Plan] = []
+    plans: list[StepPlan] = []
+    flying: list[StepPlan] = []
     for _ in range(most):
         plan = scheduler.plan()
         if plan:
@@ -28,65 +29,65 @@ def played(
             flying.append(plan)
         if flying and (len(flying) > 1 or not plan):
             landed = flying.pop(0)
-            for sequence in [*landed.decodes, *(p.sequence for p in landed.pieces if p.ends)]:
+            for sequence in [*landed.decodes, *(p.request for p in landed.chunks if p.ends)]:
                 if not sequence.done:
-                    scheduler.learned(sequence, 7)
-                    if len(sequence.tokens) - sequence.prompt == sequence.most:
+                    scheduler.append_token(sequence, 7)
+                    if len(sequence.tokens) - sequence.prompt == sequence.max_tokens:
                         scheduler.end(sequence)
         elif not plan:
             return plans
     raise AssertionError("it never ends")
 
 
-def scheduler(pages: int = 100, slots: int = 4, budget: int = 64, beside: int = 16, row: int = 8, **how) -> Scheduler:
-    return Scheduler(Pages(pages), 4, slots, budget, beside, row, **how)
+def scheduler(pages: int = 100, slots: int = 4, budget: int = 64, mixed_budget: int = 16, row: int = 8, **how) -> Scheduler:
+    return Scheduler(PagePool(pages), 4, slots, budget, mixed_budget, row, **how)
 
 
 def test_every_token_is_computed_once_and_every_answer_has_its_length():
     rng, s = np.random.default_rng(0), scheduler()
-    wanted = [Sequence(rng.integers(0, 9, n).tolist(), most) for n, most in rng.integers(1, 60, (30, 2)).tolist()]
+    wanted = [ScheduledRequest(rng.integers(0, 9, n).tolist(), most) for n, most in rng.integers(1, 60, (30, 2)).tolist()]
     for sequence in wanted:
         s.add(sequence)
     plans = played(s)
     for sequence in wanted:
-        assert len(sequence.tokens) == sequence.prompt + sequence.most
+        assert len(sequence.tokens) == sequence.prompt + sequence.max_tokens
         assert sequence.computed == len(sequence.tokens) - 1
-        own = [p for plan in plans for p in plan.pieces if p.sequence is sequence]
+        own = [p for plan in plans for p in plan.chunks if p.request is sequence]
         at = own[0].start
-        for piece in own:
-            assert piece.start == at
-            at += len(piece.tokens)
+        for chunk in own:
+            assert chunk.start == at
+            at += len(chunk.tokens)
         assert at == sequence.prompt
     assert s.pages.free == 100
 
 
 def test_a_long_prompt_delays_decoding_by_no_more_than_a_piece():
     s = scheduler()
-    first, long = Sequence([1] * 8, 20), Sequence([2] * 200, 1)
+    first, long = ScheduledRequest([1] * 8, 20), ScheduledRequest([2] * 200, 1)
     s.add(first)
     s.plan()
     s.add(long)
     plans = played(s)
-    mixed = [plan for plan in plans if plan.pieces and plan.decodes]
+    mixed = [plan for plan in plans if plan.chunks and plan.decodes]
     assert mixed
-    assert all(sum(len(piece.tokens) for piece in plan.pieces) <= 16 for plan in mixed)
-    assert all(first in plan.decodes for plan in plans[: first.most - 2])
+    assert all(sum(len(chunk.tokens) for chunk in plan.chunks) <= 16 for plan in mixed)
+    assert all(first in plan.decodes for plan in plans[: first.max_tokens - 2])
 
 
 def test_answers_begin_in_the_order_of_requests_and_of_priority():
     s = scheduler(slots=2)
-    wanted = [Sequence([i] * 20, 3, priority=priority) for i, priority in enumerate([1, 1, 0, 1])]
+    wanted = [ScheduledRequest([i] * 20, 3, priority=priority) for i, priority in enumerate([1, 1, 0, 1])]
     for sequence in wanted:
         s.add(sequence)
     begun = []
     for plan in played(s):
-        begun += [piece.sequence for piece in plan.pieces if piece.start == 0]
+        begun += [chunk.request for chunk in plan.chunks if chunk.start == 0]
     assert begun == [wanted[2], wanted[0], wanted[1], wanted[3]]
 
 
 def test_where_pages_run_out_the_last_comer_gives_its_own_up_and_ends_all_the_same():
     s = scheduler(pages=12, slots=4)
-    wanted = [Sequence([i] * 6, 30) for i in range(4)]
+    wanted = [ScheduledRequest([i] * 6, 30) for i in range(4)]
     for sequence in wanted:
         s.add(sequence)
     played(s)
@@ -99,11 +100,11 @@ def test_where_pages_run_out_the_last_comer_gives_its_own_up_and_ends_all_the_sa
 def test_common_beginnings_are_computed_once_but_never_the_last_token():
     s = scheduler()
     for _ in range(2):
-        sequence = Sequence([3] * 16, 2)
+        sequence = ScheduledRequest([3] * 16, 2)
         s.add(sequence)
         played(s)
     assert sequence.reused == 12, "of 16 tokens in pages of 4 the last page is computed: its last token draws"
-    other = Sequence([3] * 16, 2, salt="somebody else")
+    other = ScheduledRequest([3] * 16, 2, key=PageKey("somebody else"))
     s.add(other)
     played(s)
     assert other.reused == 0
@@ -111,11 +112,11 @@ def test_common_beginnings_are_computed_once_but_never_the_last_token():
 
 def test_a_beginning_is_shared_within_the_step_that_computes_it():
     s = scheduler()
-    same = [Sequence([3] * 18, 2) for _ in range(3)]
+    same = [ScheduledRequest([3] * 18, 2) for _ in range(3)]
     for sequence in same:
         s.add(sequence)
     plan = s.plan()
-    assert [(piece.start, len(piece.tokens)) for piece in plan.pieces] == [(0, 18), (16, 2), (16, 2)]
+    assert [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks] == [(0, 18), (16, 2), (16, 2)]
     assert same[0].pages[:4] == same[1].pages[:4] == same[2].pages[:4]
     assert len({sequence.pages[4] for sequence in same}) == 3, "the last page is everyone's own"
     for sequence in same:
@@ -125,7 +126,7 @@ def test_a_beginning_is_shared_within_the_step_that_computes_it():
 
 def test_a_sequence_that_is_taken_out_leaves_nothing():
     s = scheduler()
-    running, waiting = Sequence([1] * 30, 9), Sequence([2] * 9, 9)
+    running, waiting = ScheduledRequest([1] * 30, 9), ScheduledRequest([2] * 9, 9)
     s.add(running)
     s.plan()
     s.add(waiting)
@@ -139,10 +140,10 @@ def test_a_sequence_that_is_taken_out_leaves_nothing():
 
 
 def test_one_row_a_sequence_takes_one_piece_a_step():
-    s = scheduler(row=1, pieces=1)
+    s = scheduler(row=1, chunks=1)
     for i in range(3):
-        s.add(Sequence([i] * 100, 2))
-    assert all(len(plan.pieces) <= 1 for plan in played(s))
+        s.add(ScheduledRequest([i] * 100, 2))
+    assert all(len(plan.chunks) <= 1 for plan in played(s))
 
 
 class Memory:
@@ -151,13 +152,13 @@ class Memory:
     def __init__(self, scheduler: Scheduler):
         self.scheduler, self.page, self.written = scheduler, scheduler.page, {}
 
-    def compute(self, plan: Plan) -> None:
+    def compute(self, plan: StepPlan) -> None:
         for one in plan.decodes:
             self._compute(one, one.computed - 1, [*one.tokens, 7][: one.computed])
-        for piece in plan.pieces:
-            self._compute(piece.sequence, piece.start, piece.sequence.tokens[: piece.start + len(piece.tokens)])
+        for chunk in plan.chunks:
+            self._compute(chunk.request, chunk.start, chunk.request.tokens[: chunk.start + len(chunk.tokens)])
 
-    def _compute(self, sequence: Sequence, start: int, tokens: list[int]) -> None:
+    def _compute(self, sequence: ScheduledRequest, start: int, tokens: list[int]) -> None:
         pools = [(None, 0, sequence.pages)]
         pools += [(own.window, kept.first, kept.pages) for own, kept in zip(self.scheduler.pools, sequence.windows)]
         for number, (window, first, pages) in enumerate(pools):
@@ -172,49 +173,49 @@ class Memory:
 @pytest.mark.parametrize("window", [AttentionWindow(10), AttentionWindow(8, chunked=True)])
 def test_windows_keep_what_queries_see_and_give_back_the_rest(window: AttentionWindow):
     rng, filling = np.random.default_rng(0), window.pages(32, 4)
-    pools = [Pool(window, Pages(40), filling), Pool(AttentionWindow(3), Pages(30), AttentionWindow(3).pages(32, 4))]
-    s = Scheduler(Pages(60), 4, 6, 32, 16, 8, None, pools)
+    pools = [WindowPool(window, PagePool(40), filling), WindowPool(AttentionWindow(3), PagePool(30), AttentionWindow(3).pages(32, 4))]
+    s = Scheduler(PagePool(60), 4, 6, 32, 16, 8, None, pools)
     memory, begun = Memory(s), rng.integers(0, 9, 70).tolist()
     wanted = [
-        Sequence([*begun[:shared], *rng.integers(0, 9, own).tolist()], most)
+        ScheduledRequest([*begun[:shared], *rng.integers(0, 9, own).tolist()], most)
         for shared, own, most in rng.integers((0, 1, 1), (70, 60, 50), (60, 3)).tolist()
     ]
     for sequence in wanted:
         s.add(sequence)
-    def watch(plan: Plan) -> None:
+    def watch(plan: StepPlan) -> None:
         memory.compute(plan)
-        for one in [*plan.decodes, *(piece.sequence for piece in plan.pieces)]:
+        for one in [*plan.decodes, *(chunk.request for chunk in plan.chunks)]:
             assert all(len(kept.pages) <= pool.most for pool, kept in zip(pools, one.windows, strict=True))
 
     played(s, watch=watch)
     assert s.is_empty
     assert s.preemptions > 0
     assert sum(sequence.reused for sequence in wanted) > 300
-    assert all(len(sequence.tokens) == sequence.prompt + sequence.most for sequence in wanted)
+    assert all(len(sequence.tokens) == sequence.prompt + sequence.max_tokens for sequence in wanted)
 
 
 def test_a_sequence_that_decodes_keeps_the_pages_of_its_window_alone():
     window, kept = AttentionWindow(10), []
-    s = Scheduler(Pages(100), 4, 2, 32, 16, 8, None, [Pool(window, Pages(20), window.pages(32, 4))])
-    s.add(Sequence([1] * 100, 60))
+    s = Scheduler(PagePool(100), 4, 2, 32, 16, 8, None, [WindowPool(window, PagePool(20), window.pages(32, 4))])
+    s.add(ScheduledRequest([1] * 100, 60))
     played(s, watch=lambda plan: kept.extend(len(one.windows[0].pages) for one in plan.decodes))
     assert max(kept) == window.pages(1, 4) == 4, "ten tokens in pages of four"
     assert s.is_empty
 
 
 def test_a_prompt_is_found_where_every_pool_still_has_what_its_next_token_sees():
-    pool = Pool(AttentionWindow(10), Pages(20), AttentionWindow(10).pages(32, 4))
-    s = Scheduler(Pages(100), 4, 2, 32, 16, 8, None, [pool])
-    first = Sequence([3] * 100, 4)
+    pool = WindowPool(AttentionWindow(10), PagePool(20), AttentionWindow(10).pages(32, 4))
+    s = Scheduler(PagePool(100), 4, 2, 32, 16, 8, None, [pool])
+    first = ScheduledRequest([3] * 100, 4)
     s.add(first)
     played(s)
-    again = Sequence([*first.tokens, 5], 2)
+    again = ScheduledRequest([*first.tokens, 5], 2)
     s.add(again)
     played(s)
     assert again.reused == 100
-    other = Sequence(first.tokens[:60], 2)
+    other = ScheduledRequest(first.tokens[:60], 2)
     s.add(other)
     played(s)
     assert other.reused == 56, "its window is there too: 56 tokens are 14 pages"
-    pool.pages.take(20)
-    assert s._found(again.hashes(4)).pages == [], "others have taken the pages of its window"
+    pool.pages.allocate(20)
+    assert s._lookup(again.hashes(4)).pages == [], "others have taken the pages of its window"

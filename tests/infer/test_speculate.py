@@ -17,16 +17,15 @@ from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.infer import settings as how
-from argosy.infer.engine import engine as engine_module
+from argosy.infer.engine import runner as runner_module
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.forward import Whole, forward_of
 from argosy.infer.engine.request import Event, Request
-from argosy.infer.engine.scheduler import Sequence
+from argosy.infer.engine.scheduled import ScheduledRequest
+from argosy.infer.forward.passes import OneProgram, forward_of
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import EngineSettings
-from argosy.infer.speculation.drafts import Drafter, found
-from argosy.infer.speculation.drafts import NGram as NGrams
+from argosy.infer.speculation.drafts import Drafter, NGramDrafter, last_occurrence
 from argosy.models import FAMILIES
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan, from_layers
@@ -79,13 +78,15 @@ def asked(vocab: int, most: int = 28, lengths: tuple[int, ...] = (5, 50, 6, 3, 1
 class Script(Drafter):
     """Drafts the answers of another engine, with errors at random places."""
 
-    def __init__(self, tokens: int, requests: list[Request], expected: list[list[Event]], errors: float):
+    def __init__(self, engine: Engine, tokens: int, requests: list[Request], expected: list[list[Event]], errors: float):
+        self.engine = engine
         self.tokens, self.errors, self.chance = tokens, errors, np.random.default_rng(0)
         self.vocab = 1 + max(token for events in expected for e in events if (token := e.token) is not None)
         self.texts = [(r.tokens, [e.token for e in events if e.token is not None]) for r, events in zip(requests, expected)]
 
     def draft(self, plan: Any, slots: Any) -> list[list[int]]:
-        return [self._draft(s.tokens, s.prompt, s.what.request.row, room) for s, room in zip(plan.decodes, plan.room)]
+        rows = [self.engine._requests[s.id].request.row for s in plan.decodes]
+        return [self._draft(s.tokens, s.prompt, row, room) for s, row, room in zip(plan.decodes, rows, plan.draft_room)]
 
     def _draft(self, tokens: list[int], prompt: int, row: int, room: int) -> list[int]:
         text = next(answer for asked, answer in self.texts[row:] if asked == tokens[:prompt])
@@ -95,12 +96,12 @@ class Script(Drafter):
 
 def scripted(engine: Engine, requests: list[Request], expected: list[list[Event]], errors: float = 0.3) -> None:
     assert engine.speculation is not None
-    engine.speculation.drafter = Script(4, requests, expected, errors)
+    engine.speculation.drafter = Script(engine, 4, requests, expected, errors)
 
 
 def assert_same(found: list[list[Event]], expected: list[list[Event]]) -> None:
     for mine, other in zip(found, expected, strict=True):
-        assert [(e.token, e.reason) for e in mine] == [(e.token, e.reason) for e in other]
+        assert [(e.token, e.finish_reason) for e in mine] == [(e.token, e.finish_reason) for e in other]
         for part in ("logprob", "drawn"):
             np.testing.assert_allclose([getattr(e, part) for e in mine], [getattr(e, part) for e in other], atol=1e-4)
         assert [[token for token, _ in e.top] for e in mine] == [[token for token, _ in e.top] for e in other]
@@ -157,7 +158,7 @@ def test_every_structure_verifies_and_rolls_back(family: str, example: str, chan
 
 def test_n_grams_are_accepted_where_a_text_repeats(lm: LM, plain: Engine, speculative: Engine):
     """The greedy answers of this model fall into loops."""
-    speculative.speculation.drafter = NGrams(how.NGram(tokens=4, lookup_min=1))
+    speculative.speculation.drafter = NGramDrafter(how.NGram(tokens=4, lookup_min=1))
     requests = asked(lm.config.vocab)
     before = accepted(speculative)
     assert_same(speculative.generate(requests), plain.generate(requests))
@@ -180,12 +181,12 @@ def test_n_grams_are_accepted_where_a_text_repeats(lm: LM, plain: Engine, specul
     ids=["follows", "latest", "longest", "no longer than asked", "too short", "short enough", "overlap", "one token", "nothing"],
 )
 def test_an_n_gram_is_looked_up_where_it_occurred_last(text: list[int], least: int, most: int, place: int | None):
-    assert found(np.asarray(text), least, most) == place
+    assert last_occurrence(np.asarray(text), least, most) == place
 
 
 def test_drafts_of_a_text_with_a_short_period_go_on_with_it():
-    drafter = NGrams(how.NGram(tokens=7, lookup_min=2))
-    sequence = Sequence([9, 1, 2, 3, 1, 2, 3], 9)
+    drafter = NGramDrafter(how.NGram(tokens=7, lookup_min=2))
+    sequence = ScheduledRequest([9, 1, 2, 3, 1, 2, 3], 9)
     assert drafter._draft(sequence, 7) == [1, 2, 3, 1, 2, 3, 1]
     sequence.tokens += [*range(20, 600), 1, 2]
     assert drafter._draft(sequence, 3) == [3, 20, 21]
@@ -229,9 +230,8 @@ def test_the_module_for_multi_token_prediction_drafts_what_it_predicts():
 
     def draft(plan: Any, slots: Any) -> list[list[int]]:
         drafts = inner(plan, slots)
-        seen.extend(
-            ([*s.tokens], own) for s, own in zip(plan.decodes, drafts) if own and not s.what.request.sampling.model_fields_set
-        )
+        greedy = [not engine._requests[s.id].request.sampling.model_fields_set for s in plan.decodes]
+        seen.extend(([*s.tokens], own) for s, own, plain in zip(plan.decodes, drafts, greedy) if own and plain)
         return drafts
 
     engine.speculation.drafter.draft = draft
@@ -291,7 +291,7 @@ def test_followers_of_a_request_that_left_before_the_module_computed_its_pages()
 def test_what_depends_on_the_answer_is_not_drafted_and_decodes_beside(lm: LM, plain: Engine, speculative: Engine):
     requests = asked(lm.config.vocab)
     for i, sampling in ((0, {"bad_words": ((8, 9), (5, 9, 3)), "temperature": 3.0}), (1, {"min_tokens": 9, "temperature": 1.0})):
-        requests[i].sampling, requests[i].ends = Sampling(**sampling), frozenset([11, 12, 13])
+        requests[i].sampling, requests[i].stop_tokens = Sampling(**sampling), frozenset([11, 12, 13])
     requests[2].grammar = lm.grammar({"regex": "[a-f]{4,20}"})
     expected = plain.generate(requests)
     scripted(speculative, requests, expected, 0.0)
@@ -299,8 +299,8 @@ def test_what_depends_on_the_answer_is_not_drafted_and_decodes_beside(lm: LM, pl
     inner = speculative.speculation.drafter.draft
 
     def draft(plan: Any, slots: Any) -> list[list[int]]:
-        for sequence, room in zip(plan.decodes, plan.room, strict=True):
-            row = sequence.what.request.row
+        for sequence, room in zip(plan.decodes, plan.draft_room, strict=True):
+            row = speculative._requests[sequence.id].request.row
             drafted[row] = drafted.get(row, 0) + room
         return inner(plan, slots)
 
@@ -317,11 +317,11 @@ def test_an_answer_that_ends_among_its_drafts_ends_there(lm: LM, plain: Engine, 
     for request, events in zip(requests, free, strict=True):
         tokens = [e.token for e in events]
         end = next(i for i in range(7, 28) if tokens[i] not in tokens[:i])
-        request.ends = frozenset([tokens[end]])
+        request.stop_tokens = frozenset([tokens[end]])
         drawn = speculative.stats.drawn_tokens
         found = speculative.generate([request])[0]
         assert [e.token for e in found] == tokens[: end + 1]
-        assert [e.reason for e in found] == [None] * end + ["stop"]
+        assert [e.finish_reason for e in found] == [None] * end + ["stop"]
         assert speculative.stats.drawn_tokens - drawn == end + 1
         assert speculative.pages.free == speculative.pages.count
 
@@ -336,7 +336,7 @@ def test_aborts_and_new_requests_between_steps_change_no_other_answer(lm: LM, pl
     numbers += [speculative.add(request) for request in requests[4:]]
     events += [*speculative.run()]
     found = [[e for e in events if e.id == number] for number in numbers]
-    assert found[1][-1].reason == "abort"
+    assert found[1][-1].finish_reason == "abort"
     assert_same([found[i] for i in (0, 2, 3, 4, 5)], [expected[i] for i in (0, 2, 3, 4, 5)])
     assert speculative.pages.free == speculative.pages.count
 
@@ -400,8 +400,8 @@ def test_after_warming_up_no_request_compiles_anything(family: str, example: str
 
 def test_without_speculation_there_are_no_programs_for_drafts(plain: Engine):
     assert plain.speculation is None
-    assert not any(step.sizes.drafted or step.drafts is not None for step in plain.packing.every())
-    assert not any({"verify", "draft", "copies"} & {*size} for size in plain._sizes)
+    assert not any(step.sizes.drafted or step.drafts is not None for step in plain.runner.batches.all_batches())
+    assert not any({"verify", "draft", "copies"} & {*size} for size in plain.runner._sizes)
 
 
 def answers_of(lm: LM, **sampling: Any) -> list[tuple[Any, ...]]:
@@ -437,8 +437,8 @@ def test_the_handle_answers_as_without_speculation(lm: LM, folder: Path, method:
 def test_the_command_generates_as_without_speculation(
     lm: LM, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    drafts, draft = [], NGrams._draft
-    monkeypatch.setattr(NGrams, "_draft", lambda *given: drafts.append(draft(*given)) or drafts[-1])
+    drafts, draft = [], NGramDrafter._draft
+    monkeypatch.setattr(NGramDrafter, "_draft", lambda *given: drafts.append(draft(*given)) or drafts[-1])
     words = ["aaaa bbbb aaaa bbbb aaaa", "max_tokens=12", "ignore_eos=true", "engine.slots=4", "engine.page=8"]
     more = ["engine.pages=13", "engine.context=96", "engine.speculative=ngram", "engine.speculative.lookup_min=1"]
     assert main(["generate", str(folder), *words, *more, "--json"]) == 0
@@ -509,9 +509,9 @@ def test_one_program_over_stacked_layers_speculates_too(
     stacked = lm.config.build(Scan())
     put(stacked, from_layers(stacked, split(lm.module)[1]))
 
-    monkeypatch.setattr(engine_module, "forward_of", lambda *parts, **how: forward_of(*parts, **{**how, "whole": True}))
+    monkeypatch.setattr(runner_module, "forward_of", lambda *parts, **how: forward_of(*parts, **{**how, "whole": True}))
     engine = Engine(stacked, with_(method))
-    assert isinstance(engine.forward, Whole)
+    assert isinstance(engine.runner.forward, OneProgram)
     if isinstance(method, how.NGram):
         scripted(engine, requests, expected)
     assert_same(engine.generate(requests), expected)

@@ -9,12 +9,12 @@ import pytest
 
 from argosy.core.errors import BadInput
 from argosy.infer import prompt_logprobs as prompts
-from argosy.infer.engine import layers
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.memory import mesh_of
 from argosy.infer.engine.request import Request
+from argosy.infer.forward.passes import PassKind, whole_sequences
 from argosy.infer.lm import LM
-from argosy.infer.load import load
+from argosy.infer.load import load_lm
+from argosy.infer.programs.placement import weights_mesh
 from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
@@ -28,13 +28,19 @@ PROMPTS = [[(7 * i + k) % 90 for i in range(n)] for k, n in enumerate((5, 40, 17
 STRUCTURES = [("llama", "plain"), ("qwen3_next", "mixed"), ("deepseek", "3.2"), ("gpt_oss", "plain"), ("gemma", "3")]
 
 
+def step_program(engine: Engine) -> Any:
+    """The program of its steps, where that is one."""
+    forward: Any = engine.runner.forward
+    return forward.program(forward.step_kind)
+
+
 def requests() -> list[Request]:
     how = (Sampling(), Sampling(temperature=0.8, top_k=20), Sampling(presence_penalty=0.5))
     return [Request(ids, 12, how[i % 3], seed=i, top=2) for i, ids in enumerate(PROMPTS)]
 
 
 def tokens(engine: Engine) -> list[list[Any]]:
-    return [[(e.token, e.reason) for e in events] for events in engine.generate(requests())]
+    return [[(e.token, e.finish_reason) for e in events] for events in engine.generate(requests())]
 
 
 # Heads, key heads or features of each divide by this.
@@ -55,7 +61,7 @@ def test_several_devices_answer_as_one_does_and_compile_nothing_later(family: st
     split_over(module, COUNTS.get(family, 2))
     engine = Engine(module, SMALL)
     number = engine.warm_up()
-    programs = (engine.forward._program, sampler.sample, sampler.settled, sampler.biased)
+    programs = (step_program(engine), sampler.sample, sampler.write_slot)
     sizes = [program.compilations for program in programs]
     assert tokens(engine) == alone
     assert engine.stats.compilations == number
@@ -79,7 +85,7 @@ def test_several_devices_speculate_as_one_does_and_compile_nothing_later(family:
     alone = tokens(Engine(module, SMALL))
     split_over(module, COUNTS.get(family, 2))
     engine = Engine(module, how, draft=draft)
-    number, programs = engine.warm_up(), (engine.forward._program, sampler.sample, verify, engine.speculation._restored)
+    number, programs = engine.warm_up(), (step_program(engine), sampler.sample, verify, engine.speculation._restored)
     sizes = [program.compilations for program in programs]
     assert tokens(engine) == alone
     assert engine.speculation.drafted
@@ -103,9 +109,9 @@ def test_each_device_has_its_heads_of_the_cache(family: str, example: str, share
     module = loading.random(FAMILIES[family].examples()[example], 0).module
     split_over(module, COUNTS.get(family, 2))
     engine = Engine(module, SMALL)
-    found = {key for cache in engine.caches.values() for key, a in cache.items() if a.sharding.shard_shape(a.shape) != a.shape}
+    found = {key for cache in engine.runner.caches.values() for key, a in cache.items() if a.sharding.shard_shape(a.shape) != a.shape}
     assert found == shared
-    assert mesh_of(engine.weights()) is not None
+    assert weights_mesh(engine.weights()) is not None
 
 
 @pytest.mark.slow
@@ -113,14 +119,14 @@ def test_a_folder_is_loaded_onto_two_devices(tmp_path: Path):
     config = FAMILIES["llama"].examples()["plain"]
     lm = LM(config, loading.random(config, 0).module)
     lm.save(tmp_path / "model")
-    two = load(tmp_path / "model", tensor=2)
+    two = load_lm(tmp_path / "model", tensor=2)
     mine = lm.generate(PROMPTS, 8)
     assert [one.tokens for one in two.generate(PROMPTS, 8)] == [one.tokens for one in mine]
     assert any(len(a.devices()) == 2 and not a.is_fully_replicated for a in split(two.module)[1].values())
     with pytest.raises(BadInput, match="this process has 8 devices"):
-        load(tmp_path / "model", tensor=9)
+        load_lm(tmp_path / "model", tensor=9)
     with pytest.raises(BadInput, match="divides neither the heads"):
-        load(tmp_path / "model", tensor=3)
+        load_lm(tmp_path / "model", tensor=3)
 
 
 def test_a_long_prompt_is_scored_on_two_devices_as_on_one_and_compiles_one_program(monkeypatch: pytest.MonkeyPatch):
@@ -132,12 +138,13 @@ def test_a_long_prompt_is_scored_on_two_devices_as_on_one_and_compiles_one_progr
     for count in (1, 2):
         if count == 2:
             split_over(module, 2)
-        scorer = prompts.Prompts(module, 96)
+        scorer = prompts.PromptScorer(module, 96)
         scorer.compile(scorer.sizes_of([ids]))
-        program = layers._one_program(*scorer.sequences._pass._of, prompts._scored) if count == 2 else None
-        size = program and program._cache_size()
+        forward: Any = scorer.sequences.forward
+        program = forward.program(PassKind(whole_sequences, prompts._scored)) if count == 2 else None
+        size = program and program.compilations
         passes = [scorer.score([ids]) for _ in range(4)]
-        assert (program and program._cache_size()) == size
+        assert (program and program.compilations) == size
         (one,) = passes[3]
         found.append(one.logprobs)
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)

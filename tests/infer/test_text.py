@@ -6,31 +6,31 @@ import pytest
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.infer.detokenize import Text
+from argosy.infer.detokenize import Detokenizer
 
 BYTES = ByteTokenizer()
 
 
-def pieces(text: Text, words: str) -> list[str]:
+def pieces(text: Detokenizer, words: str) -> list[str]:
     return [text.push(token) for token in BYTES.encode(words)]
 
 
 def test_a_character_is_told_when_its_last_byte_is_there():
-    text = Text(BYTES, [])
+    text = Detokenizer(BYTES, [])
     assert pieces(text, "aé漢") == ["a", "", "é", "", "", "漢"]
 
 
 def test_half_a_character_at_the_end_is_the_replacement_character():
-    text = Text(BYTES, [])
+    text = Detokenizer(BYTES, [])
     assert pieces(text, "é")[:1] == [""]
-    text = Text(BYTES, [])
+    text = Detokenizer(BYTES, [])
     text.push(BYTES.encode("é")[0])
     assert text.end() == "\ufffd"
 
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_ends_the_text_wherever_its_tokens_begin(include: bool):
-    text = Text(BYTES, [], ["END", "NEVER"], include_stop=include)
+    text = Detokenizer(BYTES, [], ["END", "NEVER"], include_stop=include)
     told = pieces(text, "the ENEND of it")
     assert "".join(told) == "the EN" + "END" * include
     assert text.stopped == "END"
@@ -38,13 +38,13 @@ def test_a_stop_string_ends_the_text_wherever_its_tokens_begin(include: bool):
 
 
 def test_the_stop_string_that_begins_first_counts():
-    text = Text(BYTES, [], ["bc", "abc"])
+    text = Detokenizer(BYTES, [], ["bc", "abc"])
     assert "".join(pieces(text, "xabcd")) == "x"
     assert text.stopped == "abc"
 
 
 def test_the_beginning_of_a_stop_string_is_told_at_the_end():
-    text = Text(BYTES, [], ["END"])
+    text = Detokenizer(BYTES, [], ["END"])
     assert pieces(text, "an EN")[-2:] == ["", ""]
     assert text.end() == "EN"
     assert text.stopped is None
@@ -55,7 +55,7 @@ def test_pieces_are_the_text_cut_at_its_first_stop_string(seed: int):
     chance = random.Random(seed)
     words = "".join(chance.choices("abé", k=40))
     stop = ["".join(chance.choices("abé", k=chance.randint(1, 5))) for _ in range(3)]
-    text = Text(BYTES, [], stop)
+    text = Detokenizer(BYTES, [], stop)
     told = []
     for token in BYTES.encode(words):
         told.append(text.push(token))
@@ -70,7 +70,7 @@ def test_pieces_are_the_text_cut_at_its_first_stop_string(seed: int):
 
 def test_what_cannot_work_is_refused():
     with pytest.raises(BadInput, match="empty stop string"):
-        Text(BYTES, [], [""])
+        Detokenizer(BYTES, [], [""])
     with pytest.raises(BadInput, match="need a tokenizer"):
-        Text(None, [], ["x"])
-    assert Text(None, []).push(3) == ""
+        Detokenizer(None, [], ["x"])
+    assert Detokenizer(None, []).push(3) == ""

@@ -19,7 +19,7 @@ from launch.test_workers import is_alive
 
 from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
-from argosy.infer.load import random
+from argosy.infer.load import random_lm
 from argosy.infer.sampling.sample import Sampling
 from argosy.jobs.proof import digest
 from argosy.launch.workers import Workers
@@ -76,7 +76,7 @@ def trouble(monkeypatch: pytest.MonkeyPatch, do: Callable[[int, int], None]) -> 
 def test_shares_are_answered_as_all_together():
     """Two workers with a part each, and one engine with all; what they take is what was sent."""
     config = LlamaConfig(width=32, layers=2, ffn=64, heads=2, kv_heads=1, vocab=64, context=64)
-    lm = random(config, 3)
+    lm = random_lm(config, 3)
     graph, weights = split(lm.module)
     shapes = {a: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for a, leaf in weights.items()}
     how = Rollout(tokens=8, slots=4)

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import argosy
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, Damaged, SettingsError
-from argosy.infer.embed import pool, read_steps
+from argosy.infer.embed import pool_tokens, read_steps
 from argosy.jobs.convert import convert
 from argosy.jobs.models import describe
 from argosy.models.parts.attend import Bidirectional
@@ -173,7 +173,7 @@ def test_padding_is_not_pooled():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3)), jnp.float32)
     live = jnp.arange(5)[None] < jnp.asarray([[5], [2]])
     for pooling, by_hand in (("mean", x[1, :2].mean(0)), ("max", x[1, :2].max(0)), ("cls", x[1, 0])):
-        np.testing.assert_allclose(pool(x, live, pooling)[1], by_hand, rtol=1e-6)
+        np.testing.assert_allclose(pool_tokens(x, live, pooling)[1], by_hand, rtol=1e-6)
 
 
 def described(

@@ -10,7 +10,8 @@ from helpers import described_tpus
 from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.core.errors import Unsupported
-from argosy.infer.engine.forward import Sizes, Tables, Whole
+from argosy.infer.forward.passes import OneProgram
+from argosy.infer.forward.step import PageTables, StepSizes
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.cache import AttentionWindow, layouts, paged
 from argosy.models.parts.weight import abstract, logical, split
@@ -90,7 +91,7 @@ def test_a_step_of_the_engine_compiles_for_a_tpu(name, tensor, window, monkeypat
     windows = {} if window is None else {AttentionWindow(window): 400}
     model = config.build()
     model.dtype = jnp.bfloat16
-    sizes, picks = Sizes(8, 4, 32, Tables(16, 128, tuple(windows))), 12
+    sizes, picks = StepSizes(8, 4, 32, PageTables(16, 128, tuple(windows))), 12
     mesh = MeshSettings(fsdp=1, tensor=tensor).build(devices)
     places = shardings(logical(model), {a: s.shape for a, s in abstract(model).items()}, DEFAULT, mesh)
 
@@ -98,13 +99,13 @@ def test_a_step_of_the_engine_compiles_for_a_tpu(name, tensor, window, monkeypat
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     with scope(mesh):
-        forward = Whole(model)
+        forward = OneProgram(model)
         caches = jax.eval_shape(lambda: paged(forward.specs, 8, 1024, 16, jnp.bfloat16, longest=2048, slack=2048, windows=windows))
         assert {key for cache in caches.values() for key in cache} == {"kv", *["window.kv" for _ in windows]}
         weights = {a: there(s.shape, jnp.bfloat16, places[a].spec) for a, s in abstract(model).items()}
         pools = jax.tree.map(lambda a, spec: there(a.shape, a.dtype, spec), caches, layouts(forward.specs, caches))
         words = [there((n,), jnp.int32, PartitionSpec()) for n in (8, sizes.words, picks)]
-        compiled = forward._program.lower(weights, pools, *words, sizes).compile()
+        compiled = forward.program(forward.step_kind).lower(weights, pools, tuple(words[:2]), (words[2],), sizes).compile()
     assert set(split(model)[1]) == set(weights)
     kernels = re.findall('custom_call_target="tpu_custom_call"', compiled.as_text())
     assert len(kernels) >= 2

@@ -10,7 +10,7 @@ from helpers import shared
 from safetensors.numpy import load_file, save_file
 
 from argosy.core.errors import BadInput
-from argosy.infer.load import load
+from argosy.infer.load import load_lm
 from argosy.rl.rewards.functions import open_rewards
 from argosy.rl.rewards.models import conversation
 from argosy.rl.rewards.settings import Reward
@@ -39,7 +39,7 @@ def test_scores_of_prompts_with_completions_beside_a_function(tmp_path, monkeypa
     prompts, completions = ["Once upon", "Once upon", "The cat"], [" a time", " the moon there was", " sat"]
     with open_rewards([Reward(of=str(folder)), Reward(of="mine.py:f")], 1) as rewards:
         scored = rewards(prompts, completions, {})
-    expected = load(folder).rewards([prompt + completion for prompt, completion in zip(prompts, completions)])
+    expected = load_lm(folder).rewards([prompt + completion for prompt, completion in zip(prompts, completions)])
     assert len(np.unique(expected)) == 3
     np.testing.assert_allclose(scored.values[:, 0], expected, rtol=1e-5)
     assert scored.values[:, 1].tolist() == [7, 19, 4]

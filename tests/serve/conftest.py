@@ -25,7 +25,7 @@ from argosy.serve.engine.encoder import EncoderService
 from argosy.serve.engine.front import Front
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
-from argosy.serve.settings import Limits, ServeSettings
+from argosy.serve.settings import ServerLimits, ServeSettings
 from argosy.weights.build import random
 
 TEMPLATE = (
@@ -36,7 +36,7 @@ TEMPLATE = (
 )
 EOS = frozenset({ByteTokenizer.eos})
 SIZES = EngineSettings(slots=4, page=8, context=128, pages=64, budget=64, beside=32)
-LIMITS = Limits(
+LIMITS = ServerLimits(
     body=20_000, headers=20, answers=16, stops=4, stop_length=20, logprobs=5, prompt_logprobs_tokens=64,
     schema_bytes=3_000, schema_depth=12,
 )  # fmt: skip
@@ -63,9 +63,9 @@ def alone(lm: LM, prompt: str | list[int], most: int, seed: int = 0, ends: froze
     ids = lm.encode(prompt)
     engine.add(Request(ids, most, Sampling(**how), ends, seed))
     events = list(engine.run())
-    made = events[:-1] if events[-1].reason == "stop" else events
+    made = events[:-1] if events[-1].finish_reason == "stop" else events
     tokens = [event.token for event in made if event.token is not None]
-    return Alone(lm.tokenizer.decode(tokens), tokens, [event.logprob for event in made], events[-1].reason)
+    return Alone(lm.tokenizer.decode(tokens), tokens, [event.logprob for event in made], events[-1].finish_reason)
 
 
 class Says(Front):
@@ -93,10 +93,10 @@ class Spoken:
             await self.front.waits.wait()
         for place, request in enumerate(self.requests):
             likeliest = tuple((token, -1.0) for token in range(request.top))
-            for i, byte in enumerate(self.front.said.encode()[: request.most]):
+            for i, byte in enumerate(self.front.said.encode()[: request.max_tokens]):
                 if place not in self.left:
-                    yield place, Event(place, byte, -0.5, "length" if i + 1 == request.most else None, top=likeliest)
-            if place not in self.left and len(self.front.said.encode()) < request.most:
+                    yield place, Event(place, byte, -0.5, "length" if i + 1 == request.max_tokens else None, top=likeliest)
+            if place not in self.left and len(self.front.said.encode()) < request.max_tokens:
                 yield place, Event(place, ByteTokenizer.eos, -0.5, "stop", top=likeliest)
 
     def end(self, place: int, reason: str) -> None:
@@ -109,7 +109,7 @@ class Spoken:
 @contextmanager
 def serving(
     lm: LM,
-    limits: Limits = LIMITS,
+    limits: ServerLimits = LIMITS,
     templates: bool = False,
     kind: type[Front] = Front,
     more: Any = None,
@@ -173,9 +173,9 @@ def url(service: Service) -> Iterator[str]:
 def listening(service: Service | EncoderService, **settings: Any) -> Iterator[str]:
     """A real server in a thread, on a free port of the loopback, until the block ends."""
     how = ServeSettings(port=0, drain=30, **settings)
-    listener, stop, ready = run.bound(how), threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: run.serve(service, how, listener, stop=stop.is_set, ready=ready.set))
-    address = run.address_of(listener, how)
+    listener, stop, ready = run.bound_socket(how), threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: run.serve_until(service, how, listener, stop=stop.is_set, ready=ready.set))
+    address = run.server_address(listener, how)
     thread.start()
     assert ready.wait(60)
     try:

@@ -328,12 +328,12 @@ def test_each_key_opens_its_own_routes_only(service: Service, root: Path):
 
 def test_the_admin_port_is_a_server_of_its_own(lm: LM):
     how = ServeSettings(port=0, drain=5, admin=AdminSettings(port=0, key="secret"))
-    listener, beside = run.bound(how), run.admin_bound(how)
+    listener, beside = run.bound_socket(how), run.admin_socket(how)
     stop, ready = threading.Event(), threading.Event()
     urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in (listener, beside)]
     with answering(lm, SIZES) as service:
         given = {"stop": stop.is_set, "ready": ready.set, "admin": beside}
-        thread = threading.Thread(target=run.serve, args=(service, how, listener), kwargs=given)
+        thread = threading.Thread(target=run.serve_until, args=(service, how, listener), kwargs=given)
         thread.start()
         try:
             assert ready.wait(60)
@@ -364,7 +364,7 @@ def test_the_admin_port_is_a_server_of_its_own(lm: LM):
 )
 def test_settings_that_contradict_each_other_are_refused_before_the_model_is_loaded(how: dict[str, Any], what: str):
     with pytest.raises(BadInput, match=what):
-        run.check(ServeSettings(**how))
+        run.check_server(ServeSettings(**how))
 
 
 # ---------------------------------------------------------------- pauses
@@ -408,7 +408,7 @@ def test_a_pause_that_aborts_gives_readers_what_there_is(service: Service):
             rest = [event async for _, event in answers]
             aborted = front.abort()
             await front.resume()
-        return [e.token for e in events + rest if e.token is not None], rest[-1].reason, aborted
+        return [e.token for e in events + rest if e.token is not None], rest[-1].finish_reason, aborted
 
     tokens, reason, aborted = asyncio.run(go())
     assert reason == "abort"
@@ -513,7 +513,7 @@ def test_the_prefix_cache_is_reset_unless_requests_hold_pages(ask: Callable, ser
 
     assert asyncio.run(go()) == [False, True, True]
     assert ask("/reset_prefix_cache", method="POST").json() == {"success": True}
-    assert engine.pages.found(engine.pages._page_of) == []
+    assert engine.pages.lookup(engine.pages._page_of) == []
     assert ask("/reset_prefix_cache?reset_external=true", method="POST").status_code == 400
     assert ask("/reset_prefix_cache?other=1", method="POST").status_code == 400
 
@@ -592,8 +592,8 @@ def test_a_running_answer_goes_on_with_the_new_weights_from_its_next_token(lm: L
         async with front.open([Request([5, 6, 7], 24)]) as answers:
             found = await tokens_of(answers, 4)
             await client.post("/pause?mode=keep")
-            sequence = front.engine._sequences[answers.rows[0].number]
-            before = sequence.made
+            sequence = front.engine._requests[answers.rows[0].number]
+            before = sequence.scheduled.completion_length
             await client.post("/start_weight_update")
             await client.post("/update_weights", json={"update_info": {"path": "next"}})
             await client.post("/finish_weight_update")

@@ -23,8 +23,8 @@ from serve.fakes import fake, response
 
 from argosy.cli import main
 from argosy.client import batch
-from argosy.client.batch_files import Output, fingerprint, rows, stamp
-from argosy.client.client import Failed, Inside, Reply, ask
+from argosy.client.batch_files import BatchOutput, file_fingerprint, file_stamp, read_batch_rows
+from argosy.client.client import AsgiTransport, ConnectionFailed, HttpReply, ask
 from argosy.client.settings import BatchSettings
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged
 from argosy.core.settings import read_settings, words_layer
@@ -51,7 +51,7 @@ class Echo:
         self.hold: Callable[[], Any] | None = None
 
     @asynccontextmanager
-    async def send(self, method: str, path: str, body: Any = None) -> AsyncIterator[Reply]:
+    async def send(self, method: str, path: str, body: Any = None) -> AsyncIterator[HttpReply]:
         self.asked.append(json.loads(body))
         if self.hold is not None:
             await self.hold()
@@ -60,17 +60,17 @@ class Echo:
         async def blocks() -> Any:
             yield content.encode()
 
-        yield Reply(self.status, {}, blocks())
+        yield HttpReply(self.status, {}, blocks())
 
 
 def written(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def answer(source: Path, target: Path, server: Any, settings: BatchSettings | None = None, **how: Any) -> Output:
+def answer(source: Path, target: Path, server: Any, settings: BatchSettings | None = None, **how: Any) -> BatchOutput:
     how = {"stop": lambda: False} | how
-    with Output(target, BEGUN) as out:
-        asyncio.run(batch.answer(source, out, server, settings or settings_of(), **how))
+    with BatchOutput(target, BEGUN) as out:
+        asyncio.run(batch.complete_batch(source, out, server, settings or settings_of(), **how))
     return out
 
 
@@ -225,7 +225,7 @@ def test_an_output_that_was_begun_otherwise_is_refused(files: tuple[Path, Path],
     answer(*files, Echo())
     before = files[1].read_bytes()
     with pytest.raises(BadInput) as error:
-        Output(files[1], BEGUN | now)
+        BatchOutput(files[1], BEGUN | now)
     assert what in str(error.value)
     assert "remove" in (error.value.hint or "")
     assert files[1].read_bytes() == before
@@ -234,26 +234,26 @@ def test_an_output_that_was_begun_otherwise_is_refused(files: tuple[Path, Path],
 def test_files_that_were_moved_are_the_same(files: tuple[Path, Path]):
     answer(*files, Echo())
     moved = {"input": {"address": "there", "sha256": "1"}, "model": {"address": "there", "step": 3}}
-    with Output(files[1], BEGUN | moved) as out:
+    with BatchOutput(files[1], BEGUN | moved) as out:
         assert len(out.done) == 3
 
 
 def test_a_file_of_something_else_is_left_alone(files: tuple[Path, Path]):
     files[1].write_text("my thesis\n")
     with pytest.raises(BadInput, match="no record of the run that began it"):
-        Output(files[1], BEGUN)
+        BatchOutput(files[1], BEGUN)
     assert files[1].read_text() == "my thesis\n"
     files[1].write_text("")
     answer(*files, Echo())
     files[1].write_text('{"id": "x"}\n' + files[1].read_text())
     with pytest.raises(Damaged, match="line 1"):
-        Output(files[1], BEGUN)
+        BatchOutput(files[1], BEGUN)
 
 
 def test_two_processes_do_not_write_one_file(files: tuple[Path, Path]):
-    with Output(files[1], BEGUN), pytest.raises(Busy, match="another process is writing"):
-        Output(files[1], BEGUN)
-    with Output(files[1], BEGUN):
+    with BatchOutput(files[1], BEGUN), pytest.raises(Busy, match="another process is writing"):
+        BatchOutput(files[1], BEGUN)
+    with BatchOutput(files[1], BEGUN):
         pass
 
 
@@ -283,7 +283,7 @@ def test_a_server_without_time_is_asked_again_and_its_refusal_is_no_answer(
     files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(batch, "LONGEST_WAIT_S", 0.01)
-    with pytest.raises(Failed, match="no time for line"):
+    with pytest.raises(ConnectionFailed, match="no time for line"):
         answer(*files, Echo(503), tries=3)
     assert files[1].read_bytes() == b""
     times = 0
@@ -298,8 +298,8 @@ def test_a_server_without_time_is_asked_again_and_its_refusal_is_no_answer(
         from argosy.client.http import Http
 
         async with fake(script) as server, Http(server.url) as http:
-            with Output(files[1], BEGUN) as out:
-                await batch.answer(files[0], out, http, settings_of("concurrent=1"), tries=3, stop=lambda: False)
+            with BatchOutput(files[1], BEGUN) as out:
+                await batch.complete_batch(files[0], out, http, settings_of("concurrent=1"), tries=3, stop=lambda: False)
 
     asyncio.run(go())
     assert times == 5
@@ -331,7 +331,7 @@ def test_rows_are_answered_by_the_server_s_own_code_and_share_its_steps(lm: LM, 
     # More rows than the queue of a server that protects itself would take.
     limits = LIMITS.model_copy(update={"queue": 100_000})
     with serving(lm, limits) as service:
-        server = Inside(App(service).asgi)
+        server = AsgiTransport(App(service).asgi)
         engine = service.front.engine
         steps, drawn = engine.stats.steps, engine.stats.drawn_tokens
         out = answer(source, target, server)
@@ -361,8 +361,8 @@ def test_an_engine_that_dies_fails_no_row(lm: LM, files: tuple[Path, Path], caps
             raise RuntimeError("the device is gone")
 
         service.front.engine.step = step  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(Failed, match="the engine has stopped"):
-            answer(*files, Inside(App(service).asgi))
+        with pytest.raises(ConnectionFailed, match="the engine has stopped"):
+            answer(*files, AsgiTransport(App(service).asgi))
     assert files[1].read_bytes() == b""
     assert "the device is gone" in capsys.readouterr().err
 
@@ -420,16 +420,16 @@ def test_mistakes_are_answered(
 def test_versions_of_inputs_and_models_are_told_apart(tmp_path: Path):
     file = tmp_path / "a"
     file.write_text("one")
-    first, model = fingerprint(file), stamp(str(tmp_path))
+    first, model = file_fingerprint(file), file_stamp(str(tmp_path))
     assert first["bytes"] == 3
     file.write_text("two")
-    assert fingerprint(file) != first
+    assert file_fingerprint(file) != first
     os.utime(file, (1, 1))
-    assert stamp(str(tmp_path)) != model
+    assert file_stamp(str(tmp_path)) != model
     for step in ("9", "10"):
         (tmp_path / "checkpoints" / step).mkdir(parents=True)
-    assert stamp(str(tmp_path))["step"] == 10
-    assert [row.line for row in rows(file)] == [1]
+    assert file_stamp(str(tmp_path))["step"] == 10
+    assert [row.line for row in read_batch_rows(file)] == [1]
 
 
 # ---------------------------------------------------------------- killed

@@ -17,7 +17,7 @@ from argosy.infer.lm import LM
 from argosy.serve.app import App
 from argosy.serve.errors import ApiError
 from argosy.serve.openai import completions
-from argosy.serve.response.writer import Job
+from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import Service
 
 Ask = Callable[..., httpx.Response]
@@ -153,12 +153,12 @@ def test_values_that_ask_for_nothing_are_accepted(ask: Ask):
 # ---------------------------------------------------------------- one request of its client
 
 
-def job(service: Service, most: int = 60, **more: Any) -> Job:
+def job(service: Service, most: int = 60, **more: Any) -> GenerationJob:
     body = {"prompt": PROMPT, "use_beam_search": True, "n": 2, "max_tokens": most, "ignore_eos": True}
-    return completions.prepare(service, body | more)
+    return completions.prepare_completions(service, body | more)
 
 
-async def begun(service: Service, one: Job) -> asyncio.Task[Any]:
+async def begun(service: Service, one: GenerationJob) -> asyncio.Task[Any]:
     """A search that has made some steps."""
     task = asyncio.create_task(one.answered())
     while len(one.searches[0].beams.open[0].tokens if one.searches[0].beams.open else ()) < 3:

@@ -14,9 +14,9 @@ from serve.fakes import END, MODELS, STREAM, Hangup, chunk, event, fake, respons
 from argosy.cli import main
 from argosy.cli.bench import address
 from argosy.cli.flags import BENCH_SERVE, CHAT, RUN_BATCH, Flags, translated
-from argosy.client.bench import Outcome, Round, Server, arrivals, run, said
-from argosy.client.bench_data import Sample, Source
-from argosy.client.bench_report import compared, comparison, details, figures, table
+from argosy.client.bench import BenchRound, BenchServer, RequestOutcome, arrivals, event_text, run_bench
+from argosy.client.bench_data import BenchSample, SampleSource
+from argosy.client.bench_report import compare_rounds, comparison_text, request_details, round_figures, round_text
 from argosy.client.settings import BatchSettings, BenchSettings, ChatSettings
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
@@ -26,13 +26,13 @@ def settings_of(*words: str) -> BenchSettings:
     return read_settings(BenchSettings, words_layer(list(words))).value
 
 
-def loaded(script: Any, *words: str) -> tuple[list[Round], Any]:
+def loaded(script: Any, *words: str) -> tuple[list[BenchRound], Any]:
     """The rounds of a scripted server, and the server."""
     settings = settings_of(*words)
 
-    async def go() -> tuple[list[Round], Any]:
+    async def go() -> tuple[list[BenchRound], Any]:
         async with fake(script) as server:
-            return await run([Server(server.url, settings, None)], Source(settings), 1), server
+            return await run_bench([BenchServer(server.url, settings, None)], SampleSource(settings), 1), server
 
     return asyncio.run(go())
 
@@ -76,8 +76,8 @@ def test_a_server_is_measured_over_http(url: str, capsys: pytest.CaptureFixture[
 
 def test_prompts_reach_the_server_in_exactly_the_length_that_was_asked(url: str):
     settings = settings_of("num_prompts=4", "input_len=33", "output_len=5")
-    server = Server(url, settings, None)
-    [round] = asyncio.run(run([server], Source(settings), 1))
+    server = BenchServer(url, settings, None)
+    [round] = asyncio.run(run_bench([server], SampleSource(settings), 1))
     assert server.vocab == 258
     assert [(one.input_len, one.output_len, one.error) for one in round.outcomes] == [(33, 5, None)] * 4
 
@@ -103,7 +103,7 @@ def test_answers_of_sharegpt_are_as_long_as_their_own(url: str, tmp_path: Path):
     talks = [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in turns]
     file.write_text(json.dumps([*talks, {"conversations": []}, {"id": 3}]))
     settings = settings_of(f"data={file}", "num_prompts=3", "ignore_eos=true")
-    [round] = asyncio.run(run([Server(url, settings, None)], Source(settings), 1))
+    [round] = asyncio.run(run_bench([BenchServer(url, settings, None)], SampleSource(settings), 1))
     assert {one.output_len for one in round.outcomes} == {len("a test"), len("once more")}
     assert len(round.outcomes) == 3
 
@@ -137,14 +137,14 @@ def test_failures_are_counted_and_the_first_is_told(capsys: pytest.CaptureFixtur
 
     settings = "num_prompts=8 input_len=10 output_len=4 max_concurrency=1"
     [round], _ = loaded(script, *settings.split())
-    found = figures(round, settings_of(*settings.split()))
+    found = round_figures(round, settings_of(*settings.split()))
     assert (found["completed"], found["failed"]) == (3, 5)
     assert found["first_error"] == "overloaded"
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 12)
     told = [one.error or "" for one in round.outcomes]
     for what, text in zip(("overloaded", "broke off", "no JSON", "no `usage`", "no token"), told[1:]):
         assert what in text
-    assert "3 of 8, 5 failed" in table(found, settings_of(*settings.split()))
+    assert "3 of 8, 5 failed" in round_text(found, settings_of(*settings.split()))
 
 
 def test_a_failed_request_fails_the_command(capsys: pytest.CaptureFixture[str], url: str):
@@ -166,8 +166,8 @@ def test_an_answer_that_is_too_short_is_told(capsys: pytest.CaptureFixture[str],
     from argosy.cli.bench import warn
 
     settings = settings_of("num_prompts=1")
-    round = Round(0, "http://h", "m", [Outcome(0, asked=9, output_len=3, latency=1.0)], 1.0, 0.9)
-    warn(round, figures(round, settings), settings)
+    round = BenchRound(0, "http://h", "m", [RequestOutcome(0, max_tokens=9, output_len=3, latency=1.0)], 1.0, 0.9)
+    warn(round, round_figures(round, settings), settings)
     err = capsys.readouterr().err
     assert "1 answers of http://h are shorter than requested" in err
     assert "this client was busy for 90%" in err
@@ -211,7 +211,7 @@ def test_requests_are_sent_when_they_are_due(monkeypatch: pytest.MonkeyPatch):
 
 def test_random_prompts_are_exact_repeatable_and_of_their_own():
     settings = settings_of("input_len=40", "output_len=20", "range_ratio=0.25", "prefix_len=5", "seed=3")
-    source = Source(settings)
+    source = SampleSource(settings)
     first, again = source.samples(200, 0, 50), source.samples(200, 0, 50)
     assert first == again
     inputs, outputs = [len(s.prompt) - 5 for s in first], [s.output_len for s in first]
@@ -228,20 +228,20 @@ def test_random_prompts_are_exact_repeatable_and_of_their_own():
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("one\n\ntwo\n", [Sample("one", 128), Sample("two", 128)]),
-        ('{"prompt": "a"}\n{"prompt": [1, 2], "max_tokens": 7}', [Sample("a", 128), Sample([1, 2], 7)]),
-        ("\ufeffone", [Sample("one", 128)]),
+        ("one\n\ntwo\n", [BenchSample("one", 128), BenchSample("two", 128)]),
+        ('{"prompt": "a"}\n{"prompt": [1, 2], "max_tokens": 7}', [BenchSample("a", 128), BenchSample([1, 2], 7)]),
+        ("\ufeffone", [BenchSample("one", 128)]),
     ],
 )
-def test_files_of_prompts_are_read(tmp_path: Path, text: str, expected: list[Sample]):
+def test_files_of_prompts_are_read(tmp_path: Path, text: str, expected: list[BenchSample]):
     file = tmp_path / "prompts"
     file.write_text(text, encoding="utf-8")
-    source = Source(settings_of(f"data={file}"))
+    source = SampleSource(settings_of(f"data={file}"))
     assert source.file == expected
     many = source.samples(5, 0, 10)
     assert len(many) == 5
     assert all(sample in expected for sample in many)
-    assert Source(settings_of(f"data={file}", "output_len=3")).samples(1, 0, 10)[0].output_len == 3
+    assert SampleSource(settings_of(f"data={file}", "output_len=3")).samples(1, 0, 10)[0].output_len == 3
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,9 @@ def test_files_without_prompts_are_refused(tmp_path: Path, text: str, words: lis
     file = tmp_path / "prompts"
     file.write_text(text)
     with pytest.raises(BadInput, match=what):
-        Source(settings_of(f"data={file}", *words))
+        SampleSource(settings_of(f"data={file}", *words))
     with pytest.raises(BadInput, match="cannot read"):
-        Source(settings_of(f"data={tmp_path / 'missing'}"))
+        SampleSource(settings_of(f"data={tmp_path / 'missing'}"))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_files_without_prompts_are_refused(tmp_path: Path, text: str, words: lis
     ],
 )
 def test_only_events_with_tokens_count(document: dict[str, Any], text: str | None):
-    assert said(document) == text
+    assert event_text(document) == text
 
 
 # ---------------------------------------------------------------- the figures
@@ -288,14 +288,14 @@ def test_only_events_with_tokens_count(document: dict[str, Any], text: str | Non
 
 def test_figures_are_those_of_vllm():
     outcomes = [
-        Outcome(0.0, 4, 0.1, [0.05, 0.15], 0.3, 10, 3, text="abc"),
-        Outcome(0.2, 4, 0.3, [], 0.3, 20, 1),
-        Outcome(0.6, 4, 0.2, [0.1] * 4, 0.6, 30, 5),
-        Outcome(0.1, 4, error="gone"),
+        RequestOutcome(0.0, 4, 0.1, [0.05, 0.15], 0.3, 10, 3, text="abc"),
+        RequestOutcome(0.2, 4, 0.3, [], 0.3, 20, 1),
+        RequestOutcome(0.6, 4, 0.2, [0.1] * 4, 0.6, 30, 5),
+        RequestOutcome(0.1, 4, error="gone"),
     ]
     settings = settings_of("goodput=ttft:250 tpot:99", "metric_percentiles=50,100")
-    round = Round(0, "http://h", "m", outcomes, 2.0, 0.1)
-    found = figures(round, settings)
+    round = BenchRound(0, "http://h", "m", outcomes, 2.0, 0.1)
+    found = round_figures(round, settings)
     assert (found["completed"], found["failed"], found["first_error"]) == (3, 1, "gone")
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (60, 9)
     assert found["request_throughput"] == 1.5
@@ -311,18 +311,18 @@ def test_figures_are_those_of_vllm():
         assert found[f"std_{name}_ms"] == pytest.approx(statistics.pstdev(values))
         assert found[f"p100_{name}_ms"] == pytest.approx(max(values))
     assert found["request_goodput"] == 0, "a limit of 99 ms is below both tpots, and 250 below the second ttft"
-    assert figures(round, settings_of("goodput=ttft:250 tpot:101"))["request_goodput"] == 1.0
-    assert figures(round, settings_of())["request_goodput"] is None
+    assert round_figures(round, settings_of("goodput=ttft:250 tpot:101"))["request_goodput"] == 1.0
+    assert round_figures(round, settings_of())["request_goodput"] is None
     # 3 tokens within the first second of the clock, then 1, and 2 of the third answer's 5.
     assert found["max_output_tokens_per_s"] == pytest.approx(6)
-    assert details(round)["errors"] == ["", "", "", "gone"]
-    assert details(round)["generated_texts"][0] == "abc"
-    assert not any("tpot" in name for name in figures(round, settings_of("percentile_metrics=ttft")))
+    assert request_details(round)["errors"] == ["", "", "", "gone"]
+    assert request_details(round)["generated_texts"][0] == "abc"
+    assert not any("tpot" in name for name in round_figures(round, settings_of("percentile_metrics=ttft")))
 
 
 def test_nothing_completed_is_zeros_and_no_crash():
-    round = Round(0, "http://h", "m", [Outcome(0.0, error="gone")], 1.0, 0.0)
-    found = figures(round, settings_of())
+    round = BenchRound(0, "http://h", "m", [RequestOutcome(0.0, error="gone")], 1.0, 0.0)
+    found = round_figures(round, settings_of())
     assert (found["output_throughput"], found["mean_ttft_ms"], found["max_concurrent_requests"]) == (0, 0, 0)
 
 
@@ -330,7 +330,7 @@ def test_nothing_completed_is_zeros_and_no_crash():
 def test_two_servers_alternate_and_are_compared():
     order: list[str] = []
 
-    async def go() -> list[Round]:
+    async def go() -> list[BenchRound]:
         def script(name: str) -> Any:
             async def one(path: str, body: Any, send: Callable[[bytes], Awaitable[None]]) -> None:
                 order.append(name)
@@ -339,22 +339,22 @@ def test_two_servers_alternate_and_are_compared():
             return one
 
         async with fake(script("a")) as a, fake(script("b")) as b:
-            servers = [Server(url, settings, None) for url in (a.url, b.url)]
-            return await run(servers, Source(settings), 2)
+            servers = [BenchServer(url, settings, None) for url in (a.url, b.url)]
+            return await run_bench(servers, SampleSource(settings), 2)
 
     settings = settings_of("num_prompts=1", "input_len=3", "output_len=2", "against=http://h")
     rounds = asyncio.run(go())
     assert "".join(order) == "ab" + "aabbbbaa"
     assert [one.server for one in rounds] == [0, 1, 1, 0]
 
-    found = [figures(one, settings) | {"server": one.server} for one in rounds]
+    found = [round_figures(one, settings) | {"server": one.server} for one in rounds]
     for one, rate in zip(found, (10.0, 5.0, 7.0, 14.0)):
         one["output_throughput"] = rate
-    document = compared(found, "http://a", "http://b")
+    document = compare_rounds(found, "http://a", "http://b")
     assert document["median"]["output_throughput"] == 12.0
     assert document["median_against"]["output_throughput"] == 6.0
     assert document["ratio"]["output_throughput"] == 2.0
-    text = comparison(document, settings)
+    text = comparison_text(document, settings)
     assert "12.0 (10.0 to 14.0)" in text
     assert "2.000" in text
 

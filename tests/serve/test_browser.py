@@ -14,7 +14,7 @@ from serve.conftest import Says, listening, serving
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer.lm import LM
-from argosy.serve.response.choice import Choice, Piece
+from argosy.serve.response.choice import ChoicePiece, CompletionChoice
 from argosy.serve.service import Service
 
 pytestmark = [
@@ -84,13 +84,13 @@ def slow(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def speaks(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """The model's answer becomes this text, 20 characters a token."""
-    take = Choice.take
+    take = CompletionChoice.take
 
-    def said(self: Choice, event: Any) -> Piece:
+    def said(self: CompletionChoice, event: Any) -> ChoicePiece:
         at = 20 * len(self.tokens)
         return replace(take(self, event), text=text[at : at + 20])
 
-    monkeypatch.setattr(Choice, "take", said)
+    monkeypatch.setattr(CompletionChoice, "take", said)
 
 
 def test_an_answer_streams_in_and_says_how_fast(page: Page, service: Service, monkeypatch: pytest.MonkeyPatch):

@@ -15,13 +15,13 @@ from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
-from argosy.infer.tools.channels import MARKS, Channels, framed, marks_of
-from argosy.infer.tools.grammar import Grammars, Structure, masks, structure_of
-from argosy.infer.tools.notations import notation_of
+from argosy.infer.tools.channels import MARKS, ChannelParser, channel_marks, framed_grammar
+from argosy.infer.tools.grammar import Grammars, Structure, grammar_masks, read_structure
+from argosy.infer.tools.notations import find_notation
 from argosy.models import FAMILIES
-from argosy.serve.openai.chat import asked
-from argosy.serve.openai.fields import Chat
-from argosy.serve.run import service_of
+from argosy.serve.openai.chat import read_chat
+from argosy.serve.openai.fields import ChatFields
+from argosy.serve.run import build_service
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
 from argosy.weights.build import random
@@ -66,7 +66,7 @@ def lm(tokenizer: Tokenizer) -> LM:
 
 @pytest.fixture(scope="module")
 def service(lm: LM, tokenizer: Tokenizer) -> Iterator[Service]:
-    with serving(lm, kind=Says, more={"marks": marks_of(tokenizer)}, sizes=LONG) as found:
+    with serving(lm, kind=Says, more={"marks": channel_marks(tokenizer)}, sizes=LONG) as found:
         yield found
 
 
@@ -112,7 +112,7 @@ def as_marks(text: str) -> str:
     ],
 )
 def test_an_answer_is_split_however_its_text_is_cut(text: str, thought: str, answer: str, calls: Any, size: int):
-    channels, text = Channels(calls=True), as_marks(text)
+    channels, text = ChannelParser(calls=True), as_marks(text)
     parts = [channels.push(text[i : i + size]) for i in range(0, len(text), size)] + [channels.end()]
     assert "".join(part[0] for part in parts) == thought
     assert "".join(part[1] for part in parts) == answer
@@ -120,18 +120,18 @@ def test_an_answer_is_split_however_its_text_is_cut(text: str, thought: str, ans
 
 
 def test_text_is_not_held_back_and_a_continued_message_has_no_header():
-    channels = Channels()
+    channels = ChannelParser()
     assert channels.push(as_marks("<|channel|>analysis<|message|>Let")) == ("Let", "")
     assert channels.push(" me") == (" me", "")
     assert not channels.over
-    assert Channels(continued=True).push("and so on") == ("", "and so on")
+    assert ChannelParser(continued=True).push("and so on") == ("", "and so on")
 
 
 def test_marks_are_special_tokens_and_all_of_them(tokenizer: Tokenizer):
-    assert list(marks_of(tokenizer)) == list(IDS.values())
-    assert marks_of(ByteTokenizer()) == marks_of(None) == {}
+    assert list(channel_marks(tokenizer)) == list(IDS.values())
+    assert channel_marks(ByteTokenizer()) == channel_marks(None) == {}
     # Written in ordinary tokens, a mark is text.
-    stream = tokenizer.stream(True, marks_of(tokenizer))
+    stream = tokenizer.stream(True, channel_marks(tokenizer))
     assert "".join(map(stream.push, tokenizer.encode("<|end|>"))) == "<|end|>"
     assert stream.push(IDS["<|end|>"]) == MARKS["<|end|>"]
     # A character that a mark cuts is lost alone.
@@ -159,7 +159,7 @@ def test_old_thoughts_and_calls_reach_the_template(service: Service):
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     assistant = {"role": "assistant", "content": None, "reasoning": "Say hé.", "tool_calls": [call]}
     messages = [*TALK["messages"], assistant, {"role": "tool", "tool_call_id": "c", "content": "warm"}]
-    found = asked(service, Chat.of(TALK | {"messages": messages, "tools": [WEATHER]}))
+    found = read_chat(service, ChatFields.of(TALK | {"messages": messages, "tools": [WEATHER]}))
     assert service.lm.tokenizer is not None
     text = service.lm.tokenizer.decode(found.prompt, skip_special=False)
     assert "<|channel|>analysis<|message|>Say hé.<|end|><|start|>assistant to=functions.weather<|channel|>commentary json" in text
@@ -182,7 +182,7 @@ def test_the_official_client_streams_channels(service: Service):
 def test_a_parser_that_the_tokenizer_cannot_serve_is_refused(lm: LM):
     plain = LM(lm.config, lm.module, ByteTokenizer())
     with pytest.raises(BadInput, match="openai_gptoss needs"):
-        service_of(plain, "tiny", ServeSettings(reasoning_parser="openai_gptoss"), None)
+        build_service(plain, "tiny", ServeSettings(reasoning_parser="openai_gptoss"), None)
 
 
 # ---------------------------------------------------------------- structured output
@@ -197,18 +197,18 @@ def state(grammars: Grammars, structure: Structure, text: str) -> str:
     """The state of an answer in a structure; `refused` if one of its tokens is not allowed."""
     matcher = grammars.get(structure).matcher({IDS["<|return|>"]})
     for token in grammars.tokenizer.encode(text, special=True):
-        allowed = masks([matcher])[0][0]
+        allowed = grammar_masks([matcher])[0][0]
         if not int(allowed[token // 32]) >> token % 32 & 1:
             return "refused"
         matcher.push(token)
-    return masks([matcher])[1][0]
+    return grammar_masks([matcher])[1][0]
 
 
-OBJECT = structure_of({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}})
+OBJECT = read_structure({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}})
 
 
 def test_an_answer_is_free_in_its_thoughts_and_bound_in_its_final_message(grammars: Grammars):
-    whole, header = framed(OBJECT), FINAL.partition("Hello")[0]
+    whole, header = framed_grammar(OBJECT), FINAL.partition("Hello")[0]
     assert state(grammars, whole, THOUGHT + header + '{"a": 1}') == "complete"
     assert state(grammars, whole, header.removeprefix("<|start|>assistant") + '{"a": 1}') == "complete"
     for wrong in (THOUGHT + header + "[", "{", THOUGHT + THOUGHT, THOUGHT + CALL, "<|channel|>final<|message|><|end|>"):
@@ -216,7 +216,7 @@ def test_an_answer_is_free_in_its_thoughts_and_bound_in_its_final_message(gramma
 
 
 def test_calls_are_bound_to_their_schema(grammars: Grammars):
-    notation = notation_of(grammars.tokenizer.chat_template or "", grammars.tokenizer)
+    notation = find_notation(grammars.tokenizer.chat_template or "", grammars.tokenizer)
     assert notation is not None
     must, may = (notation.grammar([WEATHER], must=must, many=False) for must in (True, False))
     for structure in (must, may):
@@ -229,9 +229,9 @@ def test_calls_are_bound_to_their_schema(grammars: Grammars):
 
 def test_a_request_is_bound_behind_its_header(grammars: Grammars, service: Service):
     body = TALK | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}}
-    found = asked(service, Chat.of(body))
+    found = read_chat(service, ChatFields.of(body))
     assert found.wanted is not None
     assert state(grammars, found.wanted.structure, f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>1") == "complete"
-    bound = asked(service, Chat.of(TALK | {"tools": [WEATHER], "tool_choice": "required"})).wanted
+    bound = read_chat(service, ChatFields.of(TALK | {"tools": [WEATHER], "tool_choice": "required"})).wanted
     assert bound is not None
     assert state(grammars, bound.structure, THOUGHT + CALL) in ("complete", "accepting")

@@ -13,7 +13,7 @@ import pytest
 from serve.conftest import listening, serving
 from serve.fakes import END, MODELS, STREAM, Hangup, chunk, event, fake, response, says
 
-from argosy.client.client import Failed, Inside, Refused, Reply, ask, documents
+from argosy.client.client import AsgiTransport, ConnectionFailed, HttpReply, RequestRefused, ask, documents
 from argosy.client.http import Http
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.lm import LM
@@ -29,7 +29,7 @@ def read(blocks: list[bytes]) -> list[Any]:
             for block in blocks:
                 yield block
 
-        reply = Reply(200, {"content-type": "text/event-stream; charset=utf-8"}, some())  # pyright: ignore[reportArgumentType]
+        reply = HttpReply(200, {"content-type": "text/event-stream; charset=utf-8"}, some())  # pyright: ignore[reportArgumentType]
         return [document async for document in documents(reply)]
 
     return asyncio.run(go())
@@ -45,7 +45,7 @@ def test_events_are_the_same_however_they_are_cut(size: int, end: str):
 
 def test_a_line_without_end_is_not_collected_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("argosy.client.client.LINE", 1000)
-    with pytest.raises(Failed, match="longer than 1,000 bytes"):
+    with pytest.raises(ConnectionFailed, match="longer than 1,000 bytes"):
         read([b"data: " + b"x" * 900, b"x" * 200])
 
 
@@ -68,26 +68,26 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 @pytest.mark.parametrize(
     "parts, error, what",
     [
-        ([], Failed, "broke off in the middle of an answer"),
-        ([b"SSH-2.0-OpenSSH\r\n"], Failed, "speaks no HTTP"),
-        ([b"HTTP/1.1 200 OK\r\nno colon\r\n"], Failed, "speaks no HTTP"),
-        ([b"HTTP/1.1 200 OK\r\ncontent-le"], Failed, "broke off"),
-        ([b"HTTP/1.1 200 OK\r\nx: " + b"y" * 2**21], Failed, "line of more than"),
-        ([STREAM, event({"a": 1}), b"40\r\ndata: {"], Failed, "broke off"),
-        ([STREAM, event({"a": 1}), b"zz\r\n"], Failed, "chunk without a size"),
-        ([STREAM, event({"a": 1}), b"-5\r\n"], Failed, "chunk without a size"),
-        ([STREAM, event({"a": 1}), b"0\r\n\r\n"], Failed, r"without `\[DONE\]`"),
-        ([STREAM, chunk(b"data: {broken\n\n"), END], Failed, "an event is no JSON: '{broken'"),
-        ([STREAM, chunk(b"data: [1]\n\n"), END], Failed, "an event is no JSON object"),
-        ([STREAM, event({"error": {"message": "out of pages", "code": "x"}}), END], Refused, "out of pages"),
-        ([HEAD + b"content-length: 500\r\n\r\ndata: {}\n\n"], Failed, "broke off"),
-        ([HEAD + b"\r\ndata: {}\n\n"], Failed, r"without `\[DONE\]`"),
-        ([response(b"<html>oops", "500 Internal Server Error", "text/html")], Refused, "status 500: '<html>oops'"),
-        ([response(b"", "502 Bad Gateway")], Refused, "status 502$"),
-        ([response(b'{"error": "no such route"}', "404 Not Found")], Refused, "no such route"),
-        ([response(b'{"detail": "not here"}', "404 Not Found")], Refused, "not here"),
-        ([response(b'{"message": "vLLM says so"}', "400 Bad Request")], Refused, "vLLM says so"),
-        ([response(b'{"choices": []}')], Failed, "no event stream, but application/json"),
+        ([], ConnectionFailed, "broke off in the middle of an answer"),
+        ([b"SSH-2.0-OpenSSH\r\n"], ConnectionFailed, "speaks no HTTP"),
+        ([b"HTTP/1.1 200 OK\r\nno colon\r\n"], ConnectionFailed, "speaks no HTTP"),
+        ([b"HTTP/1.1 200 OK\r\ncontent-le"], ConnectionFailed, "broke off"),
+        ([b"HTTP/1.1 200 OK\r\nx: " + b"y" * 2**21], ConnectionFailed, "line of more than"),
+        ([STREAM, event({"a": 1}), b"40\r\ndata: {"], ConnectionFailed, "broke off"),
+        ([STREAM, event({"a": 1}), b"zz\r\n"], ConnectionFailed, "chunk without a size"),
+        ([STREAM, event({"a": 1}), b"-5\r\n"], ConnectionFailed, "chunk without a size"),
+        ([STREAM, event({"a": 1}), b"0\r\n\r\n"], ConnectionFailed, r"without `\[DONE\]`"),
+        ([STREAM, chunk(b"data: {broken\n\n"), END], ConnectionFailed, "an event is no JSON: '{broken'"),
+        ([STREAM, chunk(b"data: [1]\n\n"), END], ConnectionFailed, "an event is no JSON object"),
+        ([STREAM, event({"error": {"message": "out of pages", "code": "x"}}), END], RequestRefused, "out of pages"),
+        ([HEAD + b"content-length: 500\r\n\r\ndata: {}\n\n"], ConnectionFailed, "broke off"),
+        ([HEAD + b"\r\ndata: {}\n\n"], ConnectionFailed, r"without `\[DONE\]`"),
+        ([response(b"<html>oops", "500 Internal Server Error", "text/html")], RequestRefused, "status 500: '<html>oops'"),
+        ([response(b"", "502 Bad Gateway")], RequestRefused, "status 502$"),
+        ([response(b'{"error": "no such route"}', "404 Not Found")], RequestRefused, "no such route"),
+        ([response(b'{"detail": "not here"}', "404 Not Found")], RequestRefused, "not here"),
+        ([response(b'{"message": "vLLM says so"}', "400 Bad Request")], RequestRefused, "vLLM says so"),
+        ([response(b'{"choices": []}')], ConnectionFailed, "no event stream, but application/json"),
     ],
 )
 def test_a_bad_answer_is_one_clear_error(parts: list[bytes], error: type[ArgosyError], what: str):
@@ -96,7 +96,7 @@ def test_a_bad_answer_is_one_clear_error(parts: list[bytes], error: type[ArgosyE
 
 
 def test_a_document_that_is_no_json_is_an_error():
-    with pytest.raises(Failed, match="no JSON, but '<html>'"):
+    with pytest.raises(ConnectionFailed, match="no JSON, but '<html>'"):
         asked(says(response(b"<html>")), stream=False)
     assert asked(says(MODELS), stream=False)["data"][0]["id"] == "fake"
 
@@ -108,7 +108,7 @@ def test_bodies_without_length_and_announcements_are_read():
 
 def test_an_error_has_its_status_code_and_wait():
     body = b'{"error": {"message": "later", "code": "queue_full"}}'
-    with pytest.raises(Refused) as error:
+    with pytest.raises(RequestRefused) as error:
         asked(says(response(body, "503 Service Unavailable", more="Retry-After: 2\r\n")), stream=False)
     assert (error.value.status, error.value.code, error.value.retry_after) == (503, "queue_full", 2.0)
 
@@ -118,7 +118,7 @@ def test_a_slow_server_is_left():
         await send(STREAM + event({"a": 1}))
         await asyncio.Event().wait()
 
-    with pytest.raises(Failed, match=r"took longer than 0\.1 seconds"):
+    with pytest.raises(ConnectionFailed, match=r"took longer than 0\.1 seconds"):
         asked(script, seconds=0.1)
 
 
@@ -168,7 +168,7 @@ def test_a_server_that_does_not_listen_is_named():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        with pytest.raises(Failed, match=f"cannot connect to http://127.0.0.1:{port}: connection refused") as error:
+        with pytest.raises(ConnectionFailed, match=f"cannot connect to http://127.0.0.1:{port}: connection refused") as error:
             asyncio.run(ask(Http(f"http://127.0.0.1:{port}/v1/"), "GET", "/v1/models"))
     assert "argosy serve" in (error.value.hint or "")
 
@@ -213,7 +213,7 @@ def test_a_server_with_a_certificate_is_reached(lm: LM, tmp_path: Path, monkeypa
             async with Http(url, key="k") as http:
                 return await ask(http, "GET", "/v1/models")
 
-        with pytest.raises(Failed, match="self-signed certificate"):
+        with pytest.raises(ConnectionFailed, match="self-signed certificate"):
             asyncio.run(go())
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert asyncio.run(go())["data"][0]["id"] == "tiny"
@@ -224,7 +224,7 @@ def test_a_server_with_a_certificate_is_reached(lm: LM, tmp_path: Path, monkeypa
 
 def test_an_application_is_asked_without_a_socket(service: Service):
     async def go() -> tuple[Any, list[Any]]:
-        server = Inside(App(service).asgi)
+        server = AsgiTransport(App(service).asgi)
         body = {"prompt": "Once", "max_tokens": 3, "ignore_eos": True, "stream": True}
         async with server.send("POST", "/v1/completions", body) as reply:
             found = [document async for document in documents(reply)]
@@ -237,7 +237,7 @@ def test_an_application_is_asked_without_a_socket(service: Service):
 
 def test_an_application_is_left_early(service: Service):
     async def go() -> None:
-        server = Inside(App(service).asgi)
+        server = AsgiTransport(App(service).asgi)
         body = {"prompt": "Once", "max_tokens": 90, "ignore_eos": True, "stream": True}
         async with server.send("POST", "/v1/completions", body) as reply, aclosing(documents(reply)) as stream:
             await anext(stream)
@@ -255,7 +255,7 @@ def test_an_application_that_breaks_answers_or_fails():
         await send({"type": "http.response.body", "body": b"{}"})
         raise RuntimeError("as Starlette does")
 
-    with pytest.raises(Failed, match="no answer to GET /x"):
-        asyncio.run(ask(Inside(silent), "GET", "/x"))
-    with pytest.raises(Refused, match="status 500"):
-        asyncio.run(ask(Inside(broken), "GET", "/x"))
+    with pytest.raises(ConnectionFailed, match="no answer to GET /x"):
+        asyncio.run(ask(AsgiTransport(silent), "GET", "/x"))
+    with pytest.raises(RequestRefused, match="status 500"):
+        asyncio.run(ask(AsgiTransport(broken), "GET", "/x"))

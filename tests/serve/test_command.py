@@ -26,7 +26,7 @@ from argosy.infer.lm import LM
 from argosy.infer.settings import SPECULATIVE, EngineSettings, NGram
 from argosy.jobs.api import draft_of
 from argosy.serve import run
-from argosy.serve.sampling import defaults_of
+from argosy.serve.sampling import default_sampling
 from argosy.serve.settings import ServeSettings
 
 SPECULATION = Choice(SPECULATIVE, tag="method")
@@ -50,7 +50,7 @@ def test_the_reasoning_parser_has_the_flag_and_names_of_vllm(lm: LM):
     with pytest.raises(ArgosyError, match="glm45"):
         read_settings(ServeSettings, words_layer(["reasoning_parser=glm45"]))
     settings = settings.model_copy(update={"stored_responses": 2, "engine": SIZES, "warm_up": False})
-    service = run.service_of(lm, "tiny", settings, None)
+    service = run.build_service(lm, "tiny", settings, None)
     service.front.close()
     assert (service.reasoning, service.store is not None and service.store.most) == ("deepseek_r1", 2)
 
@@ -131,16 +131,16 @@ def test_other_flags_are_answered(words: list[str], what: str, hint: str):
 
 def test_strangers_cannot_use_a_server_by_accident(tmp_path: Path):
     for host in ("127.0.0.1", "::1", "localhost"):
-        run.check(ServeSettings(host=host))
+        run.check_server(ServeSettings(host=host))
     for host in ("0.0.0.0", "::", "192.168.0.3", "example.org", ""):
         with pytest.raises(BadInput, match="everybody on the network"):
-            run.check(ServeSettings(host=host))
-        run.check(ServeSettings(host=host, api_key="k"))
-        run.check(ServeSettings(host=host, open=True))
+            run.check_server(ServeSettings(host=host))
+        run.check_server(ServeSettings(host=host, api_key="k"))
+        run.check_server(ServeSettings(host=host, open=True))
     with pytest.raises(BadInput, match="both"):
-        run.check(ServeSettings(tls_key="x"))
+        run.check_server(ServeSettings(tls_key="x"))
     with pytest.raises(BadInput, match="no file"):
-        run.check(ServeSettings(tls_key=str(tmp_path / "x"), tls_certificate=str(tmp_path / "y")))
+        run.check_server(ServeSettings(tls_key=str(tmp_path / "x"), tls_certificate=str(tmp_path / "y")))
 
 
 def test_an_address_in_use_is_a_mistake():
@@ -148,9 +148,9 @@ def test_an_address_in_use_is_a_mistake():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(BadInput, match="cannot listen on 127"):
-            run.bound(ServeSettings(port=taken.getsockname()[1]))
+            run.bound_socket(ServeSettings(port=taken.getsockname()[1]))
     with pytest.raises(BadInput, match="cannot listen"):
-        run.bound(ServeSettings(host="no such host", api_key="k"))
+        run.bound_socket(ServeSettings(host="no such host", api_key="k"))
 
 
 def test_answers_do_not_wait_for_acknowledgements():
@@ -164,7 +164,7 @@ def test_answers_do_not_wait_for_acknowledgements():
             found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        with run.bound(ServeSettings(port=0)) as listener:
+        with run.bound_socket(ServeSettings(port=0)) as listener:
             async with await asyncio.start_server(accepted, sock=listener):
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.close()
@@ -174,11 +174,11 @@ def test_answers_do_not_wait_for_acknowledgements():
 
 
 def test_defaults_come_from_the_generation_config():
-    assert defaults_of({}) == {"temperature": 1.0}
+    assert default_sampling({}) == {"temperature": 1.0}
     own = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 3}
-    assert defaults_of(own) == {"temperature": 0.6, "top_p": 0.9}
+    assert default_sampling(own) == {"temperature": 0.6, "top_p": 0.9}
     with pytest.raises(BadInput, match="generation config"):
-        defaults_of({"top_p": 3})
+        default_sampling({"top_p": 3})
 
 
 def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str]):
@@ -201,11 +201,11 @@ def test_settings_are_documented():
 
 def test_fields_are_documented():
     from argosy.serve.anthropic.messages import Messages
-    from argosy.serve.openai.fields import IGNORED, NEUTRAL, Chat, Completions
+    from argosy.serve.openai.fields import IGNORED, NEUTRAL, ChatFields, CompletionFields
     from argosy.serve.openai.responses import Responses
 
     text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
-    fields = {*IGNORED, *NEUTRAL, *Chat.model_fields, *Completions.model_fields}
+    fields = {*IGNORED, *NEUTRAL, *ChatFields.model_fields, *CompletionFields.model_fields}
     for kind in (Responses, Messages):
         fields |= {*kind.ignored, *kind.neutral, *kind.model_fields}
     assert not sorted(name for name in fields if f"`{name}`" not in text)
@@ -296,12 +296,12 @@ def test_a_draft_model_is_loaded_by_its_name_and_has_the_models_tokenizer(lm: LM
     settings = read_settings(ServeSettings, words_layer(words)).value
     draft = draft_of(settings.engine)
     assert draft is not None
-    service = run.service_of(lm, "tiny", settings, None, draft)
+    service = run.build_service(lm, "tiny", settings, None, draft)
     try:
         assert service.front.engine.speculation is not None
     finally:
         service.front.close()
     draft.tokenizer = SimpleNamespace(encode=lambda text: [1, 2])
     with pytest.raises(BadInput, match="another tokenizer"):
-        run.service_of(lm, "tiny", settings, None, draft)
+        run.build_service(lm, "tiny", settings, None, draft)
     assert draft_of(EngineSettings(speculative=NGram())) is None

@@ -24,14 +24,14 @@ from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
-from argosy.serve.engine.encoder import EncoderService, Texts, next_pass, rows_of, shapes_of
+from argosy.serve.engine.encoder import EncoderService, TextBatch, next_pass, pass_rows, pass_shapes
 from argosy.serve.errors import ApiError
-from argosy.serve.settings import Limits, ServeSettings
+from argosy.serve.settings import ServerLimits, ServeSettings
 from argosy.weights.build import random
 
 CONTEXT = 40
 TEXTS = ["Hello", "a longer text, of some more words than the other", "", "the end", "more " * 30]
-LIMITS = Limits(texts=6, queue=8, queue_tokens=200)
+LIMITS = ServerLimits(texts=6, queue=8, queue_tokens=200)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> LM:
 
 
 @contextmanager
-def encoding(lm: LM, limits: Limits = LIMITS) -> Iterator[EncoderService]:
-    service = run.encoder_of(lm, "small", ServeSettings(warm_up=False, limits=limits), None)
+def encoding(lm: LM, limits: ServerLimits = LIMITS) -> Iterator[EncoderService]:
+    service = run.build_encoder(lm, "small", ServeSettings(warm_up=False, limits=limits), None)
     try:
         yield service
     finally:
@@ -263,8 +263,8 @@ def test_texts_are_counted_once_and_documented(encoder: LM):
 # ---------------------------------------------------------------- passes
 
 
-def texts(*lengths: int) -> Texts:
-    return Texts([[0] * n for n in lengths], np.zeros((len(lengths), 1)), asyncio.Future(loop=asyncio.new_event_loop()))
+def texts(*lengths: int) -> TextBatch:
+    return TextBatch([[0] * n for n in lengths], np.zeros((len(lengths), 1)), asyncio.Future(loop=asyncio.new_event_loop()))
 
 
 def test_texts_of_several_clients_share_a_pass_and_take_turns():
@@ -280,13 +280,13 @@ def test_texts_of_several_clients_share_a_pass_and_take_turns():
 
 def test_the_longest_text_alone_is_a_pass():
     assert next_pass([texts(200, 250)], 64, 250)[1] == (1, 250)
-    assert [rows_of(n, 64) for n in (1, 2, 3, 8, 9, 32, 33, 999)] == [1, 1, 4, 4, 16, 16, 64, 64]
-    assert [rows_of(n, most) for n, most in ((99, 0), (99, 3), (99, 15))] == [1, 1, 4]
+    assert [pass_rows(n, 64) for n in (1, 2, 3, 8, 9, 32, 33, 999)] == [1, 1, 4, 4, 16, 16, 64, 64]
+    assert [pass_rows(n, most) for n, most in ((99, 0), (99, 3), (99, 15))] == [1, 1, 4]
 
 
 @pytest.mark.parametrize("budget, context", [(512, 256), (100, 40), (32, 12), (48, 512)])
 def test_every_pass_has_a_shape_that_was_compiled(budget: int, context: int):
-    compiled = list(shapes_of(budget, context))
+    compiled = list(pass_shapes(budget, context))
     assert len(compiled) == len(set(compiled))
     found = {next_pass([texts(*[n] * count)], budget, context)[1] for n in range(1, context + 1) for count in (1, 3, 9, 99)}
     assert found == set(compiled)
@@ -312,12 +312,12 @@ def test_an_encoder_is_served_with_the_settings_of_a_command_line(encoder: LM):
     def settings(*words: str) -> ServeSettings:
         return read_settings(ServeSettings, words_layer(["warm_up=false", *words])).value
 
-    service = run.serving(encoder, "small", settings("engine.budget=64"), None)
+    service = run.running_server(encoder, "small", settings("engine.budget=64"), None)
     service.front.close()
     assert isinstance(service, EncoderService)
     for word, name in (("engine.slots=3", "engine.slots"), ("engine.speculative=ngram", "engine.speculative")):
         with pytest.raises(BadInput, match=f"{name}: "):
-            run.serving(encoder, "small", settings(word), None)
+            run.running_server(encoder, "small", settings(word), None)
 
 
 def test_a_client_that_leaves_has_nothing_computed(service: EncoderService):
@@ -434,12 +434,12 @@ def test_an_encoder_that_breaks_fails_every_request(encoder: LM, capsys: pytest.
 
 def test_each_kind_has_its_service(encoder: LM, lm: LM):
     with pytest.raises(BadInput, match="not an encoder"):
-        run.encoder_of(lm, "tiny", ServeSettings(), None)
+        run.build_encoder(lm, "tiny", ServeSettings(), None)
     with pytest.raises(BadInput, match="is an encoder"):
-        run.service_of(encoder, "small", ServeSettings(), None)
+        run.build_service(encoder, "small", ServeSettings(), None)
     with pytest.raises(BadInput, match=r"engine.cache_dtype: .* is an encoder"):
-        run.encoder_of(encoder, "small", ServeSettings(engine=EngineSettings(cache_dtype="int8")), None)
-    service = run.serving(encoder, "small", ServeSettings(warm_up=False), None)
+        run.build_encoder(encoder, "small", ServeSettings(engine=EngineSettings(cache_dtype="int8")), None)
+    service = run.running_server(encoder, "small", ServeSettings(warm_up=False), None)
     service.front.close()
     assert isinstance(service, EncoderService)
     assert service.about == ["small: vectors of 44 numbers for texts of up to 40 tokens"]
@@ -455,7 +455,7 @@ def test_minilm_over_http():
 
     lm = argosy.load(minilm_folder())
     cases = json.loads((shared("models/minilm") / "golden.json").read_text(encoding="utf-8"))["cases"]
-    service = run.encoder_of(lm, "minilm", ServeSettings(), None)
+    service = run.build_encoder(lm, "minilm", ServeSettings(), None)
     compiled = len(service.front.engine.shapes)
     try:
         answer = ask(service, "/v1/embeddings", input=[one["text"] for one in cases])

@@ -14,7 +14,7 @@ from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import DraftModel, NGram
 from argosy.serve.engine.front import Front
 from argosy.serve.errors import ApiError
-from argosy.serve.response.streams import Answers
+from argosy.serve.response.streams import EventStreams
 from argosy.serve.service import Service
 
 PROMPT = list(b"It was a dark and stormy night")
@@ -25,7 +25,7 @@ def forever(n: int = 1) -> list[Request]:
     return [Request([*PROMPT, i], 90) for i in range(n)]
 
 
-async def tokens(answers: Answers) -> dict[int, list[int]]:
+async def tokens(answers: EventStreams) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {row.place: [] for row in answers.rows}
     async for place, event in answers:
         found[place].append(event.token)

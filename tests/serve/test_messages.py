@@ -11,8 +11,8 @@ from serve.conftest import LIMITS, Says, Spoken, inside, listening, serving
 from serve.test_reasoning import OPENED, QWEN, with_template
 
 from argosy.infer.lm import LM
-from argosy.serve.anthropic.blocks import messages_of, written
-from argosy.serve.anthropic.messages import Conversation, Messages
+from argosy.serve.anthropic.blocks import chat_messages, tool_use_block
+from argosy.serve.anthropic.messages import CountedMessages, Messages
 from argosy.serve.app import App
 from argosy.serve.engine.admission import timed_out
 from argosy.serve.service import Service
@@ -128,9 +128,9 @@ def test_a_demanded_call_and_a_format_bind_the_answer(real: anthropic.Anthropic,
     from argosy.serve.anthropic import messages
 
     for choice, has in (({"type": "any"}, True), ({"type": "tool", "name": "f"}, True), ({"type": "auto"}, False)):
-        job = messages.prepare(said, HI | {"tools": [TOOL], "tool_choice": choice})
+        job = messages.prepare_messages(said, HI | {"tools": [TOOL], "tool_choice": choice})
         assert (job.wanted is not None) == has
-    one = messages.prepare(said, HI | {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
+    one = messages.prepare_messages(said, HI | {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
     assert one.wanted is not None
 
 
@@ -183,7 +183,7 @@ def test_a_failure_under_way_has_the_shape_of_the_api(said: Service, client: ant
 
 
 def test_blocks_become_the_messages_of_a_chat():
-    found = messages_of(
+    found = chat_messages(
         [
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": [
@@ -212,7 +212,7 @@ def test_blocks_become_the_messages_of_a_chat():
 def test_arguments_that_are_no_object_are_the_input_of_one():
     for text, given in (('{"a": 1}', {"a": 1}), ("[1]", {"input": [1]}), ("{", {"input": "{"})):
         call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": text}}
-        assert written(call) == {"type": "tool_use", "id": "toolu_1", "name": "f", "input": given}
+        assert tool_use_block(call) == {"type": "tool_use", "id": "toolu_1", "name": "f", "input": given}
 
 
 def test_a_message_can_be_sent_back(said: Service, client: anthropic.Anthropic):
@@ -276,10 +276,10 @@ def test_a_wrong_field_is_refused_by_its_name_in_the_shape_of_the_api(said: Serv
 
 def test_fields_that_ask_for_nothing_are_accepted(said: Service):
     says(said, "Hello")
-    nothing = {name: values[0] for name, values in Conversation.neutral.items() if values}
-    for more in (nothing, dict.fromkeys(Conversation.neutral), {name: {} for name in Conversation.ignored}):
+    nothing = {name: values[0] for name, values in CountedMessages.neutral.items() if values}
+    for more in (nothing, dict.fromkeys(CountedMessages.neutral), {name: {} for name in CountedMessages.ignored}):
         assert post(said, HI | more).json()["content"][0]["text"] == "Hello"
-    assert not Conversation.neutral.keys() & Messages.model_fields.keys()
+    assert not CountedMessages.neutral.keys() & Messages.model_fields.keys()
 
 
 def test_mistakes_are_the_exceptions_of_the_client(client: anthropic.Anthropic):

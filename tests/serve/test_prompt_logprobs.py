@@ -16,7 +16,7 @@ from serve.conftest import LIMITS, SIZES, alone, inside, serving
 from argosy.infer import prompt_logprobs as prompts_module
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.prompt_logprobs import PASS, Prompts
+from argosy.infer.prompt_logprobs import PASS, PromptScorer
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
@@ -158,7 +158,7 @@ def test_running_answers_go_on_between_passes(lm: LM, service: Service):
     prompts = [list(bytes([97 + i]) * (20 + i)) for i in range(44)]
 
     async def go() -> tuple[list[int | None], list[Any]]:
-        requests = [Request(list(PROMPT.encode()), 60, ends=frozenset())]
+        requests = [Request(list(PROMPT.encode()), 60, stop_tokens=frozenset())]
         async with front.open(requests, prompts) as answers:
             tokens = [event.token async for _, event in answers]
             return tokens, await answers.scored()
@@ -176,7 +176,7 @@ def test_running_answers_go_on_between_passes(lm: LM, service: Service):
 
 
 def test_nothing_compiles_after_the_sizes_are(lm: LM):
-    prompts = Prompts(lm.module, 128)
+    prompts = PromptScorer(lm.module, 128)
     sizes = list(prompts.sizes())
     assert sizes == [(1, 32), (8, 32), (1, 48), (4, 48), (1, 64), (4, 64), (1, 96), (2, 96), (1, 128), (2, 128)]
     assert prompts.compile(sizes[:4]) == 4
@@ -197,7 +197,7 @@ def test_a_long_prompt_takes_several_passes_with_other_work_between_them(family:
     config = FAMILIES[family].examples()[example]
     of = LM(config, random(config, 0).module)
     long, other = ([i * k % 97 for i in range(1, 60)] for k in (5, 7))
-    prompts = Prompts(of.module, 96)
+    prompts = PromptScorer(of.module, 96)
     assert prompts.compile(prompts.sizes_of([long])) == 1
     for ids in (long, other):
         if ids is other:  # begun and left: of it nothing remains
@@ -273,7 +273,7 @@ def test_a_server_that_ends_says_so_to_who_waits_for_scores(lm: LM):
 def test_programs_of_the_warm_up_are_not_counted_as_compiled_later(lm: LM):
     limits = LIMITS.model_copy(update={"prompt_logprobs_tokens": 33})
     how = ServeSettings(warm_up=False, warm_up_prompt_logprobs=True, engine=SIZES, limits=limits)
-    service = run.service_of(lm, "tiny", how, None)
+    service = run.build_service(lm, "tiny", how, None)
     try:
         assert service.front.prompts.compilations == 4
         assert 'argosy:compilations_total{engine="0",model_name="tiny"} 0.0' in service.front.metrics.text().decode()

@@ -15,12 +15,12 @@ from argosy.data.chat.template import render
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer.lm import LM
-from argosy.infer.tools.grammar import Grammars, Structure, masks, structure_of
-from argosy.infer.tools.notations.hermes import Hermes
+from argosy.infer.tools.grammar import Grammars, Structure, grammar_masks, read_structure
+from argosy.infer.tools.notations.hermes import HermesNotation
 from argosy.serve.app import App
-from argosy.serve.response.choice import Piece, Scored
-from argosy.serve.response.parsing import Reader, Reading
-from argosy.serve.response.reasoning import Start, Thoughts, after_thoughts, parser_of, start_of, thinks
+from argosy.serve.response.choice import ChoicePiece, ScoredToken
+from argosy.serve.response.parsing import CompletionFormat, CompletionReader
+from argosy.serve.response.reasoning import Start, ThoughtSplitter, after_thoughts, parser_of, thinks, thought_start
 from argosy.serve.service import Service
 
 # As Qwen 3: the model opens its thoughts itself, and a switch writes an empty pair into the prompt.
@@ -90,14 +90,14 @@ def say(service: Service, text: str, status: int = 200, **body: Any) -> dict[str
     ],
 )
 def test_thoughts_are_split_off_however_the_text_is_cut(start: Start, text: str, thought: str, said: str, size: int):
-    thoughts = Thoughts(start)
+    thoughts = ThoughtSplitter(start)
     parts = [thoughts.push(text[i : i + size]) for i in range(0, len(text), size)] + [thoughts.end()]
     assert "".join(part[0] for part in parts) == thought
     assert "".join(part[1] for part in parts) == said
 
 
 def test_thoughts_are_not_held_back():
-    thoughts = Thoughts("inside")
+    thoughts = ThoughtSplitter("inside")
     assert thoughts.push("Let me ") == ("Let me ", "")
     assert thoughts.push("see\n") == ("see", "")
     assert thoughts.push("that</") == ("\nthat", "")
@@ -105,15 +105,15 @@ def test_thoughts_are_not_held_back():
 
 
 def test_tokens_of_thoughts_are_counted_and_those_of_the_answer_scored():
-    reader = Reader(Reading(start="open"))
+    reader = CompletionReader(CompletionFormat(start="open"))
     for i, text in enumerate(("<think>", "a", "b", "</think>", "\n\n", "c")):
-        reader.push(Piece(text, [Scored(i, 0.0)]))
-    reader.push(Piece("", [Scored(6, 0.0)], "stop"))
+        reader.push(ChoicePiece(text, [ScoredToken(i, 0.0)]))
+    reader.push(ChoicePiece("", [ScoredToken(6, 0.0)], "stop"))
     assert (reader.thinking, [one.token for one in reader.tokens]) == (4, [4, 5, 6])
     # Tokens that might have begun a thought belong to the answer after all.
-    plain = Reader(Reading(start="open"))
+    plain = CompletionReader(CompletionFormat(start="open"))
     for i, text in enumerate(("<th", "ick", "")):
-        plain.push(Piece(text, [Scored(i, 0.0)], "stop" if i == 2 else None))
+        plain.push(ChoicePiece(text, [ScoredToken(i, 0.0)], "stop" if i == 2 else None))
     assert (plain.thinking, [one.token for one in plain.tokens], plain.text) == (0, [0, 1, 2], "<thick")
 
 
@@ -147,14 +147,14 @@ def test_the_template_and_its_prompt_say_where_an_answer_starts(name: str, varia
     if start is not None:
         text = render(template, said, {"bos_token": "", "eos_token": ""}, add_generation_prompt=True, **variables)
         tokenizer = ByteTokenizer()
-        assert start_of("auto", tokenizer, tokenizer.encode(text), None) == start
-        assert start_of("deepseek_r1", tokenizer, tokenizer.encode(text), None) == ("inside" if start == "open" else start)
+        assert thought_start("auto", tokenizer, tokenizer.encode(text), None) == start
+        assert thought_start("deepseek_r1", tokenizer, tokenizer.encode(text), None) == ("inside" if start == "open" else start)
 
 
 def test_a_message_that_is_continued_says_where_its_answer_starts():
     prompt = ByteTokenizer().encode("<assistant>")
     for content, start in (("<think>a", "inside"), ("<think>a</think>b", "after"), ("b", "after")):
-        assert start_of("auto", ByteTokenizer(), prompt, content) == start
+        assert thought_start("auto", ByteTokenizer(), prompt, content) == start
 
 
 def test_a_mark_that_is_a_special_token_is_no_text():
@@ -242,9 +242,9 @@ def test_the_official_client_streams_thoughts(qwen: Service):
 
 
 STRICT = TOOL | {"function": TOOL["function"] | {"parameters": {"type": "object", "properties": {"city": {"enum": ["Rome"]}}}}}
-FREE_CALLS = Hermes(QWEN).grammar([STRICT], must=False, many=True)
-MUST_CALL = Hermes(QWEN).grammar([STRICT], must=True, many=True)
-OBJECT = structure_of({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}})
+FREE_CALLS = HermesNotation(QWEN).grammar([STRICT], must=False, many=True)
+MUST_CALL = HermesNotation(QWEN).grammar([STRICT], must=True, many=True)
+OBJECT = read_structure({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}})
 
 
 @pytest.fixture(scope="module")
@@ -256,11 +256,11 @@ def state(grammars: Grammars, structure: Structure, text: str) -> str:
     """The state of an answer in a structure; `refused` if one of its bytes is not allowed."""
     matcher = grammars.get(structure).matcher({ByteTokenizer.eos})
     for byte in text.encode():
-        allowed = masks([matcher])[0][0]
+        allowed = grammar_masks([matcher])[0][0]
         if not int(allowed[byte // 32]) >> byte % 32 & 1:
             return "refused"
         matcher.push(byte)
-    return masks([matcher])[1][0]
+    return grammar_masks([matcher])[1][0]
 
 
 @pytest.mark.parametrize("start, mark", [("inside", ""), ("open", "<think>")])
@@ -268,9 +268,9 @@ def state(grammars: Grammars, structure: Structure, text: str) -> str:
     "structure, right, wrong",
     [
         (OBJECT, '{"a": 1}', '{"b'),
-        (structure_of({"regex": "a[0-9]"}), "a1", "b"),
-        (structure_of({"choice": ["yes", "no"]}), "yes", "m"),
-        (structure_of({"grammar": 'root ::= "x" [0-9] thought\nthought ::= "!"'}), "x1!", "y"),
+        (read_structure({"regex": "a[0-9]"}), "a1", "b"),
+        (read_structure({"choice": ["yes", "no"]}), "yes", "m"),
+        (read_structure({"grammar": 'root ::= "x" [0-9] thought\nthought ::= "!"'}), "x1!", "y"),
         (MUST_CALL, CALL, "Wait."),
         (FREE_CALLS, f"Wait.{CALL}", CALL.replace("Rome", "Oslo")),
     ],
@@ -289,13 +289,13 @@ def test_an_answer_is_free_in_its_thoughts_and_bound_behind_them(
 
 
 def test_a_request_is_bound_behind_its_thoughts(grammars: Grammars, qwen: Service):
-    from argosy.serve.openai.chat import asked
-    from argosy.serve.openai.fields import Chat
+    from argosy.serve.openai.chat import read_chat
+    from argosy.serve.openai.fields import ChatFields
 
     body = TALK | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}}
-    wanted = asked(qwen, Chat.of(body)).wanted
+    wanted = read_chat(qwen, ChatFields.of(body)).wanted
     assert wanted is not None
     assert state(grammars, wanted.structure, "<think>hm</think>\n1") == "complete"
-    switched_off = asked(qwen, Chat.of(body | {"reasoning_effort": "none"})).wanted
+    switched_off = read_chat(qwen, ChatFields.of(body | {"reasoning_effort": "none"})).wanted
     assert switched_off is not None
     assert state(grammars, switched_off.structure, "<") == "refused"

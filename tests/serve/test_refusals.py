@@ -11,7 +11,7 @@ from serve.conftest import LIMITS, inside
 
 from argosy.serve.anthropic.messages import Messages
 from argosy.serve.app import App
-from argosy.serve.openai.fields import IGNORED, NEUTRAL, OF_RENDERING, Chat, Completions
+from argosy.serve.openai.fields import IGNORED, NEUTRAL, OF_RENDERING, ChatFields, CompletionFields
 from argosy.serve.openai.responses import Responses
 from argosy.serve.service import Service
 
@@ -143,7 +143,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(ask: Ask):
 def test_fields_without_effect_on_an_answer_are_accepted(ask: Ask):
     more = dict.fromkeys(IGNORED, "x")
     assert ask("POST", "/v1/completions", json=TEXT | more).status_code == 200
-    assert not set(IGNORED) & (set(Chat.model_fields) | set(Completions.model_fields) | set(NEUTRAL))
+    assert not set(IGNORED) & (set(ChatFields.model_fields) | set(CompletionFields.model_fields) | set(NEUTRAL))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,8 @@ def spoiled(value: Any, rng: Random) -> Any:
         key = rng.choice(list(value))
         if rng.random() < 0.2:
             return {name: one for name, one in value.items() if name != key}
-        fields = [*Chat.model_fields, *Completions.model_fields, *Responses.model_fields, *Messages.model_fields, *NEUTRAL, "x" * 40]
+        known = (ChatFields, CompletionFields, Responses, Messages)
+        fields = [*(name for kind in known for name in kind.model_fields), *NEUTRAL, "x" * 40]
         return value | {key: spoiled(value[key], rng)} | ({rng.choice(fields): rng.choice(ODD)} if rng.random() < 0.5 else {})
     if isinstance(value, list) and value and rng.random() < 0.6:
         at = rng.randrange(len(value))

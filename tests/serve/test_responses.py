@@ -16,9 +16,9 @@ from argosy.infer.lm import LM
 from argosy.serve.app import App
 from argosy.serve.errors import ApiError
 from argosy.serve.openai.fields import Fields
-from argosy.serve.openai.response_store import Store, Stored
+from argosy.serve.openai.response_store import ResponseStore, StoredResponse
 from argosy.serve.openai.responses import Responses
-from argosy.serve.openai.responses_input import messages_of, with_instructions
+from argosy.serve.openai.responses_input import input_messages, with_instructions
 from argosy.serve.service import Service
 
 # A call in a conversation is shown as its name; thoughts as (...).
@@ -44,7 +44,7 @@ class Pet(BaseModel):
 @pytest.fixture(scope="module")
 def said(lm: LM) -> Iterator[Service]:
     """A service whose model says what a test wants, and which keeps three responses."""
-    with serving(with_template(lm, TEMPLATE), kind=Says, more={"store": Store(3)}) as service:
+    with serving(with_template(lm, TEMPLATE), kind=Says, more={"store": ResponseStore(3)}) as service:
         yield service
 
 
@@ -193,7 +193,7 @@ def test_an_answer_that_is_cut_short_ends_with_incomplete(said: Service, client:
 
 
 def test_items_become_the_messages_of_a_chat():
-    found = messages_of(
+    found = input_messages(
         [
             {"role": "developer", "content": "be brief"},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -413,10 +413,10 @@ def test_what_is_under_way_is_not_dropped_for_something_new(said: Service):
 
 def test_an_answer_is_not_lost_where_everything_stored_is_still_running():
     async def go() -> None:
-        store, task = Store(1), asyncio.create_task(asyncio.sleep(0))
-        store.put(Stored({"id": "running"}, task=task))
+        store, task = ResponseStore(1), asyncio.create_task(asyncio.sleep(0))
+        store.put(StoredResponse({"id": "running"}, task=task))
         for name in ("a", "b"):
-            store.put(Stored({"id": name}))
+            store.put(StoredResponse({"id": name}))
         assert store.get("running").task is task
         assert store.get("b").document == {"id": "b"}
         with pytest.raises(ApiError, match="no response"):

@@ -20,7 +20,7 @@ from serve.test_front import PROMPT, breaks, settled, tokens
 
 from argosy.core.errors import BadInput
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.replicas import copies_of
+from argosy.infer.engine.replicas import model_copies
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
@@ -29,11 +29,11 @@ from argosy.serve.admin import Admin
 from argosy.serve.app import App
 from argosy.serve.engine import replicas
 from argosy.serve.engine.front import Front
-from argosy.serve.engine.replicas import Copies
+from argosy.serve.engine.replicas import ReplicaFront
 from argosy.serve.errors import ApiError
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
-from argosy.serve.settings import AdminSettings, Limits, ServeSettings
+from argosy.serve.settings import AdminSettings, ServerLimits, ServeSettings
 from argosy.weights.build import random
 from argosy.weights.peft.writer import write_adapter
 
@@ -44,10 +44,10 @@ def forever(n: int = 1) -> list[Request]:
 
 
 @contextmanager
-def serving(lm: LM, count: int, limits: Limits = LIMITS, sizes: Any = SIZES) -> Iterator[Service]:
+def serving(lm: LM, count: int, limits: ServerLimits = LIMITS, sizes: Any = SIZES) -> Iterator[Service]:
     """A service of several copies, whose threads end with the block, and with no page in use."""
-    engines = [Engine(module, sizes) for module in copies_of(random(lm.config, 0).module, count)]
-    front = Copies([Front(one, limits, EngineMetrics("tiny", one, i)) for i, one in enumerate(engines)], limits)
+    engines = [Engine(module, sizes) for module in model_copies(random(lm.config, 0).module, count)]
+    front = ReplicaFront([Front(one, limits, EngineMetrics("tiny", one, i)) for i, one in enumerate(engines)], limits)
     front.start()
     try:
         yield Service(lm, "tiny", front, limits, {"temperature": 1.0}, Random(0))
@@ -77,21 +77,21 @@ def service(shared: Service) -> Iterator[Service]:
 
 
 @pytest.fixture
-def front(service: Service) -> Copies:
-    assert isinstance(service.front, Copies)
+def front(service: Service) -> ReplicaFront:
+    assert isinstance(service.front, ReplicaFront)
     return service.front
 
 
-def made(front: Copies) -> list[int]:
+def made(front: ReplicaFront) -> list[int]:
     return [engine.stats.drawn_tokens for engine in front.engines]
 
 
-def opened(front: Copies) -> list[int]:
+def opened(front: ReplicaFront) -> list[int]:
     """The open requests of each copy."""
     return [len(one.opened) for one in front.fronts]
 
 
-async def rested(front: Copies) -> None:
+async def rested(front: ReplicaFront) -> None:
     for one in front.fronts:
         await settled(one)
 
@@ -100,7 +100,7 @@ async def rested(front: Copies) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_does_not_depend_on_the_copy(lm: LM, front: Copies):
+def test_an_answer_does_not_depend_on_the_copy(lm: LM, front: ReplicaFront):
     how = Sampling(temperature=0.9, top_k=50)
 
     async def go() -> list[list[int]]:
@@ -126,7 +126,7 @@ ASKED = {"n": 2, "logprobs": 2, "echo": True, "seed": 3, "return_token_ids": Tru
 
 
 @pytest.mark.slow
-def test_prompts_of_one_request_are_spread_and_answered_in_their_order(service: Service, front: Copies):
+def test_prompts_of_one_request_are_spread_and_answered_in_their_order(service: Service, front: ReplicaFront):
     texts = ["It was", "a dark", "and stormy", "night; the"]
 
     async def go(client: httpx.AsyncClient) -> Any:
@@ -167,7 +167,7 @@ def test_a_stream_of_spread_prompts_has_every_answer_and_stop_strings_end_theirs
 # ---------------------------------------------------------------- routing
 
 
-def test_answers_to_one_prompt_stay_on_one_copy(front: Copies):
+def test_answers_to_one_prompt_stay_on_one_copy(front: ReplicaFront):
     async def go() -> list[list[int]]:
         prompt = [*PROMPT]
         found = []
@@ -181,11 +181,11 @@ def test_answers_to_one_prompt_stay_on_one_copy(front: Copies):
     assert asyncio.run(go()) == [[3], [3]]
 
 
-def _shares(front: Copies, request: Request) -> Any:
+def _shares(front: ReplicaFront, request: Request) -> Any:
     return front._shares([request], (), front._page_hashes([request]), whole=False)
 
 
-def test_a_long_prompt_is_hashed_beside_the_event_loop(front: Copies, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_prompt_is_hashed_beside_the_event_loop(front: ReplicaFront, monkeypatch: pytest.MonkeyPatch):
     """For as long as hashing takes, here until the loop has made a turn of its own."""
     turned = threading.Event()
     own = replicas.page_hashes
@@ -206,7 +206,7 @@ def test_a_long_prompt_is_hashed_beside_the_event_loop(front: Copies, monkeypatc
     assert hashes == own([1] * replicas.FEW_TOKENS, front.engine.settings.page)
 
 
-def test_a_request_goes_to_the_least_busy_copy_and_waiting_counts_fourfold(front: Copies):
+def test_a_request_goes_to_the_least_busy_copy_and_waiting_counts_fourfold(front: ReplicaFront):
     async def go() -> list[list[int]]:
         found = []
         async with front.open(forever(3)[:1]), front.open(forever(3)[1:2]):
@@ -226,7 +226,7 @@ def test_a_request_goes_to_the_least_busy_copy_and_waiting_counts_fourfold(front
         first.waiting, second.running, third.running = 0, 0, 0
 
 
-def test_a_cached_prefix_outweighs_one_waiting_sequence_and_no_more(front: Copies):
+def test_a_cached_prefix_outweighs_one_waiting_sequence_and_no_more(front: ReplicaFront):
     async def go() -> None:
         async with front.open([Request(PROMPT, 1)]) as answers:
             await tokens(answers)
@@ -242,7 +242,7 @@ def test_a_cached_prefix_outweighs_one_waiting_sequence_and_no_more(front: Copie
     assert found == [first, second]
 
 
-def test_a_conversation_finds_its_cached_prefix_and_others_take_turns(front: Copies):
+def test_a_conversation_finds_its_cached_prefix_and_others_take_turns(front: ReplicaFront):
     prompts = [[*PROMPT, *[token] * 8] for token in (1, 2, 3)]
     # Salted, so that they share nothing.
     salts = ["a", "b", "c"]
@@ -266,7 +266,7 @@ def test_a_conversation_finds_its_cached_prefix_and_others_take_turns(front: Cop
     assert [reused for _, reused in again] == [32, 32, 32]
 
 
-def test_a_prefix_under_another_salt_attracts_nothing(front: Copies):
+def test_a_prefix_under_another_salt_attracts_nothing(front: ReplicaFront):
     async def go() -> list[int]:
         found = []
         for salt in ("a", "b", "a"):
@@ -281,7 +281,7 @@ def test_a_prefix_under_another_salt_attracts_nothing(front: Copies):
 # ---------------------------------------------------------------- limits, leaving, the end
 
 
-def test_leaving_frees_the_pages_of_every_copy(front: Copies):
+def test_leaving_frees_the_pages_of_every_copy(front: ReplicaFront):
     async def go() -> None:
         async with front.open(forever(6)) as answers:
             await anext(answers)
@@ -294,12 +294,12 @@ def test_leaving_frees_the_pages_of_every_copy(front: Copies):
     assert [engine.pages.used for engine in front.engines] == [0, 0, 0]
 
 
-def test_requests_are_aborted_by_name_with_what_they_have_on_all_copies(front: Copies):
+def test_requests_are_aborted_by_name_with_what_they_have_on_all_copies(front: ReplicaFront):
     async def go() -> tuple[int, int, Counter[Any]]:
         async with front.open(forever(3), names=["x"]) as answers, front.open(forever(1), names=["y"]) as other:
             await anext(answers)
             missed, found = front.abort(["z"]), front.abort(["x"])
-            reasons = Counter([event.reason async for _, event in answers if event.reason is not None])
+            reasons = Counter([event.finish_reason async for _, event in answers if event.finish_reason is not None])
             await anext(other)
         return missed, found, reasons
 
@@ -307,7 +307,7 @@ def test_requests_are_aborted_by_name_with_what_they_have_on_all_copies(front: C
 
 
 @pytest.mark.parametrize("limits", [{"queue": 3}, {"queue_tokens": 3 * 31}])
-def test_limits_count_the_sum_over_the_copies(front: Copies, limits: dict[str, Any]):
+def test_limits_count_the_sum_over_the_copies(front: ReplicaFront, limits: dict[str, Any]):
     old, front.limits = front.limits, front.limits.model_copy(update=limits)
 
     async def go() -> ApiError:
@@ -328,7 +328,7 @@ def test_limits_count_the_sum_over_the_copies(front: Copies, limits: dict[str, A
     assert sum(one.metrics.rejections._value.get() for one in front.fronts) > 0
 
 
-def test_all_prompts_of_a_request_are_admitted_or_none(front: Copies):
+def test_all_prompts_of_a_request_are_admitted_or_none(front: ReplicaFront):
     async def go() -> None:
         with pytest.raises(ApiError, match="outside the model's vocabulary"):
             async with front.open([*forever(2), Request([9999], 5)]):
@@ -400,7 +400,7 @@ def test_one_copy_that_dies_ends_the_answers_of_all(lm: LM, capsys: pytest.Captu
 # ---------------------------------------------------------------- metrics
 
 
-def test_each_copy_has_series_of_its_own_and_every_name_occurs_once(service: Service, front: Copies):
+def test_each_copy_has_series_of_its_own_and_every_name_occurs_once(service: Service, front: ReplicaFront):
     async def go(client: httpx.AsyncClient) -> tuple[str, Any]:
         async with front.open(forever(3)) as answers:
             await anext(answers)
@@ -427,7 +427,7 @@ def test_each_copy_has_series_of_its_own_and_every_name_occurs_once(service: Ser
 # ---------------------------------------------------------------- changes
 
 
-def test_no_copy_computes_while_something_changes_them_all(front: Copies):
+def test_no_copy_computes_while_something_changes_them_all(front: ReplicaFront):
     changing, stepped = threading.Event(), []
     steps = [engine.step for engine in front.engines]
     for engine, step in zip(front.engines, steps):
@@ -561,7 +561,7 @@ def test_metrics_name_the_adapters_of_all_copies_once(adapted: Service, root: Pa
     ]
 
 
-def test_the_prefix_caches_are_cleared_on_all_copies_or_on_none(service: Service, front: Copies):
+def test_the_prefix_caches_are_cleared_on_all_copies_or_on_none(service: Service, front: ReplicaFront):
     async def go() -> tuple[Any, Any, list[bool], Any]:
         admin = Admin(service, AdminSettings(shared=True, key="secret"))
         transport = httpx.ASGITransport(App(service, admin=admin).asgi)
@@ -585,7 +585,7 @@ def test_the_prefix_caches_are_cleared_on_all_copies_or_on_none(service: Service
     assert not any(engine.pages._page_of for engine in front.engines)
 
 
-def test_a_pause_that_waits_lets_every_copy_finish(front: Copies):
+def test_a_pause_that_waits_lets_every_copy_finish(front: ReplicaFront):
     async def go() -> list[int]:
         async with front.open([Request([*PROMPT, i], 20) for i in range(3)]) as answers:
             await anext(answers)
@@ -605,9 +605,9 @@ def test_a_pause_that_waits_lets_every_copy_finish(front: Copies):
 def test_a_server_of_two_copies_is_made_of_its_settings(lm: LM):
     how = ServeSettings(copies=2, warm_up=False, engine=SIZES, limits=LIMITS)
     own = LM(lm.config, random(lm.config, 0).module, lm.tokenizer)
-    service = run.service_of(own, "tiny", how, None)
+    service = run.build_service(own, "tiny", how, None)
     try:
-        assert [{d.id for d in engine.devices} for engine in service.front.engines] == [{0}, {1}]
+        assert [{d.id for d in engine.runner.devices} for engine in service.front.engines] == [{0}, {1}]
         assert "cache: 2 copies with 512 tokens of 4 sequences of at most 128" in service.about[1]
         assert on_each(service.front, [5, 6, 7])[0] == on_each(service.front, [5, 6, 7])[1]
     finally:
@@ -616,11 +616,11 @@ def test_a_server_of_two_copies_is_made_of_its_settings(lm: LM):
 
 def test_too_few_devices_are_a_mistake_before_the_model_is_read():
     with pytest.raises(BadInput, match="this process has 8 devices"):
-        run.check(ServeSettings(copies=5, tensor=2))
-    run.check(ServeSettings(copies=4, tensor=2))
+        run.check_server(ServeSettings(copies=5, tensor=2))
+    run.check_server(ServeSettings(copies=4, tensor=2))
 
 
 def test_copies_of_an_encoder_are_refused():
     lm: Any = type("Encodes", (), {"config": type("Config", (), {"causal": False})})
     with pytest.raises(BadInput, match="copies of an encoder"):
-        run.serving(lm, "bert", ServeSettings(copies=2), None)
+        run.running_server(lm, "bert", ServeSettings(copies=2), None)

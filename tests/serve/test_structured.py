@@ -19,15 +19,15 @@ from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer.lm import LM
 from argosy.infer.tools import grammar as grammars
-from argosy.infer.tools.calls import Notation
-from argosy.infer.tools.grammar import Grammars, Structure, masks, structure_of, unpacked
-from argosy.infer.tools.notations.hermes import Hermes
-from argosy.infer.tools.notations.llama3 import Llama3
+from argosy.infer.tools.calls import CallNotation
+from argosy.infer.tools.grammar import Grammars, Structure, grammar_masks, read_structure, unpacked_bits
+from argosy.infer.tools.notations.hermes import HermesNotation
+from argosy.infer.tools.notations.llama3 import Llama3Notation
 from argosy.serve.app import App
 from argosy.serve.errors import ApiError
-from argosy.serve.openai.structured import checked
+from argosy.serve.openai.structured import check_structure
 from argosy.serve.service import Service
-from argosy.serve.settings import Limits
+from argosy.serve.settings import ServerLimits
 
 HERMES = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -212,7 +212,7 @@ HELLO = "hello {"
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
-NUMBER = structure_of({"json": {"enum": [1, 2]}})
+NUMBER = read_structure({"json": {"enum": [1, 2]}})
 
 
 @pytest.fixture(scope="module")
@@ -223,27 +223,27 @@ def over_bytes() -> Grammars:
 def accepts(found: Grammars, structure: Structure, text: str) -> bool:
     matcher = found.get(structure).matcher([EOS])
     for byte in [*text.encode(), EOS]:
-        if not unpacked(masks([matcher])[0][0], 258)[byte]:
+        if not unpacked_bits(grammar_masks([matcher])[0][0], 258)[byte]:
             return False
         matcher.push(byte)
     return True
 
 
 BERN, LLAMA_BERN = WEATHER.replace("Oslo", "Bern"), LLAMA.replace("Oslo", "Bern")
-GRAMMARS: list[tuple[type[Notation], dict[str, Any], list[str], list[str]]] = [
-    (Hermes, {"must": True, "many": True}, [WEATHER, TIME, f"{WEATHER}\n{TIME}"], [HELLO, "", f"a{TIME}", BERN]),
-    (Hermes, {"must": True, "many": False}, [WEATHER], [f"{TIME}\n{TIME}", f"{TIME} "]),
-    (Hermes, {"must": False, "many": True}, ["", HELLO, "<tool_", TIME, f"a <tool_ b{TIME}\n{TIME}"], [f"{TIME}a", BERN]),
-    (Hermes, {"must": False, "many": False}, [HELLO, f"a{TIME}"], [f"{TIME}\n{TIME}", "a<tool_call>b", f"a{BERN}"]),
-    (Hermes, {"must": False, "many": True, "answer": NUMBER}, ["1", TIME, f"{TIME}\n{TIME}"], [HELLO, f"1{TIME}", "3", BERN]),
-    (Llama3, {"must": True, "many": True}, [LLAMA], [HELLO, "", f"{LLAMA};{LLAMA}", LLAMA_BERN]),
-    (Llama3, {"must": False, "many": True}, [LLAMA, HELLO, "", "  x"], ['{"a": 1}', f"{LLAMA} ", " {", LLAMA_BERN]),
+GRAMMARS: list[tuple[type[CallNotation], dict[str, Any], list[str], list[str]]] = [
+    (HermesNotation, {"must": True, "many": True}, [WEATHER, TIME, f"{WEATHER}\n{TIME}"], [HELLO, "", f"a{TIME}", BERN]),
+    (HermesNotation, {"must": True, "many": False}, [WEATHER], [f"{TIME}\n{TIME}", f"{TIME} "]),
+    (HermesNotation, {"must": False, "many": True}, ["", HELLO, "<tool_", TIME, f"a <tool_ b{TIME}\n{TIME}"], [f"{TIME}a", BERN]),
+    (HermesNotation, {"must": False, "many": False}, [HELLO, f"a{TIME}"], [f"{TIME}\n{TIME}", "a<tool_call>b", f"a{BERN}"]),
+    (HermesNotation, {"must": False, "many": True, "answer": NUMBER}, ["1", TIME, f"{TIME}\n{TIME}"], [HELLO, f"1{TIME}", "3", BERN]),
+    (Llama3Notation, {"must": True, "many": True}, [LLAMA], [HELLO, "", f"{LLAMA};{LLAMA}", LLAMA_BERN]),
+    (Llama3Notation, {"must": False, "many": True}, [LLAMA, HELLO, "", "  x"], ['{"a": 1}', f"{LLAMA} ", " {", LLAMA_BERN]),
 ]
 
 
 @pytest.mark.parametrize("notation, how, right, wrong", GRAMMARS)
 def test_a_grammar_of_calls_is_text_then_calls_of_the_tools(
-    over_bytes: Grammars, notation: type[Notation], how: dict[str, Any], right: list[str], wrong: list[str]
+    over_bytes: Grammars, notation: type[CallNotation], how: dict[str, Any], right: list[str], wrong: list[str]
 ):
     structure = notation("").grammar(TOOLS, **how)
     assert [text for text in [*right, *wrong] if accepts(over_bytes, structure, text)] == right
@@ -275,15 +275,15 @@ def test_a_schema_has_limits_of_size_and_depth(served: tuple[str, Service]):
 )  # fmt: skip
 def test_a_regular_expression_has_a_limit_wherever_it_stands(given: dict[str, Any]):
     with pytest.raises(ApiError, match="a line of more than 8192 characters"):
-        checked(given, "structured_outputs", Limits())
-    assert checked({"json": json.dumps({"enum": ["x" * 90] * 200})}, "structured_outputs", Limits()).kind == "json"
+        check_structure(given, "structured_outputs", ServerLimits())
+    assert check_structure({"json": json.dumps({"enum": ["x" * 90] * 200})}, "structured_outputs", ServerLimits()).kind == "json"
 
 
 def test_gbnf_has_a_limit_of_its_own():
     rules = "root ::= " + " |\n".join(f'"v{i}"' for i in range(3_000))
     with pytest.raises(ApiError, match="at most 16384 characters"):
-        checked({"grammar": rules}, "structured_outputs", Limits())
-    assert checked({"grammar": rules.replace("root ::=", "start:")}, "structured_outputs", Limits()).kind == "grammar"
+        check_structure({"grammar": rules}, "structured_outputs", ServerLimits())
+    assert check_structure({"grammar": rules.replace("root ::=", "start:")}, "structured_outputs", ServerLimits()).kind == "grammar"
 
 
 @pytest.fixture

@@ -23,32 +23,32 @@ from serve.fakes import END, STREAM, Hangup, endless, event, fake, response
 from argosy.cli import main
 from argosy.cli.chat import COMMANDS, Session, opened
 from argosy.cli.lines import Lines, several
-from argosy.client.client import Failed, Inside, Refused
-from argosy.client.conversation import Answer, Talk
+from argosy.client.client import AsgiTransport, ConnectionFailed, RequestRefused
+from argosy.client.conversation import ChatReply, ChatSession
 from argosy.client.http import Http
-from argosy.client.settings import ChatEngineSettings, ChatSettings, Sampled
+from argosy.client.settings import ChatEngineSettings, ChatSampling, ChatSettings
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.lm import LM
 from argosy.infer.settings import NGram
 from argosy.serve.app import App
 from argosy.serve.service import Service
 
-GREEDY = Sampled(temperature=0.0, max_tokens=4)
+GREEDY = ChatSampling(temperature=0.0, max_tokens=4)
 
 
-def asked(talk: Talk, text: str, **how: Any) -> Answer:
+def asked(talk: ChatSession, text: str, **how: Any) -> ChatReply:
     return asyncio.run(talk.ask(text, lambda piece: None, **how))
 
 
 @pytest.fixture
-def talk(service: Service) -> Talk:
-    return Talk(Inside(App(service).asgi), "tiny", GREEDY)
+def talk(service: Service) -> ChatSession:
+    return ChatSession(AsgiTransport(App(service).asgi), "tiny", GREEDY)
 
 
 # ---------------------------------------------------------------- conversations
 
 
-def test_an_answer_is_streamed_and_kept(talk: Talk):
+def test_an_answer_is_streamed_and_kept(talk: ChatSession):
     pieces: list[str] = []
     answer = asyncio.run(talk.ask("hi", pieces.append))
     assert "".join(pieces) == answer.text
@@ -60,7 +60,7 @@ def test_an_answer_is_streamed_and_kept(talk: Talk):
 
 def test_each_turn_finds_the_ones_before_it_in_the_prefix_cache(lm: LM):
     with serving(lm) as service:
-        talk = Talk(Inside(App(service).asgi), "tiny", GREEDY, system="be brief and kind")
+        talk = ChatSession(AsgiTransport(App(service).asgi), "tiny", GREEDY, system="be brief and kind")
         first = asked(talk, "tell me of the sea")
         reused = service.front.engine.stats.reused_tokens
         second = asked(talk, "more")
@@ -72,8 +72,8 @@ def test_each_turn_finds_the_ones_before_it_in_the_prefix_cache(lm: LM):
         assert talk.totals.cached == second.cached
 
 
-def test_an_answer_that_is_stopped_keeps_what_was_read(talk: Talk):
-    talk.how = Sampled(temperature=1.0, seed=2, max_tokens=60, stop="\x00")
+def test_an_answer_that_is_stopped_keeps_what_was_read(talk: ChatSession):
+    talk.how = ChatSampling(temperature=1.0, seed=2, max_tokens=60, stop="\x00")
     pieces: list[str] = []
     answer = asyncio.run(talk.ask("hi", pieces.append, lambda: len(pieces) > 2))
     assert answer.stopped
@@ -82,12 +82,12 @@ def test_an_answer_that_is_stopped_keeps_what_was_read(talk: Talk):
     assert str(answer).startswith("stopped after")
 
 
-def fails_with(script: Any, error: type[ArgosyError], stop: Callable[[], Any] = lambda: False) -> Talk:
+def fails_with(script: Any, error: type[ArgosyError], stop: Callable[[], Any] = lambda: False) -> ChatSession:
     """A conversation of one exchange whose next answer fails, or is stopped."""
 
-    async def go() -> Talk:
+    async def go() -> ChatSession:
         async with fake(script) as server, Http(server.url) as http:
-            talk = Talk(http, "m", GREEDY)
+            talk = ChatSession(http, "m", GREEDY)
             talk.messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             if error is ArgosyError:
                 await talk.ask("c", lambda piece: None, stop)
@@ -102,10 +102,10 @@ def fails_with(script: Any, error: type[ArgosyError], stop: Callable[[], Any] = 
 @pytest.mark.parametrize(
     "parts, error",
     [
-        ([response(b'{"error": {"message": "no"}}', "400 Bad Request")], Refused),
-        ([STREAM + event({"choices": [{"delta": {"content": "half an ans"}}]})], Failed),
-        ([STREAM + event({"error": {"message": "out of memory"}}) + END], Refused),
-        ([], Failed),
+        ([response(b'{"error": {"message": "no"}}', "400 Bad Request")], RequestRefused),
+        ([STREAM + event({"choices": [{"delta": {"content": "half an ans"}}]})], ConnectionFailed),
+        ([STREAM + event({"error": {"message": "out of memory"}}) + END], RequestRefused),
+        ([], ConnectionFailed),
     ],
 )
 def test_a_question_that_fails_leaves_no_trace(parts: list[bytes], error: type[ArgosyError]):
@@ -126,17 +126,17 @@ def test_a_question_that_is_stopped_before_the_first_word_is_not_kept():
 
 
 def test_plain_text_is_continued(service: Service):
-    talk = Talk(Inside(App(service).asgi), "tiny", GREEDY, plain=True)
+    talk = ChatSession(AsgiTransport(App(service).asgi), "tiny", GREEDY, plain=True)
     one = asked(talk, "Once")
     asked(talk, "then")
     assert talk.request()[0] == "/v1/completions"
     assert talk.request()[1]["prompt"].startswith(f"Once{one.text}\nthen")
     with pytest.raises(BadInput, match="no system message"):
         talk.system = "be brief"
-    assert Talk(talk.server, "tiny", Sampled(), plain=True).request()[1]["max_tokens"] == 64
+    assert ChatSession(talk.server, "tiny", ChatSampling(), plain=True).request()[1]["max_tokens"] == 64
 
 
-def test_messages_are_undone_saved_and_loaded(talk: Talk, tmp_path: Path):
+def test_messages_are_undone_saved_and_loaded(talk: ChatSession, tmp_path: Path):
     talk.system = "one"
     talk.system = "two"
     asked(talk, "a")
@@ -214,7 +214,7 @@ def piped(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     return run
 
 
-def test_each_line_of_a_pipe_is_a_turn(piped: Callable[..., tuple[int, str, str]], talk: Talk):
+def test_each_line_of_a_pipe_is_a_turn(piped: Callable[..., tuple[int, str, str]], talk: ChatSession):
     expected = [asked(talk, text).text for text in ("hi", "more")]
     code, out, err = piped("hi", "", "more", "/stats")
     assert code == 0
@@ -287,7 +287,7 @@ def test_mistakes_are_answered(words: list[str], what: str, hint: str, capsys: p
     assert hint in err
 
 
-def test_a_mistake_at_a_terminal_does_not_end_the_session(talk: Talk, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
+def test_a_mistake_at_a_terminal_does_not_end_the_session(talk: ChatSession, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     lines = Lines()
     lines.is_live = True

@@ -11,7 +11,7 @@ from gguf_blocks import gguf_in_blocks
 from argosy.checkpoint.open import open_model
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap, KeyRow
-from argosy.infer.cpu.panels import forms_of
+from argosy.infer.cpu.panels import panel_forms
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.language import LanguageConfig
 from argosy.models.llama import LlamaConfig
@@ -43,7 +43,7 @@ def test_weights_in_blocks_are_those_that_are_read(name: str, tmp_path: Path):
     stored = open_model(gguf_in_blocks(tmp_path / "model.gguf", config, ("Q8_0", "Q4_1", "Q5_0", "Q4_0", "Q5_1")))
     assert stored.blocks is not None
     found = set()
-    for address, form in forms_of(config.build(Unroll()), looked_up=True).items():
+    for address, form in panel_forms(config.build(Unroll()), looked_up=True).items():
         if (rows := stored.blocks.of(address, *form)) is None:
             continue
         found.add(".".join(address.split(".")[2:]) if address.startswith("layers") else address)
@@ -59,7 +59,7 @@ def test_files_of_every_model_open(tmp_path: Path):
     config = DeepSeekConfig(**SIZES, rope_size=16, latent_rank=32, value_size=16, dense=1, moe=moe)
     stored = open_model(gguf_in_blocks(tmp_path / "model.gguf", config, ("Q8_0",)))
     assert stored.blocks is not None
-    forms = forms_of(config.build(Unroll()), looked_up=True)
+    forms = panel_forms(config.build(Unroll()), looked_up=True)
     found = {address for address, form in forms.items() if stored.blocks.of(address, *form) is not None}
     assert "layers.0.attn.o.w" in found
     assert "layers.0.mlp.down.w" in found

@@ -18,7 +18,7 @@ from argosy.adapt.surgery import find, swap
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats.safetensors import SafeTensors
-from argosy.infer.load import load
+from argosy.infer.load import load_lm
 from argosy.jobs.convert import convert
 from argosy.models.parts.stack import Scan, layer_addresses
 from argosy.models.parts.weight import fill, variables
@@ -67,7 +67,7 @@ def test_merged_weights_keep_their_type_and_go_back_where_they_were(tmp_path):
     kept = {}
     names = merge(lm.module, kept)
     assert {str(v.dtype) for v in variables(lm.module).values()} == {"bfloat16"}
-    scanned = load(base, run=Scan())
+    scanned = load_lm(base, run=Scan())
     with pytest.raises(BadInput, match=r"no such contraction.*layers\.0"):
         unmerge(scanned.module, kept)
     assert unmerge(lm.module, kept) == names

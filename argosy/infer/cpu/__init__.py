@@ -1,1 +1,1 @@
-"""What only CPUs need: packed weights, and views of stacked layers."""
+"""Parts that only CPUs need: packed weights, and views of stacked layers."""

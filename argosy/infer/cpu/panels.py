@@ -25,10 +25,10 @@ from argosy.weights.gguf.blocks import Origin, Rows
 SHARE = 0.25
 
 # Takes the place of a weight, by address.
-Replace = Callable[[str, Panels], None]
+ReplaceWeight = Callable[[str, Panels], None]
 
 
-class Packs:
+class PanelPacker:
     """The packed weights of one model.
 
     Args:
@@ -37,41 +37,42 @@ class Packs:
         origin: the blocks that weights were read from, which are packed in their place.
     """
 
-    def __init__(self, model: nnx.Module, replace: Replace | None = None, origin: Origin | None = None):
-        self.forms, self.replace, self.origin = forms_of(model), replace, origin
-        self._made: Leaves = {}
+    def __init__(self, model: nnx.Module, replace: ReplaceWeight | None = None, origin: Origin | None = None):
+        self.forms, self.replace, self.origin = panel_forms(model), replace, origin
+        # The packed weights, by address.
+        self.panels: Leaves = {}
 
     def of(self, weights: Leaves) -> Leaves:
         """The weights, packed where that helps, until `forget` the same ones. Takes what it packs out of `weights`."""
-        if not self._made:
-            chosen = {address: form for address, form in self.forms.items() if suits(weights.get(address))}
+        if not self.panels:
+            chosen = {address: form for address, form in self.forms.items() if is_packable(weights.get(address))}
             rows = {} if self.origin is None else self._rows(self.origin, weights, chosen)
-            if self.replace is None and not has_room([rows.get(address, weights[address]) for address in chosen]):
+            if self.replace is None and not has_memory_for([rows.get(address, weights[address]) for address in chosen]):
                 chosen = {}
             for address, form in chosen.items():
                 weight = weights.pop(address)
-                self._made[address] = rows[address].packed(weight) if address in rows else packed(weight, *form)
+                self.panels[address] = rows[address].packed(weight) if address in rows else packed(weight, *form)
                 if self.replace is not None:
-                    self.replace(address, self._made[address])
-        return weights | self._made
+                    self.replace(address, self.panels[address])
+        return weights | self.panels
 
     @staticmethod
     def _rows(origin: Origin, weights: Leaves, forms: Mapping[str, tuple[int, bool]]) -> dict[str, Rows]:
-        """Those of these weights that a file has in blocks."""
+        """The blocks of a file, for those of these weights that it has in blocks."""
         found = {address: origin.rows(address, weights[address], *form) for address, form in forms.items()}
         return {address: rows for address, rows in found.items() if rows is not None}
 
     def forget(self) -> None:
         """Frees the packed weights, because the weights have changed."""
-        self._made = {}
+        self.panels = {}
 
 
-def packs_of(model: Any, replace: Replace | None = None, origin: Origin | None = None) -> Packs | None:
-    """What packs the weights of a model; None if it does not compute in float32, or there are no kernels for packed weights."""
-    return None if model.dtype != jnp.float32 or library.unavailable() else Packs(model, replace, origin)
+def packer_of(model: Any, replace: ReplaceWeight | None = None, origin: Origin | None = None) -> PanelPacker | None:
+    """The packer of a model's weights; None if it does not compute in float32, or there are no kernels for packed weights."""
+    return None if model.dtype != jnp.float32 or library.unavailable() else PanelPacker(model, replace, origin)
 
 
-def forms_of(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tuple[int, bool]]:
+def panel_forms(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tuple[int, bool]]:
     """`{address of a weight: (inner, first)}`, as in `Panels`, of the weights that are matrices of a product.
 
     An embedding is packed for its use as a head, if there is no other head. Experts are not packed, because their products are grouped,
@@ -92,34 +93,34 @@ def forms_of(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tuple[i
         rest = "".join(letter for letter in node.spec if letter not in summed)
         if summed and rest and node.spec in (summed + rest, rest + summed):
             own = "w" if isinstance(node, Einsum) else "values"
-            if isinstance(node, Einsum) or scaled_along(node, node.spec) <= set(rest):
+            if isinstance(node, Einsum) or scaled_letters(node, node.spec) <= set(rest):
                 out[".".join(map(str, (*path, own)))] = len(summed), node.spec.startswith(summed)
     return out
 
 
-def forms_in_blocks(model: nnx.Module) -> dict[str, tuple[int, bool]]:
-    """Those of the weights that stay in a file's blocks. An embedding beside a head is only looked up, for which blocks do too."""
+def block_forms(model: nnx.Module) -> dict[str, tuple[int, bool]]:
+    """The forms of weights that stay in a file's blocks. An embedding beside a head is only looked up, for which blocks do too."""
     sizes = {address: math.prod(v.shape) for address, v in variables(model).items()}
-    return {address: form for address, form in forms_of(model, looked_up=True).items() if sizes[address] >= SMALLEST}
+    return {address: form for address, form in panel_forms(model, looked_up=True).items() if sizes[address] >= SMALLEST}
 
 
-def kept_in_blocks(weights: Leaves) -> tuple[int, int]:
+def count_in_blocks(weights: Leaves) -> tuple[int, int]:
     """How many of these weights are in blocks, and their bytes."""
     found = [a for a in weights.values() if isinstance(a, Panels) and a.scale is not None]
     return len(found), sum(a.nbytes for a in found)
 
 
-def scaled_along(w: Quantized | QuantizedEinsum, letters: str) -> set[str]:
+def scaled_letters(w: Quantized | QuantizedEinsum, letters: str) -> set[str]:
     """The letters of a quantized weight that have scales, in blocks or not."""
     return {letter for letter, n in zip(letters, w.scale.shape, strict=True) if n > 1}
 
 
-def suits(w: Any) -> bool:
+def is_packable(w: Any) -> bool:
     """Whether packing a weight is worth it, and possible."""
     return isinstance(w, jax.Array) and w.dtype in (jnp.float32, jnp.bfloat16, jnp.int8) and w.size >= SMALLEST
 
 
-def has_room(weights: Any) -> bool:
+def has_memory_for(weights: Any) -> bool:
     """Whether there is memory for a copy of these weights, each an array or `Rows`."""
     free = memory_bytes()[1]
     return free is not None and sum(a.nbytes for a in weights) <= SHARE * free

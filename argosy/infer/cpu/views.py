@@ -10,7 +10,7 @@ from argosy.models.parts.weight import Leaves, split
 from argosy.ops.native.products import Panels
 
 
-def viewable(weights: Leaves) -> bool:
+def is_on_one_cpu(weights: Leaves) -> bool:
     """Whether every weight lies in the memory of one CPU device; packed ones do."""
     return all(
         isinstance(a, Panels)
@@ -24,7 +24,7 @@ def viewable(weights: Leaves) -> bool:
     )
 
 
-class Views:
+class LayerViews:
     """An unrolled model over the weights of a scanned one."""
 
     def __init__(self, model: Any):

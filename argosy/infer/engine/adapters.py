@@ -4,7 +4,7 @@ All of them together are one pair of arrays for each contraction (`adapt.bank`),
 rank. Which place a token uses is data, so loading and naming adapters compiles nothing after warm-up. An adapter that is unloaded or
 replaced keeps its place until the sequences that use it have ended; a new one takes a free place.
 
-Whole sequences (`infer.engine.sequences`) are computed under an adapter with the same arrays, one adapter a pass.
+Whole sequences (`infer.forward.sequences`) are computed under an adapter with the same arrays, one adapter a pass.
 
 Over several devices, the rules for weights split the factors too: the one that has the letter along which the weight is split is
 split likewise, the other is whole on every device. Heads split B of a query projection and A of the output projection, as in S-LoRA
@@ -29,8 +29,8 @@ from jaxtyping import Array, Int
 from argosy.adapt.bank import AdapterIds, Bank, refused
 from argosy.adapt.surgery import find, put_at
 from argosy.core.errors import BadInput, Unsupported, nearest, some
-from argosy.infer.engine.forward import Sizes, cut
-from argosy.infer.engine.memory import Home, home_of, mesh_of
+from argosy.infer.forward.step import StepSizes, split_words
+from argosy.infer.programs.placement import Home, weights_home, weights_mesh
 from argosy.infer.settings import LoraSettings
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import layer_addresses
@@ -44,21 +44,30 @@ from argosy.weights.peft.sites import Adapter
 Factors = dict[str, np.ndarray]
 
 
-class NoAdapter(BadInput):
+class UnknownAdapter(BadInput):
     """A name under which no adapter is loaded."""
 
 
-class Loaded(NamedTuple):
-    """An adapter. place: in the bank. number: how many were loaded before it; no two of one engine have the same."""
+class LoadedAdapter(NamedTuple):
+    """An adapter.
+
+    place: in the bank.
+    number: how many were loaded before it; no two of one engine have the same.
+    """
 
     name: str
     place: int
     number: int
 
 
-class Factor(NamedTuple):
-    """One array of the bank. side: a or b. layers: the contractions it is of. stacked: whether they are its leading axis. place: the
-    axis of the places, after that one; the rank is the next."""
+class AdapterFactor(NamedTuple):
+    """One array of the bank.
+
+    side: a or b.
+    layers: the contractions it is of.
+    stacked: whether they are its leading axis.
+    place: the axis of the places, after that one; the rank is the next.
+    """
 
     side: str
     layers: list[str]
@@ -82,18 +91,24 @@ class Factor(NamedTuple):
 
 @dataclass
 class _Bank:
-    """What the engines over one model share. home: where arrays lie on one device. loaded: replaced as a whole, never changed, so
-    other threads may read it at any time. users: sequences by place. model: with banks. base: the model's own address of each
-    weight. chosen: the leading axes of each variable that takes the places of tokens. carrying: the per-layer names of the
-    contractions with a bank."""
+    """The factors and the model that the engines over one model share.
+
+    home: where arrays lie on one device.
+    loaded: replaced as a whole, never changed, so other threads may read it at any time.
+    users: sequences by place.
+    model: with banks.
+    base: the model's own address of each weight.
+    chosen: the leading axes of each variable that takes the places of tokens.
+    carrying: the per-layer names of the contractions with a bank.
+    """
 
     home: Home = None
-    loaded: Mapping[str, Loaded] = field(default_factory=dict)
+    loaded: Mapping[str, LoadedAdapter] = field(default_factory=dict)
     arrays: Leaves = field(default_factory=dict)
     users: Counter[int] = field(default_factory=Counter)
     count: int = 0
     model: Any = None
-    factors: dict[str, Factor] = field(default_factory=dict)
+    factors: dict[str, AdapterFactor] = field(default_factory=dict)
     chosen: dict[str, tuple[int, ...]] = field(default_factory=dict)
     base: dict[str, str] = field(default_factory=dict)
     carrying: set[str] = field(default_factory=set)
@@ -109,17 +124,17 @@ class Adapters:
 
     def __init__(self, settings: LoraSettings, model: Any, slots: int):
         self.settings, self.config, self.dtype = settings, model.config, model.dtype
-        self._bank = _Bank(home=home_of(split(model)[1]))
+        self._bank = _Bank(home=weights_home(split(model)[1]))
         self._places = np.full(slots, -1, np.int32)
 
-    def beside(self, slots: int) -> "Adapters":
+    def for_engine(self, slots: int) -> "Adapters":
         """The same adapters for another engine over the same model."""
         other = copy.copy(self)
         other._places = np.full(slots, -1, np.int32)
         return other
 
     @property
-    def loaded(self) -> Mapping[str, Loaded]:
+    def loaded(self) -> Mapping[str, LoadedAdapter]:
         """The adapters that requests may name. Any thread may read it."""
         return self._bank.loaded
 
@@ -162,7 +177,7 @@ class Adapters:
                 banks[name] = of
         if not banks:
             raise BadInput(f"engine.lora.where: nothing that matches `{self.settings.where}` can carry adapters")
-        self._describe(out, banks, mesh_of(leaves))
+        self._describe(out, banks, weights_mesh(leaves))
         self._bank.model = out
         return out
 
@@ -172,7 +187,7 @@ class Adapters:
         for name, of in banks.items():
             layers = [address.removesuffix(".a") for address in names(f"{name}.a")]
             for side, letters in (("a", of.group + of.inner), ("b", of.group)):
-                bank.factors[f"{name}.{side}"] = Factor(side, layers, of.stacked, len(letters))
+                bank.factors[f"{name}.{side}"] = AdapterFactor(side, layers, of.stacked, len(letters))
         bank.chosen = {address: v.shape[:-2] for address, v in own.items() if isinstance(v, AdapterIds)}
         bank.base = {a: a for a in own.keys() - bank.factors.keys() - bank.chosen.keys()}
         for address in bank.base:
@@ -186,28 +201,30 @@ class Adapters:
             bank.arrays[address] = jnp.zeros(shape, self.dtype, device=places.get(address, bank.home))
         bank.carrying = {name for factor in bank.factors.values() for name in factor.layers}
 
-    def tokens(self, words: np.ndarray, sizes: Sizes) -> Int[np.ndarray, "1 tokens"]:
+    def step_leaves(self, words: np.ndarray, picks: Any, sizes: StepSizes) -> Leaves:
+        """The weights that a step has besides those of the model: the factors, and the place of each token for each variable that takes
+        places. The head takes those of the picked tokens."""
+        places = self.token_places(words, sizes)
+        return self.arrays | self._spread(places, places[:, np.asarray(picks)])
+
+    def sequence_leaves(self, adapter: LoadedAdapter | None, rows: int, length: int) -> Leaves:
+        """As `step_leaves`, for whole sequences [rows length] under one adapter, or under none. The head takes any number of tokens."""
+        places = np.full((rows, length), -1 if adapter is None else adapter.place, np.int32)
+        return self.arrays | self._spread(places, places[:1, :1])
+
+    def token_places(self, words: np.ndarray, sizes: StepSizes) -> Int[np.ndarray, "1 tokens"]:
         """The place of each token of a step, -1 for none."""
-        decodes, drafted, rows = (part["slot"] for part in cut(words, sizes))
-        slots = np.concatenate([decodes, np.repeat(drafted, sizes.ahead), np.repeat(rows, sizes.width)])
+        decodes, drafted, rows = (part["slot"] for part in split_words(words, sizes))
+        slots = np.concatenate([decodes, np.repeat(drafted, sizes.draft_width), np.repeat(rows, sizes.width)])
         return np.where(slots < 0, -1, self._places[np.maximum(slots, 0)])[None].astype(np.int32)
 
-    def leaves(self, tokens: Int[np.ndarray, "1 tokens"], picks: Any) -> Leaves:
-        """The places of the tokens, for each variable that takes them: for the head those of the picked tokens."""
-        return self._spread(tokens, tokens[:, np.asarray(picks)])
-
-    def leaves_of_pass(self, one: Loaded | None, rows: int, length: int) -> Leaves:
-        """As `leaves`, for whole sequences [rows length] of one adapter; None: none. The head takes any number of tokens."""
-        tokens = np.full((rows, length), -1 if one is None else one.place, np.int32)
-        return self._spread(tokens, tokens[:1, :1])
-
-    def _spread(self, tokens: np.ndarray, of_head: np.ndarray) -> Leaves:
+    def _spread(self, places: np.ndarray, head_places: np.ndarray) -> Leaves:
         placed: dict[Any, Array] = {}
         out: Leaves = {}
         for address, lead in self._bank.chosen.items():
             picked = address.startswith("head.")
             if (lead, picked) not in placed:
-                own = of_head if picked else tokens
+                own = head_places if picked else places
                 placed[lead, picked] = jax.device_put(np.broadcast_to(own, (*lead, *own.shape)), self._bank.home)
             out[address] = placed[lead, picked]
         return out
@@ -268,7 +285,7 @@ class Adapters:
             raise BadInput(f"all {self.settings.adapters} places for adapters are taken{why}", hint=hint)
         return old.place if old is not None and old.place in free else free[0]
 
-    def put(self, name: str, factors: Factors, *, replace: bool = False) -> Loaded:
+    def put(self, name: str, factors: Factors, *, replace: bool = False) -> LoadedAdapter:
         """Loads an adapter under a name. Sequences that use an earlier one of this name finish with that.
 
         Raises:
@@ -278,7 +295,7 @@ class Adapters:
         self._write(factors, place)
         bank = self._bank
         bank.count += 1
-        bank.loaded = {**bank.loaded, name: Loaded(name, place, bank.count)}
+        bank.loaded = {**bank.loaded, name: LoadedAdapter(name, place, bank.count)}
         return bank.loaded[name]
 
     def unload(self, name: str) -> None:
@@ -298,14 +315,14 @@ class Adapters:
     def _write(self, factors: Factors, place: int) -> None:
         # An array at a time: the old ones are not donated, because another thread may be compiling a pass that reads them
         # (`infer.prompt_logprobs`), and two copies of one array need less memory than two of all.
-        arrays, mesh = self._bank.arrays, mesh_of(self._bank.arrays)
+        arrays, mesh = self._bank.arrays, weights_mesh(self._bank.arrays)
         with nullcontext() if mesh is None else scope(mesh):
             for address, factor in self._bank.factors.items():
                 whole, axis = arrays[address], factor.stacked + factor.place
                 on = None if mesh is None else whole.sharding
                 arrays[address] = _placed(whole, factors[address], np.int32(place), axis, on)
 
-    def _free(self, besides: Loaded | None = None) -> list[int]:
+    def _free(self, besides: LoadedAdapter | None = None) -> list[int]:
         """The places that no adapter and no sequence has. besides: an adapter that gives up its own."""
         taken = {one.place for one in self.loaded.values() if one is not besides}
         taken |= {place for place, users in self._bank.users.items() if users}
@@ -313,34 +330,34 @@ class Adapters:
 
     # ---------------------------------------------------------------- sequences
 
-    def get(self, name: str) -> Loaded:
+    def get(self, name: str) -> LoadedAdapter:
         """The adapter of this name.
 
         Raises:
             NoAdapter: there is none.
         """
         if (found := self.loaded.get(name)) is None:
-            raise NoAdapter(f"no adapter `{name}` is loaded", hint=nearest(name, self.loaded))
+            raise UnknownAdapter(f"no adapter `{name}` is loaded", hint=nearest(name, self.loaded))
         return found
 
-    def use(self, one: Loaded | None) -> None:
+    def use(self, adapter: LoadedAdapter | None) -> None:
         """A sequence with this adapter begins to wait."""
-        if one is not None:
-            self._bank.users[one.place] += 1
+        if adapter is not None:
+            self._bank.users[adapter.place] += 1
 
-    def leave(self, one: Loaded | None) -> None:
+    def leave(self, adapter: LoadedAdapter | None) -> None:
         """It has ended."""
-        if one is not None:
-            self._bank.users[one.place] -= 1
+        if adapter is not None:
+            self._bank.users[adapter.place] -= 1
 
-    def assign(self, slot: int, one: Loaded | None) -> None:
+    def assign(self, slot: int, adapter: LoadedAdapter | None) -> None:
         """A slot has a new owner, with this adapter."""
-        self._places[slot] = -1 if one is None else one.place
+        self._places[slot] = -1 if adapter is None else adapter.place
 
     @staticmethod
-    def salt(one: Loaded | None, salt: str) -> str:
+    def salt(adapter: LoadedAdapter | None, salt: str) -> str:
         """The salt of a sequence's pages: no two adapters share pages, nor does one with the model alone, whatever salts users give."""
-        return f"{'' if one is None else one.number}:{salt}"
+        return f"{'' if adapter is None else adapter.number}:{salt}"
 
 
 @partial(jax.jit, static_argnums=(3, 4))

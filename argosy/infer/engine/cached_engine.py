@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from argosy.core.progress import Say
-from argosy.infer.engine.adapters import Adapters, NoAdapter
+from argosy.infer.engine.adapters import Adapters, UnknownAdapter
+from argosy.infer.engine.cache import CacheNeeds, CacheSize, cache_needs, check_sequence_fits, room_for_cache
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.memory import Extent, Needs, check_fits, mesh_of, needs_of, room_for_cache
-from argosy.infer.engine.sequences import Sequences
+from argosy.infer.forward.sequences import SequenceScorer
+from argosy.infer.programs.placement import weights_mesh
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import variables
 from argosy.weights.gguf.blocks import Origin
@@ -24,15 +25,15 @@ from argosy.weights.peft.reader import read_adapter
 from argosy.weights.peft.sites import Adapter
 
 
-class Room(NamedTuple):
-    """What an engine has room for: sequences at a time, tokens of one, pages of all."""
+class EngineRoom(NamedTuple):
+    """The sizes of an engine: sequences at a time, tokens of one sequence, pages of all."""
 
     slots: int = 1
     context: int = 512
     pages: int = 0
 
-    def grown(self, lengths: Sequence[int], most: int, settings: EngineSettings) -> "Room":
-        """Room for sequences of these lengths too, in sizes that grow by large steps, because each is compiled.
+    def grown(self, lengths: Sequence[int], most: int, settings: EngineSettings) -> "EngineRoom":
+        """EngineRoom for sequences of these lengths too, in sizes that grow by large steps, because each is compiled.
 
         Args:
             most: the longest sequence that there may be.
@@ -43,17 +44,20 @@ class Room(NamedTuple):
         while context < max(lengths):
             context = min(context * 4, most)
         if settings.pages is not None:
-            return Room(slots, context, settings.pages)
+            return EngineRoom(slots, context, settings.pages)
         needed = sum(sorted((-(-length // settings.page) for length in lengths), reverse=True)[:slots])
         pages = max(self.pages, -(-context // settings.page))
         while pages < needed:
             pages *= 2
-        return Room(slots, context, pages)
+        return EngineRoom(slots, context, pages)
 
 
-class Parts(NamedTuple):
-    """What an engine is made of. draft: the module of the draft model, if the settings ask for one. origin: the blocks of a file that
-    the module's weights were read from."""
+class EngineParts(NamedTuple):
+    """The parts that an engine is built from.
+
+    draft: the module of the draft model, if the settings ask for one.
+    origin: the blocks of a file that the module's weights were read from.
+    """
 
     module: Any
     settings: EngineSettings = EngineSettings()
@@ -67,39 +71,39 @@ class Parts(NamedTuple):
         return min(self.settings.context or context, context)
 
 
-class Held:
+class EngineCache:
     """Holds what was made from a module in its current state, and the adapters that were loaded, which outlive that state."""
 
     def __init__(self) -> None:
         self._found: list[Any] = []
-        self._sequences: Sequences | None = None
-        self._adapted: Sequences | None = None
+        self._sequences: SequenceScorer | None = None
+        self._adapted: SequenceScorer | None = None
         self._engine: Engine | None = None
-        self._room = Room()
+        self._room = EngineRoom()
         self._loaded: dict[str, Mapping[str, Adapter]] = {}
 
-    def sequences(self, parts: Parts, say: Say | None = None) -> Sequences:
+    def sequences(self, parts: EngineParts, say: Say | None = None) -> SequenceScorer:
         """The forward pass over whole sequences."""
         self._look(parts)
         if self._sequences is None:
-            self._sequences = Sequences(parts.module)
+            self._sequences = SequenceScorer(parts.module)
         self._sequences.say = say
         return self._sequences
 
     # ---------------------------------------------------------------- adapters
 
-    def adapted(self, parts: Parts, say: Say | None = None) -> tuple[Sequences, Adapters]:
+    def adapted(self, parts: EngineParts, say: Say | None = None) -> tuple[SequenceScorer, Adapters]:
         """The forward pass over whole sequences under adapters, and these.
 
         Raises:
             NoAdapter: the settings have no room for any. BadInput: an adapter that was loaded does not fit the module as it is now.
         """
         if not parts.settings.lora.enabled:
-            raise NoAdapter("there is no room for adapters", hint='argosy.load(MODEL, engine={"lora": {"enabled": True}})')
+            raise UnknownAdapter("there is no room for adapters", hint='argosy.load(MODEL, engine={"lora": {"enabled": True}})')
         self._look(parts)
         if self._adapted is None:
             adapters = Adapters(parts.settings.lora, parts.module, 1)
-            adapted = Sequences(parts.module, adapters=adapters, whole=parts.settings.steps > 1)
+            adapted = SequenceScorer(parts.module, adapters=adapters, whole=parts.settings.steps > 1)
             for name, factors in self._loaded.items():
                 adapters.put(name, adapters.packed(factors))
             self._adapted = adapted
@@ -109,27 +113,27 @@ class Held:
 
     @property
     def loaded(self) -> Mapping[str, Mapping[str, Adapter]]:
-        """What was loaded, by name."""
+        """The adapters that were loaded, by name."""
         return self._loaded
 
-    def load_adapter(self, parts: Parts, name: str, folder: str | Path, *, replace: bool) -> None:
-        """As `Engine.load_adapter`. What the folder holds is kept in memory, to be loaded again after surgery."""
+    def load_adapter(self, parts: EngineParts, name: str, folder: str | Path, *, replace: bool) -> None:
+        """As `Engine.load_adapter`. The contents of the folder stay in memory, to be loaded again after surgery."""
         _, adapters = self.adapted(parts)
         factors = read_adapter(folder, parts.module.config)
         adapters.put(name, adapters.packed(factors), replace=replace)
         self._loaded[name] = factors
 
-    def unload_adapter(self, parts: Parts, name: str) -> None:
+    def unload_adapter(self, parts: EngineParts, name: str) -> None:
         """As `Engine.unload_adapter`."""
         self.adapted(parts)[1].unload(name)
         del self._loaded[name]
 
     # ---------------------------------------------------------------- the engine
 
-    def engine(self, parts: Parts, lengths: Sequence[int], say: Say | None = None) -> Engine:
+    def engine(self, parts: EngineParts, lengths: Sequence[int], say: Say | None = None) -> Engine:
         """An engine with room for sequences of these lengths, many of them one after the other. Requests that run in a smaller one
-        end there; another takes its place at once only where a sequence would not fit. Of the settings, slots and context are the
-        most that it grows to, and pages what it has.
+        end there; another takes its place at once only where a sequence would not fit. The settings' slots and
+        context are the most that it grows to; their pages are the pages that it has.
 
         Raises:
             BadInput: as `Engine`.
@@ -137,14 +141,14 @@ class Held:
         self._look(parts)
         module, settings, draft, origin = parts
         if settings.pages is not None:
-            check_fits(settings.pages, settings.page, parts.longest)
+            check_sequence_fits(settings.pages, settings.page, parts.longest)
         room = self._room.grown(lengths, parts.longest, settings)
         fits = max(lengths) <= self._room.context
         if self._engine is None or (room != self._room and not (fits and self._engine.has_requests)):
             self._engine = None  # its cache is free before the next one is allocated
             pages = settings.pages or min(room.pages, _pages_for(parts, room))
             how = settings.model_copy(update={"slots": room.slots, "pages": pages, "context": room.context})
-            shared = self.adapted(parts)[1].beside(room.slots) if settings.lora.enabled else None
+            shared = self.adapted(parts)[1].for_engine(room.slots) if settings.lora.enabled else None
             self._engine, self._room = Engine(module, how, draft=draft, adapters=shared, origin=origin), room
         self._engine.say = say
         return self._engine
@@ -161,28 +165,28 @@ class Held:
 
     def forget(self) -> None:
         """Frees the cache and the programs."""
-        self._engine, self._room = None, Room()
+        self._engine, self._room = None, EngineRoom()
 
-    def _look(self, parts: Parts) -> None:
-        found = [parts.settings, parts.draft, *identities(parts.module)]
+    def _look(self, parts: EngineParts) -> None:
+        found = [parts.settings, parts.draft, *module_identities(parts.module)]
         if len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
             self._found, self._sequences, self._adapted = found, None, None
             self.forget()
 
 
-def _pages_for(parts: Parts, room: Room) -> int:
+def _pages_for(parts: EngineParts, room: EngineRoom) -> int:
     """The number of pages that there is memory for."""
     module, settings, draft, _ = parts
     weights = {address: v.get_value() for address, v in variables(module).items()}
-    mesh, besides = mesh_of(weights), 0
+    mesh, besides = weights_mesh(weights), 0
     if draft is not None:
-        besides = Needs(draft.layers.holds(), settings.page, draft.dtype, room.context, {}).bytes(mesh, Extent(1, {}))
-    needs = needs_of(module.layers.holds(), settings, module.dtype, room.context)
+        besides = CacheNeeds(draft.layers.holds(), settings.page, draft.dtype, room.context, {}).bytes(mesh, CacheSize(1, {}))
+    needs = cache_needs(module.layers.holds(), settings, module.dtype, room.context)
     space = room_for_cache(weights, memory=settings.memory)
     return needs.fitting(room.slots, space, mesh, besides, strict=settings.memory is not None).pages
 
 
-def identities(module: Any) -> list[Any]:
+def module_identities(module: Any) -> list[Any]:
     """Every object that a module consists of, in the order of its attributes; for weights the variables, not their values. The
     list keeps them alive, so that no identity is reused."""
     out: list[Any] = []

@@ -1,49 +1,53 @@
-"""What the next token of a sequence may be, as rows for the sampler's state: masks of grammars, and biases that have changed. Host
-only: NumPy."""
+"""The masks of the tokens that may follow, for the sampler's state. Host only: NumPy."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from argosy.infer.engine.scheduler import Sequence as Scheduled
-from argosy.infer.tools.grammar import masks, unpacked
+from argosy.infer.engine.request import FinishReason
+from argosy.infer.engine.state import RequestState
+from argosy.infer.tools.grammar import grammar_masks, unpacked_bits
 
-# A slot, and the row that is written into it.
-Row = tuple[int, np.ndarray]
+# A slot, and the mask that is written into it.
+MaskRow = tuple[int, np.ndarray]
 
 
-def mask_rows(due: Sequence[Scheduled], vocab: int, close: Callable[[Scheduled, Any], None]) -> list[Row]:
-    """The masks that differ from those in their slots, of sequences with a grammar.
+def mask_rows(
+    due: Sequence[RequestState], vocab: int, close: Callable[[RequestState, FinishReason], None]
+) -> list[MaskRow]:
+    """The masks that differ from those in their slots.
 
     Args:
-        close: ends a sequence that has no token left, for a reason.
+        due: requests with a grammar, or with bans that depend on their completion.
+        close: ends a request that has no token left, for a reason.
     """
-    rows: list[Row] = []
-    if not due:
-        return rows
-    for sequence, row, state in zip(due, *masks([sequence.what.matcher for sequence in due]), strict=True):
-        wanted = sequence.what
-        goes_on, answer = state in ("open", "accepting"), sequence.tokens[sequence.prompt :]
-        if goes_on and wanted.bias:
-            goes_on = wanted.bias.leaves(unpacked(row, vocab), answer)
-        if not goes_on:
-            close(sequence, "stop" if state in ("accepting", "complete") else "blocked")
-        elif (packed := row.tobytes()) != wanted.mask:
-            wanted.mask = packed
-            rows.append((sequence.slot, row))
-    return rows
+    rows: list[tuple[RequestState, np.ndarray]] = []
+    matchers = [state.matcher for state in due if state.matcher is not None]
+    grammars = iter(zip(*grammar_masks(matchers), strict=True) if matchers else ())
+    for state in due:
+        if state.matcher is None:
+            rows.append((state, state.restrictions.bits(state.completion)))
+            continue
+        row, kind = next(grammars)
+        goes_on = kind in ("open", "accepting")
+        if goes_on and state.restrictions:
+            goes_on = state.restrictions.leaves(unpacked_bits(row, vocab), state.completion)
+            row = row & state.restrictions.bits(state.completion)
+        if goes_on:
+            rows.append((state, row))
+        else:
+            close(state, "stop" if kind in ("accepting", "complete") else "blocked")
+    changed = []
+    for state, row in rows:
+        if (mask := row.tobytes()) != state.mask:
+            state.mask = mask
+            changed.append((state.scheduled.slot, row))
+    return changed
 
 
-def bias_rows(due: Sequence[Scheduled]) -> list[Row]:
-    """The biases that differ from those in their slots, of sequences with one."""
-    rows = [(s.slot, s.what.bias.row(s.tokens[s.prompt :])) for s in due]
-    return [(slot, row) for slot, row in rows if row is not None]
-
-
-def spread(rows: Sequence[Row], count: int, nobody: int) -> tuple[np.ndarray, np.ndarray]:
-    """The slots and the rows as arrays of this many; what is left over has a slot that nobody has."""
-    where, values = np.full(count, nobody, np.int32), np.zeros((count, len(rows[0][1])), rows[0][1].dtype)
+def mask_arrays(rows: Sequence[MaskRow], count: int, no_slot: int) -> tuple[np.ndarray, np.ndarray]:
+    """The slots and the masks as arrays of this many; what is left over has a slot that does not exist."""
+    slots, values = np.full(count, no_slot, np.int32), np.zeros((count, len(rows[0][1])), rows[0][1].dtype)
     for i, (slot, row) in enumerate(rows):
-        where[i], values[i] = slot, row
-    return where, values
+        slots[i], values[i] = slot, row
+    return slots, values

@@ -12,39 +12,69 @@ the prompt but the last, to be copied: what it holds of the prompt does not chan
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
-Hash = bytes
+PageHash = bytes
 
 
-def page_hashes(tokens: Sequence[int], page: int, salt: str = "", first: Hash | None = None) -> list[Hash]:
+class PageKey(NamedTuple):
+    """The facts that the pages of a sequence depend on besides its token ids.
+
+    salt: sequences with different salts share nothing.
+    digests: (position, digest) of what stands at a token besides its id, such as the vectors of an image. It counts from the page of
+        that position on, so the text before it is shared.
+    """
+
+    salt: str = ""
+    digests: tuple[tuple[int, bytes], ...] = ()
+
+    def root(self) -> PageHash:
+        """The hash before the first page."""
+        return blake2b(self.salt.encode(), digest_size=16).digest()
+
+    def within(self, start: int, end: int) -> bytes:
+        """The digests at these positions, for the hash of the page that has them."""
+        return b"".join(at.to_bytes(8, "little") + digest for at, digest in self.digests if start <= at < end)
+
+
+NO_KEY = PageKey()
+
+
+def page_hashes(
+    tokens: Sequence[int], page: int, key: PageKey = NO_KEY, first: PageHash | None = None, start: int = 0
+) -> list[PageHash]:
     """The hash of each full page of a sequence.
 
     Args:
         page: tokens per page.
         first: the hash of the page before these tokens; None if they are the beginning of the sequence.
+        start: position of the first of these tokens.
     """
     ids = np.asarray(tokens, np.int64)
-    found, before = [], blake2b(salt.encode(), digest_size=16).digest() if first is None else first
-    for start in range(0, len(ids) - page + 1, page):
-        before = blake2b(before + ids[start : start + page].tobytes(), digest_size=16).digest()
-        found.append(before)
-    return found
+    hashes, before = [], key.root() if first is None else first
+    for at in range(0, len(ids) - page + 1, page):
+        digests = key.within(start + at, start + at + page) if key.digests else b""
+        before = blake2b(before + ids[at : at + page].tobytes() + digests, digest_size=16).digest()
+        hashes.append(before)
+    return hashes
 
 
-def tail_hash(tokens: Sequence[int], page: int, salt: str, full: Sequence[Hash]) -> Hash:
+def tail_hash(tokens: Sequence[int], page: int, key: PageKey, full: Sequence[PageHash]) -> PageHash:
     """The hash of tokens that end within a page.
 
     Args:
-        page: tokens per page. full: the hashes of its full pages, as `page_hashes` gives them.
+        page: tokens per page.
+        full: the hashes of its full pages, as `page_hashes` gives them.
     """
-    before = full[-1] if full else blake2b(salt.encode(), digest_size=16).digest()
+    before, start = full[-1] if full else key.root(), len(full) * page
+    content = np.asarray(tokens[start:], np.int64).tobytes() + key.within(start, len(tokens))
     # Another length than that of a page's hash, so that none is the other.
-    return blake2b(before + np.asarray(tokens[len(full) * page :], np.int64).tobytes(), digest_size=20).digest()
+    return blake2b(before + content, digest_size=20).digest()
 
 
-class Pages:
+class PagePool:
     """The pages of a pool.
 
     Args:
@@ -57,11 +87,11 @@ class Pages:
         self.owners = [0] * count
         # Ordered by when a page is allocated next.
         self._free: OrderedDict[int, None] = OrderedDict((page, None) for page in range(count))
-        self._hash_of: dict[int, Hash] = {}
-        self._page_of: dict[Hash, int] = {}
-        # Of pages in which a prompt ends.
-        self._tail_of: dict[int, Hash] = {}
-        self._tails: dict[Hash, int] = {}
+        self._hash_of: dict[int, PageHash] = {}
+        self._page_of: dict[PageHash, int] = {}
+        # Pages in which a prompt ends.
+        self._tail_of: dict[int, PageHash] = {}
+        self._tails: dict[PageHash, int] = {}
 
     @property
     def free(self) -> int:
@@ -73,31 +103,31 @@ class Pages:
         """The share of pages with an owner, from 0 to 1."""
         return 1 - self.free / self.count
 
-    def found(self, hashes: Iterable[Hash]) -> list[int]:
-        """The pages with these hashes, in order, up to the first that is missing. It allocates nothing; `take` does."""
+    def lookup(self, hashes: Iterable[PageHash]) -> list[int]:
+        """The pages with these hashes, in order, up to the first that is missing. It allocates nothing; `allocate` does."""
         pages: list[int] = []
-        for one in hashes:
-            if (page := self._page_of.get(one)) is None:
+        for content in hashes:
+            if (page := self._page_of.get(content)) is None:
                 break
             pages.append(page)
         return pages
 
-    def each(self, hashes: Iterable[Hash]) -> list[int | None]:
+    def lookup_each(self, hashes: Iterable[PageHash]) -> list[int | None]:
         """The page with each of these hashes, None where there is none."""
-        return [self._page_of.get(one) for one in hashes]
+        return [self._page_of.get(content) for content in hashes]
 
-    def can_take(self, new: int, shared: Sequence[int] = ()) -> bool:
-        """Whether `take` succeeds."""
+    def can_allocate(self, new: int, shared: Sequence[int] = ()) -> bool:
+        """Whether `allocate` succeeds."""
         return new + sum(self.owners[page] == 0 for page in shared) <= self.free
 
-    def has(self, one: Hash) -> bool:
+    def has(self, content: PageHash) -> bool:
         """Whether a page with this hash would be found. Any thread may ask."""
-        return one in self._page_of
+        return content in self._page_of
 
-    def take(self, new: int, shared: Sequence[int] = ()) -> list[int] | None:
+    def allocate(self, new: int, shared: Sequence[int] = ()) -> list[int] | None:
         """Allocates pages for a sequence: adds an owner to each of `shared`, then `new` fresh pages. Returns None and changes
         nothing if too few pages are free."""
-        if not self.can_take(new, shared):
+        if not self.can_allocate(new, shared):
             return None
         for page in shared:
             self._free.pop(page, None)
@@ -112,22 +142,22 @@ class Pages:
             fresh.append(page)
         return [*shared, *fresh]
 
-    def publish(self, page: int, holds: Hash) -> None:
+    def publish(self, page: int, content: PageHash) -> None:
         """Registers the hash of a full page. If another page has the same hash already, that one keeps being found."""
-        if self.reuse and holds not in self._page_of:
+        if self.reuse and content not in self._page_of:
             self._forget(page)
-            self._hash_of[page], self._page_of[holds] = holds, page
+            self._hash_of[page], self._page_of[content] = content, page
 
-    def publish_tail(self, page: int, holds: Hash) -> None:
+    def publish_tail(self, page: int, content: PageHash) -> None:
         """Registers a page in which a prompt ends. If there is one for this prompt already, that one keeps being found."""
-        if self.reuse and holds not in self._tails and page not in self._tail_of:
-            self._tail_of[page], self._tails[holds] = holds, page
+        if self.reuse and content not in self._tails and page not in self._tail_of:
+            self._tail_of[page], self._tails[content] = content, page
 
-    def tail(self, holds: Hash) -> int | None:
+    def tail(self, content: PageHash) -> int | None:
         """The page in which the prompt with this hash ends, to be copied before the next step."""
-        return self._tails.get(holds)
+        return self._tails.get(content)
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Removes one owner of each page. Later pages of a sequence are allocated again before earlier ones, because other prompts
         are more likely to share a beginning."""
         for page in reversed(pages):
@@ -139,7 +169,7 @@ class Pages:
                 if page not in self._hash_of and page not in self._tail_of:
                     self._free.move_to_end(page, last=False)
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         """Clears the prefix cache, because the weights have changed."""
         for known in (self._hash_of, self._page_of, self._tail_of, self._tails):
             known.clear()

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from argosy.core.errors import BadInput
-from argosy.infer.engine.memory import mesh_of
+from argosy.infer.programs.placement import weights_mesh
 from argosy.models.parts.weight import Leaves, merge, put, split
 
 
-def check_devices(copies: int, tensor: int) -> None:
+def check_device_count(copies: int, tensor: int) -> None:
     """Checks that there is a device for each copy, or `tensor` of them.
 
     Raises:
@@ -31,24 +31,24 @@ def check_devices(copies: int, tensor: int) -> None:
         )
 
 
-def copies_of(model: Any, count: int) -> list[Any]:
+def model_copies(model: Any, count: int) -> list[Any]:
     """So many modules with the weights of this one, which is the first of them. The next ones are on the devices after its own, laid
     out alike, and tied to them. One copy is the module as it is."""
     if count == 1:
         return [model]
     graph, weights = split(model)
-    mesh = mesh_of(weights)
+    mesh = weights_mesh(weights)
     size = 1 if mesh is None else mesh.size
-    put(model, on_devices(weights, jax.devices()[:size]))
+    put(model, copy_to_devices(weights, jax.devices()[:size]))
     out = [model]
     for i in range(1, count):
-        copy = merge(graph, on_devices(weights, jax.devices()[i * size : (i + 1) * size]))
+        copy = merge(graph, copy_to_devices(weights, jax.devices()[i * size : (i + 1) * size]))
         copy.dtype = model.dtype
         out.append(copy)
     return out
 
 
-def on_devices(weights: Leaves, devices: Sequence[Any]) -> Leaves:
+def copy_to_devices(weights: Leaves, devices: Sequence[Any]) -> Leaves:
     """Weights on other devices, as many as they are on, laid out alike."""
     return {address: _on(a, devices) for address, a in weights.items()}
 

@@ -29,7 +29,7 @@ from argosy.weights.hub.reader import known_as
 MAY_DIFFER = ("preset", "context")
 
 
-class Update:
+class WeightUpdate:
     """Weights that will replace those of a model.
 
     Args:
@@ -53,7 +53,7 @@ class Update:
         return len(self._staged)
 
     def add(self, path: str | Path) -> int:
-        """Reads weights; returns how many. Those that were added earlier under the same names are replaced.
+        """Reads weights; returns how many. A weight that was added earlier under the same name is replaced.
 
         Raises:
             BadInput: not a model of the same settings, or weights that are unknown or of another shape, all listed; nothing is added.
@@ -74,7 +74,7 @@ class Update:
         return len(found)
 
     def leaves(self) -> Leaves:
-        """What to swap in, by the model's own addresses and on its devices. Layers that were not added keep their weights."""
+        """The weights to swap in, by the model's own addresses and on its devices. Layers that were not added keep their weights."""
         parts: dict[str, dict[int | None, np.ndarray]] = {}
         for name, array in self._staged.items():
             address, layer = self._stored[name]

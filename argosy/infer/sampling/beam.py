@@ -5,7 +5,7 @@
         beams.take(engine.generate(beams.requests()))
     beams.best()
 
-Each step continues every beam by its `2 * width` likeliest tokens. Those that end it make it a complete beam; of the others the
+Each step continues every beam by its `2 * width` likeliest tokens. A token that ends it makes it a complete beam; of the others, the
 `width` with the highest scores stay open. The search ends once no open beam can come to a higher score than the best complete ones.
 
 The score of a beam is its log-probability divided by the number of its tokens, the ending one included, to the power of
@@ -26,8 +26,11 @@ from argosy.infer.sampling.sampler import MOST_TOP
 
 @dataclass(frozen=True)
 class Beam:
-    """tokens: of the answer, without the token that ended it. logprobs: of these, and of the one that ended it. tops: the likeliest
-    tokens at the place of each. ended_by: the token that ended it; None: `most` did."""
+    """tokens: of the answer, without the token that ended it.
+    logprobs: of these, and of the one that ended it.
+    tops: the likeliest tokens at the place of each.
+    ended_by: the token that ended it; None: `most` did.
+    """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

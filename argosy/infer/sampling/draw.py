@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 BLOCK = 128
 
 
-def clocks(key: Any, ids: Int[Array, "N"]) -> Float[Array, "N"]:
+def gumbel_noise(key: Any, ids: Int[Array, "N"]) -> Float[Array, "N"]:
     """Minus the log of an exponential variable for each id (a Gumbel variable), a function of the key and the id.
 
     The smallest exponential variable wins, and of many ids that one is small: so it comes from a uniform variable with 32 bits near
@@ -25,14 +25,14 @@ def clocks(key: Any, ids: Int[Array, "N"]) -> Float[Array, "N"]:
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, np.float32(1 - 2**-24))))
 
 
-def largest(values: Float[Array, "B V"]) -> Int[Array, "B"]:
+def largest_token(values: Float[Array, "B V"]) -> Int[Array, "B"]:
     """The place of the largest value of each row, the first of equals."""
     blocks = _blocks(values)
     best = jnp.argmax(blocks.max(-1), -1)
     return best.astype(jnp.int32) * BLOCK + jnp.argmax(_at(blocks, best), -1).astype(jnp.int32)
 
 
-def one_of(logits: Float[Array, "B V"], keys: Any) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+def draw_token(logits: Float[Array, "B V"], keys: Any) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """One token a row, drawn from softmax(logits), and its log-probability.
 
     The smallest of exponential variables divided by weights is that of an item in proportion to its weight (the Gumbel-max trick):
@@ -46,9 +46,9 @@ def one_of(logits: Float[Array, "B V"], keys: Any) -> tuple[Int[Array, "B"], Flo
     mass = _sums(jnp.exp(blocks - top[:, :, None]))
     numbers = jnp.arange(mass.shape[-1], dtype=jnp.int32)
     # Ids below 0, so that no block shares its variable with a token.
-    block = jnp.argmax(jnp.log(mass) + jax.vmap(clocks, (0, None))(keys, -1 - numbers), -1).astype(jnp.int32)
+    block = jnp.argmax(jnp.log(mass) + jax.vmap(gumbel_noise, (0, None))(keys, -1 - numbers), -1).astype(jnp.int32)
     inside, ids = _at(blocks, block), block[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    place = jnp.argmax(inside + jax.vmap(clocks)(keys, ids), -1)[:, None]
+    place = jnp.argmax(inside + jax.vmap(gumbel_noise)(keys, ids), -1)[:, None]
     token, logit = (jnp.take_along_axis(a, place, -1)[:, 0] for a in (ids, inside))
     return token, logit - top[:, 0] - jnp.log(_sums(mass))
 

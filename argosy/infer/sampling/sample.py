@@ -29,8 +29,8 @@ from pydantic import Field
 
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings
-from argosy.infer.engine.programs import Program
-from argosy.infer.sampling.draw import largest, one_of
+from argosy.infer.programs.programs import Program
+from argosy.infer.sampling.draw import draw_token, largest_token
 
 # Likeliest tokens that are looked at before the whole vocabulary is.
 CANDIDATES = 256
@@ -83,7 +83,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def table(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
+def sampling_columns(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
     """Each of `COLUMNS` as one array over the rows; and `tail`, 1 - top_p, subtracted in float64: in float32, 1 - 0.999999 is 5 %
     off."""
     columns = {
@@ -98,7 +98,7 @@ def table(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
 # ---------------------------------------------------------------- randomness
 
 
-def streams(seed: Seed, rows: Sequence[int]) -> Any:
+def random_streams(seed: Seed, rows: Sequence[int]) -> Any:
     """A random key for each of these rows. Seed and row are folded in one after the other, never added: row 1 of seed 0 has
     nothing in common with row 0 of seed 1.
 
@@ -108,10 +108,10 @@ def streams(seed: Seed, rows: Sequence[int]) -> Any:
     Raises:
         BadInput: a seed of more than 64 bits.
     """
-    return _streams(np.asarray(words_of(seed), np.uint32), np.asarray(rows, np.uint32))
+    return _streams(np.asarray(seed_words(seed), np.uint32), np.asarray(rows, np.uint32))
 
 
-def words_of(seed: Any) -> list[int]:
+def seed_words(seed: Any) -> list[int]:
     """A seed in words of 32 bits, two for each number.
 
     Raises:
@@ -148,16 +148,19 @@ _streams, stream_data = jax.jit(_drawn), Program(_data)
 # ---------------------------------------------------------------- choosing
 
 
-class Chosen(NamedTuple):
-    """The next token of each row. logprobs: the model's own. drawn: log-probability in the distribution that it was drawn from; 0
-    for a row at temperature 0."""
+class NextTokens(NamedTuple):
+    """The next token of each row.
+
+    logprobs: the model's own.
+    drawn: log-probability in the distribution that it was drawn from; 0 for a row at temperature 0.
+    """
 
     tokens: Int[Array, "B"]
     logprobs: Float[Array, "B"]
     drawn: Float[Array, "B"]
 
 
-def choose(
+def next_tokens(
     logits: Float[Array, "B V"],
     scored: Float[Array, "B V"],
     settings: dict[str, Array],
@@ -165,29 +168,29 @@ def choose(
     live: Bool[Array, "B"] | None = None,
     *,
     filtered: bool = True,
-) -> Chosen:
+) -> NextTokens:
     """The next token of each row. A filter that no row asks for is not computed, and the first that does compiles nothing.
 
     Args:
         logits: the model's own. scored: with biases and penalties.
-        settings: from `table`.
+        settings: from `sampling_columns`.
         keys: a random key for each row.
         live: rows that count; others get a token of no meaning.
         filtered: whether a row may have a filter.
     """
     hot = settings["temperature"] > 0 if live is None else live & (settings["temperature"] > 0)
-    greedy = largest(scored)
+    greedy = largest_token(scored)
 
     def by_chance() -> tuple[Array, Array]:
         # Shifted before they are divided: at 1e-10 a quotient has no digits left for what is added to it, at 1e-38 it is infinite.
         warm = (scored - _highest(scored)) / jnp.where(hot, settings["temperature"], 1.0)[:, None]
         own = settings | {"temperature": jnp.where(hot, settings["temperature"], 0.0)}
-        tokens, chance = drawn(warm, own, keys) if filtered else one_of(warm, keys)
+        tokens, chance = draw_filtered(warm, own, keys) if filtered else draw_token(warm, keys)
         return jnp.where(hot, tokens, greedy), jnp.where(hot, chance, 0.0)
 
     none = jnp.zeros(logits.shape[:1], jnp.float32)
     tokens, chance = jax.lax.cond(hot.any(), by_chance, lambda: (greedy, none))
-    return Chosen(tokens, of_tokens(logits, tokens), chance)
+    return NextTokens(tokens, token_logprobs(logits, tokens), chance)
 
 
 def _highest(logits: Float[Array, "B V"]) -> Float[Array, "B 1"]:
@@ -196,29 +199,29 @@ def _highest(logits: Float[Array, "B V"]) -> Float[Array, "B 1"]:
     return jnp.where(jnp.isfinite(top), top, 0.0)
 
 
-def penalizes(settings: dict[str, Array]) -> Bool[Array, "B"]:
+def has_penalty(settings: dict[str, Array]) -> Bool[Array, "B"]:
     """The rows with a penalty."""
     repetition, presence, frequency = (settings[f"{name}_penalty"] for name in ("repetition", "presence", "frequency"))
     return (repetition != 1) | (presence != 0) | (frequency != 0)
 
 
-def of_tokens(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B"]:
+def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B"]:
     """The log-probabilities of these tokens."""
     return jnp.take_along_axis(logits, tokens[:, None], -1)[:, 0] - jax.nn.logsumexp(logits, -1)
 
 
-def penalized(
-    logits: Float[Array, "B V"], settings: dict[str, Array], seen: Bool[Array, "B V"], counts: Int[Array, "B V"]
+def apply_penalties(
+    logits: Float[Array, "B V"], settings: dict[str, Array], occurs: Bool[Array, "B V"], counts: Int[Array, "B V"]
 ) -> Float[Array, "B V"]:
     repetition = settings["repetition_penalty"][:, None]
     less = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(seen, less, logits)
+    logits = jnp.where(occurs, less, logits)
     times = counts.astype(jnp.float32)
     logits = logits - settings["frequency_penalty"][:, None] * times
     return logits - settings["presence_penalty"][:, None] * (counts > 0).astype(jnp.float32)
 
 
-def drawn(
+def draw_filtered(
     logits: Float[Array, "B V"], settings: dict[str, Array], keys: Any
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """One token a row, drawn from what its filters leave, and its log-probability there. Rows at temperature 0 get values of no
@@ -230,21 +233,21 @@ def drawn(
         left = jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
         def near_the_entropy() -> Array:
-            return jnp.where(typical(left, settings["typical_p"]), left, -jnp.inf)
+            return jnp.where(typical_tokens(left, settings["typical_p"]), left, -jnp.inf)
 
         return jax.lax.cond((draws & (settings["typical_p"] < 1)).any(), near_the_entropy, lambda: left)
 
     # Drawn from in one place: a program with several of them takes longer to compile and more memory.
-    return one_of(jax.lax.cond((draws & filters(settings)).any(), filtered, lambda: logits), keys)
+    return draw_token(jax.lax.cond((draws & has_filter(settings)).any(), filtered, lambda: logits), keys)
 
 
-def filters(settings: dict[str, Array]) -> Bool[Array, "B"]:
+def has_filter(settings: dict[str, Array]) -> Bool[Array, "B"]:
     """The rows with a filter."""
     top = (settings["top_k"] > 0) | (settings["top_p"] < 1)
     return top | (settings["min_p"] > 0) | (settings["typical_p"] < 1)
 
 
-def typical(logits: Float[Array, "B V"], p: Float[Array, "B"]) -> Bool[Array, "B V"]:
+def typical_tokens(logits: Float[Array, "B V"], p: Float[Array, "B"]) -> Bool[Array, "B V"]:
     """The tokens whose information is nearest to the entropy, the fewest whose probabilities sum to p; all where p is 1."""
     logprobs = jax.nn.log_softmax(logits, -1)
     share = jnp.exp(logprobs)
@@ -279,7 +282,7 @@ def threshold(
     k = jnp.where((settings["top_k"] == 0) | (settings["top_k"] > V), V, settings["top_k"])
     some_k, some_p = k < V, settings["top_p"] < 1
     total = jnp.exp(logits - top[:, :1]).sum(-1)
-    least, reached = lowest(top, k, total, settings)
+    least, reached = lowest_of_ranked(top, k, total, settings)
     decided = ~draws | jnp.where(some_k, k <= C, ~some_p | reached) | (C == V)
 
     def by_bits() -> Array:
@@ -336,7 +339,7 @@ def lowest_by_bits(
     return jax.lax.bitcast_convert_type(jnp.where(least < 0, least ^ jnp.int32(0x7FFFFFFF), least), jnp.float32)
 
 
-def lowest(
+def lowest_of_ranked(
     ranked: Float[Array, "B C"], k: Int[Array, "B"], total: Float[Array, "B"], settings: dict[str, Array]
 ) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
     """The smallest of these logits that top-k and top-p leave, and whether these, all within the k, sum to p for certain.

@@ -7,39 +7,59 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
-from argosy.infer.engine.programs import Program
-from argosy.infer.sampling.sample import Chosen, Sampling, choose, filters, likeliest, penalized, penalizes, table
+from argosy.infer.programs.programs import Program
+from argosy.infer.sampling.restrictions import MAX_BIASES
+from argosy.infer.sampling.sample import (
+    NextTokens,
+    Sampling,
+    apply_penalties,
+    has_filter,
+    has_penalty,
+    likeliest,
+    next_tokens,
+    sampling_columns,
+)
 
 # Upper limit on the likeliest tokens that come with a token.
 MOST_TOP = 20
+# Occurrences of a token that are counted, at most.
+MAX_COUNT = 2**15 - 1
 
 
 class Slots(NamedTuple):
-    """The state.
+    """The state, with a row for each slot.
 
-    last: the token sampled last. made: number of tokens sampled. keys: data of the random key. settings: from `sample.table`.
-    top: number of likeliest tokens returned. seen: tokens in prompt or answer. counts: occurrences in the answer. bias: added to the
-    logits, in slots that have one. mask: a bit for each token that is allowed, the lowest first, in slots that have one.
+    last: the token sampled last.
+    sampled: number of tokens sampled.
+    keys: data of the random key.
+    settings: from `sample.table`.
+    top: number of likeliest tokens returned.
+    history: twice the occurrences of each token in the completion, plus one if it is in the prompt; they stop at 32,767 occurrences.
+        Two bytes a token: a slot of a vocabulary of 152k has 0.3 MB.
+    biased, biases: the tokens whose logits have a bias, and the biases. A place that is not used has a token beyond the vocabulary.
+    mask: a bit for each token that is allowed, the lowest first, in slots that have a mask.
+    has_mask: whether the slot has a mask.
     """
 
     last: Int[Array, "N"]
-    made: Int[Array, "N"]
+    sampled: Int[Array, "N"]
     keys: Int[Array, "N 2"]
     settings: dict[str, Array]
     top: Int[Array, "N"]
-    seen: Bool[Array, "N V"]
-    counts: Int[Array, "N V"]
-    bias: Float[Array, "N V"]
-    has_bias: Bool[Array, "N"]
+    history: UInt16[Array, "N V"]
+    biased: Int[Array, "N K"]
+    biases: Float[Array, "N K"]
     mask: Int[Array, "N W"]
     has_mask: Bool[Array, "N"]
 
 
-class Sampled(NamedTuple):
-    """What a step sampled, by row of the logits. likeliest, ids: the likeliest tokens and their log-probabilities, descending, for
-    rows that asked."""
+class SampledTokens(NamedTuple):
+    """The tokens that a step sampled, by row of the logits.
+
+    likeliest, ids: the likeliest tokens and their log-probabilities, descending, for rows that asked.
+    """
 
     tokens: Int[Array, "B"]
     logprobs: Float[Array, "B"]
@@ -48,122 +68,118 @@ class Sampled(NamedTuple):
     ids: Int[Array, "B C"]
 
 
-def fresh(slots: int, vocab: int) -> Slots:
+def empty_slots(slots: int, vocab: int) -> Slots:
     """The state of slots without an owner, as host arrays."""
+    places = min(MAX_BIASES, vocab)
     plain: dict[str, Any] = {
         "last": np.zeros(slots, np.int32),
-        "made": np.zeros(slots, np.int32),
+        "sampled": np.zeros(slots, np.int32),
         "keys": np.zeros((slots, 2), np.uint32),
-        "settings": table([Sampling()] * slots),
+        "settings": sampling_columns([Sampling()] * slots),
         "top": np.zeros(slots, np.int32),
-        "seen": np.zeros((slots, vocab), bool),
-        "counts": np.zeros((slots, vocab), np.int32),
-        "bias": np.zeros((slots, vocab), np.float32),
-        "has_bias": np.zeros(slots, bool),
+        "history": np.zeros((slots, vocab), np.uint16),
+        "biased": np.full((slots, places), vocab, np.int32),
+        "biases": np.zeros((slots, places), np.float32),
         "mask": np.zeros((slots, -(-vocab // 32)), np.int32),
         "has_mask": np.zeros(slots, bool),
     }
     return Slots(**plain)
 
 
-def ownership(
-    vocab: int, slot: int, sampling: Sampling, key: np.ndarray, top: int, prompt: Sequence[int], answer: Sequence[int]
-) -> tuple[Any, ...]:
-    """The arguments of `settled`, for a new owner of a slot whose answer has these tokens already."""
-    seen, counts = np.zeros(vocab, bool), np.zeros(vocab, np.int32)
-    seen[np.asarray([*prompt, *answer])] = True
-    np.add.at(counts, np.asarray(answer, int), 1)
-    row = {name: column[0] for name, column in table([sampling]).items()}
-    last = np.int32([*prompt, *answer][-1])
-    return np.int32(slot), last, row, key, np.int32(top), np.int32(len(answer)), seen, counts
-
-
-def _settled(
-    slots: Slots,
-    slot: Array,
-    last: Array,
-    row: dict[str, Array],
-    key: Array,
-    top: Array,
-    made: Array,
-    seen: Array,
-    counts: Array,
+def slot_row(
+    vocab: int,
+    sampling: Sampling,
+    key: np.ndarray,
+    top: int,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    mask: np.ndarray | None = None,
 ) -> Slots:
-    """The state with a new owner of a slot, from `ownership`."""
-    return slots._replace(
-        # Read if chunks end before the last token of a preempted sequence: a decode step computes that one.
-        last=slots.last.at[slot].set(last),
-        made=slots.made.at[slot].set(made),
-        keys=slots.keys.at[slot].set(key),
-        settings={name: column.at[slot].set(row[name]) for name, column in slots.settings.items()},
-        top=slots.top.at[slot].set(top),
-        seen=slots.seen.at[slot].set(seen),
-        counts=slots.counts.at[slot].set(counts),
-        has_bias=slots.has_bias.at[slot].set(False),
-        has_mask=slots.has_mask.at[slot].set(False),
-    )
+    """The row of a slot's new owner, whose completion has these tokens already. mask: bits of the tokens that may follow; None: all."""
+    counts = np.bincount(np.asarray(completion, int), minlength=vocab)
+    history = (2 * np.minimum(counts, MAX_COUNT)).astype(np.uint16)
+    history[np.asarray(prompt)] |= np.uint16(1)
+    places = min(MAX_BIASES, vocab)
+    biased, biases = np.full(places, vocab, np.int32), np.zeros(places, np.float32)
+    for i, (token, value) in enumerate(sampling.logit_bias.items()):
+        biased[i], biases[i] = token, value
+    plain: dict[str, Any] = {
+        "last": np.int32([*prompt, *completion][-1]),
+        "sampled": np.int32(len(completion)),
+        "keys": key,
+        "settings": {name: column[0] for name, column in sampling_columns([sampling]).items()},
+        "top": np.int32(top),
+        "history": history,
+        "biased": biased,
+        "biases": biases,
+        "mask": np.zeros(-(-vocab // 32), np.int32) if mask is None else mask,
+        "has_mask": np.bool_(mask is not None),
+    }
+    return Slots(**plain)
 
 
-settled = Program(_settled, donate=0)
+def _write_slot(slots: Slots, slot: Array, row: Slots) -> Slots:
+    """The state with a new owner of a slot. Its last token is read if chunks end before the last token of a preempted request: a
+    decode step computes that one."""
+    return jax.tree.map(lambda column, value: column.at[slot].set(value, mode="drop"), slots, row)
 
 
-def _biased(slots: Slots, where: Int[Array, "B"], bias: Float[Array, "B V"]) -> Slots:
-    """The state with other biases in these slots; a slot out of range is dropped."""
-    return slots._replace(
-        bias=slots.bias.at[where].set(bias, mode="drop"), has_bias=slots.has_bias.at[where].set(True, mode="drop")
-    )
+write_slot = Program(_write_slot, donate=0)
 
 
-biased = Program(_biased, donate=0)
-
-
-def _masked(slots: Slots, where: Int[Array, "B"], mask: Int[Array, "B W"]) -> Slots:
+def _write_masks(slots: Slots, where: Int[Array, "B"], mask: Int[Array, "B W"]) -> Slots:
     """The state with other masks in these slots; a slot out of range is dropped."""
     return slots._replace(
         mask=slots.mask.at[where].set(mask, mode="drop"), has_mask=slots.has_mask.at[where].set(True, mode="drop")
     )
 
 
-masked = Program(_masked, donate=0)
+write_masks = Program(_write_masks, donate=0)
 
 
-def unpacked(mask: Int[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
+def allowed_tokens(mask: Int[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
     """The bits of masks, one for each token."""
     bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return bits.reshape(len(mask), -1)[:, :vocab] == 1
 
 
-def sampled(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -> tuple[Slots, Sampled]:
+def sample_tokens(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -> tuple[Slots, SampledTokens]:
     """Samples a token for each row that has an owner.
 
     Args:
         owners: the slot of each row, -1 for none.
     """
-    count = slots.last.shape[0]
+    count, vocab = slots.history.shape
+    rows = jnp.arange(len(owners), dtype=jnp.int32)
     live, mine = owners >= 0, jnp.clip(owners, 0, count - 1)
     settings = {name: column[mine] for name, column in slots.settings.items()}
-    has_bias = slots.has_bias[mine]
+    # The places that are used come first.
+    has_bias = slots.biased[mine, 0] < vocab
 
-    has_mask, keys = slots.has_mask[mine], jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.keys[mine]), slots.made[mine])
+    has_mask, keys = slots.has_mask[mine], jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.keys[mine]), slots.sampled[mine])
 
-    def by_all_settings() -> Chosen:
+    def by_all_settings() -> NextTokens:
+        def biased() -> Array:
+            return logits.at[rows[:, None], slots.biased[mine]].add(slots.biases[mine], mode="drop")
+
         def changed() -> Array:
-            bias = jnp.where(has_bias[:, None], slots.bias[mine], 0.0)
-            return penalized(logits + bias, settings, slots.seen[mine], slots.counts[mine])
+            history = slots.history[mine].astype(jnp.int32)
+            return apply_penalties(scored, settings, history > 0, history >> 1)
 
         def allowed() -> Array:
-            left = unpacked(slots.mask[mine], logits.shape[-1]) | ~has_mask[:, None]
+            left = allowed_tokens(slots.mask[mine], vocab) | ~has_mask[:, None]
             return jnp.where(left, scored, -jnp.inf)
 
-        scored = jax.lax.cond((live & (has_bias | penalizes(settings))).any(), changed, lambda: logits)
+        scored = jax.lax.cond((live & has_bias).any(), biased, lambda: logits)
+        scored = jax.lax.cond((live & has_penalty(settings)).any(), changed, lambda: scored)
         scored = jax.lax.cond((live & has_mask).any(), allowed, lambda: scored)
-        return choose(logits, scored, settings, keys, live)
+        return next_tokens(logits, scored, settings, keys, live)
 
-    def by_temperature() -> Chosen:
-        return choose(logits, logits, settings, keys, live, filtered=False)
+    def by_temperature() -> NextTokens:
+        return next_tokens(logits, logits, settings, keys, live, filtered=False)
 
     # Where no row asks for more, because a `cond` copies a result as large as the logits.
-    some = live & (has_bias | has_mask | penalizes(settings) | filters(settings) & (settings["temperature"] > 0))
+    some = live & (has_bias | has_mask | has_penalty(settings) | has_filter(settings) & (settings["temperature"] > 0))
     tokens, logprobs, drawn = jax.lax.cond(some.any(), by_all_settings, by_temperature)
     C = min(MOST_TOP, logits.shape[-1])
 
@@ -175,14 +191,13 @@ def sampled(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) 
         return jnp.zeros((len(owners), C), logits.dtype), jnp.zeros((len(owners), C), jnp.int32)
 
     top, ids = jax.lax.cond((live & (slots.top[mine] > 0)).any(), best, none)
-    where = jnp.where(live, owners, count)
+    where, before = jnp.where(live, owners, count), slots.history[mine, tokens]
     slots = slots._replace(
         last=slots.last.at[where].set(tokens, mode="drop"),
-        made=slots.made.at[where].add(1, mode="drop"),
-        seen=slots.seen.at[where, tokens].set(True, mode="drop"),
-        counts=slots.counts.at[where, tokens].add(1, mode="drop"),
+        sampled=slots.sampled.at[where].add(1, mode="drop"),
+        history=slots.history.at[where, tokens].set(jnp.where(before > 2 * MAX_COUNT - 1, before, before + 2), mode="drop"),
     )
-    return slots, Sampled(tokens, logprobs, drawn, top, ids)
+    return slots, SampledTokens(tokens, logprobs, drawn, top, ids)
 
 
-sample = Program(sampled, donate=0)
+sample = Program(sample_tokens, donate=0)

@@ -17,12 +17,20 @@ import numpy as np
 from jaxtyping import Array
 
 from argosy.core.errors import BadInput
-from argosy.infer.engine.forward import Sizes, forward_of
-from argosy.infer.engine.memory import home_of
-from argosy.infer.engine.scheduler import Plan
-from argosy.infer.engine.scheduler import Sequence as Scheduled
+from argosy.infer.engine.scheduled import ScheduledRequest
+from argosy.infer.engine.scheduler import StepPlan
+from argosy.infer.forward.passes import forward_of
+from argosy.infer.forward.step import StepSizes
+from argosy.infer.programs.placement import weights_home
 from argosy.infer.sampling.sampler import Slots
-from argosy.infer.speculation.drafts import Around, Drafter, copied, decoding_rows, drawn, first
+from argosy.infer.speculation.drafts import (
+    DraftContext,
+    Drafter,
+    copied_slots,
+    decoding_rows,
+    first_rows,
+    sampled_drafts,
+)
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import split
 
@@ -30,7 +38,7 @@ from argosy.models.parts.weight import split
 LACKING = 2
 
 
-class DraftModel(Drafter):
+class ModelDrafter(Drafter):
     """The drafter.
 
     Args:
@@ -42,64 +50,64 @@ class DraftModel(Drafter):
         BadInput: another vocabulary, a context shorter than the engine's, other devices, or layers whose states cannot be rolled back.
     """
 
-    def __init__(self, model: Any, tokens: int, vocab: int, around: Around):
-        self.tokens, self.around, self.run = tokens, around, around.run
+    def __init__(self, model: Any, tokens: int, vocab: int, context: DraftContext):
+        self.tokens, self.context, self.run = tokens, context, context.run
         # All its layers keep all tokens.
-        tables = around.packing.tables._replace(windows=())
-        self.packing = replace(around.packing, tables=tables)
-        _check(model, around.context, vocab)
+        tables = context.batches.tables._replace(windows=())
+        self.batches = replace(context.batches, tables=tables)
+        _check(model, context.max_length, vocab)
         weights = split(model)[1]
-        if home_of(weights) != around.home:
+        if weights_home(weights) != context.home:
             raise BadInput("the draft model is not on the devices of the model", hint="load both with the same `tensor`")
         # Under names of its own: it may be the engine's model, over other caches.
-        programs = around.programs
+        programs = context.programs
         self.forward = forward_of(model, weights, run=lambda program, at, *given: programs(program, ("draft", at), *given))
-        if not rows_share_pages(self.forward.specs, around.context, slack=around.context):
+        if not rows_share_pages(self.forward.specs, context.max_length, slack=context.max_length):
             raise BadInput("the draft model has recurrent layers", hint="a draft model of attention layers only")
         self.weights, self.dtype = self.forward.prepared(weights), model.dtype
-        self.page_bytes = around.page_bytes(self.forward.specs, self.dtype)
+        self.page_bytes = context.page_bytes(self.forward.specs, self.dtype)
         self.caches: Any = None
         # The tokens of each sequence in the draft model's pages: the known ones, and drafts that may have been rejected since.
-        self._computed: WeakKeyDictionary[Scheduled, int] = WeakKeyDictionary()
+        self._computed: WeakKeyDictionary[ScheduledRequest, int] = WeakKeyDictionary()
 
     def allocate(self, pages: int) -> None:
-        self.caches = self.around.allocated(self.forward.specs, pages, self.dtype)
+        self.caches = self.context.allocated(self.forward.specs, pages, self.dtype)
 
-    def draft(self, plan: Plan, slots: Slots) -> list[list[int]]:
-        for piece in plan.pieces:
-            self._computed[piece.sequence] = piece.start + len(piece.tokens)
+    def draft(self, plan: StepPlan, slots: Slots) -> list[list[int]]:
+        for chunk in plan.chunks:
+            self._computed[chunk.request] = chunk.start + len(chunk.tokens)
         if not plan.decodes:
-            step = self.packing(plan)
+            step = self.batches.build(plan)
             self._passed(step.sizes, step.words, step.picks, slots.last)
             return []
         starts = [min(self._computed[sequence], len(sequence.tokens) - 1) for sequence in plan.decodes]
         rows = [sequence.tokens[start:] for sequence, start in zip(plan.decodes, starts)]
-        step = self.packing.drafted(plan, starts, rows, [[] for _ in rows], LACKING)
+        step = self.batches.build_drafted(plan, starts, rows, [[] for _ in rows], LACKING)
         logits = self._passed(step.sizes, step.words, step.picks.reshape(LACKING, -1)[0], slots.last)
-        for sequence, room in zip(plan.decodes, plan.room, strict=True):
+        for sequence, room in zip(plan.decodes, plan.draft_room, strict=True):
             self._computed[sequence] = len(sequence.tokens) + max(room - 1, 0)
-        if not any(plan.room):
+        if not any(plan.draft_room):
             return [[] for _ in rows]
 
         def passed(at: int, live: list[bool], state: Slots) -> Array:
             before = [len(sequence.tokens) + at - 1 for sequence in plan.decodes]
-            sizes, words = decoding_rows(self.packing, plan, live, before)
-            return self._passed(sizes, words, first(len(live)), state.last)
+            sizes, words = decoding_rows(self.batches, plan, live, before)
+            return self._passed(sizes, words, first_rows(len(live)), state.last)
 
-        return drawn(plan, plan.room, logits, slots, passed, self.run)
+        return sampled_drafts(plan, plan.draft_room, logits, slots, passed, self.run)
 
-    def _passed(self, sizes: Sizes, words: np.ndarray, picks: np.ndarray, last: Any) -> Any:
+    def _passed(self, sizes: StepSizes, words: np.ndarray, picks: np.ndarray, last: Any) -> Any:
         what = f"the draft model for {sizes.decodes + sizes.drafted} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
         key = ("draft", *sizes, len(picks))
-        logits, self.caches, _ = self.run(what, self.forward, key, self.weights, self.caches, last, words, picks, sizes)
+        logits, self.caches, _ = self.run(what, self.forward.step, key, self.weights, self.caches, last, words, picks, sizes)
         return logits
 
     def warm_up(self, slots: Slots) -> None:
-        copied(slots, self.run)
-        for step in self.packing.every():
+        copied_slots(slots, self.run)
+        for step in self.batches.all_batches():
             if not step.sizes.decodes or not step.sizes.rows:
                 self._passed(step.sizes, step.words, step.picks, slots.last)
-        for step in self.packing.every(LACKING):
+        for step in self.batches.all_batches(LACKING):
             self._passed(step.sizes, step.words, step.picks.reshape(LACKING, -1)[0], slots.last)
 
 

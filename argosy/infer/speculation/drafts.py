@@ -1,8 +1,8 @@
 """Who proposes drafts, and the simplest who does: n-grams.
 
-    NGram        what followed the last tokens where they occurred before; on the host, no model
-    DraftModel   a second model (`infer.speculation.draft_model`)
-    Ahead        the model's module for multi-token prediction (`infer.speculation.mtp`)
+    NGramDrafter    what followed the last tokens where they occurred before; on the host, no model
+    ModelDrafter    a second model (`infer.speculation.draft_model`)
+    MTPDrafter      the model's module for multi-token prediction (`infer.speculation.mtp`)
 """
 
 from collections.abc import Callable, Sequence
@@ -16,45 +16,53 @@ from jaxtyping import Array, Float, Int
 
 from argosy.core.counts import plural
 from argosy.infer import settings
-from argosy.infer.engine.forward import Sizes, blank, cut
-from argosy.infer.engine.memory import Extent, Home, Needs, mesh_in, reserved
-from argosy.infer.engine.packing import Packed, Packing, sampled_rows
-from argosy.infer.engine.programs import Program, Programs
-from argosy.infer.engine.scheduler import Plan
-from argosy.infer.engine.scheduler import Sequence as Scheduled
+from argosy.infer.engine.batch import BatchBuilder, StepBatch, sampler_rows
+from argosy.infer.engine.cache import CacheNeeds, CacheSize, reserve_caches
+from argosy.infer.engine.scheduled import ScheduledRequest
+from argosy.infer.engine.scheduler import StepPlan
+from argosy.infer.forward.step import StepSizes, empty_words, split_words
+from argosy.infer.programs.placement import Home, home_mesh
+from argosy.infer.programs.programs import Program, Programs
 from argosy.infer.sampling.sampler import Slots, sample
 from argosy.models.parts.cache import Caches, Specs
 
 
-class Around(NamedTuple):
-    """What a drafter sees of its engine. context: longest sequence in tokens. home: of the weights. run: `Engine._run`, which counts
-    compilations. programs: the engine's."""
+class DraftContext(NamedTuple):
+    """The parts of an engine that a drafter uses.
 
-    packing: Packing
-    context: int
+    batches: fills the arrays of steps.
+    max_length: longest sequence in tokens.
+    home: where the state of programs lies.
+    run: `Runner.run`, which counts compilations.
+    programs: the engine's.
+    """
+
+    batches: BatchBuilder
+    max_length: int
     home: Home
     run: Callable[..., Any]
     programs: Programs
 
     def page_bytes(self, specs: Specs, dtype: Any) -> int:
         """Bytes of further caches for each page of the engine's."""
-        return self._needs(specs, dtype).bytes(mesh_in(self.home), Extent(1, {}))
+        return self._needs(specs, dtype).bytes(home_mesh(self.home), CacheSize(1, {}))
 
     def allocated(self, specs: Specs, pages: int, dtype: Any) -> Caches:
         """Further caches with as many pages. All their layers keep all tokens."""
-        needs, slots = self._needs(specs, dtype), self.packing.settings.slots
-        return reserved(specs, self.home, lambda: needs.empty(slots, Extent(pages, {})))
+        needs, slots = self._needs(specs, dtype), self.batches.settings.slots
+        return reserve_caches(specs, self.home, lambda: needs.empty(slots, CacheSize(pages, {})))
 
-    def _needs(self, specs: Specs, dtype: Any) -> Needs:
-        settings = self.packing.settings
-        return Needs(specs, settings.page, dtype, self.context, {}, settings.cache_dtype)
+    def _needs(self, specs: Specs, dtype: Any) -> CacheNeeds:
+        settings = self.batches.settings
+        return CacheNeeds(specs, settings.page, dtype, self.max_length, {}, settings.cache_dtype)
 
 
 class Drafter:
     """Proposes what follows the known tokens of sequences. A wrong draft costs time and nothing else.
 
-    tokens: the most drafts of a sequence in a step. page_bytes: of its own caches, for each page of the engine's. caches:
-    these.
+    tokens: the most drafts of a sequence in a step.
+    page_bytes: of its own caches, for each page of the engine's.
+    caches: these.
     """
 
     tokens: int
@@ -64,41 +72,41 @@ class Drafter:
     def allocate(self, pages: int) -> None:
         """Allocates its own caches."""
 
-    def draft(self, plan: Plan, slots: Slots) -> list[list[int]]:
-        """The drafts of each decoding sequence of a plan, at most as many as `plan.room` says. The plan's prompts are computed after
-        this, so a drafter with caches of its own computes them here too.
+    def draft(self, plan: StepPlan, slots: Slots) -> list[list[int]]:
+        """The drafts of each decoding sequence of a plan, at most as many as `plan.draft_room` says. The plan's prompts are computed
+        after this, so a drafter with caches of its own computes them here too.
 
         Args:
             slots: the sampler's state, for drafters that sample; not changed.
         """
         raise NotImplementedError
 
-    def observe(self, step: Packed, hidden: Any) -> None:
+    def observe(self, step: StepBatch, hidden: Any) -> None:
         """Takes the input of the model's head at the tokens of the step that was drafted last."""
 
     def warm_up(self, slots: Slots) -> None:
         """Compiles what `draft` may need."""
 
 
-class NGram(Drafter):
+class NGramDrafter(Drafter):
     """Prompt lookup (Saxena 2023): the tokens after the latest place where the last tokens of the sequence occurred before.
 
-    Of all places the one that agrees with the most tokens is taken. Where what follows it runs into the end of the sequence, the
-    drafts continue with themselves, so that a text with a short period is drafted to any length.
+    The place that agrees with the most tokens is taken. Where the text after it runs into the end of the sequence, the drafts
+    continue with themselves, so that a text with a short period is drafted to any length.
     """
 
     def __init__(self, how: settings.NGram):
         self.tokens, self.least, self.most = how.tokens, how.lookup_min, how.lookup_max
-        self._known: WeakKeyDictionary[Scheduled, _Ids] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[ScheduledRequest, _Ids] = WeakKeyDictionary()
 
-    def draft(self, plan: Plan, slots: Slots) -> list[list[int]]:
-        return [self._draft(sequence, room) for sequence, room in zip(plan.decodes, plan.room, strict=True)]
+    def draft(self, plan: StepPlan, slots: Slots) -> list[list[int]]:
+        return [self._draft(sequence, room) for sequence, room in zip(plan.decodes, plan.draft_room, strict=True)]
 
-    def _draft(self, sequence: Scheduled, room: int) -> list[int]:
+    def _draft(self, sequence: ScheduledRequest, room: int) -> list[int]:
         if not room:
             return []
         ids = self._known.setdefault(sequence, _Ids()).grown(sequence.tokens)
-        start = found(ids, self.least, self.most)
+        start = last_occurrence(ids, self.least, self.most)
         if start is None:
             return []
         following = ids[start : start + room].tolist()
@@ -119,7 +127,7 @@ class _Ids:
         return self._ids[: self._count]
 
 
-def found(ids: Int[np.ndarray, " T"], least: int, most: int) -> int | None:
+def last_occurrence(ids: Int[np.ndarray, " T"], least: int, most: int) -> int | None:
     """The place after the latest earlier occurrence of as many of the last tokens as possible, `least` to `most`; None if there is
     none. Comparing 8,000 tokens takes 10 microseconds."""
     count = len(ids)
@@ -137,8 +145,8 @@ def found(ids: Int[np.ndarray, " T"], least: int, most: int) -> int | None:
 # ---------------------------------------------------------------- for drafters that are models
 
 
-def drawn(
-    plan: Plan,
+def sampled_drafts(
+    plan: StepPlan,
     room: Sequence[int],
     logits: Float[Array, "B V"],
     slots: Slots,
@@ -152,9 +160,9 @@ def drawn(
         logits: of the first draft.
         passed: (number of the draft, who has more, the sampler's state) -> logits of that draft, after a pass over the one before,
             which is the state's `last`.
-        run: `Engine._run`.
+        run: `Runner.run`.
     """
-    state, found = copied(slots, run), []
+    state, found = copied_slots(slots, run), []
     for at in range(max(room)):
         live = [one > at for one in room]
         logits = passed(at, live, state) if at else logits
@@ -166,26 +174,26 @@ def drawn(
     return [own[:most] for own, most in zip(tokens, room, strict=True)]
 
 
-def decoding_rows(packing: Packing, plan: Plan, live: Sequence[bool], before: Sequence[int]) -> tuple[Sizes, np.ndarray]:
+def decoding_rows(batches: BatchBuilder, plan: StepPlan, live: Sequence[bool], before: Sequence[int]) -> tuple[StepSizes, np.ndarray]:
     """A pass of one token for each live sequence, after so many."""
-    sizes = packing.decoding(len(live))
-    words = blank(sizes)
-    d, _, _ = cut(words, sizes)
+    sizes = batches.decode_sizes(len(live))
+    words = empty_words(sizes)
+    d, _, _ = split_words(words, sizes)
     for i, (sequence, on) in enumerate(zip(plan.decodes, live, strict=True)):
         if on:
             d["slot"][i], d["length"][i] = sequence.slot, before[i]
-            packing.write_pages(d, i, sequence)
+            batches.write_pages(d, i, sequence)
     return sizes, words
 
 
-def first(count: int) -> np.ndarray:
+def first_rows(count: int) -> np.ndarray:
     """The places of this many rows, as long as the sampler is compiled for."""
-    picks = np.zeros(sampled_rows(count), np.int32)
+    picks = np.zeros(sampler_rows(count), np.int32)
     picks[:count] = np.arange(count)
     return picks
 
 
-def copied(slots: Slots, run: Callable[..., Any]) -> Slots:
+def copied_slots(slots: Slots, run: Callable[..., Any]) -> Slots:
     """A copy of the sampler's state, because the sampler writes in place."""
     return run("a copy of the sampler's state", _copied, ("copied",), slots)
 

@@ -1,13 +1,13 @@
 """Drafts of the model's own module for multi-token prediction (`parts.ahead`).
 
 The module reads the input of the head at a token, and the token after it, so it runs one step behind the model: when a step's tokens
-are known, it computes the same positions in the same rows, and its caches have the same page tables. What it predicts at the last
+are known, it computes the same positions in the same rows, and its caches have the same page tables. Its prediction at the last
 position is the first draft. For further drafts it reads its own output, as vLLM does for models with one such module, which is what
 is published; of a chain of modules the first is used.
 
 The cache of the last token that a sequence found in the prefix cache belongs to that page's first owner, whose next token may have
-been another. Of a page that was found in the step that computes it, this module's part is missing if its first owner left before its
-own next step. Drafts may agree less often for both, answers stay the same.
+been another. A page can be shared within the step that computes it; this module fills its part of the page one step later, and does
+not if the first owner has left by then. In both cases drafts may agree less often, and completions stay the same.
 """
 
 from functools import lru_cache
@@ -21,14 +21,21 @@ from jaxtyping import Array, Float, Int
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.infer.engine.forward import Sizes, cut, read_step
-from argosy.infer.engine.layers import Absent, model_of
-from argosy.infer.engine.packing import Packed, sampled_rows
-from argosy.infer.engine.programs import Program
-from argosy.infer.engine.scheduler import Plan
-from argosy.infer.engine.scheduler import Sequence as Scheduled
+from argosy.infer.engine.batch import StepBatch, sampler_rows
+from argosy.infer.engine.scheduled import ScheduledRequest
+from argosy.infer.engine.scheduler import StepPlan
+from argosy.infer.forward.layers import AbsentWeights, traced_model
+from argosy.infer.forward.step import StepSizes, read_step, split_words
+from argosy.infer.programs.programs import Program
 from argosy.infer.sampling.sampler import Slots
-from argosy.infer.speculation.drafts import Around, Drafter, copied, decoding_rows, drawn, first
+from argosy.infer.speculation.drafts import (
+    DraftContext,
+    Drafter,
+    copied_slots,
+    decoding_rows,
+    first_rows,
+    sampled_drafts,
+)
 from argosy.models.parts.cache import Caches, Specs, laid_out
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, split, variable
@@ -36,14 +43,18 @@ from argosy.parallel.scope import on_several_devices
 
 
 class _Seen(NamedTuple):
-    """A step of the model. sequences: by slot, with the number of their preemptions. hidden: the input of the head."""
+    """A step of the model.
 
-    sequences: dict[int, tuple[Scheduled, int]]
-    step: Packed
+    sequences: by slot, with the number of their preemptions.
+    hidden: the input of the head.
+    """
+
+    sequences: dict[int, tuple[ScheduledRequest, int]]
+    step: StepBatch
     hidden: Array
 
 
-class Ahead(Drafter):
+class MTPDrafter(Drafter):
     """The drafter.
 
     Args:
@@ -54,56 +65,56 @@ class Ahead(Drafter):
         BadInput: the model has no such module.
     """
 
-    def __init__(self, model: Any, tokens: int, around: Around):
+    def __init__(self, model: Any, tokens: int, context: DraftContext):
         if getattr(model, "mtp", None) is None:
             raise BadInput("the model has no module for multi-token prediction", hint="speculative=ngram, or a draft model")
-        self.tokens, self.around, self.packing, self.run = tokens, around, around.packing, around.run
+        self.tokens, self.context, self.batches, self.run = tokens, context, context.batches, context.run
         graph, weights = split(model)
         inside = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in weights.items() if name.startswith("layers.")}
         self.variables = {name: variable(model, name) for name in weights if name not in inside}
         depth, self.dtype, self._width = getattr(model.mtp, "0"), model.dtype, model.config.width
         self.specs: Specs = {"mtp": (depth.block.holds(depth.each), None)}
-        assert rows_share_pages(self.specs, around.context, slack=around.context), "rolled back by lengths alone"
-        self.page_bytes = around.page_bytes(self.specs, self.dtype)
-        absent = Absent(inside)
+        assert rows_share_pages(self.specs, context.max_length, slack=context.max_length), "rolled back by lengths alone"
+        self.page_bytes = context.page_bytes(self.specs, self.dtype)
+        absent = AbsentWeights(inside)
         self._ahead, self._head = _ahead(graph, absent, self.dtype), _head(graph, absent, self.dtype)
         self.caches: Any = None
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         self._seen: _Seen | None = None
 
     def allocate(self, pages: int) -> None:
-        self.caches = self.around.allocated(self.specs, pages, self.dtype)
+        self.caches = self.context.allocated(self.specs, pages, self.dtype)
 
-    def observe(self, step: Packed, hidden: Any) -> None:
+    def observe(self, step: StepBatch, hidden: Any) -> None:
         if self._plan is not None:
-            running = [*self._plan.decodes, *(piece.sequence for piece in self._plan.pieces)]
+            running = [*self._plan.decodes, *(chunk.request for chunk in self._plan.chunks)]
             self._seen = _Seen({s.slot: (s, s.preemptions) for s in running}, step, hidden)
 
-    def draft(self, plan: Plan, slots: Slots) -> list[list[int]]:
+    def draft(self, plan: StepPlan, slots: Slots) -> list[list[int]]:
         seen, self._plan, self._seen = self._seen, plan, None
         if seen is None:
             return [[] for _ in plan.decodes]
         weights = {name: v.get_value() for name, v in self.variables.items()}
         words, places = _shifted(seen)
         x = self._passed(weights, seen.hidden, slots.last, words, seen.step.sizes)
-        room = [most if sequence in places else 0 for sequence, most in zip(plan.decodes, plan.room, strict=True)]
+        room = [most if sequence in places else 0 for sequence, most in zip(plan.decodes, plan.draft_room, strict=True)]
         if not any(room):
             return [[] for _ in room]
-        picks = np.zeros(sampled_rows(len(room)), np.int32)
+        picks = np.zeros(sampler_rows(len(room)), np.int32)
         picks[: len(room)] = [places.get(sequence, 0) for sequence in plan.decodes]
         x, logits = self._after(weights, x, picks)
 
         def passed(at: int, live: list[bool], state: Slots) -> Array:
             nonlocal x
             before = [len(sequence.tokens) + at - 2 for sequence in plan.decodes]
-            sizes, words = decoding_rows(self.packing, plan, live, before)
+            sizes, words = decoding_rows(self.batches, plan, live, before)
             x = self._passed(weights, self._taken(x, np.arange(sizes.decodes)), state.last, words, sizes)
-            x, logits = self._after(weights, x, first(len(live)))
+            x, logits = self._after(weights, x, first_rows(len(live)))
             return logits
 
-        return drawn(plan, room, logits, slots, passed, self.run)
+        return sampled_drafts(plan, room, logits, slots, passed, self.run)
 
-    def _passed(self, weights: Leaves, x: Any, last: Any, words: np.ndarray, sizes: Sizes) -> Any:
+    def _passed(self, weights: Leaves, x: Any, last: Any, words: np.ndarray, sizes: StepSizes) -> Any:
         what = f"multi-token prediction of {sizes.tokens} tokens"
         x, self.caches = self.run(what, self._ahead, ("mtp", *sizes), weights, x, self.caches, last, words, sizes)
         return x
@@ -118,25 +129,25 @@ class Ahead(Drafter):
         return self.run(f"{len(places)} of {x.shape[1]} tokens", _taken, size, x, places.astype(np.int32))
 
     def warm_up(self, slots: Slots) -> None:
-        # What the engine's warm-up has shown to `observe` describes a step that nobody computed.
+        # The warm-up has shown `observe` a step that nobody computed.
         self._plan = self._seen = None
-        copied(slots, self.run)
+        copied_slots(slots, self.run)
         weights = {name: v.get_value() for name, v in self.variables.items()}
-        counts = {sampled_rows(n) for n in range(1, self.packing.settings.slots + 1)}
-        for step in (*self.packing.every(), *self.packing.every(self.tokens + 1)):
-            hidden = jax.ShapeDtypeStruct((1, step.sizes.tokens, self._width), self.dtype, sharding=self.around.home)
+        counts = {sampler_rows(n) for n in range(1, self.batches.settings.slots + 1)}
+        for step in (*self.batches.all_batches(), *self.batches.all_batches(self.tokens + 1)):
+            hidden = jax.ShapeDtypeStruct((1, step.sizes.tokens, self._width), self.dtype, sharding=self.context.home)
             x = self._passed(weights, hidden, slots.last, step.words, step.sizes)
             for count in counts:
                 y, _ = self._after(weights, x, np.zeros(count, np.int32))
                 self._taken(y, np.zeros(step.sizes.decodes or 1, np.int32))
 
 
-def _shifted(seen: _Seen) -> tuple[np.ndarray, dict[Scheduled, int]]:
+def _shifted(seen: _Seen) -> tuple[np.ndarray, dict[ScheduledRequest, int]]:
     """The rows of a step with the token after each of their tokens; and for each sequence whose last two tokens are the last of a
     row's tokens and the one after it, the place of that row's last token. Tokens that were rejected are left out, and rows whose
     sequence has ended or was preempted."""
     words, places, at = seen.step.words.copy(), {}, 0
-    for part in cut(words, seen.step.sizes):
+    for part in split_words(words, seen.step.sizes):
         width = part["tokens"].shape[1] if "tokens" in part else 1
         for i, slot in enumerate(part["slot"].tolist()):
             if slot < 0:
@@ -157,11 +168,11 @@ def _shifted(seen: _Seen) -> tuple[np.ndarray, dict[Scheduled, int]]:
 
 
 @lru_cache(maxsize=16)
-def _ahead(graph: Any, absent: Absent, dtype: Any) -> Any:
-    """(weights outside the layers, input of the head, caches, last, words, Sizes) -> (the module's output, caches)."""
+def _ahead(graph: Any, absent: AbsentWeights, dtype: Any) -> Any:
+    """(weights outside the layers, input of the head, caches, last, words, StepSizes) -> (the module's output, caches)."""
 
-    def ahead(weights: Leaves, x: Array, caches: Caches, last: Array, words: Array, sizes: Sizes) -> tuple[Array, Caches]:
-        model = model_of(graph, weights, dtype, absent)
+    def ahead(weights: Leaves, x: Array, caches: Caches, last: Array, words: Array, sizes: StepSizes) -> tuple[Array, Caches]:
+        model = traced_model(graph, weights, dtype, absent)
         tokens, attend = read_step(last, words, sizes)
         x, cache, _ = model.ahead(1, x, tokens, attend, caches["mtp"])
         caches = {"mtp": cache}
@@ -175,11 +186,11 @@ def _ahead(graph: Any, absent: Absent, dtype: Any) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _head(graph: Any, absent: Absent, dtype: Any) -> Any:
+def _head(graph: Any, absent: AbsentWeights, dtype: Any) -> Any:
     """(weights outside the layers, the module's output at some tokens [1 B D]) -> logits [B V]."""
 
     def head(weights: Leaves, x: Array) -> Array:
-        logits = model_of(graph, weights, dtype, absent).unembed(x)[0]
+        logits = traced_model(graph, weights, dtype, absent).unembed(x)[0]
         return jax.lax.with_sharding_constraint(logits, PartitionSpec()) if on_several_devices() else logits
 
     return Program(head)

@@ -8,16 +8,16 @@ for seed (to rounding), at any temperature and with any drafts. For drafts witho
 this accepts exactly as often as rejection sampling. A draft model draws with the same keys: two distributions that share their
 Gumbel noise often draw the same token (a coupling; Daliri et al. 2024, arXiv:2408.07978).
 
-    plan       the scheduler gives each decoding sequence room for drafts in its pages
+    plan       the scheduler gives each decoding request room for drafts in its pages
     drafts     `infer.speculation.drafts` proposes them
     forward    rows of [known tokens, drafts], with logits after the last known token and after each draft
     verify     the sampler over these positions in order, until the first that differs
-    roll back  pages: the length of the sequence says how much of them counts. States of recurrent layers: restored from a copy, and
-               what was accepted is computed again at the beginning of the sequence's next row.
+    roll back  pages: the length of the request says how much of them counts. States of recurrent layers: restored from a copy, and
+               what was accepted is computed again at the beginning of the request's next row.
 
-The host needs a step's tokens to draft the next ones, so with speculation a step is read before the next is planned. If no sequence
-has a draft, a step is a plain one. If one has, all decoding sequences get rows of the same width: rows of two widths would square
-the number of programs. A sequence whose biases or grammar depend on the answer has no drafts, because only the host knows them.
+The host needs a step's tokens to draft the next ones, so with speculation a step is read before the next is planned. If no request
+has a draft, a step is a plain one. If one has, all decoding requests get rows of the same width: rows of two widths would square
+the number of programs. A request whose biases or grammar depend on the answer has no drafts, because only the host knows them.
 """
 
 from functools import partial
@@ -30,30 +30,34 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy.core.counts import plural
 from argosy.infer import settings
-from argosy.infer.engine.packing import Packed
-from argosy.infer.engine.programs import Program
-from argosy.infer.engine.scheduler import Plan, Scheduler
-from argosy.infer.engine.scheduler import Sequence as Scheduled
-from argosy.infer.sampling.sampler import Sampled, Slots, sampled
-from argosy.infer.speculation.draft_model import DraftModel
-from argosy.infer.speculation.drafts import Around, Drafter, NGram
-from argosy.infer.speculation.mtp import Ahead
+from argosy.infer.engine.batch import StepBatch
+from argosy.infer.engine.scheduled import ScheduledRequest
+from argosy.infer.engine.scheduler import Scheduler, StepPlan
+from argosy.infer.programs.programs import Program
+from argosy.infer.sampling.sampler import SampledTokens, Slots, sample_tokens
+from argosy.infer.speculation.draft_model import ModelDrafter
+from argosy.infer.speculation.drafts import DraftContext, Drafter, NGramDrafter
+from argosy.infer.speculation.mtp import MTPDrafter
 from argosy.models.parts.cache import Caches, Specs, laid_out, restore, snapshot
 from argosy.parallel.scope import on_several_devices
 
 
-class Verified(NamedTuple):
-    """What a step with drafts sampled. sampled: arrays [W B ...] by position and row. counts: tokens of each row that count. rejected:
-    whether a draft of the row was wrong."""
+class VerifiedTokens(NamedTuple):
+    """The tokens that a step with drafts sampled.
 
-    sampled: Sampled
+    sampled: arrays [W B ...] by position and row.
+    counts: tokens of each row that count.
+    rejected: whether a draft of the row was wrong.
+    """
+
+    sampled: SampledTokens
     counts: Int[Array, "B"]
     rejected: Bool[Array, "B"]
 
 
 def _verified(
     slots: Slots, logits: Float[Array, "WB V"], owners: Int[Array, "B"], drafts: Int[Array, "K B"]
-) -> tuple[Slots, Verified]:
+) -> tuple[Slots, VerifiedTokens]:
     """Samples a token for each row, then as many more as drafts agree with what is sampled.
 
     Args:
@@ -62,21 +66,21 @@ def _verified(
         drafts: -1 after the last of a row.
     """
     K, B = drafts.shape
-    ahead = logits.reshape(K + 1, B, -1)
+    by_position = logits.reshape(K + 1, B, -1)
     guesses = jnp.concatenate([drafts, jnp.full((1, B), -1, jnp.int32)])
     empty = jax.tree.map(
-        lambda a: jnp.zeros((K + 1, *a.shape), a.dtype), jax.eval_shape(sampled, slots, ahead[0], owners)[1]
+        lambda a: jnp.zeros((K + 1, *a.shape), a.dtype), jax.eval_shape(sample_tokens, slots, by_position[0], owners)[1]
     )
 
     def one(state: Any) -> Any:
         at, live, slots, out, counts = state
-        slots, new = sampled(slots, ahead[at], jnp.where(live, owners, -1))
+        slots, new = sample_tokens(slots, by_position[at], jnp.where(live, owners, -1))
         out = jax.tree.map(lambda whole, part: whole.at[at].set(part), out, new)
         return at + 1, live & (new.tokens == guesses[at]), slots, out, counts + live.astype(jnp.int32)
 
     start = (jnp.int32(0), owners >= 0, slots, empty, jnp.zeros(B, jnp.int32))
     _, _, slots, out, counts = jax.lax.while_loop(lambda state: state[1].any(), one, start)
-    return slots, Verified(out, counts, counts < 1 + (drafts >= 0).sum(0, dtype=jnp.int32))
+    return slots, VerifiedTokens(out, counts, counts < 1 + (drafts >= 0).sum(0, dtype=jnp.int32))
 
 
 verify = Program(_verified, donate=0)
@@ -93,9 +97,9 @@ class Speculation:
     row.
     """
 
-    def __init__(self, drafter: Drafter, specs: Specs, around: Around):
-        self.drafter, self.packing, self.run, longest = drafter, around.packing, around.run, around.context
-        self.ahead = drafter.tokens + 1
+    def __init__(self, drafter: Drafter, specs: Specs, context: DraftContext):
+        self.drafter, self.batches, self.run, longest = drafter, context.batches, context.run, context.max_length
+        self.draft_width = drafter.tokens + 1
         self.keeps_states = any(
             entry.kind != "token" for spec, _ in specs.values() for entry in spec.entries(longest, slack=longest)
         )
@@ -104,56 +108,56 @@ class Speculation:
         self.rows = self.drafted = 0
         self.accepted = [0] * drafter.tokens
 
-    def room(self, sequence: Scheduled) -> int:
-        """The most drafts that a sequence may have in the next step."""
-        wanted = sequence.what
-        if wanted.matcher is not None or wanted.bias.changes:
+    def room(self, request: ScheduledRequest) -> int:
+        """The most drafts that a request may have in the next step."""
+        if request.stepwise:
             return 0
-        return max(0, min(self.ahead - 1 - sequence.behind, sequence.most - sequence.made - 1))
+        left = request.max_tokens - request.completion_length - 1
+        return max(0, min(self.draft_width - 1 - request.recompute, left))
 
-    def packed(self, plan: Plan, slots: Slots) -> Packed:
-        """A plan as arrays, with drafts. Its sequences have no unread tokens."""
+    def build(self, plan: StepPlan, slots: Slots) -> StepBatch:
+        """A plan as arrays, with drafts. Its requests have no unread tokens."""
         drafts = self.drafter.draft(plan, slots)
-        if not any(drafts) and not any(sequence.behind for sequence in plan.decodes):
-            return self.packing(plan)
-        starts = [sequence.computed - 1 - sequence.behind for sequence in plan.decodes]
+        if not any(drafts) and not any(request.recompute for request in plan.decodes):
+            return self.batches.build(plan)
+        starts = [request.computed - 1 - request.recompute for request in plan.decodes]
         rows = [[*s.tokens[start:], *own] for s, start, own in zip(plan.decodes, starts, drafts, strict=True)]
-        return self.packing.drafted(plan, starts, rows, drafts, self.ahead)
+        return self.batches.build_drafted(plan, starts, rows, drafts, self.draft_width)
 
     # ---------------------------------------------------------------- a step with drafts
 
-    def copies(self, caches: Caches, step: Packed) -> Any:
-        """The states of the sequences that are sampled, before the step."""
+    def copied_states(self, caches: Caches, step: StepBatch) -> Any:
+        """The states of the requests that are sampled, before the step."""
         if not self.keeps_states:
             return None
         count = len(step.owners)
         return self.run(f"copies of {count} states", self._copied, ("copies", count), caches, step.owners)
 
-    def verified(self, slots: Slots, logits: Any, step: Packed) -> tuple[Slots, Verified]:
+    def verified(self, slots: Slots, logits: Any, step: StepBatch) -> tuple[Slots, VerifiedTokens]:
         """Samples after the drafts of a step."""
         count = len(step.owners)
-        what = f"the sampler for {plural(count, 'row')} of {plural(self.ahead, 'token')}"
+        what = f"the sampler for {plural(count, 'row')} of {plural(self.draft_width, 'token')}"
         return self.run(what, verify, ("verify", count), slots, logits, step.owners, step.drafts)
 
-    def rolled_back(self, caches: Caches, copies: Any, step: Packed, found: Verified) -> Caches:
+    def rolled_back(self, caches: Caches, copies: Any, step: StepBatch, verified: VerifiedTokens) -> Caches:
         """The caches with the states restored where a draft was rejected."""
         if copies is None:
             return caches
         count = len(step.owners)
-        rows = step.owners, found.rejected
+        rows = step.owners, verified.rejected
         return self.run(f"restoring {count} states", self._restored, ("restored", count), caches, copies, *rows)
 
-    def landed(self, scheduler: Scheduler, step: Packed, found: Verified) -> list[tuple[Scheduled, tuple[int, int]]]:
-        """Each token that counts: its sequence, and its place in the arrays of `found.sampled`."""
-        counts, rejected = np.asarray(found.counts).tolist(), np.asarray(found.rejected).tolist()
+    def landed(self, scheduler: Scheduler, step: StepBatch, verified: VerifiedTokens) -> list[tuple[ScheduledRequest, tuple[int, int]]]:
+        """Each token that counts: its request, and its place in the arrays of `found.sampled`."""
+        counts, rejected = np.asarray(verified.counts).tolist(), np.asarray(verified.rejected).tolist()
         assert step.drafts is not None
         proposed = (step.drafts >= 0).sum(0).tolist()
         places = []
-        for i, sequence in enumerate(step.due):
-            if sequence.done:
+        for i, request in enumerate(step.due):
+            if request.done:
                 continue
-            scheduler.verified(sequence, counts[i], rolled_back=self.keeps_states and rejected[i])
-            places += [(sequence, (at, i)) for at in range(counts[i])]
+            scheduler.accept_drafts(request, counts[i], rolled_back=self.keeps_states and rejected[i])
+            places += [(request, (at, i)) for at in range(counts[i])]
             if proposed[i]:
                 self.rows += 1
                 self.drafted += proposed[i]
@@ -169,7 +173,7 @@ def _restored(
     return laid_out(specs, caches) if on_several_devices() else caches
 
 
-def speculation_of(how: Any, model: Any, draft: Any, specs: Specs, around: Around) -> Speculation | None:
+def speculation_of(method: Any, model: Any, draft: Any, specs: Specs, context: DraftContext) -> Speculation | None:
     """The speculation that `engine.speculative` asks for; None without.
 
     Args:
@@ -179,14 +183,14 @@ def speculation_of(how: Any, model: Any, draft: Any, specs: Specs, around: Aroun
     Raises:
         BadInput: the draft model does not fit the model, or the model has no module for multi-token prediction.
     """
-    if how is None:
+    if method is None:
         return None
-    if isinstance(how, settings.NGram):
-        drafter: Drafter = NGram(how)
-    elif isinstance(how, settings.DraftModel):
+    if isinstance(method, settings.NGram):
+        drafter: Drafter = NGramDrafter(method)
+    elif isinstance(method, settings.DraftModel):
         if draft is None:
             raise ValueError("Engine(..., draft=MODULE): the settings ask for a draft model")
-        drafter = DraftModel(draft, how.tokens, model.config.vocab, around)
+        drafter = ModelDrafter(draft, method.tokens, model.config.vocab, context)
     else:
-        drafter = Ahead(model, how.tokens, around)
-    return Speculation(drafter, specs, around)
+        drafter = MTPDrafter(model, method.tokens, context)
+    return Speculation(drafter, specs, context)

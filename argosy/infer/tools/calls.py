@@ -1,7 +1,7 @@
 """Calls of tools in the text of an answer: what every notation shares. `infer.tools.notations` has one file a notation.
 
-Text that could be a call is held back until the answer ends. What does not parse is text. A call of a tool that nobody offered is a
-call: who runs tools says what there is.
+Text that could be a call is held back until the answer ends. Text that does not parse as a call stays text. A call of a tool that
+nobody offered is a call: who runs tools says what there is.
 
 Notations mark calls by special tokens, which decode to nothing. So the text of an answer is made with a character for each mark that
 Unicode will never assign, and a mark that is spelled in ordinary tokens is text. Where the tokenizer has no such token, the mark's
@@ -25,8 +25,10 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Call:
-    """arguments: JSON as text. id: as the model wrote it, if the notation has ids."""
+class ToolCall:
+    """arguments: JSON as text.
+    id: as the model wrote it, if the notation has ids.
+    """
 
     name: str
     arguments: str
@@ -34,20 +36,26 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Said:
-    """A whole answer. tried: it has something that begins as a call does."""
+class CallDelta:
+    """A whole answer.
+
+    tried: it has something that begins as a call does.
+    """
 
     text: str
-    calls: Sequence[Call] = ()
+    calls: Sequence[ToolCall] = ()
     thought: str = ""
     tried: bool = False
 
 
-class Notation(ABC):
+class CallNotation(ABC):
     """How a chat template writes calls, for one tokenizer.
 
-    title: as messages to people name it. names: the special tokens, each with the character that is its mark. needs_marks: the
-    tokenizer must have all of them. like_json: a call begins as any other JSON object does. marks: those of the tokenizer, by id.
+    title: as messages to people name it.
+    names: the special tokens, each with the character that is its mark.
+    needs_marks: the tokenizer must have all of them.
+    like_json: a call begins as any other JSON object does.
+    marks: those of the tokenizer, by id.
 
     Args:
         tokenizer: None: marks are their own names.
@@ -61,7 +69,7 @@ class Notation(ABC):
 
     def __init__(self, template: str, tokenizer: Any = None, tools: Sequence[Message] = ()):
         self.template, self.tools = template, tools
-        self.ids = {name: token for name in self.names if (token := special_of(tokenizer, name)) is not None}
+        self.ids = {name: token for name in self.names if (token := special_token(tokenizer, name)) is not None}
         self.marks = {token: self.names[name] for name, token in self.ids.items()}
 
     @classmethod
@@ -72,7 +80,7 @@ class Notation(ABC):
     # ---------------------------------------------------------------- reading
 
     @abstractmethod
-    def read(self, text: str) -> Said:
+    def read(self, text: str) -> CallDelta:
         """A whole answer, as its text with marks."""
 
     def mark(self, name: str) -> str:
@@ -95,7 +103,7 @@ class Notation(ABC):
         """
         return None
 
-    def admits(self, given: str) -> bool:
+    def admits(self, value: str) -> bool:
         """Whether what the model wrote as an id is one."""
         return False
 
@@ -104,7 +112,7 @@ class Notation(ABC):
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def written(
-        self, calls: Sequence[Call], before: Sequence[str], make: Callable[[int], str] | None = None
+        self, calls: Sequence[ToolCall], before: Sequence[str], make: Callable[[int], str] | None = None
     ) -> list[dict[str, Any]]:
         """Calls as the API writes them, each with an id of its own.
 
@@ -153,11 +161,11 @@ class Notation(ABC):
         return f"<[{self.ids[name]}]>" if name in self.ids else json.dumps(name)
 
 
-class InText(Notation):
+class TextNotation(CallNotation):
     """A notation of calls that stand in the text of an answer, or behind it."""
 
     @abstractmethod
-    def split(self, held: str, first: bool) -> tuple[bool, int]:
+    def split(self, text: str, first: bool) -> tuple[bool, int]:
         """Whether a call has begun, and the number of characters before it, or before what may become its beginning.
 
         Args:
@@ -165,18 +173,18 @@ class InText(Notation):
         """
 
     @abstractmethod
-    def parse(self, text: str) -> tuple[str, list[Call]]:
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         """The calls of a text that begins with one, and the text beside them.
 
         Raises:
             ValueError: it is no call after all.
         """
 
-    def read(self, text: str) -> Said:
-        calls = Calls(self)
+    def read(self, text: str) -> CallDelta:
+        calls = CallParser(self)
         text = calls.push(text)
         rest, found = calls.end()
-        return Said(text + rest, found, tried=calls.begun)
+        return CallDelta(text + rest, found, tried=calls.begun)
 
     @abstractmethod
     def rules(self, names: Sequence[str], many: bool) -> list[str]:
@@ -193,7 +201,7 @@ class InText(Notation):
         Raises:
             BadInput: the parameters of the function are no schema, or one that cannot be forced.
         """
-        return [json_rule(f"arguments_{place}", parameters_of(function))]
+        return [json_rule(f"arguments_{place}", parameters_schema(function))]
 
     def grammar(self, tools: Sequence[Message], *, must: bool, many: bool, answer: Structure | None = None) -> Structure:
         functions = [tool["function"] for tool in tools]
@@ -208,16 +216,19 @@ class InText(Notation):
         return Structure("tools", "\n".join(rules))
 
 
-class Marked(InText):
-    """A notation whose calls follow a mark. openings: the marks that begin calls, first the one that models are taught."""
+class MarkedNotation(TextNotation):
+    """A notation whose calls follow a mark.
+
+    openings: the marks that begin calls, first the one that models are taught.
+    """
 
     openings: ClassVar[Sequence[str]]
 
-    def split(self, held: str, first: bool) -> tuple[bool, int]:
+    def split(self, text: str, first: bool) -> tuple[bool, int]:
         openings = [self.mark(name) for name in self.openings]
-        if found := [at for opening in openings if (at := held.find(opening)) >= 0]:
+        if found := [at for opening in openings if (at := text.find(opening)) >= 0]:
             return True, min(found)
-        return False, len(held) - max(beginning_of(opening, held) for opening in openings)
+        return False, len(text) - max(possible_prefix(opening, text) for opening in openings)
 
     @abstractmethod
     def rest(self, names: Sequence[str], many: bool) -> list[str]:
@@ -239,10 +250,13 @@ class Marked(InText):
 
 
 @dataclass
-class Calls:
-    """The calls of one answer, whose text comes in pieces. begun: something begins as a call does."""
+class CallParser:
+    """The calls of one answer, whose text comes in pieces.
 
-    notation: InText
+    begun: something begins as a call does.
+    """
+
+    notation: TextNotation
     begun: bool = False
     _held: str = field(default="", init=False)
     _first: bool = field(default=True, init=False)
@@ -257,8 +271,8 @@ class Calls:
         self._first = self._first and not text
         return self.notation.spelled(text)
 
-    def end(self) -> tuple[str, list[Call]]:
-        """What is left: text and calls."""
+    def end(self) -> tuple[str, list[ToolCall]]:
+        """The rest: text and calls."""
         held, self._held = self._held, ""
         text, calls = held, []
         if self.begun:
@@ -270,7 +284,7 @@ class Calls:
 # ---------------------------------------------------------------- what notations share
 
 
-def special_of(tokenizer: Any, name: str) -> int | None:
+def special_token(tokenizer: Any, name: str) -> int | None:
     """The special token with this name; None: there is none, or it decodes to its name."""
     if tokenizer is None:
         return None
@@ -278,17 +292,17 @@ def special_of(tokenizer: Any, name: str) -> int | None:
     return ids[0] if len(ids) == 1 and ids[0] in tokenizer.hidden else None
 
 
-def beginning_of(mark: str, text: str) -> int:
+def possible_prefix(mark: str, text: str) -> int:
     """The length of the beginning of a mark that a text ends with."""
     return max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
 
 
-def ids_of(messages: Sequence[Message]) -> list[str]:
+def call_ids(messages: Sequence[Message]) -> list[str]:
     """The ids of all calls of a conversation; an empty one for a call without."""
     return [str(call.get("id") or "") for message in messages for call in message.get("tool_calls") or []]
 
 
-def parameters_of(function: Mapping[str, Any]) -> Any:
+def parameters_schema(function: Mapping[str, Any]) -> Any:
     """The schema of a function's arguments. One without `parameters` has none, as OpenAI documents it."""
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     return nothing if function.get("parameters") is None else function["parameters"]
@@ -322,8 +336,11 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 _BLANKS = re.compile(r"\s*")
 
 
-class Scanner:
-    """Walks over a text with calls. at: where it is."""
+class CallScanner:
+    """Walks over a text with calls.
+
+    at: where it is.
+    """
 
     def __init__(self, text: str):
         self.text, self.at = text, 0
@@ -331,7 +348,7 @@ class Scanner:
     def blanks(self) -> None:
         self.match(_BLANKS)
 
-    def over(self) -> bool:
+    def at_end(self) -> bool:
         return self.at >= len(self.text)
 
     def takes(self, text: str) -> bool:
@@ -341,7 +358,7 @@ class Scanner:
         return comes
 
     def match(self, pattern: "re.Pattern[str]") -> "re.Match[str]":
-        """What matches here, which is passed.
+        """The match at this place, which is passed.
 
         Raises:
             ValueError: nothing does.
@@ -369,11 +386,11 @@ class Scanner:
         return value, self.text[start : self.at]
 
 
-# Keys of a call that is an object. What has others is no call: they would be lost.
+# Keys of a call that is an object. An object with other keys is no call: they would be lost.
 OF_A_CALL = {"name", "arguments", "parameters", "id", "type"}
 
 
-def called(call: Any, *, marked: bool = True) -> Call:
+def call_names(call: Any, *, marked: bool = True) -> ToolCall:
     """A call that is an object with its name and arguments.
 
     Args:
@@ -389,4 +406,4 @@ def called(call: Any, *, marked: bool = True) -> Call:
         raise ValueError("no call")
     arguments = given[0] if given else {}
     text = arguments if isinstance(arguments, str) else dumps(arguments)
-    return Call(call["name"], text, call["id"] if isinstance(call.get("id"), str) else None)
+    return ToolCall(call["name"], text, call["id"] if isinstance(call.get("id"), str) else None)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from argosy.infer.tools.calls import special_of
+from argosy.infer.tools.calls import special_token
 from argosy.infer.tools.grammar import Structure, json_rule
 
 START, END, MESSAGE, CHANNEL, CONSTRAIN = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
@@ -36,13 +36,13 @@ _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
 _CHANNEL = re.compile(rf"{CHANNEL}\s*(\w+)")
 
 
-def marks_of(tokenizer: Any) -> dict[int, str]:
+def channel_marks(tokenizer: Any) -> dict[int, str]:
     """The special tokens of the format, each with its character. Empty if the tokenizer lacks one."""
-    found = {special_of(tokenizer, name): mark for name, mark in MARKS.items()}
+    found = {special_token(tokenizer, name): mark for name, mark in MARKS.items()}
     return {} if None in found else {token: mark for token, mark in found.items() if token is not None}
 
 
-def written_in(template: str) -> bool:
+def uses_channels(template: str) -> bool:
     """Whether a chat template writes messages in this format."""
     return "<|channel|>" in template and "<|message|>" in template
 
@@ -59,10 +59,12 @@ def with_descriptions(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[st
     return [dict(tool) | {"function": {"description": "", **tool["function"]}} for tool in tools]
 
 
-class Channels:
+class ChannelParser:
     """Splits an answer into thoughts, text and calls as its text, with marks, arrives in pieces.
 
-    over: a message that is no thought has begun. any: the answer has thoughts. calls: (name, arguments as text) so far.
+    over: a message that is no thought has begun.
+    any: the answer has thoughts.
+    calls: (name, arguments as text) so far.
 
     Args:
         calls: tools were offered. Without them, what would be the arguments of a call is text.
@@ -73,10 +75,10 @@ class Channels:
         self.over, self.any = continued, False
         self.calls: list[tuple[str, str]] = []
         self._offered = calls
-        # Of the current message: its header while it is read, then what it is, its name and the arguments so far if it is a call.
+        # The current message: its header while that is read, then its kind, and a call's name and arguments so far.
         self._header: str | None = None if continued else ""
         self._kind, self._name, self._arguments = "text", "", ""
-        # What was written before, so that a second message of a kind begins on a line of its own.
+        # The kinds that were written before, so that a second message of a kind begins on a line of its own.
         self._wrote = {"thought": False, "text": False}
         self._fresh = False
 
@@ -147,7 +149,7 @@ class Channels:
         self._header = ""
 
 
-def framed(answer: Structure, tools: Sequence[tuple[str, Any]] = (), *, must: bool = False) -> Structure:
+def framed_grammar(answer: Structure, tools: Sequence[tuple[str, Any]] = (), *, must: bool = False) -> Structure:
     """The grammar of thoughts, followed by a final message or by one call.
 
     Args:

@@ -16,7 +16,7 @@ _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}
 NAMED = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 
 
-def unescaped(text: str) -> str:
+def unescape(text: str) -> str:
     """A grammar in GBNF whose escapes are those that the translator reads.
 
     Raises:

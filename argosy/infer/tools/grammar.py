@@ -28,15 +28,15 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers import Tokenizer
-from argosy.infer.tools.gbnf import unescaped
+from argosy.infer.tools.gbnf import unescape
 
 State = Literal["open", "accepting", "complete", "blocked"]
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "tools"]
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
-# What programs write: a space, or a line break and an indent. Where any whitespace is allowed, a model that has lost its thread
-# writes blanks until the limit of tokens.
+# Whitespace that programs write: a space, or a line break and an indent. Where any whitespace is allowed, a model that has lost its
+# thread writes blanks until the limit of tokens.
 WHITESPACE = r" |\r?\n[ \t]{0,64}"
 # Compiled grammars that are kept.
 KEPT = 32
@@ -51,51 +51,54 @@ LEXER_FUEL = 50_000
 STACK, STACK_FOR_EACH_BYTE = 64 << 20, 2048
 
 
-class Crowded(BadInput):
+class TooManyGrammars(BadInput):
     """Too many grammars are being compiled."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What an answer must match, as a Lark grammar. kind: the word it was asked by. special: it names special tokens, as in `<|end|>`;
-    then a complement (`~/a/`) in it may match them too."""
+    """A Lark grammar that a completion must match.
+
+    kind: the word it was asked by.
+    special: it names special tokens, as in `<|end|>`; then a complement (`~/a/`) in it may match them too.
+    """
 
     kind: Kind
     lark: str
     special: bool = False
 
 
-def structure_of(given: Mapping[str, Any]) -> Structure:
+def read_structure(structured: Mapping[str, Any]) -> Structure:
     """Reads what an answer must match, by the names of vLLM's `structured_outputs`.
 
     Args:
-        given: one of `json` (a JSON schema as a dict or as text, or a pydantic class), `json_object` (True), `regex`, `choice` (a
+        structured: one of `json` (a JSON schema as a dict or as text, or a pydantic class), `json_object` (True), `regex`, `choice` (a
             list of texts) and `grammar` (Lark or GBNF). With the first two also `whitespace_pattern`, a regular expression for the
             whitespace between the tokens of JSON, or `disable_any_whitespace` (True).
 
     Raises:
         BadInput: none or several of these, an unknown name, or a value of another type.
     """
-    given = {name: value for name, value in given.items() if value is not None and value is not False}
-    if unknown := sorted(set(given) - {*KINDS, *OPTIONS}):
+    structured = {name: value for name, value in structured.items() if value is not None and value is not False}
+    if unknown := sorted(set(structured) - {*KINDS, *OPTIONS}):
         raise BadInput(f"structured output has no `{unknown[0]}`", hint=f"one of {', '.join(KINDS)}")
-    kinds = [name for name in KINDS if name in given]
+    kinds = [name for name in KINDS if name in structured]
     if len(kinds) != 1:
         what = "nothing" if not kinds else " and ".join(f"`{name}`" for name in kinds)
         raise BadInput(f"structured output asks for {what}", hint=f"one of {', '.join(KINDS)}")
-    kind, options = kinds[0], [name for name in OPTIONS if name in given]
+    kind, options = kinds[0], [name for name in OPTIONS if name in structured]
     if options and not kind.startswith("json"):
         raise BadInput(f"`{options[0]}` has no effect on `{kind}`", hint="it is for json and json_object")
     if len(options) == 2:
         raise BadInput("`whitespace_pattern` and `disable_any_whitespace` exclude each other")
     for name in ("json_object", "disable_any_whitespace"):
-        if given.get(name, True) is not True:
+        if structured.get(name, True) is not True:
             raise BadInput(f"`{name}` is true or false")
-    value = given[kind]
+    value = structured[kind]
     if kind == "json":
-        return Structure(kind, json_rule("start", value, whitespace_of(given)))
+        return Structure(kind, json_rule("start", value, whitespace_rule(structured)))
     if kind == "json_object":
-        return Structure(kind, json_rule("start", {"type": "object"}, whitespace_of(given)))
+        return Structure(kind, json_rule("start", {"type": "object"}, whitespace_rule(structured)))
     if kind == "regex":
         return Structure(kind, _regex(_text(kind, value)))
     if kind == "choice":
@@ -103,11 +106,11 @@ def structure_of(given: Mapping[str, Any]) -> Structure:
     return Structure("grammar", _lark(_text(kind, value)))
 
 
-def whitespace_of(given: Mapping[str, Any]) -> str | None:
+def whitespace_rule(structured: Mapping[str, Any]) -> str | None:
     """The regular expression for whitespace in JSON; None: there is none."""
-    if given.get("disable_any_whitespace"):
+    if structured.get("disable_any_whitespace"):
         return None
-    return _text("whitespace_pattern", given.get("whitespace_pattern", WHITESPACE)) or None
+    return _text("whitespace_pattern", structured.get("whitespace_pattern", WHITESPACE)) or None
 
 
 def json_rule(name: str, schema: Any, whitespace: str | None = WHITESPACE) -> str:
@@ -161,7 +164,7 @@ def _regex(regex: str) -> str:
 def _lark(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
-    text = text if is_lark_syntax(text) else unescaped(text)
+    text = text if is_lark_syntax(text) else unescape(text)
     try:
         # GBNF is translated by a recursive parser.
         return any_to_lark(text)
@@ -212,7 +215,7 @@ class Grammars:
         self.library(structure.special)
         end = None if seconds is None else time.monotonic() + seconds
         if not self._turns.acquire(timeout=seconds):
-            raise Crowded(f"no turn to compile the grammar within {seconds:g} seconds", hint="try again")
+            raise TooManyGrammars(f"no turn to compile the grammar within {seconds:g} seconds", hint="try again")
         if (known := self._known(structure)) is not None:
             self._turns.release()
             return known
@@ -281,7 +284,7 @@ class Grammar:
         self.grammars, self.structure, self.vocab = grammars, structure, grammars.vocab
         self._inner = self._compiled()
         first = self.matcher(())
-        if masks([first])[1] == ["blocked"]:
+        if grammar_masks([first])[1] == ["blocked"]:
             error = first.inner.get_error()
             why = _reason(error) if error and "NoExtension" not in error else "no text of this model's tokens matches it"
             raise BadInput(f"`{structure.kind}`: {why}")
@@ -337,7 +340,7 @@ class Matcher:
         return self.inner.consume_tokens(self.tokens)
 
 
-def masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
+def grammar_masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
     """The tokens that may follow each answer: bits [rows, ceil(vocab / 32)] int32, the lowest bit first; in parallel.
 
     A state is `accepting` if the answer matches and more may follow, `complete` if it matches and nothing may follow, `open` if it does
@@ -373,9 +376,14 @@ def masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
     return full[:, : -(-V // 32)], states
 
 
-def unpacked(bits: np.ndarray, vocab: int) -> np.ndarray:
+def unpacked_bits(bits: np.ndarray, vocab: int) -> np.ndarray:
     """Bits [W] int32 as booleans [vocab]."""
     return np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), bitorder="little")[:vocab].astype(bool)
+
+
+def packed_bits(allowed: np.ndarray) -> np.ndarray:
+    """Booleans [vocab] as bits [ceil(vocab / 32)] int32, the lowest bit first."""
+    return np.packbits(np.pad(allowed, (0, -len(allowed) % 32)), bitorder="little").view(np.int32)
 
 
 @cache
@@ -396,7 +404,7 @@ _starting = threading.Lock()
 
 
 def _deep(work: Callable[[], Any], stack: int, end: float | None, after: Callable[[], object] = lambda: None) -> Any:
-    """What `work` returns, in a thread with a stack of so many bytes; None if it is not done by `end`.
+    """The result of `work`, in a thread with a stack of so many bytes; None if it is not done by `end`.
 
     Args:
         after: called when the work ends, however long it takes.
@@ -434,7 +442,7 @@ def _deep(work: Callable[[], Any], stack: int, end: float | None, after: Callabl
 
 
 def _reason(error: str) -> str:
-    """What llguidance found wrong, in a line: without its position, the text, and the stack of a panic."""
+    """The mistake that llguidance reports, in a line: without its position, the text, and the stack of a panic."""
     if error.startswith("panic: missing special token"):
         return "special tokens have no names in a grammar, write them by id, such as <[2]>"
     if "Default retriever does not fetch" in error:

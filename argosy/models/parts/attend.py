@@ -399,7 +399,7 @@ class Paged(Recurs):
     how a prompt was cut into calls.
     """
 
-    # Arrays, or descriptions of them (`infer.engine.programs`).
+    # Arrays, or descriptions of them (`infer.programs.programs`).
     table: Int[Any, "B P"]
     slots: Int[Any, "B"]
     lengths: Int[Any, "B"]

@@ -246,7 +246,7 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
     Raises:
         UserError: it cannot be used, or does not fit the prompts.
     """
-    from argosy.infer.tools.notations import KNOWN, notation_of
+    from argosy.infer.tools.notations import KNOWN, find_notation
     from argosy.rl.environments.pool import Environments
     from argosy.rl.rollouts.trajectories import Table
     from argosy.rl.rollouts.turns import Turns
@@ -261,7 +261,7 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
         if settings.reads not in ("either", "texts" if is_text else "messages"):
             name, kind = described(settings).partition(",")[0], "a text" if is_text else "messages"
             raise BadInput(f"environment={name} reads {settings.reads}, and the prompt is {kind}", where=first.where)
-        if getattr(settings, "called", False) and notation_of(prompts.template_for(made.tools), prompts.tokenizer) is None:
+        if getattr(settings, "called", False) and find_notation(prompts.template_for(made.tools), prompts.tokenizer) is None:
             what = f"calls in the notation of this chat template cannot be read with this tokenizer: those of {KNOWN} can"
             raise BadInput(what, where=first.where, hint="data.template=FILE.jinja gives another one")
         if is_text and made.tools:

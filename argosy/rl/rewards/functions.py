@@ -233,7 +233,7 @@ def open_rewards(
     Args:
         workers: processes for functions; all functions are loaded in each.
         columns: the names of the data's further columns, to check at once what functions need; otherwise checked in each call.
-        load: loads the language model of a folder; `argosy.infer.load.load` if not given.
+        load: loads the language model of a folder; `argosy.infer.load.load_lm` if not given.
         say: is told the first failure of each kind of each reward, when it happens; by default written to stderr.
 
     Raises:

@@ -24,7 +24,7 @@ class RewardModel:
             BadInput, Damaged: it is no model, or its head does not give one score.
         """
         if load is None:
-            from argosy.infer.load import load
+            from argosy.infer.load import load_lm as load
         lm = load(folder)
         scores = getattr(lm.config, "scored", 0)
         if scores != 1:
@@ -35,13 +35,13 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
         """The scores [n], NaN where a conversation cannot be scored (longer than the model's context, for example), and for each of
         these its row, the kind of failure and a message."""
-        from argosy.infer.scores import ids_of
+        from argosy.infer.scores import conversation_ids
 
         scores, failed = np.full(len(completions), np.nan, np.float32), list[tuple[int, str, str]]()
         rows: dict[int, list[int]] = {}
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
-                ids = ids_of(self.lm, conversation(prompt, completion))
+                ids = conversation_ids(self.lm, conversation(prompt, completion))
                 if not ids:
                     raise BadInput("an empty text has no score")
                 self.lm.check_ids(ids, len(ids))

@@ -179,10 +179,10 @@ def drawn(
             for event in engine.step():
                 answer = answers[rows[event.id]]
                 if event.token is None:
-                    raise RuntimeError(f"an answer of a rollout ended by {event.reason}")
+                    raise RuntimeError(f"an answer of a rollout ended by {event.finish_reason}")
                 answer.tokens.append(event.token)
                 answer.logprobs.append(event.drawn)
-                answer.ended = event.reason == "stop"
+                answer.ended = event.finish_reason == "stop"
     except BaseException:
         # Nobody knows what the engine holds after half a step.
         lm.forget()

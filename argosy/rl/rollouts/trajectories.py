@@ -258,14 +258,14 @@ class Conversed:
             # Its turn was ended by a text.
             return
         if event.token is None:
-            raise RuntimeError(f"an answer of a rollout ended by {event.reason}")
+            raise RuntimeError(f"an answer of a rollout ended by {event.finish_reason}")
         answer = play.answer
         answer.tokens.append(event.token)
         answer.live.append(True)
         answer.logprobs.append(event.drawn)
         play.text += play.stream.push(event.token)
         stopped = self.table.turns.stopped(play.text)
-        if event.reason is None and not stopped:
+        if event.finish_reason is None and not stopped:
             return
         engine.end(event.id)
         del self.asked[event.id]
@@ -275,7 +275,7 @@ class Conversed:
         play.played.said.append(len(play.played.turns))
         play.played.turns.append(dict(play.talk.messages[-1]))
         play.played.made += 1
-        if event.reason == "length" and not stopped and len(answer.tokens) == self.how.most:
+        if event.finish_reason == "length" and not stopped and len(answer.tokens) == self.how.most:
             return self.over(play, "room")
         play.environment.ask({"step": said})
         play.due = self.now + (self.table.wait or 0)

@@ -19,9 +19,9 @@ from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.data.rows.prompts import Prompt, Prompts
-from argosy.infer.tools.calls import ids_of
-from argosy.infer.tools.channels import written_in
-from argosy.infer.tools.notations import notation_of
+from argosy.infer.tools.calls import call_ids
+from argosy.infer.tools.channels import uses_channels
+from argosy.infer.tools.notations import find_notation
 
 OPEN, CLOSE = "<think>", "</think>"
 # What is rendered to try a template. Letters alone, which no template changes.
@@ -115,14 +115,14 @@ class Turns:
 
     def message(self, talk: Talk, tokens: Sequence[int]) -> dict[str, Any]:
         tools = talk.prompt.tools
-        notation = notation_of(self.prompts.template_for(tools), self.tokenizer, tools) if tools else None
+        notation = find_notation(self.prompts.template_for(tools), self.tokenizer, tools) if tools else None
         if notation is None:
             return {"role": "assistant", "content": self.tokenizer.decode(tokens)}
         stream = self.tokenizer.stream(marks=notation.marks)
         said = notation.read("".join([stream.push(one) for one in tokens]) + stream.end())
         message: dict[str, Any] = {"role": "assistant"} | ({"thinking": said.thought} if said.thought else {}) | {"content": said.text}
         if said.calls:
-            written = notation.written(said.calls, ids_of(talk.messages), lambda place: name_of(talk.turn, place))
+            written = notation.written(said.calls, call_ids(talk.messages), lambda place: name_of(talk.turn, place))
             message["tool_calls"] = [readable(one) for one in written]
         elif said.tried:
             message["malformed"] = True
@@ -309,7 +309,7 @@ def check_template(
     """
     before, messages = render(asked), list(asked)
     ways = ["none"]
-    if written_in(template):
+    if uses_channels(template):
         ways.append("channel")
     elif CLOSE in template and not before.rstrip().endswith(CLOSE):
         ways.append("open" if before.rstrip().endswith(OPEN) else "closed")

@@ -17,14 +17,14 @@ FIELDS = {
 OF_ROLE = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
 
 
-def messages_of(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def chat_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Chat messages. Each tool result becomes a message of its own, before the text of the same message.
 
     Raises:
         ApiError: an unsupported role or block, or an unknown field.
     """
     found: list[dict[str, Any]] = []
-    for i, message in enumerate(given):
+    for i, message in enumerate(messages):
         where, role = f"messages.{i}", message.get("role")
         if not isinstance(role, str) or role not in OF_ROLE:
             raise ApiError(f"`{where}.role` must be one of {', '.join(OF_ROLE)}", param=f"{where}.role")
@@ -48,7 +48,7 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def text_of(content: Any, where: str) -> str:
+def content_text(content: Any, where: str) -> str:
     """The text of a content.
 
     Raises:
@@ -88,11 +88,11 @@ def _call(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
-    content = text_of(block.get("content", ""), f"{where}.content")
+    content = content_text(block.get("content", ""), f"{where}.content")
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
 
 
-def written(call: dict[str, Any]) -> dict[str, Any]:
+def tool_use_block(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call of a chat answer as a `tool_use` block. Arguments that are not an object, which unconstrained models may write,
     become `{"input": ...}`."""
     function = call["function"]

@@ -5,13 +5,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from argosy.serve.anthropic.blocks import messages_of, text_of
-from argosy.serve.anthropic.output import Message
+from argosy.serve.anthropic.blocks import chat_messages, content_text
+from argosy.serve.anthropic.output import MessageWriter
 from argosy.serve.errors import ApiError, renaming
-from argosy.serve.openai.chat import asked, prompt_of
-from argosy.serve.openai.fields import Chat, Sampled
-from argosy.serve.response.reasoning import variables_of
-from argosy.serve.response.writer import Job
+from argosy.serve.openai.chat import read_chat, render_prompt
+from argosy.serve.openai.fields import ChatFields, SamplingFields
+from argosy.serve.response.reasoning import thinking_variables
+from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import Service
 
 # The fields of chats by the names that they have here.
@@ -41,7 +41,7 @@ class OutputConfig(BaseModel):
     format: dict[str, Any] | None = None
 
 
-class Conversation(Sampled):
+class CountedMessages(SamplingFields):
     """Fields of /v1/messages that make the prompt, and all that /v1/messages/count_tokens needs."""
 
     # `cache_control` has no effect on the answer.
@@ -69,14 +69,14 @@ class Conversation(Sampled):
         return body
 
 
-class Messages(Conversation):
+class Messages(CountedMessages):
     """A body of /v1/messages."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] = Field([])
 
 
-def prepare(service: Service, body: Any) -> Job:
+def prepare_messages(service: Service, body: Any) -> GenerationJob:
     """Validates a body of /v1/messages and turns it into a job.
 
     Raises:
@@ -85,8 +85,8 @@ def prepare(service: Service, body: Any) -> Job:
     fields = Messages.of(body)
     more = {"max_completion_tokens": fields.max_tokens, "stop": fields.stop_sequences}
     with renaming(NAMES):
-        found = asked(service, Chat.of(_chat(service, fields) | more))
-    return found.job(service, Message(service))
+        found = read_chat(service, ChatFields.of(_chat(service, fields) | more))
+    return found.job(service, MessageWriter(service))
 
 
 def count_tokens(service: Service, body: Any) -> dict[str, Any]:
@@ -95,19 +95,19 @@ def count_tokens(service: Service, body: Any) -> dict[str, Any]:
     Raises:
         ApiError: as for /v1/messages.
     """
-    fields = Conversation.of(body)
+    fields = CountedMessages.of(body)
     service.check_model(fields.model)
     with renaming(NAMES):
-        return {"input_tokens": len(prompt_of(service, Chat.of(_chat(service, fields))))}
+        return {"input_tokens": len(render_prompt(service, ChatFields.of(_chat(service, fields))))}
 
 
-def _chat(service: Service, fields: Conversation) -> dict[str, Any]:
+def _chat(service: Service, fields: CountedMessages) -> dict[str, Any]:
     """The body of a chat. Without `thinking`, thinking is switched off where the chat template can do that; elsewhere the thoughts are
     left out of the response."""
     tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(fields.tools)]
     choice, many = _choice(fields.tool_choice)
-    system = text_of(fields.system, "system") if fields.system is not None else ""
-    messages = [*([{"role": "system", "content": system}] if system else []), *messages_of(fields.messages)]
+    system = content_text(fields.system, "system") if fields.system is not None else ""
+    messages = [*([{"role": "system", "content": system}] if system else []), *chat_messages(fields.messages)]
     # As in Anthropic's API, an answer continues a last message of the assistant.
     continues = messages[-1]["role"] == "assistant"
     if continues and "tool_calls" in messages[-1]:
@@ -133,7 +133,7 @@ def _chat(service: Service, fields: Conversation) -> dict[str, Any]:
 def _switched_off(service: Service, tools: list[dict[str, Any]]) -> dict[str, Any]:
     """Template variables that switch thinking off; none if the template has no switch."""
     try:
-        return variables_of("none", service.template(tools, None))
+        return thinking_variables("none", service.template(tools, None))
     except ApiError:
         return {}
 

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from argosy.infer.prompt_logprobs import PromptScores
-from argosy.serve.anthropic.blocks import written
+from argosy.serve.anthropic.blocks import tool_use_block
 from argosy.serve.errors import ApiError
-from argosy.serve.response.choice import Choice, Piece
-from argosy.serve.response.parsing import Parts, Reader
-from argosy.serve.response.writer import Documents, Job
+from argosy.serve.response.choice import ChoicePiece, CompletionChoice
+from argosy.serve.response.parsing import CompletionParts, CompletionReader
+from argosy.serve.response.writer import Documents, GenerationJob
 from argosy.serve.service import Service
 
 PING = {"type": "ping"}
 DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}
 
 
-class Message:
+class MessageWriter:
     """One response."""
 
     prefix, named = "msg_", True
@@ -28,36 +28,36 @@ class Message:
         self._begun = 0
         self._open: str | None = None
 
-    def whole(self, job: Job) -> dict[str, Any]:
-        return self._document(job, blocks_of(job.readers[0])) | ended(job) | {"usage": usage(job)}
+    def whole(self, job: GenerationJob) -> dict[str, Any]:
+        return self._document(job, content_blocks(job.readers[0])) | stop_reason(job) | {"usage": usage(job)}
 
-    def opening(self, job: Job) -> Documents:
+    def opening(self, job: GenerationJob) -> Documents:
         # The number of cached tokens is known only with the first token; message_delta reports it.
         document = self._document(job, []) | {"stop_reason": None, "stop_sequence": None, "usage": usage(job)}
         return [{"type": "message_start", "message": document}, PING]
 
-    def step(self, job: Job, place: int, piece: Piece, parts: Parts) -> Documents:
+    def step(self, job: GenerationJob, place: int, piece: ChoicePiece, parts: CompletionParts) -> Documents:
         found = self._said("thinking", parts.thought) if parts.thought else []
         found += self._said("text", parts.text) if parts.text else []
         if piece.finish is not None:
             found += self._stopped()
             for call in parts.calls:
-                found += self._called(written(call))
+                found += self._called(tool_use_block(call))
         return found
 
-    def closing(self, job: Job) -> Documents:
-        return [{"type": "message_delta", "delta": ended(job), "usage": usage(job)}, {"type": "message_stop"}]
+    def closing(self, job: GenerationJob) -> Documents:
+        return [{"type": "message_delta", "delta": stop_reason(job), "usage": usage(job)}, {"type": "message_stop"}]
 
-    def failure(self, job: Job, error: ApiError) -> dict[str, Any]:
+    def failure(self, job: GenerationJob, error: ApiError) -> dict[str, Any]:
         return error.anthropic()
 
-    def _document(self, job: Job, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _document(self, job: GenerationJob, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": job.id, "type": "message", "role": "assistant", "model": job.model, "content": content}
 
     def _said(self, kind: str, text: str) -> list[dict[str, Any]]:
         found = []
         if self._open != kind:
-            found = [*self._stopped(), self._started(empty(kind))]
+            found = [*self._stopped(), self._started(empty_block(kind))]
             self._open = kind
         return [*found, self._delta({"type": DELTAS[kind], kind: text})]
 
@@ -83,21 +83,21 @@ class Message:
         return {"type": "content_block_stop", "index": self._begun - 1}
 
 
-def empty(kind: str) -> dict[str, Any]:
+def empty_block(kind: str) -> dict[str, Any]:
     """An empty thinking or text block."""
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def blocks_of(reader: Reader) -> list[dict[str, Any]]:
+def content_blocks(reader: CompletionReader) -> list[dict[str, Any]]:
     """The content blocks of a whole answer."""
-    said = [empty(kind) | {kind: text} for kind, text in (("thinking", reader.thought), ("text", reader.text)) if text]
-    return [*said, *map(written, reader.calls)]
+    said = [empty_block(kind) | {kind: text} for kind, text in (("thinking", reader.thought), ("text", reader.text)) if text]
+    return [*said, *map(tool_use_block, reader.calls)]
 
 
-def ended(job: Job) -> dict[str, Any]:
+def stop_reason(job: GenerationJob) -> dict[str, Any]:
     """Why the answer ended. `blocked`, for which Anthropic has no word, is reported as `refusal`, and
         a repetition as `max_tokens`."""
-    choice: Choice = job.choices[0]
+    choice: CompletionChoice = job.choices[0]
     stop = choice.stop_reason if choice.stop_reason in job.fields.stop else None
     # Of Anthropic's reasons, only `max_tokens` says that an answer was cut short.
     cut = dict.fromkeys(("length", "repetition", "abort"), "max_tokens")
@@ -107,12 +107,12 @@ def ended(job: Job) -> dict[str, Any]:
     return {"stop_reason": "stop_sequence" if stop is not None else reason, "stop_sequence": stop}
 
 
-def usage(job: Job) -> dict[str, Any]:
+def usage(job: GenerationJob) -> dict[str, Any]:
     """Token counts so far. As in Anthropic's API, `input_tokens` excludes cached ones."""
     counts = job.counts()
     return {
         "input_tokens": counts.prompt - counts.cached,
         "cache_read_input_tokens": counts.cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": counts.made,
+        "output_tokens": counts.completion,
     }

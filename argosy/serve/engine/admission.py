@@ -10,27 +10,30 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from argosy.serve.errors import ApiError, unavailable
-from argosy.serve.metrics import AllMetrics, Metrics
-from argosy.serve.settings import Limits
+from argosy.serve.errors import ApiError, service_unavailable
+from argosy.serve.metrics import AllMetrics, ServerMetrics
+from argosy.serve.settings import ServerLimits
 
 
-class Opened(Protocol):
-    """What one request of a client has asked for."""
+class OpenRequests(Protocol):
+    """The engine requests that one request of a client has opened."""
 
     def fail(self, error: ApiError) -> None:
         """Ends it with this error."""
         ...
 
 
-O = TypeVar("O", bound=Opened)
-M = TypeVar("M", bound=Metrics | AllMetrics)
+O = TypeVar("O", bound=OpenRequests)
+M = TypeVar("M", bound=ServerMetrics | AllMetrics)
 
 
 class Admission(Generic[O, M]):
-    """The requests that a server has admitted. opened: those that have not ended."""
+    """The requests that a server has admitted.
 
-    def __init__(self, limits: Limits, metrics: M):
+    opened: those that have not ended.
+    """
+
+    def __init__(self, limits: ServerLimits, metrics: M):
         self.limits, self.metrics = limits, metrics
         self.draining = False
         self.opened: set[O] = set()
@@ -72,7 +75,7 @@ class Admission(Generic[O, M]):
         many, long = waiting + len(lengths) > self.limits.queue, tokens + sum(lengths) > self.limits.queue_tokens
         if waiting and (many or long):
             self.metrics.rejections.inc()
-            raise unavailable("too many requests wait already, try again later", "queue_full")
+            raise service_unavailable("too many requests wait already, try again later", "queue_full")
 
     def _closed(self, one: O) -> None:
         """A request has ended."""
@@ -89,11 +92,12 @@ class Admission(Generic[O, M]):
 class Computing(Admission[O, M]):
     """One thread that computes, and the requests admitted to it.
 
-    failure: the exception that stopped the thread. waiting, waiting_tokens: see `queue`. broken: called in the event loop after a
-    failure.
+    failure: the exception that stopped the thread.
+    waiting, waiting_tokens: see `queue`.
+    broken: called in the event loop after a failure.
     """
 
-    def __init__(self, limits: Limits, metrics: M):
+    def __init__(self, limits: ServerLimits, metrics: M):
         super().__init__(limits, metrics)
         self.failure: Exception | None = None
         self.waiting, self.waiting_tokens = 0, 0
@@ -142,8 +146,8 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    return unavailable("the server is shutting down", "shutting_down")
+    return service_unavailable("the server is shutting down", "shutting_down")
 
 
 def died() -> ApiError:
-    return unavailable("the engine has stopped after an error", "engine_dead", retry=60)
+    return service_unavailable("the engine has stopped after an error", "engine_dead", retry=60)

@@ -17,13 +17,13 @@ from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.core.progress import Say
 from argosy.infer.completions import Prompt
-from argosy.infer.embed import Encoder
-from argosy.infer.engine.sequences import bucket
+from argosy.infer.embed import TextEncoder
+from argosy.infer.forward.sequences import length_bucket
 from argosy.serve.engine.admission import Computing, timed_out
-from argosy.serve.errors import ApiError, of_input
+from argosy.serve.errors import ApiError, input_error
 from argosy.serve.metrics import EncoderMetrics
-from argosy.serve.service import MANY, Served
-from argosy.serve.settings import Limits
+from argosy.serve.service import MANY, ServedModel
+from argosy.serve.settings import ServerLimits
 
 # The shortest length that programs are compiled for, in tokens. A pass over a sentence of 20 tokens takes 24, and not 32 as in
 # `lm.embed`: 11.4 instead of 14.1 ms of CPU time for MiniLM.
@@ -33,11 +33,12 @@ STEP = 4
 
 
 @dataclass(eq=False)
-class Texts:
+class TextBatch:
     """The texts of one request. The thread writes `left`, the event loop everything else.
 
-    left: places of the texts that are in no pass yet, the longest last. missing, missing_tokens: texts without a vector. over: nobody
-    waits for them.
+    left: places of the texts that are in no pass yet, the longest last.
+    missing, missing_tokens: texts without a vector.
+    abandoned: nobody waits for them.
     """
 
     rows: Sequence[list[int]]
@@ -47,7 +48,7 @@ class Texts:
     missing: int = field(init=False)
     missing_tokens: int = field(init=False)
     arrived: float = field(default_factory=time.monotonic)
-    over: bool = False
+    abandoned: bool = False
 
     def __post_init__(self) -> None:
         self.missing = len(self.rows)
@@ -59,10 +60,10 @@ class Texts:
             self.result.set_exception(error)
 
 
-Place = tuple[Texts, int]
+Place = tuple[TextBatch, int]
 
 
-class EncoderFront(Computing[Texts, EncoderMetrics]):
+class EncoderFront(Computing[TextBatch, EncoderMetrics]):
     """The thread around an encoder.
 
     Args:
@@ -70,7 +71,7 @@ class EncoderFront(Computing[Texts, EncoderMetrics]):
         name: the model's.
     """
 
-    def __init__(self, encoder: Encoder, budget: int, limits: Limits, name: str):
+    def __init__(self, encoder: TextEncoder, budget: int, limits: ServerLimits, name: str):
         self.engine, self.budget = encoder, budget
         self.running = 0
         metrics = EncoderMetrics(
@@ -91,7 +92,7 @@ class EncoderFront(Computing[Texts, EncoderMetrics]):
         self._loop = asyncio.get_running_loop()
         self._check([len(row) for row in rows])
         vectors = np.zeros((len(rows), self.engine.lm.config.width), np.float32)
-        texts = Texts(rows, vectors, self._loop.create_future())
+        texts = TextBatch(rows, vectors, self._loop.create_future())
         self.opened.add(texts)
         self.waiting += texts.missing
         self.waiting_tokens += texts.missing_tokens
@@ -105,7 +106,7 @@ class EncoderFront(Computing[Texts, EncoderMetrics]):
         except TimeoutError:
             raise timed_out(self.limits.seconds) from None
         finally:
-            texts.over = True
+            texts.abandoned = True
             self.waiting -= texts.missing
             self.waiting_tokens -= texts.missing_tokens
             self.metrics.ended(reason, time.monotonic() - texts.arrived)
@@ -114,7 +115,7 @@ class EncoderFront(Computing[Texts, EncoderMetrics]):
     def _take(self, places: Sequence[Place], vectors: Float[np.ndarray, "N D"], began: float) -> None:
         """Hands the vectors of a pass to those who wait for them."""
         for (texts, place), vector in zip(places, vectors, strict=True):
-            if texts.over:
+            if texts.abandoned:
                 continue
             length = len(texts.rows[place])
             texts.vectors[place] = vector
@@ -129,13 +130,13 @@ class EncoderFront(Computing[Texts, EncoderMetrics]):
     # ---------------------------------------------------------------- the thread's side
 
     def _work(self) -> None:
-        turns: list[Texts] = []
+        turns: list[TextBatch] = []
         while True:
             while self.failure is not None or not turns or not self._tasks.empty():
                 if (texts := self._tasks.get()) is None:
                     return
                 turns.append(texts)
-            turns = [texts for texts in turns if texts.left and not texts.over]
+            turns = [texts for texts in turns if texts.left and not texts.abandoned]
             if not turns:
                 continue
             places, shape = next_pass(turns, self.budget, self.engine.context)
@@ -152,7 +153,7 @@ class EncoderFront(Computing[Texts, EncoderMetrics]):
                 self.running = 0
 
 
-def next_pass(turns: Sequence[Texts], budget: int, context: int) -> tuple[list[Place], tuple[int, int]]:
+def next_pass(turns: Sequence[TextBatch], budget: int, context: int) -> tuple[list[Place], tuple[int, int]]:
     """The texts of the next forward pass, and its shape in rows and tokens.
 
     Args:
@@ -160,15 +161,15 @@ def next_pass(turns: Sequence[Texts], budget: int, context: int) -> tuple[list[P
         budget: tokens of a pass. context: the longest text.
     """
     first = (turns[0], turns[0].left[-1])
-    length = min(bucket(len(first[0].rows[first[1]]), SHORTEST), context)
+    length = min(length_bucket(len(first[0].rows[first[1]]), SHORTEST), context)
     fit = [(texts, place) for texts in turns for place in texts.left if len(texts.rows[place]) <= length]
     # Stable: of equally long texts, those come first whose turn is earlier.
     fit.sort(key=lambda one: (one != first, -len(one[0].rows[one[1]])))
-    rows = rows_of(len(fit), budget // length)
+    rows = pass_rows(len(fit), budget // length)
     return fit[:rows], (rows, length)
 
 
-def rows_of(texts: int, most: int) -> int:
+def pass_rows(texts: int, most: int) -> int:
     """The rows of a pass: a size of which these texts fill more than half, or 1."""
     rows = 1
     while rows * STEP <= most and texts > rows * STEP // 2:
@@ -176,11 +177,11 @@ def rows_of(texts: int, most: int) -> int:
     return rows
 
 
-def shapes_of(budget: int, context: int) -> Iterator[tuple[int, int]]:
+def pass_shapes(budget: int, context: int) -> Iterator[tuple[int, int]]:
     """Every shape that `next_pass` gives."""
     length = 0
     while length < context:
-        length = min(bucket(length + 1, SHORTEST), context)
+        length = min(length_bucket(length + 1, SHORTEST), context)
         rows = 1
         yield rows, length
         while (rows := rows * STEP) * length <= budget:
@@ -188,7 +189,7 @@ def shapes_of(budget: int, context: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass
-class EncoderService(Served[EncoderFront]):
+class EncoderService(ServedModel[EncoderFront]):
     """An encoder: its texts become vectors."""
 
     @property
@@ -204,7 +205,7 @@ class EncoderService(Served[EncoderFront]):
         try:
             return self.front.engine.ids([text], special=special)[0] if text or special else []
         except ArgosyError as error:
-            raise of_input(error, "prompt") from None
+            raise input_error(error, "prompt") from None
 
     def rows(self, texts: Sequence[Prompt], most: int | None, param: str, *, special: bool = True) -> list[list[int]]:
         """The ids of texts. Slow.
@@ -230,7 +231,7 @@ class EncoderService(Served[EncoderFront]):
         try:
             found = self.front.engine.ids([t if isinstance(t, str) else t[:most] for t in texts], most, special=special)
         except ArgosyError as error:
-            raise of_input(error, param) from None
+            raise input_error(error, param) from None
         for place, ids in enumerate(found):
             if len(ids) > self.context:
                 what = f"text {place} has {plural(len(ids), 'token')}, more than the context of {self.context}"

@@ -8,38 +8,38 @@ import jax
 from argosy.core.process.resident import trim
 from argosy.core.progress import Say
 from argosy.infer.engine.engine import Engine
-from argosy.infer.engine.program_store import ProgramStore
-from argosy.infer.engine.replicas import copies_of
+from argosy.infer.engine.replicas import model_copies
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
+from argosy.infer.programs.store import ProgramStore
 from argosy.serve.engine.front import Front
-from argosy.serve.engine.replicas import Copies
+from argosy.serve.engine.replicas import ReplicaFront
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.settings import ServeSettings
 
 
-def front_of(
+def build_front(
     lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
-) -> Front | Copies:
+) -> Front | ReplicaFront:
     """The front of a model, its threads started. Arguments and errors are those of `run.service_of`."""
-    engines = engines_of(lm, settings, say, draft)
+    engines = build_engines(lm, settings, say, draft)
     fronts = [Front(engine, settings.limits, EngineMetrics(name, engine, i)) for i, engine in enumerate(engines)]
     _compile_all(fronts, settings, programs)
     trim()
-    front = fronts[0] if len(fronts) == 1 else Copies(fronts, settings.limits)
+    front = fronts[0] if len(fronts) == 1 else ReplicaFront(fronts, settings.limits)
     front.metrics.ready()
     front.start()
     return front
 
 
-def engines_of(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | None = None) -> list[Engine]:
+def build_engines(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | None = None) -> list[Engine]:
     """The engine of each copy, with the adapters of the settings."""
     count, how = settings.copies, settings.engine
-    modules = copies_of(lm.module, count)
-    drafts = [None] * count if draft is None else copies_of(draft.module, count)
+    modules = model_copies(lm.module, count)
+    drafts = [None] * count if draft is None else model_copies(draft.module, count)
     engines: list[Engine] = []
     for module, own in zip(modules, drafts, strict=True):
-        engine = Engine(module, how, say=say, keeps=True, draft=own, copies=count, origin=lm.origin)
+        engine = Engine(module, how, say=say, exclusive=True, draft=own, copies=count, origin=lm.origin)
         if jax.default_backend() == "cpu":
             # Less memory is free once a copy has its cache, but the next one is to have as much.
             how = how.model_copy(update={"pages": engine.pages.count, "memory": None})

@@ -30,44 +30,44 @@ from typing import Any, Literal, TypeVar
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.engine.adapters import NoAdapter
+from argosy.infer.engine.adapters import UnknownAdapter
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Event, Request
-from argosy.infer.prompt_logprobs import NOTHING, Prompts, PromptScores
+from argosy.infer.prompt_logprobs import NOTHING, PromptScorer, PromptScores
 from argosy.serve.engine.admission import Computing, died, timed_out
-from argosy.serve.errors import ApiError, no_model, of_input
+from argosy.serve.errors import ApiError, input_error, unknown_model
 from argosy.serve.metrics import EngineMetrics
-from argosy.serve.response.streams import Answers, News, Part, Row
-from argosy.serve.settings import Limits
+from argosy.serve.response.streams import EventStreams, RequestRow, StepNews, StreamPart
+from argosy.serve.settings import ServerLimits
 
 R = TypeVar("R")
 PauseMode = Literal["abort", "wait", "keep"]
 
 
-class Front(Computing[Answers, EngineMetrics]):
+class Front(Computing[EventStreams, EngineMetrics]):
     """The thread around an engine, and admission to it.
 
     Args:
         metrics: updated as tokens come.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, metrics: EngineMetrics):
+    def __init__(self, engine: Engine, limits: ServerLimits, metrics: EngineMetrics):
         super().__init__(limits, metrics)
         self.engine = engine
-        self.prompts = Prompts(engine.model, min(limits.prompt_logprobs_tokens, engine.context), engine.say, engine.adapters)
+        self.prompts = PromptScorer(engine.model, min(limits.prompt_logprobs_tokens, engine.context), engine.say, engine.adapters)
         metrics.prompts = self.prompts
         # Rows that have begun and have not ended.
         self.running = 0
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, RequestRow] = {}
         # Prompts to be scored, first come first served: whose, which of them, and its ids.
-        self._unscored: list[tuple[Answers, int, Sequence[int]]] = []
-        self._scores: dict[Answers, dict[int, PromptScores]] = {}
-        # Of the thread. holding: requests that come wait outside of the engine, because a pause lets only earlier ones finish.
+        self._unscored: list[tuple[EventStreams, int, Sequence[int]]] = []
+        self._scores: dict[EventStreams, dict[int, PromptScores]] = {}
+        # The thread's own. holding: new requests wait outside of the engine, because a pause lets only earlier ones finish.
         self._paused, self._holding = False, False
-        self._held: list[Answers] = []
+        self._held: list[EventStreams] = []
         self._emptied: Future[None] | None = None
         # Searches that may ask for more.
-        self._searches: set[Answers] = set()
+        self._searches: set[EventStreams] = set()
 
     # ---------------------------------------------------------------- the event loop's side
 
@@ -82,8 +82,8 @@ class Front(Computing[Answers, EngineMetrics]):
         return 4 * self.waiting + self.running
 
     def described(self) -> str:
-        """What the cache holds, in words."""
-        return self.engine.described()
+        """The size of the cache, in words."""
+        return self.engine.runner.describe_cache()
 
     def says(self, say: Say | None) -> None:
         """From now on the engine calls this with what it compiles, if that takes longer than a second."""
@@ -96,10 +96,10 @@ class Front(Computing[Answers, EngineMetrics]):
         prompts: Sequence[Sequence[int]] = (),
         names: Sequence[str] = (),
         adapter: str | None = None,
-        part: Part | None = None,
+        part: StreamPart | None = None,
         *,
         goes_on: bool = False,
-    ) -> AsyncIterator[Answers]:
+    ) -> AsyncIterator[EventStreams]:
         """Hands requests to the engine: all of them, or none. Leaving the context aborts those that have not ended.
 
         Args:
@@ -115,7 +115,7 @@ class Front(Computing[Answers, EngineMetrics]):
         self._loop = asyncio.get_running_loop()
         scoring, tokens = len(prompts), sum(map(len, prompts))
         self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
-        answers = Answers(self, requests, prompts, names, adapter, part, goes_on=goes_on)
+        answers = EventStreams(self, requests, prompts, names, adapter, part, goes_on=goes_on)
         self.opened.add(answers)
         self.waiting += scoring
         self.waiting_tokens += tokens
@@ -140,7 +140,7 @@ class Front(Computing[Answers, EngineMetrics]):
             answers.scores.cancel()
             self._closed(answers)
 
-    async def admit(self, answers: Answers) -> None:
+    async def admit(self, answers: EventStreams) -> None:
         """Hands the rows of these answers to the engine: all of them, or none.
 
         Raises:
@@ -156,22 +156,22 @@ class Front(Computing[Answers, EngineMetrics]):
             for row in answers.rows:
                 self._begin(row, answers.arrived)
                 self._done(row)
-            if isinstance(error, NoAdapter):
+            if isinstance(error, UnknownAdapter):
                 named = answers.adapter or next((row.request.adapter for row in answers.rows), None)
-                raise no_model(named or "") from None
-            raise of_input(error) from None
+                raise unknown_model(named or "") from None
+            raise input_error(error) from None
 
-    def end(self, row: Row, reason: str) -> None:
+    def end(self, row: RequestRow, reason: str) -> None:
         """Ends a row early: the engine forgets it before its next step."""
         # First, so that the thread does not hand over a row that was held.
         self._over(row, reason, time.monotonic())
         self._tasks.put(lambda: self._abort(row))
 
-    async def call(self, what: Callable[[Engine], R]) -> R:
+    async def call(self, work: Callable[[Engine], R]) -> R:
         """Runs something in the thread, between two steps.
 
         Raises:
-            ApiError: the engine has died. Whatever `what` raises.
+            ApiError: the engine has died. Whatever `work` raises.
         """
         self._loop = asyncio.get_running_loop()
         found: Future[R] = Future()
@@ -180,7 +180,7 @@ class Front(Computing[Answers, EngineMetrics]):
             try:
                 if self.failure is not None:
                     raise died()
-                found.set_result(what(self.engine))
+                found.set_result(work(self.engine))
             except Exception as error:
                 found.set_exception(error)
 
@@ -188,9 +188,9 @@ class Front(Computing[Answers, EngineMetrics]):
         # A caller that goes away does not stop it.
         return await asyncio.shield(asyncio.wrap_future(found))
 
-    async def together(self, what: Callable[[Sequence[Engine]], R]) -> R:
+    async def together(self, work: Callable[[Sequence[Engine]], R]) -> R:
         """`call` for what changes every engine of a server; there is one here."""
-        return await self.call(lambda engine: what([engine]))
+        return await self.call(lambda engine: work([engine]))
 
     def park(self, released: threading.Event) -> "Future[None]":
         """Stops the thread between two steps until `released`. The future is set when it stands; or it has the error that the engine
@@ -243,7 +243,7 @@ class Front(Computing[Answers, EngineMetrics]):
             one.abort()
         return len(found)
 
-    def _take(self, news: News) -> None:
+    def _take(self, news: StepNews) -> None:
         """Hands what a step made to its readers."""
         for row, reused in news.began:
             if row.began is None and not row.done:
@@ -254,31 +254,31 @@ class Front(Computing[Answers, EngineMetrics]):
             if row.done:
                 continue
             if event.token is not None:
-                row.made += 1
+                row.sampled += 1
                 self.metrics.generated_tokens.inc()
                 # Speculation and `engine.steps` bring several tokens at once: as in vLLM, only the first of them counts.
                 if row.last != news.now:
                     since = self.metrics.first_token if row.last is None else self.metrics.between
                     since.observe(news.now - (row.answers.arrived if row.last is None else row.last))
                 row.last = news.now
-            if event.reason is not None:
-                self._over(row, event.reason, news.now)
+            if event.finish_reason is not None:
+                self._over(row, event.finish_reason, news.now)
             row.answers.news.put_nowait((row.place, event))
 
-    def _begin(self, row: Row, now: float) -> None:
+    def _begin(self, row: RequestRow, now: float) -> None:
         """The row no longer waits."""
         row.began = now
         self.running += 1
         self.waiting -= 1
         self.waiting_tokens -= len(row.request.tokens)
 
-    def _over(self, row: Row, reason: str, now: float) -> None:
+    def _over(self, row: RequestRow, reason: str, now: float) -> None:
         if row.began is None:
             self._begin(row, now)
         self._done(row)
-        self.metrics.answered(reason, row.made, now - row.answers.arrived)
+        self.metrics.answered(reason, row.sampled, now - row.answers.arrived)
 
-    def _done(self, row: Row) -> None:
+    def _done(self, row: RequestRow) -> None:
         row.done = True
         self.running -= 1
 
@@ -327,10 +327,10 @@ class Front(Computing[Answers, EngineMetrics]):
             try:
                 self._enter(answers)
             except Exception as error:
-                refusal = of_input(error) if isinstance(error, BadInput) else died()
+                refusal = input_error(error) if isinstance(error, BadInput) else died()
                 self._tell(lambda answers=answers, refusal=refusal: answers.fail(refusal))
 
-    def _add(self, answers: Answers, added: "Future[None]") -> None:
+    def _add(self, answers: EventStreams, added: "Future[None]") -> None:
         if not added.set_running_or_notify_cancel():
             return
         try:
@@ -346,9 +346,9 @@ class Front(Computing[Answers, EngineMetrics]):
         else:
             added.set_result(None)
 
-    def _enter(self, answers: Answers) -> None:
+    def _enter(self, answers: EventStreams) -> None:
         """Gives the engine the rows that have not been left, all or none."""
-        done: list[Row] = []
+        done: list[RequestRow] = []
         try:
             for row in answers.rows:
                 if not row.done:
@@ -365,7 +365,7 @@ class Front(Computing[Answers, EngineMetrics]):
         if answers.goes_on:
             self._searches.add(answers)
 
-    def _await_scores(self, answers: Answers) -> None:
+    def _await_scores(self, answers: EventStreams) -> None:
         if (adapters := self.engine.adapters) is not None and answers.adapter is not None:
             # It keeps its place until all prompts are scored, whatever is unloaded or replaced meanwhile.
             answers.under = adapters.get(answers.adapter)
@@ -402,7 +402,7 @@ class Front(Computing[Answers, EngineMetrics]):
         for answers in readers:
             self._hand_over(answers)
 
-    def _hand_over(self, answers: Answers) -> None:
+    def _hand_over(self, answers: EventStreams) -> None:
         """Gives a reader the scores of its prompts, if they are complete."""
         found = self._scores[answers]
         if len(found) == len(answers.prompts):
@@ -410,7 +410,7 @@ class Front(Computing[Answers, EngineMetrics]):
             scores = [found[place] for place in range(len(found))]
             self._tell(lambda: None if answers.scores.done() else answers.scores.set_result(scores))
 
-    def _leave(self, answers: Answers) -> None:
+    def _leave(self, answers: EventStreams) -> None:
         """Forgets the prompts and the search of a reader that is gone."""
         self._searches.discard(answers)
         self._held = [one for one in self._held if one is not answers]
@@ -418,29 +418,29 @@ class Front(Computing[Answers, EngineMetrics]):
         self._end_scores(answers)
         self.prompts.forget(answers.prompts)
 
-    def _end_scores(self, answers: Answers) -> None:
+    def _end_scores(self, answers: EventStreams) -> None:
         if self._scores.pop(answers, None) is not None and self.engine.adapters is not None:
             self.engine.adapters.leave(answers.under)
 
-    def _abort(self, row: Row) -> None:
+    def _abort(self, row: RequestRow) -> None:
         if self._rows.pop(row.number, None) is not None and self.failure is None:
             self.engine.end(row.number)
 
     def _report(self, events: list[Event]) -> None:
         now = time.monotonic()
-        began: list[tuple[Row, int]] = []
+        began: list[tuple[RequestRow, int]] = []
         for sequence in self.engine.scheduler.running:
-            row = self._rows.get(sequence.what.number)
+            row = self._rows.get(sequence.id)
             if row is not None and not row.admitted:
                 row.admitted = True
                 began.append((row, sequence.reused))
-        mine = [(row, event) for event in events if event.reason != "abort" and (row := self._rows.get(event.id))]
+        mine = [(row, event) for event in events if event.finish_reason != "abort" and (row := self._rows.get(event.id))]
         for row, event in mine:
             if not row.admitted:
                 # It has begun and ended within this step.
                 row.admitted = True
                 began.append((row, event.reused))
-            if event.reason is not None:
+            if event.finish_reason is not None:
                 del self._rows[event.id]
         if began or mine:
-            self._tell(lambda: self._take(News(now, began, mine)))
+            self._tell(lambda: self._take(StepNews(now, began, mine)))

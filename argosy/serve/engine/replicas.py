@@ -20,13 +20,13 @@ from argosy.core.progress import Say
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.pages import page_hashes
 from argosy.infer.engine.request import Event, Request
-from argosy.infer.prompt_logprobs import Prompts, PromptScores
+from argosy.infer.prompt_logprobs import PromptScorer, PromptScores
 from argosy.serve.engine.admission import Admission
 from argosy.serve.engine.front import Front, PauseMode
 from argosy.serve.errors import ApiError
 from argosy.serve.metrics import AllMetrics
-from argosy.serve.response.streams import Answers, Arrivals, Part
-from argosy.serve.settings import Limits
+from argosy.serve.response.streams import Arrivals, EventStreams, StreamPart
+from argosy.serve.settings import ServerLimits
 
 R = TypeVar("R")
 # How much busier than the least busy copy the one with the longest cached prefix may be: one waiting sequence. Over two copies with 8
@@ -37,10 +37,11 @@ FEW_TOKENS = 4096
 
 
 @dataclass(eq=False)
-class Unit:
+class RequestGroup:
     """One prompt of a request: its answers, and its log-probabilities if they are wanted, come from one copy.
 
-    places: of the answers among those of the request. scored: places of the prompt among those to be scored.
+    places: of the answers among those of the request.
+    scored: places of the prompt among those to be scored.
     """
 
     places: list[int] = field(default_factory=list)
@@ -48,11 +49,11 @@ class Unit:
 
     @property
     def load(self) -> int:
-        """What it adds to the load of a copy."""
+        """The load that it adds to a copy."""
         return 4 * (len(self.places) + len(self.scored))
 
 
-class Spread:
+class RequestParts:
     """The answers to one request from several copies; what `Answers` is to one.
 
     Args:
@@ -60,11 +61,11 @@ class Spread:
         scored: the places of the prompts that each copy scores.
     """
 
-    def __init__(self, parts: Sequence[Answers], scored: Sequence[Sequence[int]], news: Arrivals):
+    def __init__(self, parts: Sequence[EventStreams], scored: Sequence[Sequence[int]], news: Arrivals):
         self.parts, self.names, self._scored, self._news = parts, parts[0].names, scored, news
         self._rows = {row.place: (part, at) for part in parts for at, row in enumerate(part.rows)}
 
-    def __aiter__(self) -> "Spread":
+    def __aiter__(self) -> "RequestParts":
         return self
 
     async def __anext__(self) -> tuple[int, Event]:
@@ -107,10 +108,10 @@ class Spread:
         return part.reused(at)
 
 
-class EveryPrompts:
+class ReplicaPrompts:
     """The programs that score prompts, of all copies: which copy scores a prompt is not known when they are compiled."""
 
-    def __init__(self, each: Sequence[Prompts]):
+    def __init__(self, each: Sequence[PromptScorer]):
         self.each, self.longest = each, min(one.longest for one in each)
 
     def missing(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
@@ -128,13 +129,13 @@ class EveryPrompts:
             one.forget()
 
 
-class Copies(Admission["Answers | Spread", AllMetrics]):
+class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
     """The fronts of the copies, as one. Limits count the sums over all of them."""
 
-    def __init__(self, fronts: Sequence[Front], limits: Limits):
+    def __init__(self, fronts: Sequence[Front], limits: ServerLimits):
         super().__init__(limits, AllMetrics([front.metrics for front in fronts]))
         self.fronts = fronts
-        self.prompts = EveryPrompts([front.prompts for front in fronts])
+        self.prompts = ReplicaPrompts([front.prompts for front in fronts])
         self._turn = 0
         # Two that wait for all copies at the same time would wait for each other.
         self._alone = asyncio.Lock()
@@ -160,7 +161,7 @@ class Copies(Admission["Answers | Spread", AllMetrics]):
         return sum(waiting), sum(tokens)
 
     def described(self) -> str:
-        """What the caches hold, in words."""
+        """The size of the caches, in words."""
         each = [front.described() for front in self.fronts]
         same = f"{len(each)} copies with {each[0]} each"
         return same if len(set(each)) == 1 else "; ".join(f"copy {i}: {one}" for i, one in enumerate(each))
@@ -201,21 +202,21 @@ class Copies(Admission["Answers | Spread", AllMetrics]):
         adapter: str | None = None,
         *,
         goes_on: bool = False,
-    ) -> AsyncIterator[Answers | Spread]:
-        """As `Front.open`. What goes on stays on one copy."""
+    ) -> AsyncIterator[EventStreams | RequestParts]:
+        """As `Front.open`. A request that continues another stays on its copy."""
         self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
         shares = self._shares(requests, prompts, await self._hashes(requests), whole=goes_on)
         async with AsyncExitStack() as stack:
             news: Arrivals = asyncio.Queue()
-            parts: list[Answers] = []
+            parts: list[EventStreams] = []
             scored: list[list[int]] = []
             for front, units in shares.items():
                 places = sorted(place for unit in units for place in unit.places)
                 scored.append(sorted(at for unit in units for at in unit.scored))
                 mine = [requests[place] for place in places], [prompts[at] for at in scored[-1]]
-                opened = front.open(*mine, names, adapter, Part(places, news), goes_on=goes_on)
+                opened = front.open(*mine, names, adapter, StreamPart(places, news), goes_on=goes_on)
                 parts.append(await stack.enter_async_context(opened))
-            answers = parts[0] if len(parts) == 1 else Spread(parts, scored, news)
+            answers = parts[0] if len(parts) == 1 else RequestParts(parts, scored, news)
             self.opened.add(answers)
             try:
                 yield answers
@@ -224,7 +225,7 @@ class Copies(Admission["Answers | Spread", AllMetrics]):
 
     def _shares(
         self, requests: Sequence[Request], prompts: Sequence[Sequence[int]], hashes: Mapping[int, Sequence[bytes]], *, whole: bool
-    ) -> dict[Front, list[Unit]]:
+    ) -> dict[Front, list[RequestGroup]]:
         """The prompts that each copy gets.
 
         Args:
@@ -232,13 +233,13 @@ class Copies(Admission["Answers | Spread", AllMetrics]):
             whole: one copy gets all of them.
         """
         # The answers to one prompt, and its log-probabilities, share the list of its ids.
-        units: dict[int, Unit] = {}
+        units: dict[int, RequestGroup] = {}
         for place, request in enumerate(requests):
-            units.setdefault(0 if whole else id(request.tokens), Unit()).places.append(place)
+            units.setdefault(0 if whole else id(request.tokens), RequestGroup()).places.append(place)
         for at, ids in enumerate(prompts):
-            units.setdefault(0 if whole else id(ids), Unit()).scored.append(at)
+            units.setdefault(0 if whole else id(ids), RequestGroup()).scored.append(at)
         loads = [front.load for front in self.fronts]
-        found: dict[Front, list[Unit]] = {}
+        found: dict[Front, list[RequestGroup]] = {}
         for unit in units.values():
             number = self._chosen(loads, hashes[id(requests[unit.places[0]].tokens)] if unit.places else ())
             loads[number] += unit.load
@@ -255,7 +256,7 @@ class Copies(Admission["Answers | Spread", AllMetrics]):
         """The hashes of the pages of each prompt, by the identity of its list of ids."""
         page, prompts = self.engine.settings.page, {id(request.tokens): request for request in requests}
         # The last token of a prompt is computed in any case.
-        return {key: page_hashes(one.tokens[:-1], page, self.engine.salt_of(one)) for key, one in prompts.items()}
+        return {key: page_hashes(one.tokens[:-1], page, self.engine.page_key(one)) for key, one in prompts.items()}
 
     def _chosen(self, loads: Sequence[int], hashes: Sequence[bytes]) -> int:
         """The copy for a prompt with these pages."""
@@ -269,7 +270,7 @@ class Copies(Admission["Answers | Spread", AllMetrics]):
         return chosen
 
     def _with_longest_prefix(self, numbers: list[int], hashes: Sequence[bytes]) -> list[int]:
-        """Those of these copies whose prefix cache has most of a prompt. It reads what the threads change meanwhile: a hint."""
+        """The copies whose prefix cache has most of a prompt. The threads change the caches meanwhile, so it is a hint."""
         for one in hashes:
             having = [number for number in numbers if self.fronts[number].engine.pages.has(one)]
             if not having:
@@ -286,11 +287,11 @@ class Copies(Admission["Answers | Spread", AllMetrics]):
 
     # ---------------------------------------------------------------- all copies, or none
 
-    async def together(self, what: Callable[[Sequence[Engine]], R]) -> R:
+    async def together(self, work: Callable[[Sequence[Engine]], R]) -> R:
         """Calls something with the engines while no thread makes a step.
 
         Raises:
-            ApiError: an engine has died. Whatever `what` raises.
+            ApiError: an engine has died. Whatever `work` raises.
         """
 
         async def all_parked() -> R:
@@ -299,7 +300,7 @@ class Copies(Admission["Answers | Spread", AllMetrics]):
                 parked = [front.park(released) for front in self.fronts]
                 try:
                     await asyncio.gather(*map(asyncio.wrap_future, parked))
-                    return await asyncio.get_running_loop().run_in_executor(None, what, self.engines)
+                    return await asyncio.get_running_loop().run_in_executor(None, work, self.engines)
                 finally:
                     released.set()
 

@@ -8,15 +8,15 @@ all stay on one copy of the model.
 from collections.abc import Sequence
 from typing import Any
 
-from argosy.infer.engine.request import Event, Reason, Request
+from argosy.infer.engine.request import Event, FinishReason, Request
 from argosy.infer.sampling.beam import Beam, Beams
 from argosy.infer.sampling.sampler import MOST_TOP
 from argosy.serve.errors import ApiError
-from argosy.serve.openai.fields import Generation
-from argosy.serve.response.streams import Answers
+from argosy.serve.openai.fields import GenerationFields
+from argosy.serve.response.streams import EventStreams
 from argosy.serve.service import Service
 
-# What a search cannot honor: the fields, and their values that ask for nothing.
+# Fields that a search cannot honor, and the values of each that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "temperature": (None, 0),
     "top_p": (None, 1),
@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_beams(fields: Generation) -> None:
+def check_beams(fields: GenerationFields) -> None:
     """Checks that a search honors every field of a request.
 
     Raises:
@@ -55,10 +55,11 @@ def check_beams(fields: Generation) -> None:
         raise ApiError(f"`n` is {fields.n}, and a search has at most {MOST_TOP // 2} beams", param="n")
 
 
-class Search:
+class BeamRequest:
     """The search for the answers to one prompt.
 
-    cached: prompt tokens found in the prefix cache. aborted: it was ended early, with what there was.
+    cached: prompt tokens found in the prefix cache.
+    aborted: it was ended early, with what there was.
 
     Args:
         top: likeliest tokens to report with each token, at most.
@@ -70,10 +71,10 @@ class Search:
         self.cached, self.aborted = 0, False
 
     def requests(self) -> list[Request]:
-        """Those of the next step."""
+        """The requests of the next step."""
         return self.beams.requests(self.top, **self.how)
 
-    async def run(self, answers: Answers) -> None:
+    async def run(self, answers: EventStreams) -> None:
         """Searches to the end, from the answers to the first `requests` on.
 
         Raises:
@@ -88,9 +89,9 @@ class Search:
             events = await answers.more(self.requests())
         self.aborted = True
 
-    def found(self) -> list[list[Event]]:
-        """The events of each answer, best answer first, as if it had been sampled. Of a search that was ended early, complete answers
-        come first, then those that were not."""
+    def events(self) -> list[list[Event]]:
+        """The events of each completion, the best first, as if it had been sampled. A search that was ended early gives its complete
+        beams first, then the others."""
         beams = self.beams
         answers = [_events(beam, "length" if beam.ended_by is None else "stop") for beam in beams.best()]
         answers += [_events(beam, "abort") for beam in beams.open]
@@ -98,15 +99,15 @@ class Search:
         return [*answers, *[nothing] * beams.width][: beams.width]
 
 
-def _events(beam: Beam, reason: Reason) -> list[Event]:
+def _events(beam: Beam, reason: FinishReason) -> list[Event]:
     tokens = [*beam.tokens, *(() if beam.ended_by is None else (beam.ended_by,))]
     events = [Event(0, token, logprob, None, top=top) for token, logprob, top in zip(tokens, beam.logprobs, beam.tops, strict=True)]
     if reason == "abort":
         return [*events, Event(0, None, 0.0, reason)]
-    return [*events[:-1], events[-1]._replace(reason=reason)]
+    return [*events[:-1], events[-1]._replace(finish_reason=reason)]
 
 
-def searches_of(service: Service, fields: Generation, prompts: Sequence[list[int]], most: int | None) -> list[Search]:
+def beam_searches(service: Service, fields: GenerationFields, prompts: Sequence[list[int]], most: int | None) -> list[BeamRequest]:
     """The search for the answers to each prompt.
 
     Args:
@@ -120,4 +121,4 @@ def searches_of(service: Service, fields: Generation, prompts: Sequence[list[int
     how = {"salt": fields.cache_salt or "", "adapter": service.adapter_of(fields.model)}
     context, ends = service.context, service.ends(fields)
     found = (Beams(ids, fields.n, most or context - len(ids), ends, fields.length_penalty) for ids in prompts)
-    return [Search(beams, fields.top or 0, how) for beams in found]
+    return [BeamRequest(beams, fields.top or 0, how) for beams in found]

@@ -8,19 +8,19 @@ from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.infer.engine.request import Request
-from argosy.infer.tools.calls import Notation, ids_of
-from argosy.infer.tools.channels import framed, written_in
-from argosy.infer.tools.notations import KNOWN, notation_of
+from argosy.infer.tools.calls import CallNotation, call_ids
+from argosy.infer.tools.channels import framed_grammar, uses_channels
+from argosy.infer.tools.notations import KNOWN, find_notation
 from argosy.serve.errors import ApiError
-from argosy.serve.openai.beams import Search, check_beams, searches_of
-from argosy.serve.openai.fields import Chat
-from argosy.serve.openai.structured import Wanted, check_size, refused, wanted_by
-from argosy.serve.response.choice import Choice, Names, Piece, Scored
-from argosy.serve.response.parsing import Parts, Reader, Reading
-from argosy.serve.response.reasoning import after_thoughts, start_of, thinks, with_reasoning
-from argosy.serve.response.writer import Choices, Job, Shape
+from argosy.serve.openai.beams import BeamRequest, beam_searches, check_beams
+from argosy.serve.openai.fields import ChatFields
+from argosy.serve.openai.structured import StructureRequest, check_size, grammar_error, structure_request
+from argosy.serve.response.choice import ChoicePiece, CompletionChoice, ScoredToken, TokenNames
+from argosy.serve.response.parsing import CompletionFormat, CompletionParts, CompletionReader
+from argosy.serve.response.reasoning import after_thoughts, thinks, thought_start, with_reasoning
+from argosy.serve.response.writer import Choices, GenerationJob, ResponseFormat
 from argosy.serve.service import Service
-from argosy.serve.settings import Limits
+from argosy.serve.settings import ServerLimits
 
 NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 # Fields of a message that templates read.
@@ -28,32 +28,37 @@ OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "refusa
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A validated chat request. prompt: token ids of the rendered conversation. wanted: what the answers must match. reading: how
-    answers are split into thoughts, text and calls. searches: the beam search, if the answers come from one."""
+class ChatRequest:
+    """A validated chat request.
 
-    fields: Chat
+    prompt: token ids of the rendered conversation.
+    wanted: what the answers must match.
+    reading: how answers are split into thoughts, text and calls.
+    searches: the beam search, if the answers come from one.
+    """
+
+    fields: ChatFields
     prompt: list[int]
     requests: Sequence[Request]
-    wanted: Wanted | None
-    reading: Reading
-    searches: Sequence[Search] = ()
+    wanted: StructureRequest | None
+    reading: CompletionFormat
+    searches: Sequence[BeamRequest] = ()
 
-    def job(self, service: Service, shape: Shape) -> Job:
-        return Job(service, self.fields, [self.prompt], self.requests, shape, self.wanted, self.reading, self.searches)
+    def job(self, service: Service, shape: ResponseFormat) -> GenerationJob:
+        return GenerationJob(service, self.fields, [self.prompt], self.requests, shape, self.wanted, self.reading, self.searches)
 
 
-def prepare(service: Service, body: Any) -> Job:
+def prepare_chat(service: Service, body: Any) -> GenerationJob:
     """Validates a body of /v1/chat/completions and turns it into a job.
 
     Raises:
         ApiError: a field is invalid or unsupported.
     """
-    found = asked(service, Chat.of(body))
-    return found.job(service, Completion(service, found.fields, found.prompt, found.reading.notation is not None))
+    found = read_chat(service, ChatFields.of(body))
+    return found.job(service, ChatWriter(service, found.fields, found.prompt, found.reading.notation is not None))
 
 
-def asked(service: Service, fields: Chat) -> Asked:
+def read_chat(service: Service, fields: ChatFields) -> ChatRequest:
     """Validates a chat request and renders its prompt, whichever API it came through.
 
     Raises:
@@ -61,52 +66,52 @@ def asked(service: Service, fields: Chat) -> Asked:
     """
     service.check(fields)
     check_beams(fields)
-    wanted, tools = wanted_by(fields, service.limits), offered(fields)
-    messages = plain(fields.messages)
+    wanted, tools = structure_request(fields, service.limits), offered_tools(fields)
+    messages = template_messages(fields.messages)
     prompt = service.chat_prompt(messages, tools, fields)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
-    requests, searches = service.requests(fields, [prompt], most), searches_of(service, fields, [prompt], most)
+    requests, searches = service.requests(fields, [prompt], most), beam_searches(service, fields, [prompt], most)
     template = service.template(tools, fields.chat_template)
-    reading = reading_of(service, fields, messages, prompt, template, tools or ())
+    reading = completion_format(service, fields, messages, prompt, template, tools or ())
     if tools:
-        wanted = calls_wanted(fields, tools, reading.notation, wanted, service.limits)
+        wanted = call_structure(fields, tools, reading.notation, wanted, service.limits)
     if wanted is not None and reading.start is not None:
         # A grammar of calls in channels has thoughts before them.
         if not reading.channels:
             wanted = replace(wanted, structure=after_thoughts(wanted.structure, reading.start))
         elif reading.start != "after" and wanted.structure.kind != "tools":
-            wanted = replace(wanted, structure=framed(wanted.structure))
-    return Asked(fields, prompt, requests, wanted, reading, searches)
+            wanted = replace(wanted, structure=framed_grammar(wanted.structure))
+    return ChatRequest(fields, prompt, requests, wanted, reading, searches)
 
 
-def reading_of(
-    service: Service, fields: Chat, messages: Sequence[dict[str, Any]], prompt: Sequence[int], template: str,
+def completion_format(
+    service: Service, fields: ChatFields, messages: Sequence[dict[str, Any]], prompt: Sequence[int], template: str,
     tools: Sequence[dict[str, Any]],
-) -> Reading:
+) -> CompletionFormat:
     """How the answers to a request are split."""
-    notation = notation_of(template, service.lm.tokenizer, tools) if tools else None
-    start, shows, before = None, fields.include_reasoning, ids_of(messages)
+    notation = find_notation(template, service.lm.tokenizer, tools) if tools else None
+    start, shows, before = None, fields.include_reasoning, call_ids(messages)
     continued = messages[-1]["content"] if fields.continue_final_message else None
-    if written_in(template):
+    if uses_channels(template):
         # Without the marks, everything is text, and so is what continues a final message.
         notation = notation if service.marks and continued is None else None
         start = None if not service.marks else "open" if continued is None else "after"
-        return Reading(notation, start, shows, service.marks, channels=bool(service.marks), before=before)
+        return CompletionFormat(notation, start, shows, service.marks, channels=bool(service.marks), before=before)
     if thinks(service.reasoning, template):
-        start = start_of(service.reasoning, service.lm.tokenizer, prompt, continued)
-    return Reading(notation, start, shows, {} if notation is None else notation.marks, before=before)
+        start = thought_start(service.reasoning, service.lm.tokenizer, prompt, continued)
+    return CompletionFormat(notation, start, shows, {} if notation is None else notation.marks, before=before)
 
 
-def prompt_of(service: Service, fields: Chat) -> list[int]:
+def render_prompt(service: Service, fields: ChatFields) -> list[int]:
     """Token ids of a rendered conversation.
 
     Raises:
         ApiError: the template refuses it, or a tool is invalid.
     """
-    return service.chat_prompt(plain(fields.messages), offered(fields), fields)
+    return service.chat_prompt(template_messages(fields.messages), offered_tools(fields), fields)
 
 
-def offered(fields: Chat) -> list[dict[str, Any]] | None:
+def offered_tools(fields: ChatFields) -> list[dict[str, Any]] | None:
     """The tools to render into the prompt.
 
     Raises:
@@ -121,20 +126,20 @@ def offered(fields: Chat) -> list[dict[str, Any]] | None:
         ):
             raise ApiError("a tool must be a function with a name", param=f"tools.{i}")
     names = [tool["function"]["name"] for tool in fields.tools or []]
-    if demanded(fields) and not names:
+    if demands_call(fields) and not names:
         raise ApiError("`tool_choice` requires a call, and there are no `tools`", param="tool_choice")
-    name = named(fields)
+    name = required_function(fields)
     if name is not None and name not in names:
         raise ApiError(f"`tool_choice` names `{name[:64]}`, which is not in `tools`", param="tool_choice")
     return None if fields.tool_choice == "none" else fields.tools or None
 
 
-def demanded(fields: Chat) -> bool:
+def demands_call(fields: ChatFields) -> bool:
     """Whether the answer must call a tool."""
     return fields.tool_choice not in (None, "none", "auto")
 
 
-def named(fields: Chat) -> str | None:
+def required_function(fields: ChatFields) -> str | None:
     """Name of the function that the answer must call; None if it may choose.
 
     Raises:
@@ -150,9 +155,10 @@ def named(fields: Chat) -> str | None:
     return function["name"]
 
 
-def calls_wanted(
-    fields: Chat, tools: Sequence[dict[str, Any]], notation: Notation | None, answer: Wanted | None, limits: Limits
-) -> Wanted | None:
+def call_structure(
+    fields: ChatFields, tools: Sequence[dict[str, Any]], notation: CallNotation | None, answer: StructureRequest | None, limits:
+    ServerLimits
+) -> StructureRequest | None:
     """The grammar that enforces `tool_choice`, the argument schemas of strict tools, and at most one call without
     `parallel_tool_calls`; None if nothing needs enforcing.
 
@@ -162,7 +168,7 @@ def calls_wanted(
     Raises:
         ApiError: the template's call notation is unknown, or a tool's parameters are not a schema.
     """
-    must, many = demanded(fields), fields.parallel_tool_calls
+    must, many = demands_call(fields), fields.parallel_tool_calls
     strict = any(tool["function"].get("strict") is True for tool in tools)
     binds = must or strict or not many
     if not binds and (answer is None or notation is None):
@@ -175,25 +181,25 @@ def calls_wanted(
         what = f"`{answer.param}` with tools that may be called is not supported for this model, send `tool_choice: none`"
         raise ApiError(what, param=answer.param, code="unsupported_parameter")
     check_size(tools, "tools", limits)
-    callable_ = [tool for tool in tools if named(fields) in (None, tool["function"]["name"])]
+    callable_ = [tool for tool in tools if required_function(fields) in (None, tool["function"]["name"])]
     for i, tool in enumerate(callable_):
         if not NAME.fullmatch(tool["function"]["name"]):
             raise ApiError("a function name has 1 to 64 letters, digits, `_` and `-`", param=f"tools.{i}")
     # With optional calls, only strict tools constrain their arguments.
     bound = [tool if must or tool["function"].get("strict") is True else _free(tool) for tool in callable_]
-    many = many and named(fields) is None
+    many = many and required_function(fields) is None
     try:
         text = None if answer is None else answer.structure
-        return Wanted(notation.grammar(bound, must=must, many=many, answer=text), "tools")
+        return StructureRequest(notation.grammar(bound, must=must, many=many, answer=text), "tools")
     except BadInput as error:
-        raise refused(error, "tools") from None
+        raise grammar_error(error, "tools") from None
 
 
 def _free(tool: dict[str, Any]) -> dict[str, Any]:
     return tool | {"function": tool["function"] | {"parameters": {"type": "object"}}}
 
 
-def plain(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates read them: text parts joined, arguments of tool calls as objects.
 
     Raises:
@@ -249,7 +255,7 @@ def _calls(calls: Any, where: str) -> list[Any]:
     return found
 
 
-class Completion(Choices):
+class ChatWriter(Choices):
     """Responses of /v1/chat/completions.
 
     Args:
@@ -258,15 +264,15 @@ class Completion(Choices):
 
     prefix, kind, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, fields: Chat, prompt: list[int], calls: bool):
+    def __init__(self, service: Service, fields: ChatFields, prompt: list[int], calls: bool):
         super().__init__(fields)
         self.fields, self.prompt, self.calls = fields, prompt, calls
-        self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
+        self.names = TokenNames(service.lm.tokenizer, fields.return_tokens_as_token_ids)
 
     def opened(self, place: int) -> dict[str, Any] | None:
         return {"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
+    def chunk(self, place: int, choice: CompletionChoice, piece: ChoicePiece, parts: CompletionParts) -> dict[str, Any]:
         says = parts.text or not (parts.thought or piece.finish or self.calls)
         delta: dict[str, Any] = _thought(parts.thought) | ({"content": parts.text} if says else {})
         if parts.calls:
@@ -279,7 +285,7 @@ class Completion(Choices):
             found["token_ids"] = [one.token for one in piece.tokens]
         return found
 
-    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
+    def choice(self, place: int, choice: CompletionChoice, reader: CompletionReader) -> dict[str, Any]:
         text = reader.text or None if reader.calls or reader.thinking else reader.text
         message = {"role": "assistant", "content": text, "refusal": None} | _thought(reader.thought)
         found = {
@@ -298,7 +304,7 @@ class Completion(Choices):
             return {}
         return {"prompt_logprobs": self.names.prompt_logprobs(self.prompt, self.scores[0], self.fields.prompt_logprobs)}
 
-    def _scores(self, tokens: Sequence[Scored]) -> dict[str, Any] | None:
+    def _scores(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self.fields.logprobs:
             return None
         content = []

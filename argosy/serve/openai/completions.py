@@ -5,37 +5,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from argosy.serve.errors import ApiError
-from argosy.serve.openai.beams import check_beams, searches_of
-from argosy.serve.openai.fields import Completions
-from argosy.serve.openai.structured import wanted_by
-from argosy.serve.response.choice import Choice, Names, Piece, Scored, scored_prompt
-from argosy.serve.response.parsing import Parts, Reader
-from argosy.serve.response.writer import Choices, Job
+from argosy.serve.openai.beams import beam_searches, check_beams
+from argosy.serve.openai.fields import CompletionFields
+from argosy.serve.openai.structured import structure_request
+from argosy.serve.response.choice import ChoicePiece, CompletionChoice, ScoredToken, TokenNames, scored_prompt
+from argosy.serve.response.parsing import CompletionParts, CompletionReader
+from argosy.serve.response.writer import Choices, GenerationJob
 from argosy.serve.service import Service
 
 # OpenAI's and vLLM's default.
 MAX_TOKENS = 16
 
 
-def prepare(service: Service, body: Any) -> Job:
+def prepare_completions(service: Service, body: Any) -> GenerationJob:
     """Validates a body of /v1/completions and turns it into a job.
 
     Raises:
         ApiError: a field is invalid or unsupported.
     """
-    fields = Completions.of(body)
+    fields = CompletionFields.of(body)
     service.check(fields)
     check_beams(fields)
-    wanted = wanted_by(fields, service.limits)
-    given = several(fields.prompt)
+    wanted = structure_request(fields, service.limits)
+    given = read_prompts(fields.prompt)
     prompts = [service.encode(one, fields.add_special_tokens) if isinstance(one, str) else one for one in given]
     most = MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    requests, searches = service.requests(fields, prompts, most), searches_of(service, fields, prompts, most)
-    echoes = [echoed(service, *both, fields) for both in zip(given, prompts, strict=True)] if fields.echo else None
-    return Job(service, fields, prompts, requests, Shape(service, fields, echoes, prompts), wanted, searches=searches)
+    requests, searches = service.requests(fields, prompts, most), beam_searches(service, fields, prompts, most)
+    echoes = [echo_of(service, *both, fields) for both in zip(given, prompts, strict=True)] if fields.echo else None
+    return GenerationJob(service, fields, prompts, requests, CompletionWriter(service, fields, echoes, prompts), wanted,
+    searches=searches)
 
 
-def several(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+def read_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
     """The prompts: a text, several texts, token ids, or several lists of token ids.
 
     Args:
@@ -60,14 +61,17 @@ def _is_id(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Echo:
-    """The text of a prompt in front of its answers. offsets: characters before each of its tokens; a token that begins within a
-    character has the offset of that character, and one that is not in the text, such as the first of the model, those of the next."""
+    """The text of a prompt in front of its answers.
+
+    offsets: characters before each of its tokens; a token that begins within a character has the offset of that character, and one
+        that is not in the text, such as the first of the model, those of the next.
+    """
 
     text: str = ""
     offsets: Sequence[int] = ()
 
 
-def echoed(service: Service, prompt: str | list[int], ids: list[int], fields: Completions) -> Echo:
+def echo_of(service: Service, prompt: str | list[int], ids: list[int], fields: CompletionFields) -> Echo:
     """The echo of a prompt. ids: its tokens."""
     tokenizer, given = service.lm.tokenizer, isinstance(prompt, str)
     if tokenizer is None:
@@ -91,7 +95,7 @@ def echoed(service: Service, prompt: str | list[int], ids: list[int], fields: Co
     return Echo(text, [min(one, len(text)) for one in offsets])
 
 
-class Shape(Choices):
+class CompletionWriter(Choices):
     """Responses of /v1/completions.
 
     Args:
@@ -100,10 +104,10 @@ class Shape(Choices):
 
     prefix, kind, part = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, service: Service, fields: Completions, echoes: list[Echo] | None, prompts: Sequence[list[int]]):
+    def __init__(self, service: Service, fields: CompletionFields, echoes: list[Echo] | None, prompts: Sequence[list[int]]):
         super().__init__(fields)
         self.fields, self.echoes, self.prompts = fields, echoes, prompts
-        self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
+        self.names = TokenNames(service.lm.tokenizer, fields.return_tokens_as_token_ids)
         # Characters of each answer sent so far.
         self._sent: dict[int, int] = {}
 
@@ -115,7 +119,7 @@ class Shape(Choices):
         text, scores = self._echo(place), self._with_prompt(place, None)
         return self._choice(place, text, scores, finish, None) if text or scores or finish else None
 
-    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
+    def chunk(self, place: int, choice: CompletionChoice, piece: ChoicePiece, parts: CompletionParts) -> dict[str, Any]:
         start = self._sent.get(place, len(self._echo(place)))
         self._sent[place] = start + len(piece.text)
         found = self._choice(place, piece.text, self._scores(piece.tokens, [piece.text], start), piece.finish, choice.stop_reason)
@@ -123,7 +127,7 @@ class Shape(Choices):
             found["token_ids"] = [one.token for one in piece.tokens]
         return found
 
-    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
+    def choice(self, place: int, choice: CompletionChoice, reader: CompletionReader) -> dict[str, Any]:
         echo = self._echo(place)
         scores = self._with_prompt(place, self._scores(choice.tokens, choice.pieces, len(echo)))
         found = self._choice(place, echo + choice.text, scores, choice.finish, choice.stop_reason)
@@ -156,7 +160,7 @@ class Shape(Choices):
     def _choice(self, place: int, text: str, scores: Any, finish: str | None, reason: Any) -> dict[str, Any]:
         return {"index": place, "text": text, "logprobs": scores, "finish_reason": finish, "stop_reason": reason}
 
-    def _scores(self, tokens: Sequence[Scored], pieces: Sequence[str], offset: int) -> dict[str, Any] | None:
+    def _scores(self, tokens: Sequence[ScoredToken], pieces: Sequence[str], offset: int) -> dict[str, Any] | None:
         """Log-probabilities as four lists. text_offset: characters that were final before each token.
 
         Args:
@@ -176,6 +180,6 @@ class Shape(Choices):
             "top_logprobs": [self._top(one) for one in tokens],
         }
 
-    def _top(self, one: Scored) -> dict[str, float]:
+    def _top(self, one: ScoredToken) -> dict[str, float]:
         """The likeliest tokens by name, and the token itself, which may be none of them."""
         return {self.names(token): logprob for token, logprob in [*one.likeliest, (one.token, one.logprob)]}

@@ -11,19 +11,23 @@ import numpy as np
 from jaxtyping import Float
 
 from argosy.core.counts import plural
-from argosy.infer.embed import unit
+from argosy.infer.embed import unit_vectors
 from argosy.serve.engine.encoder import EncoderService
 from argosy.serve.errors import ApiError
-from argosy.serve.openai.completions import several
-from argosy.serve.openai.fields import Embeddings, Rerank, Score, Vectors
+from argosy.serve.openai.completions import read_prompts
+from argosy.serve.openai.fields import EmbeddingFields, RerankFields, ScoreFields, VectorFields
 
 
 @dataclass
-class Job:
-    """One request. rows: the ids of its texts. body: the rest of the answer from their pooled vectors."""
+class EmbeddingJob:
+    """One request.
+
+    rows: the ids of its texts.
+    body: the rest of the answer from their pooled vectors.
+    """
 
     service: EncoderService
-    fields: Vectors
+    fields: VectorFields
     prefix: str
     rows: Sequence[list[int]]
     body: Callable[[Float[np.ndarray, "N D"]], dict[str, Any]]
@@ -40,16 +44,16 @@ class Job:
         }
 
 
-def prepare(service: EncoderService, body: Any) -> Job:
+def prepare_embeddings(service: EncoderService, body: Any) -> EmbeddingJob:
     """The work of /v1/embeddings.
 
     Raises:
         ApiError: it asks for what cannot be done.
     """
-    fields = Embeddings.of(body)
+    fields = EmbeddingFields.of(body)
     service.check_model(fields.model)
     check_dimensions(service, fields.dimensions)
-    texts = several(fields.input, "input")
+    texts = read_prompts(fields.input, "input")
     rows = service.rows(texts, fields.truncate_prompt_tokens, "input", special=fields.add_special_tokens)
 
     def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
@@ -61,7 +65,7 @@ def prepare(service: EncoderService, body: Any) -> Job:
         data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(written)]
         return {"object": "list", "data": data}
 
-    return Job(service, fields, "embd", rows, answer)
+    return EmbeddingJob(service, fields, "embd", rows, answer)
 
 
 def check_dimensions(service: EncoderService, dimensions: int | None) -> None:
@@ -83,13 +87,13 @@ def check_dimensions(service: EncoderService, dimensions: int | None) -> None:
         raise ApiError(f"`dimensions` is {dimensions}, not {allowed}", param="dimensions")
 
 
-def prepare_score(service: EncoderService, body: Any) -> Job:
+def prepare_score(service: EncoderService, body: Any) -> EmbeddingJob:
     """The work of /score: one text against each of several, or two equally long lists in pairs.
 
     Raises:
         ApiError: it asks for what cannot be done.
     """
-    fields = Score.of(body)
+    fields = ScoreFields.of(body)
     service.check_model(fields.model)
     first, second = fields.text_1, fields.text_2
     if len(first) not in (1, len(second)):
@@ -104,16 +108,16 @@ def prepare_score(service: EncoderService, body: Any) -> Job:
         scores = cosines(vectors[: len(first)], vectors[len(first) :])
         return {"object": "list", "data": [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]}
 
-    return Job(service, fields, "score", rows, answer)
+    return EmbeddingJob(service, fields, "score", rows, answer)
 
 
-def prepare_rerank(service: EncoderService, body: Any) -> Job:
+def prepare_rerank(service: EncoderService, body: Any) -> EmbeddingJob:
     """The work of /rerank: documents by their likeness to a query.
 
     Raises:
         ApiError: it asks for what cannot be done.
     """
-    fields = Rerank.of(body)
+    fields = RerankFields.of(body)
     service.check_model(fields.model)
     rows = [
         *service.rows([fields.query], fields.truncate_prompt_tokens, "query"),
@@ -127,9 +131,9 @@ def prepare_rerank(service: EncoderService, body: Any) -> Job:
         results = [{"index": i, "document": {"text": fields.documents[i]}, "relevance_score": scores[i]} for i in best]
         return {"results": results}
 
-    return Job(service, fields, "rerank", rows, answer)
+    return EmbeddingJob(service, fields, "rerank", rows, answer)
 
 
 def cosines(a: Float[np.ndarray, "#N D"], b: Float[np.ndarray, "N D"]) -> list[float]:
     """The cosine of the angle between the vectors of each pair."""
-    return (unit(a) * unit(b)).sum(1).tolist()
+    return (unit_vectors(a) * unit_vectors(b)).sum(1).tolist()

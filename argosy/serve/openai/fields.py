@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from argosy.infer.sampling.repetition import Repetition
-from argosy.serve.errors import ApiError, of_validation
+from argosy.serve.errors import ApiError, validation_error
 from argosy.serve.response.reasoning import Effort
 
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
@@ -47,7 +47,7 @@ OF_RENDERING = {
     "tokenize", "template", "special", "now", "self",
 }  # fmt: skip
 
-# What to write instead of an unsupported field.
+# Advice for unsupported fields.
 INSTEAD = {f"guided_{name}": f'"structured_outputs": {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
 
 
@@ -81,7 +81,7 @@ class Fields(BaseModel):
         try:
             return cls.model_validate(cls._supported(body))
         except ValidationError as error:
-            raise of_validation(error, cls.model_fields) from None
+            raise validation_error(error, cls.model_fields) from None
 
     @classmethod
     def _supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,12 +127,12 @@ class RepetitionDetection(BaseModel):
         return self
 
     @property
-    def ours(self) -> Repetition | None:
+    def settings(self) -> Repetition | None:
         sizes = self.max_pattern_size, self.min_count, max(self.min_pattern_size, 1)
         return Repetition(*sizes) if self.max_pattern_size else None
 
 
-class Sampled(Fields):
+class SamplingFields(Fields):
     """Fields of every route that generates text. None: the default of the model, or of the server.
 
     Sampler fields have the API's names; `sampling.OURS` maps them to ours.
@@ -165,10 +165,10 @@ class Sampled(Fields):
 
     def sampled(self) -> dict[str, Any]:
         """The fields of this class that the request has set."""
-        return {name: getattr(self, name) for name in Sampled.model_fields if name in self.model_fields_set}
+        return {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
 
 
-class Generation(Sampled):
+class GenerationFields(SamplingFields):
     """Fields of completions and chats."""
 
     top_name: ClassVar[str] = "logprobs"
@@ -206,7 +206,7 @@ class Generation(Sampled):
         return None if self.prompt_logprobs is None else "prompt_logprobs"
 
 
-class Completions(Generation):
+class CompletionFields(GenerationFields):
     """A body of /v1/completions."""
 
     # `completions.several` checks its four forms.
@@ -231,7 +231,7 @@ class Completions(Generation):
         return "echo" if self.echo and self.logprobs is not None else super().scoring
 
 
-class Rendered(Fields):
+class RenderFields(Fields):
     """Fields that decide how messages are rendered, on /v1/chat/completions and /tokenize."""
 
     add_generation_prompt: bool = True
@@ -253,7 +253,7 @@ class Rendered(Fields):
         return self
 
 
-class Chat(Generation, Rendered):
+class ChatFields(GenerationFields, RenderFields):
     """A body of /v1/chat/completions."""
 
     top_name: ClassVar[str] = "top_logprobs"
@@ -277,7 +277,7 @@ class Chat(Generation, Rendered):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class Tokenize(Rendered):
+class TokenizeFields(RenderFields):
     """A body of /tokenize: a text, or messages."""
 
     model: str | None = None
@@ -289,20 +289,20 @@ class Tokenize(Rendered):
     def _of_messages(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError("give `prompt` or `messages`", param="prompt")
-        of_text = {*Tokenize.model_fields} - {*Rendered.model_fields} | {"add_special_tokens"}
+        of_text = {*TokenizeFields.model_fields} - {*RenderFields.model_fields} | {"add_special_tokens"}
         if self.prompt is not None and (wrong := sorted(self.model_fields_set - of_text)):
             raise ApiError(f"`{wrong[0]}` is for `messages`", param=wrong[0])
         return self
 
 
-class Detokenize(Fields):
+class DetokenizeFields(Fields):
     """A body of /detokenize."""
 
     model: str | None = None
     tokens: list[int]
 
 
-class Vectors(Fields):
+class VectorFields(Fields):
     """The fields that the routes of an encoder share.
 
     truncate_prompt_tokens: the most tokens of a text, whose end is cut; -1: as many as the model takes.
@@ -313,7 +313,7 @@ class Vectors(Fields):
     request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
 
 
-class Embeddings(Vectors):
+class EmbeddingFields(VectorFields):
     """A body of /v1/embeddings."""
 
     # `embeddings` checks its four forms.
@@ -323,15 +323,18 @@ class Embeddings(Vectors):
     add_special_tokens: bool = True
 
 
-class Score(Vectors):
+class ScoreFields(VectorFields):
     """A body of /score."""
 
     text_1: Annotated[list[str], BeforeValidator(_several)]
     text_2: Annotated[list[str], BeforeValidator(_several)]
 
 
-class Rerank(Vectors):
-    """A body of /rerank. top_n: how many of the documents to return; 0: all."""
+class RerankFields(VectorFields):
+    """A body of /rerank.
+
+    top_n: how many of the documents to return; 0: all.
+    """
 
     query: str
     documents: list[str] = Field(min_length=1)

@@ -7,20 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from argosy.serve.errors import ApiError, unavailable
+from argosy.serve.errors import ApiError, service_unavailable
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A response. messages: the conversation including the answer, without the instructions. task: generates it in the background;
-    None: it has ended."""
+class StoredResponse:
+    """A response.
+
+    messages: the conversation including the answer, without the instructions.
+    task: generates it in the background; None: it has ended.
+    """
 
     document: dict[str, Any]
     messages: Sequence[dict[str, Any]] = ()
     task: "asyncio.Task[None] | None" = None
 
 
-class Store:
+class ResponseStore:
     """The latest responses by id. Thread-safe.
 
     Args:
@@ -29,10 +32,10 @@ class Store:
 
     def __init__(self, most: int):
         self.most = most
-        self._found: OrderedDict[str, Stored] = OrderedDict()
+        self._found: OrderedDict[str, StoredResponse] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredResponse) -> None:
         """Stores a response, or replaces its earlier state. The oldest finished response makes room.
 
         Raises:
@@ -46,10 +49,10 @@ class Store:
                     del self._found[done]
                 elif stored.task is not None:
                     what = f"{self.most} responses are running in the background, try again later"
-                    raise unavailable(what, "store_full")
+                    raise service_unavailable(what, "store_full")
             self._found[name] = stored
 
-    def get(self, name: str) -> Stored:
+    def get(self, name: str) -> StoredResponse:
         """A stored response.
 
         Raises:
@@ -60,7 +63,7 @@ class Store:
                 raise ApiError(f"there is no response `{name[:64]}`", status=404, code="response_not_found")
             return self._found[name]
 
-    def delete(self, name: str) -> Stored:
+    def delete(self, name: str) -> StoredResponse:
         """Removes a stored response.
 
         Raises:

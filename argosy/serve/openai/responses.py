@@ -11,13 +11,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from argosy.serve.errors import ApiError, Json, renaming
-from argosy.serve.openai.chat import Asked, asked
-from argosy.serve.openai.fields import IGNORED, Chat, Sampled, Stops
-from argosy.serve.openai.response_store import Store, Stored
-from argosy.serve.openai.responses_input import messages_of, with_instructions
-from argosy.serve.openai.responses_output import Reply
+from argosy.serve.openai.chat import ChatRequest, read_chat
+from argosy.serve.openai.fields import IGNORED, ChatFields, SamplingFields, Stops
+from argosy.serve.openai.response_store import ResponseStore, StoredResponse
+from argosy.serve.openai.responses_input import input_messages, with_instructions
+from argosy.serve.openai.responses_output import ResponseWriter
 from argosy.serve.response.reasoning import Effort
-from argosy.serve.response.writer import Job
+from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import Service
 
 # The fields of chats by the names that they have here.
@@ -46,7 +46,7 @@ class ReasoningOptions(BaseModel):
     summary: Literal["auto"] | None = None
 
 
-class Responses(Sampled):
+class Responses(SamplingFields):
     """A body of /v1/responses."""
 
     ignored: ClassVar = {*IGNORED, "prompt_cache_retention"}
@@ -93,15 +93,15 @@ class Responses(Sampled):
         return "message.output_text.logprobs" in self.include
 
 
-def prepare(service: Service, body: Any) -> Job:
+def prepare_responses(service: Service, body: Any) -> GenerationJob:
     """Validates a body of /v1/responses and turns it into a job.
 
     Raises:
         ApiError: a field is invalid or unsupported.
     """
     fields = Responses.of(body)
-    store = store_of(service, fields)
-    messages = [*_before(service.store, fields.previous_response_id), *messages_of(fields.input)]
+    store = response_store(service, fields)
+    messages = [*_before(service.store, fields.previous_response_id), *input_messages(fields.input)]
     body = {
         **fields.sampled(),
         "messages": with_instructions(fields.instructions, messages),
@@ -118,11 +118,11 @@ def prepare(service: Service, body: Any) -> Job:
         "chat_template_kwargs": fields.chat_template_kwargs,
     }
     with renaming(NAMES):
-        found = asked(service, Chat.of(body))
-    return Work.of(service, found, Reply(service, fields.model_dump(), messages, store), fields.background)
+        found = read_chat(service, ChatFields.of(body))
+    return Work.of(service, found, ResponseWriter(service, fields.model_dump(), messages, store), fields.background)
 
 
-def store_of(service: Service, fields: Responses) -> Store | None:
+def response_store(service: Service, fields: Responses) -> ResponseStore | None:
     """The store to keep the response in; None: it is not kept.
 
     Raises:
@@ -147,7 +147,7 @@ def no_store(name: str | None = None) -> ApiError:
     return ApiError(what, status=400 if name else 404, param=name, code="unsupported_parameter" if name else None)
 
 
-def _before(store: Store | None, name: str | None) -> list[dict[str, Any]]:
+def _before(store: ResponseStore | None, name: str | None) -> list[dict[str, Any]]:
     """Messages of the conversation up to an earlier response."""
     if name is None or store is None:
         return []
@@ -198,15 +198,15 @@ def _choice(choice: Any) -> Any:
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
-class Work(Job):
+class Work(GenerationJob):
     """A response: whole, streamed, or generated in the background."""
 
-    reply: Reply
+    reply: ResponseWriter
     background = False
 
     @classmethod
-    def of(cls, service: Service, found: Asked, reply: Reply, background: bool) -> "Work":
-        work = cls(service, found.fields, [found.prompt], found.requests, reply, found.wanted, found.reading)
+    def of(cls, service: Service, response: ChatRequest, reply: ResponseWriter, background: bool) -> "Work":
+        work = cls(service, response.fields, [response.prompt], response.requests, reply, response.wanted, response.reading)
         work.background, work.reply = background, reply
         return work
 
@@ -217,24 +217,24 @@ class Work(Job):
         document = self.reply.document(self, "in_progress")
         task = asyncio.create_task(self._in_background(self.reply.store))
         try:
-            self.reply.store.put(Stored(document, task=task))
+            self.reply.store.put(StoredResponse(document, task=task))
         except ApiError:
             task.cancel()
             raise
         return Json(document)
 
-    async def _in_background(self, store: Store) -> None:
+    async def _in_background(self, store: ResponseStore) -> None:
         try:
             # `Reply.whole` stores it.
             await self.answered()
         except ApiError as error:
-            store.put(Stored(self.reply.failed(self, error)))
+            store.put(StoredResponse(self.reply.failed(self, error)))
         except Exception as error:
             traceback.print_exception(error, file=sys.stderr)
-            store.put(Stored(self.reply.failed(self, ApiError("internal error", status=500))))
+            store.put(StoredResponse(self.reply.failed(self, ApiError("internal error", status=500))))
 
 
-async def cancelled(store: Store, name: str) -> dict[str, Any]:
+async def cancelled_response(store: ResponseStore, name: str) -> dict[str, Any]:
     """Cancels a background response. A finished one is returned as it is.
 
     Raises:
@@ -249,12 +249,12 @@ async def cancelled(store: Store, name: str) -> dict[str, Any]:
         # It may have finished before the cancellation.
         stored = store.get(name)
         if stored.task is not None:
-            stored = Stored(stored.document | {"status": "cancelled"})
+            stored = StoredResponse(stored.document | {"status": "cancelled"})
             store.put(stored)
     return stored.document
 
 
-async def deleted(store: Store, name: str) -> dict[str, Any]:
+async def deleted_response(store: ResponseStore, name: str) -> dict[str, Any]:
     """Removes a response, and cancels it if it is still running.
 
     Raises:

@@ -16,19 +16,19 @@ FIELDS = {
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-def messages_of(given: Any) -> list[dict[str, Any]]:
+def input_messages(items: Any) -> list[dict[str, Any]]:
     """Chat messages of an `input`, which is a text or a list of items. Consecutive reasoning, text and calls of the assistant become
     one message.
 
     Raises:
         ApiError: an unsupported item or part, or an unknown field.
     """
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
         raise ApiError("`input` must be a text or a list of items", param="input")
     found: list[dict[str, Any]] = []
-    for i, item in enumerate(given):
+    for i, item in enumerate(items):
         _add(found, item, f"input.{i}")
     return found
 
@@ -53,7 +53,7 @@ def _add(found: list[dict[str, Any]], item: Any, where: str) -> None:
         role = _text(item, "role", where)
         if role not in ROLES:
             raise ApiError(f"`{where}.role` must be one of {', '.join(ROLES)}", param=f"{where}.role")
-        content = text_of(item.get("content"), f"{where}.content")
+        content = message_text(item.get("content"), f"{where}.content")
         if role == "assistant":
             _turn(found, "content", "tool_calls")["content"] = content
         else:
@@ -63,13 +63,13 @@ def _add(found: list[dict[str, Any]], item: Any, where: str) -> None:
         call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
         _turn(found).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = text_of(item.get("output"), f"{where}.output")
+        output = message_text(item.get("output"), f"{where}.output")
         found.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
     else:
         if "encrypted_content" in item:
             what = f"`{where}.encrypted_content` cannot be decrypted here"
             raise ApiError(what, param=f"{where}.encrypted_content", code="unsupported_parameter")
-        thought = text_of(item.get("content", []), f"{where}.content")
+        thought = message_text(item.get("content", []), f"{where}.content")
         turn = _turn(found, "content", "tool_calls")
         turn["reasoning"] = "\n".join([*([turn["reasoning"]] if "reasoning" in turn else []), thought])
 
@@ -104,7 +104,7 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
     return found
 
 
-def text_of(content: Any, where: str) -> str:
+def message_text(content: Any, where: str) -> str:
     """The text of a message's content: a text, or a list of text parts, joined by line breaks as in chats.
 
     Raises:

@@ -7,10 +7,10 @@ from typing import Any
 
 from argosy.infer.prompt_logprobs import PromptScores
 from argosy.serve.errors import ApiError
-from argosy.serve.openai.response_store import Store, Stored
-from argosy.serve.response.choice import Names, Piece, Scored
-from argosy.serve.response.parsing import Parts
-from argosy.serve.response.writer import Documents, Job
+from argosy.serve.openai.response_store import ResponseStore, StoredResponse
+from argosy.serve.response.choice import ChoicePiece, ScoredToken, TokenNames
+from argosy.serve.response.parsing import CompletionParts
+from argosy.serve.response.writer import Documents, GenerationJob
 from argosy.serve.service import Service
 
 # Item type -> type of its content part, and prefix of its text events.
@@ -18,7 +18,7 @@ PARTS = {"reasoning": ("reasoning_text", "reasoning_text"), "message": ("output_
 IDS = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 
 
-class Reply:
+class ResponseWriter:
     """One response.
 
     Args:
@@ -30,44 +30,44 @@ class Reply:
     prefix, named = "resp_", True
 
     def __init__(
-        self, service: Service, fields: Mapping[str, Any], messages: Sequence[dict[str, Any]], store: Store | None
+        self, service: Service, fields: Mapping[str, Any], messages: Sequence[dict[str, Any]], store: ResponseStore | None
     ):
         self.service, self.fields, self.messages, self.store = service, fields, messages, store
         self.scores: Sequence[PromptScores] = ()
-        self.names = Names(service.lm.tokenizer, False)
+        self.names = TokenNames(service.lm.tokenizer, False)
         self.output: list[dict[str, Any]] = []
         self._sent = 0
         # Whether the last item is incomplete, and scored tokens not sent in an event yet.
         self._open = False
         self._scores = "message.output_text.logprobs" in fields["include"]
-        self._waiting: list[Scored] = []
+        self._waiting: list[ScoredToken] = []
 
     # ---------------------------------------------------------------- documents
 
-    def whole(self, job: Job) -> dict[str, Any]:
+    def whole(self, job: GenerationJob) -> dict[str, Any]:
         reader, finish = job.readers[0], job.choices[0].finish
-        self._items(Parts(reader.thought, reader.text, reader.calls, reader.tokens), finish)
+        self._items(CompletionParts(reader.thought, reader.text, reader.calls, reader.tokens), finish)
         return self._finished(job)
 
-    def opening(self, job: Job) -> Documents:
+    def opening(self, job: GenerationJob) -> Documents:
         started = self.document(job, "in_progress")
         return [self._event(f"response.{name}", response=started) for name in ("created", "in_progress")]
 
-    def step(self, job: Job, place: int, piece: Piece, parts: Parts) -> Documents:
+    def step(self, job: GenerationJob, place: int, piece: ChoicePiece, parts: CompletionParts) -> Documents:
         return self._items(parts, piece.finish)
 
-    def closing(self, job: Job) -> Documents:
+    def closing(self, job: GenerationJob) -> Documents:
         document = self._finished(job)
         return [self._event(f"response.{document['status']}", response=document)]
 
-    def failure(self, job: Job, error: ApiError) -> dict[str, Any]:
+    def failure(self, job: GenerationJob, error: ApiError) -> dict[str, Any]:
         return self._event("response.failed", response=self.failed(job, error))
 
-    def failed(self, job: Job, error: ApiError) -> dict[str, Any]:
+    def failed(self, job: GenerationJob, error: ApiError) -> dict[str, Any]:
         """The response to a request that failed while running."""
         return self.document(job, "failed") | {"error": {"code": "server_error", "message": error.message}}
 
-    def _finished(self, job: Job) -> dict[str, Any]:
+    def _finished(self, job: GenerationJob) -> dict[str, Any]:
         """The final response with its usage. Stores it."""
         finish, counts = job.choices[0].finish, job.counts()
         cut = {"length": "incomplete", "repetition": "incomplete", "abort": "cancelled"}
@@ -76,9 +76,9 @@ class Reply:
         document["usage"] = {
             "input_tokens": counts.prompt,
             "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
-            "output_tokens": counts.made,
+            "output_tokens": counts.completion,
             "output_tokens_details": {"reasoning_tokens": counts.thinking},
-            "total_tokens": counts.prompt + counts.made,
+            "total_tokens": counts.prompt + counts.completion,
         }
         if status == "completed":
             document["completed_at"] = int(time.time())
@@ -92,10 +92,10 @@ class Reply:
             said: dict[str, Any] = {"role": "assistant", "content": reader.text}
             said |= {"reasoning": reader.thought} if reader.thought else {}
             said |= {"tool_calls": reader.calls} if reader.calls else {}
-            self.store.put(Stored(document, [*self.messages, said]))
+            self.store.put(StoredResponse(document, [*self.messages, said]))
         return document
 
-    def document(self, job: Job, status: str) -> dict[str, Any]:
+    def document(self, job: GenerationJob, status: str) -> dict[str, Any]:
         """The response so far."""
         fields, defaults = self.fields, self.service.defaults
         return {
@@ -112,7 +112,7 @@ class Reply:
 
     # ---------------------------------------------------------------- items
 
-    def _items(self, parts: Parts, finish: str | None) -> Documents:
+    def _items(self, parts: CompletionParts, finish: str | None) -> Documents:
         """Adds new parts of the answer to the output. Returns their events."""
         found = self._said("reasoning", parts.thought) if parts.thought else []
         self._waiting += parts.tokens if self._scores else ()
@@ -194,7 +194,7 @@ class Reply:
         self._sent += 1
         return {"type": name, "sequence_number": self._sent - 1, **more}
 
-    def _scored(self, one: Scored) -> dict[str, Any]:
+    def _scored(self, one: ScoredToken) -> dict[str, Any]:
         return self._named(one.token, one.logprob) | {"top_logprobs": [self._named(*both) for both in one.likeliest]}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:

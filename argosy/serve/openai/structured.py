@@ -1,4 +1,5 @@
-"""What the answers of a request must match: OpenAI's `response_format`, vLLM's `structured_outputs`, and calls of tools."""
+"""Structures that the completions of a request must match: OpenAI's `response_format`, vLLM's `structured_outputs`, and calls of
+tools."""
 
 import json
 from collections.abc import Mapping
@@ -7,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from argosy.core.errors import ArgosyError
-from argosy.infer.tools.grammar import Structure, structure_of
-from argosy.serve.errors import ApiError, of_input
-from argosy.serve.openai.fields import Generation
-from argosy.serve.settings import Limits
+from argosy.infer.tools.grammar import Structure, read_structure
+from argosy.serve.errors import ApiError, input_error
+from argosy.serve.openai.fields import GenerationFields
+from argosy.serve.settings import ServerLimits
 
 # GBNF is translated to Lark by a program whose time grows with the square of the text: 16 kB take 1 s, 118 kB a minute.
 MOST_GBNF = 16_384
@@ -19,25 +20,28 @@ MOST_LINE = 8_192
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What an answer must match. param: the field that asks for it."""
+class StructureRequest:
+    """The structure that a completion must match.
+
+    param: the field that asks for it.
+    """
 
     structure: Structure
     param: str
 
 
-def wanted_by(fields: Generation, limits: Limits) -> Wanted | None:
-    """What `response_format` or `structured_outputs` ask for; None: any text.
+def structure_request(fields: GenerationFields, limits: ServerLimits) -> StructureRequest | None:
+    """The structure that `response_format` or `structured_outputs` ask for; None: any text.
 
     Raises:
         ApiError: both of them, a format that is not supported, or more than the limits allow.
     """
     if fields.structured_outputs is None:
         given = _format(fields.response_format)
-        return None if given is None else Wanted(checked(given, "response_format", limits), "response_format")
+        return None if given is None else StructureRequest(check_structure(given, "response_format", limits), "response_format")
     if fields.response_format not in (None, {"type": "text"}):
         raise ApiError("`response_format` and `structured_outputs` exclude each other", param="structured_outputs")
-    return Wanted(checked(fields.structured_outputs, "structured_outputs", limits), "structured_outputs")
+    return StructureRequest(check_structure(fields.structured_outputs, "structured_outputs", limits), "structured_outputs")
 
 
 def _format(wanted: Any) -> dict[str, Any] | None:
@@ -64,36 +68,36 @@ def _format(wanted: Any) -> dict[str, Any] | None:
     return {"json": inner["schema"]}
 
 
-def checked(given: Mapping[str, Any], param: str, limits: Limits) -> Structure:
-    """What an answer must match.
+def check_structure(fields: Mapping[str, Any], param: str, limits: ServerLimits) -> Structure:
+    """The structure that a completion must match.
 
     Raises:
         ApiError: it is wrong, or larger or deeper than the limits allow.
     """
-    given = dict(given)
-    if isinstance(given.get("json"), str):
+    fields = dict(fields)
+    if isinstance(fields.get("json"), str):
         with suppress(ValueError, RecursionError):
-            given["json"] = json.loads(given["json"])
-    check_size(given, param, limits)
-    grammar = given.get("grammar")
+            fields["json"] = json.loads(fields["json"])
+    check_size(fields, param, limits)
+    grammar = fields.get("grammar")
     if isinstance(grammar, str) and "::=" in grammar and len(grammar) > MOST_GBNF:
         raise ApiError(f"`{param}`: a grammar in GBNF has at most {MOST_GBNF} characters, write it in Lark", param=param)
     try:
-        return structure_of(given)
+        return read_structure(fields)
     except ArgosyError as error:
-        raise refused(error, param) from None
+        raise grammar_error(error, param) from None
 
 
-def check_size(given: Any, param: str, limits: Limits) -> None:
+def check_size(fields: Any, param: str, limits: ServerLimits) -> None:
     """Checks a value against the limits on schemas."""
-    level, depth = [given], 0
+    level, depth = [fields], 0
     while level := [inner for one in level if isinstance(one, dict | list) for inner in _inside(one)]:
         depth += 1
         if any(isinstance(one, str) and max(map(len, one.split("\n"))) > MOST_LINE for one in level):
             raise ApiError(f"`{param}` has a line of more than {MOST_LINE} characters", param=param)
         if depth > limits.schema_depth + 1:
             raise ApiError(f"`{param}` is nested deeper than {limits.schema_depth} levels", param=param)
-    size = len(json.dumps(given, ensure_ascii=False).encode("utf-8", "replace"))
+    size = len(json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace"))
     if size > limits.schema_bytes:
         raise ApiError(f"`{param}` has {size} bytes, at most {limits.schema_bytes}", param=param)
 
@@ -102,7 +106,7 @@ def _inside(one: Any) -> list[Any]:
     return list(one.values()) if isinstance(one, dict) else one
 
 
-def refused(error: ArgosyError, param: str) -> ApiError:
+def grammar_error(error: ArgosyError, param: str) -> ApiError:
     """The error for a schema or grammar that cannot be compiled."""
-    found = of_input(error, param)
+    found = input_error(error, param)
     return ApiError(f"`{param}`: {found.message}", param=param)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from argosy.infer.detokenize import Text
+from argosy.infer.detokenize import Detokenizer
 from argosy.infer.engine.request import Event
 from argosy.infer.prompt_logprobs import PromptScores
 
@@ -16,12 +16,16 @@ EDGE = 64
 
 
 @dataclass(frozen=True)
-class Ending:
-    """What ends an answer, besides its length, and how its text is made.
+class StopConditions:
+    """The conditions that end a completion besides its length, and how its text is written.
 
-    stops: strings. stop_tokens: ids that the request named. eos: the model's own end-of-sequence token, None if the answer goes on
-    after it. least: tokens before a stop string counts. include: the text keeps what ended it. skip_special: special tokens are no
-    text. marks: texts of some special tokens, which are text nevertheless.
+    stops: strings.
+    stop_tokens: ids that the request named.
+    eos: the model's own end-of-sequence token, None if the answer goes on after it.
+    least: tokens before a stop string counts.
+    include: the text keeps what ended it.
+    skip_special: special tokens are no text.
+    marks: texts of some special tokens, which are text nevertheless.
     """
 
     stops: Sequence[str] = ()
@@ -34,9 +38,13 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A token. logprob: the model's own. likeliest: (token, logprob) of the likeliest tokens, descending. rank: of a prompt's token,
-    1 for the likeliest."""
+class ScoredToken:
+    """A token.
+
+    logprob: the model's own.
+    likeliest: (token, logprob) of the likeliest tokens, descending.
+    rank: of a prompt's token, 1 for the likeliest.
+    """
 
     token: int
     logprob: float
@@ -45,58 +53,61 @@ class Scored:
 
 
 @dataclass
-class Piece:
-    """What one token added to an answer. finish: why the answer has ended, None if it has not."""
+class ChoicePiece:
+    """The text and the token that a step added to a completion.
+
+    finish: why the answer has ended, None if it has not.
+    """
 
     text: str = ""
-    tokens: list[Scored] = field(default_factory=list)
+    tokens: list[ScoredToken] = field(default_factory=list)
     finish: str | None = None
 
 
-class Choice:
+class CompletionChoice:
     """An answer to a prompt.
 
-    tokens: all its tokens, with the one that ended it. stop_reason: the stop string or the stop token that ended it; None for the
-    end-of-sequence token and for the length, as in vLLM.
+    tokens: all its tokens, with the one that ended it.
+    stop_reason: the stop string or the stop token that ended it; None for the end-of-sequence token and for the length, as in vLLM.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], ending: Ending, *, begun: bool = False):
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], ending: StopConditions, *, begun: bool = False):
         self.ending = ending
-        self.tokens: list[Scored] = []
+        self.tokens: list[ScoredToken] = []
         self.pieces: list[str] = []
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
         whole = tokenizer if tokenizer is None else _speaking(tokenizer, ending)
-        self._text = Text(whole, _ends_of(prompt), ending.stops, include_stop=ending.include, begun=begun)
+        self._text = Detokenizer(whole, _ends_of(prompt), ending.stops, include_stop=ending.include, begun=begun)
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def take(self, event: Event) -> Piece:
+    def take(self, event: Event) -> ChoicePiece:
         """Adds the token of an event, or its end."""
         assert self.finish is None
         if event.token is None:
-            self.finish, text = event.reason, self._text.end()
+            self.finish, text = event.finish_reason, self._text.end()
             if self._text.stopped is not None:
                 self.finish, self.stop_reason = "stop", self._text.stopped
             self.pieces.append(text)
-            return Piece(text, [], self.finish)
-        token = Scored(event.token, max(event.logprob, LEAST_LOGPROB), _likeliest(event))
+            return ChoicePiece(text, [], self.finish)
+        token = ScoredToken(event.token, max(event.logprob, LEAST_LOGPROB), _likeliest(event))
         self.tokens.append(token)
-        ended_by_token = event.reason == "stop"
+        ended_by_token = event.finish_reason == "stop"
         text = ""
         if not ended_by_token or self.ending.include:
             text = self._text.push(event.token, may_stop=len(self.tokens) > self.ending.least)
-        if event.reason is not None:
+        if event.finish_reason is not None:
             text += self._text.end()
-        self.finish = event.reason
+        self.finish = event.finish_reason
         if self._text.stopped is not None:
             self.finish, self.stop_reason = "stop", self._text.stopped
         elif ended_by_token and event.token != self.ending.eos:
             self.stop_reason = event.token
         self.pieces.append(text)
-        return Piece(text, [token], self.finish)
+        return ChoicePiece(text, [token], self.finish)
 
 
 def _ends_of(prompt: Sequence[int]) -> Sequence[int]:
@@ -109,22 +120,22 @@ def _likeliest(event: Event) -> list[tuple[int, float]]:
     return [(token, max(logprob, LEAST_LOGPROB)) for token, logprob in event.top]
 
 
-def scored_prompt(ids: Sequence[int], scores: PromptScores, top: int) -> list[Scored]:
+def scored_prompt(ids: Sequence[int], scores: PromptScores, top: int) -> list[ScoredToken]:
     """The tokens of a prompt from its second on, with `top` likeliest tokens each."""
     likeliest = zip(scores.ids[:, :top].tolist(), scores.likeliest[:, :top].tolist(), strict=True)
     rows = zip(ids[1:], scores.logprobs.tolist(), likeliest, scores.ranks.tolist(), strict=True)
     return [
-        Scored(token, max(logprob, LEAST_LOGPROB), [(one, max(p, LEAST_LOGPROB)) for one, p in zip(*top)], rank)
+        ScoredToken(token, max(logprob, LEAST_LOGPROB), [(one, max(p, LEAST_LOGPROB)) for one, p in zip(*top)], rank)
         for token, logprob, top, rank in rows
     ]
 
 
-def _speaking(tokenizer: Any, ending: Ending) -> Any:
+def _speaking(tokenizer: Any, ending: StopConditions) -> Any:
     """The tokenizer, with the special tokens as text that the ending says."""
     return SimpleNamespace(stream=lambda: tokenizer.stream(ending.skip_special, ending.marks))
 
 
-class Names:
+class TokenNames:
     """Tokens as the text that log-probabilities show.
 
     Args:

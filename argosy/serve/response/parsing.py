@@ -4,22 +4,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy.infer.tools.calls import Call, Calls, InText, Notation
-from argosy.infer.tools.channels import Channels
-from argosy.serve.response.choice import Piece, Scored
-from argosy.serve.response.reasoning import Start, Thoughts
+from argosy.infer.tools.calls import CallNotation, CallParser, TextNotation, ToolCall
+from argosy.infer.tools.channels import ChannelParser
+from argosy.serve.response.choice import ChoicePiece, ScoredToken
+from argosy.serve.response.reasoning import Start, ThoughtSplitter
 
 
 @dataclass(frozen=True)
-class Reading:
+class CompletionFormat:
     """How to read the answers of a request.
 
-    notation: of tool calls; None: no tools. start: where answers start; None: thoughts are not split off. shows: include the thoughts
-    in the response. marks: special tokens that are read, as characters. channels: they split an answer into channels, in place of
-    `<think>`. before: ids of the calls earlier in the conversation.
+    notation: of tool calls; None: no tools.
+    start: where answers start; None: thoughts are not split off.
+    shows: include the thoughts in the response.
+    marks: special tokens that are read, as characters.
+    channels: they split an answer into channels, in place of `<think>`.
+    before: ids of the calls earlier in the conversation.
     """
 
-    notation: Notation | None = None
+    notation: CallNotation | None = None
     start: Start | None = None
     shows: bool = True
     marks: Mapping[int, str] = field(default_factory=dict)
@@ -28,35 +31,41 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What one piece adds to an answer. calls: all at the end of the answer. tokens: those after the thoughts, with tool calls and the
-    end token."""
+class CompletionParts:
+    """The parts of a completion that one piece adds.
+
+    calls: all at the end of the answer.
+    tokens: those after the thoughts, with tool calls and the end token.
+    """
 
     thought: str = ""
     text: str = ""
     calls: Sequence[dict[str, Any]] = ()
-    tokens: Sequence[Scored] = ()
+    tokens: Sequence[ScoredToken] = ()
 
 
 @dataclass
-class Reader:
-    """Reads one answer piece by piece. thought, text, calls, tokens: the answer so far."""
+class CompletionReader:
+    """Reads one answer piece by piece.
 
-    reading: Reading
+    thought, text, calls, tokens: the answer so far.
+    """
+
+    reading: CompletionFormat
     thought: str = ""
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    tokens: list[Scored] = field(default_factory=list)
+    tokens: list[ScoredToken] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         how = self.reading
-        self._thoughts: Thoughts | Channels | None = None if how.start is None else Thoughts(how.start)
-        self._calls: Calls | None = None
+        self._thoughts: ThoughtSplitter | ChannelParser | None = None if how.start is None else ThoughtSplitter(how.start)
+        self._calls: CallParser | None = None
         if how.channels:
-            self._thoughts = Channels(calls=how.notation is not None, continued=how.start == "after")
-        elif isinstance(how.notation, InText):
-            self._calls = Calls(how.notation)
-        self._pending: list[Scored] = []
+            self._thoughts = ChannelParser(calls=how.notation is not None, continued=how.start == "after")
+        elif isinstance(how.notation, TextNotation):
+            self._calls = CallParser(how.notation)
+        self._pending: list[ScoredToken] = []
         self._passed = 0
 
     @property
@@ -64,7 +73,7 @@ class Reader:
         """Number of tokens up to and including the closing mark of the thoughts."""
         return self._passed if self._thoughts is not None and self._thoughts.any else 0
 
-    def push(self, piece: Piece) -> Parts:
+    def push(self, piece: ChoicePiece) -> CompletionParts:
         """Adds the next piece."""
         found = self._read(piece)
         self.thought += found.thought
@@ -73,7 +82,7 @@ class Reader:
         self.tokens += found.tokens
         return found
 
-    def _read(self, piece: Piece) -> Parts:
+    def _read(self, piece: ChoicePiece) -> CompletionParts:
         ends, thought, text, tokens = piece.finish is not None, "", piece.text, piece.tokens
         if self._thoughts is not None:
             before = self._thoughts.over
@@ -83,18 +92,18 @@ class Reader:
                 thought, text = thought + last[0], text + last[1]
             if not before:
                 tokens = self._scored(tokens, ends)
-        called: Sequence[Call] = ()
-        if ends and isinstance(self._thoughts, Channels):
-            called = [Call(*one) for one in self._thoughts.calls]
+        called: Sequence[ToolCall] = ()
+        if ends and isinstance(self._thoughts, ChannelParser):
+            called = [ToolCall(*one) for one in self._thoughts.calls]
         if self._calls is not None:
             text = self._calls.push(text)
             if ends:
                 rest, called = self._calls.end()
                 text += rest
         calls = self.reading.notation.written(called, self.reading.before) if called and self.reading.notation is not None else []
-        return Parts(thought if self.reading.shows else "", text, calls, tokens)
+        return CompletionParts(thought if self.reading.shows else "", text, calls, tokens)
 
-    def _scored(self, tokens: Sequence[Scored], ends: bool) -> list[Scored]:
+    def _scored(self, tokens: Sequence[ScoredToken], ends: bool) -> list[ScoredToken]:
         """The tokens after the thoughts. They are held back until it is certain whether the answer has thoughts."""
         assert self._thoughts is not None
         self._passed += len(tokens)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from argosy.core.errors import BadInput
 from argosy.infer.tools.grammar import Structure
 from argosy.serve.errors import ApiError
-from argosy.serve.settings import Parser
+from argosy.serve.settings import REASONING, Parser
 
 OPEN, CLOSE = "<think>", "</think>"
 # Prompt tokens to search for a mark: `</think>` and line breaks take at most this many, even as single bytes.
@@ -28,12 +28,11 @@ def parser_of(parser: Parser, tokenizer: Any) -> Parser:
     Raises:
         BadInput: a named parser, and the tokenizer has `</think>` as a special token, which decodes to nothing.
     """
-    if parser == "none" or tokenizer is None:
+    if tokenizer is None:
         return "none"
-    if parser == "openai_gptoss":
-        return parser
-    if not tokenizer.hidden.isdisjoint(tokenizer.encode(CLOSE, special=True)):
-        if parser == "auto":
+    how = REASONING[parser]
+    if how.tags and not tokenizer.hidden.isdisjoint(tokenizer.encode(CLOSE, special=True)):
+        if not how.needed:
             return "none"
         what = f"reasoning_parser={parser} needs `{CLOSE}` as text, and it is a special token of this model's tokenizer"
         raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
@@ -42,10 +41,11 @@ def parser_of(parser: Parser, tokenizer: Any) -> Parser:
 
 def thinks(parser: Parser, template: str) -> bool:
     """Whether to split thoughts between `<think>` and `</think>` off the answers of a model with this chat template."""
-    return parser in ("qwen3", "deepseek_r1") or (parser == "auto" and CLOSE in template)
+    tags = REASONING[parser].tags
+    return CLOSE in template if tags == "template" else tags
 
 
-def start_of(parser: Parser, tokenizer: Any, prompt: Sequence[int], continued: str | None) -> Start:
+def thought_start(parser: Parser, tokenizer: Any, prompt: Sequence[int], continued: str | None) -> Start:
     """Where the answer to a prompt starts.
 
     Args:
@@ -57,10 +57,10 @@ def start_of(parser: Parser, tokenizer: Any, prompt: Sequence[int], continued: s
     tail = tokenizer.decode(list(prompt[-TAIL:])).rstrip()
     if tail.endswith(CLOSE):
         return "after"
-    return "inside" if tail.endswith(OPEN) or parser == "deepseek_r1" else "open"
+    return "inside" if tail.endswith(OPEN) or REASONING[parser].inside else "open"
 
 
-def variables_of(effort: Effort | None, template: str) -> dict[str, Any]:
+def thinking_variables(effort: Effort | None, template: str) -> dict[str, Any]:
     """Template variables that set how much the model thinks: `enable_thinking`, which is true for every effort but none, and
     `reasoning_effort`.
 
@@ -80,11 +80,12 @@ def variables_of(effort: Effort | None, template: str) -> dict[str, Any]:
     return found
 
 
-class Thoughts:
+class ThoughtSplitter:
     """Splits thoughts from the answer as text arrives in pieces. Line breaks around the thoughts are dropped, as chat templates drop
     them when they render the message again.
 
-    over: the thoughts have ended, or there are none. any: the answer has thoughts.
+    over: the thoughts have ended, or there are none.
+    any: the answer has thoughts.
     """
 
     def __init__(self, start: Start):

@@ -7,40 +7,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from argosy.infer.engine.adapters import Loaded
+from argosy.infer.engine.adapters import LoadedAdapter
 from argosy.infer.engine.request import Event, Request
 from argosy.infer.prompt_logprobs import PromptScores
 from argosy.serve.errors import ApiError
 
 
 @dataclass(eq=False)
-class Row:
+class RequestRow:
     """One request of the engine. The thread writes `number` and `admitted`, the event loop everything else.
 
-    number: the engine's. admitted: it takes part in steps. began, last: when it did first, when its last token came. reused: prompt
-    tokens found in the prefix cache. made: tokens of the answer. done: it has ended. left: its reader wants no more of it.
+    number: the engine's.
+    admitted: it takes part in steps.
+    began, last: when it did first, when its last token came.
+    reused: prompt tokens found in the prefix cache.
+    sampled: tokens of the answer.
+    done: it has ended.
+    left: its reader wants no more of it.
     """
 
     place: int
     request: Request
-    answers: "Answers"
+    answers: "EventStreams"
     number: int = -1
     admitted: bool = False
     began: float | None = None
     last: float | None = None
     reused: int = 0
-    made: int = 0
+    sampled: int = 0
     done: bool = False
     left: bool = False
 
 
 @dataclass(frozen=True)
-class News:
-    """What one step has to report: when, rows that take part for the first time with their reused tokens, and new tokens."""
+class StepNews:
+    """The news of one step: its time, rows that take part for the first time with their reused tokens, and new tokens."""
 
     now: float
-    began: list[tuple[Row, int]]
-    events: list[tuple[Row, Event]]
+    began: list[tuple[RequestRow, int]]
+    events: list[tuple[RequestRow, Event]]
 
 
 # (which of the requests, its event), or why there are no more.
@@ -48,26 +53,32 @@ Arrivals = asyncio.Queue[tuple[int, Event] | ApiError]
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a client's requests that one of several fronts answers. places: of these requests among all. news: events of all
-    parts."""
+class StreamPart:
+    """The part of a client's requests that one of several fronts answers.
+
+    places: of these requests among all.
+    news: events of all parts.
+    """
 
     places: Sequence[int]
     news: Arrivals
 
 
 class Owner(Protocol):
-    """What admits answers and ends them: `serve.engine.front.Front`."""
+    """The front that admits completions and ends them: `serve.engine.front.Front`."""
 
-    async def admit(self, answers: "Answers") -> None: ...
+    async def admit(self, answers: "EventStreams") -> None: ...
 
-    def end(self, row: Row, reason: str) -> None: ...
+    def end(self, row: RequestRow, reason: str) -> None: ...
 
 
-class Answers:
-    """The answers to the requests of one client, in the order in which their tokens come. names: for `Front.abort`. adapter: the name
-    of the one under which its prompts are scored; `under`, which the thread writes, is what had that name then. entered: whether the
-    engine has got requests of it; the thread writes it."""
+class EventStreams:
+    """The answers to the requests of one client, in the order in which their tokens come.
+
+    names: for `Front.abort`.
+    adapter: the name of the one under which its prompts are scored; `under`, which the thread writes, is what had that name then.
+    entered: whether the engine has got requests of it; the thread writes it.
+    """
 
     def __init__(
         self,
@@ -76,20 +87,20 @@ class Answers:
         prompts: Sequence[Sequence[int]] = (),
         names: Sequence[str] = (),
         adapter: str | None = None,
-        part: Part | None = None,
+        part: StreamPart | None = None,
         *,
         goes_on: bool = False,
     ):
         self.front, self.arrived, self.prompts, self.names = front, time.monotonic(), prompts, names
         self.goes_on, self.entered = goes_on, False
         self.adapter = adapter
-        self.under: Loaded | None = None
+        self.under: LoadedAdapter | None = None
         self.scores: asyncio.Future[list[PromptScores]] = asyncio.get_running_loop().create_future()
         places = range(len(requests)) if part is None else part.places
-        self.rows = [Row(place, request, self) for place, request in zip(places, requests, strict=True)]
+        self.rows = [RequestRow(place, request, self) for place, request in zip(places, requests, strict=True)]
         self.news: Arrivals = asyncio.Queue() if part is None else part.news
 
-    def __aiter__(self) -> "Answers":
+    def __aiter__(self) -> "EventStreams":
         return self
 
     async def __anext__(self) -> tuple[int, Event]:
@@ -134,7 +145,7 @@ class Answers:
         """
         assert self.goes_on
         assert all(row.done for row in self.rows)
-        self.rows = [Row(place, request, self) for place, request in enumerate(requests)]
+        self.rows = [RequestRow(place, request, self) for place, request in enumerate(requests)]
         await self.front.admit(self)
         return await self.ended()
 
@@ -143,7 +154,7 @@ class Answers:
         engine may have been a token ahead."""
         self._end(self.rows[place], reason)
 
-    def _end(self, row: Row, reason: str) -> None:
+    def _end(self, row: RequestRow, reason: str) -> None:
         row.left = True
         if not row.done:
             self.front.end(row, reason)

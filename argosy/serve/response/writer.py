@@ -1,4 +1,4 @@
-"""Runs the engine requests of one API request and builds the response, whole or streamed. A `Shape` writes it for one API."""
+"""Runs the engine requests of one API request and builds the response, whole or streamed. A `ResponseFormat` writes it for one API."""
 
 import asyncio
 import time
@@ -16,14 +16,14 @@ from starlette.responses import Response
 from argosy.infer.engine.request import Request
 from argosy.infer.prompt_logprobs import PromptScores
 from argosy.serve.engine.admission import timed_out
-from argosy.serve.engine.replicas import Spread
-from argosy.serve.errors import ApiError, Json, unavailable
-from argosy.serve.openai.beams import Search
-from argosy.serve.openai.fields import Generation
-from argosy.serve.openai.structured import Wanted
-from argosy.serve.response.choice import Choice, Piece
-from argosy.serve.response.parsing import Parts, Reader, Reading
-from argosy.serve.response.streams import Answers
+from argosy.serve.engine.replicas import RequestParts
+from argosy.serve.errors import ApiError, Json, service_unavailable
+from argosy.serve.openai.beams import BeamRequest
+from argosy.serve.openai.fields import GenerationFields
+from argosy.serve.openai.structured import StructureRequest
+from argosy.serve.response.choice import ChoicePiece, CompletionChoice
+from argosy.serve.response.parsing import CompletionFormat, CompletionParts, CompletionReader
+from argosy.serve.response.streams import EventStreams
 from argosy.serve.service import UNNAMED, Service
 from argosy.serve.sse import EventStream, while_connected
 
@@ -31,68 +31,73 @@ Documents = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Counts:
+class TokenCounts:
     """Token counts of a response so far.
 
-    prompt: each prompt once, whatever n is. made: generated tokens, with those that ended an answer, as in vLLM. cached: prompt tokens
-    found in the prefix cache. thinking: generated tokens up to the end of the thoughts.
+    prompt: each prompt once, whatever n is.
+    completion: generated tokens, with those that ended an answer, as in vLLM.
+    cached: prompt tokens found in the prefix cache.
+    thinking: generated tokens up to the end of the thoughts.
     """
 
     prompt: int
-    made: int
+    completion: int
     cached: int
     thinking: int
 
 
-class Shape(Protocol):
+class ResponseFormat(Protocol):
     """How one API writes a response.
 
-    prefix: of the response id. named: stream events carry a name, the `type` of their document. scores: log-probabilities of each
-    prompt if requested, set before any document is built.
+    prefix: of the response id.
+    named: stream events carry a name, the `type` of their document.
+    scores: log-probabilities of each prompt if requested, set before any document is built.
     """
 
     prefix: str
     named: bool
     scores: Sequence[PromptScores]
 
-    def whole(self, job: "Job") -> dict[str, Any]:
+    def whole(self, job: "GenerationJob") -> dict[str, Any]:
         """The whole response."""
         ...
 
-    def opening(self, job: "Job") -> Documents:
+    def opening(self, job: "GenerationJob") -> Documents:
         """Documents that open a stream, before the first token."""
         ...
 
-    def step(self, job: "Job", place: int, piece: Piece, parts: Parts) -> Documents:
+    def step(self, job: "GenerationJob", place: int, piece: ChoicePiece, parts: CompletionParts) -> Documents:
         """Stream documents for one new token."""
         ...
 
-    def closing(self, job: "Job") -> Documents:
+    def closing(self, job: "GenerationJob") -> Documents:
         """Documents that end a stream."""
         ...
 
-    def failure(self, job: "Job", error: ApiError) -> dict[str, Any]:
+    def failure(self, job: "GenerationJob", error: ApiError) -> dict[str, Any]:
         """The last document of a stream that has failed."""
         ...
 
 
 @dataclass
-class Job:
+class GenerationJob:
     """One API request.
 
-    prompts: token ids, each answered `n` times. requests: engine requests in that order, empty if only the prompts are scored.
-    wanted: what the answers must match. reading: how answers are split into thoughts, text and calls. searches: the beam search for
-    the answers to each prompt, in place of `requests`.
+    prompts: token ids, each answered `n` times.
+    requests: engine requests in that order, empty if only the prompts are scored.
+    wanted: what the answers must match.
+    reading: how answers are split into thoughts, text and calls.
+    searches: the beam search for the answers to each prompt, in place of `requests`.
     """
 
     service: Service
-    fields: Generation
+    fields: GenerationFields
     prompts: Sequence[list[int]]
     requests: Sequence[Request]
-    shape: Shape
-    wanted: Wanted | None = None
-    reading: Reading = field(default_factory=Reading)
-    searches: Sequence[Search] = ()
+    shape: ResponseFormat
+    wanted: StructureRequest | None = None
+    reading: CompletionFormat = field(default_factory=CompletionFormat)
+    searches: Sequence[BeamRequest] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -104,12 +109,12 @@ class Job:
         n = self.fields.n
         how: Any = {"begun": self.wanted is not None, "marks": self.reading.marks}
         self.choices = [self.service.choice(self.fields, ids, **how) for ids in self.prompts for _ in range(n)]
-        self.readers = [Reader(self.reading) for _ in self.choices]
+        self.readers = [CompletionReader(self.reading) for _ in self.choices]
         if not self.requests:
             for choice in self.choices:
                 choice.finish = "length"
         self.scored = self.prompts if self.fields.scoring else ()
-        self._answers: Answers | Spread | None = None
+        self._answers: EventStreams | RequestParts | None = None
 
     async def compile(self, threads: Executor) -> None:
         """Compiles the grammar of the answers.
@@ -123,7 +128,7 @@ class Job:
             # A grammar may wait for a thread as long as one may compile.
             grammar = await asyncio.wait_for(compiled, 2 * self.service.limits.compile_seconds)
         except TimeoutError:
-            raise unavailable("too many grammars are being compiled, try again later", "grammar_queue_full") from None
+            raise service_unavailable("too many grammars are being compiled, try again later", "grammar_queue_full") from None
         self.requests = [replace(request, grammar=grammar) for request in self.requests]
 
     async def compile_prompts(self, threads: Executor) -> None:
@@ -158,10 +163,10 @@ class Job:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """What /abort_requests may call it."""
+        """The names by which /abort_requests may call it."""
         return (self.id, *([self.fields.request_id] if self.fields.request_id else []))
 
-    def _opened(self) -> AbstractAsyncContextManager[Answers | Spread]:
+    def _opened(self) -> AbstractAsyncContextManager[EventStreams | RequestParts]:
         """Hands it to the engine."""
         service = self.service
         return service.front.open(self.requests, self.scored, self._names, service.adapter_of(self.fields.model))
@@ -187,7 +192,7 @@ class Job:
                 given = search.requests(), self.scored[i : i + 1], self._names, self.service.adapter_of(self.fields.model)
                 going = self.service.front.open(*given, goes_on=True)
                 answers = await stack.enter_async_context(going)
-                assert isinstance(answers, Answers)
+                assert isinstance(answers, EventStreams)
                 opened.append(answers)
             try:
                 async with asyncio.TaskGroup() as group:
@@ -199,7 +204,7 @@ class Job:
                 raise error from None
             if self.scored:
                 self.shape.scores = [(await answers.scored())[0] for answers in opened]
-        found = [events for search in self.searches for events in search.found()]
+        found = [events for search in self.searches for events in search.events()]
         for choice, reader, events in zip(self.choices, self.readers, found, strict=True):
             for event in events:
                 top = self.fields.top or 0
@@ -220,28 +225,29 @@ class Job:
         for document in self.shape.closing(self):
             yield document
 
-    def _take(self, answers: Answers | Spread, place: int, event: Any) -> tuple[Piece, Parts]:
+    def _take(self, answers: EventStreams | RequestParts, place: int, event: Any) -> tuple[ChoicePiece, CompletionParts]:
         piece = self.choices[place].take(event)
-        if piece.finish is not None and event.reason is None:
+        if piece.finish is not None and event.finish_reason is None:
             answers.end(place, piece.finish)
         return piece, self.readers[place].push(piece)
 
-    def counts(self) -> Counts:
+    def counts(self) -> TokenCounts:
         reused = (search.cached for search in self.searches)
         if self._answers is not None:
             reused = map(self._answers.reused, range(0, len(self.requests), self.fields.n))
-        return Counts(
+        return TokenCounts(
             prompt=sum(map(len, self.prompts)),
-            made=sum(len(choice.tokens) for choice in self.choices),
+            completion=sum(len(choice.tokens) for choice in self.choices),
             cached=sum(reused),
             thinking=sum(reader.thinking for reader in self.readers),
         )
 
 
 class Choices:
-    """What completions and chats share: documents with a list of choices.
+    """The format that completions and chats share: documents with a list of choices.
 
-    prefix: of the response id. kind, part: the `object` of a whole document and of a stream chunk.
+    prefix: of the response id.
+    kind, part: the `object` of a whole document and of a stream chunk.
     """
 
     prefix: str
@@ -249,7 +255,7 @@ class Choices:
     part: str
     named = False
 
-    def __init__(self, fields: Generation):
+    def __init__(self, fields: GenerationFields):
         self.options, self.asks = fields.stream_options, fields.top is not None or fields.return_token_ids
         self.scores: Sequence[PromptScores] = ()
 
@@ -257,11 +263,11 @@ class Choices:
         """The choice that opens the stream of an answer, before its first token; None for none."""
         raise NotImplementedError
 
-    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
+    def chunk(self, place: int, choice: CompletionChoice, piece: ChoicePiece, parts: CompletionParts) -> dict[str, Any]:
         """The choice of a stream chunk for one new token."""
         raise NotImplementedError
 
-    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
+    def choice(self, place: int, choice: CompletionChoice, reader: CompletionReader) -> dict[str, Any]:
         """The choice of a whole answer."""
         raise NotImplementedError
 
@@ -269,15 +275,15 @@ class Choices:
         """Further fields of a whole document."""
         return {}
 
-    def whole(self, job: Job) -> dict[str, Any]:
+    def whole(self, job: GenerationJob) -> dict[str, Any]:
         choices = [self.choice(place, *both) for place, both in enumerate(zip(job.choices, job.readers, strict=True))]
         return _document(job, self.kind, choices) | self.about_prompt() | {"usage": _usage(job)}
 
-    def opening(self, job: Job) -> Documents:
+    def opening(self, job: GenerationJob) -> Documents:
         opened = (self.opened(place) for place in range(len(job.choices)))
         return [_document(job, self.part, [one]) for one in opened if one]
 
-    def step(self, job: Job, place: int, piece: Piece, parts: Parts) -> Documents:
+    def step(self, job: GenerationJob, place: int, piece: ChoicePiece, parts: CompletionParts) -> Documents:
         if not (parts.text or parts.thought or piece.finish or self.asks):
             return []
         document = _document(job, self.part, [self.chunk(place, job.choices[place], piece, parts)])
@@ -285,25 +291,25 @@ class Choices:
             document["usage"] = _usage(job)
         return [document]
 
-    def closing(self, job: Job) -> Documents:
+    def closing(self, job: GenerationJob) -> Documents:
         if not (self.options and self.options.include_usage):
             return []
         return [_document(job, self.part, []) | {"usage": _usage(job)}]
 
-    def failure(self, job: Job, error: ApiError) -> dict[str, Any]:
+    def failure(self, job: GenerationJob, error: ApiError) -> dict[str, Any]:
         return error.body()
 
 
-def _document(job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _document(job: GenerationJob, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": job.id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
 
 
-def _usage(job: Job) -> dict[str, Any]:
+def _usage(job: GenerationJob) -> dict[str, Any]:
     counts = job.counts()
     found: dict[str, Any] = {
         "prompt_tokens": counts.prompt,
-        "completion_tokens": counts.made,
-        "total_tokens": counts.prompt + counts.made,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
         "prompt_tokens_details": {"cached_tokens": counts.cached},
     }
     if job.reading.start is not None:

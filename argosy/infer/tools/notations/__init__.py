@@ -14,32 +14,41 @@ A new notation is a class in a file of its own, and an entry here.
 from collections.abc import Sequence
 from typing import Any
 
-from argosy.infer.tools.calls import Message, Notation
-from argosy.infer.tools.notations.deepseek import DeepSeek
-from argosy.infer.tools.notations.gemma import Gemma
-from argosy.infer.tools.notations.gpt_oss import GptOss
-from argosy.infer.tools.notations.hermes import Hermes
-from argosy.infer.tools.notations.kimi import Kimi
-from argosy.infer.tools.notations.llama3 import Llama3
-from argosy.infer.tools.notations.mistral import Mistral
-from argosy.infer.tools.notations.qwen_xml import QwenXml
+from argosy.infer.tools.calls import CallNotation, Message
+from argosy.infer.tools.notations.deepseek import DeepSeekNotation
+from argosy.infer.tools.notations.gemma import GemmaNotation
+from argosy.infer.tools.notations.gpt_oss import GptOssNotation
+from argosy.infer.tools.notations.hermes import HermesNotation
+from argosy.infer.tools.notations.kimi import KimiNotation
+from argosy.infer.tools.notations.llama3 import Llama3Notation
+from argosy.infer.tools.notations.mistral import MistralNotation
+from argosy.infer.tools.notations.qwen_xml import QwenXmlNotation
 
 # In this order: a template that teaches one may have words of the later ones.
-NOTATIONS: Sequence[type[Notation]] = (GptOss, Kimi, DeepSeek, Gemma, Mistral, QwenXml, Hermes, Llama3)
+NOTATIONS: Sequence[type[CallNotation]] = (
+    GptOssNotation,
+    KimiNotation,
+    DeepSeekNotation,
+    GemmaNotation,
+    MistralNotation,
+    QwenXmlNotation,
+    HermesNotation,
+    Llama3Notation,
+)
 KNOWN = f"{', '.join(one.title for one in NOTATIONS[:-1])} or {NOTATIONS[-1].title}"
 
 
-def taught_by(template: str) -> type[Notation] | None:
+def template_notation(template: str) -> type[CallNotation] | None:
     """The notation that a chat template teaches; None: another one, and calls stay text."""
     return next((one for one in NOTATIONS if one.taught_by(template)), None)
 
 
-def notation_of(template: str, tokenizer: Any, tools: Sequence[Message] = ()) -> Notation | None:
+def find_notation(template: str, tokenizer: Any, tools: Sequence[Message] = ()) -> CallNotation | None:
     """The notation of a chat template, as this tokenizer marks it; None: its calls cannot be read.
 
     Args:
         tools: those that are offered.
     """
-    kind = taught_by(template)
+    kind = template_notation(template)
     found = None if kind is None else kind(template, tokenizer, tools)
     return None if found is None or (found.needs_marks and len(found.ids) < len(found.names)) else found

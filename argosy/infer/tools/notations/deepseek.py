@@ -15,8 +15,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from argosy.infer.tools.calls import Call, Message, Scanner
-from argosy.infer.tools.notations.sectioned import Sectioned
+from argosy.infer.tools.calls import CallScanner, Message, ToolCall
+from argosy.infer.tools.notations.sectioned import SectionedNotation
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -26,7 +26,7 @@ JOINED = "['arguments'] +"
 _NAME, _BLOCK = re.compile(r"[\w.-]+"), re.compile(rf"([\w.-]+)\s*{BLOCK}\s*")
 
 
-class DeepSeek(Sectioned):
+class DeepSeekNotation(SectionedNotation):
     title, section, single, openings = "DeepSeek", (OPEN, CLOSE), (BEGIN, END), (OPEN, BEGIN)
     between = '("\\n")? '
     names: ClassVar = {OPEN: "\ufdd0", CLOSE: "\ufdd1", BEGIN: "\ufdd2", SEPARATOR: "\ufdd3", END: "\ufdd4"}
@@ -35,16 +35,16 @@ class DeepSeek(Sectioned):
     def taught_by(cls, template: str) -> bool:
         return BEGIN in template and SEPARATOR in template
 
-    def call(self, scan: Scanner) -> Call:
+    def call(self, scan: CallScanner) -> ToolCall:
         name = scan.match(_NAME)[0]
         scan.blanks()
         if not scan.takes(self.mark(SEPARATOR)):
             raise ValueError("a call without arguments")
         scan.blanks()
         if _BLOCK.match(scan.text, scan.at) is None:
-            return Call(name, scan.json()[1])
-        # What stood before the separator was the type.
-        found = Call(scan.match(_BLOCK)[1], scan.json()[1])
+            return ToolCall(name, scan.json()[1])
+        # The text before the separator was the type.
+        found = ToolCall(scan.match(_BLOCK)[1], scan.json()[1])
         scan.blanks()
         if not scan.takes("```"):
             raise ValueError("a block that does not end")

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from argosy.core.errors import BadInput
-from argosy.infer.tools.calls import Call, Marked, Scanner, dumps, loads, parameters_of
+from argosy.infer.tools.calls import CallScanner, MarkedNotation, ToolCall, dumps, loads, parameters_schema
 from argosy.infer.tools.grammar import json_rule
-from argosy.infer.tools.notations.schemas import kinds_of, part, resolved
+from argosy.infer.tools.notations.schemas import resolve_schema, schema_types, sub_schema
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _NAME, _KEY, _PLAIN = re.compile(r"call:([\w.-]+)"), re.compile(r"[^:,{}\[\]]+"), re.compile(r"[^,{}\[\]]+")
 PLAIN = {"integer", "number", "boolean", "null"}
-# What a schema may say beside its type, by type.
+# Words that a schema may have beside its type, by type.
 NOTES = {"type", "description", "title", "default", "examples", "$defs", "definitions", "$schema"}
 NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 SAYS = {
@@ -34,7 +34,7 @@ ANY = [
 ]
 
 
-class Gemma(Marked):
+class GemmaNotation(MarkedNotation):
     title, openings = "Gemma 4", (OPEN,)
     names: ClassVar = {OPEN: "\ufdd0", CLOSE: "\ufdd1", QUOTE: "\ufdd2"}
 
@@ -44,21 +44,21 @@ class Gemma(Marked):
 
     # ---------------------------------------------------------------- reading
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
-        calls: list[Call] = []
-        beside, scan, opening = "", Scanner(text), self.mark(OPEN)
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        calls: list[ToolCall] = []
+        beside, scan, opening = "", CallScanner(text), self.mark(OPEN)
         while scan.takes(opening):
             scan.blanks()
             name, arguments = scan.match(_NAME)[1], self._value(scan)
             if not isinstance(arguments, dict):
                 raise ValueError("a call without arguments")
-            calls.append(Call(name, dumps(arguments)))
-            if not (scan.takes(self.mark(CLOSE)) or scan.over()):
+            calls.append(ToolCall(name, dumps(arguments)))
+            if not (scan.takes(self.mark(CLOSE)) or scan.at_end()):
                 raise ValueError("a call that does not end")
             beside += scan.until(opening)
         return beside.strip(), calls
 
-    def _value(self, scan: Scanner) -> Any:
+    def _value(self, scan: CallScanner) -> Any:
         """The value that begins here, and the blanks around it.
 
         Raises:
@@ -77,13 +77,13 @@ class Gemma(Marked):
         scan.blanks()
         return value
 
-    def _text(self, scan: Scanner) -> str:
+    def _text(self, scan: CallScanner) -> str:
         text = scan.until(self.mark(QUOTE))
         if not scan.takes(self.mark(QUOTE)):
             raise ValueError("a text that does not end")
         return text
 
-    def _pair(self, scan: Scanner) -> tuple[str, Any]:
+    def _pair(self, scan: CallScanner) -> tuple[str, Any]:
         scan.blanks()
         key = self._text(scan) if scan.takes(self.mark(QUOTE)) else scan.match(_KEY)[0].strip()
         scan.blanks()
@@ -94,7 +94,7 @@ class Gemma(Marked):
     # ---------------------------------------------------------------- grammars
 
     def arguments(self, place: int, function: Mapping[str, Any]) -> list[str]:
-        schema = parameters_of(function)
+        schema = parameters_schema(function)
         json_rule("checked", schema)
         refusal = f"of `{function['name']}` cannot be forced in the notation of {self.title}"
         return _Rules(schema, f"arguments_{place}", self.token(QUOTE), refusal).written()
@@ -109,7 +109,7 @@ class Gemma(Marked):
         return [*calls, "call: " + " | ".join(f"call_{i}" for i in range(len(names))), f"rest: call {close}{more}", *ANY, *text]
 
 
-def _items(scan: Scanner, end: str) -> Iterator[None]:
+def _items(scan: CallScanner, end: str) -> Iterator[None]:
     """Once for each item up to this end, which is passed."""
     scan.blanks()
     if scan.takes(end):
@@ -141,12 +141,12 @@ class _Rules:
 
     def written(self) -> list[str]:
         """All rules."""
-        first = self._object(resolved(self.root, self.root))
+        first = self._object(resolve_schema(self.root, self.root))
         return [f"{self.name}: {first}", *self.rules]
 
     def _rule(self, schema: Any) -> str:
         """The name of the rule of a schema."""
-        schema = resolved(schema, self.root)
+        schema = resolve_schema(schema, self.root)
         if id(schema) not in self.known:
             name = self.known[id(schema)] = f"{self.name}_{len(self.known)}"
             self.rules.append(f"{name}: {self._body(schema, name)}")
@@ -154,13 +154,13 @@ class _Rules:
 
     def _body(self, schema: Mapping[str, Any], name: str) -> str:
         for word in ("anyOf", "oneOf"):
-            if ways := part(schema, word, list[Any]()):
+            if ways := sub_schema(schema, word, list[Any]()):
                 self._check(schema, {word})
                 return " | ".join(map(self._rule, ways))
-        if values := [schema["const"]] if "const" in schema else part(schema, "enum", list[Any]()):
+        if values := [schema["const"]] if "const" in schema else sub_schema(schema, "enum", list[Any]()):
             self._check(schema, {"const", "enum"})
             return " | ".join(map(self._value, values))
-        kinds = kinds_of(schema, self.root) if "type" in schema else set[str]()
+        kinds = schema_types(schema, self.root) if "type" in schema else set[str]()
         if wrong := sorted(kinds - set(SAYS)):
             raise BadInput(f"the type `{wrong[0]}` in the parameters {self.refusal}")
         self._check(schema, set[str]().union(*(SAYS[kind] for kind in kinds)))
@@ -183,7 +183,7 @@ class _Rules:
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         self._check(schema, SAYS["object"])
-        properties, required = part(schema, "properties", dict[str, Any]()), part(schema, "required", list[Any]())
+        properties, required = sub_schema(schema, "properties", dict[str, Any]()), sub_schema(schema, "required", list[Any]())
         if "properties" not in schema and schema.get("additionalProperties") is not False:
             return '"{" (KEY ":" any ("," KEY ":" any)*)? "}"'
         # As Jinja's `dictsort` sorts them.

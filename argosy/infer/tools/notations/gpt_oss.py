@@ -6,24 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 from argosy.infer.tools import channels
-from argosy.infer.tools.calls import Call, Message, Notation, Said, parameters_of
+from argosy.infer.tools.calls import CallDelta, CallNotation, Message, ToolCall, parameters_schema
 from argosy.infer.tools.grammar import Structure
 
 ANYTHING = Structure("grammar", "start: /(?s:.*)/")
 
 
-class GptOss(Notation):
+class GptOssNotation(CallNotation):
     title, names, needs_marks = "gpt-oss", channels.MARKS, True
 
     @classmethod
     def taught_by(cls, template: str) -> bool:
-        return channels.written_in(template)
+        return channels.uses_channels(template)
 
-    def read(self, text: str) -> Said:
-        reader = channels.Channels(calls=True)
+    def read(self, text: str) -> CallDelta:
+        reader = channels.ChannelParser(calls=True)
         parts = [reader.push(text), reader.end()]
         thought, said = ("".join(each) for each in zip(*parts))
-        return Said(said, [Call(*one) for one in reader.calls], thought)
+        return CallDelta(said, [ToolCall(*one) for one in reader.calls], thought)
 
     @classmethod
     def messages(cls, messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
@@ -35,5 +35,5 @@ class GptOss(Notation):
 
     def grammar(self, tools: Sequence[Message], *, must: bool, many: bool, answer: Structure | None = None) -> Structure:
         functions = [tool["function"] for tool in tools]
-        schemas = [(function["name"], parameters_of(function)) for function in functions]
-        return replace(channels.framed(answer or ANYTHING, schemas, must=must), kind="tools")
+        schemas = [(function["name"], parameters_schema(function)) for function in functions]
+        return replace(channels.framed_grammar(answer or ANYTHING, schemas, must=must), kind="tools")

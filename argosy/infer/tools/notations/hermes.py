@@ -10,12 +10,12 @@ Any number of them, after text. The marks are ordinary tokens of Qwen's vocabula
 import json
 from collections.abc import Sequence
 
-from argosy.infer.tools.calls import Call, Marked, Scanner, called
+from argosy.infer.tools.calls import CallScanner, MarkedNotation, ToolCall, call_names
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class Hermes(Marked):
+class HermesNotation(MarkedNotation):
     title, names, openings = "Hermes", {OPEN: "\ufdd0", CLOSE: "\ufdd1"}, (OPEN,)
 
     @classmethod
@@ -23,25 +23,25 @@ class Hermes(Marked):
         # GLM's calls have the same mark, and other contents.
         return OPEN in template and "<arg_key>" not in template
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
-        calls, beside, scan = [], "", Scanner(text)
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        calls, beside, scan = [], "", CallScanner(text)
         opening, closing = self.mark(OPEN), self.mark(CLOSE)
         while scan.takes(opening):
             scan.blanks()
             calls.append(self.call(scan))
             scan.blanks()
-            if not (scan.takes(closing) or scan.over()):
+            if not (scan.takes(closing) or scan.at_end()):
                 raise ValueError("a call that does not end")
             beside += scan.until(opening)
         return beside.strip(), calls
 
-    def call(self, scan: Scanner) -> Call:
+    def call(self, scan: CallScanner) -> ToolCall:
         """The call that begins here.
 
         Raises:
             ValueError: there is none.
         """
-        return called(scan.json()[0])
+        return call_names(scan.json()[0])
 
     def opened(self, place: int, name: str) -> str:
         """A call of this function in a grammar."""

@@ -15,15 +15,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from argosy.infer.tools.calls import Call, Message, Scanner
-from argosy.infer.tools.notations.sectioned import Sectioned
+from argosy.infer.tools.calls import CallScanner, Message, ToolCall
+from argosy.infer.tools.notations.sectioned import SectionedNotation
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _HEADER = re.compile(r"(?:functions\.)?([\w.-]+)(?::\d+)?")
 
 
-class Kimi(Sectioned):
+class KimiNotation(SectionedNotation):
     title, section, single, openings = "Kimi K2", (OPEN, CLOSE), (BEGIN, END), (OPEN, BEGIN)
     names: ClassVar = {OPEN: "\ufdd0", CLOSE: "\ufdd1", BEGIN: "\ufdd2", ARGUMENTS: "\ufdd3", END: "\ufdd4"}
 
@@ -33,13 +33,13 @@ class Kimi(Sectioned):
 
     # ---------------------------------------------------------------- reading
 
-    def call(self, scan: Scanner) -> Call:
+    def call(self, scan: CallScanner) -> ToolCall:
         name = scan.match(_HEADER)[1]
         scan.blanks()
         if not scan.takes(self.mark(ARGUMENTS)):
             raise ValueError("a call without arguments")
         scan.blanks()
-        return Call(name, scan.json()[1])
+        return ToolCall(name, scan.json()[1])
 
     # ---------------------------------------------------------------- ids
 

@@ -10,29 +10,29 @@ import json
 import re
 from collections.abc import Sequence
 
-from argosy.infer.tools.calls import Call, InText, Scanner, called
+from argosy.infer.tools.calls import CallScanner, TextNotation, ToolCall, call_names
 
 _BETWEEN = re.compile("[; \n]*")
 
 
-class Llama3(InText):
+class Llama3Notation(TextNotation):
     title, like_json = "Llama 3", True
 
     @classmethod
     def taught_by(cls, template: str) -> bool:
         return '"parameters"' in template and "ipython" in template
 
-    def split(self, held: str, first: bool) -> tuple[bool, int]:
-        begins = held.lstrip()[:1]
-        return (True, 0) if first and begins == "{" else (False, 0 if first and not begins else len(held))
+    def split(self, text: str, first: bool) -> tuple[bool, int]:
+        begins = text.lstrip()[:1]
+        return (True, 0) if first and begins == "{" else (False, 0 if first and not begins else len(text))
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
-        calls, scan = [], Scanner(text)
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        calls, scan = [], CallScanner(text)
         while True:
             scan.match(_BETWEEN)
-            if scan.over():
+            if scan.at_end():
                 return "", calls
-            calls.append(called(scan.json()[0], marked=False))
+            calls.append(call_names(scan.json()[0], marked=False))
 
     def rules(self, names: Sequence[str], many: bool) -> list[str]:
         rules = []

@@ -16,7 +16,7 @@ import string
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from argosy.infer.tools.calls import Call, Marked, Message, Scanner, called
+from argosy.infer.tools.calls import CallScanner, MarkedNotation, Message, ToolCall, call_names
 
 OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 LETTERS = string.ascii_letters + string.digits
@@ -24,7 +24,7 @@ _ID = re.compile("[a-zA-Z0-9]{9}")
 _NAME = re.compile(r"[\w.-]+")
 
 
-class Mistral(Marked):
+class MistralNotation(MarkedNotation):
     title, openings = "Mistral", (OPEN,)
     names: ClassVar = {OPEN: "\ufdd0", CALL_ID: "\ufdd1", ARGS: "\ufdd2"}
 
@@ -34,20 +34,20 @@ class Mistral(Marked):
 
     # ---------------------------------------------------------------- reading
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
-        calls: list[Call] = []
-        beside, scan, opening = "", Scanner(text), self.mark(OPEN)
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        calls: list[ToolCall] = []
+        beside, scan, opening = "", CallScanner(text), self.mark(OPEN)
         while scan.takes(opening):
             scan.blanks()
             if text[scan.at : scan.at + 1] in ("[", "{"):
                 found = scan.json()[0]
-                calls += [called(one) for one in (found if isinstance(found, list) else [found])]
+                calls += [call_names(one) for one in (found if isinstance(found, list) else [found])]
             else:
                 calls.append(self._named(scan))
             beside += scan.until(opening)
         return beside.strip(), calls
 
-    def _named(self, scan: Scanner) -> Call:
+    def _named(self, scan: CallScanner) -> ToolCall:
         name, given = scan.match(_NAME)[0], None
         scan.blanks()
         if scan.takes(self.mark(CALL_ID)):
@@ -56,12 +56,12 @@ class Mistral(Marked):
             scan.blanks()
         scan.takes(self.mark(ARGS))
         scan.blanks()
-        return Call(name, scan.json()[1], given)
+        return ToolCall(name, scan.json()[1], given)
 
     # ---------------------------------------------------------------- ids
 
-    def admits(self, given: str) -> bool:
-        return _ID.fullmatch(given) is not None
+    def admits(self, value: str) -> bool:
+        return _ID.fullmatch(value) is not None
 
     def fresh(self) -> str:
         return "".join(secrets.choice(LETTERS) for _ in range(9))
@@ -72,10 +72,10 @@ class Mistral(Marked):
         for message in messages:
             fitted = dict(message)
             if isinstance(message.get("tool_call_id"), str):
-                fitted["tool_call_id"] = fitting(message["tool_call_id"])
+                fitted["tool_call_id"] = call_id(message["tool_call_id"])
             if calls := message.get("tool_calls"):
                 fitted["tool_calls"] = [
-                    dict(call) | ({"id": fitting(call["id"])} if isinstance(call.get("id"), str) else {}) for call in calls
+                    dict(call) | ({"id": call_id(call["id"])} if isinstance(call.get("id"), str) else {}) for call in calls
                 ]
             found.append(fitted)
         return found
@@ -98,6 +98,6 @@ class Mistral(Marked):
         return f'{json.dumps(opening)} arguments_{place} {given} "}}"'
 
 
-def fitting(given: str) -> str:
+def call_id(id: str) -> str:
     """An id that templates take: itself, or always the same one."""
-    return given if _ID.fullmatch(given) else hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+    return id if _ID.fullmatch(id) else hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:9]

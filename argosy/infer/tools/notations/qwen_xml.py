@@ -19,21 +19,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.infer.tools.calls import Call, Scanner, dumps, loads, parameters_of
+from argosy.infer.tools.calls import CallScanner, ToolCall, dumps, loads, parameters_schema
 from argosy.infer.tools.grammar import json_rule
-from argosy.infer.tools.notations.hermes import OPEN, Hermes
-from argosy.infer.tools.notations.schemas import KINDS, kinds_of, part, resolved
+from argosy.infer.tools.notations.hermes import OPEN, HermesNotation
+from argosy.infer.tools.notations.schemas import KINDS, resolve_schema, schema_types, sub_schema
 
 _FUNCTION, _PARAMETER = re.compile(r"<function=([^>\n]+)>"), re.compile(r"<parameter=([^>\n]+)>\n?")
 # A value may contain the closing tag where nothing of a call follows it.
 _VALUE = re.compile(r"(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
 _PYTHON = {"True": True, "False": False, "None": None}
-# What a schema of arguments may say, and what of a text can be forced.
+# Words that a schema of arguments may have, and those of a text that a grammar can force.
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", "description", "title", "$defs", "definitions", "$schema"}
 OF_TEXTS = {"type", "description", "title", "default", "examples", "enum", "const", "anyOf", "oneOf", "$ref"}
 
 
-class QwenXml(Hermes):
+class QwenXmlNotation(HermesNotation):
     title = "Qwen 3.5"
 
     @classmethod
@@ -42,16 +42,16 @@ class QwenXml(Hermes):
 
     # ---------------------------------------------------------------- reading
 
-    def call(self, scan: Scanner) -> Call:
+    def call(self, scan: CallScanner) -> ToolCall:
         name = scan.match(_FUNCTION)[1]
         schema = self._schema(name)
         arguments: dict[str, Any] = {}
         scan.blanks()
         while not scan.takes("</function>"):
             key = scan.match(_PARAMETER)[1]
-            inside = resolved(schema.get("properties"), schema).get(key)
-            arguments[key] = value_of(scan.match(_VALUE)[1], kinds_of(inside, schema))
-        return Call(name, dumps(arguments))
+            inside = resolve_schema(schema.get("properties"), schema).get(key)
+            arguments[key] = argument_value(scan.match(_VALUE)[1], schema_types(inside, schema))
+        return ToolCall(name, dumps(arguments))
 
     def _schema(self, name: str) -> Mapping[str, Any]:
         found = next((tool["function"].get("parameters") for tool in self.tools if tool["function"]["name"] == name), None)
@@ -60,11 +60,11 @@ class QwenXml(Hermes):
     # ---------------------------------------------------------------- grammars
 
     def arguments(self, place: int, function: Mapping[str, Any]) -> list[str]:
-        schema = parameters_of(function)
+        schema = parameters_schema(function)
         json_rule("checked", schema)
         if unknown := sorted(set(schema) - OF_ARGUMENTS):
             raise BadInput(f"`{unknown[0]}` of the arguments of `{function['name']}` cannot be forced in the notation of {self.title}")
-        properties, required = part(schema, "properties", dict[str, Any]()), part(schema, "required", list[Any]())
+        properties, required = sub_schema(schema, "properties", dict[str, Any]()), sub_schema(schema, "required", list[Any]())
         if "properties" not in schema and schema.get("additionalProperties") is not False:
             return [f'arguments_{place}: ("<parameter=" NAME ">\\n" value)*']
         rules, row = [], []
@@ -75,11 +75,11 @@ class QwenXml(Hermes):
         return [*rules, f"arguments_{place}: {' '.join(row) or json.dumps('')}"]
 
     def _value(self, name: str, key: str, schema: Any, root: Mapping[str, Any], rules: list[str]) -> str:
-        """What follows the tag that opens an argument. Adds the rules that it needs."""
+        """The grammar of the text after the tag that opens an argument. Adds the rules that it needs."""
         closing = json.dumps("\n</parameter>\n")
-        schema = resolved(schema, root)
-        kinds = kinds_of(schema, root)
-        if values := [schema["const"]] if "const" in schema else part(schema, "enum", list[Any]()):
+        schema = resolve_schema(schema, root)
+        kinds = schema_types(schema, root)
+        if values := [schema["const"]] if "const" in schema else sub_schema(schema, "enum", list[Any]()):
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             return f"({' | '.join(map(json.dumps, texts))}) {closing}"
         if "string" not in kinds:
@@ -97,8 +97,8 @@ class QwenXml(Hermes):
         return f'{json.dumps(f"<function={name}>{chr(10)}")} arguments_{place} "</function>"'
 
 
-def value_of(text: str, kinds: set[str]) -> Any:
-    """What a text stands for, of these types; the text itself where it is none of them."""
+def argument_value(text: str, kinds: set[str]) -> Any:
+    """The value that a text stands for, of these types; the text itself where it is none of them."""
     try:
         value = _PYTHON[text] if text in _PYTHON else loads(text)
     except (ValueError, RecursionError):

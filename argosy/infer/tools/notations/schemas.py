@@ -1,4 +1,4 @@
-"""What notations that are no JSON ask of a JSON schema."""
+"""Questions about a JSON schema, for notations that are no JSON."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ ANYTHING: Mapping[str, Any] = {}
 DEEPEST = 8
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolve_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema, or the one that it refers to in the same document."""
     for _ in range(DEEPEST):
         if not isinstance(schema, Mapping) or not str(schema.get("$ref", "")).startswith("#/"):
@@ -28,11 +28,11 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else ANYTHING
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+def schema_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """The types of values that a schema admits; a text where it does not say."""
     found, left, seen = set[str](), [schema], set[int]()
     while left:
-        one = resolved(left.pop(), root)
+        one = resolve_schema(left.pop(), root)
         # A client's schema may refer to itself.
         if id(one) in seen:
             continue
@@ -48,8 +48,8 @@ def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
     return schema[name] if isinstance(schema.get(name), list) else []
 
 
-def part(schema: Mapping[str, Any], word: str, empty: T) -> T:
-    """What a schema says by a word; `empty` if nothing.
+def sub_schema(schema: Mapping[str, Any], word: str, empty: T) -> T:
+    """The value of a word in a schema; `empty` without it.
 
     Raises:
         BadInput: it is of another type than `empty`.

@@ -4,18 +4,20 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from argosy.infer.tools.calls import Call, Marked, Scanner
+from argosy.infer.tools.calls import CallScanner, MarkedNotation, ToolCall
 
 
-class Sectioned(Marked):
-    """section, single: the marks that open and close the section, and a call. between: what stands between calls, in a grammar."""
+class SectionedNotation(MarkedNotation):
+    """section, single: the marks that open and close the section, and a call.
+    between: what stands between calls, in a grammar.
+    """
 
     section: ClassVar[tuple[str, str]]
     single: ClassVar[tuple[str, str]]
     between: ClassVar[str] = ""
 
     @abstractmethod
-    def call(self, scan: Scanner) -> Call:
+    def call(self, scan: CallScanner) -> ToolCall:
         """The call behind its opening mark.
 
         Raises:
@@ -26,26 +28,26 @@ class Sectioned(Marked):
     def opened(self, place: int, name: str) -> str:
         """A call of this function in a grammar, without the marks around it."""
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         # Some answers have no section around their calls.
-        calls: list[Call] = []
-        beside, scan, openings = "", Scanner(text), [self.mark(name) for name in self.openings]
-        while not scan.over():
+        calls: list[ToolCall] = []
+        beside, scan, openings = "", CallScanner(text), [self.mark(name) for name in self.openings]
+        while not scan.at_end():
             inside = scan.takes(self.mark(self.section[0]))
             calls += self._calls(scan)
-            if inside and not (scan.takes(self.mark(self.section[1])) or scan.over()):
+            if inside and not (scan.takes(self.mark(self.section[1])) or scan.at_end()):
                 raise ValueError("a section that does not end")
             beside += scan.until(*openings)
         return beside.strip(), calls
 
-    def _calls(self, scan: Scanner) -> list[Call]:
+    def _calls(self, scan: CallScanner) -> list[ToolCall]:
         calls = []
         scan.blanks()
         while scan.takes(self.mark(self.single[0])):
             scan.blanks()
             calls.append(self.call(scan))
             scan.blanks()
-            if not (scan.takes(self.mark(self.single[1])) or scan.over()):
+            if not (scan.takes(self.mark(self.single[1])) or scan.at_end()):
                 raise ValueError("a call that does not end")
             scan.blanks()
         return calls

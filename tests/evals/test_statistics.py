@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from argosy.evals.run import with_perplexity
-from argosy.evals.statistics import Mean, Row, mean, means, paired
+from argosy.evals.statistics import RowScores, WeightedMean, mean, means, paired
 
 
 def test_equal_weights_give_the_standard_error_of_the_mean():
@@ -12,13 +12,13 @@ def test_equal_weights_give_the_standard_error_of_the_mean():
     found = mean(values.tolist())
     assert found.value == pytest.approx(values.mean())
     assert found.stderr == pytest.approx(values.std(ddof=1) / np.sqrt(40))
-    assert mean([3.0]) == Mean(3.0, None)
+    assert mean([3.0]) == WeightedMean(3.0, None)
 
 
 def test_the_standard_error_of_a_weighted_mean_is_the_spread_of_repeated_draws():
     rng = np.random.default_rng(1)
 
-    def draw() -> Mean:
+    def draw() -> WeightedMean:
         weights = rng.integers(1, 20, 60).astype(float)
         # Long rows are harder, so the sum of the weights varies with the value.
         values = rng.normal(weights / 10, 1)
@@ -32,9 +32,9 @@ def test_the_standard_error_of_a_weighted_mean_is_the_spread_of_repeated_draws()
 def test_a_paired_difference_is_less_uncertain_than_two_evaluations():
     rng = np.random.default_rng(2)
     ease = rng.uniform(0.1, 0.9, 400)
-    mine = [Row(i, {"acc": float(u < p)}) for i, (u, p) in enumerate(zip(rng.uniform(size=400), ease))]
+    mine = [RowScores(i, {"acc": float(u < p)}) for i, (u, p) in enumerate(zip(rng.uniform(size=400), ease))]
     # The other model answers as this one does, but for a few rows.
-    theirs = [Row(row.number, {"acc": 1 - row.values["acc"] if row.number % 20 == 0 else row.values["acc"]}) for row in mine]
+    theirs = [RowScores(row.number, {"acc": 1 - row.values["acc"] if row.number % 20 == 0 else row.values["acc"]}) for row in mine]
     found = paired(mine, theirs, "acc")
     apart = np.hypot(means(mine)["acc"].stderr or 0, means(theirs)["acc"].stderr or 0)
     assert found["n"] == 400
@@ -46,13 +46,13 @@ def test_a_paired_difference_is_less_uncertain_than_two_evaluations():
 
 
 def test_rows_that_only_one_model_has_do_not_count():
-    mine, theirs = [Row(i, {"acc": 1.0}) for i in range(5)], [Row(i, {"acc": 0.0}) for i in range(3, 9)]
+    mine, theirs = [RowScores(i, {"acc": 1.0}) for i in range(5)], [RowScores(i, {"acc": 0.0}) for i in range(3, 9)]
     assert paired(mine, theirs, "acc")["n"] == 2
     assert paired(mine, [], "acc") == {"difference": None, "stderr": None, "interval": None, "n": 0}
 
 
 def test_perplexity_is_the_exponential_of_the_loss_with_its_first_order_error():
-    found = with_perplexity({"loss": Mean(2.0, 0.1)})
+    found = with_perplexity({"loss": WeightedMean(2.0, 0.1)})
     assert list(found) == ["loss", "perplexity"]
     assert found["perplexity"] == pytest.approx((np.exp(2), 0.1 * np.exp(2)))
-    assert with_perplexity({"loss": Mean(1e4, None)})["perplexity"].value == float("inf")
+    assert with_perplexity({"loss": WeightedMean(1e4, None)})["perplexity"].value == float("inf")

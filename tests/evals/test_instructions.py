@@ -10,7 +10,7 @@ import pytest
 from helpers import shared
 
 from argosy.core.errors import BadInput, UnknownName
-from argosy.evals.ifeval import judged, versions
+from argosy.evals.ifeval import instruction_accuracies, loose_responses
 from argosy.evals.instructions import CHECKS, check_instructions, follows
 from argosy.evals.language import KNOWN, language_of
 from argosy.evals.rows import read_rows
@@ -129,7 +129,7 @@ def test_an_instruction_that_cannot_be_checked_is_an_error(kinds: list, given: l
 
 
 def test_the_eight_versions_of_a_loose_response():
-    assert versions("Sure!\n*a*\nb\nBye") == [
+    assert loose_responses("Sure!\n*a*\nb\nBye") == [
         "Sure!\n*a*\nb\nBye", "Sure!\na\nb\nBye", "*a*\nb\nBye", "a\nb\nBye", "Sure!\n*a*\nb", "Sure!\na\nb", "*a*\nb", "a\nb",
     ]  # fmt: skip
 
@@ -154,7 +154,7 @@ def test_strict_and_loose_at_both_levels(response: str, strict: tuple, loose: tu
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
         "kwargs": [{}, {"num_words": 7, "relation": LESS}],
     }
-    found = judged(4, row, response)
+    found = instruction_accuracies(4, row, response)
     assert (found.values["prompt_level_strict_acc"], found.values["inst_level_strict_acc"]) == strict
     assert (found.values["prompt_level_loose_acc"], found.values["inst_level_loose_acc"]) == loose
     assert found.weight("inst_level_strict_acc") == found.weight("inst_level_loose_acc") == 2

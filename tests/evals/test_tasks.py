@@ -9,8 +9,8 @@ from helpers import shared
 
 from argosy.core.errors import BadInput, UnknownName
 from argosy.evals import extract
-from argosy.evals.plan import find, names, plan
-from argosy.evals.prompts import choices, example, examples, question
+from argosy.evals.plan import find_task_file, names, plan
+from argosy.evals.prompts import choices, examples, few_shot_example, question
 from argosy.evals.rows import LAYOUTS, read_rows
 from argosy.evals.settings import EvalSettings
 from argosy.evals.tasks import PLAIN, TASKS
@@ -51,13 +51,13 @@ def test_an_unknown_task_is_answered_with_the_nearest_and_the_list():
 def test_files_are_found_by_task_here_and_one_folder_below(tmp_path: Path):
     (tmp_path / "eval").mkdir()
     path = write(tmp_path / "eval" / "arc_easy_12.jsonl", CHOICES)
-    assert find(TASKS["arc_easy"], tmp_path) == path
-    assert find(TASKS["arc_easy"], tmp_path / "eval") == path
+    assert find_task_file(TASKS["arc_easy"], tmp_path) == path
+    assert find_task_file(TASKS["arc_easy"], tmp_path / "eval") == path
     with pytest.raises(BadInput, match="no file of arc_challenge"):
-        find(TASKS["arc_challenge"], tmp_path)
+        find_task_file(TASKS["arc_challenge"], tmp_path)
     write(tmp_path / "arc_easy.jsonl", CHOICES)
     with pytest.raises(BadInput, match="2 files of arc_easy"):
-        find(TASKS["arc_easy"], tmp_path)
+        find_task_file(TASKS["arc_easy"], tmp_path)
 
 
 def test_every_task_file_of_the_shared_data_is_found_and_whole():
@@ -213,13 +213,13 @@ def test_prompts_read_as_published_ones_do():
     row = {"query": "Question: why?\n", "choices": ["so", "thus"], "gold": 1}
     assert question(TASKS["piqa"], row) == "Question: why?\nAnswer:"
     assert choices(TASKS["piqa"], row) == [" so", " thus"]
-    assert example(TASKS["piqa"], row) == "Question: why?\nAnswer: thus"
+    assert few_shot_example(TASKS["piqa"], row) == "Question: why?\nAnswer: thus"
     letters = {"question": "why?", "choices": ["so", "thus", "hence", "as"], "gold": 2, "subject": "logic"}
     assert question(TASKS["mmlu_dev"], letters) == "why?\nA. so\nB. thus\nC. hence\nD. as\nAnswer:"
     assert choices(TASKS["mmlu_dev"], letters) == [" A", " B", " C", " D"]
     options = {"context_options": ["he", "she"], "continuation": "went.", "gold": 1}
-    assert example(TASKS["winogrande"], options) == "she went."
-    assert example(TASKS["simple_arithmetic"], {"context": "1 + 1 =", "continuation": " 2"}) == "1 + 1 = 2"
+    assert few_shot_example(TASKS["winogrande"], options) == "she went."
+    assert few_shot_example(TASKS["simple_arithmetic"], {"context": "1 + 1 =", "continuation": " 2"}) == "1 + 1 = 2"
     braces = {"query": "{not a field} {0}", "choices": ["so", "thus"], "gold": 1}
     assert question(TASKS["piqa"], braces) == "{not a field} {0}\nAnswer:"
 
@@ -298,4 +298,4 @@ def test_examples_come_from_the_file_for_them_if_it_lies_beside(tmp_path: Path):
     ],
 )
 def test_answers_are_found_strictly_and_flexibly(task: str, row: dict, text: str, strict: bool, flexible: bool):
-    assert extract.right(TASKS[task], row, text) == (strict, flexible)
+    assert extract.is_right(TASKS[task], row, text) == (strict, flexible)

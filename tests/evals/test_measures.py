@@ -16,13 +16,13 @@ from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.evals import generation, perplexity, run
-from argosy.evals.choice import continuation, multiple_choice
+from argosy.evals.choice import evaluate_continuation, evaluate_multiple_choice
 from argosy.evals.likelihood import Pair, likelihoods, pair
-from argosy.evals.plan import Planned, plan
+from argosy.evals.plan import PlannedTask, plan
 from argosy.evals.settings import EvalSettings
 from argosy.evals.tasks import PERPLEXITY, TASKS
-from argosy.infer.engine import sequences
-from argosy.infer.engine.sequences import batches, bucket
+from argosy.infer.forward import sequences
+from argosy.infer.forward.sequences import length_batches, length_bucket
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
 
@@ -37,8 +37,8 @@ def lm() -> LM:
     return LM(config, built(config, Unroll()), ByteTokenizer())
 
 
-def planned(name: str, rows: list[dict], **more) -> Planned:
-    return Planned(TASKS[name], Path("rows.jsonl"), rows, len(rows), rows, **{"shots": 0} | more)
+def planned(name: str, rows: list[dict], **more) -> PlannedTask:
+    return PlannedTask(TASKS[name], Path("rows.jsonl"), rows, len(rows), rows, **{"shots": 0} | more)
 
 
 def quiet(_: int) -> None:
@@ -64,9 +64,9 @@ def obvious(lm: LM, context: str, rest: str) -> tuple[float, bool]:
 @pytest.mark.parametrize("tokens", [32, 100, 4096])
 def test_batches_hold_every_sequence_once_within_their_tokens(tokens: int):
     lengths = np.random.default_rng(0).integers(1, 90, 50).tolist()
-    found = list(batches(lengths, tokens, 96))
+    found = list(length_batches(lengths, tokens, 96))
     assert sorted(i for places in found for i in places) == list(range(50))
-    assert all(len(places) == 1 or len(places) * bucket(max(lengths[i] for i in places)) <= tokens for places in found)
+    assert all(len(places) == 1 or len(places) * length_bucket(max(lengths[i] for i in places)) <= tokens for places in found)
     assert [max(lengths[i] for i in p) for p in found] == sorted((max(lengths[i] for i in p) for p in found), reverse=True)
 
 
@@ -98,7 +98,7 @@ def test_the_log_likelihood_of_choices_is_that_of_a_plain_loop_over_the_logits(l
         }
         for _ in range(20)
     ]
-    found, cut = multiple_choice(lm, planned("copa", rows), EvalSettings(batch=256), quiet)
+    found, cut = evaluate_multiple_choice(lm, planned("copa", rows), EvalSettings(batch=256), quiet)
     assert cut == 0
     for row, one in zip(rows, found, strict=True):
         expected = [obvious(lm, row["query"].rstrip(), f" {choice}")[0] for choice in row["choices"]]
@@ -111,7 +111,7 @@ def test_the_log_likelihood_of_choices_is_that_of_a_plain_loop_over_the_logits(l
 
 def test_contexts_with_one_continuation_are_compared(lm: LM):
     row = {"context_options": ["the cat is", "the dog sat there and is"], "continuation": "big.", "gold": 1}
-    found, _ = multiple_choice(lm, planned("winogrande", [row]), EvalSettings(), quiet)
+    found, _ = evaluate_multiple_choice(lm, planned("winogrande", [row]), EvalSettings(), quiet)
     expected = [obvious(lm, context, " big.")[0] for context in row["context_options"]]
     np.testing.assert_allclose(found[0].answer["logprobs"], expected, atol=ATOL)
     assert "acc_norm" not in found[0].values
@@ -127,9 +127,9 @@ def test_choices_of_single_tokens_are_read_from_one_pass_and_equal_scoring_each(
     own = LM(lm.config, lm.module, Letters())
     rows = [{"question": q, "choices": ["x", "y", "z"], "gold": 1, "subject": "s"} for q in ("one", "two three", "four")]
     calls: list[int] = []
-    scores = sequences.Sequences.scores
-    monkeypatch.setattr(sequences.Sequences, "scores", lambda self, rows: calls.append(len(rows)) or scores(self, rows))
-    found, _ = multiple_choice(own, planned("mmlu_dev", rows), EvalSettings(), quiet)
+    scores = sequences.SequenceScorer.scores
+    monkeypatch.setattr(sequences.SequenceScorer, "scores", lambda self, rows: calls.append(len(rows)) or scores(self, rows))
+    found, _ = evaluate_multiple_choice(own, planned("mmlu_dev", rows), EvalSettings(), quiet)
     assert not calls
     for row, one in zip(rows, found, strict=True):
         text = "The following are multiple choice questions (with answers) about s.\n\n"
@@ -143,7 +143,7 @@ def test_choices_of_single_tokens_are_read_from_one_pass_and_equal_scoring_each(
 
 def test_the_last_word_has_the_loss_of_a_plain_loop(lm: LM):
     rows = [{"context": "the end of a passage is", "continuation": word} for word in ("near", "zzz")]
-    found, _ = continuation(lm, planned("lambada_openai", rows), EvalSettings(), quiet)
+    found, _ = evaluate_continuation(lm, planned("lambada_openai", rows), EvalSettings(), quiet)
     for row, one in zip(rows, found, strict=True):
         logprob, greedy = obvious(lm, row["context"], f" {row['continuation']}")
         assert one.values == {"acc": float(greedy), "loss": pytest.approx(-logprob, abs=ATOL)}
@@ -154,7 +154,7 @@ def test_greedy_is_true_of_what_greedy_decoding_gives_and_false_one_token_later(
     context = list(b"to be or not")
     answer = lm.generate([context], 6, ignore_eos=True)[0].tokens
     wrong = [*answer[:5], (answer[5] + 1) % 256]
-    found = likelihoods(lm, [Pair(0, context, answer), Pair(1, context, wrong)], 512).found
+    found = likelihoods(lm, [Pair(0, context, answer), Pair(1, context, wrong)], 512).likelihoods
     assert [one.greedy for one in found] == [True, False]
 
 
@@ -188,7 +188,7 @@ def test_sequences_beyond_the_context_lose_tokens_from_the_left_and_are_counted(
     kept = list((long + " xy").encode()[-97:])
     logits = lm.logits([kept[:-1]])[0, -3:].astype(np.float64)
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    assert found.found[0].logprob == pytest.approx(logprobs[range(3), kept[-3:]].sum(), abs=ATOL)
+    assert found.likelihoods[0].logprob == pytest.approx(logprobs[range(3), kept[-3:]].sum(), abs=ATOL)
 
 
 # ---------------------------------------------------------------- perplexity
@@ -197,7 +197,7 @@ def test_sequences_beyond_the_context_lose_tokens_from_the_left_and_are_counted(
 @pytest.mark.parametrize("window, stride", [(8, 8), (8, 3), (8, 1)])
 @pytest.mark.parametrize("length", [1, 2, 9, 10, 17, 50])
 def test_each_token_but_the_first_is_scored_once(length: int, window: int, stride: int):
-    found = list(perplexity.windows(length, window, stride))
+    found = list(perplexity.text_windows(length, window, stride))
     assert [i for one in found for i in range(one.counts, one.end)] == list(range(1, length))
     for one in found:
         assert one.end - one.start <= window + 1
@@ -207,8 +207,8 @@ def test_each_token_but_the_first_is_scored_once(length: int, window: int, strid
 @pytest.mark.parametrize("stride", [16, 5])
 def test_losses_are_those_of_a_plain_loop(lm: LM, stride: int):
     ids = np.random.default_rng(3).integers(0, 256, 60).tolist()
-    found = perplexity.losses(lm, [ids], 16, stride, 64, quiet)[0]
-    for one, loss in zip(perplexity.windows(60, 16, stride), found, strict=True):
+    found = perplexity.window_losses(lm, [ids], 16, stride, 64, quiet)[0]
+    for one, loss in zip(perplexity.text_windows(60, 16, stride), found, strict=True):
         logprobs = logprobs_of(lm, ids[one.start : one.end])
         expected = [-logprobs[i - one.start - 1, ids[i]] for i in range(one.counts, one.end)]
         np.testing.assert_allclose(loss, expected, atol=ATOL)
@@ -219,8 +219,8 @@ def test_perplexity_of_a_file(lm: LM, tmp_path: Path):
     path.write_text("Ein Text mit ü und 漢字, " * 9, encoding="utf-8")
     n = len(path.read_bytes())
     settings = EvalSettings(data=str(path), window=32)
-    result = next(run.evaluate(lm, plan(settings), settings)).document()
-    losses = np.concatenate(perplexity.losses(lm, [lm.encode(path.read_text(encoding="utf-8"))], 32, 32, 4096, quiet)[0])
+    result = next(run.evaluate_tasks(lm, plan(settings), settings)).document()
+    losses = np.concatenate(perplexity.window_losses(lm, [lm.encode(path.read_text(encoding="utf-8"))], 32, 32, 4096, quiet)[0])
     assert result["loss"] == pytest.approx(losses.mean(), rel=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-6)
     # The first byte is not scored: nothing is before it.
@@ -263,7 +263,7 @@ def test_answers_that_training_learns_are_evaluated_and_nothing_else(lm: LM, tmp
     settings = EvalSettings(data=str(path), tasks=tasks)
     (one,) = plan(settings)
     assert str(one) == f"{tasks or 'mine'} (2 rows, answers of `{name}` records)"
-    result = next(run.evaluate(model, [one], settings)).document()
+    result = next(run.evaluate_tasks(model, [one], settings)).document()
     before, after = list(prompt.encode()), list(answer.encode()) + [tokenizer.eos] * ends
     logprobs = logprobs_of(model, before + after)[-len(after) :]
     expected = -logprobs[np.arange(len(after)), after].mean()
@@ -278,7 +278,7 @@ def test_answers_weigh_by_their_tokens_and_long_prompts_lose_their_beginning(lm:
     rows = [{"prompt": "x" * 200, "completion": "abc"}, {"prompt": "y", "completion": "d" * 9}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = EvalSettings(data=str(path))
-    result = next(run.evaluate(lm, plan(settings), settings)).document()
+    result = next(run.evaluate_tasks(lm, plan(settings), settings)).document()
     eos = lm.tokenizer.eos
     long, short = [*b"x" * 93, *b"abc", eos], [*b"y", *b"d" * 9, eos]
     # The context holds what the last token is predicted from; the token that is put after that is cut off again.
@@ -288,10 +288,10 @@ def test_answers_weigh_by_their_tokens_and_long_prompts_lose_their_beginning(lm:
     assert result["loss"] == pytest.approx(np.concatenate(parts).mean(), abs=ATOL)
     path.write_text(json.dumps({"prompt": "y", "completion": ""}))
     with pytest.raises(BadInput, match="without an answer"):
-        list(run.evaluate(lm, plan(settings), settings))
+        list(run.evaluate_tasks(lm, plan(settings), settings))
     path.write_text(json.dumps(ANSWERED["messages"][0]))
     with pytest.raises(BadInput, match="chat template") as told:
-        list(run.evaluate(lm, plan(settings), settings))
+        list(run.evaluate_tasks(lm, plan(settings), settings))
     assert "data.template" not in str(told.value)
 
 
@@ -301,7 +301,7 @@ def test_a_token_that_begins_a_text_lets_its_first_token_count(lm: LM, tmp_path:
     path = tmp_path / "a.txt"
     path.write_text("abc def")
     settings = EvalSettings(data=str(path))
-    result = next(run.evaluate(LM(lm.config, lm.module, tokenizer), plan(settings), settings)).document()
+    result = next(run.evaluate_tasks(LM(lm.config, lm.module, tokenizer), plan(settings), settings)).document()
     assert result["tokens"] == 7
 
 
@@ -325,7 +325,7 @@ def test_limit_is_a_number_of_windows_of_a_text(lm: LM, tmp_path: Path):
     path.write_text("abcd " * 100)
     for limit, tokens in ((1, 32), (3, 96)):
         settings = EvalSettings(data=str(path), window=32, limit=limit)
-        assert next(run.evaluate(lm, plan(settings), settings)).document()["tokens"] == tokens
+        assert next(run.evaluate_tasks(lm, plan(settings), settings)).document()["tokens"] == tokens
 
 
 @pytest.mark.parametrize(
@@ -337,14 +337,14 @@ def test_windows_that_mean_nothing_are_refused(lm: LM, tmp_path: Path, words: di
     path.write_text("abcd " * 100)
     settings = EvalSettings(data=str(path), **words)
     with pytest.raises(BadInput, match=what):
-        next(run.evaluate(lm, plan(settings), settings))
+        next(run.evaluate_tasks(lm, plan(settings), settings))
 
 
 def test_a_text_without_two_tokens_is_refused(lm: LM, tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("a")
     with pytest.raises(BadInput, match="nothing to score"):
-        next(run.evaluate(lm, plan(EvalSettings(data=str(path))), EvalSettings(data=str(path))))
+        next(run.evaluate_tasks(lm, plan(EvalSettings(data=str(path))), EvalSettings(data=str(path))))
 
 
 @pytest.mark.slow
@@ -357,7 +357,7 @@ def test_stories260k_has_its_golden_loss_document_by_document(tmp_path: Path):
     stories = [(opening + part).strip().replace("\n\n", "\n") for part in text.split(f"\n\n{opening}")[1:51]]
     rows = [lm.encode(story)[:512] for story in stories]
     assert all(ids[0] == 1 for ids in rows)
-    found = np.concatenate([np.concatenate(one) for one in perplexity.losses(lm, rows, 512, 512, 4096, quiet)])
+    found = np.concatenate([np.concatenate(one) for one in perplexity.window_losses(lm, rows, 512, 512, 4096, quiet)])
     assert len(found) == golden["tokens"]
     assert found.mean() == pytest.approx(golden["mean_nll"], abs=1e-4)
 
@@ -373,7 +373,7 @@ def test_smollm2_has_its_golden_loss_on_wikitext():
     lm = argosy.load(folder if folder.is_file() else folder / "SmolLM2-135M-Instruct.Q4_1.gguf")
     ids = lm.encode(shared("text/wikitext2_test.txt").read_text(encoding="utf-8")[:24000])[:2048]
     assert len(ids) == golden["n_tokens"]
-    found = np.concatenate(perplexity.losses(lm, [ids], 2048, 2048, 4096, quiet)[0])
+    found = np.concatenate(perplexity.window_losses(lm, [ids], 2048, 2048, 4096, quiet)[0])
     assert found.mean() == pytest.approx(golden["mean_nll_fp32"], abs=1e-3)
 
 
@@ -383,7 +383,7 @@ def test_smollm2_has_its_golden_loss_on_wikitext():
 @pytest.mark.slow
 def test_answers_are_what_the_engine_generates_and_stop_where_the_task_says(lm: LM):
     rows = [{"context": f"{a} + {a} =", "continuation": " 4"} for a in range(5)]
-    texts, cut = generation.answers(lm, planned("simple_arithmetic", rows), EvalSettings(), quiet)
+    texts, cut = generation.generate_completions(lm, planned("simple_arithmetic", rows), EvalSettings(), quiet)
     assert cut == 0
     expected = lm.generate([row["context"] for row in rows], 16, stop=["\n"])
     assert texts == [one.text for one in expected]
@@ -392,7 +392,7 @@ def test_answers_are_what_the_engine_generates_and_stop_where_the_task_says(lm: 
 @pytest.mark.slow
 def test_a_prompt_that_leaves_no_room_keeps_its_end(lm: LM):
     row = {"context": "x" * 200 + " 1 + 1 =", "continuation": " 2"}
-    texts, cut = generation.answers(lm, planned("simple_arithmetic", [row]), EvalSettings(max_tokens=80), quiet)
+    texts, cut = generation.generate_completions(lm, planned("simple_arithmetic", [row]), EvalSettings(max_tokens=80), quiet)
     assert cut == 1
     # Half of the context of 96 stays for the answer.
     assert texts == [lm.generate([row["context"][-48:]], 80, stop=["\n"])[0].text]
@@ -409,7 +409,7 @@ def chats(lm: LM) -> LM:
 
 def test_a_question_is_the_message_of_a_user_and_a_choice_the_whole_reply(chats: LM):
     row = {"query": "Who?", "choices": ["Ann", "Bob"], "gold": 0}
-    found, _ = multiple_choice(chats, planned("copa", [row]), EvalSettings(chat=True), quiet)
+    found, _ = evaluate_multiple_choice(chats, planned("copa", [row]), EvalSettings(chat=True), quiet)
     expected = [obvious(chats, "<user>Who?</><a>", name)[0] for name in row["choices"]]
     np.testing.assert_allclose(found[0].answer["logprobs"], expected, atol=ATOL)
 
@@ -418,7 +418,7 @@ def test_a_question_is_the_message_of_a_user_and_a_choice_the_whole_reply(chats:
 def test_a_chat_answer_ends_with_its_turn_and_not_at_a_stop_string(chats: LM, monkeypatch: pytest.MonkeyPatch):
     row = {"context": "1 + 1 =", "continuation": " 2"}
     monkeypatch.setattr(generation, "CHAT", 20)
-    texts, _ = generation.answers(chats, planned("simple_arithmetic", [row]), EvalSettings(chat=True), quiet)
+    texts, _ = generation.generate_completions(chats, planned("simple_arithmetic", [row]), EvalSettings(chat=True), quiet)
     assert texts == [chats.generate(["<user>1 + 1 =</><a>"], 20)[0].text]
 
 
@@ -437,22 +437,22 @@ def test_models_that_cannot_be_evaluated(lm: LM, change: dict, what: str):
     if "config" in change:
         parts["config"] = type("Encoder", (), {"causal": False})()
     with pytest.raises(BadInput, match=what):
-        run.check(LM(**parts), EvalSettings())
+        run.check_evaluable(LM(**parts), EvalSettings())
 
 
 def test_chat_needs_a_template(lm: LM):
     with pytest.raises(BadInput, match="no chat template"):
-        run.check(lm, EvalSettings(chat=True))
+        run.check_evaluable(lm, EvalSettings(chat=True))
 
 
 def test_a_stop_gives_up_the_task_that_runs_and_keeps_those_before(lm: LM, tmp_path: Path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("some words " * 20)
     settings = EvalSettings(window=16)
-    one, two = (Planned(TASKS[PERPLEXITY], tmp_path / f"{name}.txt", [], 0, [], 0) for name in ("a", "b"))
+    one, two = (PlannedTask(TASKS[PERPLEXITY], tmp_path / f"{name}.txt", [], 0, [], 0) for name in ("a", "b"))
     asked: list[bool] = []
-    results = run.evaluate(lm, [one, two], settings, stopped=lambda: bool(asked))
+    results = run.evaluate_tasks(lm, [one, two], settings, stopped=lambda: bool(asked))
     assert next(results).planned is one
     asked.append(True)
-    with pytest.raises(run.Stopped):
+    with pytest.raises(run.EvaluationStopped):
         next(results)

@@ -4,9 +4,9 @@
     store.write(key, program)
     store.read(key)                         # None: there is none, or it is damaged
 
-An entry is named by the fingerprint of what it was made from (`infer.engine.fingerprint`), and begins with the hash of its name and
-content. It is written under another name first and then renamed, so concurrent starts never see half of one. What was used longest ago
-is removed once all entries together are above a limit.
+An entry is named by the fingerprint of what it was made from (`infer.programs.fingerprint`), and begins with the hash of its name and
+content. It is written under another name first and then renamed, so concurrent starts never see half of one. The entry that was used
+longest ago is removed once all entries together are above a limit.
 
 Entries are machine code and pickles: reading them runs them, as it does with JAX's compilation cache. So the folder must belong to the
 user, with no right for others to write. The hash finds damage, not forgery.
@@ -27,7 +27,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from argosy.infer.engine.fingerprint import NoFingerprint, of_environment
+from argosy.infer.programs.fingerprint import NoFingerprint, environment_fingerprint
 
 MAGIC = b"argosy program 1\n"
 ENDING = ".program"
@@ -35,9 +35,12 @@ ENDING = ".program"
 MOST_BYTES = 1 << 30
 
 
-class Stored(NamedTuple):
-    """A program that was read. in_tree, inputs, out_tree, outputs: trees of arguments and results, and the (shape, type) of their
-    leaves. binary: from `serialize`."""
+class StoredProgram(NamedTuple):
+    """A program that was read.
+
+    in_tree, inputs, out_tree, outputs: trees of arguments and results, and the (shape, type) of their leaves.
+    binary: from `serialize`.
+    """
 
     in_tree: Any
     inputs: tuple[Any, ...]
@@ -47,7 +50,7 @@ class Stored(NamedTuple):
 
     def takes(self, arguments: tuple[Any, ...]) -> bool:
         """Whether it was compiled for arguments of these shapes and types."""
-        return self.in_tree == jax.tree.structure((arguments, {})) and self.inputs == signature(arguments)
+        return self.in_tree == jax.tree.structure((arguments, {})) and self.inputs == array_signature(arguments)
 
     @property
     def described(self) -> Any:
@@ -68,7 +71,7 @@ class ProgramStore:
     def path(self, key: str) -> Path:
         return self.folder / f"{hashlib.sha256(f'{self.environment} {key}'.encode()).hexdigest()}{ENDING}"
 
-    def read(self, key: str) -> Stored | None:
+    def read(self, key: str) -> StoredProgram | None:
         """The program of this key; None where there is none. One that is damaged is removed."""
         path = self.path(key)
         try:
@@ -81,11 +84,12 @@ class ProgramStore:
         return found
 
     def write(self, key: str, program: Any) -> bool:
-        """Keeps a program that was compiled inside `compiled_anew`; returns whether it could be kept. Programs that call back into
-        Python cannot."""
+        """Keeps a program that was compiled inside `without_compilation_cache`; returns whether it could be kept. Programs that call
+        back into Python cannot."""
         try:
             binary, in_tree, out_tree = serialize(program)
-            body = pickle.dumps(tuple(Stored(in_tree, signature(program.args_info), out_tree, signature(program.out_info), binary)))
+            body = pickle.dumps(tuple(StoredProgram(in_tree, array_signature(program.args_info), out_tree,
+            array_signature(program.out_info), binary)))
         except Exception:
             # JAX and XLA raise errors of many kinds for what they cannot serialize; the program itself is sound.
             return False
@@ -117,7 +121,7 @@ class ProgramStore:
             left -= size
 
 
-def signature(tree: Any) -> tuple[Any, ...]:
+def array_signature(tree: Any) -> tuple[Any, ...]:
     """(shape, type) of each leaf."""
     return tuple((a.shape, a.dtype) for a in jax.tree.leaves(tree))
 
@@ -126,12 +130,12 @@ def _packed(name: str, body: bytes) -> bytes:
     return MAGIC + hashlib.sha256(name.encode() + body).digest() + body
 
 
-def _unpacked(name: str, content: bytes) -> Stored | None:
+def _unpacked(name: str, content: bytes) -> StoredProgram | None:
     start = len(MAGIC) + hashlib.sha256().digest_size
     if content[:start] != _packed(name, content[start:])[:start]:
         return None
     try:
-        return Stored(*pickle.loads(content[start:]))
+        return StoredProgram(*pickle.loads(content[start:]))
     except Exception:
         # The content is what was written, so this is a class of ours or of JAX that has changed under the same version.
         return None
@@ -144,11 +148,11 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def compiled_anew() -> Iterator[None]:
+def without_compilation_cache() -> Iterator[None]:
     """Programs compiled inside, with the option `ANEW`, do not come from JAX's compilation cache, in any thread. XLA:CPU serializes a
     program that was itself deserialized without some of its functions, and calling it then fails."""
     with _lock:
-        # What the first one finds, the last one restores.
+        # The first caller saves the settings, and the last one restores them.
         _compiling.append(_caches())
         jax.config.update("jax_enable_compilation_cache", False)
         reset_cache()
@@ -177,7 +181,7 @@ def open_store(folder: Path | None, warn: Callable[[str], None] = lambda _: None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
-        environment = of_environment()
+        environment = environment_fingerprint()
     except (OSError, NoFingerprint):
         return None
     if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):

@@ -22,12 +22,13 @@ import numpy as np
 
 from argosy.core.process.cores import core_count
 from argosy.core.progress import Say
-from argosy.infer.engine.fingerprint import NoFingerprint, fingerprint, of_options
-from argosy.infer.engine.program_store import ANEW, ProgramStore, Stored, compiled_anew
+from argosy.infer.programs.fingerprint import NoFingerprint, fingerprint, options_fingerprint
+from argosy.infer.programs.placement import default_device
+from argosy.infer.programs.store import ANEW, ProgramStore, StoredProgram, without_compilation_cache
 
 
 class Program:
-    """A function that jit compiles. What it closes over decides what it computes.
+    """A function that jit compiles. The values in its closure decide the program.
 
     Args:
         donate: the argument whose memory it reuses, or several. static: the place of an argument that is no array, the last one.
@@ -43,7 +44,7 @@ class Program:
 
     @property
     def compilations(self) -> int:
-        """How many times jit has compiled it. What was prepared ahead is not counted."""
+        """How many times jit has compiled it. Programs that were prepared ahead are not counted."""
         return self.jitted._cache_size()
 
     def dynamic(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -62,22 +63,22 @@ class Program:
         mesh = jax.sharding.get_abstract_mesh()
         scope = None if mesh.empty else (mesh.shape_tuple, mesh.axis_types)
         try:
-            devices = [device.id for device in devices_of(arguments)]
+            devices = [device.id for device in program_devices(arguments)]
             return fingerprint(self.made_of, static, tree, leaves, devices, str(scope), options)
         except NoFingerprint:
             return None
 
 
-Run = Callable[..., Any]
+RunProgram = Callable[..., Any]
 
 
-def plainly(program: Program, at: Hashable, *arguments: Any) -> Any:
+def run_jitted(program: Program, at: Hashable, *arguments: Any) -> Any:
     """Calls a program as jit compiles it."""
     return program(*arguments)
 
 
 class Programs:
-    """Calls programs. Those that were prepared are found by the program and `at`, which stands for the shapes of its arguments.
+    """Calls programs. A prepared program is looked up by itself and `at`, which stands for the shapes of its arguments.
 
     Args:
         scope: around compiling: the mesh of programs over several devices.
@@ -112,7 +113,7 @@ class Programs:
             return program(*arguments)
 
     def prepared(self, program: Program, at: Hashable, *arguments: Any) -> Callable[..., Any]:
-        """What to call for such arguments, while programs are prepared too: then the executable, as soon as that one is ready."""
+        """The function to call with such arguments. While programs are prepared it is the executable, as soon as that is ready."""
         if self._ahead is not None and (program, at) not in self._ready:
             self._outputs[program, at] = self._ahead(program, at, arguments)
             self._ready[program, at] = self._ahead.ready(program, at)
@@ -140,7 +141,10 @@ class Programs:
 
 
 class _Ahead:
-    """Programs that are being loaded and compiled. outputs: descriptions of results, of those too that are ready already."""
+    """Programs that are being loaded and compiled.
+
+    outputs: descriptions of results, of those too that are ready already.
+    """
 
     def __init__(
         self,
@@ -151,7 +155,7 @@ class _Ahead:
         outputs: Mapping[tuple[Program, Hashable], Any],
     ):
         self.scope, self.store, self.pool, self.anew = scope, store, pool, anew
-        self.compiled, self.options = 0, of_options()
+        self.compiled, self.options = 0, options_fingerprint()
         self._lock = threading.Lock()
         self._waiting: dict[tuple[Program, Hashable], Future[Any]] = {}
         self.outputs = dict(outputs)
@@ -160,7 +164,7 @@ class _Ahead:
         """Begins to load or compile a program; returns descriptions of what it will return."""
         if (program, at) in self.outputs:
             return self.outputs[program, at]
-        arguments = tuple(a if i == program.static else described(a) for i, a in enumerate(arguments))
+        arguments = tuple(a if i == program.static else abstract_arrays(a) for i, a in enumerate(arguments))
         key = None if self.store is None else program.key(arguments, self.options)
         stored = None if self.store is None or key is None else self.store.read(key)
         if stored is not None and key is not None and stored.takes(program.dynamic(arguments)):
@@ -192,9 +196,9 @@ class _Ahead:
                 say(f"preparing {left} of {len(self._waiting)} programs")
         return {name: future.result() for name, future in self._waiting.items()}
 
-    def _loaded(self, stored: Stored, key: str, program: Program, arguments: tuple[Any, ...]) -> Any:
+    def _loaded(self, stored: StoredProgram, key: str, program: Program, arguments: tuple[Any, ...]) -> Any:
         try:
-            return stored.load(devices_of(arguments))
+            return stored.load(program_devices(arguments))
         except Exception:
             # XLA raises errors of many kinds where an intact entry does not fit this machine after all.
             with self.scope():
@@ -205,21 +209,16 @@ class _Ahead:
             return lowered.compile()
         with self._lock:
             if not self.compiled:
-                self.anew.enter_context(compiled_anew())
+                self.anew.enter_context(without_compilation_cache())
             self.compiled += 1
         made = lowered.compile(compiler_options=ANEW)
         self.store.write(key, made)
         return made
 
 
-def described(tree: Any) -> Any:
+def abstract_arrays(tree: Any) -> Any:
     """Arrays as descriptions: shape, type, and the devices of those that are bound to some."""
     return jax.tree.map(_described, tree)
-
-
-def default_device() -> Any:
-    """The device of arrays that are bound to none."""
-    return jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _described(a: Any) -> jax.ShapeDtypeStruct:
@@ -228,7 +227,7 @@ def _described(a: Any) -> jax.ShapeDtypeStruct:
     return a if isinstance(a, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype)
 
 
-def devices_of(arguments: Any) -> list[Any]:
+def program_devices(arguments: Any) -> list[Any]:
     """The devices of a program for these arguments, in the order of their mesh."""
     for a in jax.tree.leaves(arguments):
         place = getattr(a, "sharding", None)

@@ -1,4 +1,4 @@
-"""How much memory a cache may take, and the devices that it lies on."""
+"""How much memory a cache may take, and how it is allocated."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from argosy.core.errors import BadInput
 from argosy.core.process.resident import drop
-from argosy.infer.engine.programs import Program, Programs, default_device
+from argosy.infer.programs.placement import Home, default_device, home_mesh
+from argosy.infer.programs.programs import Program, Programs
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.cache import AttentionWindow, Caches, Specs, bytes_of, laid_out, layouts, paged
 from argosy.models.parts.weight import Leaves
@@ -24,33 +25,6 @@ from argosy.parallel.scope import scope
 # The most bytes of a cache in the memory of a CPU, and the share of what is free there, unless one sequence needs more. On other
 # devices the cache takes this share of what the weights leave: activations, logits and XLA's programs need the rest.
 CACHE, OF_FREE, OF_DEVICE = 4e9, 0.25, 0.8
-
-
-def mesh_of(weights: Leaves) -> Mesh | None:
-    """The mesh of devices that weights are split over; None if they are on one device."""
-    for a in weights.values():
-        if isinstance(a, jax.Array) and isinstance(a.sharding, NamedSharding) and len(a.devices()) > 1:
-            mesh = a.sharding.mesh
-            return mesh if isinstance(mesh, Mesh) else None
-    return None
-
-
-# Where arrays lie that every device of a model has whole; None: on JAX's default device, wherever that is.
-Home = NamedSharding | SingleDeviceSharding | None
-
-
-def home_of(weights: Leaves) -> Home:
-    """Where the state of programs over these weights lies. A weight that was put on a device explicitly ties programs to that device,
-    and they compile anew for state that is tied to none."""
-    if (mesh := mesh_of(weights)) is not None:
-        return NamedSharding(mesh, PartitionSpec())
-    tied = next((a for a in weights.values() if isinstance(a, jax.Array) and a.committed), None)
-    return None if tied is None else SingleDeviceSharding(next(iter(tied.devices())))
-
-
-def mesh_in(home: Home) -> Mesh | None:
-    """The mesh of a home on several devices."""
-    return home.mesh if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) else None
 
 
 def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) -> float:
@@ -77,32 +51,37 @@ def _in_steps(room: float) -> float:
     return room // step * step
 
 
-class Share(NamedTuple):
+class WindowShare(NamedTuple):
     """Pages that one sequence keeps for the layers of a window, at most: while it decodes, and while its prompt is computed."""
 
     decoding: int
     filling: int
 
 
-class Extent(NamedTuple):
-    """The size of a paged cache. pages: of layers that attend to everything, and those of each window."""
+class CacheSize(NamedTuple):
+    """The size of a paged cache.
+
+    pages: of layers that attend to everything, and those of each window.
+    """
 
     pages: int
     windows: dict[AttentionWindow, int]
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What the cache of a model takes.
+class CacheNeeds:
+    """The memory that the cache of a model takes.
 
-    longest: tokens of one sequence, at most. windows: those whose layers have pools of their own. narrow: as in `paged`.
+    longest: tokens of one sequence, at most.
+    windows: those whose layers have pools of their own.
+    narrow: as in `paged`.
     """
 
     specs: Specs
     page: int
     dtype: Any
     longest: int
-    windows: Mapping[AttentionWindow, Share]
+    windows: Mapping[AttentionWindow, WindowShare]
     narrow: str | None = None
 
     @property
@@ -110,23 +89,23 @@ class Needs:
         """Pages of one sequence, at most."""
         return -(-self.longest // self.page)
 
-    def empty(self, slots: int, extent: Extent) -> Caches:
+    def empty(self, slots: int, extent: CacheSize) -> Caches:
         """Pools of this size. Sequences may be rolled back to any length."""
         how: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows, "narrow": self.narrow}
         return paged(self.specs, slots, extent.pages, self.page, self.dtype, **how)
 
-    def bytes(self, mesh: Mesh | None, extent: Extent) -> int:
+    def bytes(self, mesh: Mesh | None, extent: CacheSize) -> int:
         """Bytes of these pools on each device, without what is kept for each slot."""
         return bytes_on_each(self.specs, mesh, lambda: self.empty(0, extent))
 
-    def extent(self, slots: int, pages: int) -> Extent:
+    def size(self, slots: int, pages: int) -> CacheSize:
         """Pools of layers with windows have room for as many decoding sequences as those of the other layers, and for two prompts
         beside them: a step computes few prompts at a time."""
         count = max(1.0, min(slots, pages / self.pages))
         windows = {w: int(count * one.decoding + min(count, 2) * one.filling) for w, one in self.windows.items()}
-        return Extent(pages, windows)
+        return CacheSize(pages, windows)
 
-    def fitting(self, slots: int, room: float, mesh: Mesh | None, besides: int = 0, *, strict: bool = False) -> Extent:
+    def fitting(self, slots: int, room: float, mesh: Mesh | None, besides: int = 0, *, strict: bool = False) -> CacheSize:
         """The largest pools for which there is room, up to `slots` sequences; but for one in any case.
 
         Args:
@@ -138,18 +117,18 @@ class Needs:
             BadInput: it is, with `strict`.
         """
         # Bytes grow with the number of sequences in two straight lines: up to two sequences each has a prompt, and then none.
-        one, two, three = (self.bytes(mesh, self.extent(3, n * self.pages)) + besides * n * self.pages for n in (1, 2, 3))
+        one, two, three = (self.bytes(mesh, self.size(3, n * self.pages)) + besides * n * self.pages for n in (1, 2, 3))
         if strict and room < one:
             what = f"engine.memory = {sized(room)}, and a sequence of {self.longest:,} tokens takes {sized(one)} of cache"
             raise BadInput(what, hint="more, or a shorter `engine.context`")
         first, then = max(two - one, 1), max(three - two, 1)
         count = max(1.0, min(slots, 1 + (room - one) / first if room < two else 2 + (room - two) / then))
-        return self.extent(slots, int(count * self.pages))
+        return self.size(slots, int(count * self.pages))
 
 
-def needs_of(specs: Specs, settings: EngineSettings, dtype: Any, longest: int) -> Needs:
-    """What the cache of an engine takes. Layers share the pools of those without a window if their window is as good as the whole
-    sequence, or consists of chunks that do not begin with a page.
+def cache_needs(specs: Specs, settings: EngineSettings, dtype: Any, longest: int) -> CacheNeeds:
+    """The memory that the cache of an engine takes. A layer with a window shares the pools of layers without one, if its window covers
+    the whole sequence, or consists of chunks that do not begin with a page.
 
     Raises:
         BadInput: a quantized cache would be no smaller: a model without attention, or heads so short that the scales take what the
@@ -158,24 +137,24 @@ def needs_of(specs: Specs, settings: EngineSettings, dtype: Any, longest: int) -
     page, drafts = settings.page, 0 if settings.speculative is None else settings.speculative.tokens
     queries = 1 + drafts, max(settings.budget, settings.beside, 1 + drafts)
     found = {spec.window for spec, _ in specs.values() if spec.window and not (spec.chunked and spec.window.tokens % page)}
-    windows = {window: Share(*(window.pages(n, page) for n in queries)) for window in sorted(found)}
+    windows = {window: WindowShare(*(window.pages(n, page) for n in queries)) for window in sorted(found)}
     short = {window: one for window, one in windows.items() if one.filling < -(-longest // page)}
-    needs = Needs(specs, page, dtype, longest, short, settings.cache_dtype)
+    needs = CacheNeeds(specs, page, dtype, longest, short, settings.cache_dtype)
     if needs.narrow is not None:
         _check_smaller(needs)
     return needs
 
 
-def check_fits(pages: int, page: int, longest: int) -> None:
+def check_sequence_fits(pages: int, page: int, longest: int) -> None:
     """Raises BadInput if a cache of this many pages holds no sequence of `longest` tokens."""
     if pages * page < longest:
         what = f"a cache of {pages} pages of {page} tokens holds no sequence of {longest}"
         raise BadInput(what, hint="more `engine.pages`, or a shorter `engine.context`")
 
 
-def _check_smaller(needs: Needs) -> None:
+def _check_smaller(needs: CacheNeeds) -> None:
     """Raises BadInput if a quantized cache would be no smaller."""
-    eight, plain = (replace(needs, narrow=form, page=1, windows={}).bytes(None, Extent(1, {})) for form in (needs.narrow, None))
+    eight, plain = (replace(needs, narrow=form, page=1, windows={}).bytes(None, CacheSize(1, {})) for form in (needs.narrow, None))
     if eight < plain:
         return
     bytes_ = f"a token takes {eight} bytes, and {plain} in {jnp.dtype(needs.dtype).name}"
@@ -194,27 +173,27 @@ def bytes_on_each(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) 
     return sum(jax.tree.leaves(shares))
 
 
-def allocated(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
+def allocate_caches(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
     """Empty caches, at home."""
     if home is None:
         return empty()
-    if (mesh := mesh_in(home)) is not None:
+    if (mesh := home_mesh(home)) is not None:
         with scope(mesh):
             return jax.jit(lambda: laid_out(specs, empty()))()
     with jax.default_device(next(iter(home.device_set))):
         return jax.device_put(empty(), home)
 
 
-def reserved(specs: Specs, home: Home, empty: Callable[[], Caches], programs: Programs | None = None) -> Caches:
-    """As `allocated`, for caches that last. On a CPU they take memory as their pages are first written, so a large pool costs what
-    is used of it. Entry by entry, so that not even the peak has all of them.
+def reserve_caches(specs: Specs, home: Home, empty: Callable[[], Caches], programs: Programs | None = None) -> Caches:
+    """As `allocate_caches`, for caches that last. On a CPU they take memory as their pages are first written, so a large pool costs
+    what is used of it. Entry by entry, so that not even the peak has all of them.
 
     Args:
         programs: those of the engine.
     """
     device = default_device() if home is None else next(iter(home.device_set))
-    if device.platform != "cpu" or mesh_in(home) is not None:
-        return allocated(specs, home, empty)
+    if device.platform != "cpu" or home_mesh(home) is not None:
+        return allocate_caches(specs, home, empty)
     programs = programs or Programs()
 
     def one(a: jax.ShapeDtypeStruct) -> jax.Array:
@@ -228,7 +207,8 @@ def reserved(specs: Specs, home: Home, empty: Callable[[], Caches], programs: Pr
 
 
 def describe_pools(home: Home, empty: Callable[[], Caches], programs: Programs) -> Caches:
-    """What `reserved` will return on a CPU. Its programs are prepared first of all, for it to run while others are."""
+    """Descriptions of the caches that `reserve_caches` will return on a CPU. Its programs are prepared first, so that it can run while
+    the others are prepared."""
     found = jax.eval_shape(empty)
     with jax.default_device(default_device() if home is None else next(iter(home.device_set))):
         for a in jax.tree.leaves(found):

@@ -24,15 +24,18 @@ import numpy as np
 import pydantic
 from flax import nnx
 
-import argosy
 from argosy.ops.native import library
 from argosy.ops.op import named
 
 # Packages whose code is known by a version, beside argosy, which is hashed.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "qwix", "tokamax")
 TRUSTED = frozenset(["argosy", "builtins", "functools", "operator", *PACKAGES])
-# Rooms that this one may not import, and settings, whose values are in what programs are made from.
-LATER = frozenset(["evals", "rl", "export", "serve", "client", "launch", "run", "jobs", "cli", "configs", "__pycache__"])
+# The folder of the house's rooms.
+PACKAGE = Path(__file__).parents[2]
+# Rooms that this one may not import, and settings, whose values are in the arguments that programs are built from.
+LATER = frozenset(
+    ["evals", "rl", "export", "serve", "client", "launch", "run", "jobs", "cli", "configs", "__pycache__"]
+)
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "CUDA_VISIBLE_DEVICES")
 # Options of jax that change no program: where things are kept and what is logged.
 PLAIN_OPTIONS = ("jax_compilation_cache", "jax_enable_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_pprint")
@@ -175,7 +178,7 @@ def _writer(kind: type) -> Callable[[Any], Iterator[str]] | None:
 
 
 @functools.cache
-def of_environment() -> str:
+def environment_fingerprint() -> str:
     """The fingerprint of what else decides what a compiler makes and never changes in a process: sources, packages, devices.
 
     Raises:
@@ -197,7 +200,7 @@ def of_environment() -> str:
     )
 
 
-def of_options() -> str:
+def options_fingerprint() -> str:
     """The fingerprint of what a program is traced under, where this is called: jax's options, named
     implementations, and whether there are kernels of ours."""
     # An attribute is the value in this thread; some options have none.
@@ -208,18 +211,18 @@ def of_options() -> str:
 
 def _sources() -> str:
     """The hash of every file of argosy that may decide what a program computes."""
-    folder, digest = Path(argosy.__file__).parent, hashlib.sha256()
-    for file in sorted(folder.rglob("*")):
-        room, *rest = file.relative_to(folder).parts
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*")):
+        room, *rest = file.relative_to(PACKAGE).parts
         if file.is_file() and room not in LATER and "__pycache__" not in rest:
             content = file.read_bytes()
-            digest.update(f"{file.relative_to(folder).as_posix()} {len(content)}\n".encode())
+            digest.update(f"{file.relative_to(PACKAGE).as_posix()} {len(content)}\n".encode())
             digest.update(content)
     return digest.hexdigest()
 
 
 def _processor() -> list[str]:
-    """What the machine code of a CPU depends on: its model, its features, and the cores that work is cut for."""
+    """The facts that the machine code of a CPU depends on: its model, its features, and the cores that work is divided among."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         found = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part", "isa"))]

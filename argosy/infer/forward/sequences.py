@@ -1,7 +1,7 @@
 """The forward pass over whole sequences: logits, and the log-probability of each token; alone, or under one of the adapters of an
 engine (`infer.engine.adapters`), which is data: no adapter compiles a program of its own.
 
-Sequences of similar length share a forward pass (`batches`). Lengths and numbers of sequences are padded to a few sizes, because
+Sequences of similar length share a forward pass (`length_batches`). Lengths and numbers of sequences are padded to a few sizes, because
 each pair of them is a program that takes seconds to compile.
 """
 
@@ -15,17 +15,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from argosy.core.progress import Say, telling
-from argosy.infer.cpu.views import Views, viewable
-from argosy.infer.engine.layers import Tail, pass_of
-from argosy.infer.engine.memory import home_of, mesh_in
-from argosy.infer.sampling.sample import of_tokens
+from argosy.infer.cpu.prepare import WeightPreparation
+from argosy.infer.cpu.views import is_on_one_cpu
+from argosy.infer.forward.passes import ByLayer, Forward, OneProgram, PassKind, Tail, whole_sequences
+from argosy.infer.programs.placement import home_mesh, weights_home
+from argosy.infer.sampling.sample import token_logprobs
 from argosy.models.parts.attend import Attend, Packed
 from argosy.models.parts.cache import Caches, Specs
 from argosy.models.parts.weight import Leaves, split, variable
 from argosy.parallel.scope import scope
 
 if TYPE_CHECKING:
-    from argosy.infer.engine.adapters import Adapters, Loaded
+    from argosy.infer.engine.adapters import Adapters, LoadedAdapter
 
 # The shortest length that programs are compiled for, in tokens.
 SHORTEST = 32
@@ -37,14 +38,18 @@ CHUNK = 256
 BATCH = 2048
 
 
-class Scores(NamedTuple):
-    """The tokens of one sequence, from the second on. logprobs: of each, given those before it. greedy: whether it is the likeliest."""
+class TokenScores(NamedTuple):
+    """The tokens of one sequence, from the second on.
+
+    logprobs: of each, given those before it.
+    greedy: whether it is the likeliest.
+    """
 
     logprobs: Float[np.ndarray, " S"]
     greedy: Bool[np.ndarray, " S"]
 
 
-def bucket(length: int, shortest: int = SHORTEST) -> int:
+def length_bucket(length: int, shortest: int = SHORTEST) -> int:
     """The next length that programs are compiled for: powers of two and the midpoints between them."""
     size = shortest
     while size < length:
@@ -54,7 +59,7 @@ def bucket(length: int, shortest: int = SHORTEST) -> int:
     return size
 
 
-def batches(lengths: Sequence[int], tokens: int, context: int) -> Iterator[list[int]]:
+def length_batches(lengths: Sequence[int], tokens: int, context: int) -> Iterator[list[int]]:
     """Divides sequences of these lengths into batches of at most so many tokens, padding included; the longest come first. A sequence
     longer than that is a batch of its own. Yields the places of each batch.
 
@@ -63,18 +68,19 @@ def batches(lengths: Sequence[int], tokens: int, context: int) -> Iterator[list[
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     at = 0
     while at < len(order):
-        longest = min(bucket(lengths[order[at]]), context)
+        longest = min(length_bucket(lengths[order[at]]), context)
         count = 1 << max(tokens // longest, 1).bit_length() - 1
         yield order[at : at + count]
         at += count
 
 
-class Sequences:
+class SequenceScorer:
     """One model over whole sequences. Its graph is fixed, its weights are read at each call.
 
     Args:
-        model: a module, which is split here: 15 ms for 270 weights. `infer.engine.cached_engine.Held` reuses this object while nothing
-        changes. say: called with what is being compiled, if that takes longer than a second.
+        model: a module, which is split here: 15 ms for 270 weights. `infer.engine.cached_engine` reuses this object while nothing
+            changes.
+        say: called with what is being compiled, if that takes longer than a second.
         adapters: those that `run` and `advance` may name.
         whole: whether the engine that they are for runs the model as one program, on CPUs too; if it is made after this.
 
@@ -85,77 +91,69 @@ class Sequences:
         self.say, self.dtype, self.context, self.adapters = say, model.dtype, model.config.context, adapters
         self.graph, weights = split(model)
         self.variables = {address: variable(model, address) for address in weights}
-        self.home, self._views = home_of(weights), None
-        if adapters is not None:
-            # In the layout of the engine's forward pass (`infer.engine.forward`), whose factors these are.
-            if adapters.base:
-                apart = set(adapters.base.values()) != set(weights)
-            else:
-                apart = viewable(weights) and model.layers.run.stacked and not whole
-            self._views = Views(model) if apart else None
-            model = adapters.on(model if self._views is None else self._views.model)
-        self.specs: Specs = model.layers.holds()
-        self._pass = pass_of(model, weights)
+        self.home, stacked, local = weights_home(weights), model.layers.run.stacked, is_on_one_cpu(weights)
+        if adapters is None:
+            views = False
+        elif adapters.base:
+            # In the layout of the engine's forward pass, whose factors these are.
+            views = set(adapters.base.values()) != set(weights)
+        else:
+            views = local and stacked and not whole
+        preparation = WeightPreparation(model, views=views)
+        # Scanned layers are one program anyway.
+        if local and (views or not stacked):
+            self.forward: Forward = ByLayer(model, adapters, together=1, preparation=preparation)
+        else:
+            self.forward = OneProgram(model, adapters, preparation=preparation)
+        self.specs: Specs = self.forward.specs
         self._sizes: set[tuple[Any, ...]] = set()
 
     def weights(self) -> Leaves:
         """The current weights."""
         return {address: v.get_value() for address, v in self.variables.items()}
 
-    def _given(self, adapter: "Loaded | None", shape: tuple[int, ...]) -> Leaves:
-        """The weights of a pass over tokens of this shape, with the factors of the adapters and the places of its tokens."""
-        weights = self.weights()
-        if self.adapters is None:
-            if adapter is not None:
-                raise ValueError(f"these sequences have no adapters, `{adapter.name}` neither")
-            return weights
-        if self._views is not None:
-            weights = self._views.of(weights)
-        own = {address: weights[base] for address, base in self.adapters.base.items()}
-        return own | self.adapters.arrays | self.adapters.leaves_of_pass(adapter, *shape)
-
     def on_mesh(self) -> Any:
         """The scope of programs over several devices."""
-        mesh = mesh_in(self.home)
+        mesh = home_mesh(self.home)
         return nullcontext() if mesh is None else scope(mesh)
 
     def padded(self, ids: Int[np.ndarray, "B T"]) -> tuple[np.ndarray, np.ndarray]:
         """The sequences at a length that a program is compiled for, and their segments."""
         T = ids.shape[1]
-        width = ((0, 0), (0, max(T, min(bucket(T), self.context)) - T))
+        width = ((0, 0), (0, max(T, min(length_bucket(T), self.context)) - T))
         return np.pad(ids.astype(np.int32), width), np.pad(np.ones_like(ids, np.int32), width)
 
     def logits(self, ids: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
         """Logits at every token, causal."""
         return np.asarray(self.run("logits", _logits, *self.padded(ids)))[:, : ids.shape[1]]
 
-    def scores(self, rows: Sequence[Sequence[int] | np.ndarray], adapter: "Loaded | None" = None) -> list[Scores]:
+    def scores(self, rows: Sequence[Sequence[int] | np.ndarray], adapter: "LoadedAdapter | None" = None) -> list[TokenScores]:
         """The log-probability of each token of these sequences given those before it, in one forward pass. A sequence may have one
         token more than the context, because nothing follows the last."""
-        tokens, segments = self._batch([row[:-1] for row in rows])
+        tokens, segments = self.padded_rows([row[:-1] for row in rows])
         following = np.zeros_like(tokens)
         for i, row in enumerate(rows):
             following[i, : len(row) - 1] = row[1:]
         found = self.run("scores", _scores, tokens, segments, following, adapter=adapter)
         logprobs, greedy = map(np.asarray, found)
-        return [Scores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
+        return [TokenScores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
 
     def followers(
         self, rows: Sequence[Sequence[int] | np.ndarray], tokens: Sequence[Sequence[int]]
     ) -> list[Float[np.ndarray, " C"]]:
         """The log-probabilities of several tokens that may follow each of these sequences, in one forward pass: what scoring each
         sequence once for each of its tokens would give."""
-        padded, segments = self._batch(rows)
+        padded, segments = self.padded_rows(rows)
         last, wanted = np.zeros(len(padded), np.int32), np.zeros((len(padded), _power(max(map(len, tokens)))), np.int32)
         for i, (row, some) in enumerate(zip(rows, tokens, strict=True)):
             last[i], wanted[i, : len(some)] = len(row) - 1, some
         found = self.run("the next tokens", _followers, padded, segments, last, wanted)
         return [each[: len(some)] for each, some in zip(np.asarray(found), tokens)]
 
-    def _batch(self, rows: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def padded_rows(self, rows: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Sequences of any lengths as one array of a size that a program is compiled for, and their segments."""
         longest = max(map(len, rows))
-        shape = (_power(len(rows)), max(longest, min(bucket(longest), self.context)))
+        shape = (_power(len(rows)), max(longest, min(length_bucket(longest), self.context)))
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for i, row in enumerate(rows):
             tokens[i, : len(row)], segments[i, : len(row)] = row, 1
@@ -163,33 +161,45 @@ class Sequences:
 
     def run(
         self,
-        what: str,
+        label: str,
         tail: Tail,
         tokens: np.ndarray,
         segments: np.ndarray,
         *more: np.ndarray,
-        adapter: "Loaded | None" = None,
+        adapter: "LoadedAdapter | None" = None,
     ) -> Any:
-        """What a tail makes of the hidden states of sequences, with the current weights; all of them under this adapter."""
-        return self.advance(what, tail, tokens, Packed(jnp.asarray(segments)), None, *more, adapter=adapter)[0]
+        """The results of a tail on the hidden states of sequences, with the current weights; all of them under this adapter."""
+        return self.advance(label, tail, tokens, Packed(jnp.asarray(segments)), None, *more, adapter=adapter)[0]
 
     def advance(
         self,
-        what: str,
+        label: str,
         tail: Tail,
         tokens: np.ndarray,
         attend: Attend,
         caches: Caches | None,
         *more: np.ndarray,
-        adapter: "Loaded | None" = None,
+        adapter: "LoadedAdapter | None" = None,
     ) -> tuple[Any, Any]:
-        """As `Pass`, with the current weights and under this adapter; says so if it compiles."""
-        size = (what, tokens.shape, *(a.shape for a in [*jax.tree.leaves(caches), *more]))
-        told = nullcontext()
+        """The results of a tail, and the caches after these tokens, in place; with the current weights and under this adapter.
+
+        Args:
+            label: what is computed, for the message while it compiles.
+            more: further arguments of the tail.
+        """
+        if self.adapters is not None:
+            extra = self.adapters.sequence_leaves(adapter, *tokens.shape)
+        elif adapter is None:
+            extra = {}
+        else:
+            raise ValueError(f"these sequences have no adapters, `{adapter.name}` neither")
+        size = (label, tokens.shape, *(a.shape for a in [*jax.tree.leaves(caches), *more]))
+        notice = nullcontext()
         if size not in self._sizes:
-            told = telling(self.say, f"compiling {what} of {tokens.shape[0]} x {tokens.shape[1]} tokens")
-        with told, self.on_mesh():
-            out = self._pass(self._given(adapter, tokens.shape), tail, tokens, attend, caches, *more)
+            notice = telling(self.say, f"compiling {label} of {tokens.shape[0]} x {tokens.shape[1]} tokens")
+        with notice, self.on_mesh():
+            kind, weights = PassKind(whole_sequences, tail), self.forward.prepared(self.weights())
+            out = self.forward(kind, weights, (tokens, attend), caches, more, extra=extra)
         self._sizes.add(size)
         return out
 
@@ -209,7 +219,7 @@ def _scores(model: Any, x: Array, following: Array) -> tuple[Array, Array]:
 
     def of(logits: Array, following: Array) -> tuple[Array, Array]:
         own = jnp.take_along_axis(logits, following[:, None], -1)[:, 0]
-        return of_tokens(logits, following), own >= logits.max(-1)
+        return token_logprobs(logits, following), own >= logits.max(-1)
 
     return over_chunks(model, x, following, of)
 

@@ -1,0 +1,211 @@
+"""How the plan of a step becomes arrays, of sizes that programs are compiled for."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from argosy.infer.engine.scheduled import ScheduledRequest
+from argosy.infer.engine.scheduler import PrefillChunk, StepPlan
+from argosy.infer.forward.step import PageTables, StepSizes, empty_words, split_words
+from argosy.infer.settings import ROW, EngineSettings
+
+
+class StepBatch(NamedTuple):
+    """A step as arrays.
+
+    sizes: what it is compiled for.
+    words: its rows, as `step.split_words` reads them.
+    due: the requests that are sampled.
+    picks: the place of the last token of each request that is sampled. With drafts: of the last known token of each, then of the
+        first draft of each, and so on.
+    owners: the slot of each request that is sampled; -1 beyond them, up to the length that the sampler is compiled for.
+    drafts: as `speculate.verify` takes them; None without.
+    counts: tokens that are sampled for each of `due`, one after the other; empty if it is one.
+    """
+
+    sizes: StepSizes
+    words: np.ndarray
+    due: list[ScheduledRequest]
+    picks: np.ndarray
+    owners: np.ndarray
+    drafts: np.ndarray | None = None
+    counts: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class BatchBuilder:
+    """Fills the arrays of steps.
+
+    settings: of the engine.
+    tables: the page tables of a row.
+    shares: whether several rows of one step may belong to one request.
+    """
+
+    settings: EngineSettings
+    tables: PageTables
+    shares: bool
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """A plan as arrays; `words` is one array, for one transfer to the device. Decoding rows compute the token sampled last."""
+        sizes, words, prompts = self._with_prompts(plan, 1)
+        d, _, _ = split_words(words, sizes)
+        for i, request in enumerate(plan.decodes):
+            count = plan.counts[i] if plan.counts else 1
+            d["slot"][i], d["length"][i] = request.slot, request.computed - count
+            self.write_pages(d, i, request)
+            if plan.counts:
+                d["steps"][i] = count
+        due = [*plan.decodes, *(request for request, _ in prompts)]
+        places = [*range(len(plan.decodes)), *(place for _, place in prompts)]
+        count = sampler_rows(len(due))
+        picks, owners = np.zeros(count, np.int32), np.full(count, -1, np.int32)
+        picks[: len(due)], owners[: len(due)] = places, [request.slot for request in due]
+        return StepBatch(sizes, words, due, picks, owners, counts=plan.counts)
+
+    def build_drafted(
+        self,
+        plan: StepPlan,
+        starts: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        drafts: Sequence[Sequence[int]],
+        draft_width: int,
+    ) -> StepBatch:
+        """A plan whose decoding requests compute several tokens each.
+
+        Args:
+            starts: tokens of each request that were computed before.
+            rows: tokens of each request from there on.
+            drafts: the last tokens of each row that are drafts.
+            draft_width: tokens of a row, in the program.
+        """
+        sizes, words, prompts = self._with_prompts(plan, draft_width)
+        _, r, _ = split_words(words, sizes)
+        due = [*plan.decodes, *(request for request, _ in prompts)]
+        count, deepest = sampler_rows(len(due)), draft_width - 1
+        picks, owners = np.zeros((draft_width, count), np.int32), np.full(count, -1, np.int32)
+        guesses = np.full((deepest, count), -1, np.int32)
+        for i, (request, start, tokens, drafted) in enumerate(zip(plan.decodes, starts, rows, drafts, strict=True)):
+            r["slot"][i], r["length"][i], r["new"][i] = request.slot, start, len(tokens)
+            self.write_pages(r, i, request)
+            r["tokens"][i, : len(tokens)] = tokens
+            picks[:, i] = i * draft_width + len(tokens) - 1
+            picks[: len(drafted), i] -= np.arange(len(drafted), 0, -1)
+            guesses[: len(drafted), i] = drafted
+        picks[:, len(plan.decodes) : len(due)] = [place for _, place in prompts]
+        owners[: len(due)] = [request.slot for request in due]
+        return StepBatch(sizes, words, due, picks.reshape(-1), owners, guesses)
+
+    def _with_prompts(
+        self, plan: StepPlan, draft_width: int
+    ) -> tuple[StepSizes, np.ndarray, list[tuple[ScheduledRequest, int]]]:
+        """The arrays with the rows of prompts, and the prompts that end, each with the place of its last token."""
+        rows = self._rows(plan)
+        longest = max((len(chunk.tokens) for chunk in plan.chunks), default=0)
+        width = ROW * (1 if self.shares else next_power(-(-longest // ROW), 4))
+        decodes = self._decoding_rows(len(plan.decodes), alone=not rows)
+        sizes = _sizes(decodes, _prompt_rows(len(rows), decodes), width if rows else 0, self.tables, draft_width)
+        sizes = sizes._replace(steps=self.settings.steps) if plan.counts else sizes
+        words = empty_words(sizes)
+        c, ended = split_words(words, sizes)[2], []
+        for i, (chunk, at) in enumerate(rows):
+            tokens, request = chunk.tokens[at : at + width], chunk.request
+            c["slot"][i], c["length"][i], c["new"][i] = request.slot, chunk.start + at, len(tokens)
+            self.write_pages(c, i, request)
+            c["tokens"][i, : len(tokens)] = tokens
+            if chunk.ends and at + len(tokens) == len(chunk.tokens):
+                ended.append((request, decodes * draft_width + i * width + len(tokens) - 1))
+        return sizes, words, ended
+
+    def write_pages(self, part: dict[str, np.ndarray], i: int, request: ScheduledRequest) -> None:
+        """Writes the page tables of row i, whose length is written already. A window's table has the pages that the row sees."""
+        part["table"][i, : len(request.pages)] = request.pages
+        for number, (window, kept) in enumerate(zip(self.tables.windows, request.windows)):
+            first = window.first(int(part["length"][i])) // self.tables.page
+            table = part[f"window{number}"][i]
+            assert first >= kept.first, "pages that the row sees were given back"
+            visible = kept.pages[first - kept.first :][: len(table)]
+            part[f"first{number}"][i], table[: len(visible)] = first, visible
+
+    def decode_sizes(self, rows: int) -> StepSizes:
+        """The sizes of a step of decoding rows alone."""
+        return StepSizes(self._decoding_rows(rows, alone=True), 0, 0, self.tables)
+
+    def all_batches(self, draft_width: int = 1) -> Iterator[StepBatch]:
+        """A step of every size there may be, without requests.
+
+        Args:
+            draft_width: as in `possible_sizes`.
+        """
+        for sizes, counts in self.possible_sizes(draft_width).items():
+            words = empty_words(sizes)
+            for count in sorted(counts):
+                drafts = None if draft_width == 1 else np.full((draft_width - 1, count), -1, np.int32)
+                picks, owners = np.zeros(draft_width * count, np.int32), np.full(count, -1, np.int32)
+                yield StepBatch(sizes, words, [], picks, owners, drafts)
+
+    def possible_sizes(self, draft_width: int = 1) -> dict[StepSizes, set[int]]:
+        """The sizes of every step there may be, and for each the numbers of rows that the sampler may be called with.
+
+        Args:
+            draft_width: tokens of a decoding row. More than one: as `build_drafted` makes them, and only steps with decoding rows.
+        """
+        slots, tables = self.settings.slots, self.tables
+        possible: dict[StepSizes, set[int]] = {}
+        for n in range(1, slots + 1):
+            sizes = _sizes(self._decoding_rows(n, alone=True), 0, 0, tables, draft_width)
+            possible.setdefault(sizes, set()).add(sampler_rows(n))
+            if self.settings.steps > 1:
+                possible.setdefault(sizes._replace(steps=self.settings.steps), set()).add(sampler_rows(n))
+        for n in range(int(draft_width > 1), slots):
+            decodes = self._decoding_rows(n, alone=False)
+            budget = self.settings.beside if n else self.settings.budget
+            widths = {ROW} if self.shares else {ROW * next_power(k, 4) for k in range(1, -(-budget // ROW) + 1)}
+            for rows in range(1, (budget // ROW if self.shares else 1) + 1):
+                for width in widths:
+                    sizes = _sizes(decodes, _prompt_rows(rows, decodes), width, tables, draft_width)
+                    ended = range(min(rows, slots - n) + 1)
+                    possible.setdefault(sizes, set()).update(sampler_rows(n + k) for k in ended)
+        return possible
+
+    def _rows(self, plan: StepPlan) -> list[tuple[PrefillChunk, int]]:
+        """The rows of the prompts: each chunk, and the place in it where the row begins."""
+        if not self.shares:
+            return [(chunk, 0) for chunk in plan.chunks]
+        return [(chunk, at) for chunk in plan.chunks for at in range(0, len(chunk.tokens), ROW)]
+
+    def _decoding_rows(self, n: int, *, alone: bool) -> int:
+        """The number of decoding rows that a step is compiled for: alone 1, 4, 8, 16 and so on; beside prompts, where more rows cost
+        little, 8 or all slots."""
+        if n == 0:
+            return 0
+        if alone:
+            return 4 if n == 2 else next_power(n, 2)
+        most = next_power(self.settings.slots, 2)
+        return min(8, most) if n <= 8 else most
+
+
+def _sizes(decodes: int, rows: int, width: int, tables: PageTables, draft_width: int) -> StepSizes:
+    if draft_width == 1:
+        return StepSizes(decodes, rows, width, tables)
+    return StepSizes(0, rows, width, tables, decodes, draft_width)
+
+
+def _prompt_rows(n: int, decodes: int) -> int:
+    """The number of rows of prompts that a step is compiled for: alone, where empty rows cost as much as full ones, 1, 2, 4 and so on;
+    beside decoding rows 1, 4, 16, since each number there is compiled with several numbers of those."""
+    return next_power(n, 4 if decodes else 2)
+
+
+def sampler_rows(n: int) -> int:
+    """The number of rows that the sampler is compiled for, which takes 3 CPU seconds: 1, 8, 32, 64 and so on."""
+    return 1 if n <= 1 else 8 if n <= 8 else max(32, next_power(n, 2))
+
+
+def next_power(n: int, base: int) -> int:
+    """The next larger power of the base; 0 for 0."""
+    size = min(n, 1)
+    while size < n:
+        size *= base
+    return size

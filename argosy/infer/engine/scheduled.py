@@ -1,0 +1,110 @@
+"""A request as the scheduler sees it: tokens, and the pages of its sequence. No arrays and no jax."""
+
+from dataclasses import dataclass, field
+
+from argosy.infer.engine.pages import NO_KEY, PageHash, PageKey, page_hashes, tail_hash
+
+
+@dataclass(eq=False)
+class WindowPages:
+    """The pages of a sequence in the pool of a window: those of the page numbers from `first` on."""
+
+    first: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
+
+
+@dataclass(eq=False)
+class ScheduledRequest:
+    """One prompt and its completion.
+
+    tokens: the known ids, of prompt and completion.
+    max_tokens: limit on the tokens of the completion.
+    prompt: number of prompt tokens.
+    id: the engine's number of the request.
+    priority: lower runs first.
+    key: what its pages depend on besides token ids.
+    stepwise: the host must see each token before the next is sampled.
+    order: its place in the order of arrival.
+    computed: tokens that dispatched steps wrote into the cache.
+    pending: tokens that dispatched steps sample and the host has not read yet.
+    recompute: tokens besides the last that the next decode step computes again, because recurrent states were rolled back.
+    slot: its row in the sampler's state and in the caches of recurrent layers; -1 while it waits.
+    pages: its pages, in the order of its tokens.
+    windows: its pages in the pools of windows.
+    published: pages registered for prefix caching.
+    reused: prompt tokens found in the prefix cache.
+    copied: all but the last token of the prompt was found there.
+    preemptions: how many times its pages were taken away.
+    done: it has ended.
+    """
+
+    tokens: list[int]
+    max_tokens: int
+    prompt: int = 0
+    id: int = -1
+    priority: int = 0
+    key: PageKey = NO_KEY
+    stepwise: bool = False
+    order: int = 0
+    computed: int = 0
+    pending: int = 0
+    recompute: int = 0
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    windows: list[WindowPages] = field(default_factory=list)
+    published: int = 0
+    reused: int = 0
+    copied: bool = False
+    preemptions: int = 0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompt = self.prompt or len(self.tokens)
+        self._hashes: list[PageHash] = []
+        self._tail: tuple[int, PageHash] | None = None
+
+    @property
+    def completion(self) -> list[int]:
+        """The known tokens of the completion."""
+        return self.tokens[self.prompt :]
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion, including those still being sampled."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def completion_length(self) -> int:
+        """Tokens of the completion, including those still being sampled."""
+        return self.length - self.prompt
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether it is prefilled, the first time or after a preemption, and does not decode yet."""
+        return self.computed + self.recompute < self.length - 1 or (self.completion_length == 0 and not self.copied)
+
+    @property
+    def next_position(self) -> int:
+        """Position of the first token that its next decode step computes."""
+        return self.length - 1 - self.recompute
+
+    def hashes(self, page: int) -> list[PageHash]:
+        """The hashes of its full pages of known tokens."""
+        count = len(self._hashes)
+        if len(self.tokens) // page > count:
+            first = self._hashes[-1] if count else None
+            self._hashes += page_hashes(self.tokens[count * page :], page, self.key, first, count * page)
+        return self._hashes
+
+    def tail(self, page: int) -> PageHash | None:
+        """The hash of its known tokens but the last one; None if these end with a page."""
+        known = len(self.tokens) - 1
+        if known % page == 0:
+            return None
+        if self._tail is None or self._tail[0] != known:
+            self._tail = known, tail_hash(self.tokens[:known], page, self.key, self.hashes(page)[: known // page])
+        return self._tail[1]

@@ -1,0 +1,88 @@
+"""The engine's state of a request, from the moment that it is added."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.infer.engine.pages import PageKey
+from argosy.infer.engine.request import Request
+from argosy.infer.engine.scheduled import ScheduledRequest
+from argosy.infer.sampling.restrictions import Restrictions
+from argosy.infer.tools.grammar import Matcher
+
+if TYPE_CHECKING:
+    from argosy.infer.engine.adapters import LoadedAdapter
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request in the engine, from the moment that it is added.
+
+    request: as it was added.
+    scheduled: the scheduler's part.
+    random_key: data of its random key.
+    restrictions: of the tokens that may follow.
+    matcher: where its grammar stands; None without.
+    adapter: the adapter that it uses; None: the model alone.
+    slot: the slot, and the number of preemptions, when the sampler's row was last written.
+    mask: the mask in that row.
+    """
+
+    request: Request
+    scheduled: ScheduledRequest
+    random_key: np.ndarray
+    restrictions: Restrictions
+    matcher: Matcher | None = None
+    adapter: "LoadedAdapter | None" = None
+    slot: tuple[int, int] | None = None
+    mask: bytes = b""
+
+    @property
+    def id(self) -> int:
+        return self.scheduled.id
+
+    @property
+    def completion(self) -> list[int]:
+        return self.scheduled.completion
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether the sampler's row of its slot is still that of an earlier owner."""
+        return self.slot != (self.scheduled.slot, self.scheduled.preemptions)
+
+
+def new_state(
+    request: Request,
+    id: int,
+    key: PageKey,
+    random_key: np.ndarray,
+    adapter: "LoadedAdapter | None",
+    *,
+    vocab: int,
+    context: int,
+) -> RequestState:
+    """The state of a request that passed `Request.check`.
+
+    Args:
+        id: its number in the engine.
+        key: of its pages.
+
+    Raises:
+        BadInput: no token that is allowed, a grammar over another vocabulary.
+    """
+    restrictions, matcher = Restrictions(request.sampling, request.stop_tokens, vocab), None
+    if request.grammar is not None:
+        if request.grammar.vocab != vocab:
+            raise BadInput(f"a grammar over {request.grammar.vocab} tokens for a model with {vocab}")
+        matcher = request.grammar.matcher(request.stop_tokens)
+    scheduled = ScheduledRequest(
+        list(request.tokens),
+        min(request.max_tokens, context - len(request.tokens)),
+        id=id,
+        priority=request.priority,
+        key=key,
+        stepwise=matcher is not None or restrictions.changes,
+    )
+    return RequestState(request, scheduled, random_key, restrictions, matcher, adapter)

@@ -1,0 +1,348 @@
+"""The forward pass of one model: over the rows of an engine's step, and over whole sequences.
+
+    OneProgram   for accelerators, for weights on several devices, and for scanned layers
+    ByLayer      programs of up to four layers, for a CPU
+
+A pass is told by two functions (`PassKind`): one makes the inputs of the model from arrays, the other makes arrays from the last
+hidden states. The layers between them are the same for all kinds of passes, and so are their programs.
+
+XLA:CPU compiles a program in time proportional to its layers, but three layers with kernels (`ops.native`) as fast as one: SmolLM2
+135M takes 2.5 CPU seconds by layer where the whole program takes 10 to 14, and a step of one row, which then calls 12 programs
+instead of 32, takes 14.4 ms instead of 16.0. XLA:CPU runs a scan over stacked layers at half the speed, because it copies each
+layer's slice. So steps take layers of stacked weights as views (`infer.cpu.views`).
+
+With adapters (`infer.engine.adapters`), the same programs run a model with banks on its contractions: the factors, and the adapter of
+each token, are further weights of theirs.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from argosy.infer.cpu.prepare import WeightPreparation
+from argosy.infer.cpu.views import is_on_one_cpu
+from argosy.infer.forward.layers import AbsentWeights, LayerPrograms, traced_model
+from argosy.infer.forward.step import StepSizes, read_step, split_words
+from argosy.infer.programs.programs import Program, RunProgram, run_jitted
+from argosy.infer.sampling.sampler import SampledTokens, Slots, sample_tokens
+from argosy.models.parts.attend import Attend
+from argosy.models.parts.cache import Caches, Specs, laid_out
+from argosy.models.parts.inputs import as_inputs
+from argosy.models.parts.weight import Leaves, split
+from argosy.parallel.scope import on_several_devices
+
+if TYPE_CHECKING:
+    from argosy.infer.engine.adapters import Adapters
+
+# Layers of a program of a step, at most.
+TOGETHER = 4
+
+# (model, last hidden states [B T D] after the norm, further arrays) -> arrays.
+Tail = Callable[..., Any]
+
+
+class PassKind(NamedTuple):
+    """The two ends of a forward pass. Compiled programs are found by them again, so they are functions of a module.
+
+    entry: (arrays ..., sizes) -> (token ids or `Inputs`, strategy of attention). sizes: what the entry is compiled for besides the
+        shapes of the arrays.
+    tail: makes the results of the last hidden states.
+    """
+
+    entry: Callable[..., tuple[Any, Attend]]
+    tail: Tail
+
+
+class StepOutput(NamedTuple):
+    """The results of a step.
+
+    logits: after the picked tokens.
+    caches: after the step.
+    hidden: the input of the head at every token; None unless the forward pass returns it.
+    """
+
+    logits: Float[Array, "B V"]
+    caches: Caches
+    hidden: Float[Array, "1 tokens D"] | None = None
+
+
+def whole_sequences(tokens: Any, attend: Attend, sizes: None) -> tuple[Any, Attend]:
+    """The entry of a pass over whole sequences."""
+    return tokens, attend
+
+
+def step_logits(model: Any, x: Array, picks: Array) -> tuple[Array, None]:
+    """The logits after the picked tokens of a step."""
+    return replicated(model.unembed(x[:, picks])[0]), None
+
+
+def step_logits_and_hidden(model: Any, x: Array, picks: Array) -> tuple[Array, Array]:
+    """The logits after the picked tokens of a step, and the input of the head at every token."""
+    return replicated(model.unembed(x[:, picks])[0]), replicated(x)
+
+
+def replicated(a: Array) -> Array:
+    """An array that every device has whole: in each step as before it, or XLA might choose another layout and the next step would
+    compile again."""
+    return jax.lax.with_sharding_constraint(a, PartitionSpec()) if on_several_devices() else a
+
+
+class Forward:
+    """The forward pass of one model; `OneProgram` and `ByLayer` say how it is compiled.
+
+    Args:
+        adapters: those that its tokens may use; None: the model alone.
+        run: how its programs are called (`infer.programs.programs`).
+        hidden: whether a step returns the input of the head at every token too.
+        preparation: how its weights are prepared; None: they are taken as they are.
+
+    specs: of the caches that it reads and writes, in place.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        adapters: "Adapters | None" = None,
+        *,
+        run: RunProgram = run_jitted,
+        hidden: bool = False,
+        preparation: WeightPreparation | None = None,
+    ):
+        self.preparation = preparation or WeightPreparation(model)
+        self.adapters, self.run = adapters, run
+        plain = self.preparation.model
+        self.model = plain if adapters is None else adapters.on(plain)
+        self.specs: Specs = self.model.layers.holds()
+        self.step_kind = PassKind(read_step, step_logits_and_hidden if hidden else step_logits)
+
+    def prepared(self, weights: Leaves) -> Any:
+        """The model's weights as the programs take them. May take some out of `weights`."""
+        weights = self.preparation(weights)
+        if self.adapters is not None:
+            weights = {address: weights[base] for address, base in self.adapters.base.items()}
+        return self._divided(weights)
+
+    def forget(self) -> None:
+        """Frees what `prepared` keeps for its next call, because the weights have changed."""
+        self.preparation.forget()
+
+    def step(self, weights: Any, caches: Caches, last: Any, words: Any, picks: Any, sizes: StepSizes) -> StepOutput:
+        """One step. While programs are prepared (`infer.programs.programs`), of descriptions.
+
+        Args:
+            weights: from `prepared`.
+            last: the token sampled last in each slot [N], which a decoding row computes.
+            words: the step, as in `step.split_words`.
+            picks: places of the tokens whose logits are wanted: decoding rows come first, then drafted rows and prompts row by row.
+        """
+        extra = {} if self.adapters is None else self.adapters.step_leaves(words, picks, sizes)
+        (logits, hidden), after = self(self.step_kind, weights, (last, words), caches, (picks,), sizes=sizes, extra=extra)
+        assert after is not None
+        return StepOutput(logits, after, hidden)
+
+    def __call__(
+        self,
+        kind: PassKind,
+        weights: Any,
+        inputs: tuple[Any, ...],
+        caches: Caches | None,
+        more: tuple[Any, ...] = (),
+        *,
+        sizes: Any = None,
+        extra: Leaves | None = None,
+    ) -> tuple[Any, Caches | None]:
+        """The results of a pass, and the caches after it, in place.
+
+        Args:
+            weights: from `prepared`.
+            inputs: the arrays of the entry.
+            more: further arrays of the tail.
+            sizes: the last argument of the entry.
+            extra: further weights: the factors of adapters, and the places of its tokens.
+        """
+        raise NotImplementedError
+
+    def _divided(self, weights: Leaves) -> Any:
+        return weights
+
+
+class OneProgram(Forward):
+    """The forward pass as one program."""
+
+    def __init__(self, model: Any, adapters: "Adapters | None" = None, **options: Any):
+        super().__init__(model, adapters, **options)
+        self._graph = split(self.model)[0]
+        self._programs: dict[PassKind, Program] = {}
+        self._several = _several_steps(self._graph, self.model.dtype)
+
+    def program(self, kind: PassKind) -> Program:
+        """(weights, caches, inputs, further arrays, sizes) -> (results, caches)."""
+        if kind not in self._programs:
+            self._programs[kind] = _one_program(self._graph, self.model.dtype, kind)
+        return self._programs[kind]
+
+    def __call__(
+        self,
+        kind: PassKind,
+        weights: Leaves,
+        inputs: tuple[Any, ...],
+        caches: Caches | None,
+        more: tuple[Any, ...] = (),
+        *,
+        sizes: Any = None,
+        extra: Leaves | None = None,
+    ) -> tuple[Any, Caches | None]:
+        weights = weights | extra if extra else weights
+        return self.run(self.program(kind), (sizes, _shapes(more)), weights, caches, inputs, more, sizes)
+
+    def several(
+        self, weights: Leaves, caches: Caches, slots: Slots, words: Any, picks: Any, owners: Any, sizes: StepSizes
+    ) -> tuple[Slots, Caches, SampledTokens]:
+        """Several steps of decoding rows, each with its sampler: the state of the sampler, the caches, and arrays [steps B ...].
+
+        Args:
+            picks, owners: as a step's, for the sampler.
+        """
+        if self.adapters is not None:
+            weights = weights | self.adapters.step_leaves(words, picks, sizes)
+        return self.run(self._several, (sizes, len(picks)), weights, caches, slots, words, picks, owners, sizes)
+
+
+class ByLayer(Forward):
+    """The forward pass as programs of its parts: before the layers, each kind of run of layers, after the layers.
+
+    Args:
+        together: layers of a program, at most.
+    """
+
+    def __init__(self, model: Any, adapters: "Adapters | None" = None, *, together: int = TOGETHER, **options: Any):
+        super().__init__(model, adapters, **options)
+        self.layers = LayerPrograms(self.model, together)
+        self._programs: dict[Any, Program] = {}
+
+    def __call__(
+        self,
+        kind: PassKind,
+        weights: tuple[Leaves, list[Leaves]],
+        inputs: tuple[Any, ...],
+        caches: Caches | None,
+        more: tuple[Any, ...] = (),
+        *,
+        sizes: Any = None,
+        extra: Leaves | None = None,
+    ) -> tuple[Any, Caches | None]:
+        outside, layers = weights
+        if extra:
+            added = self.layers.divided(extra)
+            outside, layers = outside | added[0], [own | leaves for own, leaves in zip(layers, added[1])]
+        x, attend = self.run(self._program(_before, kind.entry), sizes, outside, inputs, sizes)
+        x, after = self.layers(layers, x, caches or {}, attend, self.run, sizes)
+        out = self.run(self._program(_after, kind.tail), (x.shape, _shapes(more)), outside, x, more)
+        return out, caches and after
+
+    def _divided(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
+        return self.layers.divided(weights)
+
+    def _program(self, make: Callable[..., Program], function: Any) -> Program:
+        if function not in self._programs:
+            self._programs[function] = make(*self.layers.outside, function)
+        return self._programs[function]
+
+
+def forward_of(
+    model: Any,
+    weights: Leaves,
+    adapters: "Adapters | None" = None,
+    *,
+    whole: bool = False,
+    replace: Any = None,
+    origin: Any = None,
+    **options: Any,
+) -> Forward:
+    """The forward pass of an engine, for where these weights are.
+
+    Args:
+        whole: whether it is one program wherever they are.
+        replace, origin: as in `WeightPreparation`.
+        options: of `Forward`.
+    """
+    if whole or not is_on_one_cpu(weights):
+        return OneProgram(model, adapters, **options)
+    prepares = WeightPreparation(model, views=model.layers.run.stacked, panels=True, replace=replace, origin=origin)
+    return ByLayer(model, adapters, preparation=prepares, **options)
+
+
+# ---------------------------------------------------------------- programs
+
+
+def _shapes(arrays: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(np.shape(a) for a in arrays)
+
+
+@lru_cache(maxsize=64)
+def _one_program(graph: Any, dtype: Any, kind: PassKind) -> Program:
+    """(weights, caches, inputs, further arrays, sizes) -> (results, caches)."""
+
+    def one_program(weights: Leaves, caches: Any, inputs: Any, more: Any, sizes: Any) -> Any:
+        model = traced_model(graph, weights, dtype)
+        x, caches, _ = model.hidden(*kind.entry(*inputs, sizes), caches)
+        if caches is not None and on_several_devices():
+            # In each pass as before it, or XLA might choose others and the next pass would compile again.
+            caches = laid_out(model.layers.holds(), caches)
+        return kind.tail(model, x, *more), caches
+
+    return Program(one_program, donate=1, static=4)
+
+
+@lru_cache(maxsize=16)
+def _several_steps(graph: Any, dtype: Any) -> Program:
+    """(weights, caches, state of the sampler, words, picks, owners, sizes) -> (state of the sampler, caches, Sampled)."""
+
+    def several_steps(
+        weights: Leaves, caches: Caches, slots: Slots, words: Array, picks: Array, owners: Array, sizes: StepSizes
+    ) -> tuple[Slots, Caches, SampledTokens]:
+        model = traced_model(graph, weights, dtype)
+        specs, steps = model.layers.holds(), split_words(words, sizes)[0]["steps"]
+
+        def one_step(state: tuple[Slots, Caches], step: Array) -> Any:
+            slots, caches = state
+            x, caches, _ = model.hidden(*read_step(slots.last, words, sizes, step), caches)
+            logits, _ = step_logits(model, x, picks)
+            if on_several_devices():
+                caches = laid_out(specs, caches)
+            slots, out = sample_tokens(slots, logits, jnp.where(step < steps[picks], owners, -1))
+            return (slots, caches), out
+
+        (slots, caches), out = jax.lax.scan(one_step, (slots, caches), jnp.arange(sizes.steps, dtype=jnp.int32))
+        return slots, caches, out
+
+    return Program(several_steps, donate=(1, 2), static=6)
+
+
+@lru_cache(maxsize=64)
+def _before(graph: Any, dtype: Any, absent: AbsentWeights, entry: Any) -> Program:
+    """(weights outside the layers, inputs, sizes) -> (input of the layers, strategy)."""
+
+    def before(outside: Leaves, inputs: Any, sizes: Any) -> tuple[Array, Attend]:
+        model = traced_model(graph, outside, dtype, absent)
+        tokens, attend = entry(*inputs, sizes)
+        return model.embedded(tokens, attend), model.layers.with_angles(attend, as_inputs(tokens).positions)
+
+    return Program(before, static=2)
+
+
+@lru_cache(maxsize=64)
+def _after(graph: Any, dtype: Any, absent: AbsentWeights, tail: Tail) -> Program:
+    """(weights outside the layers, output of the layers, further arrays) -> results."""
+
+    def after(outside: Leaves, x: Array, more: Any) -> Any:
+        model = traced_model(graph, outside, dtype, absent)
+        return tail(model, model.norm(x), *more)
+
+    return Program(after)
