@@ -345,10 +345,10 @@ def counts(engine: Engine) -> tuple[int, int, int]:
 
 
 def counted(spent: list[float]) -> None:
-    """Adds the wall time of each call of `masks` to the list."""
-    from argosy.infer.engine import masks as constrain
+    """Adds the wall time of each call of `mask_rows` to the list."""
+    from argosy.infer.engine import engine
 
-    inner = constrain.masks
+    inner = engine.mask_rows
 
     def masks(*given: Any) -> Any:
         began = time.perf_counter()
@@ -356,7 +356,7 @@ def counted(spent: list[float]) -> None:
         spent.append(time.perf_counter() - began)
         return found
 
-    constrain.masks = masks
+    engine.mask_rows = masks
 
 
 if __name__ == "__main__":

@@ -257,7 +257,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("family, example, run, by_layer, below", CASES)
 def test_every_structure_and_layout(monkeypatch, family: str, example: str, run: Any, by_layer: bool, below: str):
-    monkeypatch.setattr("argosy.infer.forward.passes.viewable", lambda weights: by_layer)
+    monkeypatch.setattr("argosy.infer.forward.passes.is_on_one_cpu", lambda weights: by_layer)
     served, modules = module_of(family, example, run), {None: module_of(family, example), "x": module_of(family, example)}
     for module in (served, *modules.values()) if below else ():
         swap(module, r"layers\..*(up|q)", int8)

@@ -166,7 +166,7 @@ def test_a_server_keeps_blocks_unless_copies_share_the_weights(copies: int, one:
         raise BadInput("enough")
 
     monkeypatch.setattr(public, "load", loaded)
-    monkeypatch.setattr(serving, "bound", lambda settings: None)
+    monkeypatch.setattr(serving, "bound_socket", lambda settings: None)
     with pytest.raises(BadInput, match="enough"):
         cli.serve(str(one), ["port=0", f"copies={copies}"])
     assert given == ["auto" if copies == 1 else False]

@@ -343,7 +343,7 @@ def test_a_full_disk_costs_the_entry_and_nothing_else(store: ProgramStore, monke
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of files here")
 def test_only_a_folder_of_the_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Entries are code."""
-    monkeypatch.setattr(program_store, "of_environment", lambda: "this machine")
+    monkeypatch.setattr(program_store, "environment_fingerprint", lambda: "this machine")
     before = jax.config.jax_enable_compilation_cache
     try:
         jax.config.update("jax_enable_compilation_cache", True)
