@@ -52,10 +52,10 @@ from argosy.core.process import signals
 signals.take_over()
 from argosy.jobs.launch import prepared, progress_of
 from argosy.launch import local
-from argosy.launch.settings import Local
+from argosy.launch.settings import LocalLaunch
 count, program, *words = sys.argv[1:]
 progress = progress_of(prepared([f"processes={count}"], words))
-sys.exit(local.run([sys.executable, "-c", program, *words], Local(processes=int(count)), print, progress))
+sys.exit(local.run([sys.executable, "-c", program, *words], LocalLaunch(processes=int(count)), print, progress))
 """
 
 

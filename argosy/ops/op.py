@@ -68,7 +68,7 @@ class Op(Registry):
         default: str = "reference",
     ):
         super().__init__(f"{noun} implementation")
-        self.key, self.noun, self.prefer, self.always, self.default = key, noun, dict(prefer), always, default
+        self.key, self.title, self.prefer, self.always, self.default = key, noun, dict(prefer), always, default
 
     @property
     def requested(self) -> str | None:
@@ -90,6 +90,6 @@ class Op(Registry):
         if name := implementation or self.requested:
             chosen: Implementation = self[name]
             if reason := chosen.refuses(*args):
-                raise Unsupported(f"{self.noun} `{name}`: {reason}")
+                raise Unsupported(f"{self.title} `{name}`: {reason}")
             return chosen
         return next(found for name in self.preferred if (found := self[name]).refuses(*args) is None)

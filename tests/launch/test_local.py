@@ -144,8 +144,8 @@ import sys
 from argosy.core.process import signals
 signals.take_over()
 from argosy.launch.local import run
-from argosy.launch.settings import Local
-sys.exit(run([sys.executable, "-c", sys.argv[1]], Local(processes=2, grace=5), print))
+from argosy.launch.settings import LocalLaunch
+sys.exit(run([sys.executable, "-c", sys.argv[1]], LocalLaunch(processes=2, grace=5), print))
 """
 
 

@@ -67,9 +67,9 @@ def test_what_is_held_is_free_for_its_coordinator_and_what_is_listened_on_is_not
 
 JOINED = """
 import sys
-from argosy.launch.cluster import Place, join
+from argosy.launch.cluster import ProcessPlace, join
 import jax
-join(Place("argosy", sys.argv[1], 1, 0))
+join(ProcessPlace("argosy", sys.argv[1], 1, 0))
 assert jax.process_count() == 1
 print("joined")
 """
