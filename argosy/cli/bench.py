@@ -105,7 +105,7 @@ def warn(one: Any, found: dict[str, Any], settings: BenchSettings) -> None:
     """Warns about failures, short answers and a client that was too busy."""
     if found["failed"]:
         say(f"{found['failed']:,} of {found['num_prompts']:,} requests to {one.url} failed, the first: {found['first_error']}")
-    short = sum(o.error is None and o.output_len < o.asked for o in one.outcomes)
+    short = sum(o.error is None and o.output_len < o.max_tokens for o in one.outcomes)
     if short and (settings.ignore_eos or (settings.ignore_eos is None and settings.data == "random")):
         say(f"{short:,} answers of {one.url} are shorter than requested: it may not support `ignore_eos`")
     if found["client_cpu"] > BUSY:

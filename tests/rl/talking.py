@@ -74,7 +74,7 @@ class Scripted(Engine):
     def add(self, request: Any) -> int:
         turn = self.asked[request.row] = self.asked.get(request.row, -1) + 1
         self.requests.append(request)
-        self.running[len(self.requests)] = ids(self.texts[request.row][turn])[: request.most]
+        self.running[len(self.requests)] = ids(self.texts[request.row][turn])[: request.max_tokens]
         return len(self.requests)
 
     def end(self, number: int) -> bool:
@@ -84,7 +84,7 @@ class Scripted(Engine):
         events = []
         for number, left in list(self.running.items()):
             token = left.pop(0)
-            reason = "stop" if token in self.requests[number - 1].ends else None if left else "length"
+            reason = "stop" if token in self.requests[number - 1].stop_tokens else None if left else "length"
             events.append(Event(number, token, -1.0, reason, -0.5))
             if reason:
                 del self.running[number]

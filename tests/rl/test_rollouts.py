@@ -402,13 +402,13 @@ def test_a_signal_ends_an_evaluation_but_no_rollout_that_is_sampled_ahead(lm: LM
 def test_the_engine_holds_no_cache_between_rollouts(lm: LM):
     made = rollouts(lm, OwnJudge(by_length), held_out=prompts(lm, 2))
     made.advance(None)
-    assert lm._held._engine._caches is None
+    assert lm._held._engine.runner._caches is None
     next(made)
     before = lm._held._engine.stats.compilations
     made.advance(None)
     assert lm._held._engine.stats.compilations == before
     made.evaluated(None, 2)
-    assert lm._held._engine._caches is None
+    assert lm._held._engine.runner._caches is None
 
 
 def test_a_run_ends_with_the_epochs_of_its_prompts(lm: LM):

@@ -75,8 +75,8 @@ def test_turns_of_a_text_are_joined_token_by_token(play):
     assert [one["content"] for one in played.turns] == ["ab\n", "[ab\n]", "c"]
     assert (played.rewards, played.starts, played.said) == ([1.5, 1.5], [0, 8], [0, 2])
     first, second = play.engine.requests
-    assert (first.tokens, first.most) == (ids("say:"), 60)
-    assert (second.tokens, second.most) == (ids("say:ab\n[ab\n]"), 52), "the answer goes on where it was"
+    assert (first.tokens, first.max_tokens) == (ids("say:"), 60)
+    assert (second.tokens, second.max_tokens) == (ids("say:ab\n[ab\n]"), 52), "the answer goes on where it was"
     assert first.seed != second.seed
 
 
