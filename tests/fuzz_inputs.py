@@ -378,9 +378,9 @@ def mutate_config(draw: random.Random, files: Files, other: Files) -> Files:
 
 
 def read_config(folder: Path) -> None:
-    from argosy.weights.hub.config import config_from, read_json
+    from argosy.weights.hub.config import config_from, read_json_object
 
-    config = config_from(read_json(folder / "config.json"), str(folder / "config.json"))
+    config = config_from(read_json_object(folder / "config.json"), str(folder / "config.json"))
     build(config)
     config.hub_rows()
     json.dumps(config.to_hub())

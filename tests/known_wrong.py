@@ -111,8 +111,8 @@ EDITS = [
     Edit(
         "rotary rows of a file in blocks in the file's own order",
         "argosy/weights/gguf/blocks.py",
-        "return Rows(kind, self.file.raw(theirs), rows[:, 0].copy(), self.mapped.shape(name), inner, first)",
-        "return Rows(kind, self.file.raw(theirs), np.arange(len(rows)), self.mapped.shape(name), inner, first)",
+        "return BlockRows(kind, self.file.raw(theirs), rows[:, 0].copy(), self.mapped.shape(name), inner, first)",
+        "return BlockRows(kind, self.file.raw(theirs), np.arange(len(rows)), self.mapped.shape(name), inner, first)",
         ("tests/weights/test_gguf_blocks.py::test_weights_in_blocks_are_those_that_are_read",),
     ),
     Edit(
@@ -878,8 +878,8 @@ EDITS = [
     Edit(
         "a stale manifest accepted",
         "argosy/weights/manifest.py",
-        "if describe(path) != expected:",
-        'if describe(path)["bytes"] != expected["bytes"]:',
+        "if hash_file(path) != expected:",
+        'if hash_file(path)["bytes"] != expected["bytes"]:',
         ("tests/weights/test_manifest.py",),
     ),
     Edit(

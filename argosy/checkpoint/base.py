@@ -12,7 +12,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.weights import manifest
-from argosy.weights.model import Stored
+from argosy.weights.model import OpenedModel
 from argosy.weights.peft.sites import FILES
 
 
@@ -22,12 +22,12 @@ class ModelRole:
 
     model: its role.
     missing: what to do where it is not there.
-    other: what to do where its weights are others.
+    mismatch: what to do where its weights are others.
     """
 
     model: str
     missing: str
-    other: str
+    mismatch: str
 
 
 UNDER_ADAPTERS = ModelRole(
@@ -38,18 +38,19 @@ UNDER_ADAPTERS = ModelRole(
 
 
 
-def describe_base(stored: Stored, given: str) -> dict[str, Any]:
+def describe_base(stored: OpenedModel, address: str) -> dict[str, Any]:
     """What a checkpoint says of its base: its path, and size, SHA-256 and time of every file of weights.
 
-    given: the path or address as the user gave it.
+    Args:
+        address: its path or address, as the user gave it.
     """
     # The newest checkpoint of a run changes; the step itself does not.
-    path = given if "://" in given else str(stored.path.resolve())
-    files = {file.name: manifest.describe(file) | {"mtime_ns": file.stat().st_mtime_ns} for file in files_of(stored)}
+    path = address if "://" in address else str(stored.path.resolve())
+    files = {file.name: manifest.hash_file(file) | {"mtime_ns": file.stat().st_mtime_ns} for file in files_of(stored)}
     return {"path": path, "files": files}
 
 
-def files_of(stored: Stored) -> list[Path]:
+def files_of(stored: OpenedModel) -> list[Path]:
     """The files of a model's weights. A checkpoint's manifest holds the hashes of the others."""
     if stored.path.is_file():
         return [stored.path]
@@ -68,7 +69,7 @@ def check_exists(described: Mapping[str, Any], role: ModelRole) -> None:
         raise BadInput(f"{role.model} is not at {path}", hint=role.missing)
 
 
-def check_same(stored: Stored, described: Mapping[str, Any], role: ModelRole, thorough: bool) -> None:
+def check_same_weights(stored: OpenedModel, described: Mapping[str, Any], role: ModelRole, thorough: bool) -> None:
     """Checks that a model has the files that were described.
 
     Args:
@@ -81,10 +82,10 @@ def check_same(stored: Stored, described: Mapping[str, Any], role: ModelRole, th
     files = {file.name: file for file in files_of(stored)}
     if files.keys() != described["files"].keys():
         what = f"{path} has {', '.join(sorted(files))}, and {role.model} {', '.join(sorted(described['files']))}"
-        raise BadInput(what, hint=role.other)
+        raise BadInput(what, hint=role.mismatch)
     for name, expected in described["files"].items():
         about = files[name].stat()
         if not thorough and (about.st_size, about.st_mtime_ns) == (expected["bytes"], expected["mtime_ns"]):
             continue
-        if about.st_size != expected["bytes"] or manifest.describe(files[name])["sha256"] != expected["sha256"]:
-            raise BadInput(f"{path} has other weights than {role.model}", where=str(files[name]), hint=role.other)
+        if about.st_size != expected["bytes"] or manifest.hash_file(files[name])["sha256"] != expected["sha256"]:
+            raise BadInput(f"{path} has other weights than {role.model}", where=str(files[name]), hint=role.mismatch)

@@ -25,10 +25,10 @@ from argosy.checkpoint.failures import root_of
 from argosy.checkpoint.medium.folder import Folder
 from argosy.checkpoint.medium.medium import Medium
 from argosy.checkpoint.medium.objects import ObjectStore
-from argosy.checkpoint.saving.memory import Copies, Memory
+from argosy.checkpoint.saving.memory import HostCopies, HostMemory
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.checkpoint.step import shards
-from argosy.checkpoint.step.layout import META, describes
+from argosy.checkpoint.step.layout import META, is_description
 from argosy.checkpoint.step.load import read_meta
 from argosy.checkpoint.tiers.tier import Tier
 from argosy.core.errors import ArgosyError, BadInput, Damaged
@@ -59,7 +59,7 @@ class Checkpoints(Tier):
         place: str | Path | Store,
         settings: CheckpointSettings | None = None,
         warn: Callable[[str], None] = lambda _: None,
-        memory: Memory | None = None,
+        memory: HostMemory | None = None,
     ):
         super().__init__(warn, memory=memory)
         self.medium, self.settings = medium_of(place), settings
@@ -160,7 +160,7 @@ class Checkpoints(Tier):
 
     def path(self, step: int) -> Path:
         """The folder of a step on this machine. Of several processes, each has what describes the step there, and what it prepared."""
-        return self.medium.local(step, describes) if self._group.count() > 1 else self.medium.local(step)
+        return self.medium.local(step, is_description) if self._group.count() > 1 else self.medium.local(step)
 
     def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
         """Fetches the shards that the devices of this process need. wanted: {item: {name: sharding}}.
@@ -212,7 +212,7 @@ class Checkpoints(Tier):
         except ArgosyError:
             return False
 
-    def write(self, step: int, items: shards.Items, copies: Copies, meta: str) -> None:
+    def write(self, step: int, items: shards.Items, copies: HostCopies, meta: str) -> None:
         group = self._group
         try:
             described, own = shards.description_files(items, meta), shards.shard_files(items)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.base import UNDER_ADAPTERS, ModelRole, check_exists, check_same
+from argosy.checkpoint.base import UNDER_ADAPTERS, ModelRole, check_exists, check_same_weights
 from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.medium.objects import copy_tree
 from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER, RunDirectory
@@ -25,13 +25,13 @@ from argosy.data.tokenizers.load import matching
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import stored_as
 from argosy.weights import manifest
-from argosy.weights.adapted import base_of, open_peft
+from argosy.weights.adapted import open_peft, peft_base
 from argosy.weights.gguf.reader import open_gguf
 from argosy.weights.hub.reader import open_folder
-from argosy.weights.model import COMPANIONS, Stored, config_of
+from argosy.weights.model import COMPANIONS, OpenedModel, config_of
 
 
-def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
+def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -> OpenedModel:
     """Opens a model without reading weights.
 
     Raises:
@@ -47,9 +47,9 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
     if (path / "config.json").is_file():
         return open_folder(path, warn)
     if (path / "adapter_config.json").is_file():
-        return open_peft(path, open_model(base_of(path), warn))
+        return open_peft(path, open_model(peft_base(path), warn))
     if (path / META).is_file():
-        manifest.verify(path)
+        manifest.verify_folder(path)
         return _open_step(path, warn)
     if (path / CHECKPOINTS).is_dir():
         return _open_newest(path, Checkpoints(path / CHECKPOINTS, warn=warn), warn)
@@ -65,7 +65,7 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
     )
 
 
-def model_of(path: str | Path) -> dict[str, Any]:
+def model_layer(path: str | Path) -> dict[str, Any]:
     """The settings of a stored model, including its family, as a layer under `model`: the meaning of `model=FOLDER` and
     `init.weights=FOLDER`.
 
@@ -76,7 +76,7 @@ def model_of(path: str | Path) -> dict[str, Any]:
     return {"family": Choice(FAMILIES, tag="family").name_of(config)} | dump(config)
 
 
-def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: None, *, thorough: bool = False) -> Stored:
+def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: None, *, thorough: bool = False) -> OpenedModel:
     """The base model under the adapters of a checkpoint.
 
     Args:
@@ -89,7 +89,7 @@ def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: N
     return open_same(base, warn, thorough=thorough, role=UNDER_ADAPTERS)
 
 
-def open_same(described: Mapping[str, Any], warn: Callable[[str], None], *, thorough: bool, role: ModelRole) -> Stored:
+def open_same(described: Mapping[str, Any], warn: Callable[[str], None], *, thorough: bool, role: ModelRole) -> OpenedModel:
     """The model that `base.describe_base` described.
 
     Args:
@@ -100,7 +100,7 @@ def open_same(described: Mapping[str, Any], warn: Callable[[str], None], *, thor
     """
     check_exists(described, role)
     stored = open_model(described["path"], warn)
-    check_same(stored, described, role, thorough)
+    check_same_weights(stored, described, role, thorough)
     return stored
 
 
@@ -129,7 +129,7 @@ def fetch_model(address: str) -> Path:
     return Path(shutil.move(run.checkpoints.path(step), scratch / CHECKPOINTS / str(step)))
 
 
-def _open_newest(run: Path, checkpoints: Checkpoints, warn: Callable[[str], None]) -> Stored:
+def _open_newest(run: Path, checkpoints: Checkpoints, warn: Callable[[str], None]) -> OpenedModel:
     """The last good checkpoint of a run. If the run removes it before it is locked, the next one is tried."""
     step = checkpoints.latest_good()
     if step is None:
@@ -142,7 +142,7 @@ def _open_newest(run: Path, checkpoints: Checkpoints, warn: Callable[[str], None
     return _open_newest(run, checkpoints, warn)
 
 
-def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
+def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> OpenedModel:
     meta = read_meta(folder)
     try:
         config = config_of(meta["model"])
@@ -153,7 +153,7 @@ def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> St
     companions = next((folder for folder in beside if matching(folder, COMPANIONS)), None)
     if "base" in meta:
         adapted = open_adapted(folder, config, meta, open_base(meta["base"], warn))
-        return Stored(folder, "argosy", config, adapted.weights, companions, meta.get("hub", {}), adapted)
-    return Stored(
+        return OpenedModel(folder, "argosy", config, adapted.weights, companions, meta.get("hub", {}), adapted)
+    return OpenedModel(
         folder, "argosy", config, StepReader(folder, config, stored_as(meta["decided"])), companions, meta.get("hub", {})
     )

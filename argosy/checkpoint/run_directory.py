@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from argosy.checkpoint.checkpoints import Checkpoints
     from argosy.checkpoint.settings import CheckpointSettings
-    from argosy.checkpoint.tiers.tiered import Tiers
+    from argosy.checkpoint.tiers.tiered import TieredCheckpoints
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
 # A PEFT folder, where the run trains adapters.
@@ -104,19 +104,19 @@ class RunDirectory:
         return self.store.local_path()
 
     @cached_property
-    def checkpoints(self) -> "Checkpoints | Tiers":
+    def checkpoints(self) -> "Checkpoints | TieredCheckpoints":
         from argosy.checkpoint.checkpoints import Checkpoints
 
         persistent = Checkpoints(self.store.child(CHECKPOINTS), self.settings, self.warn)
         if self.settings is None or self.settings.local is None:
             return persistent
         from argosy.checkpoint.tiers.local import LocalCheckpoints
-        from argosy.checkpoint.tiers.tiered import Tiers
+        from argosy.checkpoint.tiers.tiered import TieredCheckpoints
         from argosy.parallel import processes
 
         root = Path(self.settings.local).expanduser() / processes.told("run id", lambda: self.id)
         shared = {"belongs": self._belongs, "memory": persistent.memory}
-        return Tiers(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn, **shared))
+        return TieredCheckpoints(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn, **shared))
 
     def _belongs(self, step: int, meta: Mapping[str, Any]) -> bool:
         """Whether a step was made after the rollbacks that went back to before it."""
@@ -227,17 +227,17 @@ class RunDirectory:
         folder = self.path.absolute()
         return [place for place in (folder, *folder.parents) if not place.exists()]
 
-    def remove_unused(self, made: Sequence[Path]) -> None:
+    def remove_unused(self, folders: Sequence[Path]) -> None:
         """Removes what a start made that was refused: these folders, if the run's has nothing but its lock, which this process holds,
         and a log."""
-        if not made or self.has_run or set(os.listdir(made[0])) - {LOCK, LOG, LIFE}:
+        if not folders or self.has_run or set(os.listdir(folders[0])) - {LOCK, LOG, LIFE}:
             return
         self.log_lines.close()
         with suppress(OSError):
-            shutil.rmtree(made[0] / LIFE, ignore_errors=True)
+            shutil.rmtree(folders[0] / LIFE, ignore_errors=True)
             for name in (LOG, LOCK):
-                (made[0] / name).unlink(missing_ok=True)
-            for folder in made:
+                (folders[0] / name).unlink(missing_ok=True)
+            for folder in folders:
                 folder.rmdir()
 
     def check_place(self) -> None:
@@ -372,7 +372,7 @@ class RunDirectory:
         self.log_lines.append(line)
 
 
-def is_run(place: str | Path) -> bool:
+def is_run_directory(place: str | Path) -> bool:
     """Whether this is a run directory, on this machine or at an address: a folder with a settings.yml."""
     if not is_address(place):
         return Path(local_path(place), SETTINGS).is_file()

@@ -24,10 +24,10 @@ from argosy.models.parts.weight import variables
 from argosy.ops.native.products import Panels
 from argosy.weights import manifest
 from argosy.weights.build import as_dtype
-from argosy.weights.fill import check_fit, weights_of
-from argosy.weights.hub.writer import copies, folder_of, typed
+from argosy.weights.fill import check_fit, model_weights
+from argosy.weights.hub.writer import cast_weights, companion_files, hub_files
 from argosy.weights.peft.writer import contents_of, write_adapter
-from argosy.weights.staging import Partial, taken
+from argosy.weights.staging import StagedFolder, is_occupied
 from argosy.weights.stream import in_order
 
 # Bytes written since the last call, bytes in all, bytes kept from an earlier process.
@@ -35,7 +35,7 @@ Progress = Callable[[int, int, int], None]
 
 
 class Saved(Protocol):
-    """What `save` writes: a `weights.build.Loaded`, or an `LM`."""
+    """What `save_model` writes: a `weights.build.LoadedModel`, or an `LM`."""
 
     @property
     def config(self) -> Any: ...
@@ -56,7 +56,7 @@ class Saved(Protocol):
     def dtypes(self) -> Mapping[str, Any]: ...
 
 
-def save(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"], dtype: Any = None) -> None:
+def save_model(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"], dtype: Any = None) -> None:
     """Writes a model with its tokenizer, each tensor in its stored type by default; or, with "peft", only its adapters.
 
     Raises:
@@ -75,13 +75,13 @@ def save(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"], dtyp
         raise BadInput(f"the model has {' and '.join(sorted(wrapped))}", hint=hint if "LoRA" in wrapped else None)
     dtype = None if dtype is None else as_dtype(dtype)
     came_in = lm.hub.get("dtype") or lm.hub.get("torch_dtype")
-    weights = weights_of(lm.module)
+    weights = model_weights(lm.module)
     if dtype is None and came_in is not None:
         dtype = {name: lm.dtypes.get(name, came_in) for name in weights.names}
-    write(folder, format, lm.config, weights, dict(lm.hub), lm.companions, dtype, lm.tokenizer)
+    write_model_folder(folder, format, lm.config, weights, dict(lm.hub), lm.companions, dtype, lm.tokenizer)
 
 
-def write(
+def write_model_folder(
     folder: Path,
     format: str,
     config: Any,
@@ -108,17 +108,17 @@ def write(
     """
     if format not in ("hub", "argosy"):
         raise BadInput(f"unknown format `{format}`", hint="hub, argosy or peft")
-    if taken(folder):
+    if is_occupied(folder):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
     check_fit(config.build(), weights)
     hub = _with_ids(hub, tokenizer)
     if format == "hub":
-        files = folder_of(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes)
+        files = hub_files(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes)
     else:
         files = _checkpoint_of(config, weights, hub, dtype)
-    files += copies(companions)
+    files += companion_files(companions)
     all_bytes = sum(file.bytes for file in files)
-    with Partial(folder, identity) as part:
+    with StagedFolder(folder, identity) as part:
         kept = part.plan(files)
         progress(0, all_bytes, kept)
         part.progress = lambda new: progress(new, all_bytes, kept)
@@ -140,7 +140,7 @@ def _with_ids(hub: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 def _checkpoint_of(config: Any, weights: TensorReader, hub: dict[str, Any], dtype: Any) -> list[File]:
     """The files of one checkpoint without a run: weights by layer, and settings."""
-    weights = typed(config, weights, dtype)
+    weights = cast_weights(config, weights, dtype)
     entries = [_entry(weights, name) for name in weights.names]
     family = Choice(FAMILIES, tag="family").name_of(config)
     meta = {"model": {"family": family} | dump(config), "decided": {"layers": "unroll"}, "hub": hub}
@@ -153,9 +153,9 @@ def _entry(weights: TensorReader, name: str) -> TensorEntry:
     return TensorEntry(name, shape, weights.dtype(name), lambda: weights.read(name), parts)
 
 
-def _manifest_of(part: Partial) -> File:
+def _manifest_of(part: StagedFolder) -> File:
     """The manifest, from the hashes taken while writing; only files that the tokenizer saved are read again."""
     saved = [f for f in part.folder.iterdir() if f.is_file() and not f.name.startswith((".", manifest.NAME))]
-    beside = {f.name: manifest.describe(f, sync=True) for f in saved if f.name not in part.done}
+    beside = {f.name: manifest.hash_file(f, sync=True) for f in saved if f.name not in part.done}
     files = dict(sorted((part.done | beside).items()))
-    return of_text(manifest.NAME, manifest.text(files))
+    return of_text(manifest.NAME, manifest.manifest_text(files))

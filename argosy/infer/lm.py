@@ -364,9 +364,9 @@ class LM:
 
     def save(self, folder: str | Path, format: Literal["hub", "argosy", "peft"] = "hub", dtype: Any = None) -> None:
         """Writes model and tokenizer as a Hub folder or an Argosy checkpoint, or the adapters alone as a PEFT folder."""
-        from argosy.checkpoint.save import save
+        from argosy.checkpoint.save import save_model
 
-        save(self, Path(folder), format, dtype)
+        save_model(self, Path(folder), format, dtype)
 
     # ---------------------------------------------------------------- checks
 

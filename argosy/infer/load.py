@@ -55,4 +55,4 @@ def random_lm(
     draft: LM | None = None,
 ) -> LM:
     """A language model with random weights and no tokenizer. Arguments are those of `load_lm`."""
-    return LM(**vars(build.random(config, seed, dtype=dtype, run=run)), engine_settings=engine, draft=draft)
+    return LM(**vars(build.random_model(config, seed, dtype=dtype, run=run)), engine_settings=engine, draft=draft)

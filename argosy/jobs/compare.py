@@ -14,8 +14,8 @@ from argosy.checkpoint.save import Progress
 from argosy.core.formats import TensorReader, is_apart, read_part
 from argosy.core.formats.files import pieces
 from argosy.jobs.convert import memory_used, opened
-from argosy.weights.model import Stored
-from argosy.weights.stream import in_order, size
+from argosy.weights.model import OpenedModel
+from argosy.weights.stream import in_order, tensor_bytes
 
 # 8 MB in float64; a few of them exist at once.
 SLAB_VALUES = 1 << 20
@@ -58,7 +58,7 @@ def compare(
     }
 
 
-def _settings(one: Stored, other: Stored) -> list[dict[str, Any]]:
+def _settings(one: OpenedModel, other: OpenedModel) -> list[dict[str, Any]]:
     """The settings in which the two differ: equal weights with another rope base are another model."""
     a, b = (stored.config.resolved().model_dump(mode="json") for stored in (one, other))
     if type(one.config) is not type(other.config):
@@ -67,9 +67,9 @@ def _settings(one: Stored, other: Stored) -> list[dict[str, Any]]:
 
 
 def _differences(
-    one: Stored, other: Stored, names: list[str], tolerance: float | None, progress: Progress
+    one: OpenedModel, other: OpenedModel, names: list[str], tolerance: float | None, progress: Progress
 ) -> Iterator[dict[str, Any]]:
-    sizes = [size(one.weights.shape(name), one.weights.dtype(name)) for name in names]
+    sizes = [tensor_bytes(one.weights.shape(name), one.weights.dtype(name)) for name in names]
     progress(0, sum(sizes), 0)
     for name, n_bytes in zip(names, sizes):
         if (found := _difference(one, other, name, tolerance)) is not None:
@@ -77,7 +77,7 @@ def _differences(
         progress(n_bytes, sum(sizes), 0)
 
 
-def _difference(one: Stored, other: Stored, name: str, tolerance: float | None) -> dict[str, Any] | None:
+def _difference(one: OpenedModel, other: OpenedModel, name: str, tolerance: float | None) -> dict[str, Any] | None:
     """How the two differ; None if they are as equal as the tolerance asks."""
     shapes = one.weights.shape(name), other.weights.shape(name)
     if shapes[0] != shapes[1]:

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from argosy.checkpoint.open import open_model
-from argosy.checkpoint.save import Progress, write
+from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.process.signals import before_leaving
@@ -24,14 +24,14 @@ from argosy.data.tokenizers.load import matching
 from argosy.observe import memory
 from argosy.run.compose import no_model
 from argosy.weights import manifest
-from argosy.weights.build import tokenizer_of
-from argosy.weights.hub.reader import Mapped, check_tied
-from argosy.weights.model import COMPANIONS, Stored
-from argosy.weights.peft.merge import merged
+from argosy.weights.build import stored_tokenizer
+from argosy.weights.hub.reader import MappedTensors, check_tied_head
+from argosy.weights.model import COMPANIONS, OpenedModel
+from argosy.weights.peft.merge import merged_weights
 from argosy.weights.peft.reader import check_base, config_for, read_contents
 from argosy.weights.peft.sites import FILES
 from argosy.weights.peft.writer import write_adapter
-from argosy.weights.stream import largest, streamed
+from argosy.weights.stream import largest_tensor, streamed
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 # The interpreter with its libraries takes 210 MB of it, slabs being written 130 MB.
@@ -73,7 +73,7 @@ def convert(
         say(f"merging adapters on {plural(len(stored.adapted.adapters), 'weight')} into {stored.adapted.base.path}")
         if stored.adapted.is_quantized:
             say("the base was quantized for training: its weights are rounded likewise, then the adapters are added")
-    if dtype is None and isinstance(stored.weights, Mapped) and (scaled := stored.weights.scaled):
+    if dtype is None and isinstance(stored.weights, MappedTensors) and (scaled := stored.weights.scaled):
         many = f"{plural(len(scaled), 'tensor', 'is', 'are')} stored in blocks with scales (fp8, mxfp4)"
         say(f"{many} and become float32; dtype=bfloat16 halves their size")
     identity = identity_of(stored, to, dtype, shard_gb)
@@ -81,10 +81,10 @@ def convert(
         config = config_for(adapter, stored.config)
         contents = read_contents(adapter, config)
         check_base(contents, stored.weights)
-        stored = replace(stored, config=config, weights=merged(stored.weights, contents, config))
-        identity["adapter"] = [manifest.describe(Path(adapter) / name)["sha256"][:12] for name in FILES]
+        stored = replace(stored, config=config, weights=merged_weights(stored.weights, contents, config))
+        identity["adapter"] = [manifest.hash_file(Path(adapter) / name)["sha256"][:12] for name in FILES]
         say(f"merging adapters on {plural(len(contents.adapters), 'weight')}")
-    tokenizer = tokenizer_of(stored)
+    tokenizer = stored_tokenizer(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
         say(f"the tokenizer has {tokenizer.vocab} tokens, the model {stored.config.vocab}: do they belong together?")
     count = _Count(progress)
@@ -94,7 +94,7 @@ def convert(
             say(f"stopped; complete files are kept in {target}.part, and the same command resumes from there")
 
     with before_leaving(stopped):
-        write(
+        write_model_folder(
             *(target, to, stored.config, stored.weights, stored.hub, stored.companions),
             DTYPES[dtype] if dtype else None,
             tokenizer,
@@ -119,7 +119,7 @@ def convert(
 
 
 def adapters_alone(
-    stored: Stored, source: str, target: Path, dtype: str | None, adapter: str | None, start: float
+    stored: OpenedModel, source: str, target: Path, dtype: str | None, adapter: str | None, start: float
 ) -> dict[str, Any]:
     """Writes the adapters of a run as a PEFT folder.
 
@@ -148,7 +148,7 @@ def adapters_alone(
     }
 
 
-def opened(source: str, say: Say = lambda _: None) -> Stored:
+def opened(source: str, say: Say = lambda _: None) -> OpenedModel:
     """Opens a model so that its weights are read one at a time.
 
     Raises:
@@ -157,11 +157,11 @@ def opened(source: str, say: Say = lambda _: None) -> Stored:
     if not Path(source).exists():
         raise no_model(source)
     stored = streamed(open_model(source, say))
-    check_tied(stored)
+    check_tied_head(stored)
     return stored
 
 
-def identity_of(stored: Stored, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
+def identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
     """What identifies a conversion: the names, sizes and times of the source's files, and how they are written."""
     if stored.kind == "argosy":
         digest = hashlib.sha256((stored.path / manifest.NAME).read_bytes())
@@ -181,9 +181,9 @@ def _files_of(path: Path) -> list[Path]:
     return matching(path, [*COMPANIONS, "config.json", "model.safetensors.index.json", "*.safetensors"])
 
 
-def memory_used(models: list[Stored]) -> dict[str, Any]:
+def memory_used(models: list[OpenedModel]) -> dict[str, Any]:
     """The peak memory of this process, its bound, and the tensor that the bound comes from."""
-    name, size = max((largest(stored) for stored in models), key=lambda item: item[1])
+    name, size = max((largest_tensor(stored) for stored in models), key=lambda item: item[1])
     return {
         "peak_bytes": memory.peak_bytes(),
         "bound_bytes": 2 * size + REST_BYTES,

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.run_directory import ID, RunDirectory, is_run
+from argosy.checkpoint.run_directory import ID, RunDirectory, is_run_directory
 from argosy.core.addresses import is_address
 from argosy.core.command import command as as_run
 from argosy.core.counts import plural
@@ -153,7 +153,7 @@ def read_verb(what: Verb, words: Sequence[str], sees_files: bool) -> None:
             with suppress(UserError):
                 what.good = values_of(compose(Run, recipe, settings))
         named = [word.partition("=")[2] for word in settings if word.startswith("dir=")]
-        if not named and is_run(recipe):
+        if not named and is_run_directory(recipe):
             named = [recipe]
         # Where not even the recipe can be read, it may be the recipe that names the directory.
         folder = named[-1] if named else (what.good.get("dir") or run_folder(recipe)) if what.good else ""

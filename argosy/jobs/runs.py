@@ -200,11 +200,11 @@ def _files_of(store: Store, step: int) -> dict[str, Any]:
     """The manifest of a checkpoint."""
     name = f"{CHECKPOINTS}/{step}"
     if store.is_local:
-        return manifest.read(store.local_path(name))
+        return manifest.read_manifest(store.local_path(name))
     # It imports numpy, which takes a moment.
-    from argosy.checkpoint.medium.objects import read_manifest
+    from argosy.checkpoint.medium.objects import fetch_manifest
 
-    return read_manifest(store, name)
+    return fetch_manifest(store, name)
 
 
 def trouble(path: str | Path, step: int, verify: bool = False) -> str | None:
@@ -216,7 +216,7 @@ def trouble(path: str | Path, step: int, verify: bool = False) -> str | None:
             return _trouble_elsewhere(store, step, files, verify)
         folder = store.local_path(f"{CHECKPOINTS}/{step}")
         if verify:
-            manifest.verify(folder)
+            manifest.verify_folder(folder)
         for name, expected in files.items():
             if not (folder / name).is_file():
                 return f"checkpoint {step}: {name} is missing"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from argosy.checkpoint.checkpoints import Checkpoints
-from argosy.checkpoint.tiers.tiered import Tiers
+from argosy.checkpoint.tiers.tiered import TieredCheckpoints
 from argosy.core.settings import Reading, dump
 from argosy.observe.goodput import Clock
 from argosy.observe.metrics import Metrics
@@ -60,7 +60,7 @@ class Saver:
         self,
         assembly: Assembly,
         reading: Reading[Run],
-        checkpoints: Checkpoints | Tiers,
+        checkpoints: Checkpoints | TieredCheckpoints,
         hub: dict[str, Any],
         base: dict[str, Any] | None = None,
         saved: Callable[[int], None] = lambda step: None,
@@ -101,7 +101,7 @@ class Saver:
         weights, state = self.assembly.packed(now.state)
         self.before()
         if local:
-            assert isinstance(self.checkpoints, Tiers)
+            assert isinstance(self.checkpoints, TieredCheckpoints)
             self.checkpoints.save_local(now.step, weights, state, meta, now.batches.arrays())
         else:
             self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())

@@ -29,9 +29,9 @@ from argosy.run.settings import Run
 from argosy.train.beside import CRITIC, alone
 from argosy.train.state import TrainState, trained
 from argosy.weights import manifest
-from argosy.weights.build import tokenizer_of
+from argosy.weights.build import stored_tokenizer
 from argosy.weights.fill import read_into, stored_arrays
-from argosy.weights.model import Stored, config_of
+from argosy.weights.model import OpenedModel, config_of
 
 # The name of a head's weight.
 HEAD = "head.w"
@@ -41,7 +41,7 @@ HEAD = "head.w"
 LEAST_SHARE = 0.9
 
 
-def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, Stored]:
+def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:
     """A state with the weights of another model and a fresh optimizer; and that stored model, whose token ids and generation
     settings the run keeps.
 
@@ -59,7 +59,7 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
         say(f"weights from {model}")
     if _fill_from(assembly, stored):
         say("a head of scores takes the place of the language model's: drawn from the random seed")
-    theirs, ours = tokenizer_of(stored), assembly.tokenizer
+    theirs, ours = stored_tokenizer(stored), assembly.tokenizer
     if theirs is not None and ours is not None and not same_tokens(theirs, ours):
         say(f"{model} was trained with another tokenizer than this run's (init.tokenizer_mismatch=allow)")
     _, params, rest = trained(assembly.model)
@@ -80,7 +80,7 @@ def base_of(assembly: Assembly, base: dict[str, Any], say: Callable[[str], None]
     return {address: own[address] for address in assembly.base}
 
 
-def _fill_from(assembly: Assembly, stored: Stored) -> bool:
+def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
     """Fills the model of a run from the one it starts from, and draws what that does not have: adapters, or a head of scores. Returns
     whether it drew a head."""
     places = assembly.places.params | assembly.places.rest
@@ -99,18 +99,18 @@ def _fill_from(assembly: Assembly, stored: Stored) -> bool:
     return head
 
 
-def _fill_model(assembly: Assembly, stored: Stored, places: dict[str, Any]) -> bool:
+def _fill_model(assembly: Assembly, stored: OpenedModel, places: dict[str, Any]) -> bool:
     head = _lacks_head(assembly, stored)
     read_into(assembly.model, stored.weights, place=places.__getitem__, but=HEAD if head else None)
     return head
 
 
-def _lacks_head(assembly: Assembly, stored: Stored) -> bool:
+def _lacks_head(assembly: Assembly, stored: OpenedModel) -> bool:
     """Whether the run trains a head of scores that the model it starts from does not have."""
     return bool(assembly.run.model.scored) and not stored.config.scored
 
 
-def _fill_base(assembly: Assembly, stored: Stored, *, fresh: bool) -> None:
+def _fill_base(assembly: Assembly, stored: OpenedModel, *, fresh: bool) -> None:
     places = assembly.places.params | assembly.places.rest
     plain = assembly.run.model.build(assembly.decided.run("none"))
     weights, under = stored.weights, stored.adapted
@@ -133,12 +133,12 @@ def on_top(assembly: Assembly) -> dict[str, Any]:
     return {a if a in own else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.beneath.items()}
 
 
-def base_described(assembly: Assembly, stored: Stored | None, given: str | None) -> dict[str, Any]:
+def base_described(assembly: Assembly, stored: OpenedModel | None, given: str | None) -> dict[str, Any]:
     """What checkpoints say of the base of a run; empty for a run without adapters."""
     return describe_base(stored, given) if assembly.base and stored is not None and given is not None else {}
 
 
-def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tuple[TrainState, Stored]:
+def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:
     """Weights, optimizer and step of another run, in whatever layout it wrote them; and that run as a stored model, whose token ids
     and generation settings this one keeps. The data starts from the beginning.
 
@@ -205,7 +205,7 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenize
         stored = open_model(run.init.weights, say)
         _check_same(run.model, stored.config, run.init.weights)
         if tokenizer is not None and run.init.tokenizer_mismatch == "error":
-            _check_tokenizer(run, tokenizer, tokenizer_of(stored))
+            _check_tokenizer(run, tokenizer, stored_tokenizer(stored))
     if run.init.state:
         path, meta = step_of(run.init.state, say)
         if "base" in meta:
@@ -215,7 +215,7 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenize
             what = f"{run.init.state} trained replicas (diloco.every), and init.state does not take the state of those"
             raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its outer weights")
         _check_same(run.model, config_of(meta["model"]), run.init.state)
-        theirs = tokenizer_of(open_model(path, say)) if tokenizer is not None else None
+        theirs = stored_tokenizer(open_model(path, say)) if tokenizer is not None else None
         if tokenizer is not None and theirs is not None and theirs.fingerprint != tokenizer.fingerprint:
             what = f"{run.init.state} was trained with another tokenizer than data.tokenizer = {run.data.tokenizer}"
             raise BadInput(what, where="set by init.state", hint="leave data.tokenizer out: init.state brings its own")
@@ -263,7 +263,7 @@ def verify(step: Path) -> None:
     """Checks one checkpoint against its manifest."""
     if not (step / META).is_file():
         raise BadInput(f"{step} is neither a run nor a checkpoint", hint="init.weights takes the weights of any model")
-    manifest.verify(step)
+    manifest.verify_folder(step)
 
 
 def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.run_directory import RunDirectory, is_run
+from argosy.checkpoint.run_directory import RunDirectory, is_run_directory
 from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import BadInput, SettingsError, UserError, mistakes_of, problems_of, refuse
 from argosy.core.settings import COMMAND_LINE, Reading
@@ -67,7 +67,7 @@ def check_place(values: Mapping[str, Any], recipe: str) -> None:
         BadInput: it cannot.
     """
     directory = values.get("dir") or run_folder(recipe)
-    if values and directory.strip() and not is_run(recipe):
+    if values and directory.strip() and not is_run_directory(recipe):
         RunDirectory(directory).check_place()
 
 
@@ -150,7 +150,7 @@ def directory_of(reading: Reading[Run], recipe: str) -> str:
         BadInput: `dir` is empty.
     """
     directory = reading.value.dir
-    if is_run(recipe) and reading.origin["dir"] not in (COMMAND_LINE, CALL):
+    if is_run_directory(recipe) and reading.origin["dir"] not in (COMMAND_LINE, CALL):
         return recipe.rstrip("/") if is_address(recipe) else str(Path(local_path(recipe)))
     if directory is None:
         return run_folder(recipe)

@@ -76,9 +76,9 @@ def _without_init(layers: list[SettingsLayer], name: str) -> list[SettingsLayer]
 
 
 def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
-    from argosy.checkpoint.open import model_of
+    from argosy.checkpoint.open import model_layer
 
-    values: dict[str, Any] = {"model": model_of(folder)}
+    values: dict[str, Any] = {"model": model_layer(folder)}
     if brings_weights:
         values["init"] = {"weights": folder}
     if (tokenizer := _tokenizer_of(folder)) is not None:

@@ -16,29 +16,29 @@ from argosy.core.formats import Arrays, OverlaidTensors, TensorReader, TensorVie
 from argosy.data.tokenizers.load import matching
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll
-from argosy.weights.hub.config import read_json
-from argosy.weights.model import COMPANIONS, Stored
+from argosy.weights.hub.config import read_json_object
+from argosy.weights.model import COMPANIONS, OpenedModel
 from argosy.weights.peft.merge import with_adapter
 from argosy.weights.peft.reader import check_base, config_for, read_contents
-from argosy.weights.peft.sites import CONFIG, Adapter, Contents, contractions
+from argosy.weights.peft.sites import CONFIG, Adapter, PeftContents, contractions
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedModel:
     """Adapters and their base.
 
     settings: the run's `adapter`. base: its weights are not merged. read: reads the factors and the weights that were trained in full.
-    held: retention does not remove the checkpoint while this object exists.
+    lock: retention does not remove the checkpoint while this object exists.
     """
 
     settings: LowRank
-    base: Stored
+    base: OpenedModel
     config: Any
-    read: Callable[[], Contents]
-    held: Any = None
+    read: Callable[[], PeftContents]
+    lock: Any = None
 
     @cached_property
-    def contents(self) -> Contents:
+    def contents(self) -> PeftContents:
         """The factors and the weights that were trained in full.
 
         Raises:
@@ -67,7 +67,7 @@ class Adapted:
         """Whether the base was quantized for training."""
         return any(isinstance(of, QuantizedEinsum) for of in self._contractions.values())
 
-    def over(self, base: Stored) -> "Adapted":
+    def with_base(self, base: OpenedModel) -> "AdaptedModel":
         """The same adapters, on the same base read in another way."""
         return replace(self, base=base)
 
@@ -90,20 +90,20 @@ class Adapted:
         return array if part is None else array[0]
 
 
-def base_of(folder: Path) -> str:
+def peft_base(folder: Path) -> str:
     """The path of the base model that a PEFT folder names.
 
     Raises:
         BadInput: the base is not on this machine.
     """
-    name = read_json(folder / CONFIG).get("base_model_name_or_path")
+    name = read_json_object(folder / CONFIG).get("base_model_name_or_path")
     if not name or not Path(str(name)).exists():
         hint = f'argosy.load(MODEL, adapter="{folder}") names it; or write its folder as base_model_name_or_path'
         raise BadInput(f"the base model of these adapters, {name}, is not on this machine", where=str(folder / CONFIG), hint=hint)
     return str(name)
 
 
-def open_peft(folder: Path, base: Stored) -> Stored:
+def open_peft(folder: Path, base: OpenedModel) -> OpenedModel:
     """A PEFT folder as a model: its base, with its adapters merged as weights are read.
 
     Raises:
@@ -117,23 +117,23 @@ def open_peft(folder: Path, base: Stored) -> Stored:
         raise BadInput(what, where=str(folder / CONFIG), hint=hint)
     config = config_for(folder, base.config)
 
-    def read() -> Contents:
+    def read() -> PeftContents:
         contents = read_contents(folder, config)
         check_base(contents, base.weights)
         return contents
 
-    adapted = Adapted(Lora(), base, config, read)
+    adapted = AdaptedModel(Lora(), base, config, read)
     companions = folder if matching(folder, COMPANIONS) else base.companions
-    return Stored(folder, "peft", config, adapted.weights, companions, base.hub, adapted)
+    return OpenedModel(folder, "peft", config, adapted.weights, companions, base.hub, adapted)
 
 
-def stacked(under: Contents, own: Contents, config: Any) -> Contents:
+def stack_adapters(under: PeftContents, above: PeftContents, config: Any) -> PeftContents:
     """Two adapters on one base as one: the ranks together, each with its own gain in B."""
     specs, out = contractions(config), dict(under.adapters)
-    for name, one in own.adapters.items():
+    for name, one in above.adapters.items():
         if (other := out.get(name)) is None:
             out[name] = one
             continue
         b = np.concatenate([np.float32(each.gain) * each.b for each in (other, one)], len(specs[name].group))
         out[name] = Adapter(np.concatenate([other.a, one.a], -1), b, 1.0)
-    return Contents(out, {**under.whole, **own.whole}, own.dropout)
+    return PeftContents(out, {**under.whole, **above.whole}, above.dropout)

@@ -25,21 +25,21 @@ from argosy.observe.environment import check_fits
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.weights.fill import stored_arrays
-from argosy.weights.gguf.blocks import InBlocks, Origin, Rows
-from argosy.weights.hub.config import read_json
-from argosy.weights.hub.reader import Mapped
-from argosy.weights.model import Stored
-from argosy.weights.peft.attach import mark_whole, put_adapter, settle
+from argosy.weights.gguf.blocks import BlockedWeights, BlockRows, Origin
+from argosy.weights.hub.config import read_json_object
+from argosy.weights.hub.reader import MappedTensors
+from argosy.weights.model import OpenedModel
+from argosy.weights.peft.attach import mark_retrained, precompute_norms, put_adapter
 from argosy.weights.peft.reader import check_base, config_for, read_contents
-from argosy.weights.peft.sites import Contents
+from argosy.weights.peft.sites import PeftContents
 
 # Gives `(inner, first)`, as in `Panels`, of the weights of a model that are matrices of a product, by address.
 Forms = Callable[[Any], Mapping[str, tuple[int, bool]]]
-NONE: Mapping[str, Rows] = {}
+NONE: Mapping[str, BlockRows] = {}
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model and what came with it.
 
     tokenizer: None where the folder has none. generation: its generation_config.json. hub: its config.json. companions: the
@@ -58,7 +58,7 @@ class Loaded:
 
 
 def load_model(
-    stored: Stored,
+    stored: OpenedModel,
     *,
     dtype: Any = None,
     run: Execution | None = None,
@@ -66,7 +66,7 @@ def load_model(
     context: int | None = None,
     tensor: int = 1,
     forms: Forms | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """Builds an opened model and reads its weights.
 
     Args:
@@ -89,7 +89,7 @@ def load_model(
         raise BadInput(f"{stored.path} has adapters already", hint="convert it first, which merges them: argosy convert")
     config = stored.config if context is None else stored.config.for_context(context)
     config = config if adapter is None else config_for(adapter, config)
-    contents = stored.adapted.contents if stored.adapted else Contents({})
+    contents = stored.adapted.contents if stored.adapted else PeftContents({})
     if adapter is not None:
         contents = read_contents(adapter, config)
         check_base(contents, stored.weights)
@@ -101,20 +101,20 @@ def load_model(
     rows = {} if blocks is None or forms is None else in_blocks(blocks, forms(plain))
     check_memory(config, np.int8 if is_quantized else dtype, rows)
     base = OverlaidTensors(stored.adapted.base.weights if stored.adapted else stored.weights, Arrays(contents.whole))
-    place = None if tensor == 1 else places(model, tensor).__getitem__
+    place = None if tensor == 1 else tensor_shardings(model, tensor).__getitem__
     for address, one in rows.items():
         put(model, {address: one.packed()})
     fill_base(model, stored_arrays(plain, base, dtype=dtype, without=rows), dtype=dtype, place=place)
     if adapters:
         names = put_adapter(model, adapters, contents.dropout)
-        mark_whole(model, contents.whole)
-        settle(model)
+        mark_retrained(model, contents.whole)
+        precompute_norms(model)
         if tensor > 1:
-            on, own = places(model, tensor), variables(model)
+            on, own = tensor_shardings(model, tensor), variables(model)
             factors = [at for name in names for factor in FACTORS if (at := f"{name}.{factor}") in own]
             put(model, {address: jax.device_put(own[address].get_value(), on[address]) for address in factors})
     model.dtype = dtype
-    tokenizer = tokenizer_of(stored)
+    tokenizer = stored_tokenizer(stored)
     if tokenizer is not None and tokenizer.vocab > config.vocab:
         raise BadInput(
             f"the tokenizer has {tokenizer.vocab} tokens, the model {config.vocab}",
@@ -126,10 +126,10 @@ def load_model(
     if stored.blocks is not None and adapter is None and not model.layers.run.stacked:
         values = {address: v.get_value() for address, v in variables(model).items()}
         origin = Origin(stored.blocks, {address: a for address, a in values.items() if isinstance(a, jax.Array)})
-    return Loaded(config, model, tokenizer, generation_of(stored), hub, stored.companions, dtypes_of(stored), origin)
+    return LoadedModel(config, model, tokenizer, stored_generation(stored), hub, stored.companions, dtypes_of(stored), origin)
 
 
-def places(model: Any, tensor: int, devices: Sequence[Any] | None = None) -> dict[str, NamedSharding]:
+def tensor_shardings(model: Any, tensor: int, devices: Sequence[Any] | None = None) -> dict[str, NamedSharding]:
     """Where each weight of a model lies if several devices share its heads, feed-forward features and vocabulary.
 
     Args:
@@ -154,7 +154,7 @@ def places(model: Any, tensor: int, devices: Sequence[Any] | None = None) -> dic
     return found
 
 
-def random(config: LanguageConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> Loaded:
+def random_model(config: LanguageConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> LoadedModel:
     """A model with random weights from a seed, and no tokenizer."""
     dtype = as_dtype(dtype)
     # Weights are drawn in float32.
@@ -163,24 +163,24 @@ def random(config: LanguageConfig, seed: int, *, dtype: Any = None, run: Executi
     model.dtype = dtype
     fill(model, jax.random.key(seed), addresses=layer_addresses(model))
     put(model, {a: v[...].astype(kept_in(v, model.dtype)) for a, v in variables(model).items()})
-    return Loaded(config, model)
+    return LoadedModel(config, model)
 
 
-def dtypes_of(stored: Stored) -> dict[str, Any]:
+def dtypes_of(stored: OpenedModel) -> dict[str, Any]:
     """The type of each tensor of a Hub folder. Tensors stored in blocks with scales are left out: they come as float32."""
     weights = stored.weights
-    if not isinstance(weights, Mapped) or stored.kind != "hub":
+    if not isinstance(weights, MappedTensors) or stored.kind != "hub":
         return {}
     return {name: weights.dtype(name) for name in set(weights.names) - set(weights.scaled)}
 
 
-def in_blocks(blocks: InBlocks, forms: Mapping[str, tuple[int, bool]]) -> dict[str, Rows]:
+def in_blocks(blocks: BlockedWeights, forms: Mapping[str, tuple[int, bool]]) -> dict[str, BlockRows]:
     """The weights of these forms, by address, that the file has in blocks."""
     found = {address: blocks.of(address, *form) for address, form in forms.items()}
     return {address: rows for address, rows in found.items() if rows is not None}
 
 
-def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, Rows] = NONE) -> None:
+def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, BlockRows] = NONE) -> None:
     """Checks that the weights fit into memory, where memory is the computer's own.
 
     Args:
@@ -220,7 +220,7 @@ def default_run(config: LanguageConfig) -> Execution:
     return Unroll() if jax.default_backend() == "cpu" and config.layers <= 32 else Scan()
 
 
-def tokenizer_of(stored: Stored) -> Any:
+def stored_tokenizer(stored: OpenedModel) -> Any:
     """The tokenizer that came with a model, or None."""
     if stored.companions is None:
         return None
@@ -229,8 +229,8 @@ def tokenizer_of(stored: Stored) -> Any:
     return find_tokenizer(stored.companions)
 
 
-def generation_of(stored: Stored) -> dict[str, Any]:
+def stored_generation(stored: OpenedModel) -> dict[str, Any]:
     """Its generation_config.json; empty where there is none."""
     if stored.companions is None or not (stored.companions / "generation_config.json").is_file():
         return {}
-    return read_json(stored.companions / "generation_config.json")
+    return read_json_object(stored.companions / "generation_config.json")

@@ -84,6 +84,6 @@ def check_fit(model: Any, weights: TensorReader, but: str | None = None) -> None
         )
 
 
-def weights_of(model: Any) -> Arrays:
+def model_weights(model: Any) -> Arrays:
     """A model's weights by per-layer name; slices of stacked weights are taken when they are read."""
     return Arrays(to_layers(model, split(model)[1]))

@@ -29,9 +29,9 @@ THREADS = 8
 Files = dict[str, dict[str, Any]]
 
 
-def write(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Hashes and syncs every file, then commits the manifest by renaming it into place."""
-    commit(folder, {str(f.relative_to(folder)): describe(f, sync=True) for f in _files(folder)})
+    commit(folder, {str(f.relative_to(folder)): hash_file(f, sync=True) for f in _files(folder)})
 
 
 def commit(folder: Path, files: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ def commit(folder: Path, files: Mapping[str, Any]) -> None:
         list(pool.map(sync, (folder, *(d for d in folder.rglob("*") if d.is_dir()))))
     temporary = folder / (NAME + ".part")
     with temporary.open("w") as out:
-        out.write(text(files))
+        out.write(manifest_text(files))
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(folder / NAME)
@@ -52,24 +52,24 @@ def commit(folder: Path, files: Mapping[str, Any]) -> None:
     sync(folder.parent)
 
 
-def text(files: Mapping[str, Any]) -> str:
+def manifest_text(files: Mapping[str, Any]) -> str:
     """A manifest of {file: size and hash}."""
-    return json.dumps({"format": FORMAT, "files": files, "sha256": digest(files)}, indent=1)
+    return json.dumps({"format": FORMAT, "files": files, "sha256": manifest_digest(files)}, indent=1)
 
 
-def verify(folder: Path) -> None:
+def verify_folder(folder: Path) -> None:
     """Reads every file, several at a time, and compares it with the manifest.
 
     Raises:
         Damaged: names the first file that is missing, has another size or other bytes, or that the disk cannot read (EIO).
         BadInput: a file cannot be reached, which says nothing about its bytes: no permission, no network.
     """
-    for error in compared(folder, read(folder)).values():
+    for error in compare_files(folder, read_manifest(folder)).values():
         if error is not None:
             raise error
 
 
-def compared(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyError | None]:
+def compare_files(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyError | None]:
     """What is wrong with each file, None where nothing is. Hashing lets other threads run, so each core takes a file."""
     def one(name: str) -> ArgosyError | None:
         path = folder / name
@@ -99,11 +99,11 @@ def _compare(path: Path, expected: dict[str, Any]) -> None:
         raise Damaged(f"{path.name} is missing", where=str(path))
     if path.stat().st_size != expected["bytes"]:
         raise Damaged(f"{path.name} has {plural(path.stat().st_size, 'byte')}, not {expected['bytes']}", where=str(path))
-    if describe(path) != expected:
+    if hash_file(path) != expected:
         raise Damaged(f"{path.name} differs from what was written: its SHA-256 is another", where=str(path))
 
 
-def read(folder: Path) -> Files:
+def read_manifest(folder: Path) -> Files:
     """The files of a folder.
 
     Raises:
@@ -112,14 +112,14 @@ def read(folder: Path) -> Files:
     """
     path = folder / NAME
     try:
-        return parse(path.read_bytes(), str(path))
+        return parse_manifest(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise Damaged("it was never committed: it has no manifest", where=str(folder)) from None
     except OSError as error:
         raise _unread(path, error) from None
 
 
-def parse(data: bytes, where: str) -> Files:
+def parse_manifest(data: bytes, where: str) -> Files:
     """The files of a manifest.
 
     Args:
@@ -146,24 +146,24 @@ def parse(data: bytes, where: str) -> Files:
     return files
 
 
-def describe(path: Path, sync: bool = False) -> dict[str, Any]:
-    digest, size = hashlib.sha256(), 0
+def hash_file(path: Path, sync: bool = False) -> dict[str, Any]:
+    manifest_digest, size = hashlib.sha256(), 0
     # Read into one buffer: new memory for each chunk costs as much as reading it.
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb+" if sync else "rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            digest.update(buffer[:count])
+            manifest_digest.update(buffer[:count])
             size += count
         if sync:
             os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": manifest_digest.hexdigest()}
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(f for f in folder.rglob("*") if f.is_file() and not f.name.startswith(NAME))
 
 
-def digest(files: Mapping[str, Any]) -> str:
+def manifest_digest(files: Mapping[str, Any]) -> str:
     """What tells this manifest from any other."""
     return _sha256([FORMAT, files])
 

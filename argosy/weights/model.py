@@ -14,8 +14,8 @@ from argosy.models import FAMILIES
 from argosy.models.language import LanguageConfig
 
 if TYPE_CHECKING:
-    from argosy.weights.adapted import Adapted
-    from argosy.weights.gguf.blocks import InBlocks
+    from argosy.weights.adapted import AdaptedModel
+    from argosy.weights.gguf.blocks import BlockedWeights
 
 COMPANIONS = (
     *VOCABULARIES,
@@ -31,7 +31,7 @@ COMPANIONS = (
 
 
 @dataclass(frozen=True)
-class Stored:
+class OpenedModel:
     """An opened model whose weights are not read yet. weights: by per-layer name. hub: its config.json. companions: the folder of
     its small files, or the GGUF file, which contains a tokenizer. kind: hub, gguf, argosy or peft.
 
@@ -45,8 +45,8 @@ class Stored:
     weights: TensorReader
     companions: Path | None = None
     hub: dict[str, Any] = field(default_factory=dict)
-    adapted: "Adapted | None" = None
-    blocks: "InBlocks | None" = None
+    adapted: "AdaptedModel | None" = None
+    blocks: "BlockedWeights | None" = None
 
 
 def config_of(dumped: dict[str, Any]) -> LanguageConfig:

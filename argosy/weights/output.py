@@ -21,7 +21,7 @@ WAITING = 2
 SEND_BYTES = 1 << 25
 
 
-class Output:
+class HashedOutput:
     """One file: hashed in one thread, written in another."""
 
     def __init__(self, path: Path):
@@ -49,7 +49,7 @@ class Output:
         return {"bytes": self.size, "sha256": self.digest.hexdigest()}
 
 
-class Pipe:
+class JobQueue:
     """Runs jobs one after the other in its own thread, started with the first. After a failure the remaining jobs are dropped."""
 
     def __init__(self, name: str) -> None:

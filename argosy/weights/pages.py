@@ -11,7 +11,7 @@ AHEAD_BYTES = 1 << 27
 SMALL_BYTES = 1 << 16
 
 
-class Pages:
+class MappedPages:
     """The pages of the mapped file that was read last, to be released."""
 
     def __init__(self) -> None:

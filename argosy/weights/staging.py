@@ -22,7 +22,7 @@ import numpy as np
 from argosy.core.errors import ArgosyError, BadInput, Busy
 from argosy.core.formats.files import File, Order, check_space, sync
 from argosy.weights import manifest
-from argosy.weights.output import Output, Pipe
+from argosy.weights.output import HashedOutput, JobQueue
 
 JOURNAL = ".journal.jsonl"
 # The errors of network file systems without locks: other processes are not kept out there.
@@ -31,7 +31,7 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 Identity = Mapping[str, Any]
 
 
-class Partial:
+class StagedFolder:
     """A context manager: `plan`, `write`, `commit`. Without `commit`, complete files are kept for the next process.
 
     Args:
@@ -50,11 +50,11 @@ class Partial:
         self.folder = target.with_name(target.name + ".part")
         # Complete files: name -> bytes and sha256.
         self.done: dict[str, dict[str, Any]] = {}
-        self._hasher, self._writer = Pipe("hasher"), Pipe("writer")
+        self._hasher, self._writer = JobQueue("hasher"), JobQueue("writer")
         # Files being written.
-        self._outputs: set[Output] = set()
+        self._outputs: set[HashedOutput] = set()
         self._lock: int | None = None
-        if taken(target):
+        if is_occupied(target):
             raise BadInput(f"{target} is not empty", hint="name a new folder; nothing is ever overwritten")
 
     def plan(self, files: Sequence[File]) -> int:
@@ -72,7 +72,7 @@ class Partial:
             if expected.get(name) == found["bytes"] and (self.folder / name).is_file()
         }
         with ThreadPoolExecutor() as hashers:
-            for name, found in zip(likely, hashers.map(manifest.describe, likely.values())):
+            for name, found in zip(likely, hashers.map(manifest.hash_file, likely.values())):
                 if found == listed[name]:
                     self.done[name] = found
         kept = sum(found["bytes"] for found in self.done.values())
@@ -105,7 +105,7 @@ class Partial:
             sync(self.target)
             sync(self.target.absolute().parent)
 
-    def __enter__(self) -> "Partial":
+    def __enter__(self) -> "StagedFolder":
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -172,7 +172,7 @@ class Partial:
     def _write(self, file: File, order: Order) -> None:
         path = self.folder / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        output = Output(path)
+        output = HashedOutput(path)
         self._outputs.add(output)
         for slab in file.slabs(order):
             self._hasher.do(partial(output.digest.update, slab.data))
@@ -181,7 +181,7 @@ class Partial:
         self._hasher.do(output.hashed.set)
         self._writer.do(partial(self._whole, file, output))
 
-    def _whole(self, file: File, output: Output) -> None:
+    def _whole(self, file: File, output: HashedOutput) -> None:
         found = output.close()
         self._outputs.discard(output)
         if found["bytes"] != file.bytes:
@@ -194,7 +194,7 @@ class Partial:
 # ---------------------------------------------------------------- helpers
 
 
-def taken(target: Path) -> bool:
+def is_occupied(target: Path) -> bool:
     """Whether a folder at the target is in the way. Also finishes a conversion that was killed after its rename but before its
     journal was removed."""
     if (target / JOURNAL).is_file():

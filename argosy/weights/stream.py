@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from argosy.core.formats import Shape, TensorReader, TensorView, is_apart
-from argosy.weights.hub.reader import Mapped
-from argosy.weights.model import Stored
-from argosy.weights.pages import SMALL_BYTES, Pages, map_of
+from argosy.weights.hub.reader import MappedTensors
+from argosy.weights.model import OpenedModel
+from argosy.weights.pages import SMALL_BYTES, MappedPages, map_of
 
 
 @runtime_checkable
@@ -24,26 +24,26 @@ class StoredSizes(Protocol):
     def stored_sizes(self) -> Iterator[tuple[str, int]]: ...
 
 
-def streamed(stored: Stored) -> Stored:
+def streamed(stored: OpenedModel) -> OpenedModel:
     """The same model, with at most the last tensor read in memory."""
     weights = stored.weights
     if stored.adapted is not None:
-        adapted = stored.adapted.over(streamed(stored.adapted.base))
+        adapted = stored.adapted.with_base(streamed(stored.adapted.base))
         return replace(stored, adapted=adapted, weights=adapted.weights)
-    if isinstance(weights, Mapped):
-        return replace(stored, weights=weights.over(releasing(weights.reader)))
+    if isinstance(weights, MappedTensors):
+        return replace(stored, weights=weights.with_reader(releasing(weights.reader)))
     return stored
 
 
-def largest(stored: Stored) -> tuple[str, int]:
+def largest_tensor(stored: OpenedModel) -> tuple[str, int]:
     """The largest tensor that is read at once, and its bytes. Converted tensors count too: blocks with scales become float32, and
     experts are read one by one."""
     if stored.adapted is not None:
         stored = stored.adapted.base
     weights = stored.weights
     sizes = []
-    if isinstance(weights, Mapped):
-        sizes += [(name, size(weights.reader.shape(name), weights.reader.dtype(name))) for name in weights.reader.names]
+    if isinstance(weights, MappedTensors):
+        sizes += [(name, tensor_bytes(weights.reader.shape(name), weights.reader.dtype(name))) for name in weights.reader.names]
     if isinstance(weights, StoredSizes):
         sizes += weights.stored_sizes()
     sizes += [(name, _read_bytes(weights, name)) for name in weights.names]
@@ -53,10 +53,10 @@ def largest(stored: Stored) -> tuple[str, int]:
 
 def _read_bytes(weights: TensorReader, name: str) -> int:
     shape = weights.shape(name)
-    return size(shape[1:] if is_apart(weights, name) else shape, weights.dtype(name))
+    return tensor_bytes(shape[1:] if is_apart(weights, name) else shape, weights.dtype(name))
 
 
-def size(shape: Shape, dtype: np.dtype) -> int:
+def tensor_bytes(shape: Shape, dtype: np.dtype) -> int:
     return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
 
 
@@ -76,7 +76,7 @@ def in_order(array: np.ndarray) -> np.ndarray:
 
 def releasing(reader: TensorReader) -> TensorReader:
     """Tensors of mapped files; reading one releases the pages of those before it."""
-    pages = Pages()
+    pages = MappedPages()
 
     def change(_name: str, read: Callable[[], np.ndarray], _part: int | None) -> np.ndarray:
         pages.give_back()

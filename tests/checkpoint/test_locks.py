@@ -15,7 +15,7 @@ def folder(tmp_path: Path) -> Path:
     step = tmp_path / "7"
     step.mkdir()
     (step / "meta.json").write_text('{"step": 7}')
-    manifest.write(step)
+    manifest.write_manifest(step)
     return step
 
 

@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.saving import memory as copies
-from argosy.checkpoint.saving.memory import Memory
+from argosy.checkpoint.saving.memory import HostMemory
 from argosy.checkpoint.step import files, shards
 from argosy.checkpoint.step.layout import STATE, WEIGHTS
 from argosy.checkpoint.step.load import load_weights
 from argosy.checkpoint.tiers.local import LocalCheckpoints
-from argosy.checkpoint.tiers.tiered import Tiers
+from argosy.checkpoint.tiers.tiered import TieredCheckpoints
 
 MIB = 1 << 20
 TIERS = {"persistent": Checkpoints, "local": LocalCheckpoints}
@@ -38,13 +38,13 @@ def is_saved(folder: Path, weights: dict[str, jax.Array]) -> bool:
     return all(found[n].dtype == a.dtype and np.array_equal(found[n], a) for n, a in weights.items())
 
 
-def addresses(memory: Memory) -> list[int]:
+def addresses(memory: HostMemory) -> list[int]:
     return sorted(block.ctypes.data for free in memory._free.values() for block in free)
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_second_save_copies_into_the_memory_of_the_first(tmp_path: Path, tier: str):
-    memory = Memory()
+    memory = HostMemory()
     saves: Any = TIERS[tier](tmp_path, memory=memory)
     saved = {1: state(1), 2: state(2)}
     for step, weights in saved.items():
@@ -65,8 +65,8 @@ def test_the_second_save_copies_into_the_memory_of_the_first(tmp_path: Path, tie
 
 def test_memory_is_not_used_again_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two tiers share the memory, and one saves while the other still writes."""
-    memory, may_go_on, real = Memory(), threading.Event(), files.write_files
-    tiers = Tiers(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
+    memory, may_go_on, real = HostMemory(), threading.Event(), files.write_files
+    tiers = TieredCheckpoints(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
 
     def held(folder: Path, what: Any, pace: Any) -> Any:
         assert may_go_on.wait(60)
@@ -151,8 +151,8 @@ def test_what_is_reserved_is_what_the_first_save_takes(tmp_path: Path, tier: str
 
 
 def test_tiers_reserve_once_what_both_copy(tmp_path: Path):
-    memory = Memory()
-    tiers = Tiers(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
+    memory = HostMemory()
+    tiers = TieredCheckpoints(Checkpoints(tmp_path / "far", memory=memory), LocalCheckpoints(tmp_path / "near", memory=memory))
     one = {name: jax.device_put(a, jax.devices()[0]) for name, a in state(1).items()}
     tiers.reserve(one, {}).join()
     assert len(addresses(memory)) == 3
@@ -162,14 +162,14 @@ def test_reserving_stops_where_another_state_would_no_longer_fit(monkeypatch: py
     # As other processes take theirs: room for the first block, then for none.
     left = iter([100 * MIB, 100 * MIB, 20 * MIB])
     monkeypatch.setattr(copies, "memory_bytes", lambda: (1 << 40, next(left)))
-    memory = Memory()
+    memory = HostMemory()
     memory.reserve(Counter({8 * MIB: 3, 100: 5})).join()
     assert len(addresses(memory)) == 1
 
 
 def test_a_save_that_comes_first_ends_the_reserving(monkeypatch: pytest.MonkeyPatch):
     """It takes what it lacks itself, and gives that back: with what came later, two states would be kept."""
-    memory, asked, may_go_on = Memory(), threading.Event(), threading.Event()
+    memory, asked, may_go_on = HostMemory(), threading.Event(), threading.Event()
 
     def room() -> tuple[int, int]:
         asked.set()
@@ -195,7 +195,7 @@ def test_a_machine_that_gives_no_memory_or_thread_reserves_nothing(tmp_path: Pat
     def no_thread(*_: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    memory = Memory()
+    memory = HostMemory()
     with monkeypatch.context() as small:
         small.setattr(copies.np, "empty", no_memory)
         memory.reserve(Counter({8 * MIB: 3})).join()

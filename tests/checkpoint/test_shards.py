@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from argosy.checkpoint.saving.memory import Memory
+from argosy.checkpoint.saving.memory import HostMemory
 from argosy.checkpoint.step import shards
 from argosy.checkpoint.step.files import write_files
 from argosy.checkpoint.step.layout import WEIGHTS, catalog
@@ -35,13 +35,13 @@ def step(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(zarr_parts, "PIECE_BYTES", 100)
     monkeypatch.setattr(shards, "GROUP_BYTES", 200)
     if request.param in ("one", "chunks"):
-        items = shards.copy_shards({WEIGHTS: ARRAYS}, Memory().copies(), True)
+        items = shards.copy_shards({WEIGHTS: ARRAYS}, HostMemory().copies(), True)
     else:
         both = {"rows": P("a", "b"), "half": P("b"), "odd": P(None, "a")}
         axes = both if request.param == "shards" else {"rows": P(None, "b"), "half": P(None, "a")}
         place = {n: NamedSharding(MESH, axes.get(n, P())) for n in ARRAYS}
         placed = {n: jax.device_put(a, place[n]) for n, a in ARRAYS.items()}
-        items = shards.copy_shards({WEIGHTS: placed}, Memory().copies(), True)
+        items = shards.copy_shards({WEIGHTS: placed}, HostMemory().copies(), True)
     write_files(tmp_path / "1", [*shards.shard_files(items), *shards.description_files(items, "{}")])
     return tmp_path / "1"
 

@@ -19,7 +19,7 @@ from argosy.checkpoint.failures import root_of
 from argosy.checkpoint.medium import folder, objects
 from argosy.checkpoint.open import fetch_model
 from argosy.checkpoint.run_directory import RunDirectory
-from argosy.checkpoint.saving.memory import Memory
+from argosy.checkpoint.saving.memory import HostMemory
 from argosy.checkpoint.step import shards
 from argosy.checkpoint.step.layout import STATE
 from argosy.checkpoint.step.load import load_data, load_item, load_weights, read_meta
@@ -192,7 +192,7 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_complete(copy: Path, mo
     assert len(steps) == 3
     assert 8 in steps
     for step in steps:
-        manifest.verify(copy / str(step))
+        manifest.verify_folder(copy / str(step))
     saved(copy, [10], keep=1)
     assert [d.name for d in copy.iterdir()] == ["10"]
 
@@ -253,7 +253,7 @@ def packed(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     items = {"weights": {n: w + 2 for n, w in WEIGHTS.items()}, "state": {"step": np.asarray(2)}, "data": {"seen": np.arange(3)}}
     v1.save_checkpointables(folder, items)
     (folder / "meta.json").write_text('{"step": 2}')
-    manifest.write(folder)
+    manifest.write_manifest(folder)
     assert json.loads((folder / "weights" / "_METADATA").read_text())["use_ocdbt"]
     return items
 
@@ -325,11 +325,11 @@ def test_orbax_itself_reads_what_a_run_of_one_process_writes(tmp_path: Path):
 
 def test_a_run_of_one_process_needs_no_second_reading_for_its_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "describe", lambda *_, **__: pytest.fail("a file was read again"))
+        patch.setattr(manifest, "hash_file", lambda *_, **__: pytest.fail("a file was read again"))
         patch.setattr(shards, "open_array", lambda *_: pytest.fail("TensorStore was asked"))
         saved(tmp_path, [2])
         load_weights(tmp_path / "2")
-    manifest.verify(tmp_path / "2")
+    manifest.verify_folder(tmp_path / "2")
 
 
 def test_what_a_kill_left_while_writing_is_removed_by_the_next_save(tmp_path: Path):
@@ -381,7 +381,7 @@ def test_a_kill_at_any_line_of_a_save_leaves_good_steps_alone(three: Path, tmp_p
         steps = Checkpoints(folder).steps()
         assert {6, 8} & {*steps}
         for step in steps:
-            manifest.verify(folder / str(step))
+            manifest.verify_folder(folder / str(step))
         saved(folder, [10], keep=1, keep_best=0)
         assert [d.name for d in folder.iterdir()] == ["10"]
 
@@ -399,14 +399,14 @@ def test_a_step_that_is_read_is_not_retired(tmp_path: Path):
 
 def test_a_step_retired_while_it_is_verified_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     """The run retires 6 and commits 8 just when a reader looks at 6."""
-    real, said = manifest.compared, []
+    real, said = manifest.compare_files, []
 
     def racing(folder: Path, files: dict) -> dict:
         if folder.name == "6" and folder.exists():
             saved(copy, [8], keep=1, keep_best=0)
         return real(folder, files)
 
-    monkeypatch.setattr(manifest, "compared", racing)
+    monkeypatch.setattr(manifest, "compare_files", racing)
     assert Checkpoints(copy, warn=said.append).latest_good() == 8
     assert said == []
 
@@ -427,7 +427,7 @@ def test_all_copies_off_the_devices_start_before_the_first_is_waited_for(monkeyp
     arrays = {name: jnp.zeros(2) for name in "abc"}
     monkeypatch.setattr(shards, "_shards_of", lambda array, replicas: {(0,): SimpleNamespace(index=(), data=devices[id(array)])})
     devices = {id(array): OnDevice() for array in arrays.values()}
-    shards.copy_shards({"weights": arrays}, Memory().copies(), True)
+    shards.copy_shards({"weights": arrays}, HostMemory().copies(), True)
     assert events == ["start"] * 3 + ["wait"] * 3
 
 
@@ -526,7 +526,7 @@ def test_a_model_that_was_fetched_is_renamed_and_not_copied(remote: Store, monke
     monkeypatch.setattr(shutil, "copytree", copies)
     fetched = fetch_model(remote.root.removesuffix("/checkpoints"))
     assert fetched.name == "2"
-    manifest.verify(fetched)
+    manifest.verify_folder(fetched)
 
 
 def test_an_interrupted_download_is_not_taken_as_the_step(remote: Store, monkeypatch: pytest.MonkeyPatch):
@@ -544,7 +544,7 @@ def test_an_interrupted_download_is_not_taken_as_the_step(remote: Store, monkeyp
         with pytest.raises(KeyboardInterrupt):
             checkpoints.path(2)
     assert checkpoints.latest_good() == 2
-    manifest.verify(checkpoints.path(2))
+    manifest.verify_folder(checkpoints.path(2))
 
 
 def test_a_store_that_is_away_for_a_save_costs_that_save(remote: Store, monkeypatch: pytest.MonkeyPatch):
@@ -593,7 +593,7 @@ def test_a_step_that_cannot_be_reached_is_not_set_aside(
 
     with monkeypatch.context() as patch:
         if where == "folder":
-            patch.setattr(manifest, "describe", refused)
+            patch.setattr(manifest, "hash_file", refused)
         else:
             patch.setattr(remote._files, "open", refused)
         with pytest.raises(ArgosyError, match=r"(?i)permission|connection timed out") as told:

@@ -77,6 +77,6 @@ def test_a_step_without_its_settings_is_damaged(step: Path, tmp_path: Path):
     meta = json.loads((copy / "meta.json").read_text())
     del meta["model"]
     (copy / "meta.json").write_text(json.dumps(meta))
-    manifest.write(copy)
+    manifest.write_manifest(copy)
     with pytest.raises(Damaged, match="'model'"):
         open_model(copy)

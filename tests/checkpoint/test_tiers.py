@@ -22,8 +22,8 @@ from argosy.checkpoint.step import files
 from argosy.checkpoint.step.layout import STATE, WEIGHTS
 from argosy.checkpoint.step.load import load_data, load_item, load_weights
 from argosy.checkpoint.tiers import peers
-from argosy.checkpoint.tiers.local import LocalCheckpoints, sources
-from argosy.checkpoint.tiers.tiered import Tiers
+from argosy.checkpoint.tiers.local import LocalCheckpoints, copy_sources
+from argosy.checkpoint.tiers.tiered import TieredCheckpoints
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.jobs.proof import digest
 from argosy.weights import manifest
@@ -42,7 +42,7 @@ def arrays(step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return own, {"step": placed(np.int32(step))[0]}, {name: place for name, (_, place) in weights.items()}
 
 
-def saved(tiers: Tiers, step: int, local: bool) -> None:
+def saved(tiers: TieredCheckpoints, step: int, local: bool) -> None:
     weights, state, _ = arrays(step)
     save = tiers.save_local if local else tiers.save
     save(step, weights, state, {"step": step}, {"seen": np.arange(step)})
@@ -50,10 +50,10 @@ def saved(tiers: Tiers, step: int, local: bool) -> None:
     tiers.persistent.wait()
 
 
-def two(folder: Path, said: list[str] | None = None) -> Tiers:
+def two(folder: Path, said: list[str] | None = None) -> TieredCheckpoints:
     warn = said.append if said is not None else lambda _: None
     local = LocalCheckpoints(folder / "local" / "run", warn=warn)
-    return Tiers(Checkpoints(folder / "run" / "checkpoints", CheckpointSettings(keep=2), warn), local)
+    return TieredCheckpoints(Checkpoints(folder / "run" / "checkpoints", CheckpointSettings(keep=2), warn), local)
 
 
 def test_a_step_is_kept_where_an_older_one_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -69,7 +69,7 @@ def test_a_step_is_kept_where_an_older_one_cannot_be_removed(tmp_path: Path, mon
     assert tiers.local.own_steps() == [3, 4]
 
 
-def check(tiers: Tiers, step: int) -> None:
+def check(tiers: TieredCheckpoints, step: int) -> None:
     """The arrays of the step, read as a run reads them."""
     _, _, places = arrays(step)
     everywhere = {"step": placed(np.int32(0))[1]}
@@ -178,9 +178,9 @@ def test_copies_need_hosts(tmp_path: Path):
 def test_copies_are_on_other_hosts():
     """Two hosts of two processes and one of three, by hand."""
     places = ["a", "a", "b", "b", "c", "c", "c"]
-    assert [sources(places, rank, 1) for rank in range(7)] == [[]] * 7
-    assert [sources(places, rank, 2) for rank in range(7)] == [[4, 6], [5], [0], [1], [2], [3], []]
-    held = [sources(places, rank, 3) for rank in range(7)]
+    assert [copy_sources(places, rank, 1) for rank in range(7)] == [[]] * 7
+    assert [copy_sources(places, rank, 2) for rank in range(7)] == [[4, 6], [5], [0], [1], [2], [3], []]
+    held = [copy_sources(places, rank, 3) for rank in range(7)]
     for source in range(7):
         assert {places[rank] for rank in range(7) if source in held[rank]} == {"a", "b", "c"} - {places[source]}
 
@@ -190,7 +190,7 @@ def test_a_file_goes_to_who_knows_the_token_and_only_one_that_is_offered(tmp_pat
     (tmp_path / "secret").write_text("not offered")
     offer = peers.Offer("127.0.0.1", {"a": tmp_path / "a"})
     try:
-        about = manifest.describe(tmp_path / "a")
+        about = manifest.hash_file(tmp_path / "a")
         assert peers.is_there(offer.address)
         peers.fetch(offer.address, "a", tmp_path / "to" / "a", about)
         assert (tmp_path / "to" / "a").read_bytes() == (tmp_path / "a").read_bytes()
@@ -211,7 +211,7 @@ def test_a_file_goes_to_who_knows_the_token_and_only_one_that_is_offered(tmp_pat
 def test_a_file_is_fetched_once_its_holder_has_a_place_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A holder that answers two at a time, asked by twelve at once."""
     (tmp_path / "a").write_bytes(os.urandom(3_000_000))
-    about = manifest.describe(tmp_path / "a")
+    about = manifest.hash_file(tmp_path / "a")
     monkeypatch.setattr(peers, "MOST_AT_ONCE", 2)
     monkeypatch.setattr(peers, "AGAIN_S", 0.02)
     offer = peers.Offer("127.0.0.1", {"a": tmp_path / "a"})
@@ -222,8 +222,8 @@ def test_a_file_is_fetched_once_its_holder_has_a_place_again(tmp_path: Path, mon
         # Nobody gets a place: the tries are bounded.
         monkeypatch.setattr(peers, "AGAIN_S", 0.001)
         held = [peers.socket.create_connection(offer.address[:2]) for _ in range(2)]
-        tries, asked = [], peers.asked
-        monkeypatch.setattr(peers, "asked", lambda *of: (tries.append(1), asked(*of))[1])
+        tries, asked = [], peers.connect
+        monkeypatch.setattr(peers, "connect", lambda *of: (tries.append(1), asked(*of))[1])
         with pytest.raises(ArgosyError, match="a cannot be fetched"):
             peers.fetch(offer.address, "a", tmp_path / "to", about)
         assert len(tries) == peers.TRIES

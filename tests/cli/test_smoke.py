@@ -22,7 +22,7 @@ from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 # Kinds of decoders, by the family of a small random one.
@@ -58,13 +58,13 @@ class Models:
         else:
             config = next(iter(FAMILIES[FAMILY.get(kind, "llama")].examples().values())).model_copy(update={"vocab": 258})
             tokenizer = ByteTokenizer(TokenizerConfig(templates={"default": TEMPLATE}))
-            LM(config, random(config, 0).module, tokenizer).save(path, format="argosy" if kind == "checkpoint" else "hub")
+            LM(config, random_model(config, 0).module, tokenizer).save(path, format="argosy" if kind == "checkpoint" else "hub")
 
 
 def _encoder(path: Path) -> None:
     tokenizer = find_tokenizer(str(shared("tokenizers/bert_uncased_vocab.txt")))
     config = FAMILIES["bert"].examples()["plain"].model_copy(update={"vocab": 30522, "layers": 1})
-    LM(config, random(config, 0).module, tokenizer).save(path)
+    LM(config, random_model(config, 0).module, tokenizer).save(path)
     (path / "1_Pooling").mkdir()
     (path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     steps = [{"path": "1_Pooling" if kind == "Pooling" else "", "type": kind} for kind in ("Transformer", "Pooling", "Normalize")]

@@ -66,7 +66,7 @@ def make_run(folder: Path, steps: int = 20, saved: tuple[int, ...] = (10, 20), *
         (place / "weights").mkdir(parents=True)
         (place / "weights" / "data").write_bytes(bytes(range(256)) * 40)
         (place / "meta.json").write_text(json.dumps({"step": step, "eval_loss": 2.5 if step == last else None}))
-        manifest.write(place)
+        manifest.write_manifest(place)
     return folder
 
 

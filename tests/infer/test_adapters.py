@@ -33,7 +33,7 @@ from argosy.models.parts.einsum import Einsum, Route
 from argosy.models.parts.stack import Scan, Unroll, from_layers
 from argosy.models.parts.weight import Meaning, put, split
 from argosy.weights import build as loading
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 from argosy.weights.peft.attach import put_adapter
 from argosy.weights.peft.sites import Adapter, sites
 
@@ -47,7 +47,7 @@ ON = EngineSettings(**SIZES, lora={"enabled": True, "adapters": 3, "rank": 4})
 def module_of(family: str, example: str, run: Any = None) -> Any:
     """The same weights in any layout."""
     config = FAMILIES[family].examples()[example]
-    model = random(config, 0, run=Unroll()).module
+    model = random_model(config, 0, run=Unroll()).module
     if run is None:
         return model
     other = config.build(run)
@@ -59,7 +59,7 @@ def module_of(family: str, example: str, run: Any = None) -> Any:
 def adapter_of(model: Any, seed: int, rank: int, where: str = r"layers\..*", gain: float = 0.7) -> dict[str, Adapter]:
     """Random factors on every contraction of an unrolled model that matches and that PEFT has a name for."""
     rng = np.random.default_rng(seed)
-    named = {name for site in sites(model.config) for name in site.ours}
+    named = {name for site in sites(model.config) for name in site.weights}
     out = {}
     for name, of in find(model, where).items():
         if name not in named or "R" in of.inner:
@@ -442,10 +442,10 @@ def test_swapped_weights_keep_the_adapters(plain: Any, engine: Engine, three: An
     request = Request(prompts(plain.config.vocab, 20)[0], 4, top=20, adapter="b")
     answered(engine, [request])
     old = engine.weights()
-    other = split(random(plain.config, 1, run=Unroll()).module)[1]
+    other = split(random_model(plain.config, 1, run=Unroll()).module)[1]
     try:
         engine.swap_weights(other)
-        module = random(plain.config, 1, run=Unroll()).module
+        module = random_model(plain.config, 1, run=Unroll()).module
         put_adapter(module, adapter_of(plain, 1, 4))
         assert_of(module, request, answered(engine, [request])[0])
     finally:
@@ -594,7 +594,7 @@ def test_the_handle_scores_in_the_layout_of_several_steps_at_a_time(lm: LM, fold
 
 
 def on_two_devices(module: Any) -> Any:
-    places = loading.places(module, 2)
+    places = loading.tensor_shardings(module, 2)
     put(module, {address: jax.device_put(a, places[address]) for address, a in split(module)[1].items()})
     return module
 
@@ -645,7 +645,7 @@ def test_several_devices_answer_with_adapters_as_one_does_and_compile_nothing_la
     family: str, example: str, count: int, run: Any, compilations: list[str]
 ):
     alone, shared = Engine(module_of(family, example), ON), module_of(family, example, run)
-    places = loading.places(shared, count)
+    places = loading.tensor_shardings(shared, count)
     put(shared, {address: jax.device_put(a, places[address]) for address, a in split(shared)[1].items()})
     factors = {name: adapter_of(alone.model, seed, 3) for seed, name in enumerate("xy")}
     engine = Engine(shared, ON)

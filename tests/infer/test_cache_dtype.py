@@ -32,7 +32,7 @@ from argosy.models.parts.cache import Spec, bytes_of, paged
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, put, split
 from argosy.ops.narrow import FORMS, Narrow
-from argosy.weights.build import places, random
+from argosy.weights.build import random_model, tensor_shardings
 
 # 13 pages of 8 tokens hold no four of the sequences here.
 TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)
@@ -73,7 +73,7 @@ def float64() -> Iterator[None]:
 
 def module_of(family: str, example: str) -> Any:
     """A random model in float64, which has to be enabled."""
-    module = random(FAMILIES[family].examples()[example], 0).module
+    module = random_model(FAMILIES[family].examples()[example], 0).module
     put(module, {address: jnp.asarray(np.asarray(w), jnp.float64) for address, w in split(module)[1].items()})
     module.dtype = jnp.float64
     return module
@@ -319,7 +319,7 @@ def test_the_same_memory_has_room_for_more_tokens(monkeypatch: pytest.MonkeyPatc
     # 512 normed features and 64 with positions: nine blocks of 64. An indexer's keys keep their type.
     latent = {"layer": (Spec(token=(("latent", (576,)), ("index", (128,))), scales=(("latent", 9), ("index", 0))), None)}
     assert page_bytes(latent, 1, jnp.bfloat16, "fp8_e4m3") == 576 + 9 * 4 + 2 * 128
-    module = random(FAMILIES["llama"].examples()["plain"], 0).module
+    module = random_model(FAMILIES["llama"].examples()["plain"], 0).module
     of_page = {form: page_bytes(module.layers.holds(), 8, module.dtype, form) for form in one}
     monkeypatch.setattr(cache, "memory_bytes", lambda: (None, 4 * 30 * of_page[None]))
     for form, size in of_page.items():
@@ -350,8 +350,8 @@ def test_rings_states_and_the_keys_of_an_indexer_keep_their_type():
 
 
 def test_heads_and_their_scales_are_on_one_device():
-    module = random(FAMILIES["llama"].examples()["plain"], 0).module
-    where = places(module, 2)
+    module = random_model(FAMILIES["llama"].examples()["plain"], 0).module
+    where = tensor_shardings(module, 2)
     put(module, {address: jax.device_put(a, where[address]) for address, a in split(module)[1].items()})
     engine = Engine(module, quantized("int8"))
     for entry in engine.runner.caches.values():
@@ -364,10 +364,10 @@ def test_heads_and_their_scales_are_on_one_device():
 
 @pytest.mark.slow
 def test_several_devices_answer_as_one_does_and_compile_nothing_later():
-    module = random(FAMILIES["llama"].examples()["plain"], 0).module
+    module = random_model(FAMILIES["llama"].examples()["plain"], 0).module
     requests = [Request(p, 12) for p in prompts(module.config.vocab, (5, 40, 17))]
     alone = [[token for token, _ in one] for one in scores(Engine(module, quantized("fp8_e4m3")), requests)]
-    where = places(module, 2)
+    where = tensor_shardings(module, 2)
     put(module, {address: jax.device_put(a, where[address]) for address, a in split(module)[1].items()})
     engine = Engine(module, quantized("fp8_e4m3"))
     number = engine.warm_up()

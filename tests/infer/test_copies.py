@@ -18,11 +18,11 @@ from argosy.infer.settings import MTP, DraftModel, NGram
 from argosy.infer.speculation.speculate import verify
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import put, split
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 
 def made(family: str = "llama", example: str = "plain") -> Any:
-    return random(FAMILIES[family].examples()[example], 0).module
+    return random_model(FAMILIES[family].examples()[example], 0).module
 
 
 def pointers(module: Any) -> dict[str, list[int]]:

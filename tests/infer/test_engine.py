@@ -25,7 +25,7 @@ from argosy.models import FAMILIES
 from argosy.models.parts.cache import bytes_of, paged
 from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import put, split
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 LENGTHS = (5, 40, 17, 3, 64, 33, 2, 21)
 TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)
@@ -33,7 +33,7 @@ TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=
 
 def lm_of(family: str, example: str) -> LM:
     config = FAMILIES[family].examples()[example]
-    return LM(config, random(config, 0).module)
+    return LM(config, random_model(config, 0).module)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ WINDOWED = [("gemma", "3", 6), ("gpt_oss", "plain", 7), ("llama4", "interleaved"
 def test_layers_with_windows_give_pages_back_and_answers_stay(family: str, example: str, window: int):
     """With prompts computed in pieces, preemption, and beginnings found in the prefix cache."""
     config = FAMILIES[family].examples()[example].model_copy(update={"window": window})
-    lm = LM(config, random(config, 0).module)
+    lm = LM(config, random_model(config, 0).module)
     engine = Engine(lm.module, EngineSettings(slots=4, page=4, context=96, pages=38, budget=32, beside=32))
     ((which, pages),) = [(pool.window.tokens, pool.pages.count) for pool in engine.scheduler.pools]
     assert (which, pages < engine.pages.count) == (window, True)
@@ -276,7 +276,7 @@ def test_equal_prompts_that_come_at_once(family: str, example: str):
 
 
 def test_new_weights_count_at_once_for_running_and_for_new_requests():
-    lm, other = lm_of("llama", "plain"), random(FAMILIES["llama"].examples()["plain"], 1).module
+    lm, other = lm_of("llama", "plain"), random_model(FAMILIES["llama"].examples()["plain"], 1).module
     engine, prompt = Engine(lm.module, TIGHT), prompts(lm.config.vocab)[1]
     number = engine.add(Request(prompt, 20))
     events = [event for _ in range(6) for event in engine.step()]

@@ -7,7 +7,6 @@ import threading
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import jsonschema
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from helpers import shared
 from pydantic import BaseModel
+from random_model import Random
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers import Tokenizer
@@ -31,7 +31,7 @@ from argosy.infer.settings import EngineSettings
 from argosy.infer.tools import grammar as grammars
 from argosy.infer.tools.grammar import Grammars, Matcher, grammar_masks, read_structure, token_bytes, unpacked_bits
 from argosy.models import FAMILIES
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 EOS = frozenset({ByteTokenizer.eos})
 VOCAB = 258
@@ -41,7 +41,7 @@ SIZES = EngineSettings(slots=4, page=8, context=128, pages=24, budget=64, beside
 @pytest.fixture(scope="module")
 def lm() -> LM:
     config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": VOCAB})
-    return LM(config, random(config, 0).module, ByteTokenizer())
+    return LM(config, random_model(config, 0).module, ByteTokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import put, variable
-from argosy.weights.build import as_dtype, random
+from argosy.weights.build import as_dtype, random_model
 
 PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
 
@@ -341,7 +341,7 @@ def test_engine_settings_bound_what_is_generated(lm):
 
 def test_an_encoder_is_loaded_without_settings_of_an_engine(tmp_path):
     config = FAMILIES["bert"].examples()["plain"]
-    LM(config, random(config, 0).module).save(tmp_path / "bert")
+    LM(config, random_model(config, 0).module).save(tmp_path / "bert")
     assert not argosy.load(tmp_path / "bert").config.causal
     with pytest.raises(BadInput, match="this one is an encoder"):
         argosy.load(tmp_path / "bert", engine={"slots": 2})

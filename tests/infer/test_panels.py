@@ -17,7 +17,7 @@ from argosy.infer.forward.passes import ByLayer
 from argosy.models.parts.weight import split, variable
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels, packed
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 
 @pytest.fixture(autouse=True)

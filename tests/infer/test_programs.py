@@ -28,7 +28,7 @@ from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import split
 from argosy.ops.op import implementations
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 A = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 
@@ -510,7 +510,7 @@ SMALLEST = EngineSettings(slots=1, page=8, context=32, pages=8, budget=32, besid
 
 
 def test_an_engine_that_reads_its_programs_traces_nothing_and_answers_alike(store: ProgramStore, traced: list[str]):
-    module = random(FAMILIES["llama"].examples()["plain"], 0).module
+    module = random_model(FAMILIES["llama"].examples()["plain"], 0).module
     request, found, counts = Request([5, 6, 7], 6), [], []
     for turn in range(2):
         jax.clear_caches()

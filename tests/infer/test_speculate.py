@@ -30,7 +30,7 @@ from argosy.models import FAMILIES
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import merge, put, split
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 # 13 pages of 8 tokens hold no four answers of 28 tokens.
 TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)
@@ -41,7 +41,7 @@ MANNERS = [{}, SAMPLED, {"temperature": 1.0}, {"temperature": 1.0, "logit_bias":
 
 def lm_of(family: str, example: str, **changes: Any) -> LM:
     config = FAMILIES[family].examples()[example].model_copy(update=changes)
-    return LM(config, random(config, 0).module)
+    return LM(config, random_model(config, 0).module)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(lm: LM, plain: Engine):
 
 @pytest.mark.slow
 def test_a_draft_model_that_is_another_model_changes_nothing(lm: LM, plain: Engine):
-    engine = Engine(lm.module, with_(how.DraftModel(model="other", tokens=3)), draft=random(lm.config, 1).module)
+    engine = Engine(lm.module, with_(how.DraftModel(model="other", tokens=3)), draft=random_model(lm.config, 1).module)
     requests = asked(lm.config.vocab)
     assert_same(engine.generate(requests), plain.generate(requests))
     assert 0 < accepted(engine) < engine.speculation.drafted
@@ -359,7 +359,7 @@ def test_pages_with_rejected_drafts_are_not_found_by_others(lm: LM, plain: Engin
 @pytest.mark.slow
 def test_new_weights_are_used_from_the_next_token_on():
     lm = lm_of("llama", "plain")
-    other = random(lm.config, 1).module
+    other = random_model(lm.config, 1).module
     engine = Engine(lm.module, with_(how.DraftModel(model="itself", tokens=3)), draft=lm.module)
     request = asked(lm.config.vocab, 28, (12,))[0]
     number = engine.add(request)

@@ -48,7 +48,7 @@ COUNTS = {"qwen3_next": 3}
 
 
 def split_over(module: Any, count: int) -> None:
-    places = loading.places(module, count)
+    places = loading.tensor_shardings(module, count)
     put(module, {address: jax.device_put(a, places[address]) for address, a in split(module)[1].items()})
 
 
@@ -56,7 +56,7 @@ def split_over(module: Any, count: int) -> None:
 @pytest.mark.parametrize(("family", "example"), STRUCTURES)
 def test_several_devices_answer_as_one_does_and_compile_nothing_later(family: str, example: str):
     config = FAMILIES[family].examples()[example]
-    module = loading.random(config, 0).module
+    module = loading.random_model(config, 0).module
     alone = tokens(Engine(module, SMALL))
     split_over(module, COUNTS.get(family, 2))
     engine = Engine(module, SMALL)
@@ -79,7 +79,7 @@ SPECULATIVE = [
 @pytest.mark.parametrize(("family", "example", "method"), SPECULATIVE)
 def test_several_devices_speculate_as_one_does_and_compile_nothing_later(family: str, example: str, method: Any):
     config = FAMILIES[family].examples()[example]
-    module = loading.random(config, 0).module
+    module = loading.random_model(config, 0).module
     draft = module if isinstance(method, DraftModel) else None
     how = SMALL.model_copy(update={"speculative": method})
     alone = tokens(Engine(module, SMALL))
@@ -94,7 +94,7 @@ def test_several_devices_speculate_as_one_does_and_compile_nothing_later(family:
     if draft is not None:
         assert sum(engine.speculation.accepted) == engine.speculation.drafted
         with pytest.raises(BadInput, match="devices of the model"):
-            Engine(module, how, draft=loading.random(config, 0).module)
+            Engine(module, how, draft=loading.random_model(config, 0).module)
 
 
 SHARED = [
@@ -106,7 +106,7 @@ SHARED = [
 
 @pytest.mark.parametrize(("family", "example", "shared"), SHARED)
 def test_each_device_has_its_heads_of_the_cache(family: str, example: str, shared: set[str]):
-    module = loading.random(FAMILIES[family].examples()[example], 0).module
+    module = loading.random_model(FAMILIES[family].examples()[example], 0).module
     split_over(module, COUNTS.get(family, 2))
     engine = Engine(module, SMALL)
     found = {key for cache in engine.runner.caches.values() for key, a in cache.items() if a.sharding.shard_shape(a.shape) != a.shape}
@@ -117,7 +117,7 @@ def test_each_device_has_its_heads_of_the_cache(family: str, example: str, share
 @pytest.mark.slow
 def test_a_folder_is_loaded_onto_two_devices(tmp_path: Path):
     config = FAMILIES["llama"].examples()["plain"]
-    lm = LM(config, loading.random(config, 0).module)
+    lm = LM(config, loading.random_model(config, 0).module)
     lm.save(tmp_path / "model")
     two = load_lm(tmp_path / "model", tensor=2)
     mine = lm.generate(PROMPTS, 8)
@@ -132,7 +132,7 @@ def test_a_folder_is_loaded_onto_two_devices(tmp_path: Path):
 def test_a_long_prompt_is_scored_on_two_devices_as_on_one_and_compiles_one_program(monkeypatch: pytest.MonkeyPatch):
     """A cache that came back in another layout would compile the second pass again."""
     monkeypatch.setattr(prompts, "PASS", 16)
-    module = loading.random(FAMILIES["llama"].examples()["plain"], 0).module
+    module = loading.random_model(FAMILIES["llama"].examples()["plain"], 0).module
     ids = [(7 * i) % 90 for i in range(60)]
     found = []
     for count in (1, 2):

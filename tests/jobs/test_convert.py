@@ -58,8 +58,8 @@ def test_there_and_back_is_byte_for_byte(source, tmp_path):
 def test_the_manifest_is_what_hashing_every_file_gives(source, tmp_path):
     convert(str(source), tmp_path / "ours", "argosy", None)
     written = (tmp_path / "ours" / manifest.NAME).read_bytes()
-    manifest.write(tmp_path / "ours")
-    assert manifest.read(tmp_path / "ours") == json.loads(written)["files"]
+    manifest.write_manifest(tmp_path / "ours")
+    assert manifest.read_manifest(tmp_path / "ours") == json.loads(written)["files"]
 
 
 @pytest.mark.parametrize("to", ["hub", "argosy"])
@@ -90,16 +90,16 @@ def test_shards_are_as_large_as_asked_for(source, tmp_path):
 
 KILL = """
 import os, signal, sys, time
-import argosy.weights.staging as partial
+import argosy.weights.staging as staging
 from argosy.cli import main
-real, left = partial.Partial._whole, [{files}]
+real, left = staging.StagedFolder._whole, [{files}]
 def whole(self, file, output):
     real(self, file, output)
     left[0] -= 1
     if left[0] == 0:
         os.kill(os.getpid(), signal.{signal})
         time.sleep(60)
-partial.Partial._whole = whole
+staging.StagedFolder._whole = whole
 sys.exit(main())
 """
 
@@ -256,7 +256,7 @@ def test_from_gguf_both_ways(tmp_path):
         assert compare(str(gguf), str(tmp_path / to))["equal"]
         assert find_tokenizer(tmp_path / to) is not None
     small = {path.name for path in (tmp_path / "argosy").iterdir() if path.is_file()} - {manifest.NAME}
-    assert small <= manifest.read(tmp_path / "argosy").keys()
+    assert small <= manifest.read_manifest(tmp_path / "argosy").keys()
 
 
 # ---- memory, words

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import argosy
-from argosy.checkpoint.saving.memory import Memory
+from argosy.checkpoint.saving.memory import HostMemory
 from argosy.run.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
@@ -74,9 +74,9 @@ def test_what_exists_already_is_counted_once(monkeypatch: pytest.MonkeyPatch):
 def test_the_copy_for_a_save_is_not_counted_as_the_process_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its memory is taken before the first save, and not before the need is known."""
     order = list[str]()
-    real, reserve = Need.check, Memory.reserve
+    real, reserve = Need.check, HostMemory.reserve
     monkeypatch.setattr(Need, "check", lambda self: (order.append("need"), real(self))[1])
-    monkeypatch.setattr(Memory, "reserve", lambda self, sizes: (order.append("reserve"), reserve(self, sizes))[1])
+    monkeypatch.setattr(HostMemory, "reserve", lambda self, sizes: (order.append("reserve"), reserve(self, sizes))[1])
     argosy.fit("tiny", *WORDS, f"dir={tmp_path / 'run'}", "steps=2")
     assert order[-2:] == ["need", "reserve"]
     assert order.count("reserve") == 1

@@ -25,7 +25,7 @@ from argosy.models.parts.weight import fill
 from argosy.observe.metrics import by_step, read
 from argosy.run.compose import compose
 from argosy.run.settings import Run
-from argosy.weights.fill import weights_of
+from argosy.weights.fill import model_weights
 from argosy.weights.hub.writer import save_folder
 from argosy.weights.peft.reader import read_adapter, read_contents
 
@@ -39,7 +39,7 @@ def saved(config: Any, folder: Path) -> Path:
     """A Hub folder of a model with random weights."""
     model = config.build(Unroll())
     fill(model, jax.random.key(1), addresses=layer_addresses(model))
-    save_folder(folder, config, weights_of(model))
+    save_folder(folder, config, model_weights(model))
     return folder
 
 

@@ -172,7 +172,7 @@ out["equal"] = {name: all(np.array_equal(s.data, np.asarray(rows if name in ("sp
         assert one["said"][0].endswith("trying again with step 2; the run has no checkpoint yet")
     assert "(in process 1)" in first["said"][0]
     assert second["apart"][:2] == ["BadInput", f"process 1 does not see the files that process 0 writes in {tmp_path}/apart/1"]
-    manifest.verify(tmp_path / "run" / "2")
+    manifest.verify_folder(tmp_path / "run" / "2")
     # By a process alone, with its own readers and with Orbax.
     rows = np.arange(48, dtype=np.float32).reshape(6, 8)
     for name, expected in {"split": rows, "one": rows, "whole": rows, "scalar": np.float32(7)}.items():

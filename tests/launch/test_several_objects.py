@@ -107,7 +107,7 @@ out["left"] = scratch.exists()
     for rank, one in enumerate((first, second)):
         assert one["fetched"] == sorted([*shared, f"weights/split/c/{rank}/0", f"weights/split/c/{rank}/1"])
     # A process alone reads it, and its own readers verify it.
-    manifest.verify(tmp_path / "3")
+    manifest.verify_folder(tmp_path / "3")
     reader = Checkpoints(Store(f"local://{tmp_path}"))
     assert reader.latest_good() == 3
     np.testing.assert_array_equal(load_weights(reader.path(3))["split"], np.arange(48).reshape(6, 8) + 3)
@@ -165,7 +165,7 @@ def test_a_step_whose_arrays_orbax_packed(tmp_path: Path):
     v1.save_checkpointables(step, {"weights": weights, "state": {"step": np.asarray(4)}, "data": {"seen": np.arange(4)}})
     assert not (step / "weights" / "split").exists(), "packed"
     (step / "meta.json").write_text('{"step": 4}')
-    manifest.write(step)
+    manifest.write_manifest(step)
     for one in ran("again = opened()\nout['back'] = [again.latest_good(), restored(again, 4)]", tmp_path):
         assert one["back"] == [4, True]
 

@@ -5,11 +5,11 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import httpx
 import pytest
+from random_model import Random
 
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
@@ -26,7 +26,7 @@ from argosy.serve.engine.front import Front
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import ServerLimits, ServeSettings
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
@@ -45,7 +45,7 @@ LIMITS = ServerLimits(
 @pytest.fixture(scope="session")
 def lm() -> LM:
     config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": 258})
-    return LM(config, random(config, 0).module, ByteTokenizer(TokenizerConfig(templates={"default": TEMPLATE})))
+    return LM(config, random_model(config, 0).module, ByteTokenizer(TokenizerConfig(templates={"default": TEMPLATE})))
 
 
 @dataclass

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from random_model import Random
 from serve.conftest import LIMITS, SIZES, inside
 
 from argosy.adapt.surgery import find
@@ -32,7 +32,7 @@ from argosy.serve.errors import ApiError
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings, ServeSettings
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 from argosy.weights.peft.attach import put_adapter
 from argosy.weights.peft.sites import Adapter
 from argosy.weights.peft.writer import write_adapter
@@ -54,7 +54,7 @@ def factors_of(module: Any, seed: int, rank: int) -> dict[str, Adapter]:
 @pytest.fixture(scope="module")
 def other(lm: LM) -> LM:
     """The same model with other weights."""
-    return LM(lm.config, random(lm.config, 1).module)
+    return LM(lm.config, random_model(lm.config, 1).module)
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,13 @@ def root(lm: LM, other: LM, tmp_path_factory: Any) -> Path:
     part = [TensorEntry(n, a.shape, a.dtype, lambda a=a: np.asarray(a)) for n, a in leaves.items() if n.startswith("layers.1.")]
     write_file(base / "root" / "part.safetensors", tensors_file("part.safetensors", part, {}))
     wide = lm.config.model_copy(update={"ffn": lm.config.ffn + 4})
-    LM(wide, random(wide, 0).module).save(base / "root" / "wide", format="hub")
+    LM(wide, random_model(wide, 0).module).save(base / "root" / "wide", format="hub")
     return base / "root"
 
 
 @contextmanager
 def answering(lm: LM, sizes: Any = LORA) -> Iterator[Service]:
-    engine = Engine(random(lm.config, 0).module, sizes)
+    engine = Engine(random_model(lm.config, 0).module, sizes)
     front = Front(engine, LIMITS, EngineMetrics("tiny", engine))
     front.start()
     try:
@@ -134,7 +134,7 @@ def said(ask: Callable[..., httpx.Response], model: str) -> list[int]:
 
 
 def expected(lm: LM, seed: int | None, rank: int = 0) -> list[int]:
-    module = random(lm.config, 0).module
+    module = random_model(lm.config, 0).module
     if seed is not None:
         put_adapter(module, factors_of(lm.module, seed, rank))
     return greedy(module, [5, 6, 7], 6)
@@ -212,7 +212,7 @@ def test_an_absolute_path_below_the_root_is_allowed_and_none_without_a_root(serv
 
 
 def scored(lm: LM, ids: list[int], seed: int | None, rank: int = 0) -> np.ndarray:
-    module = random(lm.config, 0).module
+    module = random_model(lm.config, 0).module
     if seed is not None:
         put_adapter(module, factors_of(lm.module, seed, rank))
     return LM(lm.config, module).score([ids])[0]
@@ -546,7 +546,7 @@ def test_new_weights_answer_after_an_update_and_adapters_stay(lm: LM, other: LM,
     assert ask("/weight_info").json() == {"weight_version": "step-1"}
     assert ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).headers["x-weight-version"] == "step-1"
     assert said(ask, "tiny") == greedy(other.module, [5, 6, 7], 6)
-    adapted = random(lm.config, 1).module
+    adapted = random_model(lm.config, 1).module
     put_adapter(adapted, factors_of(lm.module, 0, 2))
     assert said(ask, "sql") == greedy(adapted, [5, 6, 7], 6)
     assert ask("/update_weight_version", {"new_version": "2"}).json() == {"success": True, "new_version": "2"}
@@ -607,7 +607,7 @@ def test_a_running_answer_goes_on_with_the_new_weights_from_its_next_token(lm: L
 
     found, before = inside(admin_app(admin, App(service)), keyed)
     # The engine is ahead of its reader, by `before` tokens when the pause had begun; the next ones are of the new weights.
-    old, module = greedy(random(lm.config, 0).module, [5, 6, 7], 24), other.module
+    old, module = greedy(random_model(lm.config, 0).module, [5, 6, 7], 24), other.module
     assert found[:before] == old[:before]
     assert found[before:] == greedy(module, [5, 6, 7, *found[:before]], 24 - before)
     assert found != old

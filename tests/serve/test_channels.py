@@ -24,7 +24,7 @@ from argosy.serve.openai.fields import ChatFields
 from argosy.serve.run import build_service
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 # The template writes 600 bytes of its own.
 LONG = SIZES.model_copy(update={"context": 2048, "pages": 256})
@@ -61,7 +61,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def lm(tokenizer: Tokenizer) -> LM:
     config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": 272, "context": 4096})
-    return LM(config, random(config, 0).module, tokenizer)
+    return LM(config, random_model(config, 0).module, tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from argosy.serve.app import App
 from argosy.serve.engine.encoder import EncoderService, TextBatch, next_pass, pass_rows, pass_shapes
 from argosy.serve.errors import ApiError
 from argosy.serve.settings import ServerLimits, ServeSettings
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 CONTEXT = 40
 TEXTS = ["Hello", "a longer text, of some more words than the other", "", "the end", "more " * 30]
@@ -45,7 +45,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> LM:
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": CONTEXT}))
     tokenizer = find_tokenizer(str(shared("tokenizers/bert_uncased_vocab.txt")))
     config = FAMILIES["bert"].examples()["plain"].model_copy(update={"vocab": 30522, "layers": 1})
-    return LM(config, random(config, 0).module, tokenizer, companions=folder)
+    return LM(config, random_model(config, 0).module, tokenizer, companions=folder)
 
 
 @contextmanager

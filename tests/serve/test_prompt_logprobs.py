@@ -23,7 +23,7 @@ from argosy.serve.app import App
 from argosy.serve.errors import ApiError
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 PROMPT = "It was a dark"
 Ask = Callable[..., httpx.Response]
@@ -195,7 +195,7 @@ def test_a_long_prompt_takes_several_passes_with_other_work_between_them(family:
     """One pass of 1,024 tokens of SmolLM2 stopped all running answers for ten seconds."""
     monkeypatch.setattr(prompts_module, "PASS", 16)
     config = FAMILIES[family].examples()[example]
-    of = LM(config, random(config, 0).module)
+    of = LM(config, random_model(config, 0).module)
     long, other = ([i * k % 97 for i in range(1, 60)] for k in (5, 7))
     prompts = PromptScorer(of.module, 96)
     assert prompts.compile(prompts.sizes_of([long])) == 1

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from random_model import Random
 from serve.conftest import LIMITS, SIZES, alone, inside
 from serve.test_admin import KEY, LORA, factors_of
 from serve.test_front import PROMPT, breaks, settled, tokens
@@ -34,7 +34,7 @@ from argosy.serve.errors import ApiError
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings, ServerLimits, ServeSettings
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 from argosy.weights.peft.writer import write_adapter
 
 
@@ -46,7 +46,7 @@ def forever(n: int = 1) -> list[Request]:
 @contextmanager
 def serving(lm: LM, count: int, limits: ServerLimits = LIMITS, sizes: Any = SIZES) -> Iterator[Service]:
     """A service of several copies, whose threads end with the block, and with no page in use."""
-    engines = [Engine(module, sizes) for module in model_copies(random(lm.config, 0).module, count)]
+    engines = [Engine(module, sizes) for module in model_copies(random_model(lm.config, 0).module, count)]
     front = ReplicaFront([Front(one, limits, EngineMetrics("tiny", one, i)) for i, one in enumerate(engines)], limits)
     front.start()
     try:
@@ -461,7 +461,7 @@ def root(lm: LM, tmp_path_factory: Any) -> Path:
     base = tmp_path_factory.mktemp("files")
     for name, seed in (("sql", 0), ("poet", 1)):
         write_adapter(base / name, lm.config, factors_of(lm.module, seed, 2))
-    LM(lm.config, random(lm.config, 1).module).save(base / "next", format="hub")
+    LM(lm.config, random_model(lm.config, 1).module).save(base / "next", format="hub")
     return base
 
 
@@ -507,7 +507,7 @@ def test_adapters_and_weights_change_on_every_copy(lm: LM, adapted: Service, roo
     ):
         assert say(path, body).status_code == 200
     try:
-        other = alone(LM(lm.config, random(lm.config, 1).module, lm.tokenizer), [5, 6, 7], 6, ends=frozenset()).tokens
+        other = alone(LM(lm.config, random_model(lm.config, 1).module, lm.tokenizer), [5, 6, 7], 6, ends=frozenset()).tokens
         assert on_each(front, [5, 6, 7]) == [other, other]
         for i, engine in enumerate(front.engines):
             assert {device.id for a in engine.weights().values() for device in a.devices()} == {i}
@@ -604,7 +604,7 @@ def test_a_pause_that_waits_lets_every_copy_finish(front: ReplicaFront):
 
 def test_a_server_of_two_copies_is_made_of_its_settings(lm: LM):
     how = ServeSettings(copies=2, warm_up=False, engine=SIZES, limits=LIMITS)
-    own = LM(lm.config, random(lm.config, 0).module, lm.tokenizer)
+    own = LM(lm.config, random_model(lm.config, 0).module, lm.tokenizer)
     service = run.build_service(own, "tiny", how, None)
     try:
         assert [{d.id for d in engine.runner.devices} for engine in service.front.engines] == [{0}, {1}]

@@ -16,7 +16,7 @@ from argosy.models import FAMILIES
 from argosy.serve.openai.chat import read_chat
 from argosy.serve.openai.fields import ChatFields
 from argosy.serve.service import Service
-from argosy.weights.build import random
+from argosy.weights.build import random_model
 
 # The template of Kimi K2 writes 300 bytes of its own.
 LONG = SIZES.model_copy(update={"context": 2048, "pages": 256})
@@ -56,7 +56,7 @@ def lm(name: str, tmp_path_factory: pytest.TempPathFactory) -> LM:
     config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": VOCAB, "context": 4096})
     # The template of DeepSeek R1 writes calls, and lists no tools.
     listed = TOOLS if name == "deepseek" else ""
-    return LM(config, random(config, 0).module, marked(tmp_path_factory.mktemp(name), NAMES, listed + template(name)))
+    return LM(config, random_model(config, 0).module, marked(tmp_path_factory.mktemp(name), NAMES, listed + template(name)))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_a_call_that_is_demanded_comes(lm: LM, name: str):
 def test_values_are_read_by_the_schemas_that_a_request_offers(tmp_path_factory: pytest.TempPathFactory):
     """As Qwen 3.5 writes them, behind its thoughts."""
     config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": VOCAB, "context": 4096})
-    lm = LM(config, random(config, 0).module, marked(tmp_path_factory.mktemp("qwen"), [], template("qwen3.5")))
+    lm = LM(config, random_model(config, 0).module, marked(tmp_path_factory.mktemp("qwen"), [], template("qwen3.5")))
     text = "<tool_call>\n<function=add>\n<parameter=a>\n5\n</parameter>\n<parameter=b>\n5\n</parameter>\n</function>\n</tool_call>"
     properties = {"a": {"type": "integer"}, "b": {"type": "string"}}
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": properties}}}

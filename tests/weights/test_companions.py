@@ -13,13 +13,13 @@ from gguf_files import write_vocabulary
 from helpers import shared
 
 from argosy.checkpoint.open import open_model
-from argosy.checkpoint.save import write
+from argosy.checkpoint.save import write_model_folder
 from argosy.core.formats import Arrays
 from argosy.data.tokenizers.byte import byte_names
 from argosy.data.tokenizers.load import Tokenizer, find_tokenizer, load_tokenizer, matching
 from argosy.models.llama import LlamaConfig
-from argosy.weights.build import tokenizer_of
-from argosy.weights.hub.writer import copies
+from argosy.weights.build import stored_tokenizer
+from argosy.weights.hub.writer import companion_files
 from argosy.weights.model import COMPANIONS
 
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -126,9 +126,9 @@ def test_what_loaded_talks_again_after_save(name, format, tmp_path):
     weights = Arrays({n: generator.normal(size=shape).astype(np.float32) for n, shape in shapes().items()})
     for turn in range(2):
         folder = tmp_path / f"saved{turn}"
-        write(folder, format, CONFIG, weights, {}, companions, tokenizer=tokenizer)
+        write_model_folder(folder, format, CONFIG, weights, {}, companions, tokenizer=tokenizer)
         stored = open_model(folder)
-        tokenizer, companions, weights = tokenizer_of(stored), stored.companions, stored.weights
+        tokenizer, companions, weights = stored_tokenizer(stored), stored.companions, stored.weights
         assert tokenizer is not None
         assert talk(tokenizer) == expected
 
@@ -151,7 +151,7 @@ def test_every_file_that_a_tokenizer_is_read_from_is_copied(tmp_path):
             (tmp_path / name / "notes.txt").write_text("")
             (tmp_path / name / "weights.bin").write_text("")
             there = {p.relative_to(tmp_path / name).as_posix() for p in (tmp_path / name).rglob("*") if p.is_file()}
-            assert {file.name for file in copies(tmp_path / name)} == there - {"notes.txt", "weights.bin"}
+            assert {file.name for file in companion_files(tmp_path / name)} == there - {"notes.txt", "weights.bin"}
 
 
 def test_patterns_match_each_file_once(tmp_path):

@@ -19,8 +19,8 @@ from argosy.models.parts.stack import Unroll
 from argosy.models.phi import PhiConfig
 from argosy.models.qwen import QwenConfig
 from argosy.models.settings import Experts
-from argosy.weights.gguf.blocks import InBlocks
-from argosy.weights.hub.reader import Mapped
+from argosy.weights.gguf.blocks import BlockedWeights
+from argosy.weights.hub.reader import MappedTensors
 
 SIZES: dict[str, Any] = {"vocab": 97, "width": 64, "layers": 2, "ffn": 96, "heads": 4, "head_size": 16, "context": 64}
 ATTENTION = {f"attn.{name}.w" for name in "qkvo"}
@@ -102,8 +102,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> GGUF:
 )
 def test_what_is_whole_rows_of_a_tensor(file: GGUF, theirs: Any, ours: Any, how: str, form: tuple[int, bool], is_rows: bool):
     sizes = {"M": 12, "D": 64, "N": 2, "P": 3, "two": 2, "X": 4, "Y": 16, "J": 10, "Z": 60, "F": 4}
-    mapped = Mapped(KeyMap([KeyRow(theirs, ours, how)], sizes, ignore=("*",)), file, "x")
-    rows = InBlocks(file, mapped).of("w", *form)
+    mapped = MappedTensors(KeyMap([KeyRow(theirs, ours, how)], sizes, ignore=("*",)), file, "x")
+    rows = BlockedWeights(file, mapped).of("w", *form)
     assert (rows is not None) == is_rows
     if rows is not None:
         np.testing.assert_array_equal(np.asarray(rows.packed().dense()), mapped.read("w"))

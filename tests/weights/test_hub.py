@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, Damaged
 from argosy.jobs.convert import convert
-from argosy.weights.hub.config import config_from, read_json
+from argosy.weights.hub.config import config_from, read_json_object
 from argosy.weights.hub.reader import open_folder
 from argosy.weights.hub.writer import save_folder
 
@@ -147,7 +147,7 @@ def test_buffers_that_follow_from_the_config_are_ignored_by_rule(folder: Path, m
 
 
 def config_of(folder: Path):
-    return config_from(read_json(folder / "config.json"), "")
+    return config_from(read_json_object(folder / "config.json"), "")
 
 
 def test_types_are_looked_up_once(folder: Path):

@@ -11,7 +11,7 @@ import pytest
 
 from argosy.core.errors import ArgosyError, BadInput, Busy
 from argosy.core.formats.files import File, of_text
-from argosy.weights.staging import JOURNAL, Partial
+from argosy.weights.staging import JOURNAL, StagedFolder
 
 IDENTITY = {"source": "hub 0123", "dtype": "kept"}
 
@@ -35,7 +35,7 @@ def expected() -> dict[str, bytes]:
 
 def written(target: Path, files: list[File] | None = None, identity: dict | None = IDENTITY) -> int:
     files = some() if files is None else files
-    with Partial(target, identity) as part:
+    with StagedFolder(target, identity) as part:
         kept = part.plan(files)
         part.write(files)
         part.commit()
@@ -45,7 +45,7 @@ def written(target: Path, files: list[File] | None = None, identity: dict | None
 def left_over(target: Path, **changes: object) -> Path:
     """Two of three files are whole."""
     files = some()
-    with Partial(target, IDENTITY | changes) as part:
+    with StagedFolder(target, IDENTITY | changes) as part:
         part.plan(files)
         part.write(files[:2])
     return part.folder
@@ -181,7 +181,7 @@ def test_an_empty_folder_is_taken(tmp_path):
 
 
 def test_a_second_writer_is_refused(tmp_path):
-    with Partial(tmp_path / "target", IDENTITY) as part:
+    with StagedFolder(tmp_path / "target", IDENTITY) as part:
         part.plan(some())
         with pytest.raises(Busy, match="another process"):
             written(tmp_path / "target")
@@ -210,7 +210,7 @@ def test_a_disk_that_fills_up_keeps_complete_files(tmp_path):
 
 
 def test_what_fails_in_the_writing_thread_is_raised(tmp_path):
-    with Partial(tmp_path / "target", IDENTITY) as part:
+    with StagedFolder(tmp_path / "target", IDENTITY) as part:
         part.plan(some())
         (part.folder / "a").mkdir()
         with pytest.raises(ArgosyError, match="is a directory"):

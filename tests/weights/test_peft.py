@@ -22,9 +22,9 @@ from argosy.infer.load import load_lm
 from argosy.jobs.convert import convert
 from argosy.models.parts.stack import Scan, layer_addresses
 from argosy.models.parts.weight import fill, variables
-from argosy.weights.peft.merge import merged
+from argosy.weights.peft.merge import merged_weights
 from argosy.weights.peft.reader import read_adapter, read_contents
-from argosy.weights.peft.sites import CONFIG, WEIGHTS, Adapter, Contents, sites
+from argosy.weights.peft.sites import CONFIG, WEIGHTS, Adapter, PeftContents, sites
 from argosy.weights.peft.writer import adapters_of, write_adapter
 
 ADAPTERS = Path(__file__).parents[1] / "goldens" / "adapters"
@@ -77,10 +77,10 @@ def test_an_adapter_is_merged_in_slabs(tmp_path, monkeypatch):
     base = write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "base")
     weights, config = open_model(base).weights, open_model(base).config
     adapters = read_adapter(ADAPTERS / "llama-grouped", config)
-    whole = {name: merged(weights, Contents(adapters), config).read(name) for name in weights.names}
+    whole = {name: merged_weights(weights, PeftContents(adapters), config).read(name) for name in weights.names}
     monkeypatch.setattr("argosy.weights.peft.merge.SLAB_BYTES", 1000)
     for name, expected in whole.items():
-        np.testing.assert_allclose(merged(weights, Contents(adapters), config).read(name), expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(merged_weights(weights, PeftContents(adapters), config).read(name), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_written_again_it_is_the_same(case, tmp_path):
@@ -133,7 +133,7 @@ def test_experts_have_an_adapter_each(tmp_path):
     tokens = np.arange(3, 20)
     again = argosy.load(base, adapter=tmp_path / "adapter")
     assert relative(again.logits(tokens), adapted.logits(tokens)) < LOGIT_ROUNDING
-    both = merged(open_model(base).weights, read_contents(tmp_path / "adapter", lm.config), lm.config)
+    both = merged_weights(open_model(base).weights, read_contents(tmp_path / "adapter", lm.config), lm.config)
     for name in ("layers.1.mlp.down.w", "layers.1.mlp.router.w", "layers.1.mlp.up.w"):
         whole = both.read(name)
         np.testing.assert_array_equal(np.stack([both.read_part(name, i) for i in range(len(whole))]), whole)
@@ -164,15 +164,15 @@ def test_every_contraction_of_every_family_goes_out_and_in(name, tmp_path):
     """But for experts in one tensor, which PEFT has another form for."""
     config, draw = CASES[name], np.random.default_rng(0).standard_normal
     specs = find(config.build(), r"layers\..*")
-    homes = {n: site for site in sites(config) for n in site.ours}
+    homes = {n: site for site in sites(config) for n in site.weights}
     stacked = {n for n, m in specs.items() if m.group and n not in homes}
     assert set(specs) - set(homes) == stacked
     assert not stacked or name.startswith(("gpt_oss", "llama4"))
     given = {}
     for site in dict.fromkeys(homes[n] for n in specs if n in homes):
-        first = specs[site.ours[0]]
+        first = specs[site.weights[0]]
         a = draw([first.sizes[x] for x in first.group + first.inner] + [2]).astype(np.float32)
-        for n in site.ours:
+        for n in site.weights:
             of = specs[n]
             shape = [of.sizes[x] for x in of.group] + [2] + [of.sizes[x] for x in of.out if x in of.spec]
             given[n] = Adapter(a, draw(shape).astype(np.float32), 1.5)
@@ -335,7 +335,7 @@ def test_an_adapter_is_written_completely_or_not_at_all(case, tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("argosy.weights.staging.Partial.write", cut)
+        patch.setattr("argosy.weights.staging.StagedFolder.write", cut)
         with pytest.raises(OSError, match="No space left"):
             write_adapter(tmp_path / "adapter", config, adapters, whole=whole)
     assert list(tmp_path.iterdir()) == []

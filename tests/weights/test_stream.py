@@ -23,7 +23,7 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import split
 from argosy.weights import manifest
 from argosy.weights.fill import read_into
-from argosy.weights.stream import in_order, largest, releasing, streamed
+from argosy.weights.stream import in_order, largest_tensor, releasing, streamed
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 
@@ -64,7 +64,7 @@ def layouts(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         write_file(folder / "by_array" / file.name, file)
     (folder / "by_array" / META).write_text(json.dumps({"model": family, "decided": {"layers": "unroll"}}))
     for path in folder.iterdir():
-        manifest.write(path)
+        manifest.write_manifest(path)
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -132,10 +132,10 @@ def test_a_stack_is_read_once_for_all_its_layers(layouts, monkeypatch):
 def test_the_largest_tensor_is_that_of_either_side(hub, layouts):
     stored = streamed(open_model(hub))
     file = SafeTensors.open(hub / "model.safetensors")
-    assert largest(stored)[1] == max(file.read(name).nbytes for name in file.names)
+    assert largest_tensor(stored)[1] == max(file.read(name).nbytes for name in file.names)
     scan = streamed(open_model(layouts["scan"]))
-    name, size = largest(scan)
-    assert size == max(np.asarray(a).nbytes for a in load_weights(layouts["scan"]).values()) > largest(stored)[1], name
+    name, size = largest_tensor(scan)
+    assert size == max(np.asarray(a).nbytes for a in load_weights(layouts["scan"]).values()) > largest_tensor(stored)[1], name
 
 
 def shared_bytes() -> int:

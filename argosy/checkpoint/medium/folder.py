@@ -26,10 +26,10 @@ class Folder(Medium):
         manifest.commit(self.folder(step), files)
 
     def files(self, step: int) -> manifest.Files:
-        return manifest.read(self.folder(step))
+        return manifest.read_manifest(self.folder(step))
 
     def verify(self, step: int, files: Mapping[str, Any], keep: bool) -> None:
-        for error in manifest.compared(self.folder(step), files).values():
+        for error in manifest.compare_files(self.folder(step), files).values():
             if error is not None:
                 raise error
 

@@ -42,10 +42,10 @@ class ObjectStore(Medium):
         return dict(zip([file.name for file in files], _each(lambda file: upload(store, str(step), file), files), strict=True))
 
     def commit(self, step: int, files: manifest.Files) -> None:
-        self.store.write_text(f"{step}/{manifest.NAME}", manifest.text(files))
+        self.store.write_text(f"{step}/{manifest.NAME}", manifest.manifest_text(files))
 
     def files(self, step: int) -> manifest.Files:
-        return read_manifest(self.store, str(step))
+        return fetch_manifest(self.store, str(step))
 
     def verify(self, step: int, files: Mapping[str, Any], keep: bool) -> None:
         if keep:
@@ -86,7 +86,7 @@ class ObjectStore(Medium):
     def _copy(self, step: int) -> tuple[Path, manifest.Files]:
         """The scratch folder of a step, emptied if the step was written again since, and the files of the step."""
         current, where = _manifest(self.store, str(step))
-        files = manifest.parse(current, where)
+        files = manifest.parse_manifest(current, where)
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="argosy-"))
             weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
@@ -147,14 +147,14 @@ def _read(source: Any, where: str, size: int = -1) -> bytes:
         raise ArgosyError(f"it cannot be read: {root_of(error)}", where=where) from error
 
 
-def read_manifest(store: Store, folder: str) -> manifest.Files:
+def fetch_manifest(store: Store, folder: str) -> manifest.Files:
     """The files of a step in a store.
 
     Raises:
         Missing: there is no manifest.
         Damaged: it differs from what was written.
     """
-    return manifest.parse(*_manifest(store, folder))
+    return manifest.parse_manifest(*_manifest(store, folder))
 
 
 def _manifest(store: Store, folder: str) -> tuple[bytes, str]:

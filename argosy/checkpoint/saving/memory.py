@@ -28,7 +28,7 @@ from argosy.observe.environment import memory_bytes
 LEAST = 1 << 20
 
 
-class Memory:
+class HostMemory:
     """Free memory for copies, by size. Several tiers may share it."""
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Memory:
         self._lock = threading.Lock()
         self._reserving = True
 
-    def copies(self) -> "Copies":
+    def copies(self) -> "HostCopies":
         # A save that comes first takes what it lacks itself, and keeps it.
         self._reserving = False
-        return Copies(self)
+        return HostCopies(self)
 
     def reserve(self, sizes: Counter[int]) -> threading.Thread:
         """Takes memory for the first save in a thread, while enough for another state stays free. sizes: {bytes: how many arrays}."""
@@ -83,10 +83,10 @@ class Memory:
             self._free.clear()
 
 
-class Copies:
+class HostCopies:
     """The copies of one save. Those that are never released, since the save failed, are freed with it."""
 
-    def __init__(self, memory: Memory):
+    def __init__(self, memory: HostMemory):
         self._memory = memory
         self._blocks: list[np.ndarray] = []
 

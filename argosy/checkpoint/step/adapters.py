@@ -16,13 +16,13 @@ from argosy.core.errors import BadInput, Damaged
 from argosy.core.settings.schema import Choice
 from argosy.models.parts.stack import stored_as
 from argosy.models.parts.weight import put, variables
-from argosy.weights.adapted import Adapted, stacked
-from argosy.weights.model import Stored
-from argosy.weights.peft.sites import Contents
+from argosy.weights.adapted import AdaptedModel, stack_adapters
+from argosy.weights.model import OpenedModel
+from argosy.weights.peft.sites import PeftContents
 from argosy.weights.peft.writer import contents_of
 
 
-def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: Stored) -> Adapted:
+def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: OpenedModel) -> AdaptedModel:
     """The adapters of a checkpoint.
 
     Raises:
@@ -39,7 +39,7 @@ def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: Store
     except FileNotFoundError:
         raise BadInput(f"no checkpoint at {folder}") from None
 
-    def read() -> Contents:
+    def read() -> PeftContents:
         model = config.build(layers)
         settings.put_on(model)
         addresses = [f"{name}.{factor}" for name in find(model, ".*", LoRA) for factor in FACTORS]
@@ -48,7 +48,7 @@ def open_adapted(folder: Path, config: Any, meta: Mapping[str, Any], base: Store
         return contents_of(model)
 
     if settings.onto != "stack":
-        return Adapted(settings, base, config, read, held)
+        return AdaptedModel(settings, base, config, read, held)
     if (under := base.adapted) is None:
         raise Damaged("the adapters were stacked on others, which are not in their base", where=str(folder))
-    return Adapted(settings, under.base, config, lambda: stacked(under.contents, read(), config), held)
+    return AdaptedModel(settings, under.base, config, lambda: stack_adapters(under.contents, read(), config), held)

@@ -43,6 +43,6 @@ def catalog(items: Mapping[str, Iterable[str]]) -> list[File]:
     return files
 
 
-def describes(name: str) -> bool:
+def is_description(name: str) -> bool:
     """Whether a file of a step is none of the shards of weights and state."""
     return name.startswith(f"{DATA}/") or name.rpartition("/")[2] in ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", META)

@@ -19,7 +19,7 @@ from argosy.core.formats import Shape
 from argosy.core.formats.zarr import map_array
 from argosy.models.language import LanguageConfig
 from argosy.models.parts.stack import Execution, stored_addresses
-from argosy.weights.pages import Pages, map_of
+from argosy.weights.pages import MappedPages, map_of
 
 
 class StepReader:
@@ -39,7 +39,7 @@ class StepReader:
             self._lock = ReadLock(folder)
         except FileNotFoundError:
             raise BadInput(f"no checkpoint at {folder}") from None
-        self.folder, self._pages = folder, Pages()
+        self.folder, self._pages = folder, MappedPages()
         self._where = stored_addresses(config.build(layers))
         self._shapes = stored_shapes(folder)
         self._last: tuple[str, np.ndarray] | None = None

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from argosy.checkpoint.saving.memory import Copies
+from argosy.checkpoint.saving.memory import HostCopies
 from argosy.checkpoint.step.layout import META, catalog
 from argosy.core.errors import Unsupported
 from argosy.core.formats import Shape, TensorEntry
@@ -50,7 +50,7 @@ class ShardedArray:
 Items = Mapping[str, Mapping[str, ShardedArray]]
 
 
-def copy_shards(items: Mapping[str, Mapping[str, Any]], copies: Copies, leads: bool, replicas: bool = False) -> Items:
+def copy_shards(items: Mapping[str, Mapping[str, Any]], copies: HostCopies, leads: bool, replicas: bool = False) -> Items:
     """Copies the shards that this process writes off its devices. Of equal shards one process writes the first; an array of the host,
     which all processes have, is written by the leader.
 
@@ -65,7 +65,7 @@ def copy_shards(items: Mapping[str, Mapping[str, Any]], copies: Copies, leads: b
     return {item: {name: next(done) for name in arrays} for item, arrays in items.items()}
 
 
-def _copy(array: Any, copies: Copies, leads: bool, replicas: bool) -> ShardedArray:
+def _copy(array: Any, copies: HostCopies, leads: bool, replicas: bool) -> ShardedArray:
     if not isinstance(array, jax.Array):
         return ShardedArray(array.shape, array.dtype, array.shape, {(0,) * array.ndim: copies.of(array)} if leads else {})
     # Copies, because the loop donates the array to the next step.

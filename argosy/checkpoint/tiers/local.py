@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from argosy.checkpoint.saving.memory import Copies, Memory
+from argosy.checkpoint.saving.memory import HostCopies, HostMemory
 from argosy.checkpoint.saving.pace import SavePace, remove_files
 from argosy.checkpoint.step import files as step_files
 from argosy.checkpoint.step import shards
-from argosy.checkpoint.step.layout import describes
+from argosy.checkpoint.step.layout import is_description
 from argosy.checkpoint.step.load import read_meta
 from argosy.checkpoint.tiers import peers
 from argosy.checkpoint.tiers.tier import Tier
@@ -35,7 +35,7 @@ KEEP = 2
 RESTORED = ".restored"
 
 
-class Chosen(NamedTuple):
+class ChosenStep(NamedTuple):
     """The step to resume from. folder: where it is read. files: of its manifest. holders: {file: ranks that have it}. offers: where
     each rank offers its own."""
 
@@ -67,14 +67,14 @@ class LocalCheckpoints(Tier):
         warn: Any = lambda _: None,
         place: str | None = None,
         belongs: Callable[[int, Mapping[str, Any]], bool] = lambda step, meta: True,
-        memory: Memory | None = None,
+        memory: HostMemory | None = None,
     ):
         super().__init__(warn, "a local checkpoint", memory)
         self.belongs = belongs
         self.root, self.copies = root, copies
         self.folder = root / str(processes.rank())
         self.places = processes.collected("local places", place or f"{socket.gethostname()}:{root.absolute()}")
-        self._chosen: Chosen | None = None
+        self._chosen: ChosenStep | None = None
         processes.together("local folder", self._check)
 
     def _check(self) -> None:
@@ -114,7 +114,7 @@ class LocalCheckpoints(Tier):
         folders = [self.folder, *(f for f in sorted(self.root.iterdir()) if f != self.folder and f.is_dir())]
         for folder in (step for one in folders for step in one.iterdir() if step.name.isdecimal()):
             try:
-                files = manifest.read(folder)
+                files = manifest.read_manifest(folder)
             except ArgosyError:
                 # Cut off by a kill, or damaged: others may have it.
                 continue
@@ -122,15 +122,15 @@ class LocalCheckpoints(Tier):
             with suppress(ArgosyError):
                 if not self.belongs(int(folder.name), read_meta(folder)):
                     continue
-            found.setdefault((int(folder.name), manifest.digest(files)), []).append(folder)
+            found.setdefault((int(folder.name), manifest.manifest_digest(files)), []).append(folder)
         return found
 
     def _is_complete(self, step: int, folders: list[Path], digest: str) -> bool:
-        files = manifest.read(folders[0]) if folders else {}
+        files = manifest.read_manifest(folders[0]) if folders else {}
         names, own = sorted(files), dict[str, Path]()
         for folder in folders:
             there = {name: files[name] for name in names if name not in own and (folder / name).exists()}
-            own |= {name: folder / name for name, wrong in manifest.compared(folder, there).items() if wrong is None}
+            own |= {name: folder / name for name, wrong in manifest.compare_files(folder, there).items() if wrong is None}
         bits = sum(1 << i for i, name in enumerate(names) if name in own)
         every = processes.collected("local files", [len(names), f"{bits:x}"])
         count = max(n for n, _ in every)
@@ -175,16 +175,16 @@ class LocalCheckpoints(Tier):
                 return files
             source = next(rank for rank, mask in enumerate(masks) if mask)
             peers.fetch(tuple(offers[source]), manifest.NAME, folder / manifest.NAME)
-            fetched = manifest.read(folder)
-            if manifest.digest(fetched) != digest:
+            fetched = manifest.read_manifest(folder)
+            if manifest.manifest_digest(fetched) != digest:
                 raise ArgosyError(f"the manifest of local checkpoint {step} did not arrive as it was written")
             return fetched
 
         files = processes.together("local begin", begin)
         names = sorted(files)
         holders = {name: [rank for rank, mask in enumerate(masks) if mask >> i & 1] for i, name in enumerate(names)}
-        self._chosen = Chosen(step, folder, files, holders, offers, offer)
-        processes.together("local metadata", lambda: self._fetch(name for name in names if describes(name)))
+        self._chosen = ChosenStep(step, folder, files, holders, offers, offer)
+        processes.together("local metadata", lambda: self._fetch(name for name in names if is_description(name)))
         return True
 
     # ---------------------------------------------------------------- read
@@ -238,7 +238,7 @@ class LocalCheckpoints(Tier):
     def is_saved(self, step: int) -> bool:
         return False
 
-    def write(self, step: int, items: shards.Items, copies: Copies, meta: str) -> None:
+    def write(self, step: int, items: shards.Items, copies: HostCopies, meta: str) -> None:
         folder = self.folder / str(step)
         try:
             meta = processes.told("local meta", lambda: meta)
@@ -273,7 +273,7 @@ class LocalCheckpoints(Tier):
             offer.close()
 
     def _fetch_copies(self, folder: Path, every: list[manifest.Files], found: manifest.Files, offers: list[Any]) -> None:
-        for source in sources(self.places, processes.rank(), self.copies):
+        for source in copy_sources(self.places, processes.rank(), self.copies):
             for name in every[source]:
                 if not (folder / name).exists():
                     peers.fetch(tuple(offers[source]), name, folder / name, found[name])
@@ -327,7 +327,7 @@ def _offer(name: str, files: Mapping[str, Path]) -> peers.Offer:
     return made[0]
 
 
-def sources(places: list[str], rank: int, copies: int) -> list[int]:
+def copy_sources(places: list[str], rank: int, copies: int) -> list[int]:
     """The ranks whose shards a rank keeps too: those of the hosts before its own, which their processes share among them."""
     hosts = list(dict.fromkeys(places))
     mine = [other for other, place in enumerate(places) if place == places[rank]]

@@ -92,8 +92,8 @@ class Offer:
         self._listener = Listener(host, self._answer)
         self.address: Address = self._listener.address
 
-    def _answer(self, asked: BufferedIOBase, peer: socket.socket) -> None:
-        name = asked.readline(5000).decode("utf-8", "replace").rstrip("\n")
+    def _answer(self, connect: BufferedIOBase, peer: socket.socket) -> None:
+        name = connect.readline(5000).decode("utf-8", "replace").rstrip("\n")
         path = self.files.get(name)
         if path is None:
             peer.sendall(_LENGTH.pack(0 if name == PING else _NONE))
@@ -116,8 +116,8 @@ def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] |
     pending = path.with_name(f"{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        tried(lambda: _received(address, name, pending, expected))
-        if expected is not None and manifest.describe(pending, sync=True) != expected:
+        with_retries(lambda: _received(address, name, pending, expected))
+        if expected is not None and manifest.hash_file(pending, sync=True) != expected:
             raise Damaged(f"{name} did not arrive as it was written", where=f"from {address[0]}")
         pending.rename(path)
     except OSError as error:
@@ -127,8 +127,8 @@ def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] |
 
 
 def _received(address: Address, name: str, pending: Path, expected: Mapping[str, Any] | None) -> None:
-    with asked(address, name) as peer:
-        left = _LENGTH.unpack(exactly(peer, _LENGTH.size))[0]
+    with connect(address, name) as peer:
+        left = _LENGTH.unpack(receive_exactly(peer, _LENGTH.size))[0]
         if left == _NONE:
             raise ArgosyError(f"the process at {address[0]} does not have {name}")
         # Before anything is written: another size would fill the disk first.
@@ -146,7 +146,7 @@ def _received(address: Address, name: str, pending: Path, expected: Mapping[str,
                 left -= len(chunk)
 
 
-def tried(work: Callable[[], T]) -> T:
+def with_retries(work: Callable[[], T]) -> T:
     """Work that is done again where a connection ends: the peer was answering `MOST_AT_ONCE` others.
 
     Raises:
@@ -169,16 +169,16 @@ def is_there(address: Address) -> bool:
     """Whether a peer answers."""
 
     def ask() -> bool:
-        with asked(address, PING) as peer:
-            return _LENGTH.unpack(exactly(peer, _LENGTH.size))[0] == 0
+        with connect(address, PING) as peer:
+            return _LENGTH.unpack(receive_exactly(peer, _LENGTH.size))[0] == 0
 
     try:
-        return tried(ask)
+        return with_retries(ask)
     except OSError:
         return False
 
 
-def asked(address: Address, name: str) -> socket.socket:
+def connect(address: Address, name: str) -> socket.socket:
     """A connection to a peer that has got the token and a name.
 
     Raises:
@@ -190,7 +190,7 @@ def asked(address: Address, name: str) -> socket.socket:
     return peer
 
 
-def exactly(peer: socket.socket, size: int) -> bytes:
+def receive_exactly(peer: socket.socket, size: int) -> bytes:
     """So many bytes.
 
     Raises:

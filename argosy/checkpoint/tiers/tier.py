@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.failures import root_of
-from argosy.checkpoint.saving.memory import Copies, Memory
+from argosy.checkpoint.saving.memory import HostCopies, HostMemory
 from argosy.checkpoint.saving.pace import REST, SavePace
 from argosy.checkpoint.step import shards
 from argosy.checkpoint.step.layout import DATA, STATE, WEIGHTS, Arrays
@@ -31,9 +31,9 @@ class Tier(ABC):
     # Whether every process writes each shard that its devices hold, and not only one process each shard.
     replicates = False
 
-    def __init__(self, warn: Callable[[str], None], noun: str = "a checkpoint", memory: Memory | None = None):
+    def __init__(self, warn: Callable[[str], None], noun: str = "a checkpoint", memory: HostMemory | None = None):
         self.warn, self._noun = warn, noun
-        self.memory = Memory() if memory is None else memory
+        self.memory = HostMemory() if memory is None else memory
         self._writing: threading.Thread | None = None
         self._rest = REST
         self._pace = SavePace(self._rest)
@@ -64,7 +64,7 @@ class Tier(ABC):
         """Whether a step is committed already, asked before each save."""
 
     @abstractmethod
-    def write(self, step: int, items: shards.Items, copies: Copies, meta: str) -> None:
+    def write(self, step: int, items: shards.Items, copies: HostCopies, meta: str) -> None:
         """Writes and commits a step, in the thread of a save; a failure is put into `_failure`."""
 
     @abstractmethod

@@ -18,7 +18,7 @@ from argosy.checkpoint.tiers.local import LocalCheckpoints
 from argosy.checkpoint.tiers.tier import Tier
 
 
-class Tiers:
+class TieredCheckpoints:
     """Checkpoints in two tiers, with the methods of `Checkpoints`; of the local one only what resuming takes."""
 
     def __init__(self, persistent: Checkpoints, local: LocalCheckpoints):

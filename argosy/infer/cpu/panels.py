@@ -19,7 +19,7 @@ from argosy.observe.environment import memory_bytes
 from argosy.ops.native import library
 from argosy.ops.native.products import SMALLEST, Panels, packed
 from argosy.ops.quantized import Quantized
-from argosy.weights.gguf.blocks import Origin, Rows
+from argosy.weights.gguf.blocks import BlockRows, Origin
 
 # The most of the free memory that a copy may take.
 SHARE = 0.25

@@ -23,7 +23,7 @@ from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
 from argosy.models.parts.stack import stored_addresses
 from argosy.models.parts.weight import Codes, Leaves, kept_in, variables
-from argosy.weights.hub.reader import known_as
+from argosy.weights.hub.reader import with_expected_names
 
 # Settings of a model that may differ: its name, and the longest sequence that it was made for.
 MAY_DIFFER = ("preset", "context")
@@ -104,7 +104,7 @@ class WeightUpdate:
         table = KeyMap(*config.hub_rows())
         reader: TensorReader = file
         if config.hub_prefixes or config.hub_old_ends:
-            reader = known_as(reader, config.hub_prefixes, config.hub_old_ends, table.names)
+            reader = with_expected_names(reader, config.hub_prefixes, config.hub_old_ends, table.names)
         ours = table.ours_of(reader.names)
         if strange := sorted(set(reader.names) - set(ours)):
             what = f"{plural(len(strange), 'tensor', 'is no weight', 'are no weights')} of this model: {', '.join(strange[:4])}"

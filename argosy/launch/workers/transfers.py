@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from argosy.checkpoint.tiers.peers import Address, asked, exactly, tried
+from argosy.checkpoint.tiers.peers import Address, connect, receive_exactly, with_retries
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.launch.workers.trees import (
     Box,
@@ -134,7 +134,7 @@ class ShardPiece:
             if not size:
                 raise OSError("the connection ended early")
             crc, got = zlib.crc32(view[got : got + size], crc), got + size
-        if _SUM.unpack(exactly(peer, _SUM.size))[0] != crc:
+        if _SUM.unpack(receive_exactly(peer, _SUM.size))[0] != crc:
             raise Damaged("an array did not arrive as it was sent")
         if buffer is not self.into:
             self.into[...] = buffer
@@ -250,21 +250,21 @@ def _from_one(address: Address, number: int, pieces: Sequence[ShardPiece]) -> in
         raise BadInput(f"{len(pieces):,} pieces are more than one request names", hint="move fewer arrays at a time")
 
     def begin() -> tuple[socket.socket, int]:
-        peer = asked(address, ASK)
+        peer = connect(address, ASK)
         try:
             peer.sendall(_LENGTH.pack(len(request)) + request)
-            return peer, _LENGTH.unpack(exactly(peer, _LENGTH.size))[0]
+            return peer, _LENGTH.unpack(receive_exactly(peer, _LENGTH.size))[0]
         except BaseException:
             peer.close()
             raise
 
     # Until it answers, it may have too many others to answer. After that, what ends the connection ended the process.
-    peer, size = tried(begin)
+    peer, size = with_retries(begin)
     with peer:
         if size > MOST_SAID:
             raise OSError(f"it answered with {size:,} bytes")
         if size:
-            raise ArgosyError(exactly(peer, size).decode("utf-8", "replace"))
+            raise ArgosyError(receive_exactly(peer, size).decode("utf-8", "replace"))
         return sum(one.receive(peer) for one in pieces)
 
 

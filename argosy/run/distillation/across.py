@@ -12,7 +12,7 @@ from argosy.data.tokenizers.load import Tokenizer
 from argosy.data.tokenizers.matched import matched
 from argosy.rl.rollouts.teacher_tokens import Asking
 from argosy.train.distillation import GOLD, ULD
-from argosy.weights.build import tokenizer_of
+from argosy.weights.build import stored_tokenizer
 
 SAME = (
     "teacher and student have the same tokenizer: objective={exact} compares token by token, which is exact; {own} compares only "
@@ -47,7 +47,7 @@ class Both:
 
     def __init__(self, run: Any, tokenizer: Tokenizer | None):
         stored, where = open_model(run.objective.teacher), f"objective.teacher={run.objective.teacher}"
-        theirs = tokenizer_of(stored)
+        theirs = stored_tokenizer(stored)
         if tokenizer is None:
             raise BadInput("the teacher reads texts, and this data has no tokenizer", hint="data.tokenizer=FOLDER")
         if theirs is None:

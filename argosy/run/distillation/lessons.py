@@ -32,7 +32,7 @@ from argosy.run.settings import Run
 from argosy.train.objectives import WeightedMean
 from argosy.train.state import training_graph
 from argosy.train.step import model_for
-from argosy.weights.build import generation_of
+from argosy.weights.build import stored_generation
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Tutored(Reinforced):
             module = merge(self.roles[ROLE].graph, self.frozen[ROLE])
             module.dtype = self.decided.dtype
             settings = EngineSettings(slots=(self.run.rollout or Rollout()).slots)
-            how: Any = {"hub": stored.hub, "generation": generation_of(stored), "engine_settings": settings}
+            how: Any = {"hub": stored.hub, "generation": stored_generation(stored), "engine_settings": settings}
             self._teacher = LM(stored.config, module, self.tokenizer, **how)
         return self._teacher
 

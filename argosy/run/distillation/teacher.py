@@ -35,9 +35,9 @@ from argosy.run.frozen.related import check_relations
 from argosy.run.frozen.role import Role
 from argosy.train.beside import parted
 from argosy.train.objectives.distill import ROLE
-from argosy.weights.build import tokenizer_of
+from argosy.weights.build import stored_tokenizer
 from argosy.weights.fill import read_into
-from argosy.weights.model import Stored
+from argosy.weights.model import OpenedModel
 
 WHERE = "objective.teacher"
 
@@ -80,7 +80,7 @@ class Teacher:
 
         return Role(split(model)[0], {a: described(a, s) for a, s in shapes.items()})
 
-    def read(self, stored: Stored | None = None) -> Leaves:
+    def read(self, stored: OpenedModel | None = None) -> Leaves:
         """{address: array}, on the run's devices."""
         role = self.role
         model = self.config.build(self.decided.run("none"))
@@ -89,7 +89,7 @@ class Teacher:
         return split(model)[1]
 
 
-def kept_as(stored: Stored, precision: str) -> Any:
+def kept_as(stored: OpenedModel, precision: str) -> Any:
     """The type of the teacher's weights: bfloat16 if their file has no more bits and the run computes in it; None: float32."""
     types = {str(stored.weights.dtype(name)) for name in stored.weights.names} if precision == "bfloat16" else set()
     return jnp.dtype("bfloat16") if types == {"bfloat16"} else None
@@ -124,7 +124,7 @@ def check_model(run: Any, config: Any, given: str) -> None:
         raise BadInput(what, where=where, hint=f"objective.divergence=jsd or forward, or a student with model.vocab={config.vocab}")
 
 
-def check_tokens(run: Any, stored: Stored, tokenizer: Tokenizer | None) -> str | None:
+def check_tokens(run: Any, stored: OpenedModel, tokenizer: Tokenizer | None) -> str | None:
     """Checks that ids stand for the same tokens in both. Returns what else is worth saying.
 
     Raises:
@@ -137,7 +137,7 @@ def check_tokens(run: Any, stored: Stored, tokenizer: Tokenizer | None) -> str |
             what = f"the data's tokens go up to the student's vocabulary of {run.model.vocab:,}, and the teacher has {vocab:,}"
             raise BadInput(what, where=where, hint=f"model.vocab={vocab}")
         return None
-    theirs = tokenizer_of(stored)
+    theirs = stored_tokenizer(stored)
     own = f"data.tokenizer={given}"
     if theirs is None:
         what = "the teacher comes without a tokenizer, so its tokens cannot be compared with the student's"
@@ -196,7 +196,7 @@ def settle(assembly: Any, teacher: Teacher | ServedTeacher, directory: RunDirect
     assembly.frozen[ROLE] = teacher.read(stored)
 
 
-def same(teacher: Teacher, directory: RunDirectory, say: Say) -> tuple[dict[str, Any], Stored]:
+def same(teacher: Teacher, directory: RunDirectory, say: Say) -> tuple[dict[str, Any], OpenedModel]:
     """The model that a run learns from, which stays the same over its resumes: what is recorded of it, and it.
 
     Raises:

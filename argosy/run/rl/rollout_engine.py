@@ -26,7 +26,7 @@ from argosy.parallel.checksum import checksum
 from argosy.rl.policy.critic import PREFIX
 from argosy.rl.rollouts.settings import Rollout
 from argosy.train.state import TrainState
-from argosy.weights.build import places
+from argosy.weights.build import tensor_shardings
 
 
 def trainer_devices(how: Rollout | None) -> list[Any]:
@@ -121,7 +121,7 @@ class RolloutEngine:
         devices = jax.devices()[-count:]
         if count == 1:
             return dict.fromkeys(weights, SingleDeviceSharding(devices[0]))
-        return places(self._module(weights), count, devices)
+        return tensor_shardings(self._module(weights), count, devices)
 
     def _module(self, weights: Leaves) -> Any:
         """The policy's module with these weights."""

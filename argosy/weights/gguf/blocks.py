@@ -19,14 +19,14 @@ from argosy.core.formats.quants import BY_NAME, CODES, IntegerBlocks, blocks
 from argosy.core.process.resident import drop
 from argosy.ops.native.blocks import packed_blocks, packed_bytes
 from argosy.ops.native.products import Panels
-from argosy.weights.hub.reader import Mapped
+from argosy.weights.hub.reader import MappedTensors
 
 # Rows that are compared at a time.
 AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Rows:
+class BlockRows:
     """A weight as rows of a tensor in blocks. type: of the blocks. raw: the tensor's bytes by row. order: its row for each column of
     the product. shape, inner, first: of the weight, as in `Panels`."""
 
@@ -58,14 +58,14 @@ class Rows:
         return packed_bytes(len(self.order), one, CODES[self.type])
 
 
-class InBlocks:
+class BlockedWeights:
     """The weights of a file, by our names.
 
     Args:
         mapped: the file's tensors as floats.
     """
 
-    def __init__(self, file: GGUF, mapped: Mapped):
+    def __init__(self, file: GGUF, mapped: MappedTensors):
         self.file, self.mapped = file, mapped
         self._stamp = _stamp(file)
 
@@ -74,7 +74,7 @@ class InBlocks:
         """Whether the file is no longer the one that was opened: a program may have written into it."""
         return self._stamp != _stamp(self.file)
 
-    def of(self, name: str, inner: int, first: bool) -> Rows | None:
+    def of(self, name: str, inner: int, first: bool) -> BlockRows | None:
         """A weight as rows of a tensor; None if it is not one.
 
         Args:
@@ -91,12 +91,12 @@ class InBlocks:
             return None
         if not alike(rows.T) or not alike(columns) or (columns[0] != np.arange(shape[1])).any():
             return None
-        return Rows(kind, self.file.raw(theirs), rows[:, 0].copy(), self.mapped.shape(name), inner, first)
+        return BlockRows(kind, self.file.raw(theirs), rows[:, 0].copy(), self.mapped.shape(name), inner, first)
 
     def _numbers(self, name: str, theirs: str, axis: int, inner: int, first: bool) -> np.ndarray | None:
         """The numbers along an axis of their tensor where the weight has its own, [kept summed]; None if it is made from several."""
-        places = Places(self.mapped.reader, axis)
-        found = self.mapped.over(places).read(name)
+        places = IndexTensors(self.mapped.reader, axis)
+        found = self.mapped.with_reader(places).read(name)
         if places.asked != {theirs}:
             return None
         summed = math.prod(found.shape[:inner] if first else found.shape[found.ndim - inner :])
@@ -110,19 +110,19 @@ class Origin:
         weights: by address.
     """
 
-    def __init__(self, blocks: InBlocks, weights: Mapping[str, Any]):
+    def __init__(self, blocks: BlockedWeights, weights: Mapping[str, Any]):
         self.blocks = blocks
         self._of = {address: weakref.ref(a) for address, a in weights.items()}
 
-    def rows(self, address: str, weight: Any, inner: int, first: bool) -> Rows | None:
-        """A weight as it lies in the file; None if it does not, or no longer. Other arguments are those of `InBlocks.of`."""
+    def rows(self, address: str, weight: Any, inner: int, first: bool) -> BlockRows | None:
+        """A weight as it lies in the file; None if it does not, or no longer. Other arguments are those of `BlockedWeights.of`."""
         known = self._of.get(address)
         if known is None or known() is not weight or weight.dtype != np.float32 or self.blocks.has_changed:
             return None
         return self.blocks.of(address, inner, first)
 
 
-class Places:
+class IndexTensors:
     """Tensors of these names and shapes whose numbers say where they are along an axis. `asked`: the names that were read."""
 
     def __init__(self, like: Any, axis: int):

@@ -11,8 +11,8 @@ from argosy.core.keymap import KeyRow
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.settings import Experts, Rope, Yarn
 from argosy.weights.gguf import rows as rows
-from argosy.weights.gguf.metadata import Metadata, decimal, read_experts, read_rope
-from argosy.weights.gguf.rows import Described, fused
+from argosy.weights.gguf.metadata import Metadata, decimal, read_experts, read_gguf_rope
+from argosy.weights.gguf.rows import Described, fused_row
 
 
 def read_deepseek2(meta: Metadata) -> Described:
@@ -21,10 +21,10 @@ def read_deepseek2(meta: Metadata) -> Described:
     config = _config(meta)
     dense, sparse = range(config.dense), range(config.dense, config.layers)
     every = range(config.layers)
-    table = rows.ends(config.tied) + rows.norms(every, rows.NORMS) + _latent(meta, config)
-    table += (rows.glu(dense) if dense else []) + rows.experts(meta, sparse)
-    table += rows.shared_expert(sparse) if config.moe.shared else []
-    table += rows.blocks(sparse, ("exp_probs_b.bias", "mlp.bias", "E -> E")) if config.moe.bias else []
+    table = rows.end_rows(config.tied) + rows.norm_rows(every, rows.NORMS) + _latent(meta, config)
+    table += (rows.glu_rows(dense) if dense else []) + rows.expert_rows(meta, sparse)
+    table += rows.shared_expert_rows(sparse) if config.moe.shared else []
+    table += rows.layer_rows(sparse, ("exp_probs_b.bias", "mlp.bias", "E -> E")) if config.moe.bias else []
     return Described(config, table, config.dims)
 
 
@@ -87,7 +87,7 @@ def _sizes(meta: Metadata) -> dict[str, Any]:
 
 def _rope(meta: Metadata, turned: int) -> Rope:
     """YaRN. The key `yarn_log_multiplier` is a tenth of `mscale_all_dim`; `mscale` equals it in every released model."""
-    rope = read_rope(meta, turned).model_copy(update={"pairs": "interleaved"})
+    rope = read_gguf_rope(meta, turned).model_copy(update={"pairs": "interleaved"})
     if isinstance(rope.scaling, Yarn) and meta.get(sharpening := "rope.scaling.yarn_log_multiplier"):
         sharper = decimal(10 * meta.number(sharpening))
         sharpening_values = {"mscale": sharper, "mscale_all_dim": sharper}
@@ -97,31 +97,31 @@ def _rope(meta: Metadata, turned: int) -> Rope:
 
 def _latent(meta: Metadata, config: DeepSeekConfig) -> list[KeyRow]:
     every = range(config.layers)
-    table = rows.blocks(
+    table = rows.layer_rows(
         every,
         ("attn_kv_a_norm.weight", "attn.kv_norm.scale", "R -> R"),
         ("attn_output.weight", "attn.o.w", "D (N U) -> N U D"),
     )
     down = ("attn.kv_down.w", "attn.k_rope.w")
-    table.append(fused(every, "attn_kv_a_mqa.weight", down, "(R|P) D -> D R, D P"))
+    table.append(fused_row(every, "attn_kv_a_mqa.weight", down, "(R|P) D -> D R, D P"))
     if meta.has("blk.0.attn_kv_b.weight"):
         up = ("attn.k_up.w", "attn.v_up.w")
-        table.append(fused(every, "attn_kv_b.weight", up, "(N (H|U)) R -> R N H, R N U"))
+        table.append(fused_row(every, "attn_kv_b.weight", up, "(N (H|U)) R -> R N H, R N U"))
     else:
-        table += rows.blocks(every, ("attn_k_b.weight", "attn.k_up.w", "N R H -> R N H"))
-        table += rows.blocks(every, ("attn_v_b.weight", "attn.v_up.w", "N U R -> R N U"))
+        table += rows.layer_rows(every, ("attn_k_b.weight", "attn.k_up.w", "N R H -> R N H"))
+        table += rows.layer_rows(every, ("attn_v_b.weight", "attn.v_up.w", "N U R -> R N U"))
     if config.query_rank is None:
-        table += rows.blocks(every, ("attn_q.weight", "attn.q.w", "(N C) D -> D N C"))
+        table += rows.layer_rows(every, ("attn_q.weight", "attn.q.w", "(N C) D -> D N C"))
     else:
-        table += rows.blocks(
+        table += rows.layer_rows(
             every,
             ("attn_q_a.weight", "attn.q_down.w", "Q D -> D Q"),
             ("attn_q_a_norm.weight", "attn.q_norm.scale", "Q -> Q"),
             ("attn_q_b.weight", "attn.q_up.w", "(N C) Q -> Q N C"),
         )
     if config.attention_bias:
-        table.append(fused(every, "attn_kv_a_mqa.bias", ("attn.kv_down.b", "attn.k_rope.b"), "(R|P) -> R, P"))
-        table += rows.blocks(every, ("attn_output.bias", "attn.o.b", "D -> D"))
+        table.append(fused_row(every, "attn_kv_a_mqa.bias", ("attn.kv_down.b", "attn.k_rope.b"), "(R|P) -> R, P"))
+        table += rows.layer_rows(every, ("attn_output.bias", "attn.o.b", "D -> D"))
     if config.attention_bias and config.query_rank:
-        table += rows.blocks(every, ("attn_q_a.bias", "attn.q_down.b", "Q -> Q"))
+        table += rows.layer_rows(every, ("attn_q_a.bias", "attn.q_down.b", "Q -> Q"))
     return table

@@ -14,8 +14,8 @@ from argosy.models.mixtral import MixtralConfig
 from argosy.models.phi import PhiConfig
 from argosy.models.qwen import QwenConfig
 from argosy.weights.gguf import rows as rows
-from argosy.weights.gguf.metadata import Metadata, read_experts, read_rope, read_sizes
-from argosy.weights.gguf.rows import Described, fused
+from argosy.weights.gguf.metadata import Metadata, read_experts, read_gguf_rope, read_sizes
+from argosy.weights.gguf.rows import Described, fused_row
 
 WINDOW, PERIOD = "attention.sliding_window", "attention.sliding_window_pattern"
 
@@ -23,18 +23,18 @@ WINDOW, PERIOD = "attention.sliding_window", "attention.sliding_window_pattern"
 def read_llama(meta: Metadata) -> Described:
     """Llama, Mistral, Mixtral, and other models of the same structure."""
     sizes = read_sizes(meta)
-    sizes |= {"window": meta.some(WINDOW), "rope": read_rope(meta, sizes["head_size"])}
+    sizes |= {"window": meta.some(WINDOW), "rope": read_gguf_rope(meta, sizes["head_size"])}
     over = range(sizes["layers"])
-    table = rows.ends(sizes["tied"]) + rows.norms(over, rows.NORMS)
+    table = rows.end_rows(sizes["tied"]) + rows.norm_rows(over, rows.NORMS)
     halves = {"P": sizes["head_size"] // 2, "two": 2}
     if meta.get("expert_count"):
         sizes["ffn"] = meta.count("expert_feed_forward_length", sizes["ffn"])
         config = MixtralConfig(**sizes, moe=read_experts(meta, sizes["ffn"], score="softmax", normalized=True))
-        table += rows.attention(over, paired=True) + rows.experts(meta, over)
+        table += rows.attention_rows(over, paired=True) + rows.expert_rows(meta, over)
         return Described(config, table, config.dims | halves)
     bias, mlp_bias = meta.has("blk.0.attn_q.bias"), meta.has("blk.0.ffn_gate.bias")
     config = LlamaConfig(**sizes, attention_bias=bias, mlp_bias=mlp_bias)
-    table += rows.attention(over, paired=True, bias=bias, out_bias=bias) + rows.glu(over, bias=mlp_bias)
+    table += rows.attention_rows(over, paired=True, bias=bias, out_bias=bias) + rows.glu_rows(over, bias=mlp_bias)
     return Described(config, table, config.dims | halves)
 
 
@@ -76,19 +76,19 @@ def _expert_width(meta: Metadata, dense: tuple[int, ...]) -> int:
 
 def _qwen(meta: Metadata, values: dict[str, Any]) -> Described:
     bias, out_bias = meta.has("blk.0.attn_q.bias"), meta.has("blk.0.attn_output.bias")
-    rope = read_rope(meta, values["head_size"])
+    rope = read_gguf_rope(meta, values["head_size"])
     config = QwenConfig(**values, rope=rope, qkv_bias=bias, out_bias=out_bias)
     over = range(config.layers)
     dense, sparse = ([i for i in over if config.kinds[i] == kind] for kind in ("dense", "experts"))
-    table = rows.ends(config.tied) + rows.norms(over, rows.NORMS)
-    table += rows.attention(over, bias=bias, out_bias=out_bias)
-    table += rows.head_norms(over) if config.qk_norm else []
-    table += rows.glu(dense) if dense else []
+    table = rows.end_rows(config.tied) + rows.norm_rows(over, rows.NORMS)
+    table += rows.attention_rows(over, bias=bias, out_bias=out_bias)
+    table += rows.head_norm_rows(over) if config.qk_norm else []
+    table += rows.glu_rows(dense) if dense else []
     if config.moe is not None:
-        table += rows.experts(meta, sparse)
+        table += rows.expert_rows(meta, sparse)
     if config.moe is not None and config.moe.shared:
-        table += rows.shared_expert(sparse)
-        table += rows.blocks(sparse, ("ffn_gate_inp_shexp.weight", "mlp.shared_gate.w", "D -> D 1"))
+        table += rows.shared_expert_rows(sparse)
+        table += rows.layer_rows(sparse, ("ffn_gate_inp_shexp.weight", "mlp.shared_gate.w", "D -> D 1"))
     return Described(config, table, config.dims)
 
 
@@ -98,7 +98,7 @@ def _qwen(meta: Metadata, values: dict[str, Any]) -> Described:
 def read_gemma(meta: Metadata) -> Described:
     """Gemma 1."""
     sizes = read_sizes(meta)
-    return _gemma(meta, sizes | {"rope": read_rope(meta, sizes["head_size"])}, rows.NORMS)
+    return _gemma(meta, sizes | {"rope": read_gguf_rope(meta, sizes["head_size"])}, rows.NORMS)
 
 
 def read_gemma2(meta: Metadata) -> Described:
@@ -108,14 +108,14 @@ def read_gemma2(meta: Metadata) -> Described:
     values: dict[str, Any] = {"window": meta.count(WINDOW, 4096), "pattern": "LG"}
     values |= {"score_cap": _cap(meta, "attn_logit_softcapping", 50.0)}
     values |= {"logit_cap": _cap(meta, "final_logit_softcapping", 30.0)}
-    values |= {"query_scalar": _query_scalar(sizes, 46), "rope": read_rope(meta, sizes["head_size"])}
+    values |= {"query_scalar": _query_scalar(sizes, 46), "rope": read_gguf_rope(meta, sizes["head_size"])}
     return _gemma(meta, sizes | values, POST_NORMS)
 
 
 def read_gemma3(meta: Metadata) -> Described:
     """Gemma 3 (text): five local layers, then a global one; local and global layers have different rotary bases."""
     sizes = read_sizes(meta)
-    rope, window = read_rope(meta, sizes["head_size"]), meta.some(WINDOW)
+    rope, window = read_gguf_rope(meta, sizes["head_size"]), meta.some(WINDOW)
     meta.must(PERIOD, 6)
     values: dict[str, Any] = {"window": window, "pattern": "LLLLLG" if window else None, "rope": rope, "qk_norm": True}
     values |= {"local_rope": {"base": meta.number("rope.freq_base_swa", 10_000.0)} if window else rope}
@@ -141,8 +141,8 @@ def _gemma(meta: Metadata, values: dict[str, Any], norms: dict[str, str]) -> Des
     bias = meta.has("blk.0.attn_q.bias")
     config = GemmaConfig(**values, attention_bias=bias, post_norms=norms is POST_NORMS)
     over = range(config.layers)
-    table = rows.ends(config.tied) + rows.norms(over, norms) + rows.attention(over, bias=bias, out_bias=bias)
-    table += rows.glu(over) + (rows.head_norms(over) if config.qk_norm else [])
+    table = rows.end_rows(config.tied) + rows.norm_rows(over, norms) + rows.attention_rows(over, bias=bias, out_bias=bias)
+    table += rows.glu_rows(over) + (rows.head_norm_rows(over) if config.qk_norm else [])
     return Described(config, table, config.dims, raised=True)
 
 
@@ -153,21 +153,21 @@ def read_phi3(meta: Metadata) -> Described:
     """Phi 3 and 4: fused projections, as on the Hub. A window as long as the context means no window."""
     sizes, window = read_sizes(meta), meta.some(WINDOW)
     window = None if window is None or window >= sizes["context"] else window
-    config = PhiConfig(**sizes, window=window, rope=read_rope(meta, sizes["head_size"], partial=True))
+    config = PhiConfig(**sizes, window=window, rope=read_gguf_rope(meta, sizes["head_size"], partial=True))
     over = range(config.layers)
     qkv, up = ("attn.q.w", "attn.k.w", "attn.v.w"), ("mlp.gate.w", "mlp.up.w")
-    table = rows.ends(config.tied) + rows.norms(over, rows.NORMS)
-    table.append(fused(over, "attn_qkv.weight", qkv, "((N|K|K) H) D -> D N H, D K H, D K H"))
-    table.append(fused(over, "ffn_up.weight", up, "(F|F) D -> D F, D F"))
-    table += rows.blocks(over, ("attn_output.weight", "attn.o.w", "D (N H) -> N H D"))
-    table += rows.blocks(over, ("ffn_down.weight", "mlp.down.w", "D F -> F D"))
+    table = rows.end_rows(config.tied) + rows.norm_rows(over, rows.NORMS)
+    table.append(fused_row(over, "attn_qkv.weight", qkv, "((N|K|K) H) D -> D N H, D K H, D K H"))
+    table.append(fused_row(over, "ffn_up.weight", up, "(F|F) D -> D F, D F"))
+    table += rows.layer_rows(over, ("attn_output.weight", "attn.o.w", "D (N H) -> N H D"))
+    table += rows.layer_rows(over, ("ffn_down.weight", "mlp.down.w", "D F -> F D"))
     return Described(config, table, config.dims)
 
 
 def read_gpt_oss(meta: Metadata) -> Described:
     """gpt-oss: local and global layers alternate, starting with a local one; the SwiGLU limit is that of the released models."""
     sizes = read_sizes(meta)
-    rope = read_rope(meta, sizes["head_size"], truncate=False)
+    rope = read_gguf_rope(meta, sizes["head_size"], truncate=False)
     meta.must("rope.freq_base_swa", rope.base)
     meta.must(PERIOD, 2)
     width = meta.count("expert_feed_forward_length", sizes["ffn"])
@@ -176,9 +176,9 @@ def read_gpt_oss(meta: Metadata) -> Described:
     values: dict[str, Any] = {"window": meta.count(WINDOW, 128), "pattern": "LG", "rope": rope, "ffn": width}
     config = GptOssConfig(**sizes | values, moe=moe, attention_bias=bias)
     over = range(config.layers)
-    table = rows.ends(config.tied) + rows.attention(over, bias=bias, out_bias=bias) + rows.experts(meta, over)
-    table += rows.norms(over, {"attn_norm": "attn_norm", "mlp_norm": "post_attention_norm"})
-    table += rows.blocks(
+    table = rows.end_rows(config.tied) + rows.attention_rows(over, bias=bias, out_bias=bias) + rows.expert_rows(meta, over)
+    table += rows.norm_rows(over, {"attn_norm": "attn_norm", "mlp_norm": "post_attention_norm"})
+    table += rows.layer_rows(
         over,
         ("attn_sinks.weight", "attn.sinks", "N -> N"),
         ("ffn_gate_inp.bias", "mlp.router.b", "E -> E"),

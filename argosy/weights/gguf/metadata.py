@@ -57,14 +57,14 @@ class Metadata:
         value = self.get(key)
         if value is None or (type(value) is int and value > 0):
             return value
-        self.wrong(key, f"is {str(value)[:40]}, not a count that holds for every layer")
+        self.add_problem(key, f"is {str(value)[:40]}, not a count that holds for every layer")
         return None
 
     def count(self, key: str, otherwise: int | None = None) -> int:
         """A count. If it is missing, records the mistake and returns 1."""
         value = self.some(key) or otherwise
         if value is None:
-            self.wrong(key, "is missing")
+            self.add_problem(key, "is missing")
         return value or 1
 
     def number(self, key: str, otherwise: float | None = None) -> float:
@@ -73,7 +73,7 @@ class Metadata:
         value = otherwise if value is None else value
         if isinstance(value, int | float) and math.isfinite(short := decimal(value)):
             return short
-        self.wrong(key, "is missing" if value is None else f"is {str(value)[:40]}, not a number")
+        self.add_problem(key, "is missing" if value is None else f"is {str(value)[:40]}, not a number")
         return 1.0
 
     def must(self, key: str, *allowed: Any) -> None:
@@ -82,10 +82,10 @@ class Metadata:
         value = False if self.file.meta.get(f"{self.kind}.{key}") is False else value
         value = decimal(value) if isinstance(value, float) else value
         if value is not None and value not in allowed:
-            self.wrong(key, f"is {str(value)[:40]}: only {' or '.join(map(str, allowed))} is built")
+            self.add_problem(key, f"is {str(value)[:40]}: only {' or '.join(map(str, allowed))} is built")
 
-    def wrong(self, key: str, what: str) -> None:
-        if (problem := f"`{self.kind}.{key}` {what}") not in self.problems:
+    def add_problem(self, key: str, problem: str) -> None:
+        if (problem := f"`{self.kind}.{key}` {problem}") not in self.problems:
             self.problems.append(problem)
 
     def has(self, tensor: str) -> bool:
@@ -146,7 +146,7 @@ def read_experts(meta: Metadata, width: int, *, score: Score, normalized: bool, 
     return Experts(count=count, active=active, ffn=width, score=score, normalized=normalized, scale=scale, **more)
 
 
-def read_rope(meta: Metadata, size: int, *, partial: bool = False, truncate: bool = True) -> Rope:
+def read_gguf_rope(meta: Metadata, size: int, *, partial: bool = False, truncate: bool = True) -> Rope:
     """Rotary positions, from keys and from the tensors that hold frequency factors.
 
     Args:
@@ -156,10 +156,10 @@ def read_rope(meta: Metadata, size: int, *, partial: bool = False, truncate: boo
     """
     turned = meta.count("rope.dimension_count", size)
     if turned > size or not (partial or turned == size):
-        meta.wrong("rope.dimension_count", f"is {turned} of {size}, which is not built for this architecture")
+        meta.add_problem("rope.dimension_count", f"is {turned} of {size}, which is not built for this architecture")
         turned = size
     base = meta.number("rope.freq_base", 10_000.0)
-    return Rope(base=base, scaling=_scaling(meta, base, turned, truncate), part=share(turned, size))
+    return Rope(base=base, scaling=_scaling(meta, base, turned, truncate), part=rotary_share(turned, size))
 
 
 def _scaling(meta: Metadata, base: float, turned: int, truncate: bool) -> Scaling | None:
@@ -172,7 +172,7 @@ def _scaling(meta: Metadata, base: float, turned: int, truncate: bool) -> Scalin
     elif meta.has(ROPE_FREQS):
         built = ("none",)
     if kind not in built:
-        meta.wrong(
+        meta.add_problem(
             "rope.scaling.type", f"is {quoted(str(kind), 40)}: only {' or '.join(built)} is built for these tensors"
         )
         return None
@@ -251,7 +251,7 @@ def decimal(value: Any) -> float:
         return float(str(np.float32(value)))
 
 
-def share(part: int, total: int) -> float:
+def rotary_share(part: int, total: int) -> float:
     """part / total, adjusted so that int(total * share) is part again: 49 * (1 / 49) is less than 1."""
     exact = part / total
     return exact if int(total * exact) == part else math.nextafter(exact, 1.0)

@@ -17,15 +17,15 @@ from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap
 from argosy.models.language import LanguageConfig
 from argosy.weights.gguf import families as families
-from argosy.weights.gguf.blocks import InBlocks
+from argosy.weights.gguf.blocks import BlockedWeights
 from argosy.weights.gguf.deepseek import read_deepseek2
 from argosy.weights.gguf.metadata import ROPE_TENSORS, Metadata
 from argosy.weights.gguf.rows import Described
-from argosy.weights.hub.reader import Mapped
-from argosy.weights.model import Stored
+from argosy.weights.hub.reader import MappedTensors
+from argosy.weights.model import OpenedModel
 
 
-def open_gguf(path: Path) -> Stored:
+def open_gguf(path: Path) -> OpenedModel:
     """Opens a GGUF file.
 
     Raises:
@@ -40,9 +40,9 @@ def open_gguf(path: Path) -> Stored:
         raise BadInput(f"GGUF architecture `{meta.kind[:80]}` is not built", where=str(path), hint=hint)
     model = _model(READERS[meta.kind], meta)
     table = KeyMap(model.rows, model.sizes, ignore=[name for name in ROPE_TENSORS if meta.has(name)])
-    tensors: TensorReader = lowered(file) if model.raised else file
-    mapped = Mapped(table, tensors, str(path))
-    return Stored(path, "gguf", model.config, mapped, path, _hub(model.config, file.meta), blocks=InBlocks(file, mapped))
+    tensors: TensorReader = without_norm_offset(file) if model.raised else file
+    mapped = MappedTensors(table, tensors, str(path))
+    return OpenedModel(path, "gguf", model.config, mapped, path, _hub(model.config, file.meta), blocks=BlockedWeights(file, mapped))
 
 
 def _model(read: Callable[[Metadata], Described], meta: Metadata) -> Described:
@@ -78,7 +78,7 @@ def _token(meta: dict[str, Any], name: str) -> int | None:
     return token if type(token) is int else None
 
 
-def lowered(file: GGUF) -> TensorReader:
+def without_norm_offset(file: GGUF) -> TensorReader:
     """The tensors, without the 1 that llama.cpp added to norm scales."""
     norms = dict.fromkeys((name for name in file.names if name.endswith("_norm.weight")), np.dtype(np.float32))
 

@@ -29,98 +29,98 @@ class Described(NamedTuple):
     raised: bool = False
 
 
-def blocks(over: Sequence[int], *names: tuple[str, str, str]) -> list[KeyRow]:
+def layer_rows(layers: Sequence[int], *names: tuple[str, str, str]) -> list[KeyRow]:
     """The rows of each layer, from (their name, ours, how)."""
-    return of_layers(over, *names, prefix=BLOCK)
+    return of_layers(layers, *names, prefix=BLOCK)
 
 
-def fused(over: Sequence[int], theirs: str, ours: tuple[str, ...], how: str) -> KeyRow:
-    """A row for one tensor of theirs that holds several of ours."""
-    return KeyRow(BLOCK + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), how, over)
+def fused_row(layers: Sequence[int], tensor: str, names: tuple[str, ...], equation: str) -> KeyRow:
+    """A row for one of their tensors that holds several weights of ours."""
+    return KeyRow(BLOCK + tensor, tuple(f"layers.{{l}}.{name}" for name in names), equation, layers)
 
 
-def ends(tied: bool) -> list[KeyRow]:
+def end_rows(tied: bool) -> list[KeyRow]:
     """The rows of embedding, final norm and head."""
     rows = [KeyRow("token_embd.weight", "embed.w", "V D -> V D"), KeyRow("output_norm.weight", "norm.scale", "D -> D")]
     return rows if tied else [*rows, KeyRow("output.weight", "head.w", "V D -> D V")]
 
 
-def norms(over: Sequence[int], names: dict[str, str]) -> list[KeyRow]:
-    """Rows of norms over the model's width: {ours: theirs}."""
-    return blocks(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
+def norm_rows(layers: Sequence[int], names: dict[str, str]) -> list[KeyRow]:
+    """Rows of norms layers the model's width: {ours: theirs}."""
+    return layer_rows(layers, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
 
 
-def attention(over: Sequence[int], *, paired: bool = False, bias: bool = False, out_bias: bool = False) -> list[KeyRow]:
+def attention_rows(layers: Sequence[int], *, paired: bool = False, bias: bool = False, out_bias: bool = False) -> list[KeyRow]:
     """The four projections. `paired`: rotary pairs are interleaved."""
     theirs, turned = (PAIRS, "(two P)") if paired else (PLAIN, "H")
-    rows = blocks(
-        over,
+    rows = layer_rows(
+        layers,
         ("attn_q.weight", "attn.q.w", f"{theirs['N']} D -> D N {turned}"),
         ("attn_k.weight", "attn.k.w", f"{theirs['K']} D -> D K {turned}"),
         ("attn_v.weight", "attn.v.w", "(K H) D -> D K H"),
         ("attn_output.weight", "attn.o.w", "D (N H) -> N H D"),
     )
     if bias:
-        rows += blocks(
-            over,
+        rows += layer_rows(
+            layers,
             ("attn_q.bias", "attn.q.b", f"{theirs['N']} -> N {turned}"),
             ("attn_k.bias", "attn.k.b", f"{theirs['K']} -> K {turned}"),
             ("attn_v.bias", "attn.v.b", "(K H) -> K H"),
         )
-    return rows + (blocks(over, ("attn_output.bias", "attn.o.b", "D -> D")) if out_bias else [])
+    return rows + (layer_rows(layers, ("attn_output.bias", "attn.o.b", "D -> D")) if out_bias else [])
 
 
-def head_norms(over: Sequence[int]) -> list[KeyRow]:
-    """The norms over each head of queries and keys."""
-    return blocks(
-        over,
+def head_norm_rows(layers: Sequence[int]) -> list[KeyRow]:
+    """The norms layers each head of queries and keys."""
+    return layer_rows(
+        layers,
         ("attn_q_norm.weight", "attn.q_norm.scale", "H -> H"),
         ("attn_k_norm.weight", "attn.k_norm.scale", "H -> H"),
     )
 
 
-def glu(over: Sequence[int], end: str = "", ours: str = "mlp", width: str = "F", *, bias: bool = False) -> list[KeyRow]:
+def glu_rows(layers: Sequence[int], end: str = "", name: str = "mlp", width: str = "F", *, bias: bool = False) -> list[KeyRow]:
     """A gated feed-forward layer of this width. `end`: the ending of their names, `_shexp` for the shared expert."""
-    rows = blocks(
-        over,
-        (f"ffn_gate{end}.weight", f"{ours}.gate.w", f"{width} D -> D {width}"),
-        (f"ffn_up{end}.weight", f"{ours}.up.w", f"{width} D -> D {width}"),
-        (f"ffn_down{end}.weight", f"{ours}.down.w", f"D {width} -> {width} D"),
+    rows = layer_rows(
+        layers,
+        (f"ffn_gate{end}.weight", f"{name}.gate.w", f"{width} D -> D {width}"),
+        (f"ffn_up{end}.weight", f"{name}.up.w", f"{width} D -> D {width}"),
+        (f"ffn_down{end}.weight", f"{name}.down.w", f"D {width} -> {width} D"),
     )
     if bias:
-        rows += blocks(
-            over,
-            (f"ffn_gate{end}.bias", f"{ours}.gate.b", f"{width} -> {width}"),
-            (f"ffn_up{end}.bias", f"{ours}.up.b", f"{width} -> {width}"),
-            (f"ffn_down{end}.bias", f"{ours}.down.b", "D -> D"),
+        rows += layer_rows(
+            layers,
+            (f"ffn_gate{end}.bias", f"{name}.gate.b", f"{width} -> {width}"),
+            (f"ffn_up{end}.bias", f"{name}.up.b", f"{width} -> {width}"),
+            (f"ffn_down{end}.bias", f"{name}.down.b", "D -> D"),
         )
     return rows
 
 
-def experts(meta: Metadata, over: Sequence[int]) -> list[KeyRow]:
+def expert_rows(meta: Metadata, layers: Sequence[int]) -> list[KeyRow]:
     """A router, and one tensor for all experts of a layer; in files from before April 2024, one tensor per expert.
 
     Raises:
         Damaged: there are more experts than tensors in a file with one tensor per expert.
     """
-    rows = blocks(over, ("ffn_gate_inp.weight", "mlp.router.w", "E D -> D E"))
-    if over and meta.has(f"blk.{over[0]}.ffn_gate.0.weight"):
+    rows = layer_rows(layers, ("ffn_gate_inp.weight", "mlp.router.w", "E D -> D E"))
+    if layers and meta.has(f"blk.{layers[0]}.ffn_gate.0.weight"):
         if (count := meta.count("expert_count")) > len(meta.file.names):
             raise Damaged(f"{count} experts in {len(meta.file.names)} tensors", where=f"in {meta.file.path}")
-        return rows + blocks(
-            over,
+        return rows + layer_rows(
+            layers,
             ("ffn_gate.{e}.weight", "mlp.gate.w", "M D -> E D M"),
             ("ffn_up.{e}.weight", "mlp.up.w", "M D -> E D M"),
             ("ffn_down.{e}.weight", "mlp.down.w", "D M -> E M D"),
         )
-    return rows + blocks(
-        over,
+    return rows + layer_rows(
+        layers,
         ("ffn_gate_exps.weight", "mlp.gate.w", "E M D -> E D M"),
         ("ffn_up_exps.weight", "mlp.up.w", "E M D -> E D M"),
         ("ffn_down_exps.weight", "mlp.down.w", "E D M -> E M D"),
     )
 
 
-def shared_expert(over: Sequence[int]) -> list[KeyRow]:
+def shared_expert_rows(layers: Sequence[int]) -> list[KeyRow]:
     """The expert that every token passes through."""
-    return glu(over, "_shexp", "mlp.shared", "shared")
+    return glu_rows(layers, "_shexp", "mlp.shared", "shared")

@@ -23,7 +23,7 @@ MOST_EXPERTS = 1_000_000
 MOST_DEPTH = 32
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a file of limited size.
 
     Raises:
@@ -55,7 +55,7 @@ def config_from(hub: dict[str, Any], where: str) -> LanguageConfig:
         raise BadInput(f"architecture `{kind}` is not built", where=where, hint=hint)
     check_quantised(hub, where)
     try:
-        text = families[kind].hub_text(plain(hub))
+        text = families[kind].hub_text(without_quantization(hub))
         check_bounds(text, where)
         config = with_scores(families[kind].from_hub(text), hub)
     except BadInput as error:
@@ -102,7 +102,7 @@ def check_quantised(hub: dict[str, Any], where: str) -> None:
     )
 
 
-def plain(hub: dict[str, Any] | None) -> dict[str, Any]:
+def without_quantization(hub: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json without quantization, because weights are plain once they are read."""
     return {key: value for key, value in (hub or {}).items() if key != "quantization_config"}
 

@@ -16,11 +16,11 @@ from argosy.core.errors import BadInput
 from argosy.core.formats import TensorReader, TensorView
 from argosy.core.formats.safetensors import SafetensorsFolder
 from argosy.core.keymap import IGNORED, KeyMap, KeyRow, Rearrangement
-from argosy.weights.hub.config import config_from, read_json
-from argosy.weights.model import Stored
+from argosy.weights.hub.config import config_from, read_json_object
+from argosy.weights.model import OpenedModel
 
 
-def known_as(reader: TensorReader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> TensorReader:
+def with_expected_names(reader: TensorReader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> TensorReader:
     """The tensors under the names the model expects. Their names may differ by a prefix (a model saved with or without its head
     has different prefixes) or by an old ending. Where a tensor exists under both names, the expected one is used."""
     name_of = {name: name for name in reader.names}
@@ -32,7 +32,7 @@ def known_as(reader: TensorReader, prefixes: Sequence[str], old: Mapping[str, st
     return TensorView(reader, names=name_of)
 
 
-class Mapped:
+class MappedTensors:
     """A reader that gives another format's tensors under our per-layer names, through a `KeyMap`."""
 
     def __init__(self, table: KeyMap, reader: TensorReader, where: str):
@@ -45,7 +45,7 @@ class Mapped:
         # In the order of the files, so that they are read sequentially.
         self._shapes = {path: shapes[path] for path in self._theirs if path in shapes}
 
-    def over(self, reader: TensorReader) -> "Mapped":
+    def with_reader(self, reader: TensorReader) -> "MappedTensors":
         """The same tensors, read through another reader."""
         other = copy(self)
         other.reader = reader
@@ -80,7 +80,7 @@ class Mapped:
         return [name for name in self.names if self.table.is_scaled(name)]
 
 
-def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
+def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> OpenedModel:
     """Opens a Hub folder.
 
     Args:
@@ -90,11 +90,11 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> S
         BadInput: the architecture is not built, or tensors are missing, unexpected or of the wrong shape, all listed.
         Damaged: files contradict themselves.
     """
-    hub = read_json(folder / "config.json")
+    hub = read_json_object(folder / "config.json")
     config = config_from(hub, str(folder / "config.json"))
     tensors: TensorReader = SafetensorsFolder.open(folder)
     if config.hub_prefixes or config.hub_old_ends:
-        tensors = known_as(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
+        tensors = with_expected_names(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
     declared, config = config, config.fitted(tensors.names)
     for key in type(config).model_fields:
         stated, found = getattr(declared, key), getattr(config, key)
@@ -110,7 +110,7 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> S
         rows = config.hub_scaled(rows, tensors.names)
     table = KeyMap(rows, sizes, ignore=(*IGNORED, *config.hub_ignore, *config.hub_left_out))
     check_vocabulary(rows, sizes, tensors, str(folder))
-    return Stored(folder, "hub", config, Mapped(table, tensors, str(folder)), folder, hub)
+    return OpenedModel(folder, "hub", config, MappedTensors(table, tensors, str(folder)), folder, hub)
 
 
 def _patterns(names: list[str]) -> str:
@@ -139,14 +139,14 @@ def check_vocabulary(rows: list[KeyRow], sizes: Mapping[str, int], tensors: Tens
             )
 
 
-def check_tied(stored: Stored) -> None:
+def check_tied_head(stored: OpenedModel) -> None:
     """Checks that a stored head equals the embedding if the config ties them. Without this check the difference would be found
     only when the head is read.
 
     Raises:
         BadInput: they differ.
     """
-    if stored.kind != "hub" or not isinstance(stored.weights, Mapped):
+    if stored.kind != "hub" or not isinstance(stored.weights, MappedTensors):
         return
     for row in stored.config.hub_rows()[0]:
         if {row.tied_to, *row.copies} & set(stored.weights.reader.names) and isinstance(row.ours, str):

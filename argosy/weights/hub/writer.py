@@ -16,11 +16,11 @@ from argosy.data.tokenizers.load import matching
 from argosy.models.config import SCORING
 from argosy.models.language import LanguageConfig
 from argosy.models.parts.weight import exact
-from argosy.weights.hub.config import config_from, plain
+from argosy.weights.hub.config import config_from, without_quantization
 from argosy.weights.model import COMPANIONS
 
 
-def folder_of(
+def hub_files(
     config: LanguageConfig,
     weights: TensorReader,
     *,
@@ -32,15 +32,15 @@ def folder_of(
 
     Args:
         hub: the config.json it was loaded with; everything in it that is not architecture (token ids and so on) is kept.
-        dtype: the type of the tensors, as in `typed`.
+        dtype: the type of the tensors, as in `cast_weights`.
 
     Raises:
         BadInput: weights are missing, unexpected or of the wrong shape, all listed.
         Unsupported: safetensors has no name for the type.
     """
-    entries = list(KeyMap(*config.hub_rows()).inverse(typed(config, weights, dtype)))
+    entries = list(KeyMap(*config.hub_rows()).inverse(cast_weights(config, weights, dtype)))
     kind = Counter(str(entry.dtype) for entry in entries).most_common(1)[0][0]
-    written = plain(hub) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind}
+    written = without_quantization(hub) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind}
     return [*folder_files(entries, shard_bytes), of_text("config.json", json.dumps(written, indent=2) + "\n")]
 
 
@@ -54,16 +54,16 @@ def save_folder(
     dtype: Any = None,
     shard_bytes: float = 5e9,
 ) -> None:
-    """Writes a Hub folder in place, with a slab of one tensor in memory at a time. Arguments and errors as `folder_of`, and
+    """Writes a Hub folder in place, with a slab of one tensor in memory at a time. Arguments and errors as `hub_files`, and
 
     Args:
         companions: a folder whose small files are copied.
     """
-    for file in [*folder_of(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes), *copies(companions)]:
+    for file in [*hub_files(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes), *companion_files(companions)]:
         write_file(Path(folder) / file.name, file)
 
 
-def copies(companions: Path | None) -> list[File]:
+def companion_files(companions: Path | None) -> list[File]:
     """The small files that belong to a folder's model, each under its path relative to the folder."""
     if companions is None or not companions.is_dir():
         return []
@@ -71,7 +71,7 @@ def copies(companions: Path | None) -> list[File]:
     return [of_bytes(file.relative_to(companions).as_posix(), file.read_bytes()) for file in files]
 
 
-def typed(config: LanguageConfig, weights: TensorReader, dtype: Any) -> TensorReader:
+def cast_weights(config: LanguageConfig, weights: TensorReader, dtype: Any) -> TensorReader:
     """Per-layer weights in another type. Weights that would change discrete choices if they were rounded keep their type
     (`weight.exact`).
 

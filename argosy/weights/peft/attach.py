@@ -42,14 +42,14 @@ def put_adapter(model: Any, adapters: Mapping[str, Adapter], dropout: float = 0.
     return done
 
 
-def mark_whole(model: Any, whole: Iterable[str]) -> None:
+def mark_retrained(model: Any, whole: Iterable[str]) -> None:
     """Marks weights of a model with unrolled layers as trained in full beside its adapters, so that they are saved with them."""
     for name in whole:
         v = variable(model, name)
         put_at(model, name, Retrained(v.get_value(), **{key: v.get_metadata()[key] for key in ("meaning", "draw")}))
 
 
-def settle(model: Any) -> None:
+def precompute_norms(model: Any) -> None:
     """Computes what DoRA needs of the weights once, for a model that is not trained further."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, DoRA):

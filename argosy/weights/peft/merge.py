@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from argosy.core.formats import Arrays, OverlaidTensors, TensorReader, TensorView
-from argosy.weights.peft.sites import Adapter, Contents, contractions
+from argosy.weights.peft.sites import Adapter, PeftContents, contractions
 
 # Of float32.
 SLAB_BYTES = 1 << 26
 
 
-def merged(weights: TensorReader, contents: Contents, config: Any) -> TensorReader:
+def merged_weights(weights: TensorReader, contents: PeftContents, config: Any) -> TensorReader:
     """A model's weights with adapters merged as they are read: W + gain A B, in the type of W; and with those that were trained in
     full in place of its own."""
     specs, adapters = contractions(config), contents.adapters
@@ -37,26 +37,26 @@ def with_adapter(of: Any, adapter: Adapter, weight: np.ndarray, first: int) -> n
     rows = max(1, SLAB_BYTES * len(weight) // (4 * weight.size))
     slabs = [slice(low, min(low + rows, len(weight))) for low in range(0, len(weight), rows)]
 
-    def own(array: np.ndarray, letters: str, here: slice) -> np.ndarray:
+    def part_of(array: np.ndarray, letters: str, slab: slice) -> np.ndarray:
         """The part of a factor that belongs to a slab."""
-        there = slice(first + here.start, first + here.stop)
+        there = slice(first + slab.start, first + slab.stop)
         return array[tuple(there if letter == of.spec[0] else slice(None) for letter in letters)].astype(np.float32)
 
-    def whole(here: slice) -> np.ndarray:
-        a, b = own(adapter.a, letters_a, here), own(adapter.b, letters_b, here)
+    def merged_slab(slab: slice) -> np.ndarray:
+        a, b = part_of(adapter.a, letters_a, slab), part_of(adapter.b, letters_b, slab)
         delta = np.einsum(f"{letters_a},{letters_b}->{of.spec}", a, b, optimize=True)
-        return weight[here].astype(np.float32) + np.float32(adapter.gain) * delta
+        return weight[slab].astype(np.float32) + np.float32(adapter.gain) * delta
 
     # A slab at a time: at once, it would need five arrays of the weight's size.
     if adapter.m is None:
-        for here in slabs:
-            out[here] = whole(here).astype(weight.dtype)
+        for slab in slabs:
+            out[slab] = merged_slab(slab).astype(weight.dtype)
         return out
     inner = tuple(i for i, letter in enumerate(of.spec) if letter in of.inner)
-    squares = [np.sum(np.square(whole(here)), inner) for here in slabs]
+    squares = [np.sum(np.square(merged_slab(slab)), inner) for slab in slabs]
     if 0 in inner:
         squares = [sum(squares)] * len(slabs)
-    for here, square in zip(slabs, squares):
-        ratio = own(adapter.m, letters_m, here) / np.sqrt(square)
-        out[here] = (whole(here) * np.expand_dims(ratio, inner)).astype(weight.dtype)
+    for slab, square in zip(slabs, squares):
+        ratio = part_of(adapter.m, letters_m, slab) / np.sqrt(square)
+        out[slab] = (merged_slab(slab) * np.expand_dims(ratio, inner)).astype(weight.dtype)
     return out

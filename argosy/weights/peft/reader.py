@@ -24,7 +24,7 @@ from argosy.core.errors import BadInput, Unsupported, nearest, some
 from argosy.core.formats import TensorReader, TensorView
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
-from argosy.weights.hub.config import read_json
+from argosy.weights.hub.config import read_json_object
 from argosy.weights.peft.sites import (
     CONFIG,
     FILES,
@@ -33,11 +33,11 @@ from argosy.weights.peft.sites import (
     UNDER,
     WEIGHTS,
     Adapter,
-    Contents,
-    check_tied,
+    PeftContents,
+    check_tied_adapter,
     modules_of,
     sites,
-    tied,
+    tied_names,
 )
 
 # Keys that change the function, and the values at which they do not.
@@ -84,7 +84,7 @@ def config_for(folder: str | Path, config: Any) -> Any:
     folder = Path(folder)
     if not all((folder / name).is_file() for name in FILES):
         return config
-    if str(read_json(folder / CONFIG).get("task_type")) != SCORES or config.scored:
+    if str(read_json_object(folder / CONFIG).get("task_type")) != SCORES or config.scored:
         return config
     if "scores" not in type(config).model_fields:
         raise Unsupported("models of this family have no head of scores yet", where=str(folder / CONFIG))
@@ -94,7 +94,7 @@ def config_for(folder: str | Path, config: Any) -> Any:
     return config.model_copy(update={"scores": file.shape(wanted)[0]})
 
 
-def read_contents(folder: str | Path, config: Any) -> Contents:
+def read_contents(folder: str | Path, config: Any) -> PeftContents:
     """Reads the adapters of a PEFT folder and the modules that were trained in full.
 
     Args:
@@ -108,7 +108,7 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise BadInput(f"no {CONFIG}", where=str(folder), hint="give a folder that PEFT's save_pretrained wrote")
-    keys = read_json(folder / CONFIG)
+    keys = read_json_object(folder / CONFIG)
     _check(keys, folder)
     if not (folder / WEIGHTS).is_file():
         raise BadInput(f"no {WEIGHTS}", where=str(folder), hint="weights saved as pickles are never read")
@@ -121,13 +121,13 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
             continue
         rank = file.shape(names[0][0])[0] if names[0][0] in file.names else 0
         used.update(*names)
-        check_tied(site, config)
+        check_tied_adapter(site, config)
         if dora:
             used.update(site.magnitude().replace("{e}", str(e)) for e in range(len(names[0])))
             if site.table:
                 raise Unsupported(f"DoRA on the embedding `{site.module}`: not built", hint="merge it with PEFT first")
         gain = _gain(keys, site.module, rank, len(names[0]))
-        for part, ours in enumerate(site.ours):
+        for part, ours in enumerate(site.weights):
             table = KeyMap(site.rows(part, dora), sizes | {"r": rank})
             read = {factor: table.read(file, f"{ours}.{factor}") for factor in ("abm" if dora else "ab")}
             out[ours] = Adapter(read["a"], read["b"], gain, read.get("m"))
@@ -143,7 +143,7 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
     whole, names = _read_whole(keys, file, config, folder)
     base, base_names = _read_base(file, config)
     used.update(names, base_names)
-    for _, head in tied(config):
+    for _, head in tied_names(config):
         if any(name.startswith(f"{PREFIX}{head.removesuffix('weight')}lora_") for name in file.names):
             what = f"an adapter on `{head.removesuffix('.weight')}`, which is tied to the embedding: not built"
             raise Unsupported(what, where=str(folder), hint="untie the head first, or leave it out of the adapter")
@@ -153,7 +153,7 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
         raise BadInput(what, where=str(folder), hint=hint)
     if not out:
         raise BadInput("the folder has no adapter", where=str(folder))
-    return Contents(out, whole, _number(keys.get("lora_dropout") or 0.0, "lora_dropout"), base)
+    return PeftContents(out, whole, _number(keys.get("lora_dropout") or 0.0, "lora_dropout"), base)
 
 
 def _read_whole(
@@ -167,7 +167,7 @@ def _read_whole(
     """
     table = KeyMap(*config.hub_rows())
     theirs = TensorView(file, names={name.removeprefix(PREFIX): name for name in file.names if name.startswith(PREFIX)})
-    for embedding, head in tied(config):
+    for embedding, head in tied_names(config):
         both = [name for name in (embedding, head) if name in theirs.names]
         if both == [head] or (both == [embedding] and not keys.get("ensure_weight_tying")):
             what = f"`{both[0]}` was trained in full, and the model ties `{embedding}` and `{head}`, so that PEFT unties them"
@@ -177,7 +177,7 @@ def _read_whole(
     if absent := [name for name in said if not any(_ends(there, name) for there in found)]:
         raise BadInput(f"modules_to_save has {some(absent)}, and the file no such tensors", where=str(folder))
     whole = {path: np.asarray(table.read(theirs, path)) for path in dict.fromkeys(p for paths in found.values() for p in paths)}
-    used = {PREFIX + name for name in found} | {PREFIX + head for _, head in tied(config)}
+    used = {PREFIX + name for name in found} | {PREFIX + head for _, head in tied_names(config)}
     return whole, used & set(file.names)
 
 
@@ -191,7 +191,7 @@ def _read_base(file: SafeTensors, config: Any) -> tuple[dict[str, np.ndarray], s
     return {path: np.asarray(table.read(theirs, path)) for path in paths}, {names[name] for name in found}
 
 
-def check_base(contents: Contents, weights: TensorReader) -> None:
+def check_base(contents: PeftContents, weights: TensorReader) -> None:
     """Compares the weights of the base that a PEFT folder holds with the base's own, in the type that has fewer bits.
 
     Raises:

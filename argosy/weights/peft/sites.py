@@ -42,7 +42,7 @@ class Adapter(NamedTuple):
     m: np.ndarray | None = None
 
 
-class Contents(NamedTuple):
+class PeftContents(NamedTuple):
     """What a PEFT folder holds: adapters by the per-layer name of their contraction, and the weights of modules that were trained in
     full by their per-layer name. dropout: that the adapters were trained with. base: weights of the base that PEFT saved beside
     adapters on an embedding or a head, by per-layer name; `peft.check_base` compares them with the base's."""
@@ -59,7 +59,7 @@ class Site:
 
     # Contains {e} if there is one module per expert.
     module: str
-    ours: tuple[str, ...]
+    weights: tuple[str, ...]
     how_a: str
     how_b: str
     how_m: str
@@ -79,10 +79,10 @@ class Site:
         """The rows of A and B, and of DoRA's magnitudes, for contraction number `part` of the module."""
         a, b = self.names()
         rows = [
-            KeyRow(a, f"{self.ours[part]}.a", self.how_a),
-            KeyRow(b, tuple(f"{name}.b" for name in self.ours), self.how_b),
+            KeyRow(a, f"{self.weights[part]}.a", self.how_a),
+            KeyRow(b, tuple(f"{name}.b" for name in self.weights), self.how_b),
         ]
-        return [*rows, KeyRow(self.magnitude(), tuple(f"{name}.m" for name in self.ours), self.how_m)] if dora else rows
+        return [*rows, KeyRow(self.magnitude(), tuple(f"{name}.m" for name in self.weights), self.how_m)] if dora else rows
 
 
 def sites(config: Any) -> list[Site]:
@@ -149,14 +149,14 @@ def _axes(side: str) -> list[str]:
     return [axis for axis in out if axis]
 
 
-def tied(config: Any) -> Iterator[tuple[str, str]]:
+def tied_names(config: Any) -> Iterator[tuple[str, str]]:
     """The names of the embedding and of the head on the Hub, where one weight is both."""
     for row in config.hub_rows()[0]:
         if row.ours == "embed.w" and row.tied_to is not None:
             yield row.theirs, row.tied_to
 
 
-def check_tied(site: Site, config: Any) -> None:
+def check_tied_adapter(site: Site, config: Any) -> None:
     """PEFT adapts the embedding and leaves a tied head unchanged; here they are one weight, so this is refused."""
     if site.table and config.tied:
         what = f"an adapter on `{site.module}`, to which the head is tied: not built"

@@ -26,8 +26,19 @@ from argosy.core.formats.safetensors import tensors_file
 from argosy.core.keymap import KeyMap, KeyRow, Rearrangement
 from argosy.models.parts.stack import stored_addresses
 from argosy.models.parts.weight import split
-from argosy.weights.peft.sites import CONFIG, PREFIX, SCORES, WEIGHTS, Adapter, Contents, Site, check_tied, sites, tied
-from argosy.weights.staging import Partial, taken
+from argosy.weights.peft.sites import (
+    CONFIG,
+    PREFIX,
+    SCORES,
+    WEIGHTS,
+    Adapter,
+    PeftContents,
+    Site,
+    check_tied_adapter,
+    sites,
+    tied_names,
+)
+from argosy.weights.staging import StagedFolder, is_occupied
 
 
 def adapters_of(model: Any) -> dict[str, Adapter]:
@@ -60,7 +71,7 @@ def adapters_of(model: Any) -> dict[str, Adapter]:
     return out
 
 
-def contents_of(model: Any) -> Contents:
+def contents_of(model: Any) -> PeftContents:
     """What the PEFT folder of a model in either layout holds.
 
     Raises:
@@ -70,7 +81,7 @@ def contents_of(model: Any) -> Contents:
     places = {name: at for name, at in stored_addresses(model).items() if at[0] in mine}
     whole = {name: np.asarray(own[address] if i is None else own[address][i]) for name, (address, i) in places.items()}
     adapters = adapters_of(model)
-    return Contents(adapters, whole, max(module.dropout for module in find(model, ".*", LoRA).values()))
+    return PeftContents(adapters, whole, max(module.dropout for module in find(model, ".*", LoRA).values()))
 
 
 def write_adapter(
@@ -93,16 +104,16 @@ def write_adapter(
         Unsupported: an adapter on a weight for which PEFT has no name, or a part of a module of the Hub was trained in full.
     """
     folder = Path(folder)
-    if taken(folder):
+    if is_occupied(folder):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
     theirs, modules = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
-    homes = {name: site for site in sites(config) for name in site.ours}
+    homes = {name: site for site in sites(config) for name in site.weights}
     if homeless := sorted(set(adapters) - set(homes)):
         raise Unsupported(f"PEFT has no name for adapters on {some(homeless)}", hint="merge them instead")
     sizes = config.hub_rows()[1]
     for site in dict.fromkeys(homes[name] for name in adapters):
-        check_tied(site, config)
-        parts = [adapters.get(name) for name in site.ours]
+        check_tied_adapter(site, config)
+        parts = [adapters.get(name) for name in site.weights]
         for name, array, rank, gain in _theirs(site, parts, sizes):
             theirs[name] = array
             modules[re.sub(r"\.lora_.*", "", name.removeprefix(PREFIX))] = (rank, gain)
@@ -120,7 +131,7 @@ def write_adapter(
     said |= {"task_type": SCORES} if config.scored else {}
     files.append(of_text(CONFIG, json.dumps(said, indent=2) + "\n"))
     # The folder is written completely or not at all.
-    with Partial(folder, None) as part:
+    with StagedFolder(folder, None) as part:
         part.plan(files)
         part.write(files)
         part.commit()
@@ -140,7 +151,7 @@ def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.
     out = {}
     for entry in KeyMap(mine, sizes).inverse(Arrays(whole)):
         out[entry.name] = np.ascontiguousarray(entry.make(), np.float32)
-    return out | {head: out[embedding] for embedding, head in tied(config) if embedding in out}
+    return out | {head: out[embedding] for embedding, head in tied_names(config) if embedding in out}
 
 
 def _paths(row: KeyRow) -> tuple[str, ...]:
@@ -166,7 +177,7 @@ def _theirs(
     dora = [part.m is not None for part in present]
     if any(dora) and not (all(dora) and len(present) == len(parts)):
         what = f"DoRA on a part of `{site.module}`, which is one matrix for the PEFT library"
-        raise Unsupported(what, hint=f"adapt all of {', '.join(site.ours)}, or merge instead")
+        raise Unsupported(what, hint=f"adapt all of {', '.join(site.weights)}, or merge instead")
     shared = len(present) == len(parts) and all(
         part.gain == present[0].gain and np.array_equal(part.a, present[0].a) for part in present
     )
@@ -190,8 +201,8 @@ def _theirs(
             bs.append(b)
     rank = a.shape[-1]
     table = KeyMap(site.rows(0, any(dora)), dict(sizes) | {"r": rank})
-    ours = {f"{site.ours[0]}.a": a} | {f"{name}.b": b for name, b in zip(site.ours, bs)}
-    ours |= {f"{name}.m": part.m for name, part in zip(site.ours, parts) if part is not None and part.m is not None}
+    ours = {f"{site.weights[0]}.a": a} | {f"{name}.b": b for name, b in zip(site.weights, bs)}
+    ours |= {f"{name}.m": part.m for name, part in zip(site.weights, parts) if part is not None and part.m is not None}
     for entry in table.inverse(Arrays({name: np.asarray(array, np.float32) for name, array in ours.items()})):
         yield entry.name, np.ascontiguousarray(entry.make()), rank, gain
 
