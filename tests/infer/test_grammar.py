@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 from helpers import shared
 from pydantic import BaseModel
-from random_model import Random
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers import Tokenizer

@@ -90,13 +90,13 @@ def test_a_serving_engine_holds_its_weights_once():
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_new_weights_are_packed_anew(keeps: bool):
-    lm, other = lm_of("llama", "plain"), random(lm_of("llama", "plain").config, 1)
+    lm, other = lm_of("llama", "plain"), random_model(lm_of("llama", "plain").config, 1)
     engine, some = Engine(lm.module, TIGHT, exclusive=keeps), prompts(lm.config.vocab, (5, 40))
     before = answers(engine, [Request(p, max_tokens=6) for p in some])
     engine.swap_weights(split(other.module)[1])
     after = answers(engine, [Request(p, max_tokens=6) for p in some])
     assert after != before
-    assert after == answers(Engine(random(lm.config, 1).module, TIGHT), [Request(p, max_tokens=6) for p in some])
+    assert after == answers(Engine(random_model(lm.config, 1).module, TIGHT), [Request(p, max_tokens=6) for p in some])
     assert isinstance(made_by(engine)["head.w"], Panels)
 
 

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from random_model import Random
 from serve.conftest import LIMITS, SIZES, inside
 
 from argosy.adapt.surgery import find

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from random_model import Random
 from serve.conftest import LIMITS, SIZES, alone, inside
 from serve.test_admin import KEY, LORA, factors_of
 from serve.test_front import PROMPT, breaks, settled, tokens

@@ -57,7 +57,7 @@ class PanelPacker:
         return weights | self.panels
 
     @staticmethod
-    def _rows(origin: Origin, weights: Leaves, forms: Mapping[str, tuple[int, bool]]) -> dict[str, Rows]:
+    def _rows(origin: Origin, weights: Leaves, forms: Mapping[str, tuple[int, bool]]) -> dict[str, BlockRows]:
         """The blocks of a file, for those of these weights that it has in blocks."""
         found = {address: origin.rows(address, weights[address], *form) for address, form in forms.items()}
         return {address: rows for address, rows in found.items() if rows is not None}
@@ -121,6 +121,6 @@ def is_packable(w: Any) -> bool:
 
 
 def has_memory_for(weights: Any) -> bool:
-    """Whether there is memory for a copy of these weights, each an array or `Rows`."""
+    """Whether there is memory for a copy of these weights, each an array or `BlockRows`."""
     free = memory_bytes()[1]
     return free is not None and sum(a.nbytes for a in weights) <= SHARE * free
