@@ -3,12 +3,15 @@
 Rational numbers are exact. Anything else is a complex float; an expression with variables is its values at six points, so two are
 the same if they agree there to twelve digits: right for polynomials, roots and elementary functions up to an accident that nobody
 will meet, and without an algebra system. Functions are compared over the reals: sqrt(x^2) is |x|, not x.
+
+`Grammar` is also that of the calculator (`environments.calculator`), which computes rational numbers alone.
 """
 
 import cmath
 import math
 import re
 from fractions import Fraction
+from typing import Any
 
 Number = Fraction | complex
 
@@ -31,23 +34,38 @@ class NoExpression(ValueError):
     """Text that is no expression."""
 
 
-class _Parser:
-    """Reads one expression and evaluates it at one point, by recursive descent."""
+class Grammar:
+    """The grammar of arithmetic, read by recursive descent. ** binds tightest and to the right, as in Python:
 
-    def __init__(self, text: str, point: tuple[float, float]):
-        self.tokens, self.at, self.point = _tokens(text), 0, point
-        self.bars = 0
+        sum: product (("+" | "-") product)*      product: signed (("*" | "/") signed)*      signed: ("-" | "+") signed | power
+        power: factor [("^" | "**") signed]      factor: number | "(" sum ")"
 
-    def value(self) -> Number:
+    A subclass says what is computed (`binary`, `raised`, `number`), and what else there is.
+    """
+
+    # Parentheses and signs inside each other.
+    deepest = 50
+    mistake: type[ValueError] = NoExpression
+
+    def __init__(self, tokens: list[str]):
+        self.tokens, self.at, self.depth = tokens, 0, 0
+
+    def whole(self) -> Any:
+        """The value of all tokens.
+
+        Raises:
+            ValueError: they are no expression (`mistake`).
+        """
         found = self.sum()
         if self.at < len(self.tokens):
-            raise NoExpression(self.tokens[self.at])
+            raise self.mistake(f"`{self.tokens[self.at]}` where a sign or the end belongs")
         return found
 
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def take(self, *wanted: str) -> str | None:
+        """The next token, if it is one of these."""
         if self.peek() in wanted:
             self.at += 1
             return self.tokens[self.at - 1]
@@ -55,13 +73,62 @@ class _Parser:
 
     def need(self, token: str) -> None:
         if not self.take(token):
-            raise NoExpression(f"no {token}")
+            raise self.mistake("a parenthesis is not closed")
 
-    def sum(self) -> Number:
+    def sum(self) -> Any:
         found = self.product()
         while sign := self.take("+", "-"):
-            found = _binary(sign, found, self.product())
+            found = self.binary(sign, found, self.product())
         return found
+
+    def product(self) -> Any:
+        found = self.signed()
+        while sign := self.take("*", "/"):
+            found = self.binary(sign, found, self.signed())
+        return found
+
+    def signed(self) -> Any:
+        self.depth += 1
+        if self.depth > self.deepest:
+            raise self.mistake(f"more than {self.deepest} parentheses or signs inside each other")
+        sign = self.take("-", "+")
+        found = self.power() if sign is None else self.signed()
+        self.depth -= 1
+        return self.binary("-", Fraction(0), found) if sign == "-" else found
+
+    def power(self) -> Any:
+        base = self.factor()
+        return self.raised(base, self.signed()) if self.take("^", "**") else base
+
+    def factor(self) -> Any:
+        if self.take("("):
+            found = self.sum()
+            self.need(")")
+            return found
+        token = self.peek()
+        if not token:
+            raise self.mistake("a number is missing at the end")
+        if not is_number(token):
+            raise self.mistake(f"`{token}` where a number belongs")
+        self.at += 1
+        return self.number(token)
+
+    def number(self, token: str) -> Any:
+        return Fraction(token)
+
+    def binary(self, sign: str, a: Any, b: Any) -> Any:
+        return _binary(sign, a, b)
+
+    def raised(self, base: Any, exponent: Any) -> Any:
+        return _power(base, exponent)
+
+
+class _Parser(Grammar):
+    """An expression, evaluated at one point: also LaTeX, products without a sign, variables, functions, factorials and bars."""
+
+    def __init__(self, text: str, point: tuple[float, float]):
+        super().__init__(_tokens(text))
+        self.point, self.bars = point, 0
 
     def product(self) -> Number:
         found = self.signed()
@@ -69,7 +136,7 @@ class _Parser:
             if sign := self.take("*", "/", "\\cdot", "\\times", "\\div"):
                 found = _binary("/" if sign in ("/", "\\div") else "*", found, self.signed())
             elif self.begins():
-                if self.peek()[0] in "0123456789." and self.tokens[self.at - 1][0] in "0123456789.":
+                if is_number(self.peek()) and is_number(self.tokens[self.at - 1]):
                     raise NoExpression("two numbers side by side")
                 found = _binary("*", found, self.power())
             else:
@@ -86,17 +153,8 @@ class _Parser:
         name = token[1:]
         return token.startswith("\\") and (name in FUNCTIONS or name in CONSTANTS or name in GREEK or name in ("frac", "binom"))
 
-    def signed(self) -> Number:
-        if self.take("-"):
-            return _binary("-", Fraction(0), self.signed())
-        return self.signed() if self.take("+") else self.power()
-
-    def power(self) -> Number:
-        base = self.factorial(self.atom())
-        if self.take("^", "**"):
-            exponent = self.signed() if self.peek() in ("-", "+") else self.power()
-            return _power(base, exponent)
-        return base
+    def factor(self) -> Number:
+        return self.factorial(self.atom())
 
     def factorial(self, found: Number) -> Number:
         while self.take("!"):
@@ -108,7 +166,7 @@ class _Parser:
     def atom(self) -> Number:
         token = self.peek()
         self.at += 1
-        if token and (token[0].isdigit() or token[0] == "."):
+        if is_number(token):
             return self.mixed(Fraction(token)) if "." not in token else Fraction(token)
         if token in ("(", "{", "["):
             found = self.sum()
@@ -213,6 +271,11 @@ def _tokens(text: str) -> list[str]:
     return found
 
 
+def is_number(token: str) -> bool:
+    """Whether a token begins as a number does."""
+    return token[:1].isdigit() or token[:1] == "."
+
+
 def _variable(name: str, point: tuple[float, float]) -> float:
     """Where a variable is at a point: each name at another place."""
     number = sum(ord(letter) * 31**i for i, letter in enumerate(name)) % 9973
@@ -275,7 +338,7 @@ def values(text: str) -> list[Number]:
     found: list[Number] = []
     for point in POINTS:
         try:
-            found.append(_Parser(text, point).value())
+            found.append(_Parser(text, point).whole())
         except (ValueError, OverflowError, ZeroDivisionError, RecursionError) as error:
             raise NoExpression(str(error)) from None
     return found

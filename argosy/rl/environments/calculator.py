@@ -4,17 +4,17 @@
     calculate("1 / 3")                1/3, which is 0.333333333333
     calculate("0.1 + 0.2")            0.3
 
-It has a parser of its own and runs nothing. The grammar, ** binding tightest and to the right, as in Python:
-
-    sum: product (("+" | "-") product)*      product: sign (("*" | "/") sign)*      sign: "-" sign | power      power: atom ["**" sign]
+It runs nothing: expressions are read by a grammar (`rl.expressions.Grammar`), and have bounds.
 """
 
 import re
 from fractions import Fraction
 
+from argosy.rl.expressions import Grammar
+
 TOKEN = re.compile(r"\s*(?:(\d[\d,_]*\.?\d*|\.\d+)|(\*\*|[-+*/()^×÷−]))")
-# Of an expression, of a number's digits, and of parentheses inside each other.
-MOST_CHARACTERS, MOST_DIGITS, MOST_DEPTH = 1000, 1000, 50
+# Of an expression, and of a number's digits.
+MOST_CHARACTERS, MOST_DIGITS = 1000, 1000
 SAME = {"^": "**", "×": "*", "÷": "/", "−": "-"}
 
 
@@ -26,7 +26,7 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"an expression of {len(expression)} characters, above {MOST_CHARACTERS}")
-    return written(Reader(tokens_of(expression)).whole())
+    return number_text(Calculation(tokens_of(expression)).whole())
 
 
 def tokens_of(expression: str) -> list[str]:
@@ -49,57 +49,22 @@ def tokens_of(expression: str) -> list[str]:
     return found
 
 
-class Reader:
-    """Reads an expression from its tokens."""
+class Calculation(Grammar):
+    """An expression of rational numbers, none of them too long to be written."""
 
-    def __init__(self, tokens: list[str]):
-        self.tokens, self.at, self.depth = tokens, 0, 0
+    mistake = ValueError
 
-    def whole(self) -> Fraction:
-        value = self.sum()
-        if self.at < len(self.tokens):
-            raise ValueError(f"`{self.tokens[self.at]}` where a sign or the end belongs")
-        return value
+    def number(self, token: str) -> Fraction:
+        return bounded(Fraction(token))
 
-    def next(self, *signs: str) -> str | None:
-        """The next token if it is one of these."""
-        if self.at < len(self.tokens) and self.tokens[self.at] in signs:
-            self.at += 1
-            return self.tokens[self.at - 1]
-        return None
+    def binary(self, sign: str, a: Fraction, b: Fraction) -> Fraction:
+        if sign == "/" and b == 0:
+            raise ZeroDivisionError("division by zero")
+        return bounded(a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b)
 
-    def sum(self) -> Fraction:
-        value = self.product()
-        while sign := self.next("+", "-"):
-            other = self.product()
-            value = bounded(value + other if sign == "+" else value - other)
-        return value
-
-    def product(self) -> Fraction:
-        value = self.sign()
-        while sign := self.next("*", "/"):
-            other = self.sign()
-            if sign == "/" and other == 0:
-                raise ZeroDivisionError("division by zero")
-            value = bounded(value * other if sign == "*" else value / other)
-        return value
-
-    def sign(self) -> Fraction:
-        self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise ValueError(f"more than {MOST_DEPTH} parentheses or signs inside each other")
-        sign = self.next("-", "+")
-        value = self.power() if sign is None else -self.sign() if sign == "-" else self.sign()
-        self.depth -= 1
-        return value
-
-    def power(self) -> Fraction:
-        base = self.atom()
-        if self.next("**") is None:
-            return base
-        exponent = self.sign()
+    def raised(self, base: Fraction, exponent: Fraction) -> Fraction:
         if exponent.denominator != 1:
-            raise ValueError(f"the exponent {written(exponent)} is not whole")
+            raise ValueError(f"the exponent {number_text(exponent)} is not whole")
         if base == 0 and exponent < 0:
             raise ZeroDivisionError("division by zero")
         digits = abs(exponent.numerator) * max(len(str(abs(base.numerator))), len(str(base.denominator)))
@@ -108,20 +73,6 @@ class Reader:
         if abs(base) == 1 or base == 0:
             exponent = Fraction(exponent.numerator % 2 if base else min(exponent.numerator, 1))
         return bounded(base**exponent.numerator)
-
-    def atom(self) -> Fraction:
-        if self.next("("):
-            value = self.sum()
-            if self.next(")") is None:
-                raise ValueError("a parenthesis is not closed")
-            return value
-        if self.at == len(self.tokens):
-            raise ValueError("a number is missing at the end")
-        token = self.tokens[self.at]
-        if not token[0].isdigit() and token[0] != ".":
-            raise ValueError(f"`{token}` where a number belongs")
-        self.at += 1
-        return bounded(Fraction(token))
 
 
 def bounded(value: Fraction) -> Fraction:
@@ -135,7 +86,7 @@ def bounded(value: Fraction) -> Fraction:
     return value
 
 
-def written(value: Fraction) -> str:
+def number_text(value: Fraction) -> str:
     """A number: whole or decimal where it is one; otherwise as a fraction, with its first decimals."""
     if value.denominator == 1:
         return str(value.numerator)
