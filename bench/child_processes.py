@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any
 
 from argosy.data.chat import template
-from argosy.rl.environments.pool import Environments
+from argosy.rl.environments.pool import EnvironmentPool
 from argosy.rl.rewards.functions import open_rewards
-from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.settings import RewardSettings
 from argosy.rl.sandbox import available, run_code
 
 CALLS = 400
@@ -52,7 +52,7 @@ def rewards(file: Path, calls: int) -> None:
     texts = ["four words are here"] * 64
     for workers in (1, 2):
         began = time.perf_counter()
-        with open_rewards([Reward(of=f"{file}:none")], workers=workers, columns=[]) as scores:
+        with open_rewards([RewardSettings(of=f"{file}:none")], workers=workers, columns=[]) as scores:
             start = time.perf_counter() - began
             show(f"reward, processes: {workers}", calls, partial(scores, texts, texts, {}), start)
 
@@ -65,7 +65,7 @@ def templates(calls: int) -> None:
 def environments(file: Path, calls: int) -> None:
     source = {"of": "Echo", "file": str(file), "function": "Echo", "source": file.read_text(), "args": {}}
     began = time.perf_counter()
-    pool = Environments(source, 10.0, [])
+    pool = EnvironmentPool(source, 10.0, [])
     try:
         played = pool.open()
 

@@ -60,7 +60,7 @@ def main(words: list[str] | None = None) -> int:
         sys.stderr.flush()
     except OSError:
         silence(sys.stderr)
-    signals.over(code)
+    signals.after_signal(code)
     return code
 
 

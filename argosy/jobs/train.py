@@ -418,7 +418,10 @@ class Training:
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
             here = [one for one in a.mesh.devices.flat if one.process_index == jax.process_index()]
             comparing: Any = settings.stragglers, here, self.clock, lambda: life.step or 0, self.view.say, metrics.write
-            with garbage.set_aside(), asked_to_stop(STOPPING) as signaled, watched(signaled) as watch, paced(*comparing) as measured:
+            with (
+                garbage.frozen_garbage(), asked_to_stop(STOPPING) as signaled,
+                watched(signaled) as watch, paced(*comparing) as measured,
+            ):  # fmt: skip
                 hooks: list[Any] = []
                 if settings.rollout is not None:
                     hooks += self.begin_rollouts(saver, metrics, answers, watch.between)

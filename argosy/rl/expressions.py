@@ -34,7 +34,7 @@ class NoExpression(ValueError):
     """Text that is no expression."""
 
 
-class Grammar:
+class ArithmeticGrammar:
     """The grammar of arithmetic, read by recursive descent. ** binds tightest and to the right, as in Python:
 
         sum: product (("+" | "-") product)*      product: signed (("*" | "/") signed)*      signed: ("-" | "+") signed | power
@@ -123,7 +123,7 @@ class Grammar:
         return _power(base, exponent)
 
 
-class _Parser(Grammar):
+class _Parser(ArithmeticGrammar):
     """An expression, evaluated at one point: also LaTeX, products without a sign, variables, functions, factorials and bars."""
 
     def __init__(self, text: str, point: tuple[float, float]):
@@ -344,7 +344,7 @@ def values(text: str) -> list[Number]:
     return found
 
 
-def near(a: Number, b: Number, decimal: bool = False) -> bool:
+def nearly_equal(a: Number, b: Number, decimal: bool = False) -> bool:
     """Whether two numbers are the same: rational ones exactly, others to twelve digits. With a decimal among them, which may be
     rounded, to the sixth place after the point, or to six digits where they are below 1."""
     if isinstance(a, Fraction) and isinstance(b, Fraction) and (a == b or not decimal):
@@ -358,7 +358,7 @@ def near(a: Number, b: Number, decimal: bool = False) -> bool:
     return abs(x - y) <= 1e-12 * max(abs(x), abs(y)) + (1e-6 * min(1.0, abs(y)) if decimal else 1e-13)
 
 
-def same(a: str, b: str) -> bool:
+def equivalent(a: str, b: str) -> bool:
     """Whether two expressions are the same number, or the same function.
 
     Raises:
@@ -366,4 +366,4 @@ def same(a: str, b: str) -> bool:
     """
     xs, ys = values(a), values(b)
     decimal = "." in a or "." in b
-    return all(near(x, y, decimal) for x, y in zip(xs, ys, strict=True))
+    return all(nearly_equal(x, y, decimal) for x, y in zip(xs, ys, strict=True))

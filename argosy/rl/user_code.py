@@ -36,7 +36,7 @@ def load_file(source):
     return module
 
 
-def function_of(module, source):
+def source_function(module, source):
     """The function that a source names."""
     try:
         function = module
@@ -52,7 +52,7 @@ def function_of(module, source):
     return function
 
 
-def parameters_of(function, fixed):
+def function_parameters(function, fixed):
     """The parameters that a function needs, and those that it takes."""
     needs, takes, every = [], [], False
     for name, parameter in inspect.signature(function).parameters.items():
@@ -147,7 +147,7 @@ def traceback_below(tb, file):
     return start
 
 
-def shortened(value):
+def short_repr(value):
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 

@@ -28,7 +28,7 @@ from argosy.ops.matmul import MATMUL
 from argosy.parallel.gather import Once
 from argosy.parallel.place import like_weights, row_shares, rows_here
 from argosy.parallel.rules import shardings
-from argosy.rl.policy.critic import PREFIX, attach
+from argosy.rl.policy.critic import PREFIX, attach_critic
 from argosy.run import diloco as replicas
 from argosy.run.assembly import Assembly, scheduled_steps
 from argosy.run.combinations import Situation, violated
@@ -231,7 +231,7 @@ def _assembled(
     whole = frozenset(retrained(model))
     critic = getattr(run.objective, "critic", None)
     if critic is not None:
-        attach(model, run.model, how)
+        attach_critic(model, run.model, how)
     roles: dict[str, Role] = {}
     teaching = taught(run.objective)
     served = teaching == "cached" and is_endpoint(run.objective.teacher)

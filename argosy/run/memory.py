@@ -25,7 +25,7 @@ from argosy.observe.environment import memory_bytes
 from argosy.observe.memory import resident_bytes
 from argosy.observe.readable import sized
 from argosy.parallel.place import row_shares
-from argosy.rl.policy.critic import attach
+from argosy.rl.policy.critic import attach_critic
 from argosy.train import projection
 from argosy.train.objectives.distill import ROLE
 from argosy.train.offload import HOST
@@ -155,7 +155,7 @@ def _traced_bytes(
     if adapter is not None and not adapter.trains_base:
         adapter.put_on(model)
     if getattr(objective, "critic", None) is not None:
-        attach(model, config, Scan(remat))
+        attach_critic(model, config, Scan(remat))
     if ROLE in roles:
         projection.attach(model, objective, roles)
     _, params, rest = trained(model)

@@ -14,7 +14,7 @@ from argosy.models.settings import Kept
 from argosy.parallel.mesh import MeshSettings
 from argosy.rl.algorithms import ALGORITHMS
 from argosy.rl.environments.settings import ENVIRONMENTS
-from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.settings import RewardSettings
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.other_trainers import ELSEWHERE
 from argosy.train.diloco_settings import DilocoSettings
@@ -226,7 +226,7 @@ class Run(Settings):
     """The loss to minimize."""
     rollout: Rollout | None = None
     """How answers are sampled, for objectives that learn from rewards. None: the defaults, where the objective does."""
-    reward: Annotated[list[Reward], Repeats("of"), OF_REWARDS] = Field(default_factory=list)
+    reward: Annotated[list[RewardSettings], Repeats("of"), OF_REWARDS] = Field(default_factory=list)
     """What answers are rewarded for, for objectives that learn from rewards. `reward=FILE.py:FUNCTION` may be given several times."""
     environment: Annotated[
         Any,

@@ -29,7 +29,7 @@ def nothing_set_aside() -> Iterator[None]:
 def test_collections_pass_over_what_exists_and_free_what_is_new():
     before = Node()
     old = weakref.ref(before)
-    with garbage.set_aside():
+    with garbage.frozen_garbage():
         assert gc.get_freeze_count() > 1000
         del before
         new = weakref.ref(Node())
@@ -43,7 +43,7 @@ def test_collections_pass_over_what_exists_and_free_what_is_new():
 
 def test_garbage_from_before_is_freed_first():
     old = weakref.ref(Node())
-    with garbage.set_aside():
+    with garbage.frozen_garbage():
         assert old() is None
 
 
@@ -51,7 +51,7 @@ def test_what_the_program_has_set_aside_stays_so():
     gc.freeze()
     try:
         count = gc.get_freeze_count()
-        with garbage.set_aside():
+        with garbage.frozen_garbage():
             assert gc.get_freeze_count() == count
         assert gc.get_freeze_count() == count
     finally:

@@ -16,8 +16,8 @@ from argosy.core.storage import Store
 from argosy.jobs.convert import convert
 from argosy.jobs.proof import digest
 from argosy.observe.metrics import by_step, read
-from argosy.rl.rewards.models import RewardModel
-from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.models import ModelReward
+from argosy.rl.rewards.settings import RewardSettings
 from argosy.run.frozen import reference
 
 # A model of a few thousand weights; 8 updates of 8 pairs, resumed after the fourth.
@@ -270,7 +270,7 @@ def test_a_reward_model_is_an_adapter_and_a_head(data: dict[str, Path], whole: P
     forms = [argosy.load(base, adapter=run / "adapter"), *(argosy.load(tmp_path / name) for name in ("merged", "merged too"))]
     for lm in forms:
         np.testing.assert_allclose(lm.rewards(texts), expected, rtol=1e-4, atol=1e-6)
-    model = RewardModel.opened(run, Reward(of=str(run)), None)
+    model = ModelReward.opened(run, RewardSettings(of=str(run)), None)
     np.testing.assert_allclose(model(["3 3:", "3 3:"], [" 3", " no"])[0], expected[:2], rtol=1e-5)
     first = open_model(run).adapted
     assert set(first.whole) == {"head.w"}

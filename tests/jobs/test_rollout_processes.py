@@ -26,11 +26,11 @@ from argosy.launch.workers import Workers
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import split
 from argosy.observe.metrics import read
-from argosy.rl.rollouts.completions import Asked, drawn
+from argosy.rl.rollouts.completions import SamplingRequest, sample_tokens
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.rl import rollout_workers
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums
-from argosy.run.rl.rollout_worker import RolloutWorker, apart
+from argosy.run.rl.rollout_worker import RolloutWorker, split_completions
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -81,8 +81,8 @@ def test_shares_are_answered_as_all_together():
     shapes = {a: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for a, leaf in weights.items()}
     how = Rollout(tokens=8, slots=4)
     engine = pickle.dumps(RolloutEngine(config, graph, shapes, lm.module.dtype, None, how))
-    prompts, asked = [[1, 2, 3], [1, 2, 3], [5], [9, 8, 7, 6], [1, 2, 3]], Asked(8, Sampling(temperature=1.0), (7, 0, 1))
-    expected = drawn(lm, prompts, asked)
+    prompts, asked = [[1, 2, 3], [1, 2, 3], [5], [9, 8, 7, 6], [1, 2, 3]], SamplingRequest(8, Sampling(temperature=1.0), (7, 0, 1))
+    expected = sample_tokens(lm, prompts, asked)
     assert len({tuple(one.tokens) for one in expected}) == 5
     found = []
     for rows in ([0, 1, 2], [3, 4]):
@@ -90,7 +90,7 @@ def test_shares_are_answered_as_all_together():
         names = sorted(weights)
         np.testing.assert_array_equal(worker.take(weights), checksums([weights[name] for name in names]))
         group: Any = type("Group", (), {"started": worker, "run": lambda self, do, *given: Value(do(*given))})()
-        found += apart(rollout_workers.asking(prompts, rows, asked)(group))
+        found += split_completions(rollout_workers.sampling_task(prompts, rows, asked)(group))
     assert [one.tokens for one in found] == [one.tokens for one in expected]
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

@@ -18,8 +18,8 @@ from argosy.infer.engine.request import Event
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.stack import Unroll
-from argosy.rl.environments.settings import Custom, open_table
-from argosy.rl.rollouts.trajectories import Table
+from argosy.rl.environments.settings import CustomEnvironment, open_table
+from argosy.rl.rollouts.trajectories import EpisodeSetup
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 256})
 EOS, BOS = 257, 256
@@ -43,11 +43,11 @@ def prompts(lm: LM, asked: Sequence[Any], **columns: Sequence[Any]) -> Prompts:
     return Prompts(records, lm.tokenizer, Order(len(records), None), {"source": "test"})
 
 
-def table(folder: Path, code: str, asked: Prompts, name: str = "Own", **settings: Any) -> Table:
+def table(folder: Path, code: str, asked: Prompts, name: str = "Own", **settings: Any) -> EpisodeSetup:
     """A table of the class `Own` of this code. `Turn` is imported, and so are a few modules."""
     path = folder / "own.py"
     path.write_text("import os, random, time\nfrom argosy.rl.environment import Turn\n" + textwrap.dedent(code))
-    return open_table(Custom(of=f"{path}:{name}", **settings), asked, None)
+    return open_table(CustomEnvironment(of=f"{path}:{name}", **settings), asked, None)
 
 
 def ids(text: str) -> list[int]:

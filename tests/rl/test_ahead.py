@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from argosy.rl.rollouts.prefetch import Ahead
+from argosy.rl.rollouts.prefetch import Prefetch
 
 
 def test_pieces_are_done_in_order_by_one_thread():
     threads: list[int] = []
-    work = Ahead(lambda n: threads.append(threading.get_ident()) or n * n)
+    work = Prefetch(lambda n: threads.append(threading.get_ident()) or n * n)
     for n in range(5):
         work.submit(n)
     assert len(work) == 5
@@ -20,7 +20,7 @@ def test_pieces_are_done_in_order_by_one_thread():
 
 
 def test_what_is_settled_stays_and_what_is_put_back_comes_first():
-    work: Ahead[int, int] = Ahead(lambda n: n + 1)
+    work: Prefetch[int, int] = Prefetch(lambda n: n + 1)
     work.put_back([10])
     work.submit(1)
     assert work.settled() == [10, 2] == work.settled()
@@ -30,7 +30,7 @@ def test_what_is_settled_stays_and_what_is_put_back_comes_first():
 
 def test_an_error_comes_with_its_piece_and_nothing_is_done_after_it():
     done: list[int] = []
-    work = Ahead(lambda n: done.append(n) or 1 // n)
+    work = Prefetch(lambda n: done.append(n) or 1 // n)
     for n in (1, 0, 2):
         work.submit(n)
     assert work.settled() == [1]
@@ -52,7 +52,7 @@ def test_closing_waits_for_the_piece_at_work_alone():
         assert release.wait(30)
         done.append(n)
 
-    work = Ahead(do)
+    work = Prefetch(do)
     work.submit(1)
     work.submit(2)
     assert begun.wait(30)

@@ -14,7 +14,7 @@ from argosy.core.settings import read_settings, words_layer
 from argosy.rl import algorithms
 from argosy.rl.algorithms import ADVANTAGES, ALGORITHMS, ALIASES, LOSSES
 from argosy.rl.algorithms.grpo import GRPO, grpo
-from argosy.rl.policy.credit import Judgment, compared
+from argosy.rl.policy.credit import RolloutRewards, rollout_advantages
 from argosy.rl.policy.objective import token_losses
 from argosy.rl.policy.parts import compares_groups, needs_greedy
 from argosy.rl.policy.settings import Policy
@@ -82,13 +82,13 @@ def test_every_file_of_an_algorithm_begins_with_its_equation_and_paper():
 
 def test_the_words_of_settings_are_names_of_algorithms():
     """What a reward is compared with has two names, which are one thing."""
-    of = Judgment(REWARDS, [1.0], LIVE, greedy=np.array([[0.5]], np.float32))
+    of = RolloutRewards(REWARDS, [1.0], LIVE, greedy=np.array([[0.5]], np.float32))
     assert set(ALIASES.values()) == set(ADVANTAGES)
     for word, name in ALIASES.items():
-        both = [compared(GRPO(advantages=one), of).values for one in (word, name)]
+        both = [rollout_advantages(GRPO(advantages=one), of).values for one in (word, name)]
         np.testing.assert_array_equal(*both)
         assert GRPO(advantages=word).advantages == word
-    values = {name: compared(GRPO(advantages=name), of).values.tobytes() for name in ADVANTAGES}
+    values = {name: rollout_advantages(GRPO(advantages=name), of).values.tobytes() for name in ADVANTAGES}
     assert len(set(values.values())) >= len(values) - 1
 
 
@@ -99,7 +99,7 @@ def test_what_an_algorithm_compares_with_follows_from_its_parameters():
 
 def test_advantages_of_a_file(own):
     policy = GRPO(advantages="own.py:median")
-    made = compared(policy, Judgment(REWARDS, [1.0], LIVE))
+    made = rollout_advantages(policy, RolloutRewards(REWARDS, [1.0], LIVE))
     np.testing.assert_allclose(made.values, np.array([[-1, -1, 0], [0, 0, 0], [4, 4, 4]], np.float32))
     assert compares_groups(policy)
 

@@ -9,7 +9,7 @@ from argosy.core.errors import BadInput, Unsupported
 from argosy.rl.rewards import sources as reward_sources
 from argosy.rl.rewards.builtin import code, exact, format, maths, maths_strict
 from argosy.rl.rewards.functions import open_rewards
-from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.settings import RewardSettings
 
 linux = pytest.mark.skipif(not can_confine(), reason="needs Linux with Landlock")
 
@@ -102,7 +102,7 @@ def test_code_that_ends_early_passes_nothing(program):
 def test_code_that_does_not_end_costs_its_tests_and_not_the_reward():
     loop = "```python\ndef double(x):\n    while x: pass\n    return x\n```"
     said = []
-    with open_rewards([Reward(of="code", timeout=4)], 1, columns=["tests"], say=said.append) as rewards:
+    with open_rewards([RewardSettings(of="code", timeout=4)], 1, columns=["tests"], say=said.append) as rewards:
         scored = rewards(["p"] * 2, [loop, BLOCK], {"tests": [["assert double(0) == 0", "assert double(1) == 2", "assert 1"]] * 2})
     assert scored.values[:, 0].tolist() == pytest.approx([1 / 3, 1])
     assert not said
@@ -113,7 +113,7 @@ def test_through_processes_beside_a_function(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def f(completions, **columns): return [len(c) for c in completions]")
     names = ["maths", "exact", "format", "mine.py:f"]
-    with open_rewards([Reward(of=of, weight=i) for i, of in enumerate(names)], 2, columns=["answer"]) as rewards:
+    with open_rewards([RewardSettings(of=of, weight=i) for i, of in enumerate(names)], 2, columns=["answer"]) as rewards:
         scored = rewards(["p"] * 3, [r"\boxed{0.5}", "1/2", "<think></think><answer>1/2</answer>"], {"answer": ["1/2"] * 3})
     np.testing.assert_array_equal(scored.values, [[1, 0, 0, 11], [1, 1, 0, 3], [1, 0, 1, 35]])
     assert (rewards.names, rewards.weights) == (("maths", "exact", "format", "f"), (0, 1, 2, 3))
@@ -122,21 +122,21 @@ def test_through_processes_beside_a_function(tmp_path, monkeypatch):
 
 def test_a_column_that_is_missing():
     with pytest.raises(BadInput, match="the reward `maths` needs `answer`"):
-        open_rewards([Reward(of="maths")], 1, columns=["solution"])
+        open_rewards([RewardSettings(of="maths")], 1, columns=["solution"])
 
 
 def test_a_library_or_a_sandbox_that_is_missing(monkeypatch):
     monkeypatch.setattr(reward_sources, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match="needs the library"):
-        open_rewards([Reward(of="math_verify")], 1)
+        open_rewards([RewardSettings(of="math_verify")], 1)
     monkeypatch.setattr(reward_sources, "available", lambda: ["no Landlock"])
     with pytest.raises(Unsupported, match="cannot run code here: no Landlock"):
-        open_rewards([Reward(of="code")], 1)
+        open_rewards([RewardSettings(of="code")], 1)
 
 
 def test_math_verify():
     pytest.importorskip("math_verify")
-    with open_rewards([Reward(of="math_verify")], 1, columns=["answer"]) as rewards:
+    with open_rewards([RewardSettings(of="math_verify")], 1, columns=["answer"]) as rewards:
         texts = [r"\boxed{\frac{1}{2}}", r"\boxed{0.4}", "the answer is 2", r"\boxed{2}"]
         scored = rewards(["p"] * 4, texts, {"answer": ["0.5", "0.5", r"so $\boxed{2}$", None]})
     np.testing.assert_array_equal(scored.values[:, 0], [1, 0, 1, np.nan])

@@ -17,7 +17,7 @@ from argosy.rl.algorithms.ppo import PPO
 from argosy.rl.algorithms.reinforce_pp import ReinforcePP, reinforce_pp, reinforce_pp_baseline
 from argosy.rl.algorithms.remax import ReMax, remax
 from argosy.rl.algorithms.rloo import RLOO, rloo
-from argosy.rl.policy.credit import Judgment, compared
+from argosy.rl.policy.credit import RolloutRewards, rollout_advantages
 from argosy.rl.policy.gae import gae
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import at_last, total
@@ -27,14 +27,14 @@ GROUPS, EACH, LONGEST = 3, 4, 6
 WEIGHTS = (1.0, 0.5)
 
 
-def judgment() -> Judgment:
+def judgment() -> RolloutRewards:
     """Two rewards of three groups, the last one useless, one answer without any; answers of 1 to 6 tokens."""
     rng = np.random.default_rng(3)
     rewards = rng.normal(0, 1, (GROUPS, EACH, 2)).astype(np.float32)
     rewards[1, 2], rewards[2] = np.nan, 1.0
     live = (np.arange(LONGEST) < rng.integers(1, LONGEST + 1, (GROUPS * EACH, 1))).astype(np.float32)
     tokens = [rng.normal(0, 1, live.shape).astype(np.float32) for _ in range(2)]
-    return Judgment(rewards, WEIGHTS, live, rng.normal(0, 1, (GROUPS, 2)).astype(np.float32), 0.1 * tokens[0], tokens[1],
+    return RolloutRewards(rewards, WEIGHTS, live, rng.normal(0, 1, (GROUPS, 2)).astype(np.float32), 0.1 * tokens[0], tokens[1],
                     np.zeros(len(live), np.float32))  # fmt: skip
 
 
@@ -70,7 +70,7 @@ POLICIES = [CISPO, DAPO, GPG, GRPO, GSPO, OPO, PPO, RLOO, DrGRPO, ReinforcePP, R
 
 def check(policy: Policy, expected) -> None:
     penalized = policy.kl_in == "reward"
-    found = compared(policy, OF if penalized else OF._replace(penalty=None))
+    found = rollout_advantages(policy, OF if penalized else OF._replace(penalty=None))
     values = jnp.where(LIVE > 0, jnp.broadcast_to(jnp.asarray(expected.values).reshape(len(LIVE), -1), LIVE.shape), 0.0)
     assert np.isfinite(found.values).all()
     np.testing.assert_allclose(found.values, values, rtol=1e-6, atol=1e-7)

@@ -8,8 +8,14 @@ from rl.talking import Scripted, ids, language_model, prompts
 
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.rl.environments.settings import ENVIRONMENTS, Custom, EnvironmentSettings, Tools, open_table
-from argosy.rl.rollouts.trajectories import Conversed, How
+from argosy.rl.environments.settings import (
+    ENVIRONMENTS,
+    CustomEnvironment,
+    EnvironmentSettings,
+    ToolsEnvironment,
+    open_table,
+)
+from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "environments.md").read_text(encoding="utf-8")
 
@@ -20,9 +26,9 @@ def test_the_example(tmp_path: Path):
     (tmp_path / "game.py").write_text("import random\n" + "\n".join(line[4:] for line in code[1].splitlines()) + "\n")
     lm = language_model()
     data = prompts(lm, ["count down:\n"])
-    made = open_table(Custom(of=f"{tmp_path}/game.py:Countdown", args={"start": 1}, stop="\n"), data, None)
+    made = open_table(CustomEnvironment(of=f"{tmp_path}/game.py:Countdown", args={"start": 1}, stop="\n"), data, None)
     try:
-        playing = Conversed(lm, data(0, 1), How(Sampling(), 40, 80), (1,), made, lambda: False)
+        playing = EpisodeRunner(lm, data(0, 1), EpisodeLimits(Sampling(), 40, 80), (1,), made, lambda: False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LM, "engine", lambda *_: Scripted({0: ["0\n"]}))
             (answer,) = playing.run()
@@ -33,7 +39,7 @@ def test_the_example(tmp_path: Path):
 
 
 def test_the_figures_and_names():
-    base, tools = EnvironmentSettings(), Tools(functions=["a.py:b"])
+    base, tools = EnvironmentSettings(), ToolsEnvironment(functions=["a.py:b"])
     assert f"for a step ({base.timeout:g})" in GUIDE
     assert f"after its turn ({base.wait})" in GUIDE
     assert f"`environment.call_timeout`, {tools.call_timeout:g} s" in GUIDE

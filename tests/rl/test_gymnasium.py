@@ -8,8 +8,8 @@ from rl.talking import Scripted, language_model, prompts
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.rl.environments.settings import Gymnasium, open_table
-from argosy.rl.rollouts.trajectories import Conversed, How
+from argosy.rl.environments.settings import GymnasiumEnvironment, open_table
+from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner
 
 CODE = """
 class Plain:
@@ -58,9 +58,9 @@ def lm() -> LM:
 def played(lm: LM, tmp_path: Path, code: str, name: str, texts: list[str], **args):
     (tmp_path / "game.py").write_text(code)
     data = prompts(lm, ["say"], answer=["it"])
-    made = open_table(Gymnasium(make=f"{tmp_path}/game.py:{name}", args=args, stop="\n"), data, None)
+    made = open_table(GymnasiumEnvironment(make=f"{tmp_path}/game.py:{name}", args=args, stop="\n"), data, None)
     try:
-        playing = Conversed(lm, data(0, 1), How(Sampling(), 90, 150), (1,), made, lambda: False)
+        playing = EpisodeRunner(lm, data(0, 1), EpisodeLimits(Sampling(), 90, 150), (1,), made, lambda: False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LM, "engine", lambda *_: Scripted({0: texts}))
             return playing.run()[0]

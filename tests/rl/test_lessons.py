@@ -16,8 +16,8 @@ from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Unroll
 from argosy.rl.rollouts.batches import RolloutBatches
-from argosy.rl.rollouts.packing import Shape
-from argosy.rl.rollouts.records import Tutor
+from argosy.rl.rollouts.packing import PartShape
+from argosy.rl.rollouts.records import StudentTrainer
 from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.teacher_signal import teacher_batches
 from argosy.train.distillation import GKD
@@ -42,8 +42,8 @@ def prompts(lm: LM, records: list[SourceRecord] | None = None, most: int | None 
 def lessons(lm: LM, asked: AnsweredPrompts | None = None, batch: int = 4, **how: Any) -> RolloutBatches:
     rollout = Rollout(**{"completions": 1, "tokens": TOKENS} | {k: how.pop(k) for k in list(how) if k in Rollout.model_fields})
     vocab = how.get("vocab", 258)
-    made = teacher_batches(asked or prompts(lm), None, GKD(teacher="x", **how), rollout, batch, Shape(2, 24, TOKENS), 7, vocab)
-    made.signal.trainer = Tutor(lambda state: state, lambda weights: lm, lambda: lm, lambda state, parts: {})
+    made = teacher_batches(asked or prompts(lm), None, GKD(teacher="x", **how), rollout, batch, PartShape(2, 24, TOKENS), 7, vocab)
+    made.signal.trainer = StudentTrainer(lambda state: state, lambda weights: lm, lambda: lm, lambda state, parts: {})
     return made
 
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from argosy.rl.expressions import NoExpression, same, values
+from argosy.rl.expressions import NoExpression, equivalent, values
 from argosy.rl.rewards.final_answer import final_answer
-from argosy.rl.rewards.maths import equal, grade, reference
+from argosy.rl.rewards.maths import equal, grade, reference_answer
 
 HENDRYCKS = [
     (r"\tfrac{1}{2} + \frac1{72}", r"\frac{1}{2} + 2/3", False),
@@ -315,9 +315,9 @@ def test_strict_takes_a_box_or_four_hashes(text, right):
 def test_the_column_may_hold_a_number_an_answer_or_a_solution():
     assert grade("#### 72", 72)
     assert grade("#### 72.0", 72.0)
-    assert reference("Natalia sold 48/2 = 24 clips in May.\n#### 72") == "72"
-    assert reference(r"so $\boxed{\frac12}$ by 3.") == r"\frac12"
-    assert reference("x + 2") == "x + 2"
+    assert reference_answer("Natalia sold 48/2 = 24 clips in May.\n#### 72") == "72"
+    assert reference_answer(r"so $\boxed{\frac12}$ by 3.") == r"\frac12"
+    assert reference_answer("x + 2") == "x + 2"
 
 
 HOSTILE = ["9^{9^{9^{9}}}", "(" * 5000, "2^{10^{10}}", "100000000!", "1" * 20000, "-" * 3000, r"\frac" * 999, "{" * 3000 + "}" * 3000]
@@ -335,4 +335,4 @@ def test_what_is_no_expression():
     for text in ("", "Evelyn", "1 2", "(1", "1/0", "3 4/5 6"):
         with pytest.raises(NoExpression):
             values(text)
-    assert same("x+x", "2x")
+    assert equivalent("x+x", "2x")

@@ -19,13 +19,13 @@ from argosy.models.parts.stack import Unroll
 from argosy.rl.algorithms.grpo import GRPO
 from argosy.rl.policy.settings import Policy
 from argosy.rl.rollouts.batches import RolloutBatches
-from argosy.rl.rollouts.completions import Answer, Played
-from argosy.rl.rollouts.packing import Shape, packed, per_token
-from argosy.rl.rollouts.records import NoRewards, PolicyTrainer, Told
+from argosy.rl.rollouts.completions import Episode, Trajectory
+from argosy.rl.rollouts.packing import PartShape, pack_trajectories, per_token
+from argosy.rl.rollouts.records import NoRewards, PolicyTrainer, TrajectoryRecord
 from argosy.rl.rollouts.reward_signal import reward_batches
-from argosy.rl.rollouts.sampled import given_back, kept
+from argosy.rl.rollouts.sampled import restored_rollouts, stored_rollouts
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.turn_rewards import environment_rewards, failed, played_numbers
+from argosy.rl.rollouts.turn_rewards import environment_rewards, episode_numbers, failed_episodes
 from argosy.run.settings import OBJECTIVES
 
 NAMES = [name for name in OBJECTIVES if issubclass(OBJECTIVES[name], Policy)]
@@ -64,7 +64,7 @@ class Judge:
 
 def rollouts(lm: LM, tmp_path, how: Policy, judge: Any, asked: Prompts, n: int = 2, code: str = CODE, **more: Any) -> RolloutBatches:
     rollout = Rollout(completions=n, tokens=LONGEST, **more)
-    made = reward_batches(asked, prompts(lm, ["0:", "1:"]), how, rollout, 8, Shape(4, 40, LONGEST), judge, 7,
+    made = reward_batches(asked, prompts(lm, ["0:", "1:"]), how, rollout, 8, PartShape(4, 40, LONGEST), judge, 7,
                     table=table(tmp_path, code, asked, tokens=2))  # fmt: skip
     rng = np.random.default_rng(1)
     # What the models say of the environment's tokens is garbage here.
@@ -115,13 +115,13 @@ def computed(how: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
     import jax.numpy as jnp
 
     from argosy.models.parts.weight import put, split
-    from argosy.rl.policy.critic import attach
+    from argosy.rl.policy.critic import attach_critic
     from argosy.train.state import trained
     from argosy.train.step import model_for
 
     model = built(CASE, Unroll())
     if how.critic is not None:
-        attach(model, CASE, Unroll())
+        attach_critic(model, CASE, Unroll())
         rng = np.random.default_rng(9)
         put(model.critic, {a: jnp.asarray(rng.normal(0, 0.3, s.shape), jnp.float32) for a, s in split(model.critic)[1].items()})
     graph, params, rest = trained(model)
@@ -160,7 +160,7 @@ def test_an_environments_reward_is_one_of_several_and_a_failed_answer_has_none(l
 @pytest.mark.parametrize("by", ["to_go", "mixed"])
 def test_tokens_of_an_update_have_the_advantage_of_their_turn(by: str, lm: LM, tmp_path):
     """Through packing, against what is kept of the answers. Each turn has two tokens, and the environment speaks between them."""
-    kept, code = list[Told](), CODE.replace('float(len(said.encode()) + said.count("a"))', "float(sum(said.encode()) % 7)")
+    kept, code = list[TrajectoryRecord](), CODE.replace('float(len(said.encode()) + said.count("a"))', "float(sum(said.encode()) % 7)")
     asked = prompts(lm, [f"{i}:" for i in range(5, 9)])
     made = rollouts(lm, tmp_path, GRPO(credit={"by": by}, scale="none"), NoRewards(), asked, minibatches=2, code=code)
     made.signal.keep = kept.extend
@@ -192,7 +192,7 @@ def test_tokens_of_an_update_have_the_advantage_of_their_turn(by: str, lm: LM, t
 
 def test_turns_cannot_be_credited_where_nothing_rewards_them(lm: LM, tmp_path):
     asked = prompts(lm, ["1:", "2:"])
-    rest = Rollout(completions=2, tokens=LONGEST), 4, Shape(4, 40, LONGEST), Judge(), 7
+    rest = Rollout(completions=2, tokens=LONGEST), 4, PartShape(4, 40, LONGEST), Judge(), 7
     with pytest.raises(BadInput, match=r"credit.by=to_go credits turns, and an answer has one"):
         reward_batches(asked, None, GRPO(credit={"by": "to_go"}), *rest)
     own = table(tmp_path, CODE, asked)
@@ -224,8 +224,8 @@ def test_rollouts_that_were_sampled_ahead_come_back_with_their_turns(lm: LM, tmp
         one = made.signal.sampler(lm, 0)
     finally:
         made.close()
-    arrays, told = kept([one])
-    (again,) = given_back(arrays, json.loads(json.dumps(told)), asked)
+    arrays, told = stored_rollouts([one])
+    (again,) = restored_rollouts(arrays, json.loads(json.dumps(told)), asked)
     for mine, theirs in zip(one.found.answers, again.found.answers, strict=True):
         assert (mine.prompt, mine.tokens, mine.live, mine.said) == (theirs.prompt, theirs.tokens, theirs.live, theirs.said)
         for name in ("turns", "reward", "rewards", "starts", "said", "counts", "made", "why", "failure"):
@@ -234,7 +234,7 @@ def test_rollouts_that_were_sampled_ahead_come_back_with_their_turns(lm: LM, tmp
 
 
 def test_the_greedy_answer_of_remax_is_played_too(lm: LM, tmp_path):
-    judge, kept = Judge(), list[Told]()
+    judge, kept = Judge(), list[TrajectoryRecord]()
     made = rollouts(lm, tmp_path, OBJECTIVES["remax"](), judge, prompts(lm, [f"{i}:" for i in range(5, 13)]), n=1)
     made.signal.keep = kept.extend
     try:
@@ -247,18 +247,18 @@ def test_the_greedy_answer_of_remax_is_played_too(lm: LM, tmp_path):
 
 
 def test_numbers_of_answers():
-    def one(tokens: int, **how: Any) -> Answer:
-        return Answer(Prompt("a", [1], {}, ""), [1] * tokens, [True] * tokens, [0.0] * tokens, True, "", Played(**how))
+    def one(tokens: int, **how: Any) -> Trajectory:
+        return Trajectory(Prompt("a", [1], {}, ""), [1] * tokens, [True] * tokens, [0.0] * tokens, True, "", Episode(**how))
 
     some = [one(3, reward=1.5, rewards=[0.5, 1.0], made=2, why="done", counts={"tools/calls": 2.0}),
             one(0, failure=("timed out", "late"), why="failed"),
             one(2, made=1, why="room", observed=4, cut=1, counts={"tools/calls": 1.0})]  # fmt: skip
-    found = played_numbers(some)
+    found = episode_numbers(some)
     assert np.array_equal(environment_rewards(some), np.array([[1.5], [np.nan], [np.nan]], np.float32), equal_nan=True)
-    assert failed(some).tolist() == [False, True, False]
+    assert failed_episodes(some).tolist() == [False, True, False]
     assert found == pytest.approx({
         "turns": 1, "turns/max": 2, "observations/tokens": 4 / 3, "observations/cut": 1, "environment/room": 1 / 3,
         "environment/turns": 0, "environment/timed_out": 1, "tools/calls": 3, "turns/reward_first": 0.5, "turns/reward_last": 1,
     })  # fmt: skip
-    (part,) = packed(some, [0, 1, 2], Shape(2, 12, 4))
+    (part,) = pack_trajectories(some, [0, 1, 2], PartShape(2, 12, 4))
     assert part.filled({"live": per_token(some, 4, "live")})["live"].sum() == 5, "an answer without tokens is no trouble"

@@ -20,10 +20,19 @@ from argosy.rl.algorithms.gspo import GSPO
 from argosy.rl.algorithms.ppo import PPO
 from argosy.rl.algorithms.rloo import RLOO
 from argosy.rl.policy.entropy import entropy_of
-from argosy.rl.policy.objective import gathered, logps_of, shared_of
+from argosy.rl.policy.objective import logps_of, shared_of, values_at
 from argosy.rl.policy.settings import Correction, Critic
-from argosy.rl.rollouts.completions import Answer
-from argosy.rl.rollouts.packing import Experience, Shape, grouped, in_parts, packed, per_token, restored, stored
+from argosy.rl.rollouts.completions import Trajectory
+from argosy.rl.rollouts.packing import (
+    PartShape,
+    RolloutBatch,
+    best_fit_bins,
+    pack_trajectories,
+    per_token,
+    restored_batches,
+    rows_by_part,
+    stored_batches,
+)
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
@@ -38,18 +47,18 @@ KINDS = {
 }  # fmt: skip
 
 
-def answers(count: int = 7) -> list[Answer]:
+def answers(count: int = 7) -> list[Trajectory]:
     rng = np.random.default_rng(3)
     made = []
     for i in range(count):
         asked, said = rng.integers(3, CASE.vocab, 2 + i % 3).tolist(), rng.integers(3, CASE.vocab, 1 + (5 * i) % LONGEST).tolist()
         # The third answer has tokens of an environment in its middle.
         live = [not (i == 2 and at in (1, 2)) for at in range(len(said))]
-        made.append(Answer(Prompt(str(i), asked, {}, ""), said, live, (-rng.random(len(said)) * 4).tolist(), True, ""))
+        made.append(Trajectory(Prompt(str(i), asked, {}, ""), said, live, (-rng.random(len(said)) * 4).tolist(), True, ""))
     return made
 
 
-def columns(of: list[Answer]) -> dict[str, np.ndarray]:
+def columns(of: list[Trajectory]) -> dict[str, np.ndarray]:
     """Numbers of every token; garbage where there is none."""
     rng = np.random.default_rng(5)
     live = per_token(of, LONGEST, "live")
@@ -61,18 +70,18 @@ def columns(of: list[Answer]) -> dict[str, np.ndarray]:
     return {name: np.where(live > 0, a, garbage.get(name, 0.0)).astype(np.float32) for name, a in made.items()}
 
 
-def groups() -> list[Answer]:
+def groups() -> list[Trajectory]:
     """The answers of `answers` as groups of 4, 2 and 1 with one prompt each, of 5 tokens, 1 token and 3."""
     rng = np.random.default_rng(4)
     prompts = [Prompt(str(n), rng.integers(3, CASE.vocab, n).tolist(), {}, "") for n in (5, 1, 3)]
     return [replace(one, prompt=prompts[whose]) for one, whose in zip(answers(), (0, 0, 0, 0, 1, 1, 2), strict=True)]
 
 
-def stepped(objective, shape: Shape, order: list[int] | None = None, model=None, of: list[Answer] | None = None):
+def stepped(objective, shape: PartShape, order: list[int] | None = None, model=None, of: list[Trajectory] | None = None):
     """Gradients and metrics of an update over these answers, in parts of this shape."""
     of = of or answers()
     own = columns(of)
-    parts = [part.filled(own) for part in packed(of, order or list(range(len(of))), shape)]
+    parts = [part.filled(own) for part in pack_trajectories(of, order or list(range(len(of))), shape)]
     model = model or built(CASE, Unroll())
     graph, params, rest = trained(model)
     rate = Constant(warmup=0).build(10)
@@ -89,8 +98,8 @@ def stepped(objective, shape: Shape, order: list[int] | None = None, model=None,
 
 @pytest.mark.parametrize("name", [name if name == "grpo" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
 def test_parts_packing_and_order_change_no_loss_and_no_gradient(name):
-    moved, told, count = stepped(KINDS[name], Shape(4, 24, LONGEST))
-    again, told_again, more = stepped(KINDS[name], Shape(1, 12, LONGEST), [3, 6, 1, 0, 5, 2, 4])
+    moved, told, count = stepped(KINDS[name], PartShape(4, 24, LONGEST))
+    again, told_again, more = stepped(KINDS[name], PartShape(1, 12, LONGEST), [3, 6, 1, 0, 5, 2, 4])
     assert (count, more > 2) == (1, True)
     assert float(told["targets"]) == float(told_again["targets"]) > 0
     for metric in told:
@@ -106,9 +115,9 @@ def test_parts_packing_and_order_change_no_loss_and_no_gradient(name):
 def test_answers_that_share_their_prompt_teach_what_they_do_alone(row, run):
     """In rows that hold several groups, and in some that split one."""
     of, model = groups(), built(CASE, RUNS[run])
-    alone, told, _ = stepped(KINDS["grpo"], Shape(4, 24, LONGEST), model=model, of=of)
+    alone, told, _ = stepped(KINDS["grpo"], PartShape(4, 24, LONGEST), model=model, of=of)
     order = [3, 6, 1, 0, 5, 2, 4]
-    moved, told_again, _ = stepped(KINDS["grpo"], Shape(2, row, LONGEST, shared=True), order, model, of)
+    moved, told_again, _ = stepped(KINDS["grpo"], PartShape(2, row, LONGEST, shared=True), order, model, of)
     for metric in told:
         assert float(told_again[metric]) == pytest.approx(float(told[metric]), rel=2e-5, abs=1e-6), metric
     for address, change in alone.items():
@@ -117,7 +126,7 @@ def test_answers_that_share_their_prompt_teach_what_they_do_alone(row, run):
 
 def test_a_prompt_stands_once_before_its_answers():
     of = groups()
-    (part,) = packed(of, range(len(of)), Shape(1, 64, LONGEST, shared=True))
+    (part,) = pack_trajectories(of, range(len(of)), PartShape(1, 64, LONGEST, shared=True))
     rows, lengths = part.rows, [len(one.tokens) for one in of]
     # The group of 4: 4 tokens of the prompt, its last one before each answer. That of 2 has a prompt of one token.
     assert np.sum(rows["segments"] > 0) == 4 + 4 + 2 + 3 + sum(lengths)
@@ -137,11 +146,11 @@ def test_a_prompt_stands_once_before_its_answers():
 
 def test_a_group_that_is_longer_than_a_row_is_split_and_no_answer_is_lost():
     of = groups()
-    parts = packed(of, range(len(of)), Shape(1, 11, LONGEST, shared=True))
+    parts = pack_trajectories(of, range(len(of)), PartShape(1, 11, LONGEST, shared=True))
     owners = [owner for part in parts for owner in part.owners.tolist() if owner >= 0]
     assert sorted(owners) == list(range(len(of)))
     with pytest.raises(BadInput, match="11 tokens"):
-        packed(of, range(len(of)), Shape(1, 10, LONGEST, shared=True))
+        pack_trajectories(of, range(len(of)), PartShape(1, 10, LONGEST, shared=True))
 
 
 @pytest.mark.parametrize(("row", "groups", "size"), [(512, 16, 3), (1024, 32, 4), (2048, 64, 8), (1024, 8, 8)])
@@ -149,12 +158,12 @@ def test_sharing_prompts_never_needs_more_parts(row, groups, size):
     """Also where groups fill a little more than half of a row, and where rows hold more answers than a part has places for."""
     rng, parts = np.random.default_rng(1), {True: 0, False: 0}
     for least, most in ((80, 255), (20, 60), (100, 101), (1, 30)):
-        of: list[Answer] = []
+        of: list[Trajectory] = []
         for i in range(groups):
             asked = Prompt(str(i), [i] * int(rng.integers(20, 60)), {}, "")
             lengths = rng.integers(least, most, size)
-            of += [Answer(asked, [1] * n, [True] * n, [0.0] * n, True, "") for n in lengths.tolist()]
-        found = {shared: packed(of, range(len(of)), Shape(4, row, row // 2, shared=shared)) for shared in (True, False)}
+            of += [Trajectory(asked, [1] * n, [True] * n, [0.0] * n, True, "") for n in lengths.tolist()]
+        found = {shared: pack_trajectories(of, range(len(of)), PartShape(4, row, row // 2, shared=shared)) for shared in (True, False)}
         for shared, own in found.items():
             owners = [owner for part in own for owner in part.owners.tolist() if owner >= 0]
             assert sorted(owners) == list(range(len(of)))
@@ -174,11 +183,11 @@ def test_each_family_sees_a_shared_prompt_as_its_own(name):
     rng = np.random.default_rng(8)
     asked = Prompt("", rng.integers(3, config.vocab, 9).tolist(), {}, "")
     said = [rng.integers(3, config.vocab, n).tolist() for n in (6, 3, 5)]
-    of = [Answer(asked, one, [True] * len(one), [0.0] * len(one), True, "") for one in said]
+    of = [Trajectory(asked, one, [True] * len(one), [0.0] * len(one), True, "") for one in said]
     model, how = built(config, Unroll()), GRPO()
     found = {}
     for shared, row in ((True, 27), (False, 17)):
-        (part,) = packed(of, range(len(of)), Shape(3, row, LONGEST, shared=shared))
+        (part,) = pack_trajectories(of, range(len(of)), PartShape(3, row, LONGEST, shared=shared))
         batch = {name: jnp.asarray(a) for name, a in part.rows.items()}
         if shared and config.recurrent:
             with pytest.raises(Unsupported, match="recurrent"):
@@ -202,7 +211,7 @@ def test_what_recurs_is_known_from_the_settings():
 @pytest.mark.parametrize("head", [pytest.param("logits", marks=pytest.mark.slow), "blocks", "chunks"])
 def test_log_probabilities_are_those_of_each_answer_alone(head, temperature):
     of, model, how = answers(), built(CASE, Unroll()), GRPO(temperature=temperature, head=head, chunk=7)
-    (part,) = packed(of, list(range(len(of))), Shape(4, 24, LONGEST))
+    (part,) = pack_trajectories(of, list(range(len(of))), PartShape(4, 24, LONGEST))
     found, _, _ = logps_of(how, model, {name: jnp.asarray(a) for name, a in part.rows.items()})
     out = np.zeros((len(of), LONGEST), np.float32)
     part.spread(np.asarray(found), out)
@@ -211,21 +220,21 @@ def test_log_probabilities_are_those_of_each_answer_alone(head, temperature):
         logits = model.unembed(model.hidden(ids, Packed(jnp.ones_like(ids)))[0])[0] / temperature
         each = jax.nn.log_softmax(logits)[np.arange(ids.shape[1] - 1), ids[0, 1:]][len(one.prompt.tokens) - 1 :]
         assert relative(out[i, : len(one.tokens)], each) < 1e-5
-    assert found.shape == (Shape(4, 24, LONGEST).answers, LONGEST)
+    assert found.shape == (PartShape(4, 24, LONGEST).answers, LONGEST)
 
 
 @pytest.mark.slow
 def test_the_entropy_is_that_of_the_whole_distribution():
     """Its value over the tokens of the policy, by hand from the logits; without a bonus it is estimated from the tokens drawn."""
     of, model = answers(), built(CASE, Unroll())
-    (part,) = packed(of, list(range(len(of))), Shape(4, 24, LONGEST))
+    (part,) = pack_trajectories(of, list(range(len(of))), PartShape(4, 24, LONGEST))
     x, _, _ = model.hidden(jnp.asarray(part.rows["tokens"]), Packed(jnp.asarray(part.rows["segments"])))
-    every = gathered(entropy_of(model.unembed(x) / 0.5), jnp.asarray(part.rows["places"]))
+    every = values_at(entropy_of(model.unembed(x) / 0.5), jnp.asarray(part.rows["places"]))
     live = part.filled({"live": per_token(of, LONGEST, "live")})["live"]
     expected = float(jnp.sum(every * live) / live.sum())
-    told = stepped(GRPO(temperature=0.5, entropy=0.1, chunk=5), Shape(4, 24, LONGEST))[1]
+    told = stepped(GRPO(temperature=0.5, entropy=0.1, chunk=5), PartShape(4, 24, LONGEST))[1]
     assert float(told["entropy"]) == pytest.approx(expected, rel=1e-5)
-    estimated = stepped(GRPO(temperature=0.5), Shape(4, 24, LONGEST))[1]
+    estimated = stepped(GRPO(temperature=0.5), PartShape(4, 24, LONGEST))[1]
     assert float(estimated["entropy"]) != pytest.approx(expected, rel=1e-2)
 
 
@@ -234,7 +243,7 @@ def test_with_one_update_a_rollout_the_gradient_is_that_of_reinforce():
     """`old` is NaN: the ratio is exactly 1, nothing is clipped, and the importance weights are those of the present policy."""
     of, model = answers(), built(CASE, Unroll())
     own = columns(of) | {"old": np.full((len(of), LONGEST), np.nan, np.float32)}
-    (part,) = packed(of, list(range(len(of))), Shape(4, 24, LONGEST))
+    (part,) = pack_trajectories(of, list(range(len(of))), PartShape(4, 24, LONGEST))
     batch = {name: jnp.asarray(a) for name, a in part.filled(own).items()}
     graph, params, rest = trained(model)
     off = Correction(outside="off")
@@ -255,10 +264,10 @@ def test_with_one_update_a_rollout_the_gradient_is_that_of_reinforce():
 
 def with_critic():
     from argosy.models.parts.weight import put, split
-    from argosy.rl.policy.critic import attach
+    from argosy.rl.policy.critic import attach_critic
 
     model = built(CASE, Unroll())
-    attach(model, CASE, Unroll())
+    attach_critic(model, CASE, Unroll())
     rng = np.random.default_rng(9)
     put(model.critic, {a: jnp.asarray(rng.normal(0, 0.3, s.shape), jnp.float32) for a, s in split(model.critic)[1].items()})
     return model
@@ -267,8 +276,8 @@ def with_critic():
 @pytest.mark.slow
 def test_a_critic_learns_beside_the_policy_whatever_the_parts():
     objective = PPO(kl=0.0, critic=Critic(clip=None, weight=0.5))
-    moved, told, _ = stepped(objective, Shape(4, 24, LONGEST), model=with_critic())
-    again, told_again, _ = stepped(objective, Shape(1, 12, LONGEST), [3, 6, 1, 0, 5, 2, 4], with_critic())
+    moved, told, _ = stepped(objective, PartShape(4, 24, LONGEST), model=with_critic())
+    again, told_again, _ = stepped(objective, PartShape(1, 12, LONGEST), [3, 6, 1, 0, 5, 2, 4], with_critic())
     assert float(told["value/error"]) == pytest.approx(float(told_again["value/error"]), rel=1e-5)
     assert any(address.startswith("critic.") for address in moved)
     for address, change in moved.items():
@@ -277,22 +286,22 @@ def test_a_critic_learns_beside_the_policy_whatever_the_parts():
 
 
 def test_a_part_is_closed_when_its_rows_or_its_places_are_full():
-    shape = Shape(2, 20, 20)
+    shape = PartShape(2, 20, 20)
     assert shape.answers == 16
     sizes = np.full(50, 2)
-    made = list(in_parts(grouped(sizes, shape.sequence), shape))
+    made = list(rows_by_part(best_fit_bins(sizes, shape.sequence), shape))
     assert sorted(i for part in made for row in part for i in row) == list(range(50))
     assert [sum(map(len, part)) for part in made] == [16, 14, 16, 4], "rows of 10, split where the places are full"
     assert max(len(part) for part in made) <= 2
 
 
 def test_experiences_come_back_from_a_checkpoint_and_shared_parts_are_kept_once():
-    (part,) = packed(answers(), list(range(7)), Shape(4, 24, LONGEST))
+    (part,) = pack_trajectories(answers(), list(range(7)), PartShape(4, 24, LONGEST))
     parts = [part.filled(columns(answers()))]
-    given = [Experience(parts, {"reward": 0.5}), Experience(parts, {"reward": 0.5}), Experience([], {})]
-    arrays, described = stored(given)
+    given = [RolloutBatch(parts, {"reward": 0.5}), RolloutBatch(parts, {"reward": 0.5}), RolloutBatch([], {})]
+    arrays, described = stored_batches(given)
     assert {name.partition(".")[0] for name in arrays} == {"0"}
-    again = restored(arrays, described)
+    again = restored_batches(arrays, described)
     assert again[0].parts is again[1].parts
     assert again[2].parts == []
     for name, a in parts[0].items():

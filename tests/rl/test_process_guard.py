@@ -159,10 +159,10 @@ def test_closing_ends_what_has_left_the_group_of_an_answer_that_goes_on(lm: LM, 
 TRAINER = """
 import sys
 from pathlib import Path
-from argosy.rl.environments.pool import Environments
+from argosy.rl.environments.pool import EnvironmentPool
 path = Path(sys.argv[1]) / "own.py"
 source = {"of": "own.py:Own", "file": str(path), "source": path.read_text(), "function": "Own", "args": {"folder": sys.argv[1]}}
-made = Environments(source, 100.0, [])
+made = EnvironmentPool(source, 100.0, [])
 one = made.open()
 one.ask({"seed": 1, "reset": {}})
 while one.reply is None: made.look([one], 1.0)
@@ -246,7 +246,7 @@ read, write = os.pipe()
 os.dup2(read, 1500)
 if (pid := os.fork()) == 0:
     os.close(write)
-    process_guard.guarded(1500)
+    process_guard.run_guarded(1500)
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """

@@ -10,10 +10,10 @@ from argosy.core.errors import BadInput
 from argosy.data.distillation.across import Across
 from argosy.data.rows.prompts import Prompt
 from argosy.data.tokenizers.load import load_tokenizer
-from argosy.rl.rollouts.completions import Answer
-from argosy.rl.rollouts.packing import Shape, packed
+from argosy.rl.rollouts.completions import Trajectory
+from argosy.rl.rollouts.packing import PartShape, pack_trajectories
 from argosy.rl.rollouts.teacher_signal import with_mask
-from argosy.rl.rollouts.teacher_tokens import Asking, Reread
+from argosy.rl.rollouts.teacher_tokens import TeacherPrompts, TeacherTokens
 
 NAMES = ["byte", "tokenizers/smollm2", "models/stories260k", "tokenizers/mistral_v1.model"]
 ASKED, SAID = "There was a girl 12. Zoë's", " café sold crêpes, 日本語 and\n\ttea.\nShe was happy."
@@ -24,10 +24,10 @@ def tokenizer(name: str) -> Any:
     return load_tokenizer("byte" if name == "byte" else shared(name))
 
 
-def answer(of: Any, asked: Any, said: list[int], ended: bool, prompt: list[int] | None = None, where: str = "line 1") -> Answer:
+def answer(of: Any, asked: Any, said: list[int], ended: bool, prompt: list[int] | None = None, where: str = "line 1") -> Trajectory:
     ids = prompt if prompt is not None else of.encode(asked)
     tokens = [*said, of.eos] if ended else said
-    return Answer(Prompt(asked, ids, {}, where), tokens, [True] * len(tokens), [0.0] * len(tokens), ended, "")
+    return Trajectory(Prompt(asked, ids, {}, where), tokens, [True] * len(tokens), [0.0] * len(tokens), ended, "")
 
 
 @pytest.mark.parametrize("ours", NAMES)
@@ -67,11 +67,11 @@ def chat_tokenizer() -> Any:
 def test_a_conversation_is_asked_by_the_teachers_own_template():
     """Its end of a turn stands for the student's, whatever that is."""
     student, teacher = tokenizer("byte"), chat_tokenizer()
-    asking = Asking(teacher)
+    asking = TeacherPrompts(teacher)
     assert asking.end == teacher.bos, "as this template has it"
     messages = [{"role": "user", "content": "a cat"}]
     one = answer(student, messages, list(b" sat"), True, prompt=list(b"[user] a cat [bot]"))
-    reread = Reread(Across(student, teacher), 64, asking)
+    reread = TeacherTokens(Across(student, teacher), 64, asking)
     (found,) = reread([one])
     asked = teacher.encode("<u>a cat<s><a>", special=True)
     assert found.teacher[: len(asked)] == asked
@@ -79,16 +79,16 @@ def test_a_conversation_is_asked_by_the_teachers_own_template():
     assert found.groups[0].student[0] == len(one.prompt.tokens)
     assert found.groups[-1] == ((22, 23), (len(found.teacher) - 1, len(found.teacher)))
     # Without it the teacher reads the student's markup.
-    (plain,) = Reread(Across(student, teacher), 64, None)([one])
+    (plain,) = TeacherTokens(Across(student, teacher), 64, None)([one])
     assert teacher.decode(plain.teacher) == "[user] a cat [bot] sat"
     teacher.chat_templates = {"default": "{{ raise_exception('no users here') }}"}
     with pytest.raises(BadInput, match="no users here"):
-        Asking(teacher)
+        TeacherPrompts(teacher)
 
 
 def test_what_does_not_survive_is_counted_and_said():
     student, teacher = tokenizer("byte"), tokenizer("models/stories260k")
-    reread, said = Reread(Across(student, teacher), 24, None), []
+    reread, said = TeacherTokens(Across(student, teacher), 24, None), []
     answers = [
         answer(student, "ask", list(b" she ran"), True),
         answer(student, "ask", [*b" she ran \xff and ran"], True, where="line 2"),
@@ -115,12 +115,12 @@ def test_rows_have_room_for_the_teachers_tokens_of_all_their_answers():
     student, teacher = tokenizer("models/stories260k"), tokenizer("byte")
     texts = [f"once upon a time there was a girl {i}" for i in range(6)]
     answers = [answer(student, text, student.encode(" and a boy"), True) for text in texts]
-    shape, said = Shape(2, 64, 16, beside=96), []
-    reread = Reread(Across(student, teacher), shape.beside, None)
+    shape, said = PartShape(2, 64, 16, beside=96), []
+    reread = TeacherTokens(Across(student, teacher), shape.beside, None)
     found = reread(answers)
     room = reread.room(answers, found, shape.sequence)
-    parts = packed(answers, range(6), shape, room)
-    assert len(parts) > len(packed(answers, range(6), shape)), "fewer answers a row"
+    parts = pack_trajectories(answers, range(6), shape, room)
+    assert len(parts) > len(pack_trajectories(answers, range(6), shape)), "fewer answers a row"
     seen = []
     for part in parts:
         batch = reread.beside(with_mask(part, answers), part, found, said.append)
@@ -138,8 +138,8 @@ def test_rows_have_room_for_the_teachers_tokens_of_all_their_answers():
             assert ends or student.piece(ours, False).endswith(teacher.piece(theirs, False))
     assert sorted(seen) == [f"{text} and a boy" for text in texts]
     assert not said
-    crowded = Reread(Across(student, teacher), 20, None)
-    (part, *_) = packed(answers, range(6), shape, crowded.room(answers, found, shape.sequence))
+    crowded = TeacherTokens(Across(student, teacher), 20, None)
+    (part, *_) = pack_trajectories(answers, range(6), shape, crowded.room(answers, found, shape.sequence))
     cut = crowded.beside(with_mask(part, answers), part, found, said.append)
     assert not (cut["group"] > 0).any()
     assert "are more than 20" in said[0]

@@ -14,7 +14,7 @@ import pytest
 
 from argosy.core.errors import ArgosyError, BadInput, SettingsError
 from argosy.rl.rewards.functions import open_rewards
-from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.settings import RewardSettings
 
 COMPLETIONS = ["one", "three", "seventeen"]
 PROMPTS = ["a", "b", "c"]
@@ -34,13 +34,13 @@ def write(tmp_path, monkeypatch):
 
 def score(*ofs: str, workers=1, columns=None, completions=COMPLETIONS, said=None, **settings):
     said = [] if said is None else said
-    with open_rewards([Reward(of=of, **settings) for of in ofs], workers, say=said.append) as rewards:
+    with open_rewards([RewardSettings(of=of, **settings) for of in ofs], workers, say=said.append) as rewards:
         return rewards([PROMPTS[i % 3] for i in range(len(completions))], completions, columns or {})
 
 
 def refused(*ofs: str, columns=(), **settings) -> str:
     with pytest.raises((BadInput, SettingsError)) as caught:
-        open_rewards([Reward(of=of, **settings) for of in ofs], 1, columns=columns)
+        open_rewards([RewardSettings(of=of, **settings) for of in ofs], 1, columns=columns)
     return str(caught.value)
 
 
@@ -72,7 +72,7 @@ def test_what_a_run_knows_of_completions_goes_to_parameters_of_that_name_alone(w
     given = {"answer": ["4"] * 3, "finish_reasons": ["stop", "length", "stop"], "thinking_prompts": [True, False, False]}
     assert score(*ofs, columns=given).values.tolist() == [[0, 1, 2], [1, 0, 2], [0, 0, 2]]
     # The parameter `prompts` is among the others.
-    with open_rewards([Reward(of=of) for of in ofs], 1, columns=["answer"]) as rewards:
+    with open_rewards([RewardSettings(of=of) for of in ofs], 1, columns=["answer"]) as rewards:
         assert rewards.names == ("cut", "opened", "rest")
         with pytest.raises(BadInput, match="needs `finish_reasons`"):
             rewards(PROMPTS, COMPLETIONS, {"answer": ["4"] * 3})
@@ -94,7 +94,7 @@ def test_a_failure_drops_the_completion_and_none_does_not(write):
 
 def test_messages_pass_through(write):
     write("def f(prompts, completions): return [len(p) + len(c[0]['content']) for p, c in zip(prompts, completions)]")
-    with open_rewards([Reward(of="mine.py:f")], 1) as rewards:
+    with open_rewards([RewardSettings(of="mine.py:f")], 1) as rewards:
         messages = [{"role": "user", "content": "hi"}]
         assert rewards([messages], [[{"role": "assistant", "content": "four"}]], {}).values.tolist() == [[5]]
 
@@ -147,7 +147,7 @@ def test_async_functions_run_in_one_event_loop(write):
             return await asyncio.gather(*map(one, completions))
         def seen(completions): return [len(loops)] * len(completions)
     """)
-    with open_rewards([Reward(of="mine.py:f"), Reward(of="mine.py:seen")], 1) as rewards:
+    with open_rewards([RewardSettings(of="mine.py:f"), RewardSettings(of="mine.py:seen")], 1) as rewards:
         for _ in range(2):
             scored = rewards(PROMPTS, COMPLETIONS, {})
         assert scored.values.tolist() == [[3, 1], [5, 1], [9, 1]]
@@ -155,7 +155,7 @@ def test_async_functions_run_in_one_event_loop(write):
 
 def test_modules_are_loaded_once_and_the_file_is_read_once(write):
     write("calls = []\ndef f(completions):\n    calls.append(1)\n    return [len(calls)] * len(completions)")
-    with open_rewards([Reward(of="mine.py:f")], 1) as rewards:
+    with open_rewards([RewardSettings(of="mine.py:f")], 1) as rewards:
         assert rewards(PROMPTS, COMPLETIONS, {}).values[0, 0] == 1
         write("def f(completions): return [99] * len(completions)")
         assert rewards(PROMPTS, COMPLETIONS, {}).values[0, 0] == 2
@@ -202,7 +202,7 @@ def test_no_completions(write):
 def test_what_cannot_be_used_is_refused_before_work_starts(write, tmp_path, code, of, expected):
     write(code)
     with pytest.raises(ArgosyError) as caught:
-        open_rewards([Reward(of=of)], 1, columns=["level", "more"])
+        open_rewards([RewardSettings(of=of)], 1, columns=["level", "more"])
     assert expected.format(cwd=tmp_path) in str(caught.value)
 
 
@@ -216,7 +216,7 @@ def test_all_mistakes_at_once(write):
 
 def test_lists_that_do_not_fit_are_refused(write):
     write("def f(completions, answer): return [1] * len(completions)")
-    with open_rewards([Reward(of="mine.py:f")], 1) as rewards:
+    with open_rewards([RewardSettings(of="mine.py:f")], 1) as rewards:
         for prompts, columns, expected in [
             (["a"], {"answer": [1, 2]}, "`prompts` has 1 item for 2 completions"),
             (["a", "b"], {"answer": [1]}, "`answer` has 1 item for 2 completions"),
@@ -237,7 +237,7 @@ def test_the_same_twice_no_reward_and_no_process(write):
     with pytest.raises(BadInput, match="no reward"):
         open_rewards([], 1)
     with pytest.raises(BadInput, match="0 processes"):
-        open_rewards([Reward(of="mine.py:f")], 0)
+        open_rewards([RewardSettings(of="mine.py:f")], 0)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_result_of_the_wrong_kind_is_an_error_that_names_the_function(write, r
 def test_an_exception_costs_one_function_its_rewards_and_is_said_once(write):
     write("def f(completions): return 1 / 0\ndef g(completions): return [1, 2, 3]")
     said = []
-    with open_rewards([Reward(of="mine.py:f"), Reward(of="mine.py:g")], 1, say=said.append) as rewards:
+    with open_rewards([RewardSettings(of="mine.py:f"), RewardSettings(of="mine.py:g")], 1, say=said.append) as rewards:
         for _ in range(2):
             scored = rewards(PROMPTS, COMPLETIONS, {})
             assert np.isnan(scored.values[:, 0]).all()
@@ -344,7 +344,8 @@ FAILING = """
 def test_a_failure_costs_its_call_and_no_other(write, bad, kind, message):
     write(FAILING)
     said = []
-    with open_rewards([Reward(of="mine.py:f", timeout=0.3), Reward(of="mine.py:each", timeout=0.3)], 1, say=said.append) as rewards:
+    both = [RewardSettings(of=f"mine.py:{name}", timeout=0.3) for name in ("f", "each")]
+    with open_rewards(both, 1, say=said.append) as rewards:
         scored = rewards(PROMPTS, ["ok", bad, "fine"], {})
         np.testing.assert_array_equal(scored.values[:, 1], [2, math.nan, 4])
         assert np.isnan(scored.values[:, 0]).all()
@@ -357,7 +358,7 @@ def test_a_failure_costs_its_call_and_no_other(write, bad, kind, message):
 
 def test_a_process_that_died_between_two_batches_is_replaced(write):
     write("import os\ndef f(completions): return [os.getpid()] * len(completions)")
-    with open_rewards([Reward(of="mine.py:f")], 1) as rewards:
+    with open_rewards([RewardSettings(of="mine.py:f")], 1) as rewards:
         first = int(rewards(PROMPTS, COMPLETIONS, {}).values[0, 0])
         os.kill(first, signal.SIGKILL)
         time.sleep(0.1)
@@ -388,7 +389,7 @@ def test_what_a_function_started_in_a_session_of_its_own_ends_with_its_process(w
             open("child", "w").write(str(child.pid))
             {then}
     """)
-    with open_rewards([Reward(of="mine.py:f", timeout=1.0)], 1, say=lambda _: None) as rewards:
+    with open_rewards([RewardSettings(of="mine.py:f", timeout=1.0)], 1, say=lambda _: None) as rewards:
         assert rewards(PROMPTS, COMPLETIONS, {}).counts == {"f": {kind: 3}}
         assert gone(int((tmp_path / "child").read_text()), 1.0), "while the run goes on"
 
@@ -447,8 +448,8 @@ def gone(pid: int, within: float = 5.0) -> bool:
 PARENT = """
 import sys
 from argosy.rl.rewards.functions import open_rewards
-from argosy.rl.rewards.settings import Reward
-rewards = open_rewards([Reward(of="mine.py:f", timeout=100)], 2)
+from argosy.rl.rewards.settings import RewardSettings
+rewards = open_rewards([RewardSettings(of="mine.py:f", timeout=100)], 2)
 print("ready", *[one.process.pid for one in rewards._pool._processes], flush=True)
 if sys.argv[1] == "busy":
     rewards(["p"] * 2, ["c"] * 2, {})
@@ -493,7 +494,7 @@ def test_processes_end_with_their_parent(write, how, number):
 
 def test_closing_ends_the_processes(write):
     write("import os\ndef f(completions): return [os.getpid()] * len(completions)")
-    with open_rewards([Reward(of="mine.py:f")], 1) as rewards:
+    with open_rewards([RewardSettings(of="mine.py:f")], 1) as rewards:
         pid = int(rewards(PROMPTS, COMPLETIONS, {}).values[0, 0])
     assert gone(pid)
 
@@ -515,8 +516,8 @@ def test_more_than_1023_open_files(write):
         files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
         from argosy.data.chat.template import render
         from argosy.rl.rewards.functions import open_rewards
-        from argosy.rl.rewards.settings import Reward
-        with open_rewards([Reward(of="mine.py:f")], 2) as rewards:
+        from argosy.rl.rewards.settings import RewardSettings
+        with open_rewards([RewardSettings(of="mine.py:f")], 2) as rewards:
             print(rewards(["p"], ["four"], {}).values.tolist())
         print(render("{{ messages[0].content }}", [{"role": "user", "content": "hi"}], {}))
     """

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 from argosy.core.errors import BadInput
 from argosy.infer.load import load_lm
 from argosy.rl.rewards.functions import open_rewards
-from argosy.rl.rewards.models import conversation
-from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.models import whole_conversation
+from argosy.rl.rewards.settings import RewardSettings
 
 
 def folder_of(tmp_path: Path, scores: int) -> Path:
@@ -37,7 +37,7 @@ def test_scores_of_prompts_with_completions_beside_a_function(tmp_path, monkeypa
     (tmp_path / "mine.py").write_text("def f(completions): return [len(c) for c in completions]")
     folder = folder_of(tmp_path, 1)
     prompts, completions = ["Once upon", "Once upon", "The cat"], [" a time", " the moon there was", " sat"]
-    with open_rewards([Reward(of=str(folder)), Reward(of="mine.py:f")], 1) as rewards:
+    with open_rewards([RewardSettings(of=str(folder)), RewardSettings(of="mine.py:f")], 1) as rewards:
         scored = rewards(prompts, completions, {})
     expected = load_lm(folder).rewards([prompt + completion for prompt, completion in zip(prompts, completions)])
     assert len(np.unique(expected)) == 3
@@ -50,7 +50,7 @@ def test_scores_of_prompts_with_completions_beside_a_function(tmp_path, monkeypa
 def test_a_conversation_too_long_is_missing_and_said(tmp_path):
     said = []
     folder = folder_of(tmp_path, 1)
-    with open_rewards([Reward(of=str(folder))], 0, say=said.append) as rewards:
+    with open_rewards([RewardSettings(of=str(folder))], 0, say=said.append) as rewards:
         scored = rewards(["Once"] * 3, [" upon", " upon a time" * 400, ""], {})
     assert np.isfinite(scored.values[:, 0]).tolist() == [True, False, True]
     assert scored.counts == {"scores-1": {"raised": 1}}
@@ -61,12 +61,12 @@ def test_a_conversation_too_long_is_missing_and_said(tmp_path):
 @pytest.mark.parametrize(("scores", "expected"), [(0, "has no head of scores"), (3, "gives 3 scores, not one")])
 def test_a_model_of_another_kind_is_refused(tmp_path, scores, expected):
     with pytest.raises(BadInput, match=expected):
-        open_rewards([Reward(of=str(folder_of(tmp_path, scores)))], 1)
+        open_rewards([RewardSettings(of=str(folder_of(tmp_path, scores)))], 1)
 
 
 def test_the_conversation():
     user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
-    assert conversation("a", "b") == "ab"
-    assert conversation([user], "yes") == conversation([user], [answer]) == [user, answer]
+    assert whole_conversation("a", "b") == "ab"
+    assert whole_conversation([user], "yes") == whole_conversation([user], [answer]) == [user, answer]
     with pytest.raises(BadInput, match="the prompt is a text and its completion a list of messages"):
-        conversation("a", [answer])
+        whole_conversation("a", [answer])

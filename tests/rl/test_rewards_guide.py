@@ -10,7 +10,7 @@ from helpers import can_confine
 from argosy.core.errors import BadInput
 from argosy.rl import sandbox
 from argosy.rl.rewards.functions import open_rewards
-from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.settings import RewardSettings
 from argosy.rl.rewards.sources import REWARDS
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def test_the_first_example():
 @pytest.mark.usefixtures("_functions")
 def test_the_error():
     with pytest.raises(BadInput) as caught:
-        open_rewards([Reward(of="rewards.py:right")], 1, columns=["solution", "level"])
+        open_rewards([RewardSettings(of="rewards.py:right")], 1, columns=["solution", "level"])
     assert str(caught.value) == block("error: the reward").strip()
 
 
@@ -55,13 +55,13 @@ def test_the_sessions():
 
 
 def test_the_figures():
-    limits = sandbox.Limits()
+    limits = sandbox.SandboxLimits()
     for text in (
         f"{limits.cpu_s} s of CPU, {limits.wall_s} s by the clock",
         f"{limits.threads} threads",
         f"{limits.memory_mb} MB; {limits.file_mb} MB a file, {limits.folder_mb} MB and {limits.files} files in all; ",
         f"{limits.output_kb} KB of output",
-        f"`timeout` seconds for a call ({Reward(of='x').timeout:g})",
+        f"`timeout` seconds for a call ({RewardSettings(of='x').timeout:g})",
         *(f"| `{name}` |" for name in REWARDS._items),
     ):
         assert text in GUIDE, text

@@ -24,9 +24,9 @@ from argosy.rl.algorithms.ppo import PPO
 from argosy.rl.algorithms.remax import ReMax
 from argosy.rl.policy.settings import Policy
 from argosy.rl.rollouts.batches import RolloutBatches
-from argosy.rl.rollouts.completions import Interrupted, sampled
-from argosy.rl.rollouts.packing import Shape
-from argosy.rl.rollouts.records import PolicyTrainer, Told
+from argosy.rl.rollouts.completions import Interrupted, sample_trajectories
+from argosy.rl.rollouts.packing import PartShape
+from argosy.rl.rollouts.records import PolicyTrainer, TrajectoryRecord
 from argosy.rl.rollouts.reward_signal import reward_batches
 from argosy.rl.rollouts.settings import Rollout
 
@@ -69,9 +69,9 @@ def prompts(lm: LM, count: int = 6, longest: int = 0) -> Prompts:
 
 
 def rollouts(lm: LM, judge: Any, policy: Policy | None = None, held_out: Prompts | None = None, said: list[str] | None = None,
-             kept: list[Told] | None = None, asked: Prompts | None = None, **how: Any) -> RolloutBatches:  # fmt: skip
+             kept: list[TrajectoryRecord] | None = None, asked: Prompts | None = None, **how: Any) -> RolloutBatches:  # fmt: skip
     rollout = Rollout(**{"completions": 2, "tokens": TOKENS, **how})
-    shape = Shape(2, 24, TOKENS)
+    shape = PartShape(2, 24, TOKENS)
     say = (lambda text: None) if said is None else said.append
     made = reward_batches(asked or prompts(lm), held_out, policy or GRPO(), rollout, 8, shape, judge, 7, say)
     zeros = lambda state, rows: np.zeros(rows["places"].shape, np.float32)  # noqa: E731
@@ -91,11 +91,11 @@ def test_an_answer_keeps_its_end_and_its_log_probabilities(lm: LM):
     one = prompts(lm)(0, 1)
     plain = LM(CASE, lm.module, lm.tokenizer)
     # Whatever it says first becomes an end.
-    first = sampled(plain, one, TOKENS, Sampling(temperature=0.0), (1,))[0].tokens[0]
+    first = sample_trajectories(plain, one, TOKENS, Sampling(temperature=0.0), (1,))[0].tokens[0]
     plain.generation = {"eos_token_id": [first]}
-    (ended,) = sampled(plain, one, TOKENS, Sampling(temperature=0.0), (1,))
+    (ended,) = sample_trajectories(plain, one, TOKENS, Sampling(temperature=0.0), (1,))
     assert (ended.tokens, ended.live, ended.ended, ended.text) == ([first], [True], True, "")
-    (cut,) = sampled(lm, one, TOKENS, Sampling(temperature=1.0), (1,))
+    (cut,) = sample_trajectories(lm, one, TOKENS, Sampling(temperature=1.0), (1,))
     assert (len(cut.tokens), cut.ended) == (TOKENS, False)
     ids = [*one[0].tokens, *cut.tokens]
     scores = lm.score([ids])[0][len(one[0].tokens) - 1 :]
@@ -104,7 +104,7 @@ def test_an_answer_keeps_its_end_and_its_log_probabilities(lm: LM):
 
 def test_every_rollout_and_every_round_has_random_streams_of_its_own(lm: LM):
     """The same prompts with the same weights: other answers in the next rollout, the same ones again from the same position."""
-    kept: list[Told] = []
+    kept: list[TrajectoryRecord] = []
     made = rollouts(lm, OwnJudge(by_length), kept=kept, asked=prompts(lm, 4))
     for _ in range(2):
         made.advance(None)
@@ -112,12 +112,12 @@ def test_every_rollout_and_every_round_has_random_streams_of_its_own(lm: LM):
     first, second = ([one.completion for one in kept if one.rollout == number] for number in (1, 2))
     assert [one.prompt for one in kept[:8]] == [one.prompt for one in kept[8:]]
     assert sum(a == b for a, b in zip(first, second, strict=True)) <= 1
-    again: list[Told] = []
+    again: list[TrajectoryRecord] = []
     other = rollouts(lm, OwnJudge(by_length), kept=again, asked=prompts(lm, 4))
     other.seek({"place": 4, "rollout": 1, "tokens": 0, "waiting": []})
     other.advance(None)
     assert [one.completion for one in again] == second
-    rounds: list[Told] = []
+    rounds: list[TrajectoryRecord] = []
     flat = rollouts(lm, OwnJudge(lambda *_: 1.0), kept=rounds, asked=prompts(lm, 4), resample=1)
     judge = flat.signal.judge
     flat.advance(None)
@@ -219,7 +219,7 @@ def test_a_completion_whose_reward_fails_is_left_out_and_counted(lm: LM):
             other = np.where(row < 2, np.nan, 1.0)[:, None].astype(np.float32)
             return Found(np.concatenate([found.values, other], 1), row == 0, {"other": {"timed out": 1}})
 
-    kept: list[Told] = []
+    kept: list[TrajectoryRecord] = []
     made = rollouts(lm, Both(by_length), kept=kept)
     made.advance(None)
     numbers = made.queue[0].numbers
@@ -246,7 +246,7 @@ def test_an_interrupted_rollout_leaves_the_position_where_it_was(lm: LM):
         next(made)
     assert made.position() == {"place": 0, "rollout": 0, "tokens": 0, "waiting": [], "ahead": []}
     with pytest.raises(Interrupted):
-        sampled(lm, prompts(lm)(0, 1), TOKENS, Sampling(), (1,), lambda: True)
+        sample_trajectories(lm, prompts(lm)(0, 1), TOKENS, Sampling(), (1,), lambda: True)
 
 
 def test_updates_that_are_left_travel_with_the_position(lm: LM):
@@ -333,7 +333,7 @@ def test_what_goes_wrong_ahead_is_raised_when_its_turn_comes(lm: LM):
 def test_the_greedy_answer_is_the_baseline_of_remax(lm: LM):
     judge = OwnJudge(by_length)
     made = rollouts(lm, judge, ReMax(), completions=1)
-    kept: list[Told] = []
+    kept: list[TrajectoryRecord] = []
     made.signal.keep = kept.extend
     made.advance(None)
     sampled_, greedy = (said for _, said, _ in judge.asked)
@@ -366,7 +366,7 @@ def test_held_out_prompts_without_room_are_said_and_missing_rewards_are_no_zeros
 
 
 def test_an_answer_without_a_reward_is_missing_beside_a_punishment_too(lm: LM):
-    kept: list[Told] = []
+    kept: list[TrajectoryRecord] = []
     made = rollouts(lm, OwnJudge(lambda p, c, a: float("nan") if a == "0" else 3.0), kept=kept, overlong=2)
     made.advance(None)
     missing = [one for one in kept if one.prompt == "0="]
@@ -442,7 +442,7 @@ def test_no_reward_at_all_is_an_error(lm: LM):
     ],
 )
 def test_settings_that_do_not_fit_each_other(lm: LM, policy: Policy, how: dict[str, Any], said: str):
-    shape = Shape(2, 24, how.get("tokens", TOKENS))
+    shape = PartShape(2, 24, how.get("tokens", TOKENS))
     rollout = Rollout(**{"completions": 2, "tokens": TOKENS, **how})
     with pytest.raises(BadInput, match=said):
         reward_batches(prompts(lm), None, policy, rollout, 8, shape, OwnJudge(by_length), 7)

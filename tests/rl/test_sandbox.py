@@ -18,12 +18,12 @@ from helpers import can_confine
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.process import channel
 from argosy.rl import sandbox
-from argosy.rl.sandbox import DEFAULT, Limits, run_code
+from argosy.rl.sandbox import DEFAULT, SandboxLimits, run_code
 from argosy.rl.sandbox import process as sandbox_process
 from argosy.rl.sandbox.system_calls import TABLES, program
 
 linux = pytest.mark.skipif(not can_confine(), reason="needs Linux with Landlock")
-QUICK = Limits(cpu_s=4, wall_s=60)
+QUICK = SandboxLimits(cpu_s=4, wall_s=60)
 
 
 def plain(code: str, folder: Path, **environment: str) -> str:
@@ -32,7 +32,7 @@ def plain(code: str, folder: Path, **environment: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=folder, env=env).stdout
 
 
-def run(code: str, limits: Limits = QUICK, stdin: str = ""):
+def run(code: str, limits: SandboxLimits = QUICK, stdin: str = ""):
     return run_code(textwrap.dedent(code), stdin, limits)
 
 
@@ -283,7 +283,7 @@ def test_an_attempt_fails_here_and_succeeds_elsewhere(name, tmp_path):
 
 @linux
 def test_an_endless_loop_ends_after_its_seconds_of_cpu():
-    ran = run("print('began', flush=True)\nwhile True: pass", Limits(cpu_s=1, wall_s=120))
+    ran = run("print('began', flush=True)\nwhile True: pass", SandboxLimits(cpu_s=1, wall_s=120))
     assert (ran.timed_out, ran.killed_by, ran.exit_code, ran.stdout) == (True, "cpu", -9, "began\n")
 
 
@@ -307,7 +307,7 @@ def test_an_endless_loop_ends_after_its_seconds_of_cpu():
 )
 def test_what_waits_ends_after_its_time(code):
     began = time.monotonic()
-    ran = run(code, Limits(wall_s=0.5))
+    ran = run(code, SandboxLimits(wall_s=0.5))
     assert (ran.timed_out, ran.killed_by, ran.exit_code) == (True, "wall", -9)
     assert 0.5 <= ran.seconds < 5
     assert time.monotonic() - began < 20
@@ -320,7 +320,7 @@ def test_memory():
     ran = run(code.replace("N", "600"))
     assert ran.exit_code == 1
     assert ran.stderr.endswith("MemoryError\n")
-    assert run(code.replace("N", "600"), Limits(memory_mb=1024, wall_s=60)).stdout == "600\n"
+    assert run(code.replace("N", "600"), SandboxLimits(memory_mb=1024, wall_s=60)).stdout == "600\n"
     bomb = run("x = []\nwhile True: x.append(bytearray(1 << 20))")
     assert bomb.stderr.endswith("MemoryError\n")
 
@@ -338,8 +338,8 @@ def test_threads():
         end.set()
         print(count)
     """
-    assert run(code, Limits(threads=8)).stdout == "can't start new thread\n8\n"
-    assert run(code, Limits(threads=60, memory_mb=2048)).stdout == "50\n"
+    assert run(code, SandboxLimits(threads=8)).stdout == "can't start new thread\n8\n"
+    assert run(code, SandboxLimits(threads=60, memory_mb=2048)).stdout == "50\n"
 
 
 @linux
@@ -358,16 +358,16 @@ def test_threads_that_need_no_memory():
         while made < 1000 and libc.clone(function, top, 0x10F00, None) > 0: made += 1
         print(made, flush=True)
         os._exit(0)
-    """, Limits(threads=8))  # fmt: skip
+    """, SandboxLimits(threads=8))  # fmt: skip
     assert found.stdout == "8\n"
 
 
 @linux
 def test_output_is_capped_and_says_so():
-    ran = run("import sys\nprint('x' * 10)\nsys.stderr.write('e' * 5000)", Limits(output_kb=1))
+    ran = run("import sys\nprint('x' * 10)\nsys.stderr.write('e' * 5000)", SandboxLimits(output_kb=1))
     assert (ran.stdout, ran.stderr, ran.capped) == ("x" * 10 + "\n", "e" * 1024, True)
-    assert not run("print('x' * 1023)", Limits(output_kb=1)).capped
-    endless = run("while True: print('x' * 1000)", Limits(cpu_s=1, wall_s=120, output_kb=4))
+    assert not run("print('x' * 1023)", SandboxLimits(output_kb=1)).capped
+    endless = run("while True: print('x' * 1000)", SandboxLimits(cpu_s=1, wall_s=120, output_kb=4))
     assert len(endless.stdout) == 4096
     assert (endless.capped, endless.killed_by) == (True, "cpu")
     assert run("import os; os.write(1, b'\\xff\\n')").stdout == "\ufffd\n"
@@ -377,14 +377,14 @@ def test_output_is_capped_and_says_so():
 def test_sizes_of_files():
     code = "f = open('f', 'wb')\nf.write(b'x' * (N << 20)); f.flush(); print('written')"
     assert run(code.replace("N", "1")).stdout == "written\n"
-    ran = run(code.replace("N", "3"), Limits(file_mb=2))
+    ran = run(code.replace("N", "3"), SandboxLimits(file_mb=2))
     assert "File too large" in ran.stderr
     assert ran.stdout == ""
 
 
 FILL = {
-    "sizes": ("for i in range(N): open(f'{i}', 'wb').write(b'x' * (1 << 20))", Limits(folder_mb=10), 20),
-    "number": ("for i in range(N): open(f'{i}', 'w')", Limits(files=200), 300),
+    "sizes": ("for i in range(N): open(f'{i}', 'wb').write(b'x' * (1 << 20))", SandboxLimits(folder_mb=10), 20),
+    "number": ("for i in range(N): open(f'{i}', 'w')", SandboxLimits(files=200), 300),
     "depth": ("import os\nfor i in range(N): os.mkdir('d' * 200); os.chdir('d' * 200)", DEFAULT, 300),
 }
 
@@ -433,8 +433,8 @@ def test_it_ends_with_its_parent(tmp_path):
     """Code that sleeps, whose parent is killed."""
     script = """
         import os, sys
-        from argosy.rl.sandbox import Limits, run_code
-        run_code("import os, time\\nopen('pid', 'w').write(str(os.getpid()))\\ntime.sleep(60)", limits=Limits(wall_s=100))
+        from argosy.rl.sandbox import SandboxLimits, run_code
+        run_code("import os, time\\nopen('pid', 'w').write(str(os.getpid()))\\ntime.sleep(60)", limits=SandboxLimits(wall_s=100))
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
@@ -507,7 +507,7 @@ def test_other_systems_are_refused(monkeypatch, system, machine, expected):
 @pytest.mark.parametrize("limits", [{"cpu_s": 0}, {"wall_s": -1}, {"memory_mb": 8}, {"threads": -1}, {"output_kb": 0}])
 def test_limits_that_limit_nothing(limits):
     with pytest.raises(BadInput, match=next(iter(limits))):
-        Limits(**limits)
+        SandboxLimits(**limits)
 
 
 # ---- the filter

@@ -19,10 +19,10 @@ from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.models.parts.stack import Unroll
 from argosy.rl.environments.calculator import calculate
-from argosy.rl.environments.settings import Calculator, Python, open_table
-from argosy.rl.environments.settings import Tools as Settings
+from argosy.rl.environments.settings import CalculatorEnvironment, PythonEnvironment, open_table
+from argosy.rl.environments.settings import ToolsEnvironment as Settings
 from argosy.rl.environments.tools import Tools, schema_of
-from argosy.rl.rollouts.trajectories import Conversed, How
+from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner
 
 WRONG = "wrong_arguments"
 USER = [{"role": "user", "content": "2 + 2?"}]
@@ -176,7 +176,7 @@ def played(lm: LM, settings: Any, texts: list[str], rows: int = 1, most: int = 1
     made = open_table(settings, data, None)
     try:
         longest = len(data(0, 1)[0].tokens) + most
-        playing = Conversed(lm, data(0, rows), How(Sampling(), most, longest), (1,), made, lambda: False)
+        playing = EpisodeRunner(lm, data(0, rows), EpisodeLimits(Sampling(), most, longest), (1,), made, lambda: False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LM, "engine", lambda *_: Scripted(dict.fromkeys(range(rows), texts)))
             return playing.run()
@@ -307,13 +307,13 @@ def test_functions_that_cannot_be_tools(lm: LM, tmp_path: Path, name: str, said:
 
 def test_tools_need_messages_and_a_notation(lm: LM):
     with pytest.raises(BadInput, match="reads messages, and the prompt is a text"):
-        open_table(Calculator(), prompts(lm, ["2+2"]), None)
+        open_table(CalculatorEnvironment(), prompts(lm, ["2+2"]), None)
     data = prompts(lm, [USER])
     data.templates = {"default": data.templates["default"].replace("<tool_call>", "[call]")}
     with pytest.raises(BadInput, match="notation of this chat template cannot be read"):
-        open_table(Calculator(), data, None)
+        open_table(CalculatorEnvironment(), data, None)
     with pytest.raises((SettingsError, ValueError), match="below timeout"):
-        Calculator(call_timeout=20)
+        CalculatorEnvironment(call_timeout=20)
 
 
 # ---- the calculator
@@ -367,7 +367,7 @@ def test_the_calculator_agrees_with_fractions(expression: str):
 
 
 def test_what_a_resume_may_change_is_no_part_of_what_it_compares(lm: LM):
-    settings = Calculator(), Calculator(call_timeout=4), Calculator(turns=3)
+    settings = CalculatorEnvironment(), CalculatorEnvironment(call_timeout=4), CalculatorEnvironment(turns=3)
     one, two, other = (open_table(how, prompts(lm, [USER]), None) for how in settings)
     assert one.identity == two.identity != other.identity
     for made in (one, two, other):
@@ -376,7 +376,7 @@ def test_what_a_resume_may_change_is_no_part_of_what_it_compares(lm: LM):
 
 def test_the_calculator_in_a_conversation(lm: LM):
     calls = [hermes("calculate", expression=one) for one in ("17 * 23", "a")]
-    (answer,) = played(lm, Calculator(), [*calls, "391<eos>"], most=900)
+    (answer,) = played(lm, CalculatorEnvironment(), [*calls, "391<eos>"], most=900)
     replies = [one["content"] for one in answer.said if one["role"] == "tool"]
     assert replies == ["391", "error: ValueError: `a` is no number and no sign"]
     assert answer.ended
@@ -389,7 +389,7 @@ def test_the_calculator_in_a_conversation(lm: LM):
 def test_python_runs_in_the_sandbox(lm: LM):
     programs = ["print(sum(range(10)))", "1 / 0", "while True: pass", "open('/etc/passwd')", "x = 1"]
     texts = [*(hermes("python", code=one) for one in programs), "45<eos>"]
-    (answer,) = played(lm, Python(seconds=1.0, turns=9), texts, most=4000)
+    (answer,) = played(lm, PythonEnvironment(seconds=1.0, turns=9), texts, most=4000)
     replies = [one["content"] for one in answer.said if one["role"] == "tool"]
     assert replies[0] == "45"
     assert replies[1].endswith("ZeroDivisionError: division by zero")
@@ -402,4 +402,4 @@ def test_python_runs_in_the_sandbox(lm: LM):
 def test_python_is_refused_where_the_sandbox_is(lm: LM, monkeypatch):
     monkeypatch.setattr("argosy.rl.sandbox.available", lambda: ["no Landlock"])
     with pytest.raises(Exception, match="cannot run code here: no Landlock"):
-        open_table(Python(), prompts(lm, [USER]), None)
+        open_table(PythonEnvironment(), prompts(lm, [USER]), None)

@@ -12,8 +12,8 @@ from rl.talking import BOS, EOS, Scripted, ids, language_model, prompts, table
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.rl.rollouts.completions import Answer, Interrupted
-from argosy.rl.rollouts.trajectories import Conversed, How, Table, seeds_of
+from argosy.rl.rollouts.completions import Interrupted, Trajectory
+from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner, EpisodeSetup, environment_seeds
 
 ECHO = """
 class Own:
@@ -32,16 +32,16 @@ def lm() -> LM:
 
 
 @pytest.fixture
-def play(lm: LM, tmp_path) -> Iterator[Callable[..., list[Answer]]]:
+def play(lm: LM, tmp_path) -> Iterator[Callable[..., list[Trajectory]]]:
     """Plays answers to prompts; `script` has the texts of each row, otherwise the model samples."""
-    made: list[Table] = []
+    made: list[EpisodeSetup] = []
 
     def played(code: str, asked: list[Any], script: Any = None, most: int = 60, longest: int = 100, seed: tuple[int, ...] = (1,),
-               interrupted: Callable[[], bool] = lambda: False, **settings: Any) -> list[Answer]:  # fmt: skip
+               interrupted: Callable[[], bool] = lambda: False, **settings: Any) -> list[Trajectory]:  # fmt: skip
         data = prompts(lm, asked)
         made.append(table(tmp_path, code, data, **settings))
-        how = How(Sampling(temperature=1.0), most, longest)
-        playing = Conversed(lm, data(0, len(asked)), how, seed, made[-1], interrupted)
+        how = EpisodeLimits(Sampling(temperature=1.0), most, longest)
+        playing = EpisodeRunner(lm, data(0, len(asked)), how, seed, made[-1], interrupted)
         if script is not None:
             played.engine = Scripted(script)
             with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +54,7 @@ def play(lm: LM, tmp_path) -> Iterator[Callable[..., list[Answer]]]:
         one.close()
 
 
-def live(answer: Answer) -> str:
+def live(answer: Trajectory) -> str:
     """The tokens of the policy as text; a dot for each of the environment."""
     return "".join((chr(token) if token < 256 else "$") if own else "." for token, own in zip(answer.tokens, answer.live, strict=True))
 
@@ -370,10 +370,10 @@ def test_more_answers_than_processes(play):
 
 def test_environments_of_a_group_have_one_seed(lm: LM):
     one, two = prompts(lm, ["a", "a"])(0, 2)
-    seeds = seeds_of([one, one, two, two], (7, 0, 3, 0))
+    seeds = environment_seeds([one, one, two, two], (7, 0, 3, 0))
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
-    assert seeds_of([one, two], (7, 0, 3, 0)) == [seeds[0], seeds[2]], "the greedy answer's too"
-    assert seeds_of([one], (7, 0, 4, 0)) != seeds[:1]
+    assert environment_seeds([one, two], (7, 0, 3, 0)) == [seeds[0], seeds[2]], "the greedy answer's too"
+    assert environment_seeds([one], (7, 0, 4, 0)) != seeds[:1]
 
 
 # ---- beside the model alone

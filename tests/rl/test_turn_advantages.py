@@ -10,19 +10,19 @@ from argosy.rl.algorithms.grpo import GRPO, grpo
 from argosy.rl.algorithms.ppo import PPO
 from argosy.rl.algorithms.reinforce_pp import ReinforcePP
 from argosy.rl.algorithms.rloo import RLOO
-from argosy.rl.policy.credit import Judgment, compared, useful_groups
+from argosy.rl.policy.credit import RolloutRewards, rollout_advantages, useful_groups
 from argosy.rl.policy.gae import gae
 from argosy.rl.policy.settings import Critic, Policy
 from argosy.rl.policy.totals import at_last
-from argosy.rl.policy.turns import Turned, mixed, to_go
-from argosy.rl.rollouts.completions import Answer, Played
-from argosy.rl.rollouts.turn_rewards import by_turn
+from argosy.rl.policy.turns import TurnRewards, mixed, to_go
+from argosy.rl.rollouts.completions import Episode, Trajectory
+from argosy.rl.rollouts.turn_rewards import episode_turns
 
 G, N, K, L = 3, 4, 5, 24
 EPSILON = 1e-6
 
 
-def turned(seed: int = 0) -> Turned:
+def turned(seed: int = 0) -> TurnRewards:
     """Answers of 0 to 5 turns; one without any reward; in the last group nothing differs."""
     rng = np.random.default_rng(seed)
     rewards, outcome = rng.normal(0, 1, (G, N, K)), rng.normal(0, 1, (G, N))
@@ -30,7 +30,7 @@ def turned(seed: int = 0) -> Turned:
     made[0, 0], made[0, 1] = 0, K
     outcome[1, 2] = np.nan
     rewards[2], outcome[2], made[2] = 0.5, 0.25, 3
-    return Turned(jnp.asarray(rewards, jnp.float32), jnp.asarray(outcome, jnp.float32), jnp.asarray(made, jnp.int32))
+    return TurnRewards(jnp.asarray(rewards, jnp.float32), jnp.asarray(outcome, jnp.float32), jnp.asarray(made, jnp.int32))
 
 
 def compare(own: dict, scale: str, pooled: float) -> dict:
@@ -102,7 +102,7 @@ def test_turn_and_outcome_mixed(weight: float, scale: str):
 
 def test_two_turns_by_hand_as_in_mt_grpo():
     """The turn: 1, 0; the outcome, of the last turn and of a function: 0, 3. Two answers, so each std is |difference| / sqrt 2."""
-    of = Turned(jnp.asarray([[[1.0, 0.0], [0.0, 1.0]]]), jnp.asarray([[0.0, 2.0]]), jnp.asarray([[2, 2]]))
+    of = TurnRewards(jnp.asarray([[[1.0, 0.0], [0.0, 1.0]]]), jnp.asarray([[0.0, 2.0]]), jnp.asarray([[2, 2]]))
     found = mixed(of, weight=0.5)
     one = 2**-0.5
     np.testing.assert_allclose(found.values, [[[-one + 0.5 * one, -one], [one - 0.5 * one, one]]], rtol=1e-5)
@@ -112,14 +112,14 @@ def test_two_turns_by_hand_as_in_mt_grpo():
 @pytest.mark.parametrize("estimator", [to_go, mixed])
 def test_a_reward_at_the_end_alone_is_grpo(estimator):
     rewards = np.random.default_rng(2).normal(0, 1, (G, N)).astype(np.float32)
-    of = Turned(jnp.zeros((G, N, K)), jnp.asarray(rewards), jnp.full((G, N), 3))
+    of = TurnRewards(jnp.zeros((G, N, K)), jnp.asarray(rewards), jnp.full((G, N), 3))
     values = np.asarray(estimator(of).values)
     np.testing.assert_allclose(values[..., :3], np.repeat(np.asarray(grpo(jnp.asarray(rewards)).values)[..., None], 3, -1), rtol=1e-6)
     assert (values[..., 3:] == 0).all()
 
 
 def test_equal_sums_that_were_earned_at_other_turns_teach():
-    of = Turned(jnp.asarray([[[1.0, 0.0], [0.0, 1.0]]]), jnp.zeros((1, 2)), jnp.full((1, 2), 2))
+    of = TurnRewards(jnp.asarray([[[1.0, 0.0], [0.0, 1.0]]]), jnp.zeros((1, 2)), jnp.full((1, 2), 2))
     found = to_go(of)
     assert np.asarray(found.values)[0, :, 0].tolist() == [0, 0], "both turns of both answers are followed by the same"
     assert np.asarray(found.values)[0, :, 1] == pytest.approx([-(2**-0.5), 2**-0.5], rel=1e-5)
@@ -129,7 +129,7 @@ def test_equal_sums_that_were_earned_at_other_turns_teach():
 # ---- from answers to tokens
 
 
-def answer(turns: list[tuple[int, float | None]], observed: int = 2, **how) -> Answer:
+def answer(turns: list[tuple[int, float | None]], observed: int = 2, **how) -> Trajectory:
     """An answer of turns of so many tokens with these rewards; the environment says something before each of them."""
     live, starts = [], []
     for tokens, _ in turns:
@@ -138,15 +138,15 @@ def answer(turns: list[tuple[int, float | None]], observed: int = 2, **how) -> A
         live += [True] * tokens
     given = [reward for _, reward in turns]
     there = [reward for reward in given if reward is not None]
-    played = Played(rewards=given, starts=starts, made=len(turns), reward=sum(there) if there else None, **how)
-    return Answer(Prompt("a", [1], {}, ""), [1] * len(live), live, [0.0] * len(live), True, "", played)
+    played = Episode(rewards=given, starts=starts, made=len(turns), reward=sum(there) if there else None, **how)
+    return Trajectory(Prompt("a", [1], {}, ""), [1] * len(live), live, [0.0] * len(live), True, "", played)
 
 
 ANSWERS = [answer([(2, 1.0), (3, None), (1, 0.5)]), answer([(1, 0.0)], observed=0), answer([(4, 0.5), (2, 2.0)]),
            answer([(2, 1.0), (2, 1.0)], observed=0)]  # fmt: skip
 
 
-def judgment(functions: bool = True) -> Judgment:
+def judgment(functions: bool = True) -> RolloutRewards:
     """Two groups of two answers; the environment's rewards count double, and functions' beside them."""
     live = np.zeros((4, L), np.float32)
     for row, one in enumerate(ANSWERS):
@@ -154,11 +154,11 @@ def judgment(functions: bool = True) -> Judgment:
     sums = np.array([[one.played.reward] for one in ANSWERS], np.float32)
     own = np.array([[0.25], [np.nan], [-1.0], [1.0]], np.float32)
     rewards = np.concatenate([sums, own], 1)[:, : 2 if functions else 1].reshape(2, 2, -1)
-    return Judgment(rewards, (2.0, 1.0)[: 2 if functions else 1], live, turns=by_turn(ANSWERS, K, L))
+    return RolloutRewards(rewards, (2.0, 1.0)[: 2 if functions else 1], live, turns=episode_turns(ANSWERS, K, L))
 
 
 def test_turns_of_tokens():
-    turns = by_turn(ANSWERS, K, L)
+    turns = episode_turns(ANSWERS, K, L)
     assert turns.made.tolist() == [3, 1, 2, 2]
     assert turns.rewards[:, :3].tolist() == [[1, 0, 0.5], [0, 0, 0], [0.5, 2, 0], [1, 1, 0]]
     assert turns.given[:2, :3].tolist() == [[True, False, True], [True, False, False]]
@@ -177,10 +177,10 @@ def test_a_policy_credits_turns(how: Policy, functions: bool):
     of = judgment(functions)
     outcome = np.array([0.25, 0, -1, 1] if functions else [0, 0, 0, 0], np.float32).reshape(2, 2)
     rewards = 2 * np.array([[1, 0, 0.5], [0, 0, 0], [0.5, 2, 0], [1, 1, 0]], np.float32).reshape(2, 2, 3)
-    of_turns = Turned(jnp.asarray(rewards), jnp.asarray(outcome), jnp.asarray([[3, 1], [2, 2]]))
+    of_turns = TurnRewards(jnp.asarray(rewards), jnp.asarray(outcome), jnp.asarray([[3, 1], [2, 2]]))
     by_hand = to_go(of_turns, gamma=0.9) if how.credit.by == "to_go" else mixed(of_turns, weight=2.0, scale="none")
     values = np.asarray(by_hand.values).reshape(4, 3)
-    found = compared(how, of)
+    found = rollout_advantages(how, of)
     assert found.turns is not None
     np.testing.assert_allclose(found.turns[:, :3], values, rtol=1e-5, atol=1e-6)
     for row, one in enumerate(ANSWERS):
@@ -197,7 +197,7 @@ def test_an_answer_without_any_reward_takes_no_part():
     """The other one of its group is then alone."""
     of = judgment()
     of.rewards[0, 1] = np.nan
-    found = compared(GRPO(credit={"by": "to_go"}), of)
+    found = rollout_advantages(GRPO(credit={"by": "to_go"}), of)
     assert found.counted.tolist() == [True, False, True, True]
     assert (found.values[:2] == 0).all()
     assert found.useful.tolist() == [False, True]
@@ -207,7 +207,7 @@ def test_an_answer_without_any_reward_takes_no_part():
 def test_equal_sums_are_resampled_by_the_sum_and_not_by_turns():
     answers = [answer([(1, 1.0), (1, 0.0)]), answer([(1, 0.0), (1, 1.0)])]
     live = np.array([[*one.live, False] for one in answers], np.float32)
-    of = Judgment(np.ones((1, 2, 1), np.float32), (1.0,), live, turns=by_turn(answers, 2, live.shape[1]))
+    of = RolloutRewards(np.ones((1, 2, 1), np.float32), (1.0,), live, turns=episode_turns(answers, 2, live.shape[1]))
     assert useful_groups(GRPO(credit={"by": "to_go"}), of).tolist() == [True]
     assert useful_groups(GRPO(), of._replace(turns=None)).tolist() == [False]
 
@@ -219,10 +219,10 @@ def test_a_penalty_is_one_of_its_turn():
     less = of.turns.sums(np.where(of.live > 0, penalty, 0)) / 2
     taken = of._replace(turns=type(of.turns)(of.turns.rewards - less, of.turns.given, of.turns.made, of.turns.number))
     how = GRPO(credit={"by": "to_go"}, kl=0.1, kl_in="reward")
-    found, same = compared(how, of._replace(penalty=penalty)), compared(how, taken)
+    found, same = rollout_advantages(how, of._replace(penalty=penalty)), rollout_advantages(how, taken)
     np.testing.assert_allclose(found.values, same.values, rtol=1e-4, atol=1e-5)
-    assert np.abs(found.values - compared(how, of).values).max() > 0.1
-    assert float(found.metrics["reward"].value()) == float(compared(how, of).metrics["reward"].value()), "as it came"
+    assert np.abs(found.values - rollout_advantages(how, of).values).max() > 0.1
+    assert float(found.metrics["reward"].value()) == float(rollout_advantages(how, of).metrics["reward"].value()), "as it came"
 
 
 def test_a_critic_sees_rewards_at_the_end_of_their_turns():
@@ -237,12 +237,12 @@ def test_a_critic_sees_rewards_at_the_end_of_their_turns():
         rewards[row, ends[-1]] += extra
     how = PPO(credit={"by": "to_go"}, critic=Critic(gamma=0.9))
     expected = gae(jnp.asarray(rewards), jnp.asarray(values), jnp.asarray(of.live), jnp.zeros(4), gamma=0.9, lam=0.95)
-    found = compared(how, of)
+    found = rollout_advantages(how, of)
     np.testing.assert_allclose(found.values, expected.values, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.returns, expected.returns, rtol=1e-5, atol=1e-6)
     sums = jnp.asarray(rewards.sum(1))
     plain = gae(at_last(sums, jnp.asarray(of.live)), jnp.asarray(values), jnp.asarray(of.live), jnp.zeros(4), gamma=0.9, lam=0.95)
-    by_answer = compared(PPO(critic=Critic(gamma=0.9)), of._replace(turns=None))
+    by_answer = rollout_advantages(PPO(critic=Critic(gamma=0.9)), of._replace(turns=None))
     np.testing.assert_allclose(by_answer.values, plain.values, rtol=1e-5, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ from rl.talking import CHAT
 
 from argosy.core.errors import BadInput
 from argosy.data.chat.template import render
-from argosy.rl.rollouts.turns import Rewritten, between, check_template
+from argosy.rl.rollouts.turns import HistoryRewritten, check_turn_template, turn_end
 
 # That of the renders by transformers.
 CLOCK = datetime(2025, 1, 2, 3, 4, 5)
@@ -61,12 +61,12 @@ def rendered(name: str, messages: Any, tools: Any = None, **variables: Any) -> s
 def test_templates_that_rewrite_turns_are_refused(name: str, tools: Any):
     own, off = name.rstrip("/"), {"enable_thinking": False} if name.endswith("/") else {}
     said = FOUND[name][tools is not None]
-    check = lambda: check_template(  # noqa: E731
+    check = lambda: check_turn_template(  # noqa: E731
         lambda messages: rendered(own, messages, tools, **off), ASKED, "tool" if tools else "user", tools, template(own), NAMES
     )
     if said is None:
         return check()
-    with pytest.raises((Rewritten, BadInput), match=said):
+    with pytest.raises((HistoryRewritten, BadInput), match=said):
         check()
 
 
@@ -92,10 +92,10 @@ def test_what_follows_a_turn_is_the_rest_of_the_whole_conversation(name: str):
     before = render(template(name), messages[:last], special, add_generation_prompt=True, now=CLOCK)
     after = render(template(name), messages, special, add_generation_prompt=True, now=CLOCK)
     if name in MOVING:
-        with pytest.raises(Rewritten, match="Answer briefly"):
-            between(before, after, ["<EOS>"])
+        with pytest.raises(HistoryRewritten, match="Answer briefly"):
+            turn_end(before, after, ["<EOS>"])
         return
-    end, rest = between(before, after, NAMES.findall(after[len(before) :]))
+    end, rest = turn_end(before, after, NAMES.findall(after[len(before) :]))
     assert whole == after, "transformers' render"
     turn = after[len(before) : len(after) - len(rest)]
     assert turn.strip().startswith(messages[last]["content"].strip())
@@ -106,8 +106,8 @@ def test_what_follows_a_turn_is_the_rest_of_the_whole_conversation(name: str):
 def test_a_turn_ends_at_its_own_end():
     before = rendered("own", ASKED)
     after = rendered("own", [*ASKED, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
-    assert between(before, after, ["<eos>", "</s>"]) == ("<eos>", "\n<bos>user\nb<eos>\n<bos>assistant\n")
-    with pytest.raises(Rewritten, match="none of its end tokens"):
-        between(before, after, ["</s>"])
-    with pytest.raises(Rewritten, match=r"a' becomes .*assistant.nb<eos>"):
-        between(before + "a", after.replace("\na<eos>", "\nb<eos>"), ["<eos>"])
+    assert turn_end(before, after, ["<eos>", "</s>"]) == ("<eos>", "\n<bos>user\nb<eos>\n<bos>assistant\n")
+    with pytest.raises(HistoryRewritten, match="none of its end tokens"):
+        turn_end(before, after, ["</s>"])
+    with pytest.raises(HistoryRewritten, match=r"a' becomes .*assistant.nb<eos>"):
+        turn_end(before + "a", after.replace("\na<eos>", "\nb<eos>"), ["<eos>"])

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def frozen_garbage() -> Iterator[None]:
     """Inside, collections pass over the objects that exist already. Nothing changes where the program has set some aside itself
     (`gc.freeze`)."""
     if gc.get_freeze_count():

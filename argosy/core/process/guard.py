@@ -22,7 +22,7 @@ LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 MOST_KILLS, BETWEEN_KILLS_S = 1000, 0.001
 
 
-def guarded(lifeline: int, *closed: int) -> None:
+def run_guarded(lifeline: int, *closed: int) -> None:
     """Goes on in a forked process, on Linux; in its place stays a guard. However the forked process ends, and when the other end of the
     pipe `lifeline` closes, the guard ends all that was started below it, and then itself with the forked one's exit code or signal.
 

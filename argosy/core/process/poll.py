@@ -4,7 +4,7 @@ import select
 from collections.abc import Sequence
 
 
-def readable(files: Sequence[int], timeout: float) -> list[int]:
+def ready_to_read(files: Sequence[int], timeout: float) -> list[int]:
     """Those of the descriptors that can be read without waiting, after at most so many seconds. A closed pipe can be."""
     waiting = select.poll()
     for file in files:

@@ -69,7 +69,7 @@ def take_over() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def over(code: int) -> None:
+def after_signal(code: int) -> None:
     """The command has ended with this exit code, which no signal changes any more. Other threads and exit functions are still waited
     for; the interpreter's teardown is skipped."""
     if _State.taken_over:

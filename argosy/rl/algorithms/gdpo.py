@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from argosy.rl.policy.advantages import Advantages, deviation, groups, standardized
-from argosy.rl.policy.totals import total, weights_of
+from argosy.rl.policy.totals import reward_weights, total
 
 
 def gdpo(rewards: Float[Array, "g n k"], weights: Sequence[float], *, epsilon: float = 1e-6) -> Advantages:
@@ -28,7 +28,7 @@ def gdpo(rewards: Float[Array, "g n k"], weights: Sequence[float], *, epsilon: f
     Raises:
         BadInput: the number of weights is not k.
     """
-    by = weights_of(rewards, weights)
+    by = reward_weights(rewards, weights)
     each = jax.vmap(groups, 2, 2)(rewards)
     size = jnp.maximum(each.size, 1.0)
     apart = jnp.where(each.scored, each.rewards - jnp.sum(each.rewards, 1, keepdims=True) / size, 0.0)

@@ -57,14 +57,14 @@ def gspo(
         clip_metrics,
         clipped,
         log_ratios,
-        of_sequences,
         ratio_metrics,
         ratios,
+        sequence_mask,
         sequence_means,
     )
 
     logs = jax.lax.stop_gradient(sequence_means(log_ratios(new, old, mask), mask))
     ratio = ratios(logs) * jnp.exp(log_ratios(new, jax.lax.stop_gradient(new), mask))
     tokens = jnp.where(mask > 0, clipped(ratio, advantages, low, high), 0.0)
-    metrics = ratio_metrics(logs, of_sequences(mask)) | clip_metrics(ratio, advantages, mask, low, high)
+    metrics = ratio_metrics(logs, sequence_mask(mask)) | clip_metrics(ratio, advantages, mask, low, high)
     return TokenLoss(tokens, metrics)

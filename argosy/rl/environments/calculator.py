@@ -4,13 +4,13 @@
     calculate("1 / 3")                1/3, which is 0.333333333333
     calculate("0.1 + 0.2")            0.3
 
-It runs nothing: expressions are read by a grammar (`rl.expressions.Grammar`), and have bounds.
+It runs nothing: expressions are read by a grammar (`rl.expressions.ArithmeticGrammar`), and have bounds.
 """
 
 import re
 from fractions import Fraction
 
-from argosy.rl.expressions import Grammar
+from argosy.rl.expressions import ArithmeticGrammar
 
 TOKEN = re.compile(r"\s*(?:(\d[\d,_]*\.?\d*|\.\d+)|(\*\*|[-+*/()^×÷−]))")
 # Of an expression, and of a number's digits.
@@ -49,7 +49,7 @@ def tokens_of(expression: str) -> list[str]:
     return found
 
 
-class Calculation(Grammar):
+class Calculation(ArithmeticGrammar):
     """An expression of rational numbers, none of them too long to be written."""
 
     mistake = ValueError

@@ -38,7 +38,7 @@ COMMAND = struct.Struct("<cQ")
 MOST_CHARACTERS = 1 << 20
 
 
-def load(request):
+def load_class(request):
     """The class, and what is known of it: or why it cannot be used."""
     sys.path[:] = request["path"]
     one, module = request["class"], None
@@ -56,12 +56,12 @@ def load(request):
     except BaseException as error:
         return None, {"wrong": user_code.load_failure(error, one)}
     try:
-        return made, about(made, one["args"])
+        return made, class_requirements(made, one["args"])
     except user_code.Unusable as error:
         return None, {"wrong": error.args[0]}
 
 
-def about(made, args):
+def class_requirements(made, args):
     """What a class needs. Nothing of it is run."""
     if not callable(made):
         raise user_code.Unusable({"what": f"it is a {type(made).__name__}, not a class"})
@@ -81,7 +81,7 @@ def about(made, args):
     return {}
 
 
-class Played:
+class EnvironmentHost:
     """One object and the process around it."""
 
     def __init__(self, made, one):
@@ -96,10 +96,10 @@ class Played:
                 self.environment = self.made(**self.one["args"])
             own = self.environment
             if "about" in asked:
-                return described(own)
+                return environment_interface(own)
             if "reset" in asked:
-                return {"observation": observation(own.reset(**asked["reset"]))}
-            found = turn(own.step(asked["step"]))
+                return {"observation": observation_document(own.reset(**asked["reset"]))}
+            found = turn_document(own.step(asked["step"]))
             if complaint := getattr(own, "complaint", None):
                 found["complaint"], own.complaint = str(complaint), None
             return found
@@ -110,7 +110,7 @@ class Played:
             return {"raised": user_code.traceback_text(error, since), "blamed": user_code.error_summary(error, since)}
 
 
-def described(environment):
+def environment_interface(environment):
     """What `reset` takes, and the tools that the model is shown."""
     for name in ("reset", "step"):
         if not callable(getattr(environment, name, None)):
@@ -120,29 +120,29 @@ def described(environment):
         inspect.signature(environment.step).bind("said")
     except TypeError as error:
         raise user_code.Unusable({"what": f"`step` takes what the model said: {error}", "hint": "def step(self, said)"}) from None
-    found = user_code.parameters_of(environment.reset, {})
+    found = user_code.function_parameters(environment.reset, {})
     tools = getattr(environment, "tools", None)
     found |= {"tools": None if tools is None else list(tools), "role": str(getattr(environment, "role", "user"))}
     json.dumps(found)
     return {"about": found}
 
 
-def turn(found):
+def turn_document(found):
     """A turn as JSON."""
     if not all(hasattr(found, name) for name in ("observation", "reward", "done", "cut", "counts")):
-        raise user_code.Unusable(f"`step` returned {user_code.shortened(found)}, not a Turn")
+        raise user_code.Unusable(f"`step` returned {user_code.short_repr(found)}, not a Turn")
     reward = found.reward.item() if hasattr(found.reward, "item") else found.reward
     if reward is not None and not isinstance(reward, bool | int | float):
-        raise user_code.Unusable(f"`step` returned the reward {user_code.shortened(reward)}")
+        raise user_code.Unusable(f"`step` returned the reward {user_code.short_repr(reward)}")
     reward = None if reward is None else float(reward)
     if reward is not None and not (math.isfinite(reward) and abs(reward) < 3e38):
         raise FloatingPointError(f"`step` returned the reward {reward}")
     counts = {str(name): float(value) for name, value in dict(found.counts).items()}
     over = {"done": bool(found.done), "cut": bool(found.cut)}
-    return {"observation": observation(found.observation), "reward": reward, "counts": counts, **over}
+    return {"observation": observation_document(found.observation), "reward": reward, "counts": counts, **over}
 
 
-def observation(found):
+def observation_document(found):
     """A text, messages or None; a text of a megabyte is cut, and told by its length."""
     if found is None:
         return None
@@ -153,18 +153,18 @@ def observation(found):
         for one in found:
             content = one.get("content")
             if not isinstance(content, str):
-                raise user_code.Unusable(f"an observation has a message whose content is {user_code.shortened(content)}, not a text")
+                raise user_code.Unusable(f"an observation has a message whose content is {user_code.short_repr(content)}, not a text")
             if len(content) > MOST_CHARACTERS:
                 one = one | {"content": content[:MOST_CHARACTERS], "characters": len(content)}
             out.append(one)
         return out
-    raise user_code.Unusable(f"an observation is {user_code.shortened(found)}, not a text, a list of messages or None")
+    raise user_code.Unusable(f"an observation is {user_code.short_repr(found)}, not a text, a list of messages or None")
 
 
 # ---- processes
 
 
-def watch(connection, made, one, server):
+def host_process(connection, made, one, server):
     """The process around that of one object, on Linux. However that one ends, what it has started comes to this one, which ends it."""
     guard.end_with(server)
     if sys.platform == "linux":
@@ -179,14 +179,14 @@ def watch(connection, made, one, server):
             return guard.kill_started(own)
         guard.end_with(own)
     try:
-        play(connection, made, one)
+        host_messages(connection, made, one)
     finally:
         os._exit(0)
 
 
-def play(connection, made, one):
+def host_messages(connection, made, one):
     """The process of one object, to its end."""
-    played = Played(made, one)
+    played = EnvironmentHost(made, one)
     messages = channel.Channel(connection.fileno())
     while True:
         try:
@@ -201,7 +201,7 @@ def play(connection, made, one):
         messages.send(data)
 
 
-def serve(control, lifeline, made, one):
+def serve_commands(control, lifeline, made, one):
     """Forks and ends processes until the parent is gone."""
     server, processes = os.getpid(), {}
     control.settimeout(1.0)
@@ -231,25 +231,25 @@ def serve(control, lifeline, made, one):
             try:
                 control.close()
                 os.close(lifeline)
-                watch(socket.socket(fileno=sockets[0]), made, one, server)
+                host_process(socket.socket(fileno=sockets[0]), made, one, server)
             finally:
                 os._exit(0)
         processes[number] = pid
         os.close(sockets[0])
 
 
-def main(lifeline, descriptor):
-    guard.guarded(lifeline, descriptor)
+def run_environments(lifeline, descriptor):
+    guard.run_guarded(lifeline, descriptor)
     os.set_inheritable(descriptor, False)
     parent = channel.Channel(descriptor)
     request = pickle.loads(parent.receive())
-    made, found = load(request)
+    made, found = load_class(request)
     parent.send(json.dumps(found).encode())
     # What is loaded stays shared with the processes that are forked.
     gc.freeze()
     warnings.simplefilter("ignore", DeprecationWarning)
-    serve(socket.socket(fileno=descriptor), lifeline, made, request["class"])
+    serve_commands(socket.socket(fileno=descriptor), lifeline, made, request["class"])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    run_environments(int(sys.argv[1]), int(sys.argv[2]))

@@ -47,15 +47,15 @@ class Gymnasium:
         takes = inspect.signature(self.own.reset).parameters
         options = {"options": {"prompt": prompt, **columns}} if "options" in takes else {}
         observation, _ = self.own.reset(seed=seed, **options)
-        return text_of(observation)
+        return observation_text(observation)
 
     def step(self, said: Any) -> Turn:
         action = said if isinstance(said, str) else said["content"]
         observation, reward, terminated, truncated, _ = self.own.step(action.strip())
-        return Turn(text_of(observation), float(reward), bool(terminated), bool(truncated))
+        return Turn(observation_text(observation), float(reward), bool(terminated), bool(truncated))
 
 
-def text_of(observation: Any) -> str:
+def observation_text(observation: Any) -> str:
     """An observation that is a text.
 
     Raises:

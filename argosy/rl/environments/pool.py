@@ -30,7 +30,7 @@ Reply = dict[str, Any]  # one of: about, observation (with reward, done, cut, co
 
 
 @dataclass(eq=False)
-class Played:
+class EnvironmentProcess:
     """The environment of one answer. reply: what it answered last; None while it works."""
 
     number: int
@@ -62,7 +62,7 @@ class Played:
         self.reply = None if message is None else json.loads(message)
 
 
-class Environments:
+class EnvironmentPool:
     """Makes environments of one class.
 
     Args:
@@ -82,7 +82,7 @@ class Environments:
         self._said: set[str] = set()
         self._next = 0
         self._selector = selectors.DefaultSelector()
-        self._open: dict[int, Played] = {}
+        self._open: dict[int, EnvironmentProcess] = {}
         # As for reward functions: sets are walked in the same order everywhere, and no process takes an accelerator from the trainer.
         environment = os.environ | {"PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu"}
         self._process = ChildProcess(["-P", "-X", "utf8", str(CHILD)], "environments", environment, guarded=True)
@@ -106,7 +106,7 @@ class Environments:
         named = everything if self.about["every"] else {name: everything[name] for name in everything if name in self.about["takes"]}
         return {"seed": seed, "reset": named}
 
-    def open(self) -> Played:
+    def open(self) -> EnvironmentProcess:
         """A process for one answer; its object is made with the first message."""
         ours, theirs = socket.socketpair()
         number, self._next = self._next, self._next + 1
@@ -118,11 +118,11 @@ class Environments:
             raise ArgosyError(what, hint="it was killed: out of memory?") from None
         finally:
             theirs.close()
-        played = self._open[number] = Played(number, ours, Channel(ours.fileno()), self.timeout)
+        played = self._open[number] = EnvironmentProcess(number, ours, Channel(ours.fileno()), self.timeout)
         self._selector.register(ours, selectors.EVENT_READ, played)
         return played
 
-    def end(self, played: Played) -> None:
+    def end(self, played: EnvironmentProcess) -> None:
         """Ends the process of an answer."""
         if self._open.pop(played.number, None) is not None:
             with suppress(KeyError):
@@ -136,7 +136,7 @@ class Environments:
         for played in list(self._open.values()):
             self.end(played)
 
-    def look(self, asked: Iterable[Played], wait_s: float = 0.0) -> None:
+    def look(self, asked: Iterable[EnvironmentProcess], wait_s: float = 0.0) -> None:
         """Reads the replies that have arrived, waiting at most so long for the first. An environment whose time is over has timed
         out."""
         waiting = [one for one in asked if one.reply is None]

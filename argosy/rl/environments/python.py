@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from argosy.rl.environments.tools import Tools
-from argosy.rl.sandbox import Limits, available, run_code
+from argosy.rl.sandbox import SandboxLimits, available, run_code
 
 # Of a traceback, its end says most.
 MOST_LINES = 12
@@ -27,7 +27,7 @@ def python(code: str, limits: Mapping[str, Any]) -> str:
     Args:
         code: a whole program, with the standard library alone. Each call begins anew.
     """
-    ran = run_code(code, limits=Limits(**limits))
+    ran = run_code(code, limits=SandboxLimits(**limits))
     parts = [ran.stdout.rstrip("\n")] if ran.stdout else []
     if ran.timed_out:
         parts.append(f"error: it takes more than {limits['wall_s']:g} seconds")

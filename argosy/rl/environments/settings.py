@@ -17,18 +17,18 @@ from argosy.rl.rewards.sources import text_of_file
 
 if TYPE_CHECKING:
     from argosy.data.rows.prompts import Prompts
-    from argosy.rl.rollouts.trajectories import Table
+    from argosy.rl.rollouts.trajectories import EpisodeSetup
 
 ENVIRONMENTS = Registry(
     "environment",
     {
         "none": "argosy.rl.environments.settings:NoEnvironment",
-        "custom": "argosy.rl.environments.settings:Custom",
-        "tools": "argosy.rl.environments.settings:Tools",
-        "calculator": "argosy.rl.environments.settings:Calculator",
-        "python": "argosy.rl.environments.settings:Python",
-        "guess": "argosy.rl.environments.settings:Guess",
-        "gymnasium": "argosy.rl.environments.settings:Gymnasium",
+        "custom": "argosy.rl.environments.settings:CustomEnvironment",
+        "tools": "argosy.rl.environments.settings:ToolsEnvironment",
+        "calculator": "argosy.rl.environments.settings:CalculatorEnvironment",
+        "python": "argosy.rl.environments.settings:PythonEnvironment",
+        "guess": "argosy.rl.environments.settings:GuessEnvironment",
+        "gymnasium": "argosy.rl.environments.settings:GymnasiumEnvironment",
     },
 )
 OWN = "argosy.rl.environments"
@@ -85,7 +85,7 @@ class EnvironmentSettings(Settings):
         raise NotImplementedError
 
 
-class Custom(EnvironmentSettings):
+class CustomEnvironment(EnvironmentSettings):
     """A class of one's own (`argosy.rl.environment`)."""
 
     of: Annotated[str, Also("env_class", "env_name", "environment_factory")]
@@ -101,7 +101,7 @@ class Custom(EnvironmentSettings):
         return value
 
     def source(self) -> dict[str, Any]:
-        return located(self.of) | {"args": dict(self.args)}
+        return file_source(self.of) | {"args": dict(self.args)}
 
 
 class ToolSettings(EnvironmentSettings):
@@ -122,7 +122,7 @@ class ToolSettings(EnvironmentSettings):
         return self
 
 
-class Tools(ToolSettings):
+class ToolsEnvironment(ToolSettings):
     """Plain Python functions as tools."""
 
     functions: Annotated[list[str], Repeats()] = Field(min_length=1)
@@ -137,18 +137,18 @@ class Tools(ToolSettings):
         return value
 
     def source(self) -> dict[str, Any]:
-        return shipped("tools:Tools", {"functions": [located(one) for one in self.functions], "seconds": self.call_timeout})
+        return own_source("tools:Tools", {"functions": [file_source(one) for one in self.functions], "seconds": self.call_timeout})
 
 
-class Calculator(ToolSettings):
+class CalculatorEnvironment(ToolSettings):
     """A tool that computes exactly (`argosy.rl.environments.calculator`)."""
 
     def source(self) -> dict[str, Any]:
-        functions = [located(f"{OWN}.calculator:calculate")]
-        return shipped("tools:Tools", {"functions": functions, "seconds": self.call_timeout}) | {"of": "calculator"}
+        functions = [file_source(f"{OWN}.calculator:calculate")]
+        return own_source("tools:Tools", {"functions": functions, "seconds": self.call_timeout}) | {"of": "calculator"}
 
 
-class Python(ToolSettings):
+class PythonEnvironment(ToolSettings):
     """A tool that runs Python in a sandbox (`argosy.rl.environments.python`)."""
 
     seconds: float = Field(3.0, gt=0)
@@ -157,7 +157,7 @@ class Python(ToolSettings):
     """Megabytes of a program."""
 
     @model_validator(mode="after")
-    def _programs_in_time(self) -> "Python":
+    def _programs_in_time(self) -> "PythonEnvironment":
         if self.seconds >= self.call_timeout:
             raise ValueError(f"seconds = {self.seconds:g} is not below call_timeout = {self.call_timeout:g}")
         return self
@@ -169,11 +169,11 @@ class Python(ToolSettings):
             what = f"environment=python cannot run code here: {'; '.join(reasons)}"
             raise Unsupported(what, hint="it needs Linux with Landlock")
         limits = {"cpu_s": max(1, round(self.seconds)), "wall_s": self.seconds, "memory_mb": self.memory_mb}
-        how = {"functions": [located(f"{OWN}.python:python")], "seconds": self.call_timeout, "fixed": {"limits": limits}}
-        return shipped("python:Python", how)
+        how = {"functions": [file_source(f"{OWN}.python:python")], "seconds": self.call_timeout, "fixed": {"limits": limits}}
+        return own_source("python:Python", how)
 
 
-class Gymnasium(EnvironmentSettings):
+class GymnasiumEnvironment(EnvironmentSettings):
     """An object of Gymnasium's form whose observations and actions are texts (`argosy.rl.environments.gymnasium`)."""
 
     make: str
@@ -189,10 +189,10 @@ class Gymnasium(EnvironmentSettings):
         return value
 
     def source(self) -> dict[str, Any]:
-        return shipped("gymnasium:Gymnasium", {"make": located(self.make), "args": dict(self.args)}) | {"of": self.make}
+        return own_source("gymnasium:Gymnasium", {"make": file_source(self.make), "args": dict(self.args)}) | {"of": self.make}
 
 
-class Guess(EnvironmentSettings):
+class GuessEnvironment(EnvironmentSettings):
     """Finds a number by asking whether it is higher or lower (`argosy.rl.environments.guess`), in prompts that are texts."""
 
     reads: ClassVar[str] = "texts"
@@ -205,7 +205,7 @@ class Guess(EnvironmentSettings):
     """Guesses of a game."""
 
     @model_validator(mode="after")
-    def _in_order(self) -> "Guess":
+    def _in_order(self) -> "GuessEnvironment":
         if self.high <= self.low:
             raise ValueError(f"high = {self.high} is not above low = {self.low}")
         if self.tries > self.turns:
@@ -213,16 +213,16 @@ class Guess(EnvironmentSettings):
         return self
 
     def source(self) -> dict[str, Any]:
-        return shipped("guess:Guess", {"low": self.low, "high": self.high, "tries": self.tries})
+        return own_source("guess:Guess", {"low": self.low, "high": self.high, "tries": self.tries})
 
 
-def shipped(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def own_source(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """The source of an environment that comes with Argosy."""
     module, _, made = name.partition(":")
     return {"of": module, "module": f"{OWN}.{module}", "function": made, "args": dict(args)}
 
 
-def located(of: str) -> dict[str, Any]:
+def file_source(of: str) -> dict[str, Any]:
     """A class or function by FILE.py:NAME or package.module:NAME; a file is read here, once.
 
     Raises:
@@ -234,32 +234,32 @@ def located(of: str) -> dict[str, Any]:
     return {"of": of, "module": place, "function": name}
 
 
-def described(settings: EnvironmentSettings) -> str:
+def environment_summary(settings: EnvironmentSettings) -> str:
     """An environment in words, for the header of a run."""
-    name = settings.of if isinstance(settings, Custom) else type(settings).__name__.lower()
+    name = settings.of if isinstance(settings, CustomEnvironment) else type(settings).__name__.removesuffix("Environment").lower()
     return f"{name}, at most {plural(settings.turns, 'turn')}"
 
 
-def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Prompts | None") -> "Table":
+def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Prompts | None") -> "EpisodeSetup":
     """Starts the processes of an environment, and tries it, its prompts and their template.
 
     Raises:
         UserError: it cannot be used, or does not fit the prompts.
     """
     from argosy.infer.tools.notations import KNOWN, find_notation
-    from argosy.rl.environments.pool import Environments
-    from argosy.rl.rollouts.trajectories import Table
-    from argosy.rl.rollouts.turns import Turns
+    from argosy.rl.environments.pool import EnvironmentPool
+    from argosy.rl.rollouts.trajectories import EpisodeSetup
+    from argosy.rl.rollouts.turns import TurnCodec
 
-    made = Environments(settings.source(), settings.timeout, prompts.names)
+    made = EnvironmentPool(settings.source(), settings.timeout, prompts.names)
     try:
         for each in (prompts, held_out) if held_out is not None else (prompts,):
             each.tools = made.tools
-        turns = Turns(prompts, settings.observation, made.about["role"], settings.stop)
+        turns = TurnCodec(prompts, settings.observation, made.about["role"], settings.stop)
         first = prompts.rendered(prompts.records[0])
         is_text = isinstance(first.asked, str)
         if settings.reads not in ("either", "texts" if is_text else "messages"):
-            name, kind = described(settings).partition(",")[0], "a text" if is_text else "messages"
+            name, kind = environment_summary(settings).partition(",")[0], "a text" if is_text else "messages"
             raise BadInput(f"environment={name} reads {settings.reads}, and the prompt is {kind}", where=first.where)
         if getattr(settings, "called", False) and find_notation(prompts.template_for(made.tools), prompts.tokenizer) is None:
             what = f"calls in the notation of this chat template cannot be read with this tokenizer: those of {KNOWN} can"
@@ -269,7 +269,7 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
         turns.check(first)
         known = {name: item for name, item in dict(settings).items() if name not in ("timeout", "call_timeout", "processes")}
         how = (settings.turns, settings.processes, settings.wait, settings.tokens, settings.weight, settings.gives)
-        return Table(made, turns, *how, repr(known))
+        return EpisodeSetup(made, turns, *how, repr(known))
     except BaseException:
         made.close()
         raise

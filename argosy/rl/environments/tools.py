@@ -159,7 +159,7 @@ def schema_of(function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[st
         ValueError: a parameter without a type, or of one that JSON has not; or one that cannot be given by name.
     """
     hints = typing.get_type_hints(function)
-    described, about = documented(function)
+    described, about = parameter_texts(function)
     properties: dict[str, Any] = {}
     required = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -169,7 +169,7 @@ def schema_of(function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[st
             raise ValueError(f"the parameter `{parameter}` of the tool `{function.__name__}` cannot be given by name")
         if name not in hints:
             raise ValueError(f"the parameter `{name}` of the tool `{function.__name__}` has no type")
-        properties[name] = kind_of(hints[name], f"`{name}` of the tool `{function.__name__}`")
+        properties[name] = json_kind(hints[name], f"`{name}` of the tool `{function.__name__}`")
         if name in about:
             properties[name]["description"] = about[name]
         if parameter.default is parameter.empty:
@@ -178,25 +178,25 @@ def schema_of(function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[st
     return {"type": "function", "function": {"name": function.__name__, "description": described, "parameters": parameters}}
 
 
-def kind_of(hint: Any, where: str) -> dict[str, Any]:
+def json_kind(hint: Any, where: str) -> dict[str, Any]:
     """The schema of a type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in KINDS:
         return {"type": KINDS[hint]}
     if origin is typing.Annotated:
-        return kind_of(args[0], where)
+        return json_kind(args[0], where)
     if origin is typing.Literal and all(isinstance(one, str | int | bool) for one in args):
         return {"enum": list(args)}
     if origin is list:
-        return {"type": "array", "items": kind_of(args[0], where)}
+        return {"type": "array", "items": json_kind(args[0], where)}
     if origin is dict and args[0] is str:
-        return {"type": "object", "additionalProperties": kind_of(args[1], where)}
+        return {"type": "object", "additionalProperties": json_kind(args[1], where)}
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [kind_of(one, where) for one in args]}
+        return {"anyOf": [json_kind(one, where) for one in args]}
     raise ValueError(f"{where} is of the type {hint}, which JSON has not")
 
 
-def documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def parameter_texts(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """What a docstring in Google's form says of a function, and of its parameters."""
     text, _, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     about: dict[str, str] = {}
@@ -227,11 +227,11 @@ def mistake(name: str, schema: Mapping[str, Any], arguments: Any) -> str | None:
         return f"{name} needs `{missing[0]}`"
     for one, value in arguments.items():
         if not fits(known[one], value):
-            return f"`{one}` of {name} is {json.dumps(value)[:60]}, and should be {json.dumps(words_of(known[one]))}"
+            return f"`{one}` of {name} is {json.dumps(value)[:60]}, and should be {json.dumps(kind_words(known[one]))}"
     return None
 
 
-def words_of(schema: Mapping[str, Any]) -> Any:
+def kind_words(schema: Mapping[str, Any]) -> Any:
     return {name: item for name, item in schema.items() if name != "description"}
 
 

@@ -69,8 +69,8 @@ class Groups(NamedTuple):
         metrics: Metrics = {
             "reward": mean_where(self.rewards, self.scored.astype(values.dtype)),
             "reward_std": mean_where(self.std, several),
-            "rewards/missing": share(~self.scored, values.dtype),
-            "groups/useless": share(~self.useful, values.dtype),
+            "rewards/missing": share_where(~self.scored, values.dtype),
+            "groups/useless": share_where(~self.useful, values.dtype),
         }
         return Advantages(jnp.where(self.scored & self.useful, values, 0.0), self.scored, self.useful, metrics)
 
@@ -112,6 +112,6 @@ def deviation(apart: Float[Array, "..."], count: Float[Array, "..."], axis: int 
     return found if axis is not None else found.reshape(())
 
 
-def share(where: Bool[Array, "..."], dtype: jnp.dtype) -> WeightedMean:
+def share_where(where: Bool[Array, "..."], dtype: jnp.dtype) -> WeightedMean:
     """The share of entries that are true."""
     return mean_where(where.astype(dtype), jnp.ones(where.shape, dtype))

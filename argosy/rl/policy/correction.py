@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from argosy.core.errors import BadInput
 from argosy.rl.policy.metrics import EffectiveShare, Metrics, highest_where, mean_where
-from argosy.rl.policy.token_losses import of_sequences, ratios
+from argosy.rl.policy.token_losses import ratios, sequence_mask
 
 
 class ImportanceWeights(NamedTuple):
@@ -65,7 +65,7 @@ def correction(
     own, there = mask > 0, ~jnp.isnan(sampler)
     both = (own & there).astype(mask.dtype)
     apart = jnp.where(own & there, trainer - sampler, 0.0)
-    logs, live = (apart, mask) if level == "token" else (jnp.sum(apart, 1, keepdims=True), of_sequences(mask))
+    logs, live = (apart, mask) if level == "token" else (jnp.sum(apart, 1, keepdims=True), sequence_mask(mask))
     raw = ratios(logs)
     beyond = (raw < lowest) | (raw > highest)
     weights = jnp.clip(raw, lowest, highest) if outside == "truncate" else jnp.where(beyond, 0.0, raw)

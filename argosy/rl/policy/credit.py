@@ -16,14 +16,14 @@ from argosy.rl.algorithms.gdpo import gdpo
 from argosy.rl.policy.advantages import Advantages, TokenAdvantages, groups
 from argosy.rl.policy.gae import gae
 from argosy.rl.policy.metrics import Metrics
-from argosy.rl.policy.parts import call, parameters
+from argosy.rl.policy.parts import call_with, parameters
 from argosy.rl.policy.settings import Critic, Policy
 from argosy.rl.policy.totals import at_last, total
-from argosy.rl.policy.turns import TurnAdvantages, Turned, mixed, to_go, useless
-from argosy.rl.rollouts.turn_rewards import ByTurn
+from argosy.rl.policy.turns import TurnAdvantages, TurnRewards, mixed, to_go, useless
+from argosy.rl.rollouts.turn_rewards import EpisodeTurns
 
 
-class Compared(NamedTuple):
+class RolloutAdvantages(NamedTuple):
     """The advantage of each token [B L], 0 where there is none; which answers count [B]; which groups teach [g]; metrics; where there
     is a critic, the returns that it learns [B L]; and where turns are credited apart, the advantage of each [B K]."""
 
@@ -35,7 +35,7 @@ class Compared(NamedTuple):
     turns: np.ndarray | None = None
 
 
-class Judgment(NamedTuple):
+class RolloutRewards(NamedTuple):
     """What is known of a rollout of g groups of n answers, B = g n in their order.
 
     rewards: [g n k], NaN where missing. weights: of the k rewards. live: [B L], 1 on tokens of the policy.
@@ -52,10 +52,10 @@ class Judgment(NamedTuple):
     penalty: np.ndarray | None = None
     values: np.ndarray | None = None
     after: np.ndarray | None = None
-    turns: ByTurn | None = None
+    turns: EpisodeTurns | None = None
 
 
-def compared(how: Policy, of: Judgment) -> Compared:
+def rollout_advantages(how: Policy, of: RolloutRewards) -> RolloutAdvantages:
     """The advantages of a rollout."""
     summed, mask = total(jnp.asarray(of.rewards), of.weights), jnp.asarray(of.live)
     penalty = None if of.penalty is None else jnp.where(mask > 0, jnp.asarray(of.penalty), 0.0)
@@ -67,13 +67,14 @@ def compared(how: Policy, of: Judgment) -> Compared:
     plain = groups(summed).advantages(jnp.zeros_like(summed))
     made = advantages_of(how, of, summed, mask, penalty)
     if isinstance(made, TokenAdvantages):
-        return Compared(np.asarray(made.values), flat(plain.scored), np.ones(len(summed), bool), plain.metrics)
-    rows, kept = made.rows(mask)
-    return Compared(np.asarray(jnp.where(kept > 0, rows, 0.0)), flat(made.scored), flat(made.useful), made.metrics | plain.metrics)
+        return RolloutAdvantages(np.asarray(made.values), flattened(plain.scored), np.ones(len(summed), bool), plain.metrics)
+    rows, counted = made.rows(mask)
+    values, metrics = np.asarray(jnp.where(counted > 0, rows, 0.0)), made.metrics | plain.metrics
+    return RolloutAdvantages(values, flattened(made.scored), flattened(made.useful), metrics)
 
 
 def advantages_of(
-    how: Policy, of: Judgment, summed: Array, mask: Array, penalty: Array | None
+    how: Policy, of: RolloutRewards, summed: Array, mask: Array, penalty: Array | None
 ) -> Advantages | TokenAdvantages:
     """What the function of the policy's choice makes of the rewards (`rl.algorithms`)."""
     if how.normalize == "each":
@@ -85,34 +86,34 @@ def advantages_of(
     offers["lengths"] = jnp.sum(mask, 1).reshape(summed.shape)
     if of.greedy is not None:
         offers["greedy"] = total(jnp.asarray(of.greedy)[:, None], of.weights)
-    return call(function, **offers)
+    return call_with(function, **offers)
 
 
-def of_turns(how: Policy, of: Judgment, turns: ByTurn, summed: Array, penalty: Array | None) -> Compared:
+def of_turns(how: Policy, of: RolloutRewards, turns: EpisodeTurns, summed: Array, penalty: Array | None) -> RolloutAdvantages:
     """Advantages of turns, the same for all tokens of one."""
     plain = groups(summed).advantages(jnp.zeros_like(summed))
-    found = credited(how, of, turns, penalty)
+    found = turn_advantages(how, of, turns, penalty)
     values = np.asarray(found.values).reshape(turns.rewards.shape)
     metrics = plain.metrics | found.metrics | useless(found)
-    return Compared(turns.of_tokens(values, of.live), flat(plain.scored), flat(found.useful), metrics, turns=values)
+    return RolloutAdvantages(turns.of_tokens(values, of.live), flattened(plain.scored), flattened(found.useful), metrics, turns=values)
 
 
-def credited(how: Policy, of: Judgment, turns: ByTurn, penalty: Array | None = None) -> TurnAdvantages:
+def turn_advantages(how: Policy, of: RolloutRewards, turns: EpisodeTurns, penalty: Array | None = None) -> TurnAdvantages:
     """The advantages of turns by the policy's choice. A penalty of tokens is one of their turn."""
     g, n = of.rewards.shape[:2]
     own = rewards_of_turns(of, turns) - (0.0 if penalty is None else turns.sums(np.asarray(penalty)))
-    rewarded = Turned(jnp.asarray(own).reshape(g, n, -1), outcome(of), jnp.asarray(turns.made).reshape(g, n))
+    rewarded = TurnRewards(jnp.asarray(own).reshape(g, n, -1), outcome(of), jnp.asarray(turns.made).reshape(g, n))
     if how.credit.by == "mixed":
         return mixed(rewarded, weight=how.credit.weight, scale=how.scale)
     return to_go(rewarded, gamma=how.credit.gamma, scale=how.scale)
 
 
-def rewards_of_turns(of: Judgment, turns: ByTurn) -> np.ndarray:
+def rewards_of_turns(of: RolloutRewards, turns: EpisodeTurns) -> np.ndarray:
     """The environment's rewards by turn as they are added [B K]."""
     return np.float32(of.weights[0]) * turns.rewards
 
 
-def outcome(of: Judgment) -> Array:
+def outcome(of: RolloutRewards) -> Array:
     """What rewards whole answers [g n]: all but the environment's; NaN: the answer has no reward at all."""
     scored = jnp.isfinite(jnp.asarray(of.rewards)).any(-1)
     if of.rewards.shape[-1] == 1:
@@ -121,14 +122,14 @@ def outcome(of: Judgment) -> Array:
     return jnp.where(scored, jnp.where(jnp.isfinite(rest), rest, 0.0), jnp.nan)
 
 
-def useful_groups(how: Policy, of: Judgment) -> np.ndarray:
+def useful_groups(how: Policy, of: RolloutRewards) -> np.ndarray:
     """Which groups can be learned from [g], by their rewards alone."""
     if of.turns is not None and how.critic is None:
-        return flat(credited(how, of, of.turns).useful)
-    return flat(groups(total(jnp.asarray(of.rewards), of.weights)).useful)
+        return flattened(turn_advantages(how, of, of.turns).useful)
+    return flattened(groups(total(jnp.asarray(of.rewards), of.weights)).useful)
 
 
-def against_critic(critic: Critic, of: Judgment, summed: Array, mask: Array, penalty: Array | None) -> Compared:
+def against_critic(critic: Critic, of: RolloutRewards, summed: Array, mask: Array, penalty: Array | None) -> RolloutAdvantages:
     """Advantages of tokens against a critic's values: every group teaches."""
     plain = groups(summed).advantages(jnp.zeros_like(summed))
     assert of.values is not None
@@ -139,8 +140,8 @@ def against_critic(critic: Critic, of: Judgment, summed: Array, mask: Array, pen
     after = None if of.after is None else jnp.asarray(of.after)
     found = gae(rewards, jnp.asarray(of.values), mask, after, gamma=critic.gamma, lam=critic.lam)
     every = np.ones(len(summed), bool)
-    return Compared(np.asarray(found.values), flat(plain.scored), every, plain.metrics, np.asarray(found.returns))
+    return RolloutAdvantages(np.asarray(found.values), flattened(plain.scored), every, plain.metrics, np.asarray(found.returns))
 
 
-def flat(a: Array) -> np.ndarray:
+def flattened(a: Array) -> np.ndarray:
     return np.asarray(a).reshape(-1)

@@ -11,6 +11,6 @@ from argosy.train.beside import CRITIC
 PREFIX = f"{CRITIC}."
 
 
-def attach(model: Any, config: Any, run: Any) -> None:
+def attach_critic(model: Any, config: Any, run: Any) -> None:
     """Gives a policy's module a critic of the same settings, whose weights are not there yet."""
     model.critic = config.model_copy(update={"scores": 1}).build(run)

@@ -66,6 +66,6 @@ def highest_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Hig
     return Highest(jnp.max(jnp.where(mask > 0, values, 0.0), initial=0.0))
 
 
-def numbers(metrics: Metrics) -> dict[str, float]:
+def metric_values(metrics: Metrics) -> dict[str, float]:
     """The values of metrics. A mean of nothing has none and is left out: 0 would be a reward."""
     return {name: float(one.value()) for name, one in metrics.items() if not isinstance(one, WeightedMean) or float(one.weight)}

@@ -35,11 +35,11 @@ from argosy.rl.policy.correction import correction
 from argosy.rl.policy.entropy import entropy_bonus, entropy_of
 from argosy.rl.policy.kl import kl_loss
 from argosy.rl.policy.metrics import Metrics, mean_where
-from argosy.rl.policy.parts import call
+from argosy.rl.policy.parts import call_with
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.token_losses import ConstantLength, SequenceMean, TokenLoss, TokenMean, ratio_metrics
 from argosy.rl.policy.value import value_loss
-from argosy.rl.rollouts.packing import Shape
+from argosy.rl.rollouts.packing import PartShape
 from argosy.train.objectives import Loss, Models
 from argosy.train.objectives.next_token import losses
 from argosy.train.objectives.routers import with_routers
@@ -56,7 +56,7 @@ PLACES = Field("S L", np.int32)
 Answers = Float[Array, "S L"]
 
 
-def shared_of(shape: Shape) -> Fields:
+def shared_of(shape: PartShape) -> Fields:
     """The arrays that parts of this shape have besides what an objective reads."""
     return SHARED if shape.shared else {}
 
@@ -80,10 +80,10 @@ def logps_of(how: Policy, model: Any, batch: dict[str, Array]) -> tuple[Answers,
     the layers. Numbers outside the answers are those of place 0."""
     x, _, aux = model.hidden(batch["tokens"], attend_of(batch))
     nll, _ = losses(how, model, x, batch["targets"], temperature=how.temperature)
-    return gathered(-nll, batch["places"]), x, aux
+    return values_at(-nll, batch["places"]), x, aux
 
 
-def values_of(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"], Aux]:
+def critic_values(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"], Aux]:
     """The value of the model's critic at each token of the rows: what it expects once that token is there."""
     critic = model.critic
     critic.dtype = model.dtype
@@ -91,7 +91,7 @@ def values_of(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"],
     return critic.unembed(x)[..., 0], aux
 
 
-def gathered(values: Float[Array, "B T"], places: Int[Array, "S L"]) -> Answers:
+def values_at(values: Float[Array, "B T"], places: Int[Array, "S L"]) -> Answers:
     """The values at these places of the flattened rows."""
     return values.reshape(-1)[places]
 
@@ -110,11 +110,11 @@ def entropies(how: Policy, model: Any, x: Float[Array, "B T D"], places: Int[Arr
 def token_losses(policy: Policy, new: Answers, old: Answers, advantages: Answers, live: Answers) -> TokenLoss:
     """The loss of each token by the policy's choice."""
     settings = {"low": policy.low, "high": policy.high, "dual": policy.dual}
-    made = call(LOSSES[policy.loss], new=new, old=old, advantages=advantages, mask=live, **settings)
+    made = call_with(LOSSES[policy.loss], new=new, old=old, advantages=advantages, mask=live, **settings)
     return made if made.metrics else TokenLoss(made.tokens, ratio_metrics(jnp.where(live > 0, new - old, 0.0), live))
 
 
-def loss(how: Policy, models: Models, batch: dict[str, Array]) -> Loss:
+def policy_loss(how: Policy, models: Models, batch: dict[str, Array]) -> Loss:
     """Computes the objective over a part of a rollout."""
     model = models["model"]
     new, x, aux = logps_of(how, model, batch)
@@ -132,8 +132,8 @@ def loss(how: Policy, models: Models, batch: dict[str, Array]) -> Loss:
     metrics["nll"] = mean_where(-jax.lax.stop_gradient(new), live)
     tokens, apart = corrected(how, tokens, old, batch["sampler"], live)
     if how.critic is not None:
-        values, _ = values_of(model, batch)
-        error = value_loss(gathered(values, places), batch["values"], batch["returns"], live, clip=how.critic.clip)
+        values, _ = critic_values(model, batch)
+        error = value_loss(values_at(values, places), batch["values"], batch["returns"], live, clip=how.critic.clip)
         tokens, metrics = tokens + how.critic.weight * error.tokens, metrics | error.metrics
     by: Any = {"tokens": TokenMean(), "answers": SequenceMean(), "sums": ConstantLength(live.shape[1])}[how.average]
     found = by(tokens, live)

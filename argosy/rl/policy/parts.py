@@ -8,7 +8,7 @@ from argosy.rl.algorithms import ADVANTAGES
 from argosy.rl.policy.settings import Policy
 
 
-def call(function: Callable[..., Any], **offers: Any) -> Any:
+def call_with(function: Callable[..., Any], **offers: Any) -> Any:
     """Calls a function with those of the offers that it has parameters for."""
     return function(**{name: offers[name] for name in parameters(function) if name in offers})
 

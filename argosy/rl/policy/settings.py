@@ -205,6 +205,6 @@ class Policy(OfTokens):
 
     def __call__(self, models: Any, batch: Any, key: Any) -> Any:
         """Computes the `train.objectives.Loss`."""
-        from argosy.rl.policy.objective import loss
+        from argosy.rl.policy.objective import policy_loss
 
-        return loss(self, models, batch)
+        return policy_loss(self, models, batch)

@@ -47,7 +47,7 @@ class SequenceMean:
     """
 
     def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> WeightedMean:
-        return mean_where(sequence_means(tokens, mask), of_sequences(mask))
+        return mean_where(sequence_means(tokens, mask), sequence_mask(mask))
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class ConstantLength:
 
     def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> WeightedMean:
         summed = jnp.sum(jnp.where(mask > 0, tokens, 0.0), 1, keepdims=True)
-        return mean_where(summed / self.length, of_sequences(mask))
+        return mean_where(summed / self.length, sequence_mask(mask))
 
 
 Normalization = TokenMean | SequenceMean | ConstantLength
 
 
-def of_sequences(mask: Float[Array, "B T"]) -> Float[Array, "B 1"]:
+def sequence_mask(mask: Float[Array, "B T"]) -> Float[Array, "B 1"]:
     """1 for rows with tokens."""
     return jnp.any(mask > 0, 1, keepdims=True).astype(mask.dtype)
 

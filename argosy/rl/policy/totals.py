@@ -22,12 +22,12 @@ def total(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Float[Arr
     Raises:
         BadInput: the number of weights is not k.
     """
-    by = weights_of(rewards, weights)
+    by = reward_weights(rewards, weights)
     there = jnp.isfinite(rewards)
     return jnp.where(jnp.any(there, -1), jnp.sum(jnp.where(there, rewards, 0.0) * by, -1), jnp.nan)
 
 
-def weights_of(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Float[Array, "k"]:  # noqa: F821
+def reward_weights(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Float[Array, "k"]:  # noqa: F821
     """The weights as an array.
 
     Raises:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from argosy.rl.algorithms.grpo import grpo
-from argosy.rl.policy.advantages import groups, share
+from argosy.rl.policy.advantages import groups, share_where
 from argosy.rl.policy.metrics import Metrics, mean_where
 from argosy.rl.policy.settings import Scale
 
@@ -40,7 +40,7 @@ class TurnAdvantages(NamedTuple):
     metrics: Metrics
 
 
-class Turned(NamedTuple):
+class TurnRewards(NamedTuple):
     """The rewards of answers by turn. rewards: of each turn. outcome: of the whole answer; NaN: the answer has no reward at all.
     made: how many turns there are."""
 
@@ -75,7 +75,7 @@ class Turned(NamedTuple):
         return self.own + jnp.where(self.last, self.outcome[..., None], 0.0)
 
 
-def to_go(of: Turned, *, gamma: float = 1.0, scale: Scale = "group") -> TurnAdvantages:
+def to_go(of: TurnRewards, *, gamma: float = 1.0, scale: Scale = "group") -> TurnAdvantages:
     """The discounted reward from each turn on, against that of the others of its group at the same turn.
 
     Args:
@@ -95,7 +95,7 @@ def _back(carry: tuple[Array, Array], reward: Array) -> tuple[tuple[Array, Array
     return (here, gamma), here
 
 
-def mixed(of: Turned, *, weight: float = 1.0, scale: Scale = "group") -> TurnAdvantages:
+def mixed(of: TurnRewards, *, weight: float = 1.0, scale: Scale = "group") -> TurnAdvantages:
     """The outcome of the answer against its group, and beside it the reward of each turn but the last against the same turn.
 
     Args:
@@ -126,4 +126,4 @@ def at_turns(
 
 def useless(of: TurnAdvantages) -> Metrics:
     """The share of groups at none of whose turns there is anything to learn."""
-    return {"groups/useless": share(~of.useful, of.values.dtype)}
+    return {"groups/useless": share_where(~of.useful, of.values.dtype)}

@@ -19,7 +19,7 @@ BLOCK = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL
 SHARE = 0.8
 
 
-def text_of(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     """A completion, or the content of its last message."""
     if isinstance(completion, str):
         return completion
@@ -36,7 +36,7 @@ def _each(
     """The reward of each completion behind its thoughts."""
     opened = thinking_prompts or [False] * len(completions)
     rows = zip(completions, column, opened, strict=True)
-    texts = [(without_thoughts(text_of(one), inside), item) for one, item, inside in rows]
+    texts = [(without_thoughts(completion_text(one), inside), item) for one, item, inside in rows]
     return [None if item in (None, "", []) else 0.0 if text is None else reward(text, item) for text, item in texts]
 
 
@@ -86,7 +86,7 @@ def format(completions: Sequence[Any], format: Sequence[str | None] | None = Non
     column `format`, in which a dot is also the end of a line; 0 elsewhere."""
     patterns = format or [None] * len(completions)
     found = zip(completions, patterns, strict=True)
-    return [float(re.fullmatch(pattern or R1, text_of(one), re.DOTALL) is not None) for one, pattern in found]
+    return [float(re.fullmatch(pattern or R1, completion_text(one), re.DOTALL) is not None) for one, pattern in found]
 
 
 def code(
@@ -113,12 +113,12 @@ def _share(tests: list[Any], text: str, timeout: float) -> float:
 
 
 def _passes(program: str, test: Any, left: float) -> bool:
-    from argosy.rl.sandbox import Limits, run_code
+    from argosy.rl.sandbox import SandboxLimits, run_code
 
     if left <= 0:
         return False
     # Rounded up: a loop that ended by its processor time would leave time to the tests after it.
-    limits = Limits(cpu_s=max(1, math.ceil(left)), wall_s=left, output_kb=1024)
+    limits = SandboxLimits(cpu_s=max(1, math.ceil(left)), wall_s=left, output_kb=1024)
     if isinstance(test, Mapping):
         ran = run_code(program, str(test["input"]), limits)
         return ran.exit_code == 0 and not ran.capped and _lines(ran.stdout) == _lines(str(test["output"]))

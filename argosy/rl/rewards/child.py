@@ -30,7 +30,7 @@ del sys.path[:2], sys.modules["channel"], sys.modules["guard"], sys.modules["use
 # ---- loading
 
 
-def load(request):
+def load_functions(request):
     """What is known of each function: its parameters, or why it cannot be used."""
     sys.path[:] = request["path"]
     modules, functions, known = {}, [], []
@@ -40,9 +40,9 @@ def load(request):
             if key not in modules:
                 modules[key] = user_code.load_file(source) if "file" in source else importlib.import_module(source["module"])
                 user_code.FILES.add(getattr(modules[key], "__file__", None))
-            function = user_code.function_of(modules[key], source)
-            known.append(user_code.parameters_of(function, source.get("fixed", {})))
-            functions.append(bound(function, source))
+            function = user_code.source_function(modules[key], source)
+            known.append(user_code.function_parameters(function, source.get("fixed", {})))
+            functions.append(with_fixed_arguments(function, source))
         except user_code.Unusable as error:
             known.append({"wrong": error.args[0]})
         except BaseException as error:
@@ -50,7 +50,7 @@ def load(request):
     return functions, known
 
 
-def bound(function, source):
+def with_fixed_arguments(function, source):
     """A function with the arguments that are fixed."""
     fixed = source.get("fixed", {})
     return (lambda **given: function(**given, **fixed)) if fixed else function
@@ -59,7 +59,7 @@ def bound(function, source):
 # ---- calling
 
 
-def call(functions, request, runner):
+def answer_call(functions, request, runner):
     """The rewards of one call, or why there are none."""
     function, given = functions[request["function"]], request["given"]
     # The same draws whichever process runs the call, and whatever ran before in it.
@@ -68,7 +68,7 @@ def call(functions, request, runner):
         found = function(**given)
         if inspect.isawaitable(found):
             found = runner.run(_awaited(found))
-        return {"values": numbers(found, request["count"])}
+        return {"values": rewards_of(found, request["count"])}
     except user_code.Unusable as error:
         return {"wrong": error.args[0]}
     except BaseException as error:
@@ -79,19 +79,19 @@ async def _awaited(found):
     return await found
 
 
-def numbers(found, count):
+def rewards_of(found, count):
     """What a function returned as a list of numbers and None."""
     if hasattr(found, "tolist"):
         found = found.tolist()
     if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
-        raise user_code.Unusable(f"returned {user_code.shortened(found)}, not a list of numbers")
+        raise user_code.Unusable(f"returned {user_code.short_repr(found)}, not a list of numbers")
     found = list(found)
     if len(found) != count:
         raise user_code.Unusable(f"returned {len(found)} rewards for {count} completions")
-    return [number(item) for item in found]
+    return [reward_of(item) for item in found]
 
 
-def number(item):
+def reward_of(item):
     if hasattr(item, "item"):
         item = item.item()
     if item is None:
@@ -101,31 +101,31 @@ def number(item):
             return float(item)
         except OverflowError:
             return float("inf")
-    raise user_code.Unusable(f"returned {user_code.shortened(item)} where a number or None belongs")
+    raise user_code.Unusable(f"returned {user_code.short_repr(item)} where a number or None belongs")
 
 
-def main(lifeline, descriptor):
+def run_rewards(lifeline, descriptor):
     os.set_inheritable(descriptor, False)
-    guard.guarded(lifeline, descriptor)
+    guard.run_guarded(lifeline, descriptor)
     parent = channel.Channel(descriptor)
-    functions, known = load(pickle.loads(received(parent)))
+    functions, known = load_functions(pickle.loads(next_request(parent)))
     parent.send(json.dumps({"functions": known}).encode())
     with asyncio.Runner() as runner:
         while True:
-            data = received(parent)
+            data = next_request(parent)
             try:
                 request = pickle.loads(data)
                 request["seed"] = zlib.crc32(data)
             except BaseException as error:
                 answer = {"raised": f"the batch cannot be read in a process of its own: {type(error).__name__}: {error}"}
             else:
-                answer = call(functions, request, runner)
+                answer = answer_call(functions, request, runner)
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
             parent.send(json.dumps(answer).encode())
 
 
-def received(parent):
+def next_request(parent):
     """The next message. Without a parent this process ends, whatever threads functions have left."""
     try:
         return parent.receive()
@@ -134,4 +134,4 @@ def received(parent):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    run_rewards(int(sys.argv[1]), int(sys.argv[2]))

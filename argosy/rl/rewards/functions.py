@@ -1,6 +1,7 @@
 """Rewards of completions, from functions that run in processes of their own and from reward models.
 
-    with open_rewards([Reward(of="rewards.py:short"), Reward(of="maths", weight=2)], workers=4, columns=["answer"]) as rewards:
+    settings = [RewardSettings(of="rewards.py:short"), RewardSettings(of="maths", weight=2)]
+    with open_rewards(settings, workers=4, columns=["answer"]) as rewards:
         scored = rewards(prompts, completions, {"answer": answers})     # scored.values [n k], NaN where there is no reward
 
 A function takes what it names of `prompts`, `completions`, the data's columns and what a run knows of completions (`GIVEN`), each a
@@ -27,9 +28,9 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.rl.rewards.pool import Answer, Call, Pool
-from argosy.rl.rewards.settings import Reward
-from argosy.rl.rewards.sources import GIVEN, check, lacking, names_of, source_of
+from argosy.rl.rewards.pool import Answer, RewardCall, RewardPool
+from argosy.rl.rewards.settings import RewardSettings
+from argosy.rl.rewards.sources import GIVEN, check_functions, lacking, reward_names, source_of
 
 Say = Callable[[str], None]
 LARGEST = float(np.finfo(np.float32).max)
@@ -38,7 +39,7 @@ FAILURES = ("raised", "timed out", "died", "not finite")
 
 
 @dataclass(frozen=True)
-class Scored:
+class RewardScores:
     """The rewards of one batch.
 
     values: [n k] float32, NaN where there is none.
@@ -76,9 +77,11 @@ class Scored:
 class Rewards:
     """Open reward functions and models. Call it with a batch; `close` it, or use `with`."""
 
-    def __init__(self, rewards: Sequence[Reward], pool: Pool | None, places: Sequence[int], models: Mapping[int, Any], say: Say):
+    def __init__(
+        self, rewards: Sequence[RewardSettings], pool: RewardPool | None, places: Sequence[int], models: Mapping[int, Any], say: Say
+    ):
         """places: of each function of the pool among all rewards, as the keys of `models`."""
-        self.rewards, self.names = tuple(rewards), tuple(names_of(rewards))
+        self.rewards, self.names = tuple(rewards), tuple(reward_names(rewards))
         self._pool, self._places, self._models, self._say = pool, list(places), dict(models), say
         self._said: set[tuple[str, str]] = set()
 
@@ -98,7 +101,7 @@ class Rewards:
         if self._pool is not None:
             self._pool.close()
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Scored:
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
         """Scores a batch.
 
         Args:
@@ -123,8 +126,8 @@ class Rewards:
                 found.fail(place, slice(row, row + 1), kind, text)
         return found.scored()
 
-    def _call(self, pool: Pool, batch: "_Batch", found: "_Found") -> None:
-        calls: list[Call] = []
+    def _call(self, pool: RewardPool, batch: "_Batch", found: "_Found") -> None:
+        calls: list[RewardCall] = []
         rows: list[slice] = []
         for number, (place, known) in enumerate(zip(self._places, pool.about)):
             for part in batch.parts(known["per_completion"]):
@@ -173,11 +176,11 @@ class _Batch:
         count = len(self.completions)
         return [slice(i, i + 1) for i in range(count)] if per_completion else [slice(0, count)]
 
-    def call(self, number: int, known: Mapping[str, Any], part: slice, timeout: float) -> Call:
+    def call(self, number: int, known: Mapping[str, Any], part: slice, timeout: float) -> RewardCall:
         everything = {**self.columns, "prompts": self.prompts, "completions": self.completions}
         every = [name for name in everything if name not in GIVEN] if known["every"] else []
         named = [name for name in everything if name in known["takes"] or name in every]
-        return Call(number, part.stop - part.start, lambda: {name: everything[name][part] for name in named}, timeout)
+        return RewardCall(number, part.stop - part.start, lambda: {name: everything[name][part] for name in named}, timeout)
 
 
 class _Found:
@@ -208,11 +211,11 @@ class _Found:
         self.messages.setdefault(name, {}).setdefault(kind, message)
         self.first(name, kind, message)
 
-    def scored(self) -> Scored:
-        return Scored(self.values, self.names, self.failed, self.counts, self.messages)
+    def scored(self) -> RewardScores:
+        return RewardScores(self.values, self.names, self.failed, self.counts, self.messages)
 
 
-def _failure(answer: Answer, call: Call) -> tuple[str, str]:
+def _failure(answer: Answer, call: RewardCall) -> tuple[str, str]:
     if "timed_out" in answer:
         return "timed out", f"a call takes more than {call.timeout:g} s; its process was ended"
     if "died" in answer:
@@ -221,7 +224,7 @@ def _failure(answer: Answer, call: Call) -> tuple[str, str]:
 
 
 def open_rewards(
-    rewards: Sequence[Reward],
+    rewards: Sequence[RewardSettings],
     workers: int,
     *,
     columns: Sequence[str] | None = None,
@@ -243,7 +246,7 @@ def open_rewards(
     """
     if not rewards:
         raise BadInput("no reward", hint="give one: `reward=FILE.py:FUNCTION`")
-    names_of(rewards)
+    reward_names(rewards)
     if hidden := [name for name in GIVEN if name in (columns or ())]:
         raise BadInput(f"a column `{hidden[0]}` would hide what a run tells reward functions by that name", hint="rename the column")
     sources = [source_of(reward) for reward in rewards]
@@ -253,10 +256,10 @@ def open_rewards(
     if functions:
         if workers < 1:
             raise BadInput(f"{workers} processes for reward functions", hint="give 1 or more")
-        pool = Pool([source for _, source in functions], workers)
+        pool = RewardPool([source for _, source in functions], workers)
     try:
         if pool is not None:
-            check([source for _, source in functions], pool.about, None if columns is None else [*columns, *GIVEN])
+            check_functions([source for _, source in functions], pool.about, None if columns is None else [*columns, *GIVEN])
         models = {place: _model(source, rewards[place], load) for place, source in enumerate(sources) if isinstance(source, Path)}
     except BaseException:
         if pool is not None:
@@ -265,7 +268,7 @@ def open_rewards(
     return Rewards(rewards, pool, [place for place, _ in functions], models, say)
 
 
-def _model(folder: Path, reward: Reward, load: Callable[[Path], Any] | None) -> Any:
-    from argosy.rl.rewards.models import RewardModel
+def _model(folder: Path, reward: RewardSettings, load: Callable[[Path], Any] | None) -> Any:
+    from argosy.rl.rewards.models import ModelReward
 
-    return RewardModel.opened(folder, reward, load)
+    return ModelReward.opened(folder, reward, load)

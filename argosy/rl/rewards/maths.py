@@ -11,7 +11,7 @@ MATH, where {} has none; 1,000 is a thousand and 1,5 a list, since a comma is no
 
 import re
 
-from argosy.rl.expressions import NoExpression, near, same, values
+from argosy.rl.expressions import NoExpression, equivalent, nearly_equal, values
 from argosy.rl.rewards.final_answer import final_answer
 from argosy.rl.rewards.thoughts import without_thoughts
 
@@ -20,7 +20,7 @@ PERCENT = re.compile(r"\s*(?:\\%|%|\b(?:percent(?:age)?|pct)\b)\s*$")
 OPEN, CLOSE = "([{", ")]}"
 
 
-def reference(answer: object) -> str:
+def reference_answer(answer: object) -> str:
     """The right answer from a column: a number, an answer, or a solution that ends with one in a box or behind ####."""
     text = str(answer)
     if "\\boxed" in text or "\\fbox" in text or "####" in text:
@@ -38,12 +38,12 @@ def grade(completion: str, answer: object, *, cut: bool = False, strict: bool = 
     """
     text = without_thoughts(completion, thinking)
     given = None if text is None else final_answer(text, cut=cut, strict=strict)
-    return given is not None and equal(given, reference(answer))
+    return given is not None and equal(given, reference_answer(answer))
 
 
 def equal(a: str, b: str) -> bool:
     """Whether two answers are the same."""
-    a, b = cleaned(a), cleaned(b)
+    a, b = normalized(a), normalized(b)
     if _squeezed(a) == _squeezed(b):
         return bool(a)
     a, percent_a = _without_percent(a)
@@ -53,7 +53,7 @@ def equal(a: str, b: str) -> bool:
     return _parts_equal(a, b) or _by_value(_without_units(a), _without_units(b))
 
 
-def cleaned(text: str) -> str:
+def normalized(text: str) -> str:
     """An answer without what does not change its meaning: dollars, styles, spaces of LaTeX, degrees, separators of thousands."""
     text = text.strip().strip("$").strip().rstrip(".").strip()
     text = re.sub(r"^\\\(|\\\)$|^\\\[|\\\]$", "", text)
@@ -176,7 +176,7 @@ def _by_value(a: str, b: str) -> bool:
     try:
         if a.count("=") == b.count("=") == 1:
             return _same_equation(a, b)
-        return same(a, b)
+        return equivalent(a, b)
     except NoExpression:
         return False
 
@@ -185,4 +185,4 @@ def _same_equation(a: str, b: str) -> bool:
     """Whether two equations say the same: their sides differ by the same function up to a factor."""
     one, other = (values(f"({left})-({right})") for left, right in (a.split("="), b.split("=")))
     ratios = [complex(x) / complex(y) for x, y in zip(one, other) if y]
-    return len(ratios) == len(one) and ratios[0] != 0 and all(near(ratio, ratios[0]) for ratio in ratios)
+    return len(ratios) == len(one) and ratios[0] != 0 and all(nearly_equal(ratio, ratios[0]) for ratio in ratios)

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import BadInput, UserError
-from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.settings import RewardSettings
 
 
-class RewardModel:
+class ModelReward:
     """A language model with a head of one score (`LM.rewards`)."""
 
     def __init__(self, lm: Any):
         self.lm = lm
 
     @classmethod
-    def opened(cls, folder: Path, reward: Reward, load: Callable[[Path], Any] | None) -> "RewardModel":
+    def opened(cls, folder: Path, reward: RewardSettings, load: Callable[[Path], Any] | None) -> "ModelReward":
         """Loads the model of a folder.
 
         Raises:
@@ -41,7 +41,7 @@ class RewardModel:
         rows: dict[int, list[int]] = {}
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
-                ids = conversation_ids(self.lm, conversation(prompt, completion))
+                ids = conversation_ids(self.lm, whole_conversation(prompt, completion))
                 if not ids:
                     raise BadInput("an empty text has no score")
                 self.lm.check_ids(ids, len(ids))
@@ -57,7 +57,7 @@ class RewardModel:
         return scores, failed
 
 
-def conversation(prompt: Any, completion: Any) -> Any:
+def whole_conversation(prompt: Any, completion: Any) -> Any:
     """A prompt and its completion as one text, or as one list of messages where the prompt is one.
 
     Raises:

@@ -21,7 +21,7 @@ from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, complaint
 from argosy.core.process.child import ChildProcess, reason_of
-from argosy.core.process.poll import readable
+from argosy.core.process.poll import ready_to_read
 
 CHILD = Path(__file__).with_name("child.py")
 # Limit for importing what functions need: torch takes ten seconds on a busy machine.
@@ -31,7 +31,7 @@ LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Call:
+class RewardCall:
     """One call of one function. given: its arguments, made when a process is free, so that few are in memory at once."""
 
     function: int
@@ -62,7 +62,7 @@ class _Worker:
         return f"{reason}{': out of memory?' if reason == 'SIGKILL' else ''}"
 
 
-class Pool:
+class RewardPool:
     """`workers` processes, each with all functions loaded."""
 
     def __init__(self, functions: Sequence[Mapping[str, Any]], workers: int):
@@ -77,7 +77,7 @@ class Pool:
         self._start()
         self.run([])
 
-    def run(self, calls: Sequence[Call], done: Callable[[int, Answer], None] = lambda *_: None) -> list[Answer]:
+    def run(self, calls: Sequence[RewardCall], done: Callable[[int, Answer], None] = lambda *_: None) -> list[Answer]:
         """The answer to each call, in order; `done` is told each as it comes.
 
         Raises:
@@ -109,7 +109,7 @@ class Pool:
         while len(self._processes) < self._workers:
             self._processes.append(_started(self._functions, self._path))
 
-    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
+    def _hand_out(self, calls: Sequence[RewardCall], waiting: deque[int]) -> None:
         for place, one in enumerate(self._processes):
             if one.call != -1 or not waiting:
                 continue
@@ -128,7 +128,7 @@ class Pool:
         if not busy:
             return []
         left = min(self._processes[place].until for place in busy.values()) - time.monotonic()
-        ready = readable(list(busy), min(left, LOOK_S))
+        ready = ready_to_read(list(busy), min(left, LOOK_S))
         found: list[tuple[int, Answer]] = []
         for number, place in busy.items():
             one, answer = self._processes[place], None

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from argosy.core.settings import Settings
 
 
-class Reward(Settings):
+class RewardSettings(Settings):
     """One reward of a completion, and how much it counts."""
 
     of: str

@@ -8,7 +8,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput, Unsupported, UserError, nearest, refuse
 from argosy.core.registry import Registry
-from argosy.rl.rewards.settings import Reward
+from argosy.rl.rewards.settings import RewardSettings
 from argosy.rl.sandbox import available
 
 # Built-in rewards, functions like those of users.
@@ -25,7 +25,7 @@ GIVEN = ("finish_reasons", "thinking_prompts")
 HINT = "write FILE.py:FUNCTION, package.module:FUNCTION, a built-in reward or the folder of a reward model"
 
 
-def source_of(reward: Reward) -> dict[str, Any] | Path:
+def source_of(reward: RewardSettings) -> dict[str, Any] | Path:
     """What a process needs to load the function, or the folder of a model.
 
     A file's source is read here, once, so that every process runs the same, also one that starts later. What the file imports is
@@ -80,7 +80,7 @@ def text_of_file(place: str, of: str, noun: str = "reward") -> str:
         raise BadInput(f"cannot read `{path}`: {why.lower()}") from None
 
 
-def names_of(rewards: Sequence[Reward]) -> list[str]:
+def reward_names(rewards: Sequence[RewardSettings]) -> list[str]:
     """A short name for each reward, as metrics have it: that of the function or folder, with its file or module where two are alike.
 
     Raises:
@@ -106,7 +106,7 @@ def _with_place(of: str) -> str:
     return "/".join(Path(of).parts[-2:])
 
 
-def check(sources: Sequence[dict[str, Any]], about: Sequence[dict[str, Any]], columns: Sequence[str] | None) -> None:
+def check_functions(sources: Sequence[dict[str, Any]], about: Sequence[dict[str, Any]], columns: Sequence[str] | None) -> None:
     """Checks what a process found when it loaded the functions, against the columns of the data if they are known.
 
     Raises:

@@ -22,18 +22,18 @@ from argosy.data.encode import NAMES_SHOWN
 from argosy.data.order import whole_numbers
 from argosy.data.summary import CorpusSummary
 from argosy.infer.lm import LM
-from argosy.rl.rollouts.completions import Elsewhere, Interrupted, SamplersLost
-from argosy.rl.rollouts.packing import Experience, Shape, restored, stored
-from argosy.rl.rollouts.prefetch import Ahead
-from argosy.rl.rollouts.records import Ended, Told, Trainer
-from argosy.rl.rollouts.sampled import Collected, given_back, kept
+from argosy.rl.rollouts.completions import Interrupted, RemoteSampler, SamplersLost
+from argosy.rl.rollouts.packing import PartShape, RolloutBatch, restored_batches, stored_batches
+from argosy.rl.rollouts.prefetch import Prefetch
+from argosy.rl.rollouts.records import PromptsExhausted, Trainer, TrajectoryRecord
+from argosy.rl.rollouts.sampled import SampledRollout, restored_rollouts, stored_rollouts
 from argosy.rl.rollouts.settings import PLACEMENT, Rollout
 
 NUMBERS = ("place", "rollout", "tokens")
 # Of the arrays of a position, those of rollouts that were sampled ahead.
 AHEAD = "ahead."
 
-Engine = Callable[[], LM | Elsewhere]
+Engine = Callable[[], LM | RemoteSampler]
 
 
 class Signal(Complaining, ABC):
@@ -51,14 +51,16 @@ class Signal(Complaining, ABC):
     interrupted: whether what is being sampled is given up.
     """
 
-    def __init__(self, prompts: Any, held_out: Any, rollout: Rollout, batch: int, shape: Shape, seed: int, say: Say = lambda _: None):
+    def __init__(
+        self, prompts: Any, held_out: Any, rollout: Rollout, batch: int, shape: PartShape, seed: int, say: Say = lambda _: None
+    ):
         super().__init__(say)
         self.prompts, self.held_out, self.rollout, self.batch, self.shape, self.seed = prompts, held_out, rollout, batch, shape, seed
         self.longest_prompt = shape.sequence - rollout.tokens
         self.place = self.number = 0
         self.identity: Mapping[str, Any] = {}
         self.trainer: Any = None
-        self.keep: Callable[[Sequence[Told]], None] = lambda _: None
+        self.keep: Callable[[Sequence[TrajectoryRecord]], None] = lambda _: None
         self.interrupted: Callable[[], bool] = lambda: False
 
     def records(self, number: int) -> int:
@@ -66,7 +68,7 @@ class Signal(Complaining, ABC):
         return self.batch // self.rollout.completions
 
     @abstractmethod
-    def sample(self, engine: Engine, seen: int) -> Collected:
+    def sample(self, engine: Engine, seen: int) -> SampledRollout:
         """Samples the next rollout. If it raises, the place in the prompts is what it was.
 
         Args:
@@ -77,7 +79,7 @@ class Signal(Complaining, ABC):
         """
 
     @abstractmethod
-    def updates(self, state: Any, rollout: Collected) -> list[Experience]:
+    def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
         """What is learned from a rollout."""
 
     @abstractmethod
@@ -113,17 +115,19 @@ class RolloutBatches(Batches):
         self.fingerprint = self.prompts.fingerprint | {"prompts": len(self.prompts), "batch": signal.batch, "made": made}
         # Nominal: what is computed depends on the lengths of the completions.
         self.tokens_per_batch = self.shape.sequence * signal.batch // self.rollout.minibatches
-        self.queue: list[Experience] = []
+        self.queue: list[RolloutBatch] = []
         # Of a position that was sought: what belongs to the arrays that follow.
         self.waiting: Sequence[Any] = ()
         self.sampled: Sequence[Any] = ()
         self.place = self.number = self.tokens = 0
         self.failed: SamplersLost | None = None
-        self.ahead: Ahead[tuple[Any, int], Collected] = Ahead(self.collected)
+        self.ahead: Prefetch[tuple[Any, int], SampledRollout] = Prefetch(self.collected)
         self.stopping: Callable[[], bool] = lambda: False
         self.closing = self.evaluating = False
 
-    def begin(self, trainer: Trainer, say: Say, keep: Callable[[Sequence[Told]], None], interrupted: Callable[[], bool]) -> None:
+    def begin(
+        self, trainer: Trainer, say: Say, keep: Callable[[Sequence[TrajectoryRecord]], None], interrupted: Callable[[], bool]
+    ) -> None:
         """Takes what a run lends, before the first `advance`.
 
         Args:
@@ -150,7 +154,7 @@ class RolloutBatches(Batches):
             return
         try:
             self.queue = self.next_updates(state)
-        except (Interrupted, Ended):
+        except (Interrupted, PromptsExhausted):
             pass
         except SamplersLost as error:
             self.failed = error
@@ -160,12 +164,12 @@ class RolloutBatches(Batches):
             raise StopIteration
         made = self.queue.pop(0)
         self.tokens += sum(int(np.sum(part["segments"] > 0)) for part in made.parts)
-        return Experience(made.parts, made.numbers | {"tokens": self.tokens})
+        return RolloutBatch(made.parts, made.numbers | {"tokens": self.tokens})
 
     def position(self) -> dict[str, Any]:
         """Waits for what is sampled ahead."""
-        position = {"place": self.place, "rollout": self.number, "tokens": self.tokens, "waiting": stored(self.queue)[1]}
-        return position | {"ahead": kept(self.ahead.settled())[1]}
+        position = {"place": self.place, "rollout": self.number, "tokens": self.tokens, "waiting": stored_batches(self.queue)[1]}
+        return position | {"ahead": stored_rollouts(self.ahead.settled())[1]}
 
     def seek(self, position: dict[str, Any]) -> None:
         found = whole_numbers({name: position[name] for name in NUMBERS}, NUMBERS)
@@ -175,17 +179,17 @@ class RolloutBatches(Batches):
         self.closing = True
         self.ahead.close()
         self.closing = False
-        self.ahead, self.sampled = Ahead(self.collected), list(position.get("ahead", ()))
+        self.ahead, self.sampled = Prefetch(self.collected), list(position.get("ahead", ()))
         self.signal.place, self.signal.number = self.place, self.number
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return stored(self.queue)[0] | {AHEAD + name: a for name, a in kept(self.ahead.settled())[0].items()}
+        return stored_batches(self.queue)[0] | {AHEAD + name: a for name, a in stored_rollouts(self.ahead.settled())[0].items()}
 
     def take(self, arrays: dict[str, np.ndarray]) -> None:
-        self.queue = restored({name: a for name, a in arrays.items() if not name.startswith(AHEAD)}, self.waiting)
+        self.queue = restored_batches({name: a for name, a in arrays.items() if not name.startswith(AHEAD)}, self.waiting)
         self.waiting = ()
         sampled = {name.removeprefix(AHEAD): a for name, a in arrays.items() if name.startswith(AHEAD)}
-        done = given_back(sampled, self.sampled, self.prompts) if self.sampled else []
+        done = restored_rollouts(sampled, self.sampled, self.prompts) if self.sampled else []
         self.ahead.put_back(done)
         if done:
             self.signal.place, self.signal.number = done[-1].place, done[-1].number + 1
@@ -229,7 +233,7 @@ class RolloutBatches(Batches):
         assert self.signal.trainer is not None, "rollouts before a trainer"
         return self.signal.trainer
 
-    def next_updates(self, state: Any) -> list[Experience]:
+    def next_updates(self, state: Any) -> list[RolloutBatch]:
         """The updates of the next rollout. If it raises, the position is what it was."""
         if not self.rollout.ahead:
             made = self.collected((self.trainer.weights(state), self.number))
@@ -243,7 +247,7 @@ class RolloutBatches(Batches):
         self.number, self.place = made.number + 1, made.place
         return self.signal.updates(state, made)
 
-    def collected(self, given: tuple[Any, int]) -> Collected:
+    def collected(self, given: tuple[Any, int]) -> SampledRollout:
         """A rollout by these weights, which may be sampled ahead, in a thread of its own."""
         weights, seen = given
         return self.signal.sample(lambda: self.trainer.engine(weights), seen)

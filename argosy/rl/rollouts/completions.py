@@ -27,7 +27,7 @@ class SamplersLost(ArgosyError):
     """What samples elsewhere cannot go on. The run saves what it has learned, and ends with this."""
 
 
-class Asked(NamedTuple):
+class SamplingRequest(NamedTuple):
     """How prompts are answered.
 
     most: tokens of an answer, its end included. seed: of this call alone; answers to equal prompts differ by their place. ignore_eos:
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 
 
 @dataclass
-class Drawn:
+class SampledTokens:
     """The tokens of an answer, the log-probability of each in the distribution that it was drawn from, and whether the answer came to
     its own end."""
 
@@ -51,7 +51,7 @@ class Drawn:
 
 
 @runtime_checkable
-class Elsewhere(Protocol):
+class RemoteSampler(Protocol):
     """A language model whose engines are in other processes. lost: processes that ended while they sampled for it. weights_s: seconds
     in which its weights got there."""
 
@@ -59,7 +59,7 @@ class Elsewhere(Protocol):
     lost: int
     weights_s: float
 
-    def drawn(self, prompts: Sequence[Sequence[int]], how: Asked, interrupted: Callable[[], bool]) -> list[Drawn]:
+    def drawn(self, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool]) -> list[SampledTokens]:
         """An answer to each prompt. Raises Interrupted, SamplersLost."""
         ...
 
@@ -67,7 +67,7 @@ class Elsewhere(Protocol):
 
 
 @dataclass
-class Played:
+class Episode:
     """How an answer of several turns went.
 
     turns: messages of the assistant and of the environment, in order; those of a text have the environment's role. reward: the sum of
@@ -93,7 +93,7 @@ class Played:
 
 
 @dataclass
-class Answer:
+class Trajectory:
     """An answer to a prompt.
 
     tokens: after the prompt, the end-of-sequence token included. live: whether the policy made each of them; an environment made the
@@ -107,7 +107,7 @@ class Answer:
     logprobs: list[float]
     ended: bool
     text: str
-    played: Played | None = None
+    played: Episode | None = None
     thinking: bool = False
 
     @property
@@ -123,15 +123,15 @@ class Answer:
         return self.text if isinstance(self.prompt.asked, str) else [{"role": "assistant", "content": self.text}]
 
 
-def sampled(
-    lm: LM | Elsewhere,
+def sample_trajectories(
+    lm: LM | RemoteSampler,
     prompts: Sequence[Prompt],
     most: int,
     sampling: Sampling,
     seed: tuple[int, ...],
     interrupted: Callable[[], bool] = lambda: False,
     ignore_eos: bool = False,
-) -> list[Answer]:
+) -> list[Trajectory]:
     """One answer to each of these prompts, in their order; a prompt may occur several times.
 
     Args:
@@ -143,20 +143,20 @@ def sampled(
     Raises:
         Interrupted: it said yes.
     """
-    how, asked = Asked(most, sampling, seed, ignore_eos), [one.tokens for one in prompts]
-    found = drawn(lm, asked, how, interrupted) if isinstance(lm, LM) else lm.drawn(asked, how, interrupted)
-    answers: list[Answer] = []
+    how, asked = SamplingRequest(most, sampling, seed, ignore_eos), [one.tokens for one in prompts]
+    found = sample_tokens(lm, asked, how, interrupted) if isinstance(lm, LM) else lm.drawn(asked, how, interrupted)
+    answers: list[Trajectory] = []
     for prompt, one in zip(prompts, found, strict=True):
         shown = one.tokens[:-1] if one.ended else one.tokens
         text = lm.tokenizer.decode(shown) if lm.tokenizer is not None else " ".join(map(str, shown))
         thinking = opens_thought(lm.tokenizer, prompt.tokens)
-        answers.append(Answer(prompt, one.tokens, [True] * len(one.tokens), one.logprobs, one.ended, text, thinking=thinking))
+        answers.append(Trajectory(prompt, one.tokens, [True] * len(one.tokens), one.logprobs, one.ended, text, thinking=thinking))
     return answers
 
 
-def drawn(
-    lm: LM, prompts: Sequence[Sequence[int]], how: Asked, interrupted: Callable[[], bool] = lambda: False, first: int = 0
-) -> list[Drawn]:
+def sample_tokens(
+    lm: LM, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool] = lambda: False, first: int = 0
+) -> list[SampledTokens]:
     """One answer to each of these prompts, in token ids, by the engine of this process.
 
     Args:
@@ -168,7 +168,7 @@ def drawn(
     ends = frozenset[int]() if how.ignore_eos else frozenset(lm.stops())
     asked = [Request(list(one), how.most, how.sampling, ends, how.seed, row) for row, one in enumerate(prompts, first)]
     engine = lm.engine([len(one) + how.most for one in prompts])
-    answers = [Drawn() for _ in prompts]
+    answers = [SampledTokens() for _ in prompts]
     rows: dict[int, int] = {}
     try:
         for row, request in enumerate(asked):

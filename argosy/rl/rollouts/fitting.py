@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from argosy.core.errors import BadInput, UserError, refuse
 from argosy.data.rows.prompts import Prompt
-from argosy.rl.rollouts.packing import Shape
-from argosy.rl.rollouts.records import Ended
+from argosy.rl.rollouts.packing import PartShape
+from argosy.rl.rollouts.records import PromptsExhausted
 from argosy.rl.rollouts.settings import Rollout
 
 # Prompts that are looked at for one that fits before it is an error, as a multiple of all.
@@ -33,7 +33,7 @@ def next_that_fit(
     while len(out) < count:
         found = prompts(place, count - len(out))
         if not found:
-            raise Ended("the epochs of the prompts are over")
+            raise PromptsExhausted("the epochs of the prompts are over")
         place += len(found)
         out += fit(found)
         if place - begin - len(out) > most:
@@ -42,7 +42,7 @@ def next_that_fit(
     return out, place
 
 
-def no_room(prompt: Prompt, longest: int) -> str:
+def length_warning(prompt: Prompt, longest: int) -> str:
     """What is said of a prompt that is too long."""
     return (
         f"{prompt.where}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer and is passed over, as are others of "
@@ -50,7 +50,7 @@ def no_room(prompt: Prompt, longest: int) -> str:
     )
 
 
-def check_sizes(batch: int, rollout: Rollout, shape: Shape, most: int | None, asked: int) -> None:
+def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None, asked: int) -> None:
     """Checks that the answers of a rollout divide into groups and updates, and that there is room for a prompt before each.
 
     Args:

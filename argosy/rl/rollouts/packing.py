@@ -18,14 +18,14 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch
 from argosy.data.pack import best_fit_decreasing
-from argosy.rl.rollouts.completions import Answer
+from argosy.rl.rollouts.completions import Trajectory
 
 # Answers that a part has places for, as a multiple of those of full length.
 SHORTER = 8
 
 
 @dataclass(frozen=True)
-class Shape:
+class PartShape:
     """The shape of a part: rows, tokens of a row, the longest answer, and how many answers there is room for. beside: tokens of a row
     by another tokenizer, a teacher's; 0: none reads it. shared: answers to one prompt share it."""
 
@@ -46,7 +46,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Experience:
+class RolloutBatch:
     """What one update learns from. numbers: metrics of the host, which are logged with the update."""
 
     parts: Sequence[Batch]
@@ -54,7 +54,7 @@ class Experience:
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedPart:
     """Packed answers without what is to be learned from them. owners: [S], the answer in each place, -1: none."""
 
     rows: Batch
@@ -72,7 +72,7 @@ class Part:
         out[self.owners[there]] = found[there]
 
 
-def per_token(answers: Sequence[Answer], longest: int, what: str) -> np.ndarray:
+def per_token(answers: Sequence[Trajectory], longest: int, what: str) -> np.ndarray:
     """`live` or `logprobs` of answers as [B L], 0 beyond their end.
 
     Raises:
@@ -87,9 +87,9 @@ def per_token(answers: Sequence[Answer], longest: int, what: str) -> np.ndarray:
     return out
 
 
-def packed(
-    answers: Sequence[Answer], numbers: Sequence[int], shape: Shape, room: np.ndarray | None = None
-) -> list[Part]:
+def pack_trajectories(
+    answers: Sequence[Trajectory], numbers: Sequence[int], shape: PartShape, room: np.ndarray | None = None
+) -> list[PackedPart]:
     """Parts of the answers of these numbers.
 
     Args:
@@ -103,18 +103,18 @@ def packed(
         raise BadInput(f"a prompt and its answer have {sizes.max()} tokens", where=f"data.sequence = {shape.sequence}")
     if room is not None:
         sizes = np.minimum(room[list(numbers)], shape.sequence)
-    ways = [grouped(sizes, shape.sequence)]
+    ways = [best_fit_bins(sizes, shape.sequence)]
     if shape.shared:
         asked = [tuple(answers[i].prompt.tokens) for i in numbers]
         said = np.array([len(answers[i].tokens) for i in numbers], np.int64)
         # Whole groups waste what is left of a row, other ways repeat prompts: which one needs fewer parts depends on the lengths.
         alone = [sorted(row, key=lambda i: asked[i]) for row in ways[0]]
-        ways = [by_families(asked, said, shape.sequence), one_after_the_other(asked, said, shape.sequence), alone]
-    rows = min(([[numbers[i] for i in row] for row in way] for way in ways), key=lambda rows: len(list(in_parts(rows, shape))))
-    return [part_of(answers, shape, part) for part in in_parts(rows, shape)]
+        ways = [rows_of_groups(asked, said, shape.sequence), rows_in_order(asked, said, shape.sequence), alone]
+    rows = min(([[numbers[i] for i in row] for row in way] for way in ways), key=lambda rows: len(list(rows_by_part(rows, shape))))
+    return [packed_part(answers, shape, part) for part in rows_by_part(rows, shape)]
 
 
-def grouped(sizes: np.ndarray, room: int) -> list[list[int]]:
+def best_fit_bins(sizes: np.ndarray, room: int) -> list[list[int]]:
     """Which items share a bin of this room, by best fit."""
     bin_of = best_fit_decreasing(sizes, room)
     bins: list[list[int]] = [[] for _ in range(int(bin_of.max(initial=-1)) + 1)]
@@ -126,7 +126,7 @@ def grouped(sizes: np.ndarray, room: int) -> list[list[int]]:
 Prompts = Sequence[tuple[int, ...]]
 
 
-def by_families(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+def rows_of_groups(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
     """The answers of each row: groups, as many answers of each as fit beside their prompt, by best fit.
 
     Args:
@@ -135,13 +135,13 @@ def by_families(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
     families, sizes = list[list[int]](), list[int]()
     for prompt, own in by_prompt(asked).items():
         # Each with the prompt's last token, after the others.
-        for row in grouped(said[own] + 1, room - len(prompt) + 1):
+        for row in best_fit_bins(said[own] + 1, room - len(prompt) + 1):
             families.append([own[i] for i in row])
             sizes.append(len(prompt) - 1 + int(sum(said[i] + 1 for i in families[-1])))
-    return [[i for family in row for i in families[family]] for row in grouped(np.array(sizes, np.int64), room)]
+    return [[i for family in row for i in families[family]] for row in best_fit_bins(np.array(sizes, np.int64), room)]
 
 
-def one_after_the_other(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+def rows_in_order(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
     """The same, each row filled to its end: a group goes on in the next row, with another copy of its prompt."""
     rows, left = list[list[int]](), 0
     for prompt, own in by_prompt(asked).items():
@@ -163,7 +163,7 @@ def by_prompt(asked: Prompts) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-def in_parts(rows: Sequence[list[int]], shape: Shape) -> Iterator[list[list[int]]]:
+def rows_by_part(rows: Sequence[list[int]], shape: PartShape) -> Iterator[list[list[int]]]:
     """The answers of each row of each part."""
     part: list[list[int]] = []
     held = 0
@@ -180,7 +180,7 @@ def in_parts(rows: Sequence[list[int]], shape: Shape) -> Iterator[list[list[int]
         yield part
 
 
-def part_of(answers: Sequence[Answer], shape: Shape, rows: list[list[int]]) -> Part:
+def packed_part(answers: Sequence[Trajectory], shape: PartShape, rows: list[list[int]]) -> PackedPart:
     """One part: the answers of each of its rows. The last token of an answer is an input too, without a target. Where prompts are
     shared, answers that follow each other in a row and have the same prompt share it."""
     tokens, targets, segments, prefixes, positions = np.zeros((5, shape.rows, shape.sequence), np.int32)
@@ -199,7 +199,7 @@ def part_of(answers: Sequence[Answer], shape: Shape, rows: list[list[int]]) -> P
             positions[row, here] = position + np.arange(len(ids))
             at += len(ids)
 
-        for family in runs([answers[number].prompt.tokens for number in own], shape.shared):
+        for family in prompt_families([answers[number].prompt.tokens for number in own], shape.shared):
             asked = answers[own[family[0]]].prompt.tokens
             # A prompt of one token is repeated whole.
             shared = len(asked) - 1 if len(family) > 1 else 0
@@ -215,10 +215,10 @@ def part_of(answers: Sequence[Answer], shape: Shape, rows: list[list[int]]) -> P
                 put([*asked[shared:], *answer.tokens], prefix, shared)
                 slot += 1
     made = {"tokens": tokens, "targets": targets, "segments": segments, "places": places, "ends": ends}
-    return Part(made | ({"prefixes": prefixes, "positions": positions} if shape.shared else {}), owners)
+    return PackedPart(made | ({"prefixes": prefixes, "positions": positions} if shape.shared else {}), owners)
 
 
-def runs(prompts: Sequence[Sequence[int]], shared: bool) -> list[list[int]]:
+def prompt_families(prompts: Sequence[Sequence[int]], shared: bool) -> list[list[int]]:
     """Places that follow each other and have the same prompt; each alone where prompts are not shared."""
     found: list[list[int]] = []
     for i, prompt in enumerate(prompts):
@@ -234,13 +234,13 @@ def density(parts: Sequence[Batch]) -> float:
     return float(np.mean([np.mean(part["segments"] > 0) for part in parts])) if parts else 0.0
 
 
-def spared(parts: Sequence[Part], answers: Sequence[Answer]) -> float:
+def shared_share(parts: Sequence[PackedPart], answers: Sequence[Trajectory]) -> float:
     """The share of the tokens of prompts and answers that parts do not repeat, because answers share prompts."""
     alone = sum(len(answers[i].prompt.tokens) + len(answers[i].tokens) for part in parts for i in part.owners.tolist() if i >= 0)
     return 1 - sum(int(np.sum(part.rows["segments"] > 0)) for part in parts) / alone if alone else 0.0
 
 
-def stored(experiences: Sequence[Experience]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+def stored_batches(experiences: Sequence[RolloutBatch]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """Experiences as arrays by name, and as JSON what else they are. Parts that several share, as epochs do, are stored once."""
     own: dict[int, int] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -251,10 +251,10 @@ def stored(experiences: Sequence[Experience]) -> tuple[dict[str, np.ndarray], li
     return arrays, [{"numbers": one.numbers, "parts": own.get(id(one.parts))} for one in experiences]
 
 
-def restored(arrays: dict[str, np.ndarray], described: Sequence[dict[str, Any]]) -> list[Experience]:
+def restored_batches(arrays: dict[str, np.ndarray], described: Sequence[dict[str, Any]]) -> list[RolloutBatch]:
     """The experiences that `stored` gave."""
     held: dict[int | None, list[Batch]] = {None: []}
     for number in sorted({int(name.partition(".")[0]) for name in arrays}):
         own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{number}.")}
         held[number] = [{name: a[i] for name, a in own.items()} for i in range(len(next(iter(own.values()))))]
-    return [Experience(held[one["parts"]], dict(one["numbers"])) for one in described]
+    return [RolloutBatch(held[one["parts"]], dict(one["numbers"])) for one in described]

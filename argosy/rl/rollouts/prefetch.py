@@ -14,7 +14,7 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 
-class Ahead(Generic[In, Out]):
+class Prefetch(Generic[In, Out]):
     """Pieces of work in their order.
 
     Args:

@@ -9,11 +9,11 @@ import numpy as np
 from argosy.core.errors import ArgosyError
 from argosy.data.batch import Batch
 from argosy.infer.lm import LM
-from argosy.rl.rollouts.completions import Answer, Elsewhere
+from argosy.rl.rollouts.completions import RemoteSampler, Trajectory
 
 
 @runtime_checkable
-class Judged(Protocol):
+class Scores(Protocol):
     """The rewards of completions.
 
     values: [B k], NaN where missing.
@@ -38,7 +38,7 @@ class Judge(Protocol):
     @property
     def weights(self) -> Sequence[float]: ...
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Judged: ...
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Scores: ...
 
     def close(self) -> None: ...
 
@@ -52,7 +52,7 @@ class Trainer:
     """
 
     weights: Callable[[Any], Any]
-    engine: Callable[[Any], LM | Elsewhere]
+    engine: Callable[[Any], LM | RemoteSampler]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PolicyTrainer(Trainer):
 
 
 @dataclass(frozen=True)
-class Tutor(Trainer):
+class StudentTrainer(Trainer):
     """What the trainer of a student lends besides.
 
     teacher: () -> the teacher, to answer.
@@ -82,7 +82,7 @@ class Tutor(Trainer):
 
 
 @dataclass(frozen=True)
-class Told:
+class TrajectoryRecord:
     """One answer, as it is shown and kept. Its reward is the weighted sum. advantage: of the first token; where turns are credited
     apart, the mean over turns. tokens: the policy's. turns: messages of the policy and of its environment, if it has one."""
 
@@ -117,31 +117,31 @@ class NoScores:
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def said_of_cut(cut: float, number: int) -> str:
+def cut_warning(cut: float, number: int) -> str:
     """What is said where more than half of the completions were cut."""
     return f"{cut:.0%} of the completions of rollout {number} were cut at rollout.tokens before they ended (answers/cut)"
 
 
-class Ended(ArgosyError):
+class PromptsExhausted(ArgosyError):
     """The epochs of the prompts are over: too few are left for a rollout."""
 
 
 @dataclass
-class Rolled:
+class ScoredTrajectories:
     """The answers of a rollout, group by group, with their rewards [B k]."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Trajectory] = field(default_factory=list)
     rewards: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     greedy: np.ndarray | None = None
 
-    def plus(self, answers: list[Answer], rewards: np.ndarray, greedy: np.ndarray | None) -> "Rolled":
+    def plus(self, answers: list[Trajectory], rewards: np.ndarray, greedy: np.ndarray | None) -> "ScoredTrajectories":
         if not self.answers:
-            return Rolled(answers, rewards, greedy)
+            return ScoredTrajectories(answers, rewards, greedy)
         both = None if greedy is None or self.greedy is None else np.concatenate([self.greedy, greedy])
-        return Rolled([*self.answers, *answers], np.concatenate([self.rewards, rewards]), both)
+        return ScoredTrajectories([*self.answers, *answers], np.concatenate([self.rewards, rewards]), both)
 
-    def groups(self, kept: Sequence[int], size: int) -> "Rolled":
+    def groups(self, kept: Sequence[int], size: int) -> "ScoredTrajectories":
         """Some groups of it."""
         rows = [g * size + i for g in kept for i in range(size)]
         greedy = None if self.greedy is None else self.greedy[list(kept)]
-        return Rolled([self.answers[row] for row in rows], self.rewards[rows], greedy)
+        return ScoredTrajectories([self.answers[row] for row in rows], self.rewards[rows], greedy)

@@ -14,23 +14,31 @@ from argosy.core.errors import BadInput, UserError, mistakes_of, refuse
 from argosy.core.progress import Say
 from argosy.data.order import picked
 from argosy.data.rows.prompts import Prompts
-from argosy.rl.policy.credit import Compared, compared
+from argosy.rl.policy.credit import RolloutAdvantages, rollout_advantages
 from argosy.rl.policy.kl import in_reward
-from argosy.rl.policy.metrics import Metrics, mean_where, numbers
+from argosy.rl.policy.metrics import Metrics, mean_where, metric_values
 from argosy.rl.policy.objective import shared_of
 from argosy.rl.policy.parts import compares_groups
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import reward_metrics, total
 from argosy.rl.rollouts.batches import Engine, RolloutBatches, Signal
-from argosy.rl.rollouts.completions import Answer
+from argosy.rl.rollouts.completions import Trajectory
 from argosy.rl.rollouts.fitting import check_sizes
-from argosy.rl.rollouts.packing import Experience, Part, Shape, density, packed, per_token, spared
-from argosy.rl.rollouts.records import Judge, Told, said_of_cut
-from argosy.rl.rollouts.sampled import Collected
-from argosy.rl.rollouts.sampler import Collector
+from argosy.rl.rollouts.packing import (
+    PackedPart,
+    PartShape,
+    RolloutBatch,
+    density,
+    pack_trajectories,
+    per_token,
+    shared_share,
+)
+from argosy.rl.rollouts.records import Judge, TrajectoryRecord, cut_warning
+from argosy.rl.rollouts.sampled import SampledRollout
+from argosy.rl.rollouts.sampler import RewardSampler
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.trajectories import Table
-from argosy.rl.rollouts.turn_rewards import played_numbers
+from argosy.rl.rollouts.trajectories import EpisodeSetup
+from argosy.rl.rollouts.turn_rewards import episode_numbers
 
 
 class RewardSignal(Signal):
@@ -51,22 +59,22 @@ class RewardSignal(Signal):
         policy: Policy,
         rollout: Rollout,
         batch: int,
-        shape: Shape,
+        shape: PartShape,
         judge: Judge,
         seed: int,
         say: Say = lambda _: None,
-        table: Table | None = None,
+        table: EpisodeSetup | None = None,
     ):
         super().__init__(prompts, held_out, rollout, batch, shape, seed, say)
         self.policy, self.judge, self.table = policy, judge, table
         sizes = batch, rollout, shape, prompts.most, batch // rollout.completions
-        checks = lambda: check_sizes(*sizes), lambda: check_groups(policy, rollout), lambda: check_credit(policy, table)
+        checks = lambda: check_sizes(*sizes), lambda: check_comparison(policy, rollout), lambda: check_credit(policy, table)
         refuse(mistakes_of(*checks))
-        self.sampler = Collector(self, policy, judge, table)
+        self.sampler = RewardSampler(self, policy, judge, table)
         self.identity = {"rewards": list(judge.names), "weights": list(judge.weights)}
         self.identity |= {} if table is None else {"environment": table.identity}
 
-    def sample(self, engine: Engine, seen: int) -> Collected:
+    def sample(self, engine: Engine, seen: int) -> SampledRollout:
         lm = engine()
         made = self.sampler(lm, seen)
         if not self.rollout.ahead:
@@ -81,11 +89,11 @@ class RewardSignal(Signal):
 
     # ---------------------------------------------------------------- updates
 
-    def updates(self, state: Any, rollout: Collected) -> list[Experience]:
+    def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
         """The updates of a rollout: its groups in shares, as often as there are epochs."""
         how, found, answers = self.rollout, rollout.found, rollout.found.answers
         shares = np.array_split(np.arange(len(answers)).reshape(-1, how.completions), how.minibatches)
-        parts = [packed(answers, share.reshape(-1).tolist(), self.shape) for share in shares if share.size]
+        parts = [pack_trajectories(answers, share.reshape(-1).tolist(), self.shape) for share in shares if share.size]
         judgment = self.sampler.judgment(found)
         live = judgment.live
         with rollout.clock("logps_s"):
@@ -98,7 +106,7 @@ class RewardSignal(Signal):
             judgment = judgment._replace(penalty=-np.asarray(less))
         if "values" in known:
             judgment = judgment._replace(values=known["values"], after=np.where(ended, 0.0, known["after"]))
-        by = compared(self.policy, judgment)
+        by = rollout_advantages(self.policy, judgment)
         counted = by.counted & (ended | how.keep_cut)
         columns = {"live": live * counted[:, None], "advantages": by.values * counted[:, None]}
         columns |= {"sampler": per_token(answers, how.tokens, "logprobs")}
@@ -116,7 +124,7 @@ class RewardSignal(Signal):
         told |= {"part_density": density([part for own in filled for part in own])}
         if self.shape.shared:
             told |= {"tokens_spared": self.spared([part for own in parts for part in own], answers)}
-        return [Experience(own, told) for _ in range(how.epochs) for own in filled]
+        return [RolloutBatch(own, told) for _ in range(how.epochs) for own in filled]
 
     def say_cut(self, cut: float, number: int, learned: bool) -> None:
         """Says once where most completions were cut, and where none of a rollout is learned from."""
@@ -125,18 +133,18 @@ class RewardSignal(Signal):
             what = f"no completion of rollout {number} is learned from: {why}"
             self.complain(f"{what}; raise rollout.tokens, or set rollout.keep_cut=true", "none counted")
         elif cut > 0.5:
-            self.complain(f"{said_of_cut(cut, number)}; raise rollout.tokens", "cut")
+            self.complain(f"{cut_warning(cut, number)}; raise rollout.tokens", "cut")
 
-    def spared(self, parts: Sequence[Part], answers: Sequence[Answer]) -> float:
+    def spared(self, parts: Sequence[PackedPart], answers: Sequence[Trajectory]) -> float:
         """The share of tokens that shared prompts spare. Says once where they were asked for and spare none."""
-        found = spared(parts, answers)
+        found = shared_share(parts, answers)
         several = any(len(one.prompt.tokens) > 1 for one in answers) and self.rollout.completions > 1
         if self.rollout.share_prompts and several and not found:
             what = f"no two answers to a prompt fit into a row of {plural(self.shape.sequence, 'token')}, so that none share it"
             self.complain(f"{what}: raise data.sequence, or leave out rollout.share_prompts", "apart")
         return found
 
-    def known(self, state: Any, parts: Sequence[Part], count: int) -> dict[str, np.ndarray]:
+    def known(self, state: Any, parts: Sequence[PackedPart], count: int) -> dict[str, np.ndarray]:
         """What the models of the run say of the answers before the first update, [B L] each; `after` [B]."""
         in_reward = self.policy.kl and self.policy.kl_in == "reward"
         asked: dict[str, Any] = {"old": self.trainer.old} if self.rollout.updates > 1 or in_reward else {}
@@ -153,13 +161,13 @@ class RewardSignal(Signal):
                 part.spread(after, out["after"])
         return out
 
-    def numbers(self, made: Collected, by: Compared, counted: np.ndarray) -> dict[str, float]:
+    def numbers(self, made: SampledRollout, by: RolloutAdvantages, counted: np.ndarray) -> dict[str, float]:
         """The metrics of a rollout."""
         answers, n, names = made.found.answers, self.rollout.completions, self.sampler.names
         lengths = np.array([sum(one.live) for one in answers], np.float32)
         distinct = [len({tuple(one.tokens) for one in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
         metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.sampler.by_group(made.found.rewards)), names))
-        return numbers(metrics) | {
+        return metric_values(metrics) | {
             "rollout": float(made.number + 1),
             "rollout_age": float(made.number - made.seen),
             "rollout_rounds": float(made.rounds),
@@ -169,21 +177,21 @@ class RewardSignal(Signal):
             "answers/cut": float(np.mean([not one.ended for one in answers])),
             "answers/distinct": float(np.mean(distinct)),
             "answers/left_out": float(np.mean(~counted)),
-            **played_numbers(answers),
+            **episode_numbers(answers),
             **made.clock.seconds,
             **made.failed,
         }
 
-    def told(self, made: Collected, by: Compared) -> list[Told]:
+    def told(self, made: SampledRollout, by: RolloutAdvantages) -> list[TrajectoryRecord]:
         """The answers of a rollout as they are kept."""
         answers, names, number = made.found.answers, self.sampler.names, made.number + 1
         # That of the first token of the policy: an environment may have spoken before it.
         first = by.values[np.arange(len(answers)), [one.live.index(True) if any(one.live) else 0 for one in answers]].tolist()
         if by.turns is not None:
             first = [float(its[: max(len(one.played.said), 1)].mean()) for one, its in zip(answers, by.turns) if one.played]
-        turns = [told_turns(one, None if by.turns is None else by.turns[row].tolist()) for row, one in enumerate(answers)]
+        turns = [recorded_turns(one, None if by.turns is None else by.turns[row].tolist()) for row, one in enumerate(answers)]
         return [
-            Told(number, one.prompt.asked, one.text, by_name(names, rewards), advantage, sum(one.live), one.ended, its)
+            TrajectoryRecord(number, one.prompt.asked, one.text, by_name(names, rewards), advantage, sum(one.live), one.ended, its)
             for one, rewards, advantage, its in zip(answers, made.found.rewards, first, turns, strict=True)
         ]
 
@@ -199,10 +207,10 @@ class RewardSignal(Signal):
         summed = total(jnp.asarray(values), self.sampler.weights)
         metrics: Metrics = {"reward": mean_where(summed, jnp.isfinite(summed).astype(summed.dtype))}
         metrics |= reward_metrics(jnp.asarray(values), names)
-        return {f"eval_{name}": value for name, value in numbers(metrics).items()} | {
+        return {f"eval_{name}": value for name, value in metric_values(metrics).items()} | {
             "eval_answers/cut": float(np.mean([not one.ended for one in answers])),
             "eval_prompts": float(len(answers)),
-            **{f"eval_{name}": value for name, value in played_numbers(answers).items()},
+            **{f"eval_{name}": value for name, value in episode_numbers(answers).items()},
         }
 
 
@@ -216,7 +224,7 @@ def by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None
     return {name: float(value) if np.isfinite(value) else None for name, value in zip(names, rewards, strict=True)}
 
 
-def told_turns(answer: Answer, advantages: Sequence[float] | None) -> list[dict[str, Any]] | None:
+def recorded_turns(answer: Trajectory, advantages: Sequence[float] | None) -> list[dict[str, Any]] | None:
     """The turns of an answer as they are kept: those of the policy with their advantages, where they have some of their own."""
     if answer.played is None or advantages is None:
         return None if answer.played is None else answer.played.turns
@@ -226,7 +234,7 @@ def told_turns(answer: Answer, advantages: Sequence[float] | None) -> list[dict[
     return turns
 
 
-def check_credit(policy: Policy, table: Table | None) -> None:
+def check_credit(policy: Policy, table: EpisodeSetup | None) -> None:
     """Checks that there are rewards of turns, where a policy credits turns.
 
     Raises:
@@ -246,7 +254,7 @@ def check_credit(policy: Policy, table: Table | None) -> None:
         raise BadInput(what, hint="environment.turns=N, or objective.credit.by=answer")
 
 
-def check_groups(policy: Policy, rollout: Rollout) -> None:
+def check_comparison(policy: Policy, rollout: Rollout) -> None:
     """Checks that a policy learns from groups of this kind.
 
     Raises:

@@ -8,15 +8,15 @@ import numpy as np
 
 from argosy.data.rows.prompts import Prompts
 from argosy.observe.goodput import Clock
-from argosy.rl.rollouts.completions import Answer, Played
-from argosy.rl.rollouts.records import Rolled
+from argosy.rl.rollouts.completions import Episode, Trajectory
+from argosy.rl.rollouts.records import ScoredTrajectories
 
 # Of a completion, a number for each token.
 OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
 
 
 @dataclass
-class Collected:
+class SampledRollout:
     """A rollout that was sampled and scored.
 
     number: from 0.
@@ -30,7 +30,7 @@ class Collected:
 
     number: int = 0
     seen: int = 0
-    found: Rolled = field(default_factory=Rolled)
+    found: ScoredTrajectories = field(default_factory=ScoredTrajectories)
     rounds: int = 0
     place: int = 0
     failed: dict[str, float] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Collected:
     source: str = "own"
 
 
-def kept(rollouts: Sequence[Collected]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+def stored_rollouts(rollouts: Sequence[SampledRollout]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """Rollouts as arrays by name, and as JSON what else they are. Prompts are kept as their places."""
     arrays: dict[str, np.ndarray] = {}
     told: list[dict[str, Any]] = []
@@ -56,27 +56,27 @@ def kept(rollouts: Sequence[Collected]) -> tuple[dict[str, np.ndarray], list[dic
     return arrays, told
 
 
-def given_back(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[Collected]:
+def restored_rollouts(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[SampledRollout]:
     """The rollouts that `kept` gave."""
-    out: list[Collected] = []
+    out: list[SampledRollout] = []
     for i, one in enumerate(told):
         own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
         ends = np.cumsum(own["lengths"])[:-1]
         tokens = {name: [part.tolist() for part in np.split(own[name], ends)] for name in OF_TOKENS}
         each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(one["answers"]))]
-        answers = [answer_of(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
-        found = Rolled(answers, own["rewards"], own.get("greedy"))
-        made = Collected(**{name: value for name, value in one.items() if name not in ("answers", "seconds")}, found=found)
+        answers = [restored_trajectory(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
+        found = ScoredTrajectories(answers, own["rewards"], own.get("greedy"))
+        made = SampledRollout(**{name: value for name, value in one.items() if name not in ("answers", "seconds")}, found=found)
         made.clock.seconds = dict(one["seconds"])
         out.append(made)
     return out
 
 
-def answer_of(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Answer:
+def restored_trajectory(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Trajectory:
     """One answer that `kept` wrote."""
     (prompt,) = prompts(rest["prompt"], 1)
     its = rest.get("played")
-    played = its and Played(**{**its, "failure": its["failure"] and tuple(its["failure"])})
+    played = its and Episode(**{**its, "failure": its["failure"] and tuple(its["failure"])})
     if played is not None and played.begun is not None:
         prompt = replace(prompt, tokens=played.begun)
-    return Answer(**{**rest, **tokens, "prompt": prompt, "played": played})
+    return Trajectory(**{**rest, **tokens, "prompt": prompt, "played": played})

@@ -14,25 +14,31 @@ from argosy.core.errors import ArgosyError
 from argosy.data.rows.prompts import Prompt
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.rl.policy.credit import Judgment, useful_groups
+from argosy.rl.policy.credit import RolloutRewards, useful_groups
 from argosy.rl.policy.parts import needs_greedy
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import overlong
 from argosy.rl.rollouts.batches import Signal
-from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Answer, Elsewhere, sampled
-from argosy.rl.rollouts.fitting import LOOKED_AT, next_that_fit, no_room
+from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, RemoteSampler, Trajectory, sample_trajectories
+from argosy.rl.rollouts.fitting import LOOKED_AT, length_warning, next_that_fit
 from argosy.rl.rollouts.packing import per_token
-from argosy.rl.rollouts.records import Judge, Rolled
-from argosy.rl.rollouts.sampled import Collected
-from argosy.rl.rollouts.trajectories import Conversed, How, Table
-from argosy.rl.rollouts.turn_rewards import ENVIRONMENT, by_turn, environment_rewards, failed, failures
+from argosy.rl.rollouts.records import Judge, ScoredTrajectories
+from argosy.rl.rollouts.sampled import SampledRollout
+from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner, EpisodeSetup
+from argosy.rl.rollouts.turn_rewards import (
+    ENVIRONMENT,
+    environment_rewards,
+    episode_failures,
+    episode_turns,
+    failed_episodes,
+)
 
 OVERLONG = "overlong"
 # The largest reward times its weight: advantages and critics square sums of rewards, and a square above 3e38 is infinite in float32.
 LARGEST = 1e15
 
 
-class Collector:
+class RewardSampler:
     """Samples one rollout after the other.
 
     signal: whose prompts and place in them these are.
@@ -40,20 +46,20 @@ class Collector:
     table: where completions of several turns are played; None: one has one turn.
     """
 
-    def __init__(self, signal: Signal, policy: Policy, judge: Judge, table: Table | None):
+    def __init__(self, signal: Signal, policy: Policy, judge: Judge, table: EpisodeSetup | None):
         self.signal, self.policy, self.judge, self.table = signal, policy, judge, table
         self.prompts, self.rollout, self.seed = signal.prompts, signal.rollout, signal.seed
         self.longest_prompt, self.groups = signal.longest_prompt, signal.batch // signal.rollout.completions
         self.complain = signal.complain
 
-    def __call__(self, lm: LM | Elsewhere, seen: int) -> Collected:
+    def __call__(self, lm: LM | RemoteSampler, seen: int) -> SampledRollout:
         """Samples the next rollout with the weights of this model (`Signal.sample`).
 
         Raises:
             ArgosyError: no completion has a reward, or no prompt fits.
         """
         before = self.signal.place
-        made = Collected(self.signal.number, seen)
+        made = SampledRollout(self.signal.number, seen)
         if isinstance(lm, LM):
             lm.reset_prefix_cache()
         try:
@@ -68,8 +74,8 @@ class Collector:
         made.place, self.signal.number = self.signal.place, made.number + 1
         return made
 
-    def rounds(self, lm: LM | Elsewhere, made: Collected) -> Rolled:
-        found = Rolled()
+    def rounds(self, lm: LM | RemoteSampler, made: SampledRollout) -> ScoredTrajectories:
+        found = ScoredTrajectories()
         while True:
             found = found.plus(*self.round(lm, self.groups - len(found.answers) // self.rollout.completions, made))
             useful = self.useful(found)
@@ -80,7 +86,7 @@ class Collector:
             found = found.groups(useful, self.rollout.completions)
         return found.groups(useful, self.rollout.completions) if self.rollout.resample and useful else found
 
-    def round(self, lm: LM | Elsewhere, count: int, made: Collected) -> tuple[list[Answer], np.ndarray, np.ndarray | None]:
+    def round(self, lm: LM | RemoteSampler, count: int, made: SampledRollout) -> tuple[list[Trajectory], np.ndarray, np.ndarray | None]:
         """Answers to the next `count` prompts, their rewards, and those of the greedy answers where they are compared with those."""
         each, how = self.rollout, self.policy
         prompts = self.next_prompts(count)
@@ -90,7 +96,7 @@ class Collector:
             plain = self.answered(lm, prompts, 0.0, made) if needs_greedy(how) else None
         return answers, self.judged(answers, made), None if plain is None else self.judged(plain, made)
 
-    def answered(self, lm: LM | Elsewhere, prompts: list[Prompt], temperature: float, made: Collected) -> list[Answer]:
+    def answered(self, lm: LM | RemoteSampler, prompts: list[Prompt], temperature: float, made: SampledRollout) -> list[Trajectory]:
         how = self.rollout
         filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
         seed = (self.seed, ROLLOUT, made.number, made.rounds)
@@ -98,15 +104,21 @@ class Collector:
         return self.sampled(lm, prompts, sampling, seed, made, how.ignore_eos)
 
     def sampled(
-        self, lm: LM | Elsewhere, prompts: list[Prompt], how: Sampling, seed: tuple[int, ...], made: Collected, ignore_eos: bool = False
-    ) -> list[Answer]:
+        self,
+        lm: LM | RemoteSampler,
+        prompts: list[Prompt],
+        how: Sampling,
+        seed: tuple[int, ...],
+        made: SampledRollout,
+        ignore_eos: bool = False,
+    ) -> list[Trajectory]:
         """One answer to each prompt, of one turn or of as many as its environment has."""
         most = self.rollout.tokens
         if self.table is None:
-            return sampled(lm, prompts, most, how, seed, self.signal.interrupted, ignore_eos)
+            return sample_trajectories(lm, prompts, most, how, seed, self.signal.interrupted, ignore_eos)
         assert isinstance(lm, LM), "several turns with an engine in another process"
-        limits = How(how, most, self.longest_prompt + most, ignore_eos)
-        playing = Conversed(lm, prompts, limits, seed, self.table, self.signal.interrupted)
+        limits = EpisodeLimits(how, most, self.longest_prompt + most, ignore_eos)
+        playing = EpisodeRunner(lm, prompts, limits, seed, self.table, self.signal.interrupted)
         answers = playing.run()
         made.clock.seconds["environment_s"] = made.clock.seconds.get("environment_s", 0.0) + playing.waited_s
         first = [one.played for one in answers if one.played is not None and one.played.made <= 1 and one.played.why == "room"]
@@ -116,11 +128,11 @@ class Collector:
                 "is a text that ends a turn, environment.tokens the most tokens of one, rollout.tokens those of all turns",
                 "no turn",
             )
-        for kind, message in failures(answers):
+        for kind, message in episode_failures(answers):
             self.complain(f"environment {kind}, its answers have no reward:\n{message.rstrip()}", f"environment {kind}")
         return answers
 
-    def greedy(self, lm: LM | Elsewhere, prompts: Sequence[Prompt]) -> tuple[list[Answer], np.ndarray]:
+    def greedy(self, lm: LM | RemoteSampler, prompts: Sequence[Prompt]) -> tuple[list[Trajectory], np.ndarray]:
         """The greedy answers to the prompts that leave room for one, and their rewards, for evaluation.
 
         Raises:
@@ -129,8 +141,8 @@ class Collector:
         fitting, how = self.fitting(prompts), Sampling(temperature=0.0)
         if not fitting:
             return [], np.zeros((0, len(self.names)), np.float32)
-        answers = self.sampled(lm, fitting, how, (self.seed, EVALUATION), Collected())
-        return answers, self.judged(answers, Collected())
+        answers = self.sampled(lm, fitting, how, (self.seed, EVALUATION), SampledRollout())
+        return answers, self.judged(answers, SampledRollout())
 
     # ---------------------------------------------------------------- prompts
 
@@ -144,7 +156,7 @@ class Collector:
         """The prompts that leave room for an answer. The first one that does not is said."""
         for prompt in prompts:
             if len(prompt.tokens) > self.longest_prompt:
-                self.complain(no_room(prompt, self.longest_prompt), "long")
+                self.complain(length_warning(prompt, self.longest_prompt), "long")
         return [prompt for prompt in prompts if len(prompt.tokens) <= self.longest_prompt]
 
     # ---------------------------------------------------------------- rewards
@@ -164,7 +176,7 @@ class Collector:
         own = [self.table.weight] if self.table is not None and self.table.gives else []
         return [*own, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
 
-    def judged(self, answers: list[Answer], made: Collected) -> np.ndarray:
+    def judged(self, answers: list[Trajectory], made: SampledRollout) -> np.ndarray:
         """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
         columns = {name: [one.prompt.columns[name] for one in answers] for name in self.prompts.names}
         columns |= {"finish_reasons": [one.finish_reason for one in answers], "thinking_prompts": [one.thinking for one in answers]}
@@ -177,7 +189,7 @@ class Collector:
         values = found.values
         if self.scored != list(self.judge.names):
             values = np.concatenate([environment_rewards(answers), values], 1)
-        broken = failed(answers) | found.failed | self.too_large(values)
+        broken = failed_episodes(answers) | found.failed | self.too_large(values)
         made.failed["rewards/failed"] = made.failed.get("rewards/failed", 0.0) + float(broken.sum())
         # A punishment alone is no reward: the answer would count as one of 0.
         none = broken | ~np.isfinite(values).any(1)
@@ -196,25 +208,25 @@ class Collector:
             self.complain(f"{what}: answers beyond {LARGEST:g} are left out; lower the reward or its weight", "too large")
         return largest > LARGEST
 
-    def useful(self, found: Rolled) -> list[int]:
+    def useful(self, found: ScoredTrajectories) -> list[int]:
         """The groups that can be learned from."""
         return np.flatnonzero(useful_groups(self.policy, self.judgment(found))).tolist()
 
-    def judgment(self, found: Rolled) -> Judgment:
+    def judgment(self, found: ScoredTrajectories) -> RolloutRewards:
         """What the answers alone tell."""
         live = per_token(found.answers, self.rollout.tokens, "live")
         turns = None
         if self.table is not None and self.policy.credit.by != "answer":
-            turns = by_turn(found.answers, self.table.most, self.rollout.tokens)
+            turns = episode_turns(found.answers, self.table.most, self.rollout.tokens)
             if not turns.given.any():
                 what = f"objective.credit.by={self.policy.credit.by}: the environment gave no turn of a rollout a reward, so that only"
                 self.complain(f"{what} those of whole answers count", "no turn rewarded")
-        return Judgment(self.by_group(found.rewards), self.weights, live, found.greedy, turns=turns)
+        return RolloutRewards(self.by_group(found.rewards), self.weights, live, found.greedy, turns=turns)
 
     def by_group(self, rewards: np.ndarray) -> np.ndarray:
         return rewards.reshape(-1, self.rollout.completions, rewards.shape[1])
 
-    def check_rewarded(self, made: Collected) -> None:
+    def check_rewarded(self, made: SampledRollout) -> None:
         """Checks that some answer has a reward.
 
         Raises:

@@ -26,13 +26,13 @@ from argosy.data.rows.answered import Answered, AnsweredPrompts
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.rl.rollouts.batches import Engine, RolloutBatches, Signal
-from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Answer, sampled
-from argosy.rl.rollouts.fitting import LOOKED_AT, check_sizes, next_that_fit, no_room
-from argosy.rl.rollouts.packing import Experience, Part, Shape, density, packed
-from argosy.rl.rollouts.records import Rolled, Told, Tutor, said_of_cut
-from argosy.rl.rollouts.sampled import Collected
+from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, Trajectory, sample_trajectories
+from argosy.rl.rollouts.fitting import LOOKED_AT, check_sizes, length_warning, next_that_fit
+from argosy.rl.rollouts.packing import PackedPart, PartShape, RolloutBatch, density, pack_trajectories
+from argosy.rl.rollouts.records import ScoredTrajectories, StudentTrainer, TrajectoryRecord, cut_warning
+from argosy.rl.rollouts.sampled import SampledRollout
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.teacher_tokens import Reread
+from argosy.rl.rollouts.teacher_tokens import TeacherTokens
 from argosy.train.distillation import GKD, GOLD
 
 # Random streams of a teacher's answers, beside those of `rl.rollouts.completions`.
@@ -50,7 +50,7 @@ class TeacherSignal(Signal):
         BadInput: settings that do not fit each other or the data.
     """
 
-    trainer: Tutor
+    trainer: StudentTrainer
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class TeacherSignal(Signal):
         settings: GKD | GOLD,
         rollout: Rollout,
         batch: int,
-        shape: Shape,
+        shape: PartShape,
         seed: int,
         vocab: int,
-        reread: Reread | None = None,
+        reread: TeacherTokens | None = None,
     ):
         super().__init__(prompts, held_out, rollout, batch, shape, seed)
-        check(prompts, settings, rollout, batch, shape)
+        check_teacher_settings(prompts, settings, rollout, batch, shape)
         self.settings, self.vocab, self.reread = settings, vocab, reread
         self.identity = {"own": settings.own, "others": settings.others, "sampling": settings.sampling}
         self.identity |= {} if reread is None else reread.fingerprint
@@ -86,16 +86,16 @@ class TeacherSignal(Signal):
         """Records of a rollout: the data has one answer to each."""
         return self.batch if self.whose(number) == "data" else super().records(number)
 
-    def sample(self, engine: Engine, seen: int) -> Collected:
-        made, most = Collected(self.number, seen, source=self.whose(self.number)), LOOKED_AT * len(self.prompts)
+    def sample(self, engine: Engine, seen: int) -> SampledRollout:
+        made, most = SampledRollout(self.number, seen, source=self.whose(self.number)), LOOKED_AT * len(self.prompts)
         count = self.records(self.number)
         asked, place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
         with made.clock("generate_s"):
-            made.found = Rolled(self.answers(engine, asked, made))
+            made.found = ScoredTrajectories(self.answers(engine, asked, made))
         self.number, self.place, made.place = self.number + 1, place, place
         return made
 
-    def answers(self, engine: Engine, asked: Sequence[Answered], made: Collected) -> list[Answer]:
+    def answers(self, engine: Engine, asked: Sequence[Answered], made: SampledRollout) -> list[Trajectory]:
         """The answers of a rollout."""
         how = self.rollout
         if made.source == "data":
@@ -104,7 +104,7 @@ class TeacherSignal(Signal):
         sampling = Sampling(temperature=self.settings.sampling, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
         prompts = [one.prompt for one in asked for _ in range(how.completions)]
         seed = (self.seed, kind, made.number)
-        found = sampled(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
+        found = sample_trajectories(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
         if not isinstance(lm, LM):
             made.clock.seconds["weights_s"] = lm.weights_s
             made.failed["rollout_lost"] = float(lm.lost)
@@ -115,7 +115,7 @@ class TeacherSignal(Signal):
             raise ArgosyError(what, hint="a student with a vocabulary as large as the teacher's, or objective.others=data")
         return found
 
-    def given(self, asked: Sequence[Answered]) -> list[Answer]:
+    def given(self, asked: Sequence[Answered]) -> list[Trajectory]:
         """The data's answers; longer ones are cut and counted."""
         made = []
         for one in asked:
@@ -125,7 +125,7 @@ class TeacherSignal(Signal):
             if not whole:
                 what = f"{one.prompt.where}: an answer of {len(one.answer)} tokens is cut, as are others of more than {len(tokens)}"
                 self.complain(f"{what} (rollout.tokens); answers/cut counts them", "cut")
-            made.append(Answer(one.prompt, tokens, [True] * len(tokens), [float("nan")] * len(tokens), whole, ""))
+            made.append(Trajectory(one.prompt, tokens, [True] * len(tokens), [float("nan")] * len(tokens), whole, ""))
         return made
 
     def fitting(self, found: Sequence[Answered | str]) -> list[Answered]:
@@ -135,14 +135,14 @@ class TeacherSignal(Signal):
             if isinstance(one, str):
                 self.complain(f"{one}: a record without an answer is passed over, as are others", "empty")
             elif len(one.prompt.tokens) > self.longest_prompt:
-                self.complain(no_room(one.prompt, self.longest_prompt), "long")
+                self.complain(length_warning(one.prompt, self.longest_prompt), "long")
             else:
                 out.append(one)
         return out
 
     # ---------------------------------------------------------------- their updates
 
-    def updates(self, state: Any, rollout: Collected) -> list[Experience]:
+    def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
         """The updates of a rollout: its groups in shares, as often as there are epochs."""
         answers, whose, how = rollout.found.answers, rollout.source, self.rollout
         n = 1 if whose == "data" else how.completions
@@ -163,19 +163,19 @@ class TeacherSignal(Signal):
             **rollout.failed,
         }
         if whose != "data" and numbers["answers/cut"] > 0.5:
-            self.complain(f"{said_of_cut(numbers['answers/cut'], number)}; raise rollout.tokens", "most cut")
+            self.complain(f"{cut_warning(numbers['answers/cut'], number)}; raise rollout.tokens", "most cut")
         if whose != "data":
-            self.keep([Told(number, one.prompt.asked, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
-        return [Experience(own, numbers) for _ in range(how.epochs) for own in made]
+            self.keep([TrajectoryRecord(number, one.prompt.asked, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
+        return [RolloutBatch(own, numbers) for _ in range(how.epochs) for own in made]
 
     def parts(
-        self, answers: Sequence[Answer], numbers: Sequence[int], read: Sequence[Aligned] | None, given: bool
+        self, answers: Sequence[Trajectory], numbers: Sequence[int], read: Sequence[Aligned] | None, given: bool
     ) -> list[Batch]:
         """The answers of these numbers, packed. read: each answer by a teacher's tokenizer. given: they are the data's."""
         if self.reread is None or read is None:
-            return [picked(with_mask(part, answers), self.settings.reads()) for part in packed(answers, numbers, self.shape)]
+            return [picked(with_mask(part, answers), self.settings.reads()) for part in pack_trajectories(answers, numbers, self.shape)]
         made = []
-        for part in packed(answers, numbers, self.shape, self.reread.room(answers, read, self.shape.sequence)):
+        for part in pack_trajectories(answers, numbers, self.shape, self.reread.room(answers, read, self.shape.sequence)):
             rows = self.reread.beside(with_mask(part, answers), part, read, lambda said: self.complain(said, "crowded"))
             made.append(picked(rows | {"labels": rows["mask"] * np.float32(given)}, self.settings.reads()))
         return made
@@ -190,7 +190,7 @@ class TeacherSignal(Signal):
             return {}
         lm, greedy = engine(), Sampling(temperature=0.0)
         asked = [one.prompt for one in fitting]
-        answers = sampled(lm, asked, self.rollout.tokens, greedy, (self.seed, EVALUATION), self.interrupted)
+        answers = sample_trajectories(lm, asked, self.rollout.tokens, greedy, (self.seed, EVALUATION), self.interrupted)
         lm.sleep()
         names, every = ("loss", *self.settings.evaluated), range(len(answers))
         own = self.trainer.compare(state, self.parts(answers, every, self.reread and self.reread(answers), False))
@@ -220,7 +220,7 @@ def first_record(prompts: AnsweredPrompts) -> Answered:
     raise BadInput("no record has an answer", where=f"data.source={prompts.source}")
 
 
-def with_mask(part: Part, answers: Sequence[Answer]) -> Batch:
+def with_mask(part: PackedPart, answers: Sequence[Trajectory]) -> Batch:
     """The rows of a part, with the mask of the answers' tokens as targets."""
     mask = np.zeros(part.rows["tokens"].size, np.float32)
     for places, owner in zip(part.rows["places"], part.owners.tolist(), strict=True):
@@ -229,7 +229,7 @@ def with_mask(part: Part, answers: Sequence[Answer]) -> Batch:
     return {**part.rows, "mask": mask.reshape(part.rows["tokens"].shape)}
 
 
-def check(prompts: AnsweredPrompts, how: GKD | GOLD, rollout: Rollout, batch: int, shape: Shape) -> None:
+def check_teacher_settings(prompts: AnsweredPrompts, how: GKD | GOLD, rollout: Rollout, batch: int, shape: PartShape) -> None:
     """Checks that settings fit each other and the data, and that none would be ignored.
 
     Raises:

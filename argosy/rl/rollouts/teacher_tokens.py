@@ -24,8 +24,8 @@ from argosy.data.chat.conversations import CLOCK
 from argosy.data.chat.template import choose_template, render
 from argosy.data.distillation.across import Across, Aligned, AlignedSpan, TeacherPrompt, beside, full
 from argosy.data.rows.prompts import Prompt
-from argosy.rl.rollouts.completions import Answer
-from argosy.rl.rollouts.packing import Part
+from argosy.rl.rollouts.completions import Trajectory
+from argosy.rl.rollouts.packing import PackedPart
 
 if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Words whose end shows what ends a turn; none of them is in a template.
 PROBE = "argosy probes this"
 
-Told = Callable[[str, str], None]
+Complain = Callable[[str, str], None]
 TOLD = {
     "unreadable": "an answer has tokens that are no text: from there on the teacher is not compared with it",
     "rewritten": "the teacher's tokenizer writes an answer otherwise: there it is not compared with the student",
@@ -42,7 +42,7 @@ TOLD = {
 }
 
 
-class Asking:
+class TeacherPrompts:
     """Prompts as the teacher is fed them. None in place of a prompt that is no conversation: its text is the student's.
 
     Raises:
@@ -76,7 +76,7 @@ class Asking:
         return next((token for token in found if token in self.tokenizer.hidden), None)
 
 
-class Reread:
+class TeacherTokens:
     """Adds the teacher's tokens to parts of answers.
 
     Args:
@@ -84,23 +84,23 @@ class Reread:
         asking: how the teacher is asked; None: it reads the student's text.
     """
 
-    def __init__(self, across: Across, places: int, asking: Asking | None):
+    def __init__(self, across: Across, places: int, asking: TeacherPrompts | None):
         self.across, self.places, self.asking = across, places, asking
         own = "teacher" if asking is not None else "student"
         self.fingerprint: Fingerprint = {"teacher_tokenizer": across.teacher.fingerprint, "teacher_places": places, "asked_by": own}
 
-    def __call__(self, answers: Sequence[Answer]) -> list[Aligned]:
+    def __call__(self, answers: Sequence[Trajectory]) -> list[Aligned]:
         """Each answer by both tokenizers."""
         opened = {id(one.prompt): self.asking(one.prompt) if self.asking is not None else None for one in answers}
         return [self.across.answer(one.prompt.tokens, one.tokens, opened[id(one.prompt)]) for one in answers]
 
-    def room(self, answers: Sequence[Answer], found: Sequence[Aligned], sequence: int) -> np.ndarray:
+    def room(self, answers: Sequence[Trajectory], found: Sequence[Aligned], sequence: int) -> np.ndarray:
         """The room that each answer with its prompt takes in a row of so many of the student's tokens, so that those that share a row
         have room for the teacher's too."""
         theirs = [-(-min(len(one.teacher), self.places) * sequence // self.places) for one in found]
         return np.array([max(len(a.prompt.tokens) + len(a.tokens), b) for a, b in zip(answers, theirs, strict=True)], np.int64)
 
-    def beside(self, rows: Batch, part: Part, found: Sequence[Aligned], say: Say) -> Batch:
+    def beside(self, rows: Batch, part: PackedPart, found: Sequence[Aligned], say: Say) -> Batch:
         """The rows of a part, with their mask, and the teacher's tokens of the same answers. found: of all answers, by number."""
         length = rows["tokens"].shape[1]
         # The prompt's last token has the first place of an answer.
@@ -116,7 +116,7 @@ class Reread:
 
         return beside(rows, self.places, aligned, lambda tokens: say(full(self.places, tokens)))
 
-    def numbers(self, answers: Sequence[Answer], found: Sequence[Aligned], complain: Told) -> dict[str, float]:
+    def numbers(self, answers: Sequence[Trajectory], found: Sequence[Aligned], complain: Complain) -> dict[str, float]:
         """What is counted, with a sentence for each kind that occurs."""
         hidden = self.across.student.hidden
         counted = {

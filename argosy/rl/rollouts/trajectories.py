@@ -23,9 +23,9 @@ from argosy.infer.engine.request import Event, Request
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.rl.environments import pool as environment_pool
-from argosy.rl.environments.pool import Environments
-from argosy.rl.rollouts.completions import Answer, Interrupted, Played
-from argosy.rl.rollouts.turns import Rewritten, Talk, Turns
+from argosy.rl.environments.pool import EnvironmentPool
+from argosy.rl.rollouts.completions import Episode, Interrupted, Trajectory
+from argosy.rl.rollouts.turns import EpisodeConversation, HistoryRewritten, TurnCodec
 
 # How often a signal is looked for while the engine waits for environments.
 LOOK_S = 0.1
@@ -33,7 +33,7 @@ FAILURES = {"raised": "raised", "timed_out": "timed out", "died": "died"}
 
 
 @dataclass(frozen=True)
-class Table:
+class EpisodeSetup:
     """Where answers of several turns are played.
 
     most: turns of the model in an answer. tokens: of one turn; None: as many as there is room for. processes: environments at a time;
@@ -41,8 +41,8 @@ class Table:
     gives: whether it gives rewards, of this weight. identity: of the settings that decide trajectories.
     """
 
-    environments: Environments
-    turns: Turns
+    environments: EnvironmentPool
+    turns: TurnCodec
     most: int
     processes: int
     wait: int | None
@@ -56,7 +56,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class How:
+class EpisodeLimits:
     """How answers are sampled. longest: prompt and answer, in tokens. most: of an answer with all that its environment says."""
 
     sampling: Sampling
@@ -70,18 +70,18 @@ class _Play:
     """An answer on its way. due: the step at which the reply of its environment is read; -1: it does not wait."""
 
     row: int
-    answer: Answer
-    played: Played
-    environment: environment_pool.Played
+    answer: Trajectory
+    played: Episode
+    environment: environment_pool.EnvironmentProcess
     due: int
     seed: int
-    talk: Talk | None = None
+    talk: EpisodeConversation | None = None
     # Of the turn that is being sampled.
     stream: Any = None
     text: str = ""
 
 
-class Conversed:
+class EpisodeRunner:
     """Plays answers to these prompts, one each, in their order; a prompt may occur several times. Call `run` once.
 
     Args:
@@ -90,20 +90,26 @@ class Conversed:
     """
 
     def __init__(
-        self, lm: LM, prompts: Sequence[Prompt], how: How, seed: tuple[int, ...], table: Table, interrupted: Callable[[], bool]
+        self,
+        lm: LM,
+        prompts: Sequence[Prompt],
+        how: EpisodeLimits,
+        seed: tuple[int, ...],
+        table: EpisodeSetup,
+        interrupted: Callable[[], bool],
     ):
         self.lm, self.prompts, self.how, self.seed, self.table, self.interrupted = lm, prompts, how, seed, table, interrupted
         ends = frozenset[int]() if how.ignore_eos else frozenset(lm.stops())
         self.ends = {token: table.turns.tokenizer.decode([token], skip_special=False) for token in sorted(ends)}
-        self.seeds = seeds_of(prompts, seed)
-        self.answers = [Answer(one, [], [], [], False, "", Played()) for one in prompts]
+        self.seeds = environment_seeds(prompts, seed)
+        self.answers = [Trajectory(one, [], [], [], False, "", Episode()) for one in prompts]
         self.left = deque(range(len(prompts)))
         self.open: dict[int, _Play] = {}
         self.asked: dict[int, _Play] = {}
         self.now = 0
         self.waited_s = 0.0
 
-    def run(self) -> list[Answer]:
+    def run(self) -> list[Trajectory]:
         """All answers.
 
         Raises:
@@ -195,7 +201,7 @@ class Conversed:
                 return self.over(play, "done" if play.answer.ended else "environment" if reply["cut"] else "turns")
         try:
             going = self.observe(play, reply["observation"])
-        except Rewritten as error:
+        except HistoryRewritten as error:
             return self.failed(play, "not rendered", error.what)
         if not going:
             return self.over(play, "room")
@@ -281,7 +287,7 @@ class Conversed:
         play.due = self.now + (self.table.wait or 0)
 
 
-def seeds_of(prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[int]:
+def environment_seeds(prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[int]:
     """The seed of each environment, 32 bits: equal for neighbors that are the same prompt, since their rewards are compared."""
     found: list[int] = []
     place = -1

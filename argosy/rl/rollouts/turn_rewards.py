@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from argosy.rl.rollouts.completions import Answer
+from argosy.rl.rollouts.completions import Trajectory
 
 ENVIRONMENT = "environment"
 # Why an answer is over, beside its own end.
@@ -13,7 +13,7 @@ LIMITS = ("room", "turns", "environment")
 
 
 @dataclass(frozen=True)
-class ByTurn:
+class EpisodeTurns:
     """The turns of the model in B answers of at most L tokens and K turns.
 
     rewards: [B K], of the environment, 0 where it gave none. given: [B K], whether it gave one. made: [B], turns of each answer.
@@ -45,7 +45,7 @@ class ByTurn:
         return np.where(at, np.take_along_axis(values, self.number, 1), 0.0)
 
 
-def by_turn(answers: Sequence[Answer], most: int, longest: int) -> ByTurn:
+def episode_turns(answers: Sequence[Trajectory], most: int, longest: int) -> EpisodeTurns:
     """The turns of answers, of which each has at most so many, and so many tokens."""
     rewards, given = np.zeros((len(answers), most), np.float32), np.zeros((len(answers), most), bool)
     made, number = np.zeros(len(answers), np.int32), np.zeros((len(answers), longest), np.int32)
@@ -56,26 +56,26 @@ def by_turn(answers: Sequence[Answer], most: int, longest: int) -> ByTurn:
         made[row] = len(one.played.starts)
         for start in one.played.starts[1:]:
             number[row, start:] += 1
-    return ByTurn(rewards, given, made, number)
+    return EpisodeTurns(rewards, given, made, number)
 
 
-def environment_rewards(answers: Sequence[Answer]) -> np.ndarray:
+def environment_rewards(answers: Sequence[Trajectory]) -> np.ndarray:
     """The environment's rewards as a column [B 1], NaN where it gave none."""
     found = [None if one.played is None else one.played.reward for one in answers]
     return np.array([[np.nan if value is None else value] for value in found], np.float32)
 
 
-def failed(answers: Sequence[Answer]) -> np.ndarray:
+def failed_episodes(answers: Sequence[Trajectory]) -> np.ndarray:
     """Answers whose environment failed [B]: whatever functions say of them, they have no reward."""
     return np.array([one.played is not None and one.played.failure is not None for one in answers], bool)
 
 
-def failures(answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
+def episode_failures(answers: Sequence[Trajectory]) -> Iterator[tuple[str, str]]:
     """The kind and the message of each failure."""
     return (one.played.failure for one in answers if one.played is not None and one.played.failure is not None)
 
 
-def played_numbers(answers: Sequence[Answer]) -> dict[str, float]:
+def episode_numbers(answers: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of answers of several turns: means over answers, and sums of what failed and of what environments counted."""
     played = [one.played for one in answers if one.played is not None]
     if not played:
@@ -91,7 +91,7 @@ def played_numbers(answers: Sequence[Answer]) -> dict[str, float]:
         if given := [reward for reward in rewards if reward is not None]:
             out[f"turns/reward_{name}"] = float(np.mean(given))
     out |= {f"environment/{why}": float(np.mean([one.why == why for one in played])) for why in LIMITS[:2]}
-    for kind, _ in failures(answers):
+    for kind, _ in episode_failures(answers):
         key = f"environment/{kind.replace(' ', '_')}"
         out[key] = out.get(key, 0.0) + 1
     for one in played:

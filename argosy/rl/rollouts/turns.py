@@ -29,12 +29,12 @@ PROBE, THOUGHT = "Probefortheanswer", "Probeforthethought"
 CHANGES = "give a template that keeps every message as it was: data.template=FILE.jinja"
 
 
-class Rewritten(ArgosyError):
+class HistoryRewritten(ArgosyError):
     """A chat template refused a conversation or changed what came before a turn, or a turn's end cannot be found."""
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservationTokens:
     """A reply as the model reads it. cut: it was longer than an observation may be."""
 
     tokens: list[int]
@@ -43,7 +43,7 @@ class Observed:
 
 
 @dataclass
-class Talk:
+class EpisodeConversation:
     """The conversation of one answer."""
 
     prompt: Prompt
@@ -53,7 +53,7 @@ class Talk:
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnCodec:
     """Makes tokens of turns and turns of tokens.
 
     most: tokens of an observation. role: of observations that are texts, in messages. stop: a text that ends a turn, in prompts that
@@ -71,7 +71,7 @@ class Turns:
 
     # ---------------------------------------------------------------- the beginning
 
-    def begun(self, prompt: Prompt, observation: Any, room: int) -> tuple[Talk, Observed]:
+    def begun(self, prompt: Prompt, observation: Any, room: int) -> tuple[EpisodeConversation, ObservationTokens]:
         """The conversation before the first turn; its prompt ends with the first observation, if there is one.
 
         Args:
@@ -83,15 +83,16 @@ class Turns:
         found, cut = self.observation(prompt, observation)
         if isinstance(prompt.asked, str):
             ids = [one for message in found for one in self.rest(message["content"], special=False)]
-            talk = Talk(replace(prompt, tokens=[*prompt.tokens, *ids]), found)
+            talk = EpisodeConversation(replace(prompt, tokens=[*prompt.tokens, *ids]), found)
         else:
-            talk = Talk(prompt, [*map(dict, prompt.asked), *found])
+            talk = EpisodeConversation(prompt, [*map(dict, prompt.asked), *found])
             talk.text = self.rendered(talk)
             if found:
                 talk.prompt = replace(prompt, tokens=self.tokenizer.encode(talk.text, special=True))
         if len(talk.prompt.tokens) > room:
-            raise Rewritten(f"{prompt.where}: the first observation makes a prompt of {len(talk.prompt.tokens)} tokens, above {room}")
-        return talk, Observed([], found, cut)
+            what = f"the first observation makes a prompt of {len(talk.prompt.tokens)} tokens, above {room}"
+            raise HistoryRewritten(f"{prompt.where}: {what}")
+        return talk, ObservationTokens([], found, cut)
 
     # ---------------------------------------------------------------- turns of the model
 
@@ -99,7 +100,7 @@ class Turns:
         """Whether the text of a turn ends it."""
         return self.stop is not None and self.stop in text
 
-    def said(self, talk: Talk, tokens: Sequence[int], text: str, ends: Collection[int]) -> Any:
+    def said(self, talk: EpisodeConversation, tokens: Sequence[int], text: str, ends: Collection[int]) -> Any:
         """A turn of the model as the environment reads it: a text, or a message. It joins the conversation.
 
         Args:
@@ -113,7 +114,7 @@ class Turns:
         talk.messages.append({name: item for name, item in message.items() if name != "malformed"})
         return message
 
-    def message(self, talk: Talk, tokens: Sequence[int]) -> dict[str, Any]:
+    def message(self, talk: EpisodeConversation, tokens: Sequence[int]) -> dict[str, Any]:
         tools = talk.prompt.tools
         notation = find_notation(self.prompts.template_for(tools), self.tokenizer, tools) if tools else None
         if notation is None:
@@ -122,15 +123,15 @@ class Turns:
         said = notation.read("".join([stream.push(one) for one in tokens]) + stream.end())
         message: dict[str, Any] = {"role": "assistant"} | ({"thinking": said.thought} if said.thought else {}) | {"content": said.text}
         if said.calls:
-            written = notation.written(said.calls, call_ids(talk.messages), lambda place: name_of(talk.turn, place))
-            message["tool_calls"] = [readable(one) for one in written]
+            written = notation.written(said.calls, call_ids(talk.messages), lambda place: call_id(talk.turn, place))
+            message["tool_calls"] = [call_as_object(one) for one in written]
         elif said.tried:
             message["malformed"] = True
         return message
 
     # ---------------------------------------------------------------- turns of the environment
 
-    def follow(self, talk: Talk, observation: Any, last: int | None, ends: Mapping[int, str]) -> Observed:
+    def follow(self, talk: EpisodeConversation, observation: Any, last: int | None, ends: Mapping[int, str]) -> ObservationTokens:
         """The tokens between the end of the model's turn and its next one. They join the conversation.
 
         Args:
@@ -144,25 +145,25 @@ class Turns:
         talk.messages += found
         talk.turn += 1
         if isinstance(talk.prompt.asked, str):
-            return Observed([one for message in found for one in self.rest(message["content"], special=False)], found, cut)
+            return ObservationTokens([one for message in found for one in self.rest(message["content"], special=False)], found, cut)
         before, talk.text = talk.text, self.rendered(talk, ends.values())
-        end, rest = between(before, talk.text, ends.values())
+        end, rest = turn_end(before, talk.text, ends.values())
         # A turn that the model ended by another token than the template's is followed by the template's too.
         own = "" if last is not None and ends.get(last) == end else end
-        return Observed(self.rest(own + rest, special=True), found, cut)
+        return ObservationTokens(self.rest(own + rest, special=True), found, cut)
 
-    def rendered(self, talk: Talk, ends: Collection[str] = ()) -> str:
+    def rendered(self, talk: EpisodeConversation, ends: Collection[str] = ()) -> str:
         """The conversation, ready for an answer. Names of end tokens that the model spelled are left out: they would end its turn.
 
         Raises:
             Rewritten: the template refuses it. What a model says may make it do so, such as arguments of a call that are a list.
         """
         asked = len(talk.prompt.asked)
-        made = [without(one, ends) if one["role"] == "assistant" else one for one in talk.messages[asked:]]
+        made = [without_names(one, ends) if one["role"] == "assistant" else one for one in talk.messages[asked:]]
         try:
             return self.prompts.text_of([*talk.messages[:asked], *made], talk.prompt.tools, talk.prompt.variables)
         except BadInput as error:
-            raise Rewritten(error.what) from None
+            raise HistoryRewritten(error.what) from None
 
     def observation(self, prompt: Prompt, given: Any) -> tuple[list[dict[str, Any]], bool]:
         """An observation as messages, none longer than its share of the limit, and whether something was cut.
@@ -229,21 +230,21 @@ class Turns:
             raise BadInput("environment.stop is for prompts that are texts; a turn of messages ends by its token", hint="leave it out")
         tools, variables = prompt.tools, prompt.variables
         try:
-            check_template(
+            check_turn_template(
                 lambda messages: self.prompts.text_of(messages, tools, variables), prompt.asked, self.role, tools,
                 self.prompts.template_for(tools), self.tokenizer.special_names,
             )  # fmt: skip
-        except (Rewritten, BadInput) as error:
+        except (HistoryRewritten, BadInput) as error:
             what = f"the chat template does not fit turns of an environment: {error.what}"
             raise BadInput(what, where=error.where, hint=CHANGES) from None
 
 
-def name_of(turn: int, place: int) -> str:
+def call_id(turn: int, place: int) -> str:
     """An id for a call. Nine letters and digits, as Mistral's templates ask for, that are the same in every run."""
     return f"call{turn:03d}{place:02d}"[-9:]
 
 
-def readable(call: Mapping[str, Any]) -> dict[str, Any]:
+def call_as_object(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call as templates read it, with its arguments as an object."""
     function = call["function"]
     try:
@@ -253,7 +254,7 @@ def readable(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def without(item: Any, names: Collection[str]) -> Any:
+def without_names(item: Any, names: Collection[str]) -> Any:
     """A message, or a part of it, none of whose texts has one of these names."""
     if isinstance(item, str):
         # What is left may be a name in its turn.
@@ -261,11 +262,11 @@ def without(item: Any, names: Collection[str]) -> Any:
             item = item.replace(found[0], "")
         return item
     if isinstance(item, Mapping):
-        return {without(key, names): without(value, names) for key, value in item.items()}
-    return [without(one, names) for one in item] if isinstance(item, list) else item
+        return {without_names(key, names): without_names(value, names) for key, value in item.items()}
+    return [without_names(one, names) for one in item] if isinstance(item, list) else item
 
 
-def between(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:
+def turn_end(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:
     """The text that ends a turn, and what follows it.
 
     Args:
@@ -276,10 +277,10 @@ def between(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:
     """
     if not after.startswith(before):
         at = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
-        raise Rewritten(f"it changes what came before a turn: {_around(before, at)} becomes {_around(after, at)}")
+        raise HistoryRewritten(f"it changes what came before a turn: {_around(before, at)} becomes {_around(after, at)}")
     found = [(at, end) for end in ends if end and (at := after.find(end, len(before))) >= 0]
     if not found:
-        raise Rewritten(f"it ends a turn of the model by none of its end tokens ({', '.join(sorted(ends))})")
+        raise HistoryRewritten(f"it ends a turn of the model by none of its end tokens ({', '.join(sorted(ends))})")
     at, end = min(found)
     return end, after[at + len(end) :]
 
@@ -289,7 +290,7 @@ def _around(text: str, at: int) -> str:
     return repr(part) if part else "nothing"
 
 
-def check_template(
+def check_turn_template(
     render: Callable[[Sequence[Mapping[str, Any]]], str],
     asked: Sequence[Mapping[str, Any]],
     role: str,
@@ -316,30 +317,30 @@ def check_template(
     for thought in ways:
         begun, messages = before, list(asked)
         for turn in range(3):
-            messages += exchange(role, tools, turn, thought)
+            messages += trial_exchange(role, tools, turn, thought)
             after = render(messages)
             if not after.startswith(begun):
-                between(begun, after, ())
+                turn_end(begun, after, ())
             tail = after[len(begun) :]
             word = tools[0]["function"]["name"] if tools else PROBE
             if word not in tail:
-                raise Rewritten("it does not write what the model said")
+                raise HistoryRewritten("it does not write what the model said")
             if thought != "none" and THOUGHT not in tail:
-                raise Rewritten("it drops the thoughts of earlier turns")
+                raise HistoryRewritten("it drops the thoughts of earlier turns")
             if names is None or names.search(tail, tail.index(word)) is None:
-                raise Rewritten("it writes no special token behind a turn of the model")
+                raise HistoryRewritten("it writes no special token behind a turn of the model")
             begun = after
 
 
-def exchange(role: str, tools: Sequence[Mapping[str, Any]] | None, turn: int, thought: str) -> list[dict[str, Any]]:
+def trial_exchange(role: str, tools: Sequence[Mapping[str, Any]] | None, turn: int, thought: str) -> list[dict[str, Any]]:
     """A turn of the model and the reply to it, to try a template on. thought: how it thinks (`check_template`)."""
     mind = {"closed": f"{OPEN}\n{THOUGHT}\n{CLOSE}\n\n", "open": f"{THOUGHT}\n{CLOSE}\n\n"}.get(thought, "")
     more = {"thinking": THOUGHT} if thought == "channel" else {}
     if not tools:
-        return [{"role": "assistant", "content": mind + PROBE, **more}, {"role": role, "content": "Observed"}]
+        return [{"role": "assistant", "content": mind + PROBE, **more}, {"role": role, "content": "ObservationTokens"}]
     name = tools[0]["function"]["name"]
     call = {"id": f"call{turn:03d}00", "type": "function", "function": {"name": name, "arguments": {}}}
     return [
         {"role": "assistant", "content": mind, "tool_calls": [call], **more},
-        {"role": "tool", "name": name, "content": "Observed", "tool_call_id": call["id"]},
+        {"role": "tool", "name": name, "content": "ObservationTokens", "tool_call_id": call["id"]},
     ]

@@ -11,7 +11,7 @@ The code runs in a new interpreter with the standard library alone, in a folder 
     others      no signals to them, no look into them: environment, memory, descriptors (Landlock, seccomp)
     time        seconds of CPU (RLIMIT_CPU) and of the clock; it ends with this process (PR_SET_PDEATHSIG), and at the latest by a timer
     memory      its address space; the size of a file and the number of open ones; what its folder holds is looked at 20 times a second
-    output      a part of what it writes is kept; `Ran.capped` says that there was more
+    output      a part of what it writes is kept; `SandboxResult.capped` says that there was more
 
 This takes no rights: Landlock (Linux 5.13), seccomp, limits of resources, and for threads a user of its own (as root), a user
 namespace, or a count of what the user has running. `available` tries all of it; where something is missing code is not run, with an
@@ -29,17 +29,17 @@ from threading import Lock
 
 from argosy.core.errors import ArgosyError, Unsupported
 from argosy.rl.sandbox.folder import everybody_reaches, library, remove
-from argosy.rl.sandbox.process import SPARE_S, Limits, Ran, Running
+from argosy.rl.sandbox.process import SPARE_S, SandboxLimits, SandboxProcess, SandboxResult
 from argosy.rl.sandbox.system_calls import TABLES
 
 # How the kernel is made to count threads apart (`child.count_apart`), the better way first.
 WAYS = ("uid", "namespace", "count")
 
 
-DEFAULT = Limits()
+DEFAULT = SandboxLimits()
 
 
-def run_code(code: str, stdin: str = "", limits: Limits = DEFAULT) -> Ran:
+def run_code(code: str, stdin: str = "", limits: SandboxLimits = DEFAULT) -> SandboxResult:
     """Runs Python code as `main.py` in an empty folder, to its end or to that of its limits.
 
     Raises:
@@ -107,14 +107,14 @@ def _try() -> None:
     machine = os.uname().machine
     if machine not in TABLES or sys.byteorder != "little" or sys.maxsize < 2**32:
         raise Unsupported(f"the numbers of system calls on {machine} are not known")
-    ran = _run(PROBE, "", Limits(threads=4))
+    ran = _run(PROBE, "", SandboxLimits(threads=4))
     lines = ran.stdout.splitlines()
     if lines != ["done"]:
         why = [line for line in lines if line != "done"] or ran.stderr.strip().splitlines()[-1:] or [f"it ended by {ran.killed_by}"]
         raise Unsupported(f"a trial run failed: {'; '.join(why)}")
 
 
-def _run(code: str, stdin: str, limits: Limits) -> Ran:
+def _run(code: str, stdin: str, limits: SandboxLimits) -> SandboxResult:
     reads, lists, everybody = library()
     folder = tempfile.mkdtemp(prefix="argosy-code-")
     try:
@@ -124,6 +124,6 @@ def _run(code: str, stdin: str, limits: Limits) -> Ran:
             "folder": folder, "reads": reads, "lists": lists, "limits": asdict(limits), "ways": list(WAYS), "keep_fsuid": keep_fsuid,
             "parent": os.getpid(), "last_s": float(limits.wall_s + SPARE_S),
         }  # fmt: skip
-        return Running(how, folder, limits).ran(stdin.encode("utf-8", "replace"))
+        return SandboxProcess(how, folder, limits).ran(stdin.encode("utf-8", "replace"))
     finally:
         remove(folder)

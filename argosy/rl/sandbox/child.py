@@ -39,13 +39,13 @@ NET_TCP, SCOPES = 0b11, 0b11  # binding and connecting; abstract sockets and sig
 FIRST_UID = 0x70000000
 
 
-class Refused(Exception):
+class MissingProtection(Exception):
     """A protection that is not there."""
 
 
-def checked(result, what):
+def require(result, what):
     if result < 0:
-        raise Refused(f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise MissingProtection(f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
@@ -66,7 +66,7 @@ def count_apart(ways, keep_fsuid, folder):
             return way, 1
         if way == "count":
             return way, tasks_of(os.getuid())
-    raise Refused("threads cannot be limited: this process may neither change its user nor make a user namespace")
+    raise MissingProtection("threads cannot be limited: this process may neither change its user nor make a user namespace")
 
 
 def own_uid(keep_fsuid, folder):
@@ -87,14 +87,14 @@ def own_uid(keep_fsuid, folder):
         capabilities(1 << 7)  # CAP_SETUID
         LIBC.setfsuid(0)
         if LIBC.setfsuid(0) != 0:
-            raise Refused("the standard library is only for root, whose files a process of another user cannot read")
+            raise MissingProtection("the standard library is only for root, whose files a process of another user cannot read")
     return True
 
 
 def capabilities(kept):
     """Gives up all capabilities but these."""
     header = struct.pack("=Ii", 0x20080522, 0)
-    checked(LIBC.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)), "capabilities cannot be given up")
+    require(LIBC.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)), "capabilities cannot be given up")
 
 
 def tasks_of(uid):
@@ -107,7 +107,7 @@ def tasks_of(uid):
         except OSError:
             pass
     if not count:
-        raise Refused("threads cannot be limited: /proc does not show those of this user")
+        raise MissingProtection("threads cannot be limited: /proc does not show those of this user")
     return count
 
 
@@ -124,7 +124,7 @@ def thread_starts():
 # ---- limits
 
 
-def limit(limits, counted):
+def limit_resources(limits, counted):
     """Limits that the kernel keeps for one process."""
     mega = 1 << 20
     for which, value in (
@@ -142,10 +142,10 @@ def limit(limits, counted):
     resource.setrlimit(resource.RLIMIT_NPROC, (1, most))
     # The kernel lets some users have as many as they like.
     if thread_starts():
-        raise Refused("threads cannot be limited: the kernel does not count those of this user")
+        raise MissingProtection("threads cannot be limited: the kernel does not count those of this user")
     allowed = counted + limits["threads"]
     if most != resource.RLIM_INFINITY and allowed > most:
-        raise Refused(f"this user may have {most} threads and processes, and {counted} are there")
+        raise MissingProtection(f"this user may have {most} threads and processes, and {counted} are there")
     resource.setrlimit(resource.RLIMIT_NPROC, (allowed, allowed))
 
 
@@ -153,9 +153,9 @@ def end_at(seconds):
     """Has the kernel kill this process, whatever it does with signals; it cannot undo that, because the filter refuses these calls."""
     event = struct.pack("=QiI48x", 0, SIGKILL, 0)
     number = ctypes.c_int()
-    checked(LIBC.syscall(TIMER_CREATE, 1, event, ctypes.byref(number)), "no timer")
+    require(LIBC.syscall(TIMER_CREATE, 1, event, ctypes.byref(number)), "no timer")
     whole, part = int(seconds), int(seconds % 1 * 1e9)
-    checked(LIBC.syscall(TIMER_SETTIME, number, 0, struct.pack("=qqqq", 0, 0, whole, max(part, not whole)), None), "no timer")
+    require(LIBC.syscall(TIMER_SETTIME, number, 0, struct.pack("=qqqq", 0, 0, whole, max(part, not whole)), None), "no timer")
 
 
 # ---- files
@@ -164,11 +164,11 @@ def end_at(seconds):
 def landlock(reads, lists, writes):
     """Leaves these files and folders to be read, these to be listed and this one to be changed, and no others."""
     version = LIBC.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    checked(version, "Landlock is not available")
+    require(version, "Landlock is not available")
     rights = sum(bits for since, bits in RIGHTS.items() if since <= version)
     fields = [rights, *([NET_TCP] if version >= 4 else []), *([SCOPES] if version >= 6 else [])]
     attribute = struct.pack(f"={len(fields)}Q", *fields)
-    rules = checked(LIBC.syscall(LANDLOCK_CREATE_RULESET, attribute, ctypes.c_size_t(len(attribute)), 0), "no Landlock rules")
+    rules = require(LIBC.syscall(LANDLOCK_CREATE_RULESET, attribute, ctypes.c_size_t(len(attribute)), 0), "no Landlock rules")
     wanted = [(path, READ_FILE | READ_DIR) for path in reads]
     wanted += [(path, READ_DIR) for path in lists]
     wanted += [(writes, READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | CHANGE), ("/dev/null", READ_FILE | WRITE_FILE)]
@@ -180,9 +180,9 @@ def landlock(reads, lists, writes):
         folder = os.path.isdir(path)
         access &= rights & (~0 if folder else READ_FILE | WRITE_FILE | EXECUTE | TRUNCATE)
         rule = struct.pack("=Qi", access, place)
-        checked(LIBC.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"no Landlock rule for {path}")
+        require(LIBC.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"no Landlock rule for {path}")
         os.close(place)
-    checked(LIBC.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "Landlock does not take effect")
+    require(LIBC.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "Landlock does not take effect")
     os.close(rules)
 
 
@@ -191,7 +191,7 @@ def seccomp(filter):
     code = ctypes.create_string_buffer(program, len(program))
     attribute = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     if LIBC.prctl(PR_SET_SECCOMP, 2, attribute) < 0:
-        raise Refused(f"no filter of system calls: {os.strerror(ctypes.get_errno())}")
+        raise MissingProtection(f"no filter of system calls: {os.strerror(ctypes.get_errno())}")
 
 
 def attempt(filter):
@@ -201,17 +201,17 @@ def attempt(filter):
             os.close(os.open(path, os.O_RDONLY))
         except OSError:
             continue
-        raise Refused(f"{path} can still be opened")
+        raise MissingProtection(f"{path} can still be opened")
     table, _ = filter.TABLES[os.uname().machine]
     if LIBC.syscall(table["socket"], 1, 1, 0) >= 0:
-        raise Refused("sockets can still be made")
+        raise MissingProtection("sockets can still be made")
     # fork, or the same by clone: only its end signal is asked for.
     made = LIBC.syscall(table["fork"]) if "fork" in table else LIBC.syscall(table["clone"], SIGCHLD, 0, 0, 0, 0)
     if made == 0:
         os._exit(0)
     if made > 0:
         os.waitpid(made, 0)
-        raise Refused("processes can still be made")
+        raise MissingProtection("processes can still be made")
 
 
 # ---- the code
@@ -229,11 +229,11 @@ def restrict(how):
     except OSError:
         pass
     way, counted = count_apart(how["ways"], how["keep_fsuid"], how["folder"])
-    limit(how["limits"], counted)
-    checked(prctl(PR_SET_NO_NEW_PRIVS, 1), "it could gain rights")
+    limit_resources(how["limits"], counted)
+    require(prctl(PR_SET_NO_NEW_PRIVS, 1), "it could gain rights")
     capabilities(0)
     # A change of user would undo this.
-    checked(prctl(PR_SET_PDEATHSIG, SIGKILL), "it would outlive its parent")
+    require(prctl(PR_SET_PDEATHSIG, SIGKILL), "it would outlive its parent")
     if os.getppid() != how["parent"]:
         os._exit(0)
     end_at(how["last_s"])
@@ -241,10 +241,10 @@ def restrict(how):
     seccomp(filter)
     attempt(filter)
     if way == "count" and not thread_starts():
-        raise Refused("threads cannot be limited: others of this user start and end meanwhile")
+        raise MissingProtection("threads cannot be limited: others of this user start and end meanwhile")
 
 
-def run(folder):
+def run_code_file(folder):
     """The file main.py in the folder, as Python runs a script."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -263,19 +263,19 @@ def run(folder):
         sys.exit(1)
 
 
-def main(descriptor):
+def run_sandbox(descriptor):
     parent = channel.Channel(descriptor)
     how = marshal.loads(parent.receive())
     os.chdir(how["folder"])
     try:
         restrict(how)
-    except (Refused, OSError, ValueError, KeyError) as error:
+    except (MissingProtection, OSError, ValueError, KeyError) as error:
         parent.send((str(error) or type(error).__name__).encode())
         os._exit(1)
     parent.send(b"ready")
     os.close(descriptor)
-    run(how["folder"])
+    run_code_file(how["folder"])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    run_sandbox(int(sys.argv[1]))

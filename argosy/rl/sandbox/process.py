@@ -28,7 +28,7 @@ LEAST = {"threads": 0, "memory_mb": 64, "open_files": 16}
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What code may use.
 
     cpu_s: seconds of CPU, whole. wall_s: seconds by the clock, its interpreter's start aside. memory_mb: address space, of which the
@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ran:
+class SandboxResult:
     """How code ended.
 
     stdout, stderr: text, with � for bytes that are none. exit_code: that of the interpreter, 1 after an exception, minus the
@@ -74,10 +74,10 @@ class Ran:
     capped: bool
 
 
-class Running:
+class SandboxProcess:
     """One process of `child.py`, from its start to its end."""
 
-    def __init__(self, how: Mapping[str, Any], folder: str, limits: Limits):
+    def __init__(self, how: Mapping[str, Any], folder: str, limits: SandboxLimits):
         self.folder, self.limits, self.started = folder, limits, time.monotonic()
         environment = {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -87,7 +87,7 @@ class Running:
         with suppress(OSError):
             self.child.send(marshal.dumps(dict(how)), START_S)
 
-    def ran(self, stdin: bytes) -> Ran:
+    def ran(self, stdin: bytes) -> SandboxResult:
         try:
             self._until_ready()
             return self._watched(stdin)
@@ -117,14 +117,14 @@ class Running:
         if reply != b"ready":
             raise Unsupported(reply.decode(errors="replace"))
 
-    def _watched(self, stdin: bytes) -> Ran:
+    def _watched(self, stdin: bytes) -> SandboxResult:
         """Feeds the code, and keeps what it writes, to its end."""
         began, killed = time.monotonic(), None
         # The end of the process, and not of its output, which it may close to go on in silence.
         ended = os.pidfd_open(self.process.pid)
         try:
             with selectors.DefaultSelector() as waiting:
-                streams = Streams(self.process, waiting, stdin, self.limits.output_kb << 10)
+                streams = SandboxStreams(self.process, waiting, stdin, self.limits.output_kb << 10)
                 waiting.register(ended, selectors.EVENT_READ)
                 looked = began
                 while True:
@@ -151,7 +151,7 @@ class Running:
             killed = None
         elif killed is None:
             killed = self._killed_by(-code, usage.ru_utime + usage.ru_stime)
-        return Ran(*streams.texts(), code, killed in ("cpu", "wall"), killed, seconds, streams.capped)
+        return SandboxResult(*streams.texts(), code, killed in ("cpu", "wall"), killed, seconds, streams.capped)
 
     def _pause(self, began: float) -> float:
         return max(0.0, min(LOOK_S, began + self.limits.wall_s - time.monotonic()))
@@ -184,7 +184,7 @@ class Running:
         return True
 
 
-class Streams:
+class SandboxStreams:
     """The input and output of a process, a part of each kept."""
 
     def __init__(self, process: subprocess.Popen[bytes], waiting: selectors.BaseSelector, stdin: bytes, most: int):

@@ -97,7 +97,7 @@ def allow_where(tests: list[Instruction]) -> list[Instruction]:
     return [*placed, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | EPERM)]
 
 
-def one_of(index: int, values: tuple[int, ...]) -> list[Instruction]:
+def any_of(index: int, values: tuple[int, ...]) -> list[Instruction]:
     """The argument is one of these."""
     last = len(values) - 1
     return [argument(index), *((EQUAL, last - i, 0 if i < last else -1, value) for i, value in enumerate(values))]
@@ -108,7 +108,7 @@ def not_truncating(flags: int) -> list[Instruction]:
     return [argument(flags), (AND, 0, 0, O_ACCMODE | O_TRUNC), (EQUAL, -1, 0, O_TRUNC)]
 
 
-def checks(pid: int) -> dict[str, list[Instruction]]:
+def call_rules(pid: int) -> dict[str, list[Instruction]]:
     """For each call whose arguments matter, the tests they must pass."""
     own = [argument(0), (EQUAL, 0, -1, pid)]
     stream = [argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, -1, SOCK_STREAM)]
@@ -121,9 +121,9 @@ def checks(pid: int) -> dict[str, list[Instruction]]:
         ],
         "kill": own,
         "tgkill": own,
-        "fcntl": one_of(1, FCNTL),
-        "ioctl": one_of(1, IOCTL),
-        "prctl": one_of(0, PRCTL),
+        "fcntl": any_of(1, FCNTL),
+        "ioctl": any_of(1, IOCTL),
+        "prctl": any_of(0, PRCTL),
         "prlimit64": [argument(0), (EQUAL, 0, -1, 0)],
         "socketpair": [argument(0), (EQUAL, 0, -1, AF_UNIX), *stream],
         # No address: to whom a pair is connected, and nobody else.
@@ -152,7 +152,7 @@ def program(pid: int, machine: str | None = None) -> bytes:
             out += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     for name in ABSENT:
         out += [(EQUAL, 0, 1, table[name]), (RETURN, 0, 0, ERRNO | ENOSYS)]
-    for name, tests in checks(pid).items():
+    for name, tests in call_rules(pid).items():
         if name in table:
             block = allow_where(tests)
             out += [(EQUAL, 0, len(block), table[name]), *block]

@@ -10,7 +10,7 @@ from argosy.data.distillation.across import Across, BothTokenizers
 from argosy.data.rows.answered import AnsweredPrompts
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.data.tokenizers.matched import matched
-from argosy.rl.rollouts.teacher_tokens import Asking
+from argosy.rl.rollouts.teacher_tokens import TeacherPrompts
 from argosy.train.distillation import GOLD, ULD
 from argosy.weights.build import stored_tokenizer
 
@@ -69,7 +69,7 @@ class Both:
         return None if batches is None else BothTokenizers(batches, self.across, self.places)
 
 
-def asking(run: Any, tokenizer: Tokenizer, prompts: AnsweredPrompts) -> Asking | None:
+def asking(run: Any, tokenizer: Tokenizer, prompts: AnsweredPrompts) -> TeacherPrompts | None:
     """How the teacher of a run is asked, whose tokenizer this is; None: it reads the student's text.
 
     Raises:
@@ -83,7 +83,7 @@ def asking(run: Any, tokenizer: Tokenizer, prompts: AnsweredPrompts) -> Asking |
     if chats and not tokenizer.chat_templates:
         hint = "objective.template=student has it read the text that the student's template makes"
         raise BadInput("the teacher comes without a chat template, and prompts are conversations", where=where, hint=hint)
-    return Asking(tokenizer) if chats else None
+    return TeacherPrompts(tokenizer) if chats else None
 
 
 def begin(assembly: Any, say: Say) -> None:

@@ -21,13 +21,13 @@ from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import merge
 from argosy.ops.sorted_distance import FARTHEST
 from argosy.rl.rollouts.batches import RolloutBatches
-from argosy.rl.rollouts.records import Told, Tutor
+from argosy.rl.rollouts.records import StudentTrainer, TrajectoryRecord
 from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.teacher_signal import first_record, teacher_batches
-from argosy.rl.rollouts.teacher_tokens import Reread
+from argosy.rl.rollouts.teacher_tokens import TeacherTokens
 from argosy.run.distillation.across import Both, asking, is_across
 from argosy.run.distillation.teacher import ROLE, Teacher
-from argosy.run.rl.reinforce import Reinforced, shape_of
+from argosy.run.rl.reinforce import Reinforced, part_shape
 from argosy.run.settings import Run
 from argosy.train.objectives import WeightedMean
 from argosy.train.state import training_graph
@@ -42,9 +42,11 @@ class Tutored(Reinforced):
     in_update: ClassVar[tuple[str, ...]] = (ROLE,)
     _teacher: LM | None = field(default=None, init=False, repr=False)
 
-    def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
+    def begin_rollouts(
+        self, say: Callable[[str], None], keep: Callable[[Sequence[TrajectoryRecord]], None], stop: Callable[[], bool]
+    ) -> None:
         engine: Any = self.engine(say)
-        self.rollouts.begin(Tutor(engine.weights, engine, self.teaching, self.compare), say, keep, stop)
+        self.rollouts.begin(StudentTrainer(engine.weights, engine, self.teaching, self.compare), say, keep, stop)
 
     def teaching(self) -> LM:
         """The teacher as a language model, on the arrays that updates read."""
@@ -108,12 +110,12 @@ def lessons_of(run: Run, mesh: Any, tokenizer: Any) -> RolloutBatches:
     Raises:
         UserError: a mistake in prompts or settings.
     """
-    how, shape = run.rollout, shape_of(run, mesh)
+    how, shape = run.rollout, part_shape(run, mesh)
     assert how is not None
     prompts, held_out = answered_prompts(run.data, tokenizer, run.seed)
     reread = None
     if is_across(run.objective):
         both = Both(run, tokenizer)
         shape = replace(shape, beside=both.places)
-        reread = Reread(both.across, both.places, asking(run, both.across.teacher, prompts))
+        reread = TeacherTokens(both.across, both.places, asking(run, both.across.teacher, prompts))
     return teacher_batches(prompts, held_out, run.objective, how, run.data.batch, shape, run.seed, run.model.vocab, reread)

@@ -26,12 +26,12 @@ from argosy.observe.goodput import Clock
 from argosy.observe.metrics import Metrics, conversation
 from argosy.observe.readable import one_line
 from argosy.parallel.place import batch_sharding, row_shares
-from argosy.rl.environments.settings import described, open_table
-from argosy.rl.policy.objective import ROWS, gathered, logps_of, shared_of, values_of
+from argosy.rl.environments.settings import environment_summary, open_table
+from argosy.rl.policy.objective import ROWS, critic_values, logps_of, shared_of, values_at
 from argosy.rl.rewards.functions import open_rewards
 from argosy.rl.rollouts.batches import RolloutBatches
-from argosy.rl.rollouts.packing import Experience, Shape
-from argosy.rl.rollouts.records import NoRewards, PolicyTrainer, Told
+from argosy.rl.rollouts.packing import PartShape, RolloutBatch
+from argosy.rl.rollouts.records import NoRewards, PolicyTrainer, TrajectoryRecord
 from argosy.rl.rollouts.reward_signal import reward_batches
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.assembly import Assembly
@@ -41,7 +41,7 @@ from argosy.run.hooks import Saver, is_stopping
 from argosy.run.memory import shapes_of
 from argosy.run.rl.rollout_engine import RolloutEngine
 from argosy.run.rl.rollout_workers import RolloutWorkers
-from argosy.run.rl.rollout_workers import described as processes_of
+from argosy.run.rl.rollout_workers import samplers_summary as processes_of
 from argosy.run.settings import Run
 from argosy.run.view import View
 from argosy.train.guard import guarded
@@ -60,7 +60,7 @@ SIZES = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes",
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBatch:
     """An update's parts on the devices, and the numbers that are logged with it."""
 
     parts: Sequence[Any]
@@ -114,12 +114,12 @@ class Reinforced(Assembly):
     def _placed(self, part: Batch) -> dict[str, Any]:
         return {name: jax.device_put(a, self._place_of(name)) for name, a in part.items()}
 
-    def place(self, batch: Experience) -> Placed:
-        return Placed([self._placed(part) for part in batch.parts], batch.numbers)
+    def place(self, batch: RolloutBatch) -> PlacedBatch:
+        return PlacedBatch([self._placed(part) for part in batch.parts], batch.numbers)
 
     # ---------------------------------------------------------------- programs
 
-    def compile(self) -> "Update":
+    def compile(self) -> "RolloutUpdate":
         """Compiles the programs of an update for the shape of a part."""
         graph, read = training_graph(self.model), {name: self.roles[name] for name in self.in_update}
         how: Any = {"precision": self.decided.precision, "roles": {name: role.graph for name, role in read.items()}}
@@ -142,13 +142,15 @@ class Reinforced(Assembly):
             math.prod(place.shard_shape(a.shape)) * a.dtype.itemsize
             for a, place in zip(jax.tree.leaves(shapes.optimizer), jax.tree.leaves(self.places.optimizer), strict=True)
         )
-        return Update(first, further, last, moved, waiting)
+        return RolloutUpdate(first, further, last, moved, waiting)
 
     def with_frozen(self, program: Any) -> Any:
         read = {name: self.frozen[name] for name in self.in_update}
         return lambda state, batch: program(state, batch, read)
 
-    def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
+    def begin_rollouts(
+        self, say: Callable[[str], None], keep: Callable[[Sequence[TrajectoryRecord]], None], stop: Callable[[], bool]
+    ) -> None:
         """Lends the rollouts what they need of this run, before its first step."""
         engine = self.engine(say)
         trainer = PolicyTrainer(
@@ -219,8 +221,8 @@ class Reinforced(Assembly):
         graph, place = training_graph(self.model), self.places.step
 
         def values(params: Any, rest: Any, part: Any) -> Any:
-            found, _ = values_of(model_for(graph, self.decided.precision, params, rest), part)
-            return gathered(found, part["places"]), found.reshape(-1)[part["ends"]]
+            found, _ = critic_values(model_for(graph, self.decided.precision, params, rest), part)
+            return values_at(found, part["places"]), found.reshape(-1)[part["ends"]]
 
         with self.tracing():
             ends = jax.ShapeDtypeStruct((self.rollouts.shape.answers,), jnp.int32, sharding=place)
@@ -241,13 +243,13 @@ class Reinforced(Assembly):
     def told(self) -> dict[str, str]:
         """The rollouts and rewards of the run, for its header."""
         assert self.run.rollout is not None
-        made = told(self.run, self.run.rollout)
+        made = rollout_summary(self.run, self.run.rollout)
         made["rollout"] += "; answers in one row share their prompt" if self.rollouts.shape.shared else ""
         return made | self.processes()
 
 
 @dataclass(frozen=True)
-class Update:
+class RolloutUpdate:
     """The compiled update of a state by a rollout's parts.
 
     moved: frozen weights that change by a rule. waiting: bytes of the optimizer's state on a device.
@@ -259,7 +261,7 @@ class Update:
     moved: frozenset[str]
     waiting: int
 
-    def __call__(self, state: TrainState, batch: Placed, frozen: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: PlacedBatch, frozen: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         sums: Any = None
         key = jax.random.fold_in(state.key, state.step)
         for i, part in enumerate(batch.parts):
@@ -278,7 +280,7 @@ class Update:
         return SimpleNamespace(**sizes)
 
 
-def shape_of(run: Run, mesh: Any, shared: bool = False) -> Shape:
+def part_shape(run: Run, mesh: Any, shared: bool = False) -> PartShape:
     """The shape of the parts that answers are packed into. shared: answers to one prompt share it.
 
     Raises:
@@ -290,7 +292,7 @@ def shape_of(run: Run, mesh: Any, shared: bool = False) -> Shape:
     if rows % shares:
         what = f"rollout.rows = {rows} does not divide over {plural(shares, 'device')}"
         raise BadInput(what, hint=f"make it a multiple of {shares}")
-    return Shape(rows, run.data.sequence, how.tokens, shared=shared)
+    return PartShape(rows, run.data.sequence, how.tokens, shared=shared)
 
 
 def rollouts_of(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> RolloutBatches:
@@ -299,7 +301,7 @@ def rollouts_of(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> Rollou
     Raises:
         UserError: a mistake in prompts, rewards or settings.
     """
-    how, shape = run.rollout, shape_of(run, mesh, decided.shared_prompts)
+    how, shape = run.rollout, part_shape(run, mesh, decided.shared_prompts)
     assert how is not None
     prompts, held_out = prompts_of(run.data, tokenizer, run.seed)
     workers = how.workers or min(core_count(), MOST_WORKERS)
@@ -317,7 +319,7 @@ def rollouts_of(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> Rollou
     return made
 
 
-def told(run: Run, how: Rollout) -> dict[str, str]:
+def rollout_summary(run: Run, how: Rollout) -> dict[str, str]:
     """The rollouts and rewards of a run, for its header."""
     n, answers = how.completions, run.data.batch
     each = f"{plural(answers, 'answer')} of at most {plural(how.tokens, 'token')}: {n} to each of {plural(answers // n, 'prompt')}"
@@ -327,7 +329,7 @@ def told(run: Run, how: Rollout) -> dict[str, str]:
     where += f", {plural(how.ahead, 'rollout')} ahead" if how.ahead else ""
     rounded = ", weights in int8" if how.weights == "int8" else ""
     made = f"{each}, at temperature {run.objective.temperature:g}{rounded}; {updates} from each rollout{where}"
-    played = {"environment": described(run.environment)} if run.environment.played else {}
+    played = {"environment": environment_summary(run.environment)} if run.environment.played else {}
     return {"rollout": made, **played, "rewards": rewards or "the environment's"}
 
 
@@ -354,20 +356,20 @@ class AnswersEvaluation:
                 self.saver.evaluated(now, badness)
 
 
-def keeper(lines: Metrics, view: View) -> Callable[[Sequence[Told]], None]:
+def keeper(lines: Metrics, view: View) -> Callable[[Sequence[TrajectoryRecord]], None]:
     """Writes some answers of each rollout into a file of the run directory, a line each, and shows the best of those now and then."""
 
-    def keep(told: Sequence[Told]) -> None:
+    def keep(told: Sequence[TrajectoryRecord]) -> None:
         for one in told[:KEPT]:
             lines.write({name: item for name, item in asdict(one).items() if name != "turns" or item is not None})
         best = max(told[:KEPT], key=lambda one: one.advantage)
         if best.rollout % SHOWN == 1:
             asked = best.prompt if isinstance(best.prompt, str) else str(best.prompt[-1].get("content", ""))
-            rewards, answer = f", rewards {shown(best.rewards)}" if best.rewards else "", one_line(conversation(asdict(best)))
+            rewards, answer = f", rewards {rewards_text(best.rewards)}" if best.rewards else "", one_line(conversation(asdict(best)))
             view.say(f"rollout {best.rollout}{rewards}: {one_line(asked)} -> {answer}")
 
     return keep
 
 
-def shown(rewards: Mapping[str, float | None]) -> str:
+def rewards_text(rewards: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'none' if value is None else f'{value:.3g}'}" for name, value in rewards.items())

@@ -13,7 +13,7 @@ import numpy as np
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.models.parts.weight import Leaves
-from argosy.rl.rollouts.completions import Asked, Drawn, drawn
+from argosy.rl.rollouts.completions import SampledTokens, SamplingRequest, sample_tokens
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums
 
 
@@ -45,8 +45,8 @@ class RolloutWorker:
         assert self.lm is not None, "prompts before weights"
         prompts = [one.tolist() for one in np.split(tokens, np.cumsum(lengths)[:-1])]
         sampling = Sampling.model_validate_json(how["sampling"])
-        found = drawn(self.lm, prompts, Asked(how["most"], sampling, tuple(how["seed"]), how["ignore_eos"]), first=first)
-        return flat(found)
+        request = SamplingRequest(how["most"], sampling, tuple(how["seed"]), how["ignore_eos"])
+        return joined_completions(sample_tokens(self.lm, prompts, request, first=first))
 
     def sleep(self) -> None:
         """Frees the cache."""
@@ -54,7 +54,7 @@ class RolloutWorker:
             self.lm.sleep()
 
 
-def flat(answers: list[Drawn]) -> dict[str, np.ndarray]:
+def joined_completions(answers: list[SampledTokens]) -> dict[str, np.ndarray]:
     """Answers as arrays."""
     return {
         "lengths": np.array([len(one.tokens) for one in answers], np.int64),
@@ -64,8 +64,8 @@ def flat(answers: list[Drawn]) -> dict[str, np.ndarray]:
     }
 
 
-def apart(found: Mapping[str, np.ndarray]) -> list[Drawn]:
+def split_completions(found: Mapping[str, np.ndarray]) -> list[SampledTokens]:
     """The answers that `flat` made arrays of."""
     ends = np.cumsum(found["lengths"])[:-1]
     each = zip(np.split(found["tokens"], ends), np.split(found["logprobs"], ends), found["ended"].tolist(), strict=True)
-    return [Drawn(tokens.tolist(), logprobs.tolist(), ended) for tokens, logprobs, ended in each]
+    return [SampledTokens(tokens.tolist(), logprobs.tolist(), ended) for tokens, logprobs, ended in each]

@@ -30,10 +30,10 @@ from argosy.launch.workers.group import WorkerGroup
 from argosy.models.parts.weight import Leaves
 from argosy.observe.readable import sized
 from argosy.rl.policy.critic import PREFIX
-from argosy.rl.rollouts.completions import Asked, Drawn, Interrupted, SamplersLost
+from argosy.rl.rollouts.completions import Interrupted, SampledTokens, SamplersLost, SamplingRequest
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums, policy_weights
-from argosy.run.rl.rollout_worker import RolloutWorker, apart
+from argosy.run.rl.rollout_worker import RolloutWorker, split_completions
 from argosy.train.state import TrainState
 
 # A process that ended so often without an answer in between ends the run.
@@ -48,7 +48,7 @@ Ask = Callable[[WorkerGroup], Mapping[str, np.ndarray]]
 SAVED = "what was learned is saved: the same command goes on from there"
 
 
-class Version(NamedTuple):
+class WeightVersion(NamedTuple):
     """A weight of the trainer, how often it had moved, and what is sent of it."""
 
     leaf: Any
@@ -56,10 +56,10 @@ class Version(NamedTuple):
     sent: Any
 
 
-class Weights(NamedTuple):
+class WeightVersions(NamedTuple):
     """The weights of a moment, by address, and their checksums in the order of the addresses."""
 
-    versions: Mapping[str, Version]
+    versions: Mapping[str, WeightVersion]
     sums: np.ndarray
 
 
@@ -78,7 +78,7 @@ class RolloutWorkers:
         config = {name: getattr(jax.config, name) for name in CONFIG}
         start = (RolloutWorker, pickle.dumps(replace(engine, shapes=shapes)), config)
         self.names = [f"rollout-{i}" for i in range(count)]
-        self._latest: dict[str, Version] = {}
+        self._latest: dict[str, WeightVersion] = {}
         # By process: the numbers of the weights that it has, and how often it ended since it last answered.
         self._has: dict[str, dict[str, int]] = {name: {} for name in self.names}
         self._lost = dict.fromkeys(self.names, 0)
@@ -99,24 +99,24 @@ class RolloutWorkers:
 
     # ---------------------------------------------------------------- what a trainer lends (`rl.rollouts.records.Trainer`)
 
-    def weights(self, state: TrainState) -> Weights:
+    def weights(self, state: TrainState) -> WeightVersions:
         """The weights of a state. Without `rollout.ahead` they are its own arrays, which nothing may donate before they are used."""
         own = policy_weights(state)
         for address, leaf in own.items():
             before = self._latest.get(address)
             if before is None or before.leaf is not leaf:
                 number = 0 if before is None else before.number + 1
-                self._latest[address] = Version(leaf, number, np.array(leaf) if self.how.ahead else leaf)
+                self._latest[address] = WeightVersion(leaf, number, np.array(leaf) if self.how.ahead else leaf)
         sums = np.asarray(checksums([own[a] for a in sorted(own)]))
-        return Weights({address: self._latest[address] for address in sorted(own)}, sums)
+        return WeightVersions({address: self._latest[address] for address in sorted(own)}, sums)
 
-    def __call__(self, weights: Weights) -> "Samplers":
+    def __call__(self, weights: WeightVersions) -> "Samplers":
         """The language model with these weights."""
         return Samplers(self, weights)
 
     # ---------------------------------------------------------------- one process
 
-    def share(self, name: str, weights: Weights, ask: Ask, told: "Samplers") -> list[Drawn]:
+    def share(self, name: str, weights: WeightVersions, ask: Ask, told: "Samplers") -> list[SampledTokens]:
         """The answers of a process, however often it ends on the way. ask: has it answer.
 
         Raises:
@@ -126,14 +126,14 @@ class RolloutWorkers:
             while True:
                 try:
                     self.give(name, weights, told)
-                    found = apart(ask(self.workers[name]))
+                    found = split_completions(ask(self.workers[name]))
                 except WorkerLost as error:
                     self.lost(name, error, told)
                 else:
                     self._lost[name] = 0
                     return found
 
-    def give(self, name: str, weights: Weights, told: "Samplers") -> None:
+    def give(self, name: str, weights: WeightVersions, told: "Samplers") -> None:
         """Gives a process the weights that it lacks.
 
         Raises:
@@ -178,13 +178,13 @@ class RolloutWorkers:
 
 
 class Samplers:
-    """The language model with the weights of a moment, in all processes: `rl.rollouts.completions.Elsewhere`."""
+    """The language model with the weights of a moment, in all processes: `rl.rollouts.completions.RemoteSampler`."""
 
-    def __init__(self, workers: RolloutWorkers, weights: Weights):
+    def __init__(self, workers: RolloutWorkers, weights: WeightVersions):
         self.workers, self.given, self.tokenizer = workers, weights, workers.engine.tokenizer
         self.lost, self.weights_s = 0, 0.0
 
-    def drawn(self, prompts: Sequence[Sequence[int]], how: Asked, interrupted: Callable[[], bool]) -> list[Drawn]:
+    def drawn(self, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool]) -> list[SampledTokens]:
         """One answer to each prompt, in their order.
 
         Raises:
@@ -193,11 +193,11 @@ class Samplers:
         names = self.workers.names
         places = np.array_split(np.arange(len(prompts)), len(names))
         asked = [
-            self.workers._threads.submit(self.workers.share, name, self.given, asking(prompts, share.tolist(), how), self)
+            self.workers._threads.submit(self.workers.share, name, self.given, sampling_task(prompts, share.tolist(), how), self)
             for name, share in zip(names, places, strict=True)
             if share.size
         ]
-        left: set[Future[list[Drawn]]] = set(asked)
+        left: set[Future[list[SampledTokens]]] = set(asked)
         while left:
             if interrupted():
                 raise Interrupted("stopped while answers were generated")
@@ -217,7 +217,7 @@ class Samplers:
                 group.run(RolloutWorker.sleep, group.started)
 
 
-def asking(prompts: Sequence[Sequence[int]], rows: Sequence[int], how: Asked) -> Ask:
+def sampling_task(prompts: Sequence[Sequence[int]], rows: Sequence[int], how: SamplingRequest) -> Ask:
     """What has a process answer the prompts in these rows, which follow each other."""
     some = [prompts[row] for row in rows]
     tokens = np.concatenate([np.asarray(one, np.int64) for one in some])
@@ -226,7 +226,7 @@ def asking(prompts: Sequence[Sequence[int]], rows: Sequence[int], how: Asked) ->
     return lambda group: group.run(RolloutWorker.answer, group.started, tokens, lengths, rows[0], said).value()
 
 
-def described(how: Rollout, weights: Leaves) -> str:
+def samplers_summary(how: Rollout, weights: Leaves) -> str:
     """How many processes sample, and what each holds, for a run's header."""
     size = sized(sum(leaf.size * leaf.dtype.itemsize for a, leaf in weights.items() if not a.startswith(PREFIX)))
     who = f"{how.processes} processes, each" if how.processes != 1 else "a process of its own,"
