@@ -60,7 +60,7 @@ def main(words: list[str] | None = None) -> int:
         sys.stderr.flush()
     except OSError:
         silence(sys.stderr)
-    signals.after_signal(code)
+    signals.finish(code)
     return code
 
 

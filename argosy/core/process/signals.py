@@ -69,7 +69,7 @@ def take_over() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def after_signal(code: int) -> None:
+def finish(code: int) -> None:
     """The command has ended with this exit code, which no signal changes any more. Other threads and exit functions are still waited
     for; the interpreter's teardown is skipped."""
     if _State.taken_over:
@@ -79,7 +79,7 @@ def after_signal(code: int) -> None:
 
 
 def ended_with() -> int | None:
-    """The exit code that `over` was told; None before."""
+    """The exit code that `finish` was told; None before."""
     return _State.code
 
 
