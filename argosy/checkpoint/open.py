@@ -148,7 +148,7 @@ def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Op
         config = config_of(meta["model"])
     except KeyError as missing:
         raise Damaged(f"{META} has no {missing}", where=str(folder)) from None
-    # Of a converted model, or of a run's step.
+    # A converted model has them in its folder, and a run's step in the run directory.
     beside = [folder, folder.parent.parent / TOKENIZER]
     companions = next((folder for folder in beside if matching(folder, COMPANIONS)), None)
     if "base" in meta:

@@ -60,7 +60,7 @@ ROLLBACKS = "rollbacks.json"
 # One line per `argosy eval`: time, step, the settings that were given, and the numbers of each task.
 EVALUATIONS = "evaluations.jsonl"
 
-# Of a run with local checkpoints; hidden, since it is written before anything else.
+# Identifies a run with local checkpoints; hidden, since it is written before anything else.
 ID = ".run"
 
 T = TypeVar("T", bound=Settings)

@@ -27,7 +27,10 @@ from argosy.weights.peft.sites import CONFIG, Adapter, PeftContents, contraction
 class AdaptedModel:
     """Adapters and their base.
 
-    settings: the run's `adapter`. base: its weights are not merged. read: reads the factors and the weights that were trained in full.
+    settings: the run's `adapter`.
+    base: its weights are not merged.
+    config: that of the model with adapters.
+    read: reads the factors and the weights that were trained in full.
     lock: retention does not remove the checkpoint while this object exists.
     """
 

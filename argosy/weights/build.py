@@ -42,9 +42,12 @@ NONE: Mapping[str, BlockRows] = {}
 class LoadedModel:
     """A model and what came with it.
 
-    tokenizer: None where the folder has none. generation: its generation_config.json. hub: its config.json. companions: the
-    folder of its small files. dtypes: the type each tensor was stored in, by per-layer name. origin: the blocks that its weights were
-    read from.
+    tokenizer: None where the folder has none.
+    generation: its generation_config.json.
+    hub: its config.json.
+    companions: the folder of its small files.
+    dtypes: the type each tensor was stored in, by per-layer name.
+    origin: the blocks that its weights were read from.
     """
 
     config: LanguageConfig

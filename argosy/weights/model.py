@@ -21,7 +21,7 @@ COMPANIONS = (
     *VOCABULARIES,
     *BESIDE,
     "generation_config.json",
-    # Of sentence encoders: how token vectors are pooled.
+    # Sentence encoders say there how token vectors are pooled.
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
@@ -32,11 +32,14 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """An opened model whose weights are not read yet. weights: by per-layer name. hub: its config.json. companions: the folder of
-    its small files, or the GGUF file, which contains a tokenizer. kind: hub, gguf, argosy or peft.
+    """An opened model whose weights are not read yet.
 
-    adapted: the base and the adapters of a run that trained adapters, or of a PEFT folder; `weights` are those of the base with the
-    adapters merged as they are read. blocks: those of a GGUF file.
+    kind: hub, gguf, argosy or peft.
+    weights: by per-layer name; under `adapted` those of the base, with the adapters merged as they are read.
+    companions: the folder of its small files, or the GGUF file, which contains a tokenizer.
+    hub: its config.json.
+    adapted: the base and the adapters of a run that trained adapters, or of a PEFT folder.
+    blocks: the weights of a GGUF file as they lie there.
     """
 
     path: Path

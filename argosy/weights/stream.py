@@ -47,7 +47,7 @@ def largest_tensor(stored: OpenedModel) -> tuple[str, int]:
     if isinstance(weights, StoredSizes):
         sizes += weights.stored_sizes()
     sizes += [(name, _read_bytes(weights, name)) for name in weights.names]
-    # Of equal ones the first, which has the source's own name.
+    # The first of equal ones has the source's own name.
     return max(sizes, key=lambda item: item[1])
 
 

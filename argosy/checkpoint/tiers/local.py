@@ -4,27 +4,26 @@
 
 Every process writes every shard that its devices hold, copies too: with data parallelism all hosts have everything. With
 `local_copies=2` it also keeps the shards of a process on another host. Where a host lost its disk, the processes that need a file fetch
-it from one that has it (`checkpoint.tiers.peers`); each reads only what its own devices hold.
+it from one that has it (`tiers.restore`); each reads only what its own devices hold.
 
 A step is committed when its manifest is, in each process after all have written. Two manifests of one step (it was made again) are two
 steps: their files are never mixed.
 """
 
-import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from argosy.checkpoint.saving.memory import HostCopies, HostMemory
 from argosy.checkpoint.saving.pace import SavePace, remove_files
 from argosy.checkpoint.step import files as step_files
 from argosy.checkpoint.step import shards
-from argosy.checkpoint.step.layout import is_description
 from argosy.checkpoint.step.load import read_meta
 from argosy.checkpoint.tiers import peers
+from argosy.checkpoint.tiers.restore import RestoredStep, StepKey, offer_files, restore_step, steps_on_host
 from argosy.checkpoint.tiers.tier import Tier
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
@@ -35,23 +34,11 @@ KEEP = 2
 RESTORED = ".restored"
 
 
-class ChosenStep(NamedTuple):
-    """The step to resume from. folder: where it is read. files: of its manifest. holders: {file: ranks that have it}. offers: where
-    each rank offers its own."""
-
-    step: int
-    folder: Path
-    files: Mapping[str, Any]
-    holders: Mapping[str, list[int]]
-    offers: list[Any]
-    offer: peers.Offer | None
-
-
 class LocalCheckpoints(Tier):
     """The local tier of this process. All processes make the same calls.
 
     Args:
-        root: of the run, on this host.
+        root: the run's folder on this host.
         copies: on how many hosts each shard is kept at least.
         place: the host and its disk, as others tell it apart.
         belongs: (step, its meta) -> whether the run made it on its way to where it is now.
@@ -74,7 +61,7 @@ class LocalCheckpoints(Tier):
         self.root, self.copies = root, copies
         self.folder = root / str(processes.rank())
         self.places = processes.collected("local places", place or f"{socket.gethostname()}:{root.absolute()}")
-        self._chosen: ChosenStep | None = None
+        self._restored: RestoredStep | None = None
         processes.together("local folder", self._check)
 
     def _check(self) -> None:
@@ -99,101 +86,29 @@ class LocalCheckpoints(Tier):
     def latest_good(self) -> int | None:
         """The newest step of which all files are found and good, over all processes. Newer ones lack some, and are removed."""
         here = self._here()
-        told = processes.collected("local steps", sorted(f"{step} {digest}" for step, digest in here))
-        offered = {(int(one.split()[0]), one.split()[1]) for its in told for one in its}
-        for step, digest in sorted(offered, reverse=True):
-            if self._is_complete(step, here.get((step, digest), []), digest):
-                self.drop_newer(step)
-                return step
+        every = processes.collected("local steps", [f"{step} {digest}" for step, digest in sorted(here)])
+        keys = {(int(step), digest) for keys in every for step, digest in map(str.split, keys)}
+        for key in sorted(keys, reverse=True):
+            home, scratch = self.folder / str(key[0]), self.folder / RESTORED / str(key[0])
+            self._restored = restore_step(key, here.get(key, []), home, scratch, self.warn)
+            if self._restored is not None:
+                self.drop_newer(key[0])
+                return key[0]
         self.drop_newer(-1)
         return None
 
-    def _here(self) -> dict[tuple[int, str], list[Path]]:
-        """{(step, digest of its manifest): folders of this host that have files of it}, those of this process first."""
-        found: dict[tuple[int, str], list[Path]] = {}
-        folders = [self.folder, *(f for f in sorted(self.root.iterdir()) if f != self.folder and f.is_dir())]
-        for folder in (step for one in folders for step in one.iterdir() if step.name.isdecimal()):
-            try:
-                files = manifest.read_manifest(folder)
-            except ArgosyError:
-                # Cut off by a kill, or damaged: others may have it.
-                continue
-            # Where it cannot be read, the comparison with the manifest says so.
-            with suppress(ArgosyError):
-                if not self.belongs(int(folder.name), read_meta(folder)):
-                    continue
-            found.setdefault((int(folder.name), manifest.manifest_digest(files)), []).append(folder)
-        return found
-
-    def _is_complete(self, step: int, folders: list[Path], digest: str) -> bool:
-        files = manifest.read_manifest(folders[0]) if folders else {}
-        names, own = sorted(files), dict[str, Path]()
-        for folder in folders:
-            there = {name: files[name] for name in names if name not in own and (folder / name).exists()}
-            own |= {name: folder / name for name, wrong in manifest.compare_files(folder, there).items() if wrong is None}
-        bits = sum(1 << i for i, name in enumerate(names) if name in own)
-        every = processes.collected("local files", [len(names), f"{bits:x}"])
-        count = max(n for n, _ in every)
-        masks = [int(mask, 16) for _, mask in every]
-        missing = count - sum(1 for i in range(count) if any(mask >> i & 1 for mask in masks))
-        if missing:
-            self.warn(f"local checkpoint {step} lacks {missing} of its {count} files on all hosts, or they are damaged; it is not used")
-            return False
-        return self._offered(step, digest, own, files, count, masks)
-
-    def _offered(
-        self, step: int, digest: str, own: dict[str, Path], files: dict[str, Any], count: int, masks: list[int]
-    ) -> bool:
-        """Links the files of this host into one folder, unless this process has all of them in one, and fetches what describes the step
-        where this process has none of it."""
-        whole = (1 << count) - 1
-        offer: peers.Offer | None = None
-        offers: list[Any] = []
-        if any(mask != whole for mask in masks):
-            first = next(iter(own.values()), None)
-            manifest_of = {manifest.NAME: _step_of(first, own) / manifest.NAME} if first else {}
-            offer = _offer("local offer", own | manifest_of)
-            offers = processes.collected("local offers", offer.address)
-            reached = all(peers.is_there(tuple(address)) for address in offers)
-            if not all(processes.collected("local offers reached", reached)):
-                self.warn(f"local checkpoint {step} is not used: some processes cannot reach others to fetch its files")
-                offer.close()
-                return False
-        home = self.folder / str(step)
-        is_whole = bool(files) and all(own.get(name) == home / name for name in files)
-        folder = home if is_whole else self.folder / RESTORED / str(step)
-        shutil.rmtree(self.folder / RESTORED, ignore_errors=True)
-
-        def begin() -> dict[str, Any]:
-            if is_whole:
-                return files
-            folder.mkdir(parents=True)
-            for name, path in own.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                _link(path, folder / name)
-            if files:
-                return files
-            source = next(rank for rank, mask in enumerate(masks) if mask)
-            peers.fetch(tuple(offers[source]), manifest.NAME, folder / manifest.NAME)
-            fetched = manifest.read_manifest(folder)
-            if manifest.manifest_digest(fetched) != digest:
-                raise ArgosyError(f"the manifest of local checkpoint {step} did not arrive as it was written")
-            return fetched
-
-        files = processes.together("local begin", begin)
-        names = sorted(files)
-        holders = {name: [rank for rank, mask in enumerate(masks) if mask >> i & 1] for i, name in enumerate(names)}
-        self._chosen = ChosenStep(step, folder, files, holders, offers, offer)
-        processes.together("local metadata", lambda: self._fetch(name for name in names if is_description(name)))
-        return True
+    def _here(self) -> dict[StepKey, list[Path]]:
+        """The steps of this host, with their folders, those of this process first."""
+        others = (folder for folder in sorted(self.root.iterdir()) if folder != self.folder and folder.is_dir())
+        return steps_on_host([self.folder, *others], self.belongs)
 
     # ---------------------------------------------------------------- read
 
     def path(self, step: int) -> Path:
         """The folder of the step that was agreed on. It has the shards that this process needs once `prepare` was called."""
-        assert self._chosen is not None
-        assert self._chosen.step == step
-        return self._chosen.folder
+        assert self._restored is not None
+        assert self._restored.step == step
+        return self._restored.folder
 
     def meta(self, step: int) -> dict[str, Any]:
         return read_meta(self.path(step))
@@ -204,34 +119,19 @@ class LocalCheckpoints(Tier):
         Raises:
             ArgosyError: a peer ended meanwhile; in all processes.
         """
-        assert self._chosen is not None
-        names = sorted(shards.needed_files(self.path(step), wanted, self._chosen.files))
-        fetched = processes.together("local shards fetched", lambda: self._fetch(names))
-        if all_of_it := sum(processes.collected("local bytes fetched", fetched)):
-            self.warn(f"{all_of_it / 1e6:.1f} MB of local checkpoint {step} came from other hosts")
-        if self._chosen.offer is not None:
-            self._chosen.offer.close()
+        restored = self._restored
+        assert restored is not None
+        names = sorted(shards.needed_files(self.path(step), wanted, restored.files))
+        fetched = processes.together("local shards fetched", lambda: restored.fetch(names))
+        if from_others := sum(processes.collected("local bytes fetched", fetched)):
+            self.warn(f"{from_others / 1e6:.1f} MB of local checkpoint {step} came from other hosts")
+        restored.close()
 
     def dismiss(self) -> None:
         """The step that was agreed on is not read: another tier has a newer one."""
-        if self._chosen is not None and self._chosen.offer is not None:
-            self._chosen.offer.close()
+        if self._restored is not None:
+            self._restored.close()
         shutil.rmtree(self.folder / RESTORED, ignore_errors=True)
-
-    def _fetch(self, names: Iterable[str]) -> int:
-        """Bytes that came from other processes."""
-        assert self._chosen is not None
-        folder, rank = self._chosen.folder, processes.rank()
-        fetched = 0
-        for name in names:
-            if (folder / name).exists() or name not in self._chosen.files:
-                continue
-            # Processes ask different ones first.
-            holders = self._chosen.holders[name]
-            source = holders[rank % len(holders)]
-            peers.fetch(tuple(self._chosen.offers[source]), name, folder / name, self._chosen.files[name])
-            fetched += self._chosen.files[name]["bytes"]
-        return fetched
 
     # ---------------------------------------------------------------- commit
 
@@ -265,7 +165,7 @@ class LocalCheckpoints(Tier):
 
     def _copy(self, folder: Path, every: list[manifest.Files], found: manifest.Files) -> None:
         """Fetches what processes of other hosts wrote, so that each shard is on `copies` hosts."""
-        offer = _offer("local offer of copies", {name: folder / name for name in every[processes.rank()]})
+        offer = offer_files("local offer of copies", {name: folder / name for name in every[processes.rank()]})
         try:
             offers = processes.collected("local copies", offer.address)
             processes.together("local copied", lambda: self._fetch_copies(folder, every, found, offers))
@@ -315,18 +215,6 @@ class LocalCheckpoints(Tier):
         processes.together("local dropped", lambda: None)
 
 
-def _offer(name: str, files: Mapping[str, Path]) -> peers.Offer:
-    """An offer in every process, or in none."""
-    made: list[peers.Offer] = []
-    try:
-        processes.together(name, lambda: made.append(peers.Offer(processes.address(), files)))
-    except BaseException:
-        for one in made:
-            one.close()
-        raise
-    return made[0]
-
-
 def copy_sources(places: list[str], rank: int, copies: int) -> list[int]:
     """The ranks whose shards a rank keeps too: those of the hosts before its own, which their processes share among them."""
     hosts = list(dict.fromkeys(places))
@@ -350,19 +238,6 @@ def _merged(every: list[manifest.Files]) -> manifest.Files:
             if found.setdefault(name, described) != described:
                 raise ArgosyError(f"process {rank} holds another copy of {name} than a process before it")
     return found
-
-
-def _step_of(path: Path, own: Mapping[str, Path]) -> Path:
-    name = next(name for name, one in own.items() if one == path)
-    return path.parents[len(Path(name).parts) - 1]
-
-
-def _link(path: Path, to: Path) -> None:
-    try:
-        os.link(path, to)
-    except OSError:
-        # Not every file system has links.
-        shutil.copyfile(path, to)
 
 
 def _remove(step: Path, pace: SavePace | None = None) -> None:

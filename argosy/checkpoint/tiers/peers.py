@@ -23,9 +23,10 @@ from argosy.weights import manifest
 
 # How long a peer may say nothing, and until it has said its token.
 PATIENCE_S, TOKEN_S = 60.0, 10.0
-# Connections that a process answers at a time; others end at once. They are made again, so many times in all, after twice as long each
-# time and a part drawn by chance, or all would come back at the same moment: over 13 to 26 s.
+# A process answers at most this many connections at a time, and ends further ones at once.
 MOST_AT_ONCE = 256
+# A peer whose connection ended tries again. Its wait doubles each time, and has a random part, so that peers do not come back at once.
+# All tries take 13 to 26 s.
 TRIES, AGAIN_S = 8, 0.1
 # The most bytes of a file whose size nobody knows beforehand: a manifest.
 MOST_UNKNOWN_BYTES = 1 << 30

@@ -1,8 +1,8 @@
 """The weights of a GGUF file that are its tensors up to the order of whole rows, so that their blocks can be used as they lie.
 
-llama.cpp's blocks run along the summed axis of a product. A `KeyMap` only moves numbers, so a weight is such a tensor if what it reads
-from a tensor of row numbers is one number along the summed axis, and from a tensor of column numbers 0, 1, 2 ... there. That covers
-rotary rows in another order and rows of fused tensors, and proves it for each weight; what fails is read as floats.
+llama.cpp's blocks run along the summed axis of a product. A `KeyMap` only moves numbers, so two probes show whether a weight keeps
+whole rows. Read from a tensor that holds row numbers, it must be constant along its summed axis. Read from a tensor that holds column
+numbers, it must count 0, 1, 2 ... there. Rotary rows in another order and rows of fused tensors pass; other weights are read as floats.
 """
 
 import math
@@ -27,8 +27,13 @@ AT_ONCE = 256
 
 @dataclass(frozen=True)
 class BlockRows:
-    """A weight as rows of a tensor in blocks. type: of the blocks. raw: the tensor's bytes by row. order: its row for each column of
-    the product. shape, inner, first: of the weight, as in `Panels`."""
+    """A weight as rows of a tensor in blocks.
+
+    type: the type of the blocks.
+    raw: the tensor's bytes by row.
+    order: the tensor's row for each column of the product.
+    shape, inner, first: those of the weight, as in `Panels`.
+    """
 
     type: str
     raw: np.ndarray
@@ -53,7 +58,7 @@ class BlockRows:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weight."""
+        """The size of the packed weight."""
         one = blocks(self.type, self.raw[:1])
         return packed_bytes(len(self.order), one, CODES[self.type])
 

@@ -19,7 +19,7 @@ CONFIG_BYTES = 16 << 20
 MOST_LAYERS = 10_000
 # Over all layers; Kimi K2 has 23,040.
 MOST_EXPERTS = 1_000_000
-# Of nested JSON values; published configs have 4.
+# Levels of nested JSON values; published configs have 4.
 MOST_DEPTH = 32
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from argosy.core.formats import Arrays, OverlaidTensors, TensorReader, TensorView
 from argosy.weights.peft.sites import Adapter, PeftContents, contractions
 
-# Of float32.
+# The float32 values that are merged at a time.
 SLAB_BYTES = 1 << 26
 
 

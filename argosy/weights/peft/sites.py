@@ -33,8 +33,11 @@ SCORES = "SEQ_CLS"
 
 
 class Adapter(NamedTuple):
-    """The factors of one contraction, in the letters of `adapt.lora`, and the gain of their product. m: DoRA's magnitude of each
-    output channel."""
+    """The factors of one contraction, in the letters of `adapt.lora`.
+
+    gain: that of their product.
+    m: DoRA's magnitude of each output channel.
+    """
 
     a: np.ndarray
     b: np.ndarray
@@ -43,9 +46,14 @@ class Adapter(NamedTuple):
 
 
 class PeftContents(NamedTuple):
-    """What a PEFT folder holds: adapters by the per-layer name of their contraction, and the weights of modules that were trained in
-    full by their per-layer name. dropout: that the adapters were trained with. base: weights of the base that PEFT saved beside
-    adapters on an embedding or a head, by per-layer name; `peft.check_base` compares them with the base's."""
+    """What a PEFT folder holds.
+
+    adapters: by the per-layer name of their contraction.
+    whole: the weights of modules that were trained in full, by per-layer name.
+    dropout: the rate that the adapters were trained with.
+    base: weights of the base that PEFT saved beside adapters on an embedding or a head, by per-layer name; `reader.check_base`
+        compares them with the base's.
+    """
 
     adapters: Mapping[str, Adapter]
     whole: Mapping[str, np.ndarray] = MappingProxyType({})

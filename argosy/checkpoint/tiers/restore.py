@@ -1,0 +1,169 @@
+"""Restores a local step whose files lie on several hosts: each process reads what its own host has and fetches the rest from others.
+
+All processes first say which files they have and found good, a bit for each file. A step is restored if every file is somewhere. What
+describes it is fetched at once, and shards once it is known which ones the devices of a process need.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.step.layout import is_description
+from argosy.checkpoint.step.load import read_meta
+from argosy.checkpoint.tiers import peers
+from argosy.core.errors import ArgosyError
+from argosy.parallel import processes
+from argosy.weights import manifest
+
+# (step, digest of its manifest): a step that was made again is another one.
+StepKey = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class RestoredStep:
+    """The step to resume from.
+
+    folder: where it is read.
+    files: those of its manifest.
+    holders: the ranks that have each file.
+    addresses: where each rank offers its files.
+    offer: that of this process; None where every process has everything.
+    """
+
+    step: int
+    folder: Path
+    files: manifest.Files
+    holders: Mapping[str, list[int]]
+    addresses: list[Any]
+    offer: peers.Offer | None
+
+    def fetch(self, names: Iterable[str]) -> int:
+        """Fetches files that are not in the folder. Returns their bytes."""
+        fetched = 0
+        for name in names:
+            if (self.folder / name).exists() or name not in self.files:
+                continue
+            # Processes ask different ones first.
+            holders = self.holders[name]
+            source = holders[processes.rank() % len(holders)]
+            peers.fetch(tuple(self.addresses[source]), name, self.folder / name, self.files[name])
+            fetched += self.files[name]["bytes"]
+        return fetched
+
+    def close(self) -> None:
+        """Ends the offer."""
+        if self.offer is not None:
+            self.offer.close()
+
+
+def steps_on_host(folders: Iterable[Path], belongs: Callable[[int, Mapping[str, Any]], bool]) -> dict[StepKey, list[Path]]:
+    """The folders of this host that have files of a step.
+
+    Args:
+        folders: one for each process that ever ran here.
+        belongs: whether the run made a step, with these metadata, on its way to where it is now.
+    """
+    found: dict[StepKey, list[Path]] = {}
+    for folder in (step for parent in folders for step in parent.iterdir() if step.name.isdecimal()):
+        try:
+            files = manifest.read_manifest(folder)
+        except ArgosyError:
+            # Cut off by a kill, or damaged: others may have it.
+            continue
+        # Where it cannot be read, the comparison with the manifest says so.
+        with suppress(ArgosyError):
+            if not belongs(int(folder.name), read_meta(folder)):
+                continue
+        found.setdefault((int(folder.name), manifest.manifest_digest(files)), []).append(folder)
+    return found
+
+
+def restore_step(key: StepKey, folders: list[Path], home: Path, scratch: Path, warn: Callable[[str], None]) -> RestoredStep | None:
+    """A step with what describes it; None, in all processes, where files of it are lost or cannot be fetched.
+
+    Args:
+        folders: those of this host that have files of it.
+        home: where this process wrote it.
+        scratch: where it is put together, unless all of it is at home.
+    """
+    step, digest = key
+    files = manifest.read_manifest(folders[0]) if folders else {}
+    paths = _good_files(folders, files)
+    bits = sum(1 << i for i, name in enumerate(sorted(files)) if name in paths)
+    every = processes.collected("local files", [len(files), f"{bits:x}"])
+    count, masks = max(n for n, _ in every), [int(mask, 16) for _, mask in every]
+    if lost := count - sum(1 for i in range(count) if any(mask >> i & 1 for mask in masks)):
+        warn(f"local checkpoint {step} lacks {lost} of its {count} files on all hosts, or they are damaged; it is not used")
+        return None
+    offer, addresses = None, []
+    if any(mask != (1 << count) - 1 for mask in masks):
+        offer, addresses = _offer_step(folders, paths)
+        reached = all(peers.is_there(tuple(address)) for address in addresses)
+        if not all(processes.collected("local offers reached", reached)):
+            warn(f"local checkpoint {step} is not used: some processes cannot reach others to fetch its files")
+            offer.close()
+            return None
+    is_home = bool(files) and all(paths.get(name) == home / name for name in files)
+    folder = home if is_home else scratch
+    source = next(rank for rank, mask in enumerate(masks) if mask)
+
+    def gather() -> manifest.Files:
+        shutil.rmtree(scratch.parent, ignore_errors=True)
+        if not is_home:
+            _link_files(paths, folder)
+        if files:
+            return files
+        peers.fetch(tuple(addresses[source]), manifest.NAME, folder / manifest.NAME)
+        fetched = manifest.read_manifest(folder)
+        if manifest.manifest_digest(fetched) != digest:
+            raise ArgosyError(f"the manifest of local checkpoint {step} did not arrive as it was written")
+        return fetched
+
+    files = processes.together("local begin", gather)
+    names = sorted(files)
+    holders = {name: [rank for rank, mask in enumerate(masks) if mask >> i & 1] for i, name in enumerate(names)}
+    restored = RestoredStep(step, folder, files, holders, addresses, offer)
+    processes.together("local metadata", lambda: restored.fetch(filter(is_description, names)))
+    return restored
+
+
+def _good_files(folders: list[Path], files: manifest.Files) -> dict[str, Path]:
+    """Where each file of a step is on this host, unless it is damaged."""
+    paths = dict[str, Path]()
+    for folder in folders:
+        there = {name: files[name] for name in files if name not in paths and (folder / name).exists()}
+        paths |= {name: folder / name for name, fault in manifest.compare_files(folder, there).items() if fault is None}
+    return paths
+
+
+def _offer_step(folders: list[Path], paths: Mapping[str, Path]) -> tuple[peers.Offer, list[Any]]:
+    described = {manifest.NAME: folders[0] / manifest.NAME} if folders else {}
+    offer = offer_files("local offer", {**paths, **described})
+    return offer, processes.collected("local offers", offer.address)
+
+
+def _link_files(paths: Mapping[str, Path], folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name, path in paths.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path, folder / name)
+        except OSError:
+            # Not every file system has links.
+            shutil.copyfile(path, folder / name)
+
+
+def offer_files(name: str, files: Mapping[str, Path]) -> peers.Offer:
+    """An offer in every process, or in none."""
+    offers: list[peers.Offer] = []
+    try:
+        processes.together(name, lambda: offers.append(peers.Offer(processes.address(), files)))
+    except BaseException:
+        for offer in offers:
+            offer.close()
+        raise
+    return offers[0]
