@@ -7,7 +7,8 @@ least `CHAT` tokens.
 
 from typing import Any
 
-from argosy.evals import extract, ifeval
+from argosy.evals import extract
+from argosy.evals.instruction_following import ifeval
 from argosy.evals.likelihood import Tick
 from argosy.evals.plan import PlannedTask
 from argosy.evals.prompts import examples, question

@@ -186,7 +186,7 @@ def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings)
     """
     check_task_rows(path, rows, task.layout, task.name, task.fields)
     if task.kind == "ifeval":
-        from argosy.evals.instructions import check_instructions
+        from argosy.evals.instruction_following.checks import check_instructions
 
         check_instructions(path, rows)
     _check_settings(task, settings)

@@ -20,7 +20,7 @@ Reason = Literal["stop", "length", "blocked", "repetition"]
 
 @dataclass
 class Completion:
-    """The answer to one prompt.
+    """The completion to one prompt.
 
     tokens: ids, without the token that ended it.
     finish_reason: `stop`, `length`, `repetition` if it repeated itself, or `blocked`: no token was left, because those that its
@@ -95,7 +95,7 @@ class CompletionStream:
         return self._pieces
 
     def close(self) -> None:
-        """Ends the answers that are not complete, and frees their pages."""
+        """Ends the completions that are not complete, and frees their pages."""
         self._pieces.close()
 
     def _run(self) -> Generator[CompletionPiece, None, None]:
@@ -126,7 +126,7 @@ class CompletionStream:
                 engine.end(number)
 
     def _take(self, row: int, event: Event) -> CompletionPiece:
-        """Adds a token to an answer."""
+        """Adds a token to a completion."""
         done, text, token = self.completions[row], self._texts[row], event.token
         if token is None:
             if event.finish_reason not in ("stop", "blocked"):

@@ -1,4 +1,4 @@
-"""Token ids of an answer to text: whole characters, and stop strings."""
+"""Token ids of a completion to text: whole characters, and stop strings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,17 +7,17 @@ from argosy.core.errors import BadInput
 
 
 class Detokenizer:
-    """The text of one answer while its tokens arrive.
+    """The text of one completion while its tokens arrive.
 
     A piece is text that no later token can change: a character whose bytes are not complete yet is held back, and so is an ending
     that may be the beginning of a stop string. `stopped` is the stop string that was found; what follows it is dropped.
 
     Args:
         tokenizer: None gives no text.
-        prompt: ids before the answer. The answer continues their text, so it keeps its leading space.
-        stop: strings that end the answer. If several are complete with the same token, the one that begins first counts.
+        prompt: ids before the completion. The completion continues their text, so it keeps its leading space.
+        stop: strings that end the completion. If several are complete with the same token, the one that begins first counts.
         include_stop: keeps the stop string in the text.
-        begun: the first token of the answer keeps its leading space even if the prompt has no text, as after `bos` alone.
+        begun: the first token of the completion keeps its leading space even if the prompt has no text, as after `bos` alone.
 
     Raises:
         BadInput: an empty stop string, or stop strings without a tokenizer.
@@ -50,7 +50,7 @@ class Detokenizer:
         """The text that is final with this token.
 
         Args:
-            may_stop: whether a stop string that is complete by now ends the answer.
+            may_stop: whether a stop string that is complete by now ends the completion.
         """
         if self._stream is None or self.stopped is not None:
             return ""

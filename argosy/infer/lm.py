@@ -142,17 +142,17 @@ class LM:
         """Continues each prompt: text, or token ids, which are used as they are.
 
         Args:
-            max_tokens: the most tokens of each answer.
-            stop: strings that end an answer; they are not part of it.
-            stop_tokens: token ids that end an answer, besides the model's own.
+            max_tokens: the most tokens of each completion.
+            stop: strings that end a completion; they are not part of it.
+            stop_tokens: token ids that end a completion, besides the model's own.
             ignore_eos: continue after the model's own end-of-sequence tokens.
             seed: a whole number of up to 64 bits, or several, such as (run seed, step). Seed and row are folded into one random
-                stream a row: an answer depends on its own prompt, settings, seed and place among the prompts, and on nothing
+                stream a row: a completion depends on its own prompt, settings, seed and place among the prompts, and on nothing
                 else (to rounding), whatever the other prompts are. Streams of different (seed, row) have nothing in common.
             top: number of likeliest tokens to return with each token, at most 20.
-            structured: what every answer must match, by the names of vLLM's `structured_outputs`: {"json": schema}, {"regex": ...},
+            structured: what every completion must match, by the names of vLLM's `structured_outputs`: {"json": schema}, {"regex": ...},
                 {"choice": [...]}, {"grammar": Lark or GBNF} or {"json_object": True}; a schema may be a pydantic class. See
-                `infer.tools.grammar.read_structure`. An answer that `max_tokens` cuts short is a beginning of what matches.
+                `infer.tools.grammar.read_structure`. A completion that `max_tokens` cuts short is a beginning of what matches.
             repetition: ends answers that repeat themselves, such as `argosy.infer.sampling.repetition.Repetition(longest=20, count=4)`.
             adapter: the name of a loaded adapter (`load_adapter`); None: the model alone.
             sampling: the settings of `infer.sampling.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so
@@ -175,7 +175,7 @@ class LM:
         return answers.completions
 
     def stream(self, prompt: Prompt, max_tokens: int = 64, **how: Any) -> Iterator[str]:
-        """The answer to one prompt while it is generated, in pieces of whole characters."""
+        """The completion to one prompt while it is generated, in pieces of whole characters."""
         for piece in self.pieces([prompt], max_tokens, **how):
             if piece.text:
                 yield piece.text
@@ -198,10 +198,10 @@ class LM:
         """The `beam_width` continuations of each prompt with the highest scores, best first (`infer.sampling.beam`).
 
         Args:
-            max_tokens: the most tokens of each answer.
+            max_tokens: the most tokens of each completion.
             beam_width: number of beams, 1 to 10.
-            length_penalty: scores are log-probabilities divided by the number of tokens to this power; above 0 it favors long answers.
-            stop_tokens, ignore_eos, adapter: as in `generate`.
+            length_penalty: scores are log-probabilities divided by the number of tokens to this power; above 0 it favors long
+            completions. stop_tokens, ignore_eos, adapter: as in `generate`.
 
         Raises:
             BadInput: as `generate`, or a width out of range.
@@ -209,7 +209,7 @@ class LM:
         return beam_search(self, prompts, max_tokens, beam_width, length_penalty, stop_tokens, ignore_eos, adapter)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **how: Any) -> Completion:
-        """The answer to a conversation, rendered with the model's chat template.
+        """The completion to a conversation, rendered with the model's chat template.
 
         Args:
             how: as in `generate`.
@@ -235,8 +235,8 @@ class LM:
         Args:
             tools: JSON descriptions of functions, for templates that list them.
             template: Jinja, in place of the model's. It is rendered in a process with limits, as that is.
-            add_generation_prompt: end with the tokens that open an answer.
-            continue_final_message: end with the content of the last message, so that an answer continues it; needs
+            add_generation_prompt: end with the tokens that open a completion.
+            continue_final_message: end with the content of the last message, so that a completion continues it; needs
                 `add_generation_prompt=False`.
             add_special_tokens: put the beginning-of-sequence token in front, where the tokenizer adds one. Most templates write it
                 themselves.
@@ -284,7 +284,7 @@ class LM:
         """The scores of a reward model, read at the last token of each: [n] float32, or [n Z] where its head gives Z > 1.
 
         Args:
-            conversations: lists of messages, rendered by the chat template; or texts of a prompt and its answer, which end with the
+            conversations: lists of messages, rendered by the chat template; or texts of a prompt and its completion, which end with the
                 end-of-sequence token as in training; or token ids, used as they are.
             batch: tokens of one forward pass, padding included.
 
@@ -380,7 +380,7 @@ class LM:
 
     @property
     def longest(self) -> int:
-        """The longest sequence that `generate` makes, in tokens, prompt and answer."""
+        """The longest sequence that `generate` makes, in tokens, prompt and completion."""
         return self._parts.longest
 
     @property
@@ -388,7 +388,7 @@ class LM:
         return EngineParts(self.module, self.engine_settings, None if self.draft is None else self.draft.module, self.origin)
 
     def forget(self) -> None:
-        """Frees the cache of earlier answers."""
+        """Frees the cache of earlier completions."""
         self._held.forget()
 
     def reset_prefix_cache(self) -> None:
@@ -396,7 +396,7 @@ class LM:
         self._held.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Frees the cache as `forget` does, and keeps the programs that answer, so that the next answers compile nothing."""
+        """Frees the cache as `forget` does, and keeps its programs, so that the next completions compile nothing."""
         self._held.sleep()
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -410,7 +410,8 @@ class LM:
         return [self.tokenizer.bos, *ids] if self.tokenizer.adds_bos else ids
 
     def grammar(self, structured: Mapping[str, Any]) -> Grammar:
-        """Compiles what answers must match, for `generate(structured=)`. The latest 32 are kept, so this is called with each answer.
+        """Compiles what answers must match, for `generate(structured=)`. The latest 32 are kept, so this is called with each
+        completion.
 
         Args:
             structured: as in `generate`.
@@ -432,7 +433,7 @@ class LM:
             return self._grammars
 
     def stops(self) -> set[int]:
-        """The token ids that end an answer: those of the generation config, config.json and the tokenizer."""
+        """The token ids that end a completion: those of the generation config, config.json and the tokenizer."""
         found = {self.tokenizer.eos} if self.tokenizer is not None and self.tokenizer.eos is not None else set()
         for source in (self.generation.get("eos_token_id"), self.hub.get("eos_token_id")):
             found |= set(source) if isinstance(source, list) else {source} if isinstance(source, int) else set()

@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens of prompts, with the likeliest tokens at each place, while an engine answers other requests.
 
-A pass cannot be interrupted, so its length bounds how long running answers wait: `PASS` tokens. Short prompts of one length share a
+A pass cannot be interrupted, so its length bounds how long running completions wait: `PASS` tokens. Short prompts of one length share a
 pass, without the engine's cache. A longer prompt takes several passes, with a cache of its own, and other work is done between them.
 Each length costs a program (`sequences.bucket`), and a second one for full batches; `compile` makes them in any thread.
 

@@ -12,7 +12,7 @@ ROW = 32
 
 
 class NGram(Settings):
-    """Drafts what followed the last tokens of a sequence where they occurred before, in its prompt or answer (prompt lookup): for
+    """Drafts what followed the last tokens of a sequence where they occurred before, in its prompt or completion (prompt lookup): for
     answers that repeat their prompt, such as edits of code and summaries. Where nothing is found, a step is a plain one."""
 
     tokens: Annotated[int, Also("num_speculative_tokens")] = Field(4, gt=0, le=32)
@@ -101,7 +101,7 @@ class PlainEngineSettings(Settings):
     Refused where it saves no memory. On TPUs the kernel that reads pages in place takes no such scales; the portable loop over blocks
     of pages stands in."""
     context: int | None = Field(None, gt=0)
-    """Longest sequence in tokens, prompt and answer; by default the model's context."""
+    """Longest sequence in tokens, prompt and completion; by default the model's context."""
     budget: int = Field(512, ge=ROW)
     """Prompt tokens per step, if no sequence decodes."""
     beside: int = Field(128, ge=ROW)
@@ -111,8 +111,8 @@ class PlainEngineSettings(Settings):
     """Prefix caching: the common beginning of prompts is computed once. Off for models with recurrent layers, whose states are not
     kept."""
     speculative: Speculative = None
-    """Speculative decoding: several tokens of an answer are drafted and then verified in one forward pass. Answers are the same as
-    without it, to rounding. It shortens the time between tokens where a step is bound by reading the weights, with few sequences
+    """Speculative decoding: several tokens of a completion are drafted and then verified in one forward pass. Completions are the same
+    as without it, to rounding. It shortens the time between tokens where a step is bound by reading the weights, with few sequences
     at a time, and costs throughput where it is bound by arithmetic. None: off."""
     steps: Annotated[int, Also("num_scheduler_steps")] = Field(1, gt=0, le=64)
     """Decode steps per dispatch, while no prompt is computed. With more than one the device does not wait for the host between them,

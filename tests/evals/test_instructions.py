@@ -10,11 +10,11 @@ import pytest
 from helpers import shared
 
 from argosy.core.errors import BadInput, UnknownName
-from argosy.evals.ifeval import instruction_accuracies, loose_responses
-from argosy.evals.instructions import CHECKS, check_instructions, follows
-from argosy.evals.language import KNOWN, language_of
+from argosy.evals.instruction_following.checks import CHECKS, check_instructions, follows
+from argosy.evals.instruction_following.ifeval import instruction_accuracies, loose_responses
+from argosy.evals.instruction_following.language import KNOWN, language_of
+from argosy.evals.instruction_following.sentences import sentences_of, words_apart
 from argosy.evals.rows import read_rows
-from argosy.evals.sentences import sentences_of, words_apart
 
 LEAST, LESS = "at least", "less than"
 SECTION = {"section_spliter": "Section", "num_sections": 2}

@@ -66,7 +66,7 @@ class EngineParts(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The longest sequence in tokens, prompt and answer."""
+        """The longest sequence in tokens, prompt and completion."""
         context = self.module.config.context
         return min(self.settings.context or context, context)
 

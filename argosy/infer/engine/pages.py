@@ -5,8 +5,8 @@ the earlier pages: automatic prefix caching, as in vLLM (Kwon et al. 2023, arXiv
 sequences with different salts share nothing. Pages are reference-counted. A page without references keeps its tokens until it is
 allocated again, least recently used first.
 
-The page in which a prompt ends is not full, and its owner writes its answer behind the prompt. It is found by a hash of all tokens of
-the prompt but the last, to be copied: what it holds of the prompt does not change until it is allocated again.
+The page in which a prompt ends is not full, and its owner writes its completion behind the prompt. It is found by a hash of all tokens
+of the prompt but the last, to be copied: what it holds of the prompt does not change until it is allocated again.
 """
 
 from collections import OrderedDict

@@ -9,7 +9,7 @@ Each step continues every beam by its `2 * width` likeliest tokens. A token that
 `width` with the highest scores stay open. The search ends once no open beam can come to a higher score than the best complete ones.
 
 The score of a beam is its log-probability divided by the number of its tokens, the ending one included, to the power of
-`length_penalty` (arXiv:1609.08144). vLLM counts the tokens of the prompt too, so short answers score higher there.
+`length_penalty` (arXiv:1609.08144). vLLM counts the tokens of the prompt too, so short completions score higher there.
 
 A step is a request for one token for each beam. The pages of a beam are found in the prefix cache, except for tokens of its last page.
 A model with recurrent layers has no prefix cache: it computes each beam from its first token in every step.
@@ -26,7 +26,7 @@ from argosy.infer.sampling.sampler import MOST_TOP
 
 @dataclass(frozen=True)
 class Beam:
-    """tokens: of the answer, without the token that ended it.
+    """tokens: of the completion, without the token that ended it.
     logprobs: of these, and of the one that ended it.
     tops: the likeliest tokens at the place of each.
     ended_by: the token that ended it; None: `most` did.
@@ -46,8 +46,8 @@ class Beams:
 
     Args:
         width: number of beams, at most 10: the engine tells the 20 likeliest tokens.
-        most: limit on the tokens of each answer.
-        ends: ids that end an answer.
+        most: limit on the tokens of each completion.
+        ends: ids that end a completion.
 
     Raises:
         BadInput: a width out of range.
@@ -73,7 +73,7 @@ class Beams:
         return [Request([*self.prompt, *beam.tokens], 1, top=top, **how) for beam in self.open]
 
     def take(self, answers: Sequence[Sequence[Event]]) -> None:
-        """Continues the beams by the answers to `requests`."""
+        """Continues the beams by the completions to `requests`."""
         grown: list[Beam] = []
         for beam, events in zip(self.open, answers, strict=True):
             for token, logprob in events[0].top[: 2 * self.width]:

@@ -8,7 +8,7 @@ from argosy.core.errors import BadInput
 
 @dataclass(frozen=True)
 class Repetition:
-    """When an answer repeats itself: it ends with `count` times the same `shortest` to `longest` tokens.
+    """When a completion repeats itself: it ends with `count` times the same `shortest` to `longest` tokens.
 
     Raises:
         BadInput: a count below 2, or no such length.

@@ -3,8 +3,8 @@
 In the order of the field: bias, penalties, temperature, top-k, top-p, min-p, typical, draw. Log-probabilities are the model's own,
 before any of these; a second one is that of the distribution that was drawn from, after all of them.
 
-    repetition    logits above 0 divided, below 0 multiplied, of tokens in prompt or answer (CTRL, arXiv:1909.05858)
-    presence, frequency    subtracted once, and once for each occurrence, of tokens in the answer (the OpenAI API)
+    repetition    logits above 0 divided, below 0 multiplied, of tokens in prompt or completion (CTRL, arXiv:1909.05858)
+    presence, frequency    subtracted once, and once for each occurrence, of tokens in the completion (the OpenAI API)
     top-p         the likeliest tokens whose probabilities first sum to p (arXiv:1904.09751)
     min-p         tokens at least this share as likely as the likeliest (arXiv:2407.01082)
     typical       the tokens with information nearest to the entropy, whose probabilities first sum to p (arXiv:2202.00666)
@@ -62,19 +62,19 @@ class Sampling(Settings):
     typical_p: float = Field(1.0, gt=0, le=1)
     """Draws from the tokens whose information is nearest to the entropy and whose probabilities first sum to p; 1 means all."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Above 1, makes tokens that are in the prompt or the answer less likely."""
+    """Above 1, makes tokens that are in the prompt or the completion less likely."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
-    """Subtracted from the logits of tokens that are in the answer."""
+    """Subtracted from the logits of tokens that are in the completion."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    """Subtracted from a token's logit for each time it is in the answer."""
+    """Subtracted from a token's logit for each time it is in the completion."""
     logit_bias: dict[int, float] = Field(default_factory=dict)
     """Added to the logits of these token ids; -100 bans a token, 100 forces it."""
     allowed_tokens: tuple[int, ...] | None = None
-    """The only token ids that may be in the answer, besides those that end it; None: all."""
+    """The only token ids that may be in the completion, besides those that end it; None: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that may not be in the answer: the last id of each is banned after the others."""
+    """Sequences of token ids that may not be in the completion: the last id of each is banned after the others."""
     min_tokens: int = Field(0, ge=0)
-    """Tokens before the answer may end by an end-of-sequence token, a stop token or a stop string."""
+    """Tokens before the completion may end by an end-of-sequence token, a stop token or a stop string."""
 
 
 # The settings that are columns of numbers on the device.

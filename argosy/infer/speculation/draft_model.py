@@ -6,7 +6,7 @@ first computes the known tokens that it lacks, one or two for each sequence, the
 are sampled with the settings and the random keys of the tokens that they guess.
 
 If the last of a step's drafts is accepted, its place in the draft model's pages is written one step late. Should its sequence end
-just then, another one may find that page in the prefix cache: its drafts then agree less often, its answer stays the same.
+just then, another one may find that page in the prefix cache: its drafts then agree less often, its completion stays the same.
 """
 
 from dataclasses import replace

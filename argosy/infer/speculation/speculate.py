@@ -3,7 +3,7 @@ sampler would have drawn (Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2
 
 It differs from these papers: nothing is accepted by a ratio of probabilities. Each position is sampled as a plain step samples it,
 with the random key of that token and the penalties of the tokens before it. A draft is accepted if it is the token sampled; the
-first that differs is replaced by that token, and the drafts after it are dropped. So an answer is the one without speculation, seed
+first that differs is replaced by that token, and the drafts after it are dropped. So a completion is the one without speculation, seed
 for seed (to rounding), at any temperature and with any drafts. For drafts without a distribution of their own, such as n-grams,
 this accepts exactly as often as rejection sampling. A draft model draws with the same keys: two distributions that share their
 Gumbel noise often draw the same token (a coupling; Daliri et al. 2024, arXiv:2408.07978).
@@ -17,7 +17,7 @@ Gumbel noise often draw the same token (a coupling; Daliri et al. 2024, arXiv:24
 
 The host needs a step's tokens to draft the next ones, so with speculation a step is read before the next is planned. If no request
 has a draft, a step is a plain one. If one has, all decoding requests get rows of the same width: rows of two widths would square
-the number of programs. A request whose biases or grammar depend on the answer has no drafts, because only the host knows them.
+the number of programs. A request whose biases or grammar depend on the completion has no drafts, because only the host knows them.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
-"""Calls of tools in the text of an answer: what every notation shares. `infer.tools.notations` has one file a notation.
+"""Calls of tools in the text of a completion: what every notation shares. `infer.tools.notations` has one file a notation.
 
-Text that could be a call is held back until the answer ends. Text that does not parse as a call stays text. A call of a tool that
+Text that could be a call is held back until the completion ends. Text that does not parse as a call stays text. A call of a tool that
 nobody offered is a call: who runs tools says what there is.
 
-Notations mark calls by special tokens, which decode to nothing. So the text of an answer is made with a character for each mark that
+Notations mark calls by special tokens, which decode to nothing. So the text of a completion is made with a character for each mark that
 Unicode will never assign, and a mark that is spelled in ordinary tokens is text. Where the tokenizer has no such token, the mark's
 own name in the text is the mark.
 
@@ -37,7 +37,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A whole answer.
+    """A whole completion.
 
     tried: it has something that begins as a call does.
     """
@@ -81,10 +81,10 @@ class CallNotation(ABC):
 
     @abstractmethod
     def read(self, text: str) -> CallDelta:
-        """A whole answer, as its text with marks."""
+        """A whole completion, as its text with marks."""
 
     def mark(self, name: str) -> str:
-        """How a mark stands in the text of an answer."""
+        """How a mark stands in the text of a completion."""
         return self.names[name] if name in self.ids else name
 
     def spelled(self, text: str) -> str:
@@ -145,12 +145,12 @@ class CallNotation(ABC):
 
     @abstractmethod
     def grammar(self, tools: Sequence[Message], *, must: bool, many: bool, answer: Structure | None = None) -> Structure:
-        """The answers that call these tools, with arguments that match their schemas.
+        """The completions that call these tools, with arguments that match their schemas.
 
         Args:
-            must: an answer is a call and nothing else; otherwise text, then calls if any.
+            must: a completion is a call and nothing else; otherwise text, then calls if any.
             many: calls may follow each other, where the notation allows it.
-            answer: what an answer matches that is no call, in the place of text.
+            answer: what a completion matches that is no call, in the place of text.
 
         Raises:
             BadInput: the parameters of a tool are no schema, or one that cannot be forced.
@@ -162,7 +162,7 @@ class CallNotation(ABC):
 
 
 class TextNotation(CallNotation):
-    """A notation of calls that stand in the text of an answer, or behind it."""
+    """A notation of calls that stand in the text of a completion, or behind it."""
 
     @abstractmethod
     def split(self, text: str, first: bool) -> tuple[bool, int]:
@@ -251,7 +251,7 @@ class MarkedNotation(TextNotation):
 
 @dataclass
 class CallParser:
-    """The calls of one answer, whose text comes in pieces.
+    """The calls of one completion, whose text comes in pieces.
 
     begun: something begins as a call does.
     """

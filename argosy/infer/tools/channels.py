@@ -1,13 +1,13 @@
 """Channels of gpt-oss, in OpenAI's Harmony format (https://github.com/openai/harmony, docs/format.md).
 
-An answer is a row of messages: a header, its text, and a special token that ends it. The header names the channel.
+A completion is a row of messages: a header, its text, and a special token that ends it. The header names the channel.
 
     <|channel|>analysis<|message|>...<|end|>                                             thoughts
-    <|start|>assistant<|channel|>final<|message|>...<|return|>                           the answer
+    <|start|>assistant<|channel|>final<|message|>...<|return|>                           the completion
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>    a call of a tool
 
-The prompt ends with `<|start|>assistant`. The marks are special tokens, which decode to nothing, so the text of such an answer is made
-with a character for each mark that Unicode will never assign. So `<|end|>` that is spelled in ordinary tokens is text.
+The prompt ends with `<|start|>assistant`. The marks are special tokens, which decode to nothing, so the text of such a completion is
+made with a character for each mark that Unicode will never assign. So `<|end|>` that is spelled in ordinary tokens is text.
 """
 
 import json
@@ -19,7 +19,7 @@ from argosy.infer.tools.calls import special_token
 from argosy.infer.tools.grammar import Structure, json_rule
 
 START, END, MESSAGE, CHANNEL, CONSTRAIN = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
-# <|return|> and <|call|> end the whole answer. They are read only if it goes on nevertheless (`ignore_eos`).
+# <|return|> and <|call|> end the whole completion. They are read only if it goes on nevertheless (`ignore_eos`).
 MARKS = {
     "<|start|>": START,
     "<|end|>": END,
@@ -60,15 +60,15 @@ def with_descriptions(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[st
 
 
 class ChannelParser:
-    """Splits an answer into thoughts, text and calls as its text, with marks, arrives in pieces.
+    """Splits a completion into thoughts, text and calls as its text, with marks, arrives in pieces.
 
     over: a message that is no thought has begun.
-    any: the answer has thoughts.
+    any: the completion has thoughts.
     calls: (name, arguments as text) so far.
 
     Args:
         calls: tools were offered. Without them, what would be the arguments of a call is text.
-        continued: the answer continues a final message instead of beginning with a header.
+        continued: the completion continues a final message instead of beginning with a header.
     """
 
     def __init__(self, *, calls: bool = False, continued: bool = False):
@@ -106,7 +106,7 @@ class ChannelParser:
         return found["thought"], found["text"]
 
     def end(self) -> tuple[str, str]:
-        """The rest of the thought and of the answer, at the end of the text."""
+        """The rest of the thought and of the completion, at the end of the text."""
         found = {"thought": "", "text": ""}
         self._close(found)
         return found["thought"], found["text"]

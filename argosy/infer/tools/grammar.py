@@ -1,9 +1,9 @@
-"""Structured output: which tokens may follow so that the answer matches a JSON schema, a regular expression, a list of choices or a
+"""Structured output: which tokens may follow so that the completion matches a JSON schema, a regular expression, a list of choices or a
 grammar. Host only: NumPy, and llguidance, which walks a trie of all tokens through a parser of bytes.
 
     grammars = Grammars(tokenizer, vocab)
     grammar = grammars.get(structure_of({"json": schema}))
-    matcher = grammar.matcher(ends)              # one for each answer
+    matcher = grammar.matcher(ends)              # one for each completion
     bits, states = masks([matcher, ...])         # before each token; matcher.push(token) after it
 
 A token stands for the bytes that decoding gives for it after other text, so byte tokens may build a character together, and every
@@ -69,7 +69,7 @@ class Structure:
 
 
 def read_structure(structured: Mapping[str, Any]) -> Structure:
-    """Reads what an answer must match, by the names of vLLM's `structured_outputs`.
+    """Reads what a completion must match, by the names of vLLM's `structured_outputs`.
 
     Args:
         structured: one of `json` (a JSON schema as a dict or as text, or a pydantic class), `json_object` (True), `regex`, `choice` (a
@@ -301,7 +301,7 @@ class Grammar:
         return inner
 
     def matcher(self, ends: Collection[int]) -> "Matcher":
-        """A matcher of one answer.
+        """A matcher of one completion.
 
         Args:
             ends: ids that may end it once it is complete.
@@ -312,12 +312,12 @@ class Grammar:
         return self._inner.deep_copy()
 
     def renew(self) -> None:
-        """Forgets the states of the lexer, which many answers have filled."""
+        """Forgets the states of the lexer, which many completions have filled."""
         self._inner = _deep(self._compiled, _stack(self.structure), None)
 
 
 class Matcher:
-    """The state of one answer in its grammar."""
+    """The state of one completion in its grammar."""
 
     def __init__(self, grammar: Grammar, ends: Collection[int]):
         self.grammar, self.tokens = grammar, []
@@ -325,14 +325,15 @@ class Matcher:
         self.inner = grammar.copy()
 
     def push(self, token: int) -> bool:
-        """Adds a token to the answer. Returns whether it is complete, so that nothing may follow."""
+        """Adds a token to the completion. Returns whether it is complete, so that nothing may follow."""
         self.tokens.append(token)
         if not self.inner.consume_token(token):
             self.again()
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def again(self) -> bool:
-        """Reads the answer again with a fresh lexer, if earlier answers have filled the old one. Returns whether that helped."""
+        """Reads the completion again with a fresh lexer, if earlier completions have filled the old one. Returns whether that
+        helped."""
         if "too many states" not in self.inner.get_error():
             return False
         self.grammar.renew()
@@ -341,11 +342,11 @@ class Matcher:
 
 
 def grammar_masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
-    """The tokens that may follow each answer: bits [rows, ceil(vocab / 32)] int32, the lowest bit first; in parallel.
+    """The tokens that may follow each completion: bits [rows, ceil(vocab / 32)] int32, the lowest bit first; in parallel.
 
-    A state is `accepting` if the answer matches and more may follow, `complete` if it matches and nothing may follow, `open` if it does
-    not match yet. It is `blocked` if it does not match and no token may follow: a limit of llguidance was reached, or the model has no
-    token for the text that is due.
+    A state is `accepting` if the completion matches and more may follow, `complete` if it matches and nothing may follow, `open` if it
+    does not match yet. It is `blocked` if it does not match and no token may follow: a limit of llguidance was reached, or the model
+    has no token for the text that is due.
     """
     from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 

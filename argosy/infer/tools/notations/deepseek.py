@@ -56,7 +56,7 @@ class DeepSeekNotation(SectionedNotation):
         for message in messages:
             own = dict(message)
             if calls := message.get("tool_calls"):
-                # An empty text behind its calls would be an answer of its own.
+                # An empty text behind its calls would be a completion of its own.
                 own["content"] = message.get("content") or None
                 own["tool_calls"] = [_as_text(call) for call in calls] if JOINED in template else calls
             found.append(own)

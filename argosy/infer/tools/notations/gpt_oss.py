@@ -1,4 +1,4 @@
-"""Calls as gpt-oss writes them: a message of a channel, which ends the answer. `infer.tools.channels` reads thoughts, text and
+"""Calls as gpt-oss writes them: a message of a channel, which ends the completion. `infer.tools.channels` reads thoughts, text and
 calls."""
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
     {"name": "f", "parameters": {...}}; {"name": "g", "parameters": {...}}
 
-Nothing marks them, so an answer that begins with anything else is no call, nor is an object with neither `parameters` nor `arguments`.
-A grammar allows one call.
+Nothing marks them, so a completion that begins with anything else is no call, nor is an object with neither `parameters` nor
+`arguments`. A grammar allows one call.
 """
 
 import json

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from argosy.core.errors import BadInput, UnknownName
-from argosy.evals.language import KNOWN, language_of
+from argosy.evals.instruction_following.language import KNOWN, language_of
+from argosy.evals.instruction_following.sentences import sentences_of, words_apart
 from argosy.evals.rows import Fields
-from argosy.evals.sentences import sentences_of, words_apart
 
 Relation = Literal["less than", "at least"]
 RELATIONS = ("less than", "at least")

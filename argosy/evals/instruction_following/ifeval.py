@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from argosy.evals.instructions import follows
+from argosy.evals.instruction_following.checks import follows
 from argosy.evals.statistics import RowScores
 
 
