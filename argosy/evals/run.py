@@ -10,7 +10,7 @@ from argosy.evals import choice, generation, perplexity
 from argosy.evals import completion_loss as answers
 from argosy.evals.plan import PlannedTask
 from argosy.evals.settings import EvalSettings
-from argosy.evals.statistics import RowScores, WeightedMean, means
+from argosy.evals.statistics import RowScores, MeanWithError, means
 
 MEASURES: dict[str, Callable[..., tuple[list[RowScores], int]]] = {
     "perplexity": perplexity.measure_perplexity,
@@ -39,7 +39,7 @@ class TaskResult:
     rows: Sequence[RowScores]
     truncated: int
     seconds: float
-    numbers: Mapping[str, WeightedMean] = field(default_factory=dict)
+    numbers: Mapping[str, MeanWithError] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """The result as JSON. `stderr` is that of the first metric; of others it is `NAME_stderr`."""
@@ -93,14 +93,14 @@ def check_evaluable(lm: Any, settings: EvalSettings) -> None:
         raise BadInput("chat=true: this model has no chat template", hint="leave chat=true out")
 
 
-def with_perplexity(numbers: Mapping[str, WeightedMean]) -> dict[str, WeightedMean]:
+def with_perplexity(numbers: Mapping[str, MeanWithError]) -> dict[str, MeanWithError]:
     """Adds exp(loss) behind the loss; its standard error is that of the loss times itself (first order)."""
     from math import exp, inf
 
-    out: dict[str, WeightedMean] = {}
+    out: dict[str, MeanWithError] = {}
     for name, found in numbers.items():
         out[name] = found
         if name == "loss":
             value = exp(found.value) if found.value < 700 else inf
-            out["perplexity"] = WeightedMean(value, None if found.stderr is None else found.stderr * value)
+            out["perplexity"] = MeanWithError(value, None if found.stderr is None else found.stderr * value)
     return out

@@ -31,25 +31,25 @@ class RowScores:
         return self.weights.get(name, 1.0)
 
 
-class WeightedMean(NamedTuple):
+class MeanWithError(NamedTuple):
     """A weighted mean and its standard error, which is None for a single row."""
 
     value: float
     stderr: float | None
 
 
-def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> WeightedMean:
+def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> MeanWithError:
     """The weighted mean of independent values; equal weights by default."""
     weights = [1.0] * len(values) if weights is None else weights
     total, n = math.fsum(weights), len(values)
     value = math.fsum(w * x for w, x in zip(weights, values, strict=True)) / total
     if n < 2:
-        return WeightedMean(value, None)
+        return MeanWithError(value, None)
     squares = math.fsum((w * (x - value)) ** 2 for w, x in zip(weights, values))
-    return WeightedMean(value, math.sqrt(n / (n - 1) * squares) / total)
+    return MeanWithError(value, math.sqrt(n / (n - 1) * squares) / total)
 
 
-def means(rows: Sequence[RowScores]) -> dict[str, WeightedMean]:
+def means(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
     """Of every metric of these rows."""
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     return {name: mean([r.values[name] for r in rows], [r.weight(name) for r in rows]) for name in names}

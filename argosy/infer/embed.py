@@ -79,7 +79,7 @@ def embed(
         raise BadInput(f"pooling `{pooling}` is not built", hint=f"one of {', '.join(POOLINGS)}")
     if batch < 1:
         raise BadInput(f"batch = {batch}", hint="at least 1")
-    encoder = TextEncoder(lm, pooling)
+    encoder = SentenceEncoder(lm, pooling)
     rows = encoder.ids(texts, encoder.context)
     out = np.zeros((len(rows), lm.config.width), np.float32)
     # The longest first: if one does not fit in memory, that fails at once.
@@ -90,7 +90,7 @@ def embed(
     return encoder.finished(out, normalize)
 
 
-class TextEncoder:
+class SentenceEncoder:
     """An encoder with the steps of its folder, one step at a time: texts to ids, ids to pooled vectors, and those to the result. The
     weights are those that the model has now.
 

@@ -16,7 +16,7 @@ import uvicorn
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.embed import TextEncoder
+from argosy.infer.embed import SentenceEncoder
 from argosy.infer.engine.replicas import check_device_count
 from argosy.infer.lm import LM, check_draft
 from argosy.infer.programs.store import ProgramStore
@@ -154,7 +154,7 @@ def build_encoder(lm: LM, name: str, settings: ServeSettings, say: Say | None) -
     if idle := sorted(settings.engine.model_fields_set - {"budget", "lora"}):
         names = ", ".join(f"engine.{one}" for one in idle)
         raise BadInput(f"{names}: `{name}` is an encoder, which computes each text at once", hint="engine.budget alone applies")
-    encoder = TextEncoder(lm, say=say)
+    encoder = SentenceEncoder(lm, say=say)
     budget = settings.engine.budget
     for shape in pass_shapes(budget, encoder.context) if settings.warm_up else [(1, encoder.context)]:
         encoder.pooled([[0]], shape)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from argosy.evals.run import with_perplexity
-from argosy.evals.statistics import RowScores, WeightedMean, mean, means, paired
+from argosy.evals.statistics import RowScores, MeanWithError, mean, means, paired
 
 
 def test_equal_weights_give_the_standard_error_of_the_mean():
@@ -12,13 +12,13 @@ def test_equal_weights_give_the_standard_error_of_the_mean():
     found = mean(values.tolist())
     assert found.value == pytest.approx(values.mean())
     assert found.stderr == pytest.approx(values.std(ddof=1) / np.sqrt(40))
-    assert mean([3.0]) == WeightedMean(3.0, None)
+    assert mean([3.0]) == MeanWithError(3.0, None)
 
 
 def test_the_standard_error_of_a_weighted_mean_is_the_spread_of_repeated_draws():
     rng = np.random.default_rng(1)
 
-    def draw() -> WeightedMean:
+    def draw() -> MeanWithError:
         weights = rng.integers(1, 20, 60).astype(float)
         # Long rows are harder, so the sum of the weights varies with the value.
         values = rng.normal(weights / 10, 1)
@@ -52,7 +52,7 @@ def test_rows_that_only_one_model_has_do_not_count():
 
 
 def test_perplexity_is_the_exponential_of_the_loss_with_its_first_order_error():
-    found = with_perplexity({"loss": WeightedMean(2.0, 0.1)})
+    found = with_perplexity({"loss": MeanWithError(2.0, 0.1)})
     assert list(found) == ["loss", "perplexity"]
     assert found["perplexity"] == pytest.approx((np.exp(2), 0.1 * np.exp(2)))
-    assert with_perplexity({"loss": WeightedMean(1e4, None)})["perplexity"].value == float("inf")
+    assert with_perplexity({"loss": MeanWithError(1e4, None)})["perplexity"].value == float("inf")

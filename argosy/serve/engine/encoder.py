@@ -17,7 +17,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.core.progress import Say
 from argosy.infer.completions import Prompt
-from argosy.infer.embed import TextEncoder
+from argosy.infer.embed import SentenceEncoder
 from argosy.infer.forward.sequences import length_bucket
 from argosy.serve.engine.admission import Computing, timed_out
 from argosy.serve.errors import ApiError, input_error
@@ -71,7 +71,7 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
         name: the model's.
     """
 
-    def __init__(self, encoder: TextEncoder, budget: int, limits: ServerLimits, name: str):
+    def __init__(self, encoder: SentenceEncoder, budget: int, limits: ServerLimits, name: str):
         self.engine, self.budget = encoder, budget
         self.running = 0
         metrics = EncoderMetrics(
