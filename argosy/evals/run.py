@@ -10,7 +10,7 @@ from argosy.evals import choice, generation, perplexity
 from argosy.evals import completion_loss as answers
 from argosy.evals.plan import PlannedTask
 from argosy.evals.settings import EvalSettings
-from argosy.evals.statistics import RowScores, MeanWithError, means
+from argosy.evals.statistics import MeanWithError, RowScores, means
 
 MEASURES: dict[str, Callable[..., tuple[list[RowScores], int]]] = {
     "perplexity": perplexity.measure_perplexity,

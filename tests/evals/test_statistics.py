@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from argosy.evals.run import with_perplexity
-from argosy.evals.statistics import RowScores, MeanWithError, mean, means, paired
+from argosy.evals.statistics import MeanWithError, RowScores, mean, means, paired
 
 
 def test_equal_weights_give_the_standard_error_of_the_mean():
