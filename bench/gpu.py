@@ -315,7 +315,7 @@ import json, sys, time
 sys.path.insert(0, ".")
 import jax
 from argosy.models.hub import rows
-from argosy.run.assemble import assemble
+from argosy.run.assembly.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.memory import compiled_need, estimated_need

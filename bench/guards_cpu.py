@@ -14,7 +14,10 @@ from unittest.mock import patch
 
 import jax
 
-from argosy.run import assemble, assembly
+from argosy.run.assembly import state as states
+from argosy.run.assembly import updates
+from argosy.run.assembly.assemble import assemble
+from argosy.run.assembly.assembly import Assembly
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.replay import Replay
@@ -40,16 +43,14 @@ class Step:
 
     def __init__(self, words: list[str], variant: list[str] | None):
         settings = compose(Run, "tiny", [*words, *DATA, *(variant or [])]).value
-        guarded, begin = assembly.guarded, assemble.begin
+        guarded, begin = updates.guarded, states.begin
         bare = variant is None
         with (
-            patch.object(assembly, "guarded", (lambda step, how: step) if bare else guarded),
-            patch.object(assemble, "begin", (lambda how: None) if bare else begin),
-            patch.object(
-                assembly.Assembly, "_guard", (lambda self, arrays: None) if bare else assembly.Assembly._guard
-            ),
+            patch.object(updates, "guarded", (lambda step, how: step) if bare else guarded),
+            patch.object(states, "begin", (lambda how: None) if bare else begin),
+            patch.object(Assembly, "_guard", (lambda self, arrays: None) if bare else Assembly._guard),
         ):
-            a = assemble.assemble(settings, Decided.here(settings))
+            a = assemble(settings, Decided.here(settings))
             self.update, self.state, self.batch = a.compile(), a.start(), a.place(next(a.batches))
         a.close()
         self.metrics: Any = None

@@ -27,7 +27,7 @@ import os, runpy, sys, time
 from dataclasses import replace
 from argosy.core.process import signals
 signals.take_over()
-from argosy.run.assembly import Assembly
+from argosy.run.assembly.assembly import Assembly
 made = Assembly.with_frozen
 def sleeping(self, program):
     import jax

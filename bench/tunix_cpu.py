@@ -24,7 +24,7 @@ from flax import nnx
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig  # type: ignore[import-not-found]
 
 from argosy.adapt.tunix import ForTunix
-from argosy.run.assemble import assemble
+from argosy.run.assembly.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.initial import weights_for

@@ -161,10 +161,10 @@ EDITS = [
     ),
     Edit(
         "a bad step at which an outer one is left out",
-        "argosy/run/assembly.py",
-        "        step = guarded(diloco.alone(step), self.run.guard) if how.every else guarded(step, self.run.guard)\n"
-        "        step = diloco.together(step, how) if how.every else step\n",
-        "        step = guarded(diloco.together(diloco.alone(step), how) if how.every else step, self.run.guard)\n",
+        "argosy/run/assembly/updates.py",
+        "        step = guarded(diloco.alone(step), run.guard) if run.diloco.every else guarded(step, run.guard)\n"
+        "        step = diloco.together(step, run.diloco) if run.diloco.every else step\n",
+        "        step = guarded(diloco.together(diloco.alone(step), run.diloco) if run.diloco.every else step, run.guard)\n",
         ("tests/jobs/test_diloco_runs.py::test_a_bad_step_of_one_replica_is_skipped_by_all_and_outer_steps_are_not",),
     ),
     # ---------------------------------------------------------------- several processes

@@ -36,7 +36,7 @@ from argosy.run.shared_prompts import resumed_on
 from argosy.run.view import Quiet, View
 
 if TYPE_CHECKING:
-    from argosy.run.assembly import Assembly
+    from argosy.run.assembly.assembly import Assembly
 
 STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
 
@@ -116,7 +116,7 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
 def checked(settings: Run) -> "Assembly":
     """Everything that a new run needs, built; all mistakes are found. Of several processes the first fills caches of the data."""
     from argosy.parallel import processes
-    from argosy.run.assemble import assemble
+    from argosy.run.assembly.assemble import assemble
     from argosy.run.decided import Decided
     from argosy.run.distillation.served import check_served
     from argosy.run.initial import check_source
@@ -234,7 +234,7 @@ class Training:
     ) -> "Training":
         """Builds everything that is not built yet. meta: of the checkpoint to resume from; its layout and precision are kept."""
         from argosy.parallel import processes
-        from argosy.run.assemble import assemble
+        from argosy.run.assembly.assemble import assemble
         from argosy.run.decided import Decided
 
         settings = reading.value
@@ -285,7 +285,7 @@ class Training:
         from argosy.run.diloco import check_replicas
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
-        if frozen is None and self.assembly.base:
+        if frozen is None and self.assembly.adapters.base:
             from argosy.run.initial import base_of
 
             self.base = dict(meta["base"])
@@ -302,7 +302,7 @@ class Training:
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
         if said := resumed_on(self.assembly.decided.shared_prompts, self.assembly.mesh.devices.flat[0].platform):
             self.view.say(said)
-        now, reason = self.assembly.multiplies
+        now, reason = self.assembly.products
         if reason:
             before = self.assembly.decided.products
             self.view.say(f"products were computed by `{before}` until step {step}, and are by `{now}` from here: `{before}` {reason}")
@@ -310,7 +310,7 @@ class Training:
 
     def say_what_changed(self, meta: Mapping[str, Any]) -> None:
         """Reports what another number of steps does to the learning rate, if anything."""
-        from argosy.run.assembly import scheduled_steps
+        from argosy.run.assembly.assembly import scheduled_steps
 
         before, step = int(meta["settings"]["steps"]), int(meta["step"])
         if before == self.settings.steps:
@@ -323,7 +323,7 @@ class Training:
         # init.state takes no state of adapters.
         way = (
             "from these weights elsewhere: init.weights"
-            if self.assembly.base
+            if self.assembly.adapters.base
             else "from this state elsewhere: init.state"
         )
         self.view.say(
@@ -488,15 +488,14 @@ class Training:
     def begin_rollouts(self, saver: Any, metrics: Metrics, answers: Metrics, stop: Callable[[], bool]) -> list[Any]:
         """Lends the rollouts what they need of the run; returns their hooks. answers: where some of theirs go."""
         from argosy.run.hooks import Every
-        from argosy.run.rl.reinforce import AnswersEvaluation, Reinforced, keeper
+        from argosy.run.rl.begin import CompletionEvaluation, begin_rollouts, completion_recorder
+        from argosy.run.rl.parts import rollouts_of
 
-        a = self.assembly
-        assert isinstance(a, Reinforced)
-        a.hub, a.generation = self.hub, self.directory.generation()
-        a.begin_rollouts(self.view.say, keeper(answers, self.view), stop)
-        if not self.settings.eval.batches or a.rollouts.held_out is None:
+        a, record = self.assembly, completion_recorder(answers, self.view)
+        begin_rollouts(a, self.hub, self.directory.generation(), self.view.say, record, stop)
+        if not self.settings.eval.batches or rollouts_of(a).batches.held_out is None:
             return []
-        evaluation = AnswersEvaluation(a, self.settings, saver, metrics, self.view, self.clock)
+        evaluation = CompletionEvaluation(a, saver, metrics, self.view, self.clock)
         return [Every("evaluation", self.settings.eval.every, evaluation)]
 
     def say_example(self) -> None:
@@ -506,12 +505,9 @@ class Training:
         batches, tokenizer = self.assembly.batches, self.assembly.tokenizer
         if self.resumed is not None:
             return
-        if self.settings.rollout is not None:
-            from argosy.run.rl.reinforce import Reinforced
-
-            assert isinstance(self.assembly, Reinforced)
-            first = self.assembly.first_prompt()
-            self.view.say(f"the first prompt; its answers come at ⟦...⟧\n{prompt_text(first, tokenizer)}\n")
+        if self.assembly.rollouts is not None:
+            text = prompt_text(self.assembly.rollouts.first_prompt(), tokenizer)
+            self.view.say(f"the first prompt; its completions come at ⟦...⟧\n{text}\n")
         elif (found := batches.example()) is not None:
             self.view.say(
                 f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(found, tokenizer)}\n"

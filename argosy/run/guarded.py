@@ -41,7 +41,7 @@ class Guarded:
         saver.rollbacks = self.rolled
         self.batches = Numbered(training.assembly.batches, [(one["first"], one["last"]) for one in self.rolled])
         a = training.assembly
-        replay = Replay(self.how.replay, a.places, a.shapes, a.mesh, a.base) if self.how.replay else None
+        replay = Replay(self.how.replay, a.places, a.shapes, a.mesh, a.adapters.base) if self.how.replay else None
         self.replay: Any = replay or (lambda update, state, batch, step: update(state, batch))
         self.check: Any = replay and replay.check
         self._watch = Watch(self.skipped)
@@ -152,7 +152,7 @@ class Guarded:
         if good is None or good >= bad.step:
             return self.stop(bad, "no checkpoint before it can be restored")
         # No step changes the base, or gives up its arrays.
-        base = {address: self.state.rest[address] for address in self.training.assembly.base}
+        base = {address: self.state.rest[address] for address in self.training.assembly.adapters.base}
         self.state = None
         self.batches.begin(good)
         first, last = self.batches.number + 1, number + self.how.beyond

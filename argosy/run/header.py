@@ -6,7 +6,7 @@ from argosy.core.counts import plural
 from argosy.run.settings import Run
 
 if TYPE_CHECKING:
-    from argosy.run.assembly import Assembly
+    from argosy.run.assembly.assembly import Assembly
 
 
 def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
         "device": a.mesh.devices.flat[0].device_kind,
         "precision": a.decided.precision,
         "layers": a.decided.layers,
-        "products": a.multiplies[0],
+        "products": a.products.name,
         **grid.told(a.mesh, a.shapes.params | a.shapes.rest),
         **stages.told(a.model.layers.run),
         **diloco.told(settings, a.mesh),
@@ -50,13 +50,12 @@ def _ends(a: "Assembly") -> dict[str, str]:
 
 
 def _work(a: "Assembly") -> dict[str, Any]:
-    """What a step computes; of rollouts, whose lengths nobody knows, what they are made of."""
+    """What a step computes; for rollouts, whose lengths are unknown, how many are sampled."""
     if a.run.rollout is None:
         return {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
-    from argosy.run.rl.reinforce import Reinforced
+    from argosy.run.rl.begin import rollout_header
 
-    assert isinstance(a, Reinforced)
-    return a.told()
+    return rollout_header(a)
 
 
 def _weights(settings: Run, resumed: int | None) -> str:
@@ -75,12 +74,12 @@ def _adapter(a: "Assembly") -> dict[str, str]:
     from argosy.core.settings.schema import Choice
     from argosy.models.parts.weight import count
 
-    if not a.adapted:
+    if not a.adapters.contractions:
         return {}
     settings, some, all_ = a.run.adapter, count(a.shapes.params), a.parameters
     kind = Choice(ADAPTERS).name_of(settings)
-    beside = f", beside {plural(len(a.retrained), 'weight')} in full" if a.retrained else ""
-    on = f"{kind}, rank {settings.rank}, on {plural(len(a.adapted), 'weight')}{beside}"
+    beside = f", beside {plural(len(a.adapters.retrained), 'weight')} in full" if a.adapters.retrained else ""
+    on = f"{kind}, rank {settings.rank}, on {plural(len(a.adapters.contractions), 'weight')}{beside}"
     return {"adapter": f"{on}; {some:,} trained ({some / all_:.2%})"}
 
 

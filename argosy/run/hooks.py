@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from argosy.core.settings import Reading, dump
 from argosy.observe.goodput import Clock
 from argosy.observe.metrics import Metrics
 from argosy.parallel import processes
-from argosy.run.assembly import Assembly
+from argosy.run.assembly.assembly import Assembly
+from argosy.run.assembly.updates import compile_evaluation
 from argosy.run.settings import Run
 from argosy.run.view import View
 
@@ -145,7 +147,8 @@ class Evaluation:
         if is_stopping(now, self.steps):
             return
         if self._program is None:
-            self._program = self.assembly.with_frozen(processes.together("evaluation compiled", self.assembly.compile_evaluation))
+            program = processes.together("evaluation compiled", partial(compile_evaluation, self.assembly))
+            self._program = self.assembly.with_frozen(program)
         numbers = self.evaluate(now.state, (lambda: False) if now.last else self.interrupted)
         if numbers is None:
             return

@@ -24,7 +24,7 @@ from argosy.models.parts.stack import from_layers, layer_addresses, stored_addre
 from argosy.models.parts.weight import Leaves, fill, put, split
 from argosy.parallel.place import on_devices
 from argosy.rl.policy.critic import PREFIX
-from argosy.run.assembly import GUARD, Assembly
+from argosy.run.assembly.assembly import GUARD, Assembly
 from argosy.run.settings import Run
 from argosy.train.beside import CRITIC, alone
 from argosy.train.state import TrainState, trained
@@ -50,10 +50,10 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     """
     stored = open_model(model, say)
     _check_same(assembly.run.model, stored.config, model)
-    if assembly.base:
-        say(f"base weights from {model}, frozen; adapters on {plural(len(assembly.adapted), 'contraction')}")
+    if assembly.adapters.base:
+        say(f"base weights from {model}, frozen; adapters on {plural(len(assembly.adapters.contractions), 'contraction')}")
         if stored.adapted is not None:
-            how = "stay as they are under the new ones" if assembly.beneath else "are merged into them"
+            how = "stay as they are under the new ones" if assembly.adapters.stacked else "are merged into them"
             say(f"its own adapters on {plural(len(stored.adapted.adapters), 'weight')} {how}")
     else:
         say(f"weights from {model}")
@@ -77,14 +77,14 @@ def base_of(assembly: Assembly, base: dict[str, Any], say: Callable[[str], None]
     """
     _fill_base(assembly, open_base(base, say, thorough=True), fresh=False)
     own = split(assembly.model)[1]
-    return {address: own[address] for address in assembly.base}
+    return {address: own[address] for address in assembly.adapters.base}
 
 
 def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
     """Fills the model of a run from the one it starts from, and draws what that does not have: adapters, or a head of scores. Returns
     whether it drew a head."""
     places = assembly.places.params | assembly.places.rest
-    if assembly.base:
+    if assembly.adapters.base:
         _fill_base(assembly, stored, fresh=True)
         key = jax.random.key(assembly.run.seed)
         fill(assembly.model, key, addresses=layer_addresses(assembly.model), place=places.__getitem__)
@@ -114,7 +114,7 @@ def _fill_base(assembly: Assembly, stored: OpenedModel, *, fresh: bool) -> None:
     places = assembly.places.params | assembly.places.rest
     plain = assembly.run.model.build(assembly.decided.run("none"))
     weights, under = stored.weights, stored.adapted
-    if assembly.beneath and under is not None:
+    if assembly.adapters.stacked and under is not None:
         weights = OverlaidTensors(under.base.weights, Arrays(under.whole))
         put(assembly.model, {a: on_devices(factor, places[a]) for a, factor in on_top(assembly).items()})
     fill_base(
@@ -130,12 +130,12 @@ def _fill_base(assembly: Assembly, stored: OpenedModel, *, fresh: bool) -> None:
 def on_top(assembly: Assembly) -> dict[str, Any]:
     """The factors of the adapters that stay as they are, by their address under the trained ones."""
     own = assembly.shapes.rest
-    return {a if a in own else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.beneath.items()}
+    return {a if a in own else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.adapters.stacked.items()}
 
 
 def base_described(assembly: Assembly, stored: OpenedModel | None, given: str | None) -> dict[str, Any]:
     """What checkpoints say of the base of a run; empty for a run without adapters."""
-    return describe_base(stored, given) if assembly.base and stored is not None and given is not None else {}
+    return describe_base(stored, given) if assembly.adapters.base and stored is not None and given is not None else {}
 
 
 def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:

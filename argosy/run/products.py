@@ -1,6 +1,8 @@
 """Which implementation multiplies matrices in a run's programs (`ops.matmul`). It is decided once and stored with the run, because
 two of them agree only to rounding."""
 
+from typing import NamedTuple
+
 from jax.sharding import Mesh
 
 from argosy.core.errors import Unsupported
@@ -9,6 +11,17 @@ from argosy.run.settings import Run
 
 # Parameters below which a run builds no kernels, which takes ten seconds once: its products are too small for them.
 SMALLEST = 1_000_000
+
+
+class ProductChoice(NamedTuple):
+    """The implementation of products with weights.
+
+    name: its name among `ops.matmul.MATMUL`.
+    reason: why it is not the one that was decided; "" if it is.
+    """
+
+    name: str
+    reason: str
 
 
 def decided_products(run: Run, precision: str, devices: int, platform: str) -> str:
@@ -20,8 +33,8 @@ def decided_products(run: Run, precision: str, devices: int, platform: str) -> s
     return "amx"
 
 
-def products_of(run: Run, products: str, precision: str, mesh: Mesh) -> tuple[str, str]:
-    """What multiplies here, and why it is not what was decided; "" if it is.
+def products_of(run: Run, products: str, precision: str, mesh: Mesh) -> ProductChoice:
+    """The implementation that multiplies here.
 
     Raises:
         Unsupported: the settings name one that cannot run here.
@@ -29,7 +42,7 @@ def products_of(run: Run, products: str, precision: str, mesh: Mesh) -> tuple[st
     reason = "" if products == "xla" else why_not(precision, mesh.size, mesh.devices.flat[0].platform)
     if reason and run.execution.products is not None:
         raise Unsupported(f"execution.products={products} {reason}", hint="without it, the fastest that runs here is taken")
-    return ("xla", reason) if reason else (products, "")
+    return ProductChoice("xla", reason) if reason else ProductChoice(products, "")
 
 
 def why_not(precision: str, devices: int, platform: str) -> str:

@@ -7,7 +7,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.models.parts.weight import merge
-from argosy.run.assembly import Assembly
+from argosy.run.assembly.assembly import Assembly
 from argosy.run.settings import Run
 
 

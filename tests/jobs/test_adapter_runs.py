@@ -30,7 +30,7 @@ from argosy.jobs.proof import digest
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, merge, split, variables
 from argosy.observe.metrics import by_step, read
-from argosy.run.assemble import assemble
+from argosy.run.assembly.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.initial import weights_for
@@ -161,7 +161,7 @@ def test_the_base_is_not_copied_donated_or_changed(base: Path):
     files = {file.name: file.read_bytes() for file in base.iterdir()}
     assembly = assembled(base)
     state, stored = weights_for(assembly, str(base), lambda _: None)
-    before = {address: leaf for address, leaf in state.rest.items() if address in assembly.base}
+    before = {address: leaf for address, leaf in state.rest.items() if address in assembly.adapters.base}
     held = {address: np.array(leaf) for address, leaf in before.items()}
     first = {address: np.array(leaf) for address, leaf in state.params.items()}
     update = assembly.compile()
@@ -177,7 +177,7 @@ def test_the_base_is_not_copied_donated_or_changed(base: Path):
         np.testing.assert_array_equal(held[address], stored.weights.read(name))
         np.testing.assert_array_equal(np.asarray(state.rest[address]), held[address])
     assert all((np.asarray(state.params[a]) != first[a]).any() for a in first), "an adapter never moved"
-    assert set(state.params).isdisjoint(assembly.base)
+    assert set(state.params).isdisjoint(assembly.adapters.base)
     assert {file.name: file.read_bytes() for file in base.iterdir()} == files
 
 

@@ -16,7 +16,8 @@ from argosy.core.errors import ArgosyError
 from argosy.jobs.train import train
 from argosy.models.parts.stack import Unroll
 from argosy.parallel.mesh import MeshSettings
-from argosy.run import assemble, diloco
+from argosy.run import diloco
+from argosy.run.assembly.assemble import assemble
 from argosy.run.combinations import Situation, violated
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
@@ -147,7 +148,7 @@ def settings(*words: str) -> Run:
 def test_what_replicas_cannot_do_is_refused(words: list[str], what: str):
     run = settings(*words)
     with pytest.raises(ArgosyError, match=what):
-        assemble.assemble(run, Decided("unroll", "float32"))
+        assemble(run, Decided("unroll", "float32"))
 
 
 def test_steps_that_no_outer_step_followed_are_said():
@@ -164,7 +165,7 @@ def test_steps_that_no_outer_step_followed_are_said():
 def test_layers_that_replicas_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     with pytest.raises(ArgosyError, match=r"diloco\.every and mesh\.stage do not combine"):
-        assemble.assemble(settings("mesh.stage=2", "model.layers=2", "mesh.fsdp=-1"), Decided("scan", "float32"))
+        assemble(settings("mesh.stage=2", "model.layers=2", "mesh.fsdp=-1"), Decided("scan", "float32"))
     two = settings("mesh.fsdp=2", "mesh.tensor=2")
     with pytest.raises(ArgosyError, match=r"mesh\.fsdp = 2 and mesh\.tensor = 2 within a replica: XLA aborts"):
         diloco.check(two, two.mesh.build())

@@ -12,7 +12,7 @@ from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import abstract
 from argosy.observe.hlo import Cost, cost
 from argosy.parallel.mesh import MeshSettings
-from argosy.run.assemble import assemble
+from argosy.run.assembly.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.settings import Run

@@ -8,7 +8,7 @@ import pytest
 
 import argosy
 from argosy.checkpoint.saving.memory import HostMemory
-from argosy.run.assemble import assemble
+from argosy.run.assembly.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.memory import KINDS, TRACED, TRUST, Need, activation_bytes, compiled_need, training_bytes

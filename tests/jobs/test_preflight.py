@@ -10,7 +10,7 @@ from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.core.storage import Store
 from argosy.jobs import proof
-from argosy.run.assemble import assemble
+from argosy.run.assembly.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.preflight import directory_of, settled

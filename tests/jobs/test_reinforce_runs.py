@@ -71,7 +71,7 @@ def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     """Random weights answer with any byte; digits are a tenth of what is readable and 4 % of all bytes."""
     run = tmp_path / "run"
     said = fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
-    assert re.search(r"the first prompt; its answers come at ⟦\.\.\.⟧\n(\d\+\d=)⟦\.\.\.⟧\nanswer: '\d+'\n", said)
+    assert re.search(r"the first prompt; its completions come at ⟦\.\.\.⟧\n(\d\+\d=)⟦\.\.\.⟧\nanswer: '\d+'\n", said)
     reward = numbers(run, "reward")
     assert np.mean([reward[step] for step in (1, 2)]) < 0.15
     assert np.mean([reward[step] for step in (14, 15)]) > 0.5

@@ -11,7 +11,7 @@ from helpers import Heard, default, flipped
 
 from argosy.jobs.proof import digest
 from argosy.jobs.train import train
-from argosy.run.assembly import Assembly
+from argosy.run.assembly.assembly import Assembly
 from argosy.run.replay import Corrupted
 
 WORDS = [*SMALL, "checkpoint.every=2", "steps=8", "data.batch=16"]
@@ -83,7 +83,7 @@ def test_a_step_that_does_not_give_the_same_twice_is_found(monkeypatch: pytest.M
 
 
 def test_the_copy_is_counted(tmp_path: Path):
-    from argosy.run.assemble import assemble
+    from argosy.run.assembly.assemble import assemble
     from argosy.run.compose import compose
     from argosy.run.decided import Decided
     from argosy.run.memory import compiled_need

@@ -151,7 +151,7 @@ def test_a_run_in_an_object_store_resumes_bit_for_bit(alone: Path, tmp_path: Pat
 
 def test_data_resumes_where_it_was(tmp_path: Path):
     """Each row is its own number, so what the steps saw can be read off the batches."""
-    from argosy.run.assemble import assemble
+    from argosy.run.assembly.assemble import assemble
     from argosy.run.compose import compose
     from argosy.run.decided import Decided
     from argosy.run.settings import Run

@@ -311,13 +311,14 @@ SLOW_TO_COMPILE = """
 import os, runpy, sys, time
 from argosy.core.process import signals
 signals.take_over()
-from argosy.run.assembly import Assembly
-for name in ("compile", "compile_evaluation"):
-    def slow(self, make=getattr(Assembly, name)):
+from argosy.run.assembly.assembly import Assembly
+from argosy.run import hooks
+for where, name in ((Assembly, "compile"), (hooks, "compile_evaluation")):
+    def slow(assembly, make=getattr(where, name)):
         if os.environ["ARGOSY_RANK"] == "1":
             time.sleep(35)
-        return make(self)
-    setattr(Assembly, name, slow)
+        return make(assembly)
+    setattr(where, name, slow)
 sys.argv[0] = "argosy"
 runpy.run_module("argosy", run_name="__main__")
 """
@@ -341,7 +342,7 @@ def later():
     metrics = Path(os.environ["TEST_RUN"], "metrics.jsonl")
     while not metrics.exists() or metrics.read_text().count("grad_norm") < 5:
         time.sleep(0.05)
-    sys.modules["argosy.run.assembly"].place_batch = get_stuck
+    sys.modules["argosy.run.assembly.assembly"].place_batch = get_stuck
 if os.environ.get("ARGOSY_RANK") == "1" and os.environ.get("ARGOSY_ATTEMPT") == "0":
     threading.Thread(target=later, daemon=True).start()
 """

@@ -14,7 +14,7 @@ from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.stack.remat import NAMES, check_kept
 from argosy.models.parts.weight import abstract, fill, merge, split
-from argosy.run.assemble import assemble
+from argosy.run.assembly.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.settings import Run

@@ -19,7 +19,7 @@ from argosy.models.parts.stack import Scan
 from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
-from argosy.run.assemble import assemble
+from argosy.run.assembly.assemble import assemble
 from argosy.run.compose import compose
 from argosy.run.decided import Decided
 from argosy.run.settings import Run

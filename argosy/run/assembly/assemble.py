@@ -1,0 +1,68 @@
+"""Builds the parts of a training run from its settings, before anything is written, and checks that they fit."""
+
+from typing import Any
+
+import jax
+
+from argosy.core.errors import mistakes_of, refuse
+from argosy.rl.policy.critic import PREFIX
+from argosy.run import diloco as replicas
+from argosy.run.assembly.assembly import Assembly, scheduled_steps
+from argosy.run.assembly.checks import check_implementations, mesh_of, prompts_tokenizer, source_of
+from argosy.run.assembly.data import sampled_data, stored_data
+from argosy.run.assembly.model import ModelParts, build_model
+from argosy.run.assembly.state import StateParts, build_state
+from argosy.run.combinations import Situation, violated
+from argosy.run.decided import Decided, backend
+from argosy.run.frozen import reference
+from argosy.run.frozen.role import Role
+from argosy.run.memory import estimated_need
+from argosy.run.products import products_of
+from argosy.run.settings import Run
+
+
+def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
+    """Checks and builds everything, without drawing or reading weights.
+
+    Raises:
+        UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
+    """
+    refuse(list(violated(Situation(run, jax.process_count(), backend()))))
+    checked: dict[str, Any] = {}
+    refuse(
+        mistakes_of(
+            lambda: check_implementations(run.execution),
+            lambda: checked.update(mesh=mesh_of(run)),
+            lambda: checked.update(source=source_of(run) if run.rollout is None else (None, prompts_tokenizer(run))),
+        )
+    )
+    mesh, (source, tokenizer) = checked["mesh"], checked["source"]
+    replicas.check(run, mesh)
+    if run.rollout is None:
+        data = stored_data(run, mesh, source, tokenizer, progress)
+    else:
+        data = sampled_data(run, decided, mesh, tokenizer)
+    steps = scheduled_steps(run.steps, data.batches)
+    model = build_model(run, decided, mesh, tokenizer, steps)
+    state = build_state(run, decided, mesh, model.model, steps)
+    roles = model.roles | _reference(run, model, state)
+    estimated_need(run, decided, state.shapes, state.places, mesh, roles).check()
+    return Assembly(
+        run=run,
+        decided=decided,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        **vars(data),
+        **vars(model) | {"roles": roles},
+        **vars(state),
+        products=products_of(run, decided.products, decided.precision, mesh),
+    )
+
+
+def _reference(run: Run, model: ModelParts, state: StateParts) -> dict[str, Role]:
+    """The model before its first step, where updates or rollouts read it."""
+    if reference.kind_of(run.objective) not in ("online", "rollout"):
+        return {}
+    shapes = state.shapes.params | state.shapes.rest
+    critic = frozenset(a for a in shapes if a.startswith(PREFIX)) if getattr(run.objective, "critic", None) is not None else frozenset()
+    return {reference.ROLE: Role(state.graph, shapes, model.adapters.base | critic)}

@@ -1,0 +1,247 @@
+"""The parts of a training run, and the functions that read several of them: states, sizes, and the scope that programs are traced in.
+
+`run.assembly.assemble` builds the record. What objectives do differently is a part: `updates` is how a batch becomes an update, and
+`rollouts` is there where batches are sampled.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from argosy.data.batch import Batches
+from argosy.data.tokenizers.load import Tokenizer
+from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.weight import count, fill
+from argosy.ops.op import implementations
+from argosy.parallel.place import batch_sharding, on_devices, place_batch
+from argosy.parallel.scope import scope
+from argosy.run.decided import Decided
+from argosy.run.distillation.served import ServedTeacher
+from argosy.run.distillation.teacher import Teacher
+from argosy.run.frozen.role import Role
+from argosy.run.memory import batch_shapes
+from argosy.run.products import ProductChoice
+from argosy.run.settings import Run
+from argosy.train.beside import parted
+from argosy.train.guard import FLAG, begin
+from argosy.train.guard_settings import GuardSettings
+from argosy.train.state import TrainState, flattened, meanings_of, trained, unflattened
+
+if TYPE_CHECKING:
+    from argosy.run.rl.parts import RolloutParts
+
+# The prefix of a guard's arrays in a checkpoint, and the names of all of them.
+GUARD = "guard."
+GUARD_ARRAYS = tuple(begin(GuardSettings(nonfinite="skip", spike="skip")))
+
+
+class Updates(Protocol):
+    """How a batch becomes an update."""
+
+    def roles(self, assembly: "Assembly") -> Mapping[str, Role]:
+        """The frozen models that an update reads."""
+        ...
+
+    def compile(self, assembly: "Assembly") -> Any:
+        """The compiled update (state, batch, frozen weights) -> (state, metrics)."""
+        ...
+
+    def place(self, assembly: "Assembly", batch: Any) -> Any:
+        """Puts a host batch onto the devices."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdapterParts:
+    """The adapters of a run; empty without any.
+
+    contractions: the contractions that have one.
+    base: the addresses of the frozen weights under them, which checkpoints leave out.
+    retrained: the addresses of the weights that are trained in full beside them.
+    stacked: the factors of adapters that stay as they are under the trained ones, by address.
+    """
+
+    contractions: tuple[str, ...] = ()
+    base: frozenset[str] = frozenset()
+    retrained: frozenset[str] = frozenset()
+    stacked: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Assembly:
+    """The parts of a run. No array exists until `start` or `restored` creates a state.
+
+    batches: of training.
+    evals: of evaluation; None where it has none, or where rollouts evaluate.
+    model: the module; its weights are shapes until they are drawn or read.
+    graph: its structure without weights.
+    rate: (step) -> the learning rate.
+    shapes, places: of the state, the shapes and the shardings of its arrays.
+    updates: how a batch becomes an update.
+    products: the implementation of products with weights.
+    roles: frozen models that steps read, by role.
+    frozen: the weights of those, once they are known.
+    teacher: the model to learn from, in distillation.
+    rollouts: what a run has whose batches are sampled from its own model.
+    """
+
+    run: Run
+    decided: Decided
+    mesh: Mesh
+    tokenizer: Tokenizer | None
+    batches: Batches
+    evals: Batches | None
+    model: Any
+    graph: Any
+    adapters: AdapterParts
+    optimizer: Any
+    rate: Any
+    shapes: TrainState
+    places: TrainState
+    updates: Updates
+    products: ProductChoice
+    roles: dict[str, Role]
+    teacher: Teacher | ServedTeacher | None = None
+    rollouts: "RolloutParts | None" = None
+    frozen: dict[str, Any] = field(default_factory=dict)
+
+    # ---------------------------------------------------------------- states
+
+    def start(self) -> TrainState:
+        """A state with random weights from the seed."""
+        self.draw()
+        _, params, rest = trained(self.model)
+        return self.begin(params, rest)
+
+    def draw(self) -> None:
+        """Draws the weights that the model does not have yet from the seed."""
+        places = self.places.params | self.places.rest
+        fill(self.model, jax.random.key(self.run.seed), addresses=layer_addresses(self.model), place=places.__getitem__)
+
+    def begin(self, params: dict[str, Any], rest: dict[str, Any], step: int = 0, optimizer: Any = None) -> TrainState:
+        """A state with these weights, and a fresh optimizer unless one is given."""
+        if optimizer is None:
+            optimizer = jax.jit(self.optimizer.init, out_shardings=self.places.optimizer)(params)
+        key = jax.random.key(self.run.seed)
+        number = on_devices(np.asarray(step, np.int32), self.places.step)
+        return TrainState(number, params, rest, optimizer, key, self._guard({}))
+
+    def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state as a checkpoint stores it: weights except those of a base, and the rest, both {name: array}. The weights of parts
+        beside the model are in the rest."""
+        key = jax.random.key_data(state.key)
+        weights = {name: leaf for name, leaf in (state.params | state.rest).items() if name not in self.adapters.base}
+        weights, beside = parted(weights)
+        guard = {f"{GUARD}{name}": a for name, a in state.guard.items() if name != FLAG}
+        return weights, {"step": state.step, "key": key} | guard | beside | {
+            f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
+        }
+
+    def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
+        """The state from what `packed` returned and the weights of the base, with arrays placed as `state_places` says."""
+        arrays, beside = parted(arrays)
+        weights = weights | beside
+        optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
+        params = {a: weights[a] for a in self.shapes.params}
+        rest = {a: weights[a] for a in self.shapes.rest}
+        key = jax.random.wrap_key_data(arrays["key"])
+        return TrainState(arrays["step"], params, rest, optimizer, key, self._guard(arrays))
+
+    def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Shardings of the arrays that `packed` returns."""
+        everywhere = self.places.step
+        # A checkpoint may lack a guard's arrays: its settings may change.
+        state = {"step": everywhere, "key": everywhere} | {f"{GUARD}{name}": everywhere for name in GUARD_ARRAYS}
+        state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
+        weights, beside = parted(self.places.params | self.places.rest)
+        return weights, state | beside
+
+    def _guard(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The guard's arrays, from a checkpoint where they fit these settings, or as they begin."""
+        stored = {name: (arrays.get(f"{GUARD}{name}"), first) for name, first in begin(self.run.guard).items()}
+        fits = {name: a is not None and a.shape == first.shape for name, (a, first) in stored.items()}
+        # Losses and their number go together.
+        fits = {name: fits[name] and fits.get("losses", True) for name in fits}
+        return {name: a if fits[name] else on_devices(first, self.places.step) for name, (a, first) in stored.items()}
+
+    # ---------------------------------------------------------------- programs
+
+    def compile(self) -> Any:
+        """The compiled update; the state is donated, except the frozen weights of a base."""
+        return self.updates.compile(self)
+
+    def with_frozen(self, program: Any) -> Any:
+        """A compiled update or evaluation as a function of state and batch, with this run's frozen models."""
+        names = tuple(self.updates.roles(self))
+        return lambda state, batch: program(state, batch, {name: self.frozen[name] for name in names})
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Programs of this run are traced inside: under its mesh, with the implementations its settings name."""
+        execution = self.run.execution
+        chosen = implementations(attention=execution.attention, experts=execution.experts, products=self.products.name)
+        with scope(self.mesh, self.run.mesh.table()), chosen:
+            yield
+
+    def batch_shapes(self, batches: Batches | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a training batch, or of one of others."""
+        data, sizes = self.run.data, (batches or self.batches).sizes
+        return batch_shapes(self.run.objective, data.batch, data.sequence, batch_sharding(self.mesh), sizes)
+
+    def place(self, batch: Any) -> Any:
+        """Puts a host batch onto the devices: the arrays that an update reads."""
+        return self.updates.place(self, batch)
+
+    def place_fields(self, batch: Any) -> Any:
+        """Puts arrays of rows onto the devices."""
+        return place_batch(batch, self.mesh)
+
+    def close(self) -> None:
+        """Stops the threads that read ahead, and the processes that sample."""
+        for part in (self.batches, self.evals, self.rollouts):
+            if part is not None:
+                part.close()
+
+    # ---------------------------------------------------------------- sizes
+
+    @property
+    def steps(self) -> int:
+        """The steps of the run, or fewer if its epochs end before."""
+        return scheduled_steps(self.run.steps, self.batches)
+
+    @property
+    def parameters(self) -> int:
+        """The parameters of the model and of its adapters; those of a quantized base count as before."""
+        if self.adapters.base:
+            return self.run.model.parameters() + count(self._factors)
+        return count(self.shapes.params) + count(self.shapes.rest)
+
+    @property
+    def flops_per_step(self) -> int:
+        """FLOPs of the forward and backward pass; attention counts in full, although half of it is masked. Frozen weights have no
+        gradient, which saves one of three passes over them; adapters have all three."""
+        model, tokens = self.run.model, self.run.data.sequence
+        if not self.adapters.base:
+            return self.run.data.batch * model.training_flops(tokens)
+        weights = model.flops(tokens) - model.mixing_flops(tokens)
+        meanings = meanings_of(self.model)
+        whole = sum(math.prod(self.shapes.params[a].shape) for a in self.adapters.retrained if meanings[a][0].inner)
+        row = model.training_flops(tokens) - weights + tokens * (6 * count(self._factors) + 2 * whole)
+        return self.run.data.batch * row
+
+    @property
+    def _factors(self) -> dict[str, Any]:
+        """The trained weights of adapters."""
+        return {address: shape for address, shape in self.shapes.params.items() if address not in self.adapters.retrained}
+
+
+def scheduled_steps(steps: int, batches: Batches) -> int:
+    """The steps over which the learning rate is scheduled: those of the run, or fewer if its epochs end before. Otherwise a small file
+    would end in the middle of a warm-up."""
+    return min(steps, batches.summary().ends_after or steps)

@@ -1,0 +1,116 @@
+"""The mesh, the data and the tokenizer of a run, checked against its settings."""
+
+from functools import partial
+from typing import Any
+
+from jax.sharding import Mesh
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, mistakes_of, refuse
+from argosy.core.settings import Choice
+from argosy.data import pipeline
+from argosy.data.sources import RowSource
+from argosy.data.tokenizers.load import Tokenizer
+from argosy.ops.attention import ATTENTION
+from argosy.ops.grouped import GROUPED_MATMUL
+from argosy.ops.matmul import MATMUL
+from argosy.parallel.place import row_shares
+from argosy.run.preflight import check_experts
+from argosy.run.settings import Run
+from argosy.train.settings import OBJECTIVES
+
+
+def check_implementations(execution: Any) -> None:
+    """Checks that the implementations that the settings name exist.
+
+    Raises:
+        UserError: one does not.
+    """
+    named = ((ATTENTION, execution.attention), (GROUPED_MATMUL, execution.experts), (MATMUL, execution.products))
+    refuse(mistakes_of(*(partial(registry.__getitem__, name) for registry, name in named if name is not None)))
+
+
+def mesh_of(run: Run) -> Mesh:
+    """The mesh of a run over the devices of this process.
+
+    Raises:
+        BadInput: it does not fit the devices, or the batch or the experts do not divide over it.
+    """
+    if run.rollout is not None:
+        from argosy.run.rl.rollout_engine import trainer_devices
+
+        mesh = run.mesh.build(trainer_devices(run.rollout))
+        check_experts(run.model, mesh.shape["expert"])
+        return mesh
+    mesh = run.mesh.build()
+    check_experts(run.model, mesh.shape["expert"])
+    shares, together = row_shares(mesh), run.objective.rows_per_group
+    if run.data.batch % (shares * run.accumulate * together):
+        raise BadInput(
+            f"data.batch = {run.data.batch} does not divide over {plural(shares, 'device')}"
+            + (f", accumulate = {run.accumulate}" if run.accumulate > 1 else "")
+            + (f" and groups of {together} rows" if together > 1 else ""),
+            hint=f"make it a multiple of {shares * run.accumulate * together}",
+        )
+    if (context := mesh.shape["context"]) > 1 and run.data.sequence % (2 * context):
+        what = f"data.sequence = {run.data.sequence} does not divide into {2 * context} pieces, twice mesh.context"
+        raise BadInput(what, hint=f"make it a multiple of {2 * context}")
+    return mesh
+
+
+def source_of(run: Run) -> tuple[Any, Tokenizer | None]:
+    """The source of a run's data and its tokenizer.
+
+    Raises:
+        UserError: one of them is missing, or the tokenizer makes tokens that the model lacks.
+    """
+    source, tokenizer = pipeline.find(run.data), pipeline.tokenizer_for(run.data)
+    is_text = not isinstance(source, RowSource)
+    check_formats(run, source)
+    return source, pipeline.fitting(tokenizer, run.data, run.model.vocab) if is_text else tokenizer
+
+
+def prompts_tokenizer(run: Run) -> Tokenizer:
+    """The tokenizer of a run that learns from answers to prompts.
+
+    Raises:
+        BadInput: there is none.
+    """
+    tokenizer = pipeline.tokenizer_for(run.data)
+    if tokenizer is None:
+        raise BadInput("prompts are texts, and this data has no tokenizer", hint="data.tokenizer=FOLDER")
+    return pipeline.fitting(tokenizer, run.data, run.model.vocab)
+
+
+def check_formats(run: Run, source: Any) -> None:
+    """Checks that the records of the data are what the objective trains on.
+
+    Raises:
+        BadInput: they are not, or the data has none.
+    """
+    from argosy.data.prepare import Prepared
+    from argosy.data.sources import Source
+    from argosy.data.sources.records import FORMATS, GROUPS
+
+    if not isinstance(source, Source | Prepared):
+        return
+    found = source.format if isinstance(source, Source) else source.fingerprint.get("source.format", "text")
+    wanted, name = getattr(run.objective, "trains_on", ()), Choice(OBJECTIVES).name_of(run.objective)
+    where = f"data.source={run.data.source}"
+    if wanted and found not in wanted:
+        columns = " or ".join(" and ".join(f"`{c}`" for c in FORMATS[one][0]) for one in wanted)
+        what = f"objective={name} trains on `{'` or `'.join(wanted)}` records, and this data is `{found}`"
+        raise BadInput(what, where=where, hint=f"give records with {columns}; data.columns.NAME=COLUMN renames")
+    if not wanted and found in GROUPS:
+        others = {
+            "preference": "data.columns.completion=chosen trains on the chosen answers; data.format=messages reads other columns",
+            "kto": "data.format=completion reads the answers without their labels",
+        }
+        what = f"objective={name} trains on single texts, and this data is `{found}`"
+        raise BadInput(what, where=where, hint=others.get(found, "objective=process_reward trains on it"))
+    batch, least = run.data.batch // run.objective.rows_per_group, getattr(run.objective, "least_groups", 1)
+    if batch < least:
+        what = f"data.batch = {run.data.batch} holds {batch} example, and objective={name} estimates a divergence over the batch"
+        raise BadInput(
+            what, where=where, hint=f"make it at least {least * run.objective.rows_per_group}: two rows an example"
+        )

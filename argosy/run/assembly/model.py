@@ -1,0 +1,121 @@
+"""The model of a run with its adapters, critic and projection, and the frozen models beside it; no weight is drawn or read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from argosy.adapt.base import base_addresses, lay, retrained
+from argosy.adapt.settings import Dora
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, Unsupported
+from argosy.data.tokenizers.load import Tokenizer
+from argosy.models.parts.stack.remat import check_kept
+from argosy.models.parts.weight import Choosing, variables
+from argosy.rl.policy.critic import attach_critic
+from argosy.run import diloco as replicas
+from argosy.run.assembly.assembly import AdapterParts
+from argosy.run.decided import Decided
+from argosy.run.distillation.address import is_endpoint
+from argosy.run.distillation.served import ServedTeacher
+from argosy.run.distillation.teacher import ROLE as TEACHER
+from argosy.run.distillation.teacher import Teacher
+from argosy.run.distillation.teacher import kind_of as teacher_kind
+from argosy.run.frozen.role import Role
+from argosy.run.settings import Run
+from argosy.run.stages import check_groups, execution
+from argosy.train import projection
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of a run that its model decides; `Assembly` says what each is."""
+
+    model: Any
+    adapters: AdapterParts
+    teacher: Teacher | ServedTeacher | None
+    roles: dict[str, Role]
+
+
+def build_model(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer | None, steps: int) -> ModelParts:
+    """The model as its layers run on this mesh, with all that trains beside it.
+
+    Raises:
+        UserError: its layers do not divide, something of it would stay random, or the teacher does not fit.
+    """
+    layers = execution(run, decided, mesh)
+    model = run.model.build(layers)
+    check_groups(model, mesh.shape["stage"], run.execution.rounds)
+    check_kept(model, run.execution.keep)
+    replicas.check_model(run, model, steps)
+    _check_trained(run, model)
+    adapters = AdapterParts() if run.adapter.trains_base else _put_adapters(run, decided, model)
+    if getattr(run.objective, "critic", None) is not None:
+        attach_critic(model, run.model, layers)
+    teacher, kind = None, teacher_kind(run.objective)
+    if kind:
+        served = kind == "cached" and is_endpoint(run.objective.teacher)
+        teacher = ServedTeacher(run, tokenizer) if served else Teacher(run, decided, mesh, tokenizer)
+    roles: dict[str, Role] = {}
+    if isinstance(teacher, Teacher) and kind == "online":
+        roles[TEACHER] = teacher.role
+        projection.attach(model, run.objective, roles)
+    return ModelParts(model, adapters, teacher, roles)
+
+
+def _check_trained(run: Run, model: Any) -> None:
+    """Checks that no weight would keep its random value.
+
+    Raises:
+        BadInput: some would.
+    """
+    drawn = [] if run.init.weights or run.init.state else [a for a, v in variables(model).items() if isinstance(v, Choosing)]
+    if drawn:
+        raise BadInput(
+            f"{plural(len(drawn), 'weight')} of the sparse-attention indexer would keep their random values: nothing trains them",
+            hint="start from trained weights (init.weights=FOLDER), or leave the indexer out: model.index=none",
+        )
+
+
+def _put_adapters(run: Run, decided: Decided, model: Any) -> AdapterParts:
+    under, stacked = stacked_adapters(run), dict[str, Any]()
+    prepare = (lambda model: stacked.update(lay(model, under))) if under else None
+    contractions = run.adapter.put_on(model, jnp.dtype(decided.base_dtype), prepare)
+    base = frozenset(base_addresses(model)) if contractions else frozenset()
+    return AdapterParts(tuple(contractions), base, frozenset(retrained(model)), stacked)
+
+
+def stacked_adapters(run: Run) -> Mapping[str, Any]:
+    """The adapters of the base that stay as they are under the run's, by the per-layer name of their contraction.
+
+    Raises:
+        BadInput: the base has adapters, and the run does not say what happens to them; or it says so, and there are none.
+        Unsupported: DoRA on either side, adapters of a quantized base, or rollouts.
+    """
+    from argosy.checkpoint.open import open_model
+
+    onto, weights = run.adapter.onto, str(run.init.weights)
+    if "://" not in weights and not Path(weights).exists():
+        # A run that resumes says what is missing when it looks for its base.
+        return {}
+    under = open_model(weights).adapted
+    if under is None:
+        if onto is not None:
+            raise BadInput(f"adapter.onto = {onto}, and {weights} has no adapters", hint="leave adapter.onto out")
+        return {}
+    if onto is None:
+        hint = "adapter.onto=merge puts the new ones on their sum; adapter.onto=stack keeps them as they are under the new ones"
+        raise BadInput(f"{weights} has adapters already", hint=hint)
+    if onto == "merge":
+        return {}
+    merge = "adapter.onto=merge"
+    if under.is_quantized:
+        raise Unsupported("adapters of a quantized base cannot be stacked on: its rounding would be lost", hint=merge)
+    if isinstance(run.adapter, Dora) or any(adapter.m is not None for adapter in under.adapters.values()):
+        raise Unsupported("DoRA is not stacked: it scales the sum of all below it", hint=merge)
+    if run.rollout is not None:
+        raise Unsupported("rollouts with stacked adapters are not built", hint=merge)
+    return under.adapters

@@ -1,0 +1,91 @@
+"""The optimizer of a run, and the shapes and shardings of its state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from argosy.core.errors import BadInput
+from argosy.models.parts.weight import abstract, logical
+from argosy.parallel.gather import Once
+from argosy.parallel.place import like_weights
+from argosy.parallel.rules import shardings
+from argosy.rl.policy.critic import PREFIX
+from argosy.run.decided import Decided
+from argosy.run.offload import check_offload
+from argosy.run.settings import Run
+from argosy.train import diloco
+from argosy.train.guard import begin
+from argosy.train.offload import HOST, pieces_for, places_on_host, weights_on_host
+from argosy.train.optim import scaled
+from argosy.train.state import TrainState, meanings_of, trained
+
+
+@dataclass(frozen=True)
+class StateParts:
+    """The parts of a run that its state is made of; `Assembly` says what each is. The shapes carry their shardings."""
+
+    graph: Any
+    optimizer: Any
+    rate: Callable[[Any], Any]
+    shapes: TrainState
+    places: TrainState
+
+
+def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) -> StateParts:
+    """The optimizer over these steps, and where each array of the state lies.
+
+    Raises:
+        UserError: settings ask for what this state does not have.
+    """
+    graph, params, rest = trained(model)
+    shapes = abstract(model)
+    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, run.mesh.table(), mesh)
+    offloads = run.execution.offload != "none"
+    if offloads:
+        check_offload(run, decided, mesh)
+    pieces = pieces_for(run.optimizer, meanings_of(model), shapes, weights) if offloads else None
+    schedule = run.schedule.build(steps)
+    optimizer = run.optimizer.build(schedule, meanings_of(model), pieces)
+    if (critic := getattr(run.objective, "critic", None)) is not None:
+        optimizer = scaled(optimizer, PREFIX, critic.rate)
+    if run.diloco.every:
+        optimizer = diloco.around(optimizer, mesh.shape[diloco.AXIS])
+    state = jax.eval_shape(
+        lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0, begin(run.guard)),
+        {a: shapes[a] for a in params},
+        {a: shapes[a] for a in rest},
+    )
+    places = like_weights(state, weights, shapes, mesh)
+    if offloads:
+        places = _offloaded(run, model, state, places)
+    if run.execution.gather == "once" and not Once(weights).gathers:
+        what = "no weight is split over mesh.fsdp, so there is nothing to gather once"
+        raise BadInput(what, where="set by execution.gather")
+    if run.diloco.every:
+        places = replace(places, optimizer=diloco.places(state.optimizer, weights, shapes, mesh))
+
+    def placed(leaf: Any, place: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    def rate(step: Any) -> Any:
+        return run.optimizer.learning_rate * schedule(step)
+
+    return StateParts(graph, optimizer, rate, jax.tree.map(placed, state, places), places)
+
+
+def _offloaded(run: Run, model: Any, state: TrainState, places: TrainState) -> TrainState:
+    """The shardings of a state of which a part lies in the host's memory.
+
+    Raises:
+        BadInput: the optimizer keeps nothing to move there.
+    """
+    places = replace(places, optimizer=places_on_host(places.optimizer, state.optimizer, state.params))
+    if run.execution.offload == "weights":
+        return replace(places, params=weights_on_host(places.params, meanings_of(model)))
+    if not any(place.memory_kind == HOST for place in jax.tree.leaves(places.optimizer)):
+        what = f"{type(run.optimizer).__name__} keeps no arrays with these settings, so there is nothing to move to the host"
+        raise BadInput(what, where="set by execution.offload", hint="execution.offload=none")
+    return places

@@ -1,0 +1,106 @@
+"""Updates that one program makes from one batch, and evaluations of a batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from argosy.parallel.gather import Once
+from argosy.run.assembly.assembly import Assembly
+from argosy.run.frozen.role import Role
+from argosy.train import diloco
+from argosy.train.guard import guarded, judged
+from argosy.train.state import TrainState, training_graph
+from argosy.train.step import make_evaluation, make_step
+
+
+@dataclass(frozen=True)
+class BatchUpdates:
+    """One program computes the gradient of a batch and moves the weights."""
+
+    def roles(self, assembly: Assembly) -> Mapping[str, Role]:
+        return assembly.roles
+
+    def place(self, assembly: Assembly, batch: Any) -> Any:
+        return assembly.place_fields({name: batch[name] for name in assembly.run.objective.reads()})
+
+    def compile(self, assembly: Assembly) -> Any:
+        a, run, base = assembly, assembly.run, assembly.adapters.base
+
+        def stays(guard: Any, loss: Any, norm: Any) -> Any:
+            return judged(guard, loss, norm, run.guard).stays
+
+        step = make_step(
+            training_graph(a.model),
+            run.objective,
+            a.optimizer,
+            a.rate,
+            precision=a.decided.precision,
+            accumulate=run.accumulate,
+            roles=_graphs(a),
+            once=Once(a.places.params | a.places.rest) if run.execution.gather == "once" else None,
+            stays=stays if run.execution.offload != "none" else None,
+        )
+        step = guarded(diloco.alone(step), run.guard) if run.diloco.every else guarded(step, run.guard)
+        step = diloco.together(step, run.diloco) if run.diloco.every else step
+        if base:
+            moving = replace(a.places, rest={name: p for name, p in a.places.rest.items() if name not in base})
+            jitted = jax.jit(_with_base(step), donate_argnums=0, out_shardings=(moving, None))
+            with a.tracing():
+                lowered = jitted.lower(*split_base(a.shapes, base), a.batch_shapes(), _frozen_shapes(a))
+                return UpdateWithBase(lowered.compile(), base)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(a.places, None))
+        with a.tracing():
+            return jitted.lower(a.shapes, a.batch_shapes(), _frozen_shapes(a)).compile()
+
+
+def compile_evaluation(assembly: Assembly) -> Any:
+    """The compiled evaluation (state, batch, frozen weights) -> {name: sum and weight}."""
+    a = assembly
+    evaluate = make_evaluation(a.graph, a.run.objective, precision=a.decided.precision, roles=_graphs(a))
+    with a.tracing():
+        return jax.jit(evaluate).lower(a.shapes, a.batch_shapes(a.evals), _frozen_shapes(a)).compile()
+
+
+def _graphs(assembly: Assembly) -> dict[str, Any]:
+    return {name: role.graph for name, role in assembly.roles.items()}
+
+
+def _frozen_shapes(assembly: Assembly) -> dict[str, Any]:
+    return {name: role.shapes for name, role in assembly.roles.items()}
+
+
+# ---------------------------------------------------------------- adapters over a frozen base
+
+
+def split_base(state: TrainState, base: frozenset[str]) -> tuple[TrainState, dict[str, Any]]:
+    """A state without the frozen weights of its base, and those weights."""
+    moving = {a: leaf for a, leaf in state.rest.items() if a not in base}
+    return replace(state, rest=moving), {a: state.rest[a] for a in base}
+
+
+def _with_base(step: Any) -> Any:
+    """A step that takes the base beside the state and does not return it: its arrays stay where they are."""
+
+    def update(state: TrainState, base: dict[str, Any], batch: Any, frozen: Any) -> Any:
+        new, metrics = step(replace(state, rest=state.rest | base), batch, frozen)
+        return split_base(new, frozenset(base))[0], metrics
+
+    return update
+
+
+@dataclass(frozen=True)
+class UpdateWithBase:
+    """A compiled update that takes the base as an argument, called as one of the whole state."""
+
+    program: Any
+    base: frozenset[str]
+
+    def __call__(self, state: TrainState, batch: Any, frozen: Any = None) -> Any:
+        moving, base = split_base(state, self.base)
+        new, metrics = self.program(moving, base, batch, frozen or {})
+        return replace(new, rest=new.rest | base), metrics
+
+    def memory_analysis(self) -> Any:
+        return self.program.memory_analysis()

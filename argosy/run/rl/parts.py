@@ -1,0 +1,102 @@
+"""The parts that a run has besides where its batches are sampled from its own model, and the arrays of a part of a rollout.
+
+A rollout's completions are packed into parts of one shape, by which one program computes an update of any size.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.data.batch import Batch, Fields
+from argosy.data.rows.prompts import Prompt
+from argosy.parallel.place import batch_sharding, row_shares
+from argosy.rl.policy.objective import ROWS, shared_of
+from argosy.rl.rollouts.batches import RolloutBatches
+from argosy.rl.rollouts.packing import PartShape
+from argosy.rl.rollouts.records import Trainer
+from argosy.run.assembly.assembly import Assembly
+from argosy.run.memory import shapes_of
+from argosy.run.rl.rollout_workers import RolloutWorkers
+from argosy.run.settings import Run
+
+
+@dataclass
+class RolloutParts:
+    """What objectives that learn from rollouts do differently from each other.
+
+    batches: the rollouts.
+    trainer: (assembly, engine, say) -> what the rollouts read of the trainer.
+    first_prompt: the prompt that a run shows before its first step.
+    selection: (numbers of an evaluation) -> the number by which checkpoints are compared, less is better; None where every reward was
+        missing.
+    summary: lines of the run's header.
+    roles: the frozen models that every update reads.
+    workers: the processes that sample, once they run.
+    """
+
+    batches: RolloutBatches
+    trainer: Callable[[Assembly, Any, Say], Trainer]
+    first_prompt: Callable[[], Prompt]
+    selection: Callable[[Mapping[str, float]], float | None]
+    summary: Mapping[str, str]
+    roles: tuple[str, ...] = ()
+    workers: RolloutWorkers | None = None
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
+
+
+def rollouts_of(assembly: Assembly) -> RolloutParts:
+    """The rollouts of a run that has some."""
+    assert assembly.rollouts is not None
+    return assembly.rollouts
+
+
+class PartArrays:
+    """The arrays of a part: rows are split over devices, numbers of completions are on every device."""
+
+    def __init__(self, assembly: Assembly):
+        self.shape = rollouts_of(assembly).batches.shape
+        self.fields: Fields = {**assembly.run.objective.reads(), **shared_of(self.shape)}
+        # The arrays that log-probabilities are computed from.
+        self.scored = (*ROWS, *shared_of(self.shape), "places")
+        self._rows, self._everywhere = batch_sharding(assembly.mesh), assembly.places.step
+
+    def shapes(self, only: Sequence[str] | None = None) -> dict[str, Any]:
+        """Shapes, types and shardings."""
+        chosen = {name: self.fields[name] for name in only or self.fields}
+        arrays = shapes_of(chosen, self.shape.rows, self.shape.sequence, 1, self.shape.sizes, None)
+        return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place_of(name)) for name, a in arrays.items()}
+
+    def place(self, part: Batch) -> dict[str, Any]:
+        """Puts a part onto the devices."""
+        return {name: jax.device_put(a, self._place_of(name)) for name, a in part.items()}
+
+    def place_scored(self, part: Batch, *more: str) -> dict[str, Any]:
+        """Puts the arrays that log-probabilities are computed from onto the devices, and more by name."""
+        return self.place({name: part[name] for name in (*self.scored, *more)})
+
+    def _place_of(self, name: str) -> Any:
+        field = self.fields.get(name)
+        return self._rows if field is not None and field.axes.startswith("B") else self._everywhere
+
+
+def part_shape(run: Run, mesh: Any, shared: bool = False) -> PartShape:
+    """The shape of the parts that completions are packed into. shared: completions of one prompt share it.
+
+    Raises:
+        BadInput: their rows do not divide over the devices.
+    """
+    rollout, shares = run.rollout, row_shares(mesh)
+    assert rollout is not None
+    rows = rollout.rows_over(shares)
+    if rows % shares:
+        what = f"rollout.rows = {rows} does not divide over {plural(shares, 'device')}"
+        raise BadInput(what, hint=f"make it a multiple of {shares}")
+    return PartShape(rows, run.data.sequence, rollout.tokens, shared=shared)

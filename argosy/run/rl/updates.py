@@ -1,0 +1,105 @@
+"""Updates by the parts of a rollout: one program adds up their gradients, another moves the weights.
+
+An update computes as many parts as a rollout's completions fill.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from argosy.rl.rollouts.packing import RolloutBatch
+from argosy.run.assembly.assembly import Assembly
+from argosy.run.frozen.role import Role
+from argosy.run.rl.parts import PartArrays
+from argosy.train.guard import guarded
+from argosy.train.state import TrainState, training_graph
+from argosy.train.step import make_parts
+
+SIZES = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
+
+
+@dataclass(frozen=True)
+class PlacedBatch:
+    """An update's parts on the devices, and the numbers that are logged with it."""
+
+    parts: Sequence[Any]
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RolloutUpdates:
+    """The gradient of an update is summed over parts.
+
+    names: the frozen models that an update reads. A policy's reference is read once a rollout instead.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def roles(self, assembly: Assembly) -> Mapping[str, Role]:
+        return {name: assembly.roles[name] for name in self.names}
+
+    def place(self, assembly: Assembly, batch: RolloutBatch) -> PlacedBatch:
+        arrays = PartArrays(assembly)
+        return PlacedBatch([arrays.place(part) for part in batch.parts], batch.numbers)
+
+    def compile(self, assembly: Assembly) -> "RolloutUpdate":
+        a, run, graph, roles = assembly, assembly.run, training_graph(assembly.model), self.roles(assembly)
+        settings: Any = {"precision": a.decided.precision, "roles": {name: role.graph for name, role in roles.items()}}
+        add, finish = make_parts(graph, run.objective, a.optimizer, a.rate, **settings)
+        finish = guarded(finish, run.guard)
+        shapes, part, key = a.shapes, PartArrays(a).shapes(), jax.eval_shape(lambda: jax.random.key(0))
+        frozen = {name: role.shapes for name, role in roles.items()}
+        with a.tracing():
+            sums = jax.eval_shape(add, shapes.params, shapes.rest, frozen, part, key)
+            places = (a.places.params, jax.tree.map(lambda _: a.places.step, sums[1]))
+            sums = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), sums, places)
+            first = jax.jit(add, out_shardings=places).lower(shapes.params, shapes.rest, frozen, part, key).compile()
+            further = jax.jit(add, donate_argnums=5, out_shardings=places)
+            further = further.lower(shapes.params, shapes.rest, frozen, part, key, sums).compile()
+            moved = frozenset(sums[1].updates)
+            small = replace(shapes, rest={name: shapes.rest[name] for name in moved})
+            out = replace(a.places, rest={name: a.places.rest[name] for name in moved}), None
+            last = jax.jit(finish, donate_argnums=0, out_shardings=out).lower(small, sums).compile()
+        waiting = sum(
+            math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf, place in zip(jax.tree.leaves(shapes.optimizer), jax.tree.leaves(a.places.optimizer), strict=True)
+        )
+        return RolloutUpdate(first, further, last, moved, waiting)
+
+
+@dataclass(frozen=True)
+class RolloutUpdate:
+    """The compiled update of a state by a rollout's parts.
+
+    first, further: the programs of the first part, and of one whose gradient is added to sums.
+    last: the program that moves the weights by the sums.
+    moved: the frozen weights that change by a rule.
+    waiting: bytes of the optimizer's state on a device.
+    """
+
+    first: Any
+    further: Any
+    last: Any
+    moved: frozenset[str]
+    waiting: int
+
+    def __call__(self, state: TrainState, batch: PlacedBatch, frozen: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+        sums: Any = None
+        key = jax.random.fold_in(state.key, state.step)
+        for i, part in enumerate(batch.parts):
+            args = (state.params, state.rest, frozen, part, jax.random.fold_in(key, i))
+            sums = self.first(*args) if sums is None else self.further(*args, sums)
+        small = replace(state, rest={a: state.rest[a] for a in self.moved})
+        new, metrics = self.last(small, sums)
+        return replace(new, rest=state.rest | new.rest), dict(metrics) | dict(batch.numbers)
+
+    def memory_analysis(self) -> Any:
+        """The sizes of the program of a part, with the optimizer's state, which waits beside it."""
+        analysis = self.further.memory_analysis()
+        sizes = {name: int(getattr(analysis, name, 0) or 0) for name in SIZES}
+        sizes["argument_size_in_bytes"] += self.waiting
+        return SimpleNamespace(**sizes)
