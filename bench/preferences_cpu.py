@@ -31,7 +31,7 @@ import argosy
 from argosy.data.batch import Field
 from argosy.data.pipeline import build, tokenizer_for
 from argosy.data.settings import DataSettings
-from argosy.train.objectives.sequences import FIELDS
+from argosy.train.objectives.preferences.sequences import FIELDS
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 MODEL, PAIRS = SHARED / "models" / "stories260k", SHARED / "preference" / "preference_1100.jsonl"

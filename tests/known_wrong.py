@@ -317,23 +317,23 @@ EDITS = [
     ),
     Edit(
         "merged tokens compared without what came before",
-        "argosy/train/objectives/uld.py",
-        " * jnp.exp(ours)[:, None]",
+        "argosy/train/objectives/distillation/uld.py",
+        " * jnp.exp(before)[:, None]",
         "",
         ("tests/train/test_uld.py::test_a_merged_group_by_hand",),
     ),
     Edit(
         "the tokens that one vocabulary alone has weigh too much",
-        "argosy/train/objectives/uld.py",
+        "argosy/train/objectives/distillation/uld.py",
         "(1 - share) * rest",
         "rest",
         ("tests/train/test_uld.py::test_a_hybrid_by_hand",),
     ),
     Edit(
         "a student's own answers learned as labels",
-        "argosy/train/objectives/uld.py",
-        "how.cross_entropy * labels",
-        "how.cross_entropy * cross_entropy",
+        "argosy/train/objectives/distillation/uld.py",
+        "settings.cross_entropy * labels",
+        "settings.cross_entropy * cross_entropy",
         ("tests/train/test_uld.py::test_labels_count_where_they_are_given",),
     ),
     Edit(
@@ -359,7 +359,7 @@ EDITS = [
     ),
     Edit(
         "of several pairs of layers the first alone",
-        "argosy/train/objectives/distill.py",
+        "argosy/train/objectives/distillation/layers.py",
         "jnp.mean(jnp.stack(each), 0)",
         "each[0]",
         ("tests/train/test_distill.py::test_outputs_of_pairs_of_layers_by_hand",),
@@ -380,7 +380,7 @@ EDITS = [
     ),
     Edit(
         "targets that do not count distilled",
-        "argosy/train/objectives/distill.py",
+        "argosy/train/objectives/distillation/distributions.py",
         "jnp.where(mask > 0, mask.astype(values.dtype) * values, 0.0)",
         "values",
         ("tests/train/test_distill.py::test_the_loss_and_its_metrics_are_those_of_the_formula_where_the_mask_is_1",),
@@ -416,7 +416,7 @@ EDITS = [
     ),
     Edit(
         "a packed row's log-probability in its first slot",
-        "argosy/train/objectives/sequences.py",
+        "argosy/train/objectives/preferences/sequences.py",
         "own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)",
         "own = (segments[:, :, None] > 0) & (jnp.arange(slots) == 0)",
         ("tests/train/test_preference_losses.py::test_log_probabilities_of_packed_sequences_are_those_of_each_alone",),

@@ -1,4 +1,4 @@
-"""Scores of whole sequences by a reward model: read at the last token, as its training does (`train.objectives.reward`).
+"""Scores of whole sequences by a reward model: read at the last token, as its training does (`train.objectives.preferences.reward`).
 
 Transformers' `ForSequenceClassification` reads the last token that is not padding, which is the same unless a sequence ends with the
 padding token.

@@ -225,7 +225,8 @@ def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) ->
             group = "slice" if devices.slices else "machine"
             hint = f"within each {group}: {hint}; between the {devices.groups} of them: mesh.between.*"
         raise BadInput(error.what, where=where, hint=hint) from None
-    data, accumulate, together = good.get("data"), good.get("accumulate", 1), getattr(good.get("objective"), "rows_per_group", 1)
+    data, accumulate, objective = good.get("data"), good.get("accumulate", 1), good.get("objective")
+    together = objective.needs.rows_per_group if objective is not None else 1
     shares = math.prod(inside[axis] * between[axis] for axis in DEFAULT.activations["batch"] if axis != "stage")
     parts = shares * accumulate * together
     # Where the sizes that are set do not divide it, that is said already.

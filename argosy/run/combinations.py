@@ -74,11 +74,9 @@ FEATURES: dict[str, Feature] = {
     "rollout_int8": Feature("rollout.weights=int8", _of_run(lambda run: run.rollout and run.rollout.weights != "same")),
     "environment": Feature("an environment", _of_run(lambda run: run.environment.played)),
     "samples": Feature("sample.every", _of_run(lambda run: run.sample.every)),
-    "reference": Feature("a reference", _of_run(lambda run: getattr(run.objective, "reference", None))),
-    "teacher": Feature("a teacher", _of_run(lambda run: hasattr(run.objective, "teacher"))),
-    "cached_teacher": Feature(
-        "objective.logits=cached", _of_run(lambda run: getattr(run.objective, "logits", None) == "cached")
-    ),
+    "reference": Feature("a reference", _of_run(lambda run: run.objective.roles.get("reference"))),
+    "teacher": Feature("a teacher", _of_run(lambda run: "teacher" in run.objective.roles)),
+    "cached_teacher": Feature("objective.logits=cached", _of_run(lambda run: run.objective.roles.get("teacher") == "cached")),
     "other_objective": Feature(
         "another objective than next_token", _of_run(lambda run: type(run.objective).__name__ != "NextToken")
     ),

@@ -44,7 +44,7 @@ from argosy.data.sources import is_prepared
 from argosy.models import FAMILIES
 from argosy.run.mesh_presets import with_mesh
 from argosy.run.stored_layers import init_of, overruled, spelt_out, with_folders
-from argosy.train.settings import OBJECTIVES
+from argosy.train.objectives import OBJECTIVES
 
 T = TypeVar("T", bound=Settings)
 
@@ -115,11 +115,11 @@ def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> lis
         return any(_gives(layer.values, key) for layer in layers)
 
     values: dict[str, Any] = {}
-    scores = getattr(objective, "scores", 0)
+    scores = objective.needs.scores
     if scores and "scores" in family.model_fields and not is_given("model.scores"):
         values["model"] = {"scores": scores}
-    if getattr(objective, "on_policy", False):
-        if not getattr(objective, "rewarded", True) and not is_given("rollout.completions"):
+    if objective.needs.rollouts != "none":
+        if objective.needs.rollouts == "teacher" and not is_given("rollout.completions"):
             # Without rewards there are no groups to compare.
             values["rollout"] = {"completions": 1}
         elif not is_given("rollout"):
@@ -426,14 +426,15 @@ _RECIPES = {"prompt": "grpo", "preference": "dpo", "stepwise": "reward"}
 
 def _objective_words(name: str, known: list[str]) -> str | None:
     """The recipe and the setting that choose an objective, or a loss of DPO, of this name; None if there is none."""
-    from argosy.train.preferences import DPO_LOSSES, SMOOTHED
-    from argosy.train.settings import OBJECTIVES
+    from argosy.train.objectives import OBJECTIVES
+    from argosy.train.objectives.preferences.dpo import LOSSES as DPO_LOSSES
+    from argosy.train.objectives.preferences.dpo import SMOOTHED
 
     named = {_plain(one): one for one in OBJECTIVES}
     words = {_plain(loss): f"dpo objective.losses.{loss}=1" for loss in DPO_LOSSES}
     words |= {_plain(loss): f"{words[_plain(loss)]} objective.label_smoothing=0.1" for loss in SMOOTHED}
     for plain, one in named.items():
-        formats = getattr(OBJECTIVES[one], "trains_on", None)
+        formats = OBJECTIVES[one].needs.formats
         recipe = _RECIPES.get(formats[0], "sft") if formats else "distill" if "teacher" in OBJECTIVES[one].model_fields else "sft"
         words[plain] = one if one in known else f"{recipe} objective={one}"
     found = words.get(_plain(name.replace("++", "pp")))

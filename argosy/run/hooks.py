@@ -178,7 +178,7 @@ class Evaluation:
         numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
         if evals.bytes_per_token:
             numbers["eval_bits_per_byte"] = loss / math.log(2) / evals.bytes_per_token
-        more = getattr(self.assembly.run.objective, "evaluated", ())
+        more = self.assembly.run.objective.needs.metrics
         return numbers | {f"eval_{name}": found[f"eval_{name}"] for name in more}
 
 

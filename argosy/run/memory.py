@@ -26,8 +26,9 @@ from argosy.observe.memory import resident_bytes
 from argosy.observe.readable import sized
 from argosy.parallel.place import row_shares
 from argosy.rl.policy.critic import attach_critic
-from argosy.train import projection
-from argosy.train.objectives.distill import ROLE
+from argosy.train.beside import CRITIC
+from argosy.train.objectives.distillation import projection
+from argosy.train.objectives.distillation.teacher import ROLE
 from argosy.train.offload import HOST
 from argosy.train.state import trained, training_graph
 from argosy.train.step import model_for
@@ -154,7 +155,7 @@ def _traced_bytes(
     model = config.build(Scan(remat))
     if adapter is not None and not adapter.trains_base:
         adapter.put_on(model)
-    if getattr(objective, "critic", None) is not None:
+    if CRITIC in objective.trained_parts:
         attach_critic(model, config, Scan(remat))
     if ROLE in roles:
         projection.attach(model, objective, roles)
@@ -187,7 +188,7 @@ def batch_shapes(
     Args:
         own: sizes of axes that are fields' own, by letter; 1 for others.
     """
-    return shapes_of(objective.reads(), rows, tokens, objective.rows_per_group, own, place)
+    return shapes_of(objective.reads(), rows, tokens, objective.needs.rows_per_group, own, place)
 
 
 def shapes_of(
@@ -205,7 +206,7 @@ def shapes_of(
 def training_bytes(config: Any, tokens: int) -> dict[str, int]:
     """Bytes to train a model in float32 with AdamW on one sequence of `tokens` tokens: the state, and the activations for each
     choice of recomputation."""
-    from argosy.train.settings import OBJECTIVES
+    from argosy.train.objectives import OBJECTIVES
 
     objective: Any = OBJECTIVES["next_token"]()
     of = SimpleNamespace(**{r: activation_bytes(config, 1, tokens, objective, "float32", r) for r in ("none", "full")})

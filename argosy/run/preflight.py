@@ -21,6 +21,7 @@ from argosy.run.combinations import Situation, violated
 from argosy.run.compose import check_start, compose, no_model, run_folder
 from argosy.run.distillation.address import check_address, is_endpoint
 from argosy.run.settings import Init, Run
+from argosy.train.objectives.distillation.teacher import TeacherObjective
 
 Checks = Iterator[Callable[[], object]]
 
@@ -88,8 +89,8 @@ def inputs(values: Mapping[str, Any]) -> Checks:
     if isinstance(init, Init):
         yield lambda: check_start(init.weights, init.state)
     objective = values.get("objective")
-    if isinstance(teacher := getattr(objective, "teacher", None), str):
-        yield lambda: check_teacher(teacher, hasattr(objective, "teacher_model"))
+    if isinstance(objective, TeacherObjective):
+        yield lambda: check_teacher(objective.teacher, objective.may_be_server)
 
 
 def check_teacher(teacher: str, may_be_served: bool = False) -> None:

@@ -17,11 +17,12 @@ from argosy.rl.environments.settings import ENVIRONMENTS
 from argosy.rl.rewards.settings import RewardSettings
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.other_trainers import ELSEWHERE
+from argosy.train.beside import CRITIC
 from argosy.train.diloco_settings import DilocoSettings
 from argosy.train.guard_settings import GuardSettings
+from argosy.train.objectives import OBJECTIVES
 from argosy.train.optim import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES
-from argosy.train.settings import OBJECTIVES
 from argosy.train.straggler_settings import StragglerSettings
 
 for _name, _class in ALGORITHMS.items():
@@ -312,7 +313,7 @@ class Run(Settings):
 
     def _broken_by_sizes(self) -> Iterator[str]:
         """The rules between model, data and batch that do not hold."""
-        scores = getattr(self.objective, "scores", 0)
+        scores = self.objective.needs.scores
         if scores and "scores" not in type(self.model).model_fields:
             yield "models of this family have no head of scores yet: a Llama, Qwen, Gemma, OLMo or Phi has"
         elif self.model.scored != scores:
@@ -334,8 +335,9 @@ class Run(Settings):
 
     def _broken_by_rewards(self) -> Iterator[str]:
         """Rewards and rollouts go with objectives that learn from them, and with no others."""
-        on_policy, rewarded = getattr(self.objective, "on_policy", False), getattr(self.objective, "rewarded", True)
-        if not on_policy:
+        rollouts = self.objective.needs.rollouts
+        rewarded = rollouts == "rewards"
+        if rollouts == "none":
             for name in ("reward", "rollout"):
                 if getattr(self, name):
                     yield f"{name} is for objectives that learn from rewards, such as objective=grpo"
@@ -351,5 +353,5 @@ class Run(Settings):
             yield "reward is for objectives that learn from rewards: this one learns from its teacher"
         if not rewarded and self.environment.played:
             yield "environment is for objectives that learn from rewards: this one learns from its teacher"
-        if getattr(self.objective, "critic", None) is not None and "scores" not in type(self.model).model_fields:
+        if CRITIC in self.objective.trained_parts and "scores" not in type(self.model).model_fields:
             yield "models of this family have no head of scores yet, which a critic needs"

@@ -4,8 +4,8 @@ that are packed either way agree only to rounding."""
 from typing import Any
 
 from argosy.core.errors import BadInput, Unsupported
-from argosy.run.distillation.teacher import kind_of as taught
 from argosy.run.settings import Run
+from argosy.train.objectives.distillation.teacher import ROLE as TEACHER
 
 
 def decided_sharing(run: Run, platform: str) -> bool:
@@ -38,7 +38,7 @@ def resumed_on(shared: bool, platform: str) -> str:
 def why_not(run: Run) -> Unsupported | BadInput | None:
     """Why prompts cannot be shared; None if they can."""
     why: dict[str, Any] = {"where": "set by rollout.share_prompts", "hint": "leave rollout.share_prompts out"}
-    if taught(run.objective):
+    if TEACHER in run.objective.roles:
         return BadInput("answers that a teacher is compared on cannot share prompts", **why)
     if run.model.recurrent:
         return Unsupported("answers cannot share prompts in a model with recurrent layers: a state is that of one sequence", **why)

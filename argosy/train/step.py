@@ -19,7 +19,8 @@ from argosy.adapt.lora import dropping
 from argosy.models.parts.stack.hosted import on_host, slots, with_slots
 from argosy.models.parts.weight import Leaves, merge
 from argosy.parallel.gather import Once
-from argosy.train.objectives import Loss, Models, Objective, WeightedMean
+from argosy.train.objectives.loss import Loss, Models, WeightedMean
+from argosy.train.objectives.objective import Objective
 from argosy.train.schedule import Factor
 from argosy.train.state import TrainState
 
@@ -75,12 +76,9 @@ def make_step(
 
     def shared(state: TrainState, frozen: Frozen, parts: Batch, key: Array) -> Batch:
         """The numbers that every part reads of the whole batch."""
-        before = getattr(objective, "before", None)
-        if before is None:
-            return {}
         models = models_for(state.params, state.rest, frozen)
-        found = _summed(lambda part, key: before(models, part, key), parts, key)
-        return {name: mean.value() for name, mean in found.items()}
+        means = _summed(lambda part, key: objective.batch_means(models, part, key), parts, key)
+        return {name: mean.value() for name, mean in means.items()}
 
     def step(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
@@ -189,7 +187,7 @@ def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Calla
 def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
     """Each array [n ...] as [parts, n / parts ...]. A part takes every `parts`-th group of rows, so that each device has a share
     of every part, and rows of a group stay together."""
-    fields, together = objective.reads(), objective.rows_per_group
+    fields, together = objective.reads(), objective.needs.rows_per_group
 
     def one(name: str, a: Array) -> Array:
         rows = 1 if name in fields and fields[name].per == "group" else together

@@ -14,8 +14,8 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
 from argosy.run.compose import CONFIGS, compose, editor_schema, preset_config, presets, recipes
 from argosy.run.settings import Run as TrainingRun
-from argosy.train.preferences import DPO_LOSSES
-from argosy.train.settings import OBJECTIVES
+from argosy.train.objectives import OBJECTIVES
+from argosy.train.objectives.preferences.dpo import LOSSES as DPO_LOSSES
 
 
 class Llama(Settings):

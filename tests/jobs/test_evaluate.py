@@ -10,8 +10,8 @@ from argosy.observe.goodput import Clock
 from argosy.run import samples
 from argosy.run.hooks import Evaluation
 from argosy.run.samples import Sampler
-from argosy.train.objectives import WeightedMean
-from argosy.train.settings import NextToken
+from argosy.train.objectives.loss import WeightedMean
+from argosy.train.objectives.next_token import NextToken
 
 
 class Held(list):

@@ -34,7 +34,7 @@ JUMP = 50.0
 def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes batches of the data bad, by their numbers: the loss of one is not finite, or fifty times as large."""
     nans, jumps = set[int](), set[int]()
-    get, loss = RowBatches.__next__, next_token.loss
+    get, loss = RowBatches.__next__, next_token.next_token_loss
 
     def poisoned(self: RowBatches) -> Any:
         batch = get(self)
@@ -43,12 +43,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         # A weight that does not change a mean marks the batch.
         return batch | {"mask": batch["mask"] * 2} if self.handed in jumps else batch
 
-    def jumping(settings: Any, models: Any, batch: Any, key: Any) -> Any:
+    def jumping(settings: Any, models: Any, batch: Any) -> Any:
         import jax.numpy as jnp
 
-        from argosy.train.objectives import Loss, WeightedMean
+        from argosy.train.objectives.loss import Loss, WeightedMean
 
-        found = loss(settings, models, batch, key)
+        found = loss(settings, models, batch)
         times = jnp.where(jnp.max(batch["mask"]) > 1.5, JUMP, 1.0)
         return Loss(WeightedMean(found.loss.total * times, found.loss.weight), found.metrics, found.updates)
 
@@ -59,7 +59,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         jumps.update(jump)
 
     monkeypatch.setattr(RowBatches, "__next__", poisoned)
-    monkeypatch.setattr(next_token, "loss", jumping)
+    monkeypatch.setattr(next_token, "next_token_loss", jumping)
     return choose
 
 

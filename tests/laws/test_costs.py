@@ -16,8 +16,8 @@ from argosy.models.parts.weight import abstract, merge, split
 from argosy.models.settings import Experts
 from argosy.observe.flops import contraction_flops
 from argosy.ops.narrow import FORMS
-from argosy.train.objectives.next_token import losses as losses_of
-from argosy.train.settings import NextToken
+from argosy.train.objectives.next_token import NextToken
+from argosy.train.objectives.tokens import losses as losses_of
 from argosy.train.state import trained
 from tools.devices import COMMON, EXPERTS
 

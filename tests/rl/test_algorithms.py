@@ -16,10 +16,9 @@ from argosy.rl.algorithms import ADVANTAGES, ALGORITHMS, ALIASES, LOSSES
 from argosy.rl.algorithms.grpo import GRPO, grpo
 from argosy.rl.policy.credit import RolloutRewards, rollout_advantages
 from argosy.rl.policy.objective import token_losses
-from argosy.rl.policy.parts import compares_groups, needs_greedy
 from argosy.rl.policy.settings import Policy
 from argosy.run.settings import Run
-from argosy.train.settings import OBJECTIVES
+from argosy.train.objectives import OBJECTIVES
 
 MODEL = ["model.family=llama", "model.vocab=258", "model.width=16", "model.layers=1", "model.ffn=16", "model.heads=2"]
 MODEL += ["model.context=512", "reward=exact", "rollout.tokens=8"]
@@ -93,15 +92,15 @@ def test_the_words_of_settings_are_names_of_algorithms():
 
 
 def test_what_an_algorithm_compares_with_follows_from_its_parameters():
-    assert [name for name in ADVANTAGES if needs_greedy(GRPO(advantages=name))] == ["remax"]
-    assert [name for name in ADVANTAGES if not compares_groups(GRPO(advantages=name))] == ["reinforce_pp", "remax"]
+    assert [name for name in ADVANTAGES if GRPO(advantages=name).needs_greedy] == ["remax"]
+    assert [name for name in ADVANTAGES if not GRPO(advantages=name).compares_groups] == ["reinforce_pp", "remax"]
 
 
 def test_advantages_of_a_file(own):
     policy = GRPO(advantages="own.py:median")
     made = rollout_advantages(policy, RolloutRewards(REWARDS, [1.0], LIVE))
     np.testing.assert_allclose(made.values, np.array([[-1, -1, 0], [0, 0, 0], [4, 4, 4]], np.float32))
-    assert compares_groups(policy)
+    assert policy.compares_groups
 
 
 def test_a_loss_of_a_file_has_the_metrics_of_ratios(own):

@@ -16,10 +16,12 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, merge, put, split
 from argosy.ops.divergence import over, top
 from argosy.run.frozen.role import Role
-from argosy.train.distillation import GKD, Distill
-from argosy.train.objectives.distill import HIDDEN, of_logits
+from argosy.train.objectives.distillation.distill import Distill
+from argosy.train.objectives.distillation.distributions import of_logits
+from argosy.train.objectives.distillation.gkd import GKD
+from argosy.train.objectives.distillation.layers import HIDDEN
+from argosy.train.objectives.distillation.projection import attach
 from argosy.train.optim import SGD
-from argosy.train.projection import attach
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step

@@ -15,7 +15,7 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.stack.watch import KEYS, QUERIES, VALUES, WatchedAttend
 from argosy.models.parts.weight import merge
 from argosy.run.frozen.related import check_relations, layers_told
-from argosy.train.distillation import Distill
+from argosy.train.objectives.distillation.distill import Distill
 from argosy.train.state import trained
 
 KEY = jax.random.key(0)

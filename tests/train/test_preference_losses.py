@@ -14,16 +14,16 @@ from laws.families import CASES, built
 from argosy.core.errors import SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.models.parts.stack import Unroll
-from argosy.train.objectives.cpo import cpo
-from argosy.train.objectives.dpo import LOSSES, dpo
-from argosy.train.objectives.kto import kto
-from argosy.train.objectives.orpo import log_odds, orpo
-from argosy.train.objectives.process_reward import of_steps
-from argosy.train.objectives.reward import bradley_terry
-from argosy.train.objectives.sequences import SequenceLogps, last, sequences
-from argosy.train.objectives.simpo import simpo
+from argosy.train.objectives.preferences.cpo import CPO, cpo
+from argosy.train.objectives.preferences.dpo import DPO, LOSSES, dpo
+from argosy.train.objectives.preferences.dpo import LOSSES as DPO_LOSSES
+from argosy.train.objectives.preferences.kto import KTO, kto
+from argosy.train.objectives.preferences.orpo import ORPO, log_odds, orpo
+from argosy.train.objectives.preferences.process_reward import ProcessReward, step_loss
+from argosy.train.objectives.preferences.reward import RewardModel, bradley_terry
+from argosy.train.objectives.preferences.sequences import SequenceLogps, last, sequences
+from argosy.train.objectives.preferences.simpo import SimPO, simpo
 from argosy.train.optim import SGD
-from argosy.train.preferences import CPO, DPO, DPO_LOSSES, KTO, ORPO, ProcessReward, RewardModel, SimPO
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step
@@ -95,7 +95,7 @@ def test_a_near_tie_is_one_half():
     assert float(labeled.metrics["rewards/accuracy"].value()) == pytest.approx((0.5 + 0.5 + 0.5 + 1 + 1 + 0.5) / 6)
     scored = bradley_terry(RewardModel(center=0.1), column([2.0, 2.0, 1.0, 0.9]), column([0] * 4), column([1] * 4))
     assert float(scored.metrics["rewards/accuracy"].value()) == 0.75
-    zeros = of_steps(jnp.zeros((1, 2)), jnp.asarray([[1.0, 0.0]]), jnp.ones((1, 2)))
+    zeros = step_loss(jnp.zeros((1, 2)), jnp.asarray([[1.0, 0.0]]), jnp.ones((1, 2)))
     assert float(zeros.metrics["accuracy"].value()) == 0.5
 
 
@@ -144,7 +144,7 @@ def test_bradley_terry_by_hand():
 
 def test_process_rewards_by_hand():
     scores, right = jnp.asarray([[0.0, 2.0, -1.0]]), jnp.asarray([[0.0, 1.0, 0.0]])
-    made = of_steps(scores, right, jnp.asarray([[0.0, 1.0, 1.0]]))
+    made = step_loss(scores, right, jnp.asarray([[0.0, 1.0, 1.0]]))
     assert float(made.loss.value()) == pytest.approx((-math.log(s(2)) - math.log(1 - s(-1))) / 2, rel=1e-6)
     assert float(made.metrics["accuracy"].value()) == 1.0
 
@@ -343,5 +343,5 @@ def test_weights_of_losses_are_given_by_name():
 
 
 def test_objectives_say_what_they_train_on():
-    assert {DPO.trains_on, SimPO.trains_on, CPO.trains_on, ORPO.trains_on, RewardModel.trains_on} == {("preference",)}
-    assert (KTO.trains_on, ProcessReward.trains_on) == (("kto",), ("stepwise",))
+    assert {one.needs.formats for one in (DPO, SimPO, CPO, ORPO, RewardModel)} == {("preference",)}
+    assert (KTO.needs.formats, ProcessReward.needs.formats) == (("kto",), ("stepwise",))

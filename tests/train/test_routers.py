@@ -15,7 +15,7 @@ from train.test_next_token import batch_of
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan, Unroll, to_layers
 from argosy.models.parts.weight import Moved, merge, split, variables
-from argosy.train.objectives import Loss, WeightedMean
+from argosy.train.objectives.loss import Loss, WeightedMean
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.objectives.routers import with_routers
 from argosy.train.schedule import Constant

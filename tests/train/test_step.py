@@ -19,6 +19,7 @@ from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.train.objectives.next_token import NextToken
+from argosy.train.objectives.objective import Needs
 from argosy.train.optim import SGD, AdamW, Muon
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, flattened, meanings_of, trained, unflattened
@@ -63,7 +64,7 @@ def test_accumulation_splits_no_group():
     """Rows 0 and 1 are a pair: a part holds both or neither."""
 
     class Pairs(NextToken):
-        rows_per_group: ClassVar[int] = 2
+        needs: ClassVar[Needs] = Needs(rows_per_group=2)
 
         def reads(self):
             return {"margin": Field("B", np.float32, "group")}

@@ -13,8 +13,8 @@ from argosy.data.batch import BatchWrapper
 from argosy.data.distillation.across import Aligned, AlignedSpan, BothTokenizers, align
 from argosy.data.tokenizers.matched import Matched
 from argosy.ops.sorted_distance import sorted_distance
-from argosy.train.distillation import GOLD, ULD
-from argosy.train.objectives.uld import hybrid
+from argosy.train.objectives.distillation.gold import GOLD
+from argosy.train.objectives.distillation.uld import ULD, hybrid
 
 TRL = json.loads((Path(__file__).parents[1] / "goldens" / "uld.json").read_text(encoding="utf-8"))
 PROMPT, PAIRS = TRL["prompt"], np.array(TRL["pairs"], np.int32)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from argosy.rl.policy.metrics import Metrics, mean_where
-from argosy.train.objectives import WeightedMean
+from argosy.train.objectives.loss import WeightedMean
 
 
 class Advantages(NamedTuple):

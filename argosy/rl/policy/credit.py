@@ -14,9 +14,9 @@ from jaxtyping import Array
 from argosy.rl.algorithms import ADVANTAGES
 from argosy.rl.algorithms.gdpo import gdpo
 from argosy.rl.policy.advantages import Advantages, TokenAdvantages, groups
+from argosy.rl.policy.calls import call_with, parameter_names
 from argosy.rl.policy.gae import gae
 from argosy.rl.policy.metrics import Metrics
-from argosy.rl.policy.parts import call_with, parameters
 from argosy.rl.policy.settings import Critic, Policy
 from argosy.rl.policy.totals import at_last, total
 from argosy.rl.policy.turns import TurnAdvantages, TurnRewards, mixed, to_go, useless
@@ -80,7 +80,7 @@ def advantages_of(
     if how.normalize == "each":
         return gdpo(jnp.asarray(of.rewards), of.weights)
     function = ADVANTAGES[how.comparison]
-    if penalty is not None and "penalty" not in parameters(function):
+    if penalty is not None and "penalty" not in parameter_names(function):
         summed = summed - jnp.sum(penalty, 1).reshape(summed.shape)
     offers = {"rewards": summed, "mask": mask, "penalty": penalty, "scale": how.scale}
     offers["lengths"] = jnp.sum(mask, 1).reshape(summed.shape)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.train.objectives import WeightedMean
+from argosy.train.objectives.loss import WeightedMean
 
 
 class Highest(NamedTuple):

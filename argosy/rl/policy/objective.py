@@ -19,7 +19,7 @@ The critic is a model of its own with a head of one score, `model.critic`. Its v
 is chosen, so it stands where the policy's log-probability of the token does.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,20 @@ from argosy.models.parts.attend import Attend, Branched, Packed
 from argosy.models.parts.stack import Aux
 from argosy.ops.precision import wide
 from argosy.rl.algorithms import LOSSES
+from argosy.rl.policy.calls import call_with
 from argosy.rl.policy.correction import correction
 from argosy.rl.policy.entropy import entropy_bonus, entropy_of
 from argosy.rl.policy.kl import kl_loss
 from argosy.rl.policy.metrics import Metrics, mean_where
-from argosy.rl.policy.parts import call_with
-from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.token_losses import ConstantLength, SequenceMean, TokenLoss, TokenMean, ratio_metrics
 from argosy.rl.policy.value import value_loss
 from argosy.rl.rollouts.packing import PartShape
-from argosy.train.objectives import Loss, Models
-from argosy.train.objectives.next_token import losses
+from argosy.train.objectives.loss import Loss, Models
 from argosy.train.objectives.routers import with_routers
+from argosy.train.objectives.tokens import losses
+
+if TYPE_CHECKING:
+    from argosy.rl.policy.settings import Policy
 
 ROWS: Fields = {
     "tokens": Field("B T", np.int32),
@@ -61,10 +63,10 @@ def shared_of(shape: PartShape) -> Fields:
     return SHARED if shape.shared else {}
 
 
-def fields_of(how: Policy) -> Fields:
+def fields_of(settings: "Policy") -> Fields:
     """The arrays of a batch. `old` is among them always: with one update a rollout it is NaN, which stands for the present policy."""
-    answers = ["live", "advantages", "sampler", "old", *(["reference"] if how.kl and how.kl_in == "loss" else [])]
-    answers += ["values", "returns"] if how.critic is not None else []
+    answers = ["live", "advantages", "sampler", "old", *(["reference"] if settings.kl and settings.kl_in == "loss" else [])]
+    answers += ["values", "returns"] if settings.critic is not None else []
     return {**ROWS, "places": PLACES, **dict.fromkeys(answers, OF_ANSWERS)}
 
 
@@ -75,11 +77,11 @@ def attend_of(batch: dict[str, Array]) -> Attend:
     return Packed(batch["segments"])
 
 
-def logps_of(how: Policy, model: Any, batch: dict[str, Array]) -> tuple[Answers, Float[Array, "B T D"], Aux]:
+def logps_of(settings: "Policy", model: Any, batch: dict[str, Array]) -> tuple[Answers, Float[Array, "B T D"], Aux]:
     """The log-probability of each token of the answers at the policy's temperature, the last hidden states, and the aux outputs of
     the layers. Numbers outside the answers are those of place 0."""
     x, _, aux = model.hidden(batch["tokens"], attend_of(batch))
-    nll, _ = losses(how, model, x, batch["targets"], temperature=how.temperature)
+    nll, _ = losses(settings, model, x, batch["targets"], temperature=settings.temperature)
     return values_at(-nll, batch["places"]), x, aux
 
 
@@ -96,54 +98,54 @@ def values_at(values: Float[Array, "B T"], places: Int[Array, "S L"]) -> Answers
     return values.reshape(-1)[places]
 
 
-def entropies(how: Policy, model: Any, x: Float[Array, "B T D"], places: Int[Array, "S L"]) -> Answers:
+def entropies(settings: "Policy", model: Any, x: Float[Array, "B T D"], places: Int[Array, "S L"]) -> Answers:
     """The entropy of the distribution that each token of the answers was drawn from, in nats. Rows of logits are recomputed in the
     backward pass, `chunk` of them exist at once."""
     flat = x.reshape(-1, x.shape[-1])[places.reshape(-1)]
-    rows = min(how.chunk, len(flat))
+    rows = min(settings.chunk, len(flat))
     pad = -len(flat) % rows
     parts = jnp.pad(flat, ((0, pad), (0, 0))).reshape(-1, rows, x.shape[-1])
-    one = jax.checkpoint(lambda part: entropy_of(wide(model.unembed(part[:, None])[:, 0]) / how.temperature))
+    one = jax.checkpoint(lambda part: entropy_of(wide(model.unembed(part[:, None])[:, 0]) / settings.temperature))
     return jax.lax.map(one, parts).reshape(-1)[: len(flat)].reshape(places.shape)
 
 
-def token_losses(policy: Policy, new: Answers, old: Answers, advantages: Answers, live: Answers) -> TokenLoss:
+def token_losses(policy: "Policy", new: Answers, old: Answers, advantages: Answers, live: Answers) -> TokenLoss:
     """The loss of each token by the policy's choice."""
-    settings = {"low": policy.low, "high": policy.high, "dual": policy.dual}
-    made = call_with(LOSSES[policy.loss], new=new, old=old, advantages=advantages, mask=live, **settings)
+    bounds = {"low": policy.low, "high": policy.high, "dual": policy.dual}
+    made = call_with(LOSSES[policy.loss], new=new, old=old, advantages=advantages, mask=live, **bounds)
     return made if made.metrics else TokenLoss(made.tokens, ratio_metrics(jnp.where(live > 0, new - old, 0.0), live))
 
 
-def policy_loss(how: Policy, models: Models, batch: dict[str, Array]) -> Loss:
+def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> Loss:
     """Computes the objective over a part of a rollout."""
     model = models["model"]
-    new, x, aux = logps_of(how, model, batch)
+    new, x, aux = logps_of(settings, model, batch)
     live, places = batch["live"], batch["places"]
     old = jnp.where(jnp.isnan(batch["old"]), jax.lax.stop_gradient(new), batch["old"])
-    made = token_losses(how, new, old, batch["advantages"], live)
+    made = token_losses(settings, new, old, batch["advantages"], live)
     tokens, metrics = made.tokens, dict(made.metrics)
-    if how.kl and how.kl_in == "loss":
-        penalty = kl_loss(new, batch["reference"], live, coefficient=how.kl, estimator=how.kl_estimator, old=old)
+    if settings.kl and settings.kl_in == "loss":
+        penalty = kl_loss(new, batch["reference"], live, coefficient=settings.kl, estimator=settings.kl_estimator, old=old)
         tokens, metrics = tokens + penalty.tokens, metrics | penalty.metrics
-    if how.entropy:
-        bonus = entropy_bonus(entropies(how, model, x, places), live, how.entropy)
+    if settings.entropy:
+        bonus = entropy_bonus(entropies(settings, model, x, places), live, settings.entropy)
         tokens, metrics = tokens + bonus.tokens, metrics | bonus.metrics
     # The mean of -log p over tokens that the engine drew estimates the entropy, and costs nothing.
     metrics["nll"] = mean_where(-jax.lax.stop_gradient(new), live)
-    tokens, apart = corrected(how, tokens, old, batch["sampler"], live)
-    if how.critic is not None:
+    tokens, apart = corrected(settings, tokens, old, batch["sampler"], live)
+    if settings.critic is not None:
         values, _ = critic_values(model, batch)
-        error = value_loss(values_at(values, places), batch["values"], batch["returns"], live, clip=how.critic.clip)
-        tokens, metrics = tokens + how.critic.weight * error.tokens, metrics | error.metrics
-    by: Any = {"tokens": TokenMean(), "answers": SequenceMean(), "sums": ConstantLength(live.shape[1])}[how.average]
+        error = value_loss(values_at(values, places), batch["values"], batch["returns"], live, clip=settings.critic.clip)
+        tokens, metrics = tokens + settings.critic.weight * error.tokens, metrics | error.metrics
+    by: Any = {"tokens": TokenMean(), "answers": SequenceMean(), "sums": ConstantLength(live.shape[1])}[settings.average]
     found = by(tokens, live)
     all_metrics: Any = metrics | apart
     return with_routers(Loss(found, all_metrics), model, aux, router_rows(found.weight, batch["segments"]))
 
 
-def corrected(how: Policy, tokens: Answers, old: Answers, sampler: Answers, live: Answers) -> tuple[Answers, Metrics]:
+def corrected(settings: "Policy", tokens: Answers, old: Answers, sampler: Answers, live: Answers) -> tuple[Answers, Metrics]:
     """The losses times their importance weights, and how far sampler and trainer are apart."""
-    by = how.correction
+    by = settings.correction
     bounds = {"lowest": by.lowest, "highest": by.highest}
     outside = "truncate" if by.outside == "off" else by.outside
     found = correction(old, sampler, live, level=by.level, outside=outside, **bounds)

@@ -1,7 +1,7 @@
 """What the settings of all algorithms share (`rl.algorithms`), without jax. A policy is also the objective's function
 (`rl.policy.objective`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -10,7 +10,9 @@ from argosy.core.errors import nearest
 from argosy.core.registry import Registry, is_file
 from argosy.core.settings import Also, BrokenRules, Settings
 from argosy.rl.algorithms import ADVANTAGES, ALIASES, LOSSES
-from argosy.train.settings import OfTokens
+from argosy.rl.policy.calls import parameter_names
+from argosy.train.beside import CRITIC
+from argosy.train.objectives.objective import Needs, TokenObjective
 
 
 def _registered(registry: Registry, aliases: dict[str, str]) -> AfterValidator:
@@ -79,7 +81,7 @@ class Critic(Settings):
     """How far a value may move from that before the update, in units of the return (arXiv:1707.06347). None: no clipping."""
 
 
-class Policy(OfTokens):
+class Policy(TokenObjective):
     """A policy that learns from rewards of answers that it gave itself."""
 
     temperature: float = Field(1.0, gt=0)
@@ -129,10 +131,7 @@ class Policy(OfTokens):
     critic: Critic | None = None
     """The critic. None: advantages compare rewards alone."""
 
-    rows_per_group: ClassVar[int] = 1
-    trains_on: ClassVar[tuple[str, ...]] = ("prompt",)
-    # Its batches are rollouts: answers that the engine samples with the weights of the moment.
-    on_policy: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(formats=("prompt",), rollouts="rewards")
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Policy":
@@ -194,9 +193,22 @@ class Policy(OfTokens):
         return ALIASES.get(self.advantages, self.advantages)
 
     @property
-    def reference(self) -> str | None:
-        """Where the reference's log-probabilities come from: they are computed for each rollout. None: there is no KL penalty."""
-        return "rollout" if self.kl else None
+    def needs_greedy(self) -> bool:
+        """Whether rewards are compared with those of greedy completions, which have to be sampled."""
+        return self.critic is None and "greedy" in parameter_names(ADVANTAGES[self.comparison])
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether rewards are compared within their group, so that completions of equal rewards teach nothing."""
+        return self.critic is None and not parameter_names(ADVANTAGES[self.comparison]) & {"greedy", "mask"}
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        return {"reference": "rollout"} if self.kl else {}
+
+    @property
+    def trained_parts(self) -> frozenset[str]:
+        return frozenset() if self.critic is None else frozenset([CRITIC])
 
     def reads(self) -> Any:
         from argosy.rl.policy.objective import fields_of
@@ -204,7 +216,7 @@ class Policy(OfTokens):
         return fields_of(self)
 
     def __call__(self, models: Any, batch: Any, key: Any) -> Any:
-        """Computes the `train.objectives.Loss`."""
+        """Computes the `train.objectives.loss.Loss`."""
         from argosy.rl.policy.objective import policy_loss
 
         return policy_loss(self, models, batch)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from argosy.core.errors import BadInput
 from argosy.rl.policy.metrics import Lowest, Metrics, highest_where, mean_where
-from argosy.train.objectives import WeightedMean
+from argosy.train.objectives.loss import WeightedMean
 
 LARGEST_LOG_RATIO = 20.0
 

@@ -18,7 +18,6 @@ from argosy.rl.policy.credit import RolloutAdvantages, rollout_advantages
 from argosy.rl.policy.kl import in_reward
 from argosy.rl.policy.metrics import Metrics, mean_where, metric_values
 from argosy.rl.policy.objective import shared_of
-from argosy.rl.policy.parts import compares_groups
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import reward_metrics, total
 from argosy.rl.rollouts.batches import Engine, RolloutBatches, Signal
@@ -262,11 +261,11 @@ def check_comparison(policy: Policy, rollout: Rollout) -> None:
     """
     mistakes: list[UserError] = []
     n = rollout.completions
-    if n < 2 and compares_groups(policy):
+    if n < 2 and policy.compares_groups:
         what = f"objective.advantages={policy.advantages} compares the answers to one prompt, and rollout.completions = {n}"
         hint = "sample at least 2 answers, or compare with the whole batch: objective.advantages=reinforce_pp"
         mistakes.append(BadInput(what, hint=hint))
-    if rollout.resample and not compares_groups(policy):
+    if rollout.resample and not policy.compares_groups:
         what = "rollout.resample: groups of equal rewards teach too, where they are compared with more"
         mistakes.append(BadInput(what, hint="leave it out"))
     if policy.kl and policy.kl_in == "reward" and policy.normalize == "each":

@@ -15,7 +15,6 @@ from argosy.data.rows.prompts import Prompt
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.rl.policy.credit import RolloutRewards, useful_groups
-from argosy.rl.policy.parts import needs_greedy
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import overlong
 from argosy.rl.rollouts.batches import Signal
@@ -93,7 +92,7 @@ class RewardSampler:
         with made.clock("generate_s"):
             several = [one for one in prompts for _ in range(each.completions)]
             answers = self.answered(lm, several, how.temperature, made)
-            plain = self.answered(lm, prompts, 0.0, made) if needs_greedy(how) else None
+            plain = self.answered(lm, prompts, 0.0, made) if how.needs_greedy else None
         return answers, self.judged(answers, made), None if plain is None else self.judged(plain, made)
 
     def answered(self, lm: LM | RemoteSampler, prompts: list[Prompt], temperature: float, made: SampledRollout) -> list[Trajectory]:

@@ -33,7 +33,8 @@ from argosy.rl.rollouts.records import ScoredTrajectories, StudentTrainer, Traje
 from argosy.rl.rollouts.sampled import SampledRollout
 from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.teacher_tokens import TeacherTokens
-from argosy.train.distillation import GKD, GOLD
+from argosy.train.objectives.distillation.gkd import GKD
+from argosy.train.objectives.distillation.gold import GOLD
 
 # Random streams of a teacher's answers, beside those of `rl.rollouts.completions`.
 TEACHER = 2
@@ -192,7 +193,7 @@ class TeacherSignal(Signal):
         asked = [one.prompt for one in fitting]
         answers = sample_trajectories(lm, asked, self.rollout.tokens, greedy, (self.seed, EVALUATION), self.interrupted)
         lm.sleep()
-        names, every = ("loss", *self.settings.evaluated), range(len(answers))
+        names, every = ("loss", *self.settings.needs.metrics), range(len(answers))
         own = self.trainer.compare(state, self.parts(answers, every, self.reread and self.reread(answers), False))
         out = {f"eval_{name}": own[name] for name in names}
         if self.held_out.has_answers:

@@ -19,6 +19,7 @@ from argosy.run.frozen.role import Role
 from argosy.run.memory import estimated_need
 from argosy.run.products import products_of
 from argosy.run.settings import Run
+from argosy.train.beside import CRITIC
 
 
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
@@ -61,8 +62,8 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
 
 def _reference(run: Run, model: ModelParts, state: StateParts) -> dict[str, Role]:
     """The model before its first step, where updates or rollouts read it."""
-    if reference.kind_of(run.objective) not in ("online", "rollout"):
+    if run.objective.roles.get(reference.ROLE) not in ("online", "rollout"):
         return {}
     shapes = state.shapes.params | state.shapes.rest
-    critic = frozenset(a for a in shapes if a.startswith(PREFIX)) if getattr(run.objective, "critic", None) is not None else frozenset()
+    critic = frozenset(a for a in shapes if a.startswith(PREFIX)) if CRITIC in run.objective.trained_parts else frozenset()
     return {reference.ROLE: Role(state.graph, shapes, model.adapters.base | critic)}

@@ -17,7 +17,7 @@ from argosy.ops.matmul import MATMUL
 from argosy.parallel.place import row_shares
 from argosy.run.preflight import check_experts
 from argosy.run.settings import Run
-from argosy.train.settings import OBJECTIVES
+from argosy.train.objectives import OBJECTIVES
 
 
 def check_implementations(execution: Any) -> None:
@@ -44,7 +44,7 @@ def mesh_of(run: Run) -> Mesh:
         return mesh
     mesh = run.mesh.build()
     check_experts(run.model, mesh.shape["expert"])
-    shares, together = row_shares(mesh), run.objective.rows_per_group
+    shares, together = row_shares(mesh), run.objective.needs.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
         raise BadInput(
             f"data.batch = {run.data.batch} does not divide over {plural(shares, 'device')}"
@@ -95,7 +95,7 @@ def check_formats(run: Run, source: Any) -> None:
     if not isinstance(source, Source | Prepared):
         return
     found = source.format if isinstance(source, Source) else source.fingerprint.get("source.format", "text")
-    wanted, name = getattr(run.objective, "trains_on", ()), Choice(OBJECTIVES).name_of(run.objective)
+    wanted, name = run.objective.needs.formats, Choice(OBJECTIVES).name_of(run.objective)
     where = f"data.source={run.data.source}"
     if wanted and found not in wanted:
         columns = " or ".join(" and ".join(f"`{c}`" for c in FORMATS[one][0]) for one in wanted)
@@ -108,9 +108,9 @@ def check_formats(run: Run, source: Any) -> None:
         }
         what = f"objective={name} trains on single texts, and this data is `{found}`"
         raise BadInput(what, where=where, hint=others.get(found, "objective=process_reward trains on it"))
-    batch, least = run.data.batch // run.objective.rows_per_group, getattr(run.objective, "least_groups", 1)
+    batch, least = run.data.batch // run.objective.needs.rows_per_group, run.objective.needs.least_groups
     if batch < least:
         what = f"data.batch = {run.data.batch} holds {batch} example, and objective={name} estimates a divergence over the batch"
         raise BadInput(
-            what, where=where, hint=f"make it at least {least * run.objective.rows_per_group}: two rows an example"
+            what, where=where, hint=f"make it at least {least * run.objective.needs.rows_per_group}: two rows an example"
         )

@@ -16,7 +16,7 @@ from argosy.run.assembly.updates import BatchUpdates
 from argosy.run.decided import Decided
 from argosy.run.distillation import teacher_cache
 from argosy.run.distillation.across import Both, is_across
-from argosy.run.distillation.teacher import kind_of as teacher_kind
+from argosy.run.distillation.teacher import ROLE as TEACHER
 from argosy.run.frozen import reference
 from argosy.run.settings import Run
 
@@ -41,7 +41,7 @@ def stored_data(run: Run, mesh: Mesh, source: Any, tokenizer: Tokenizer | None, 
         UserError: a mistake in data or settings.
     """
     share, shares = rows_here(mesh, run.data.batch)
-    cached_teacher = teacher_kind(run.objective) == "cached"
+    cached_teacher = run.objective.roles.get(TEACHER) == "cached"
     both = Both(run, tokenizer) if is_across(run.objective) else None
     fields = (teacher_cache if cached_teacher else reference).asked_of_data(run.objective)
     fields = {name: field for name, field in fields.items() if both is None or name not in TEACHER_FIELDS}
@@ -53,11 +53,11 @@ def stored_data(run: Run, mesh: Mesh, source: Any, tokenizer: Tokenizer | None, 
         "processes": shares,
         "source": source,
         "fields": fields,
-        "rows_per_group": run.objective.rows_per_group,
+        "rows_per_group": run.objective.needs.rows_per_group,
     }
 
     def completed(batches: Any) -> Any:
-        if reference.kind_of(run.objective) == "cached":
+        if run.objective.roles.get(reference.ROLE) == "cached":
             batches = reference.WithReference(batches)
         if cached_teacher:
             batches = teacher_cache.WithTeacher(batches, run.objective.top)
@@ -78,7 +78,7 @@ def sampled_data(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer) -
     """
     from argosy.run.rl.updates import RolloutUpdates
 
-    if teacher_kind(run.objective):
+    if run.objective.roles.get(TEACHER):
         from argosy.run.distillation.student import student_rollouts
 
         rollouts = student_rollouts(run, mesh, tokenizer)

@@ -23,11 +23,11 @@ from argosy.run.distillation.address import is_endpoint
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import ROLE as TEACHER
 from argosy.run.distillation.teacher import Teacher
-from argosy.run.distillation.teacher import kind_of as teacher_kind
 from argosy.run.frozen.role import Role
 from argosy.run.settings import Run
 from argosy.run.stages import check_groups, execution
-from argosy.train import projection
+from argosy.train.beside import CRITIC
+from argosy.train.objectives.distillation import projection
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def build_model(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer | N
     replicas.check_model(run, model, steps)
     _check_trained(run, model)
     adapters = AdapterParts() if run.adapter.trains_base else _put_adapters(run, decided, model)
-    if getattr(run.objective, "critic", None) is not None:
+    if CRITIC in run.objective.trained_parts:
         attach_critic(model, run.model, layers)
-    teacher, kind = None, teacher_kind(run.objective)
+    teacher, kind = None, run.objective.roles.get(TEACHER)
     if kind:
         served = kind == "cached" and is_endpoint(run.objective.teacher)
         teacher = ServedTeacher(run, tokenizer) if served else Teacher(run, decided, mesh, tokenizer)

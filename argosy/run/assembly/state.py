@@ -17,6 +17,7 @@ from argosy.run.decided import Decided
 from argosy.run.offload import check_offload
 from argosy.run.settings import Run
 from argosy.train import diloco
+from argosy.train.beside import CRITIC
 from argosy.train.guard import begin
 from argosy.train.offload import HOST, pieces_for, places_on_host, weights_on_host
 from argosy.train.optim import scaled
@@ -49,8 +50,8 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
     pieces = pieces_for(run.optimizer, meanings_of(model), shapes, weights) if offloads else None
     schedule = run.schedule.build(steps)
     optimizer = run.optimizer.build(schedule, meanings_of(model), pieces)
-    if (critic := getattr(run.objective, "critic", None)) is not None:
-        optimizer = scaled(optimizer, PREFIX, critic.rate)
+    if CRITIC in run.objective.trained_parts:
+        optimizer = scaled(optimizer, PREFIX, run.objective.critic.rate)
     if run.diloco.every:
         optimizer = diloco.around(optimizer, mesh.shape[diloco.AXIS])
     state = jax.eval_shape(

@@ -34,17 +34,12 @@ from argosy.run.distillation.served import same as same_served
 from argosy.run.frozen.related import check_relations
 from argosy.run.frozen.role import Role
 from argosy.train.beside import parted
-from argosy.train.objectives.distill import ROLE
+from argosy.train.objectives.distillation.teacher import ROLE
 from argosy.weights.build import stored_tokenizer
 from argosy.weights.fill import read_into
 from argosy.weights.model import OpenedModel
 
 WHERE = "objective.teacher"
-
-
-def kind_of(objective: Any) -> str | None:
-    """`online` or `cached`; None where the objective has no teacher."""
-    return objective.logits if hasattr(objective, ROLE) else None
 
 
 class Teacher:
@@ -110,16 +105,16 @@ def check_model(run: Any, config: Any, given: str) -> None:
     elif run.data.sequence > config.context:
         what = f"data.sequence = {run.data.sequence:,} is longer than the teacher's context of {config.context:,} tokens"
         raise BadInput(what, where=where, hint=f"data.sequence={config.context}")
-    for own, theirs in getattr(run.objective, "layers", {}).items():
+    for own, theirs in run.objective.layer_terms.layers.items():
         for whose, number, layers in (("the student", own, run.model.layers), ("the teacher", theirs, config.layers)):
             if not 0 <= number < layers:
                 what = f"objective.layers.{own}={theirs}: {whose} has {plural(layers, 'layer')}, 0 to {layers - 1}"
                 raise BadInput(what, where=where)
     check_relations(run, config, where)
-    if run.objective.logits == "cached" and run.objective.top >= min(run.model.vocab, config.vocab):
+    if run.objective.roles[ROLE] == "cached" and run.objective.top >= min(run.model.vocab, config.vocab):
         what = f"objective.top = {run.objective.top}, and student and teacher have {run.model.vocab:,} and {config.vocab:,} tokens"
         raise BadInput(what, where=where, hint="objective.logits=online has them all")
-    if run.objective.divergence == "reverse" and run.objective.logits == "online" and run.model.vocab > config.vocab:
+    if run.objective.needs_teacher_ids and run.model.vocab > config.vocab:
         what = f"the student has {run.model.vocab:,} ids, the teacher {config.vocab:,}: reverse divergence is infinite for the others"
         raise BadInput(what, where=where, hint=f"objective.divergence=jsd or forward, or a student with model.vocab={config.vocab}")
 
@@ -188,7 +183,7 @@ def settle(assembly: Any, teacher: Teacher | ServedTeacher, directory: RunDirect
         (shape,) = (leaf.shape for leaf in beside.values())
         how = f"{plural(math.prod(shape), 'weight')} trained beside the model"
         say(f"hidden states of {shape[0]} features are projected to its {shape[1]}: {how}")
-    if kind_of(assembly.run.objective) == "cached":
+    if assembly.run.objective.roles[ROLE] == "cached":
         from argosy.run.distillation import teacher_cache
 
         return teacher_cache.settle(assembly, described, stored, say)

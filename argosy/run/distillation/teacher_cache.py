@@ -30,7 +30,8 @@ from argosy.parallel.place import batch_sharding
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.frozen.visits import passes, visited
 from argosy.run.memory import shapes_of
-from argosy.train.objectives.distill import CACHED, FIELDS, in_chunks
+from argosy.train.objectives.distillation.distributions import CACHED, in_chunks
+from argosy.train.objectives.tokens import FIELDS
 from argosy.train.step import model_for
 
 # What the teacher's program reads.

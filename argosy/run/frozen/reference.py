@@ -34,7 +34,7 @@ from argosy.data.pipeline import RowBatches
 from argosy.data.tables import cache_folder
 from argosy.models.parts.weight import Leaves
 from argosy.run.frozen.visits import passes, visited
-from argosy.train.objectives.sequences import FIELDS, sequences
+from argosy.train.objectives.preferences.sequences import FIELDS, sequences
 from argosy.train.step import model_for
 
 ROLE = "reference"
@@ -42,16 +42,11 @@ ROLE = "reference"
 NOTHING = np.float32(np.nan)
 
 
-def kind_of(objective: Any) -> str | None:
-    """`cached`, `online` or `rollout` (its numbers are computed with each rollout); None where the objective has no reference."""
-    return getattr(objective, ROLE, None)
-
-
 def asked_of_data(objective: Any) -> Fields:
     """The fields that batches must have: those that the objective reads, with the number of each sequence in place of its cached
     log-probability."""
     fields = dict(objective.reads())
-    if kind_of(objective) == "cached":
+    if objective.roles.get(ROLE) == "cached":
         del fields[ROLE]
         fields["document"] = Field("B s", np.int32, "row")
     return fields
@@ -100,7 +95,7 @@ def settle(assembly: Any, directory: RunDirectory, weights: ReferenceWeights, sa
         BadInput: what the run started from is gone or has changed, and the reference must be computed.
         ArgosyError: the reference's log-probability of an answer is not finite.
     """
-    kind = kind_of(assembly.run.objective)
+    kind = assembly.run.objective.roles.get(ROLE)
     if kind is None:
         return
     known = None if weights.fresh else directory.reference_weights()

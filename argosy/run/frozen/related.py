@@ -11,15 +11,15 @@ from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Scan
 from argosy.models.parts.stack.watch import QUERIES, WatchedAttend
 from argosy.models.parts.weight import abstract, merge, split
-from argosy.train.objectives.distill import Told, pairs_of, sides
+from argosy.train.objectives.distillation.layers import LayerArrays, relation_sides
 
 
-def layers_told(config: Any) -> list[Told]:
+def layers_told(config: Any) -> list[LayerArrays]:
     """Shapes of what each layer of a model tells of one token; nothing of a layer without attention."""
     model = config.build(Scan())
     graph, _ = split(model)
 
-    def told(weights: Any, tokens: Any) -> list[Told]:
+    def told(weights: Any, tokens: Any) -> list[LayerArrays]:
         model = merge(graph, weights)
         return model.layers.told(model.hidden(tokens, WatchedAttend(Packed(jnp.ones_like(tokens)), heads=True))[2])[0]
 
@@ -32,21 +32,21 @@ def check_relations(run: Any, config: Any, where: str) -> None:
     Raises:
         BadInput: a layer has no attention, or its features cannot be cut into so many relation heads.
     """
-    how = run.objective
-    if not how.relations:
+    terms = run.objective.layer_terms
+    if not terms.relations:
         return
-    ours, theirs = layers_told(run.model), layers_told(config)
+    student, teacher = layers_told(run.model), layers_told(config)
     widths: dict[str, tuple[int, int]] = {}
-    for i, j in pairs_of(how):
-        for whose, told, number in (("the student", ours, i), ("the teacher", theirs, j)):
+    for i, j in terms.related_layers:
+        for whose, told, number in (("the student", student, i), ("the teacher", teacher, j)):
             number %= len(told)
             if not told[number]:
                 what = f"objective.relations: layer {number} of {whose} has no attention"
                 raise BadInput(what, where=where, hint="objective.layers names the student's layers, and the teacher's of each")
-            for name in how.relations:
-                x, _ = jax.eval_shape(lambda told, name=name: sides(told, name), told[number])
+            for name in terms.relations:
+                x, _ = jax.eval_shape(lambda told, name=name: relation_sides(told, name), told[number])
                 kind = f"{name} in layer {number} of {whose}"
-                widths[kind] = math.prod(x.shape[2:]), how.relation_heads or ours[i][QUERIES].shape[2]
+                widths[kind] = math.prod(x.shape[2:]), terms.relation_heads or student[i][QUERIES].shape[2]
     if wrong := [f"the {width:,} features of {kind}" for kind, (width, heads) in widths.items() if width % heads]:
         common, heads = math.gcd(*(width for width, _ in widths.values())), max(heads for _, heads in widths.values())
         fits = max(n for n in range(1, heads + 1) if common % n == 0)

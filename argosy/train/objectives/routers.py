@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from argosy.models.parts.stack import Aux
 from argosy.models.parts.weight import Moved, variables
-from argosy.train.objectives import Loss, RuleUpdate, WeightedMean
+from argosy.train.objectives.loss import Loss, RuleUpdate, WeightedMean
 
 
 @dataclass(frozen=True)

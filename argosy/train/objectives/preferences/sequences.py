@@ -10,6 +10,7 @@ packing, padding and the order of rows change no sequence's number, and a sequen
 The last token of a sequence is an input too, without a target: reward models read their score there.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +21,10 @@ from jaxtyping import Array, Float, Int
 from argosy.data.batch import Field, Fields
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.stack import Aux
-from argosy.train.objectives import WeightedMean
-from argosy.train.objectives.next_token import losses
-from argosy.train.settings import OfTokens
+from argosy.train.objectives.loss import Loss, Models, WeightedMean
+from argosy.train.objectives.objective import TokenObjective
+from argosy.train.objectives.routers import with_routers
+from argosy.train.objectives.tokens import losses
 
 PER_SEQUENCE = Field("B s", np.float32, "row")
 PER_TOKEN = Field("B T", np.float32)
@@ -67,11 +69,11 @@ def by_slot(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int
     return jnp.sum(jnp.where(own, values[:, :, None], 0.0), 1)
 
 
-def sequences(how: OfTokens, model: Any, batch: dict[str, Array]) -> tuple[SequenceLogps, Aux]:
+def sequences(settings: TokenObjective, model: Any, batch: dict[str, Array]) -> tuple[SequenceLogps, Aux]:
     """The log-probabilities of a batch's completions under a model, and the aux outputs of its layers. Logits exist as the setting
     `head` says, never whole in float32 where they would be large."""
     x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
-    nll, _ = losses(how, model, x, batch["targets"])
+    nll, _ = losses(settings, model, x, batch["targets"])
     mask, slots = batch["mask"], batch["live"].shape[1]
     summed = by_slot(jnp.where(mask > 0, -nll, 0.0), batch["segments"], slots)
     return SequenceLogps(summed, by_slot((mask > 0).astype(jnp.float32), batch["segments"], slots)), aux
@@ -89,22 +91,33 @@ def last(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int) -
     return by_slot(jnp.where(segments != after, values, 0.0), segments, slots)
 
 
-def pairs(found: SequenceLogps, live: Float[Array, "B s"]) -> Pairs:
+def pairs(logps: SequenceLogps, live: Float[Array, "B s"]) -> Pairs:
     """The pairs of a batch: even rows hold chosen sequences, odd ones rejected ones."""
-    chosen, rejected = (SequenceLogps(found.logps[i::2], found.lengths[i::2]) for i in (0, 1))
+    chosen, rejected = (SequenceLogps(logps.logps[i::2], logps.lengths[i::2]) for i in (0, 1))
     return Pairs(chosen, rejected, live[::2])
 
 
-def referenced(how: Any, models: Any, batch: dict[str, Array]) -> Float[Array, "B s"]:
+def reference_logps(settings: TokenObjective, models: Models, batch: dict[str, Array]) -> Float[Array, "B s"]:
     """The reference's log-probabilities of the same completions: of the batch, or by the frozen model. No gradient."""
     if "reference" in batch:
         return batch["reference"]
-    return jax.lax.stop_gradient(sequences(how, models["reference"], batch)[0].logps)
+    return jax.lax.stop_gradient(sequences(settings, models["reference"], batch)[0].logps)
 
 
 def pair_weights(live: Float[Array, "B s"]) -> Float[Array, "B"]:
     """The weight of each row for aux losses of experts: half of its pairs, so that the rows of a batch weigh as much as its pairs."""
     return jnp.sum(live, 1) / 2
+
+
+def pair_loss(
+    function: Callable[[Any, SequenceLogps, Float[Array, "B s"]], Loss],
+    settings: TokenObjective,
+    models: Models,
+    batch: dict[str, Array],
+) -> Loss:
+    """The loss of a batch of pairs by a function of its sequences' log-probabilities, with the aux losses of experts."""
+    logps, aux = sequences(settings, models["model"], batch)
+    return with_routers(function(settings, logps, batch["live"]), models["model"], aux, pair_weights(batch["live"]))
 
 
 def preferred(chosen: Float[Array, "*n"], rejected: Float[Array, "*n"], scale: Float[Array, "*n"]) -> Float[Array, "*n"]:

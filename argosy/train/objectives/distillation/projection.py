@@ -9,7 +9,7 @@ from typing import Any
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.weight import merge
 from argosy.train.beside import PROJECTION
-from argosy.train.objectives.distill import ROLE
+from argosy.train.objectives.distillation.teacher import ROLE
 
 
 def attach(model: Any, objective: Any, roles: Any) -> None:
@@ -18,7 +18,7 @@ def attach(model: Any, objective: Any, roles: Any) -> None:
     Args:
         roles: the frozen models by role (`run.frozen.role.Role`), the teacher among them.
     """
-    if getattr(objective, "hidden", "none") == "none":
+    if PROJECTION not in objective.trained_parts:
         return
     width, other = model.config.width, merge(roles[ROLE].graph, roles[ROLE].shapes).config.width
     if width != other:

@@ -1,0 +1,15 @@
+"""How the functions of algorithms are called: each is given what its parameters name, and no more."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def call_with(function: Callable[..., Any], **offers: Any) -> Any:
+    """Calls a function with those of the offers that it has parameters for."""
+    return function(**{name: offers[name] for name in parameter_names(function) if name in offers})
+
+
+def parameter_names(function: Callable[..., Any]) -> set[str]:
+    """The names of a function's parameters."""
+    return set(inspect.signature(function).parameters)

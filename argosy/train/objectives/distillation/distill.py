@@ -1,0 +1,129 @@
+"""Distillation (Hinton et al. 2015, arXiv:1503.02531): the student's next-token distribution goes to the teacher's.
+
+    (1 - c) T^2 D(teacher, student) + c cross-entropy(labels) [+ w H(teacher, student)] [+ sum of a R(teacher, student)]
+
+D is a divergence at temperature T (`ops.divergence`), c the setting `cross_entropy`. The factor T^2 is that of Hinton et al.
+(arXiv:1503.02531, section 2): gradients of soft targets shrink as 1/T^2, so that without it c would mean something else at every
+temperature. DistilBERT (arXiv:1910.01108) has it too; TRL's GKDTrainer and torchtune have not. At T = 1 it makes no difference.
+
+H, if asked for, is over the last hidden states, the input of the head, or over the outputs of pairs of layers, of which it is the mean:
+1 - cosine, as DistilBERT has it, or the mean squared difference over features, as TinyBERT has it (arXiv:1909.10351, equation 8, there
+summed over layers). Where widths differ, the student's go through a learned projection first (`train.projection`).
+
+R, if asked for, is the divergence of relations within layers (`ops.relations`), of the last layers (MiniLM, arXiv:2002.10957) or of
+pairs of layers, of which it is the mean. It counts at the tokens whose targets count.
+
+Differences from TRL's GKDTrainer (1.9): sums over targets are divided by the weight of the whole batch, as TRL does where it knows the
+number of items; its `batchmean` is the mean over the targets of a micro-batch. Its beta of 0 and 1 are `forward` and `reverse`; between
+them the mixture is the same. Its cached top-k is for servers alone, and its tail 1 minus the sum of the others.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from argosy.core.settings import Also
+from argosy.train.beside import PROJECTION
+from argosy.train.objectives.distillation.teacher import ROLE, DivergenceObjective, LayerTerms
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from argosy.data.batch import Fields
+    from argosy.train.objectives.loss import Loss, Models
+
+
+class Distill(DivergenceObjective):
+    """Distillation of a teacher's next-token distributions on given text (arXiv:1503.02531)."""
+
+    teacher_model: str | None = None
+    """Of a teacher that is the address of a server (`objective.teacher=http://localhost:8000/v1`): the name of the model there."""
+    logits: Literal["online", "cached"] = "online"
+    """Where the teacher's distributions come from. online: the teacher computes them in every step, over the whole vocabulary.
+    cached: its `top` likeliest tokens are computed once before the first step, for every target that the run visits, and kept on
+    disk; no teacher is then in memory, and other runs find them."""
+    top: Annotated[int, Also("topk_logits_k", "loss_top_k", note="with objective.logits=cached")] = Field(64, gt=0)
+    """Tokens of a cached distribution. All others are one outcome more, whose probability is the rest; NeMo-RL keeps 64 too."""
+    cross_entropy: Annotated[float, Also("kd_ratio", "kd_alpha", note="kd_ratio is 1 minus it")] = Field(0.5, ge=0, lt=1)
+    """Share of the cross-entropy of the labels in the loss; the divergence has the rest. torchtune's recipes take half."""
+    hidden: Literal["none", "cosine", "mse"] = "none"
+    """Also brings the student's last hidden states, the input of its head, to the teacher's. cosine: 1 minus their cosine
+    (DistilBERT, arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). Where the teacher has another
+    width, a projection of the student's is trained beside it. The teacher must be online."""
+    hidden_weight: float = Field(1.0, gt=0)
+    """Weight of `hidden`, which is added to the loss."""
+    relations: dict[Literal["qq", "kk", "vv", "qk"], float] = Field(default_factory=dict)
+    """Also brings relations of tokens within a layer to the teacher's, each with its weight (MiniLMv2, arXiv:2012.15828):
+    `objective.relations.qq=1 objective.relations.kk=1 objective.relations.vv=1` relates queries, keys and values to each other, `qk`
+    queries to keys, as attention does. Widths and numbers of heads may differ. The teacher must be online."""
+    relation_heads: int | None = Field(None, gt=0)
+    """How many relations of each kind a layer has: the features of all its heads are cut into so many parts. None: as many as the
+    student has heads. MiniLMv2 takes 48 to 64, more than there are heads."""
+    layers: Annotated[dict[int, int], Also("alignment_layers", "layers_to_distill")] = Field(default_factory=dict)
+    """Which layers `hidden` and `relations` compare, counted from 0: `objective.layers.1=3` brings the output of the student's layer 1
+    to that of the teacher's layer 3 (TinyBERT, arXiv:1909.10351); of several pairs it is the mean. Empty: the last hidden states, and
+    the relations of the last layers (MiniLM, arXiv:2002.10957)."""
+
+    @model_validator(mode="after")
+    def _served_is_cached(self) -> "Distill":
+        served = self.teacher.startswith(("http://", "https://"))
+        if not served and self.teacher_model is not None:
+            raise ValueError("teacher_model is for a teacher that is the address of a server, such as http://localhost:8000/v1")
+        if served and self.teacher_model is None:
+            raise ValueError("teacher_model is missing: the name of the teacher at its server, one of GET /v1/models")
+        if served and self.logits != "cached":
+            raise ValueError("logits = online with a teacher that is a server: logits=cached asks it once before the first step")
+        if served and self.temperature != 1:
+            raise ValueError(f"temperature = {self.temperature:g}: a server gives log-probabilities at temperature 1")
+        return self
+
+    @model_validator(mode="after")
+    def _is_read(self) -> "Distill":
+        if self.logits == "online" and "top" in self.model_fields_set and self.top != 64:
+            raise ValueError(f"top = {self.top} with logits = online, which has the whole vocabulary: logits=cached reads it")
+        if self.hidden == "none" and "hidden_weight" in self.model_fields_set and self.hidden_weight != 1:
+            raise ValueError(f"hidden_weight = {self.hidden_weight:g} with hidden = none: hidden=cosine or mse reads it")
+        if self.hidden == "none" and not self.relations and self.layers:
+            raise ValueError("layers with hidden = none: hidden=cosine or mse says how they are compared, or `relations`")
+        if not self.relations and self.relation_heads is not None:
+            raise ValueError(f"relation_heads = {self.relation_heads} without relations: relations.qq=1 would read it")
+        if wrong := [f"{name} = {weight:g}" for name, weight in self.relations.items() if not 0 < weight < math.inf]:
+            raise ValueError(f"relations: {', '.join(wrong)}: a weight is a number above 0")
+        if self.relations and self.logits == "cached":
+            raise ValueError("relations with logits = cached, which keeps no layers: logits=online has them")
+        if self.hidden != "none" and self.logits == "cached":
+            raise ValueError(f"hidden = {self.hidden} with logits = cached, which keeps no hidden states: logits=online has them")
+        return self
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        return {ROLE: self.logits}
+
+    @property
+    def trained_parts(self) -> frozenset[str]:
+        return frozenset() if self.hidden == "none" else frozenset([PROJECTION])
+
+    @property
+    def layer_terms(self) -> LayerTerms:
+        return LayerTerms(self.hidden, self.hidden_weight, self.layers, self.relations, self.relation_heads)
+
+    @property
+    def label_share(self) -> float:
+        return self.cross_entropy
+
+    @property
+    def may_be_server(self) -> bool:
+        return True
+
+    def reads(self) -> "Fields":
+        from argosy.train.objectives.distillation.distributions import CACHED
+        from argosy.train.objectives.tokens import FIELDS
+
+        return {**FIELDS, **(CACHED if self.logits == "cached" else {})}
+
+    def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
+        from argosy.train.objectives.distillation.distributions import distillation_loss
+
+        return distillation_loss(self, models, batch)

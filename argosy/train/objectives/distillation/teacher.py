@@ -1,0 +1,103 @@
+"""What every objective with a teacher has, without jax: how its distributions are compared with the student's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from argosy.core.settings import Also, Settings
+from argosy.train.objectives.objective import Needs, Objective
+
+ROLE = "teacher"
+
+
+@dataclass(frozen=True)
+class LayerTerms:
+    """Comparisons of layers, beside that of distributions. By default there are none.
+
+    hidden: how hidden states are compared.
+    hidden_weight: their weight in the loss.
+    layers: {layer of the student: layer of the teacher}; none: the last hidden states, and the relations of the last layers.
+    relations: the weight of each kind of relation.
+    relation_heads: relations of each kind that a layer has; None: as many as the student has heads.
+    """
+
+    hidden: Literal["none", "cosine", "mse"] = "none"
+    hidden_weight: float = 0.0
+    layers: Mapping[int, int] = field(default_factory=dict)
+    relations: Mapping[Any, float] = field(default_factory=dict)
+    relation_heads: int | None = None
+
+    @property
+    def related_layers(self) -> list[tuple[int, int]]:
+        """The layers, of student and teacher, whose relations are compared."""
+        return list(self.layers.items()) or [(-1, -1)]
+
+
+class TeacherObjective(Settings, Objective):
+    """An objective that learns from a teacher, a frozen model."""
+
+    teacher: Annotated[str, Also("teacher_model_name_or_path", "teacher_model")]
+    """The model to learn from: Hub folder, GGUF file, run directory or checkpoint, with its own tokenizer."""
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        return {ROLE: "online"}
+
+    @property
+    def layer_terms(self) -> LayerTerms:
+        """The layers that are compared too."""
+        return LayerTerms()
+
+    @property
+    def needs_teacher_ids(self) -> bool:
+        """Whether the loss is infinite at ids that the teacher lacks."""
+        return False
+
+    @property
+    def may_be_server(self) -> bool:
+        """Whether the teacher may be the address of a server."""
+        return False
+
+
+class DivergenceObjective(TeacherObjective):
+    """What objectives with a divergence have: the teacher, and how its distributions are compared with the student's."""
+
+    teacher: Annotated[
+        str, Also("teacher_model_name_or_path", "teacher_model")
+    ] = Field(examples=["TEACHER_FOLDER"])
+    """The model to learn from, a Hub folder, GGUF file, run directory or checkpoint. Its tokens must be the student's; its
+    architecture and size may be others."""
+    divergence: Annotated[
+        Literal["forward", "reverse", "jsd"], Also("kl_type", note="TRL's beta: 0 is forward, 1 reverse")
+    ] = "forward"
+    """What is minimized. forward: KL(teacher || student); reverse: KL(student || teacher); jsd: generalized Jensen-Shannon with
+    `beta` (arXiv:2306.13649)."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Share of the teacher in the mixture of `divergence: jsd`: 0.5 is the usual Jensen-Shannon divergence."""
+    temperature: Annotated[float, Also("kd_temperature")] = Field(1.0, gt=0)
+    """Both distributions are softmax(logits / temperature), and the divergence is multiplied by its square, which keeps the size of
+    the gradient (arXiv:1503.02531, section 2)."""
+    head: Literal["auto", "logits", "chunks"] = "auto"
+    """How the two distributions are compared. logits: all at once; chunks: some rows at a time, recomputed in the backward pass, to
+    save memory. auto: chunks if the logits of both would take more than 2 GiB per device. They agree to rounding."""
+    chunk: int = Field(1024, gt=0)
+    """Rows of logits that exist at once with `head: chunks`."""
+
+    needs: ClassVar[Needs] = Needs(metrics=("kl", "agreement"))
+
+    @property
+    def label_share(self) -> float:
+        """The share of the labels' cross-entropy in the loss; the divergence has the rest."""
+        return 0.0
+
+    @property
+    def needs_teacher_ids(self) -> bool:
+        return self.divergence == "reverse" and self.roles[ROLE] == "online"
+
+    @model_validator(mode="after")
+    def _beta_is_read(self) -> "DivergenceObjective":
+        if self.divergence != "jsd" and "beta" in self.model_fields_set and self.beta != 0.5:
+            raise ValueError(f"beta = {self.beta:g} with divergence = {self.divergence}: only jsd reads it")
+        return self

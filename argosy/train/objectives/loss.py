@@ -1,0 +1,53 @@
+"""What an objective returns: the loss, metrics, and updates of weights that change by a rule.
+
+Losses and metrics are sums with their weights, never means: so with accumulation, packing and devices of unequal load, everything
+is divided once, by the weight of the whole batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# The trained model under "model", frozen ones (reference, teacher, critic) under their roles.
+Models = Mapping[str, Any]
+
+
+class WeightedMean(NamedTuple):
+    """A mean before its division: the weighted sum, and the weight."""
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+
+    def __add__(self, other: Any) -> "WeightedMean":
+        return WeightedMean(self.total + other.total, self.weight + other.weight)
+
+    def value(self) -> Float[Array, ""]:
+        """The mean; zero if the weight is zero."""
+        return jnp.where(self.weight == 0, 0.0, self.total / jnp.maximum(self.weight, 1e-30))
+
+
+@dataclass(frozen=True)
+class RuleUpdate:
+    """How a weight changes by a rule instead of a gradient.
+
+    statistic: an array (or its shape, while shapes are computed), a sum over the batch; those of the parts of a batch are added.
+    rule: (weight, statistic of the whole batch) -> new weight.
+    """
+
+    statistic: Any
+    rule: Callable[[Array, Array], Array]
+
+
+jax.tree_util.register_dataclass(RuleUpdate, ["statistic"], ["rule"])
+
+
+class Loss(NamedTuple):
+    """The loss, metrics, and updates of weights that change by a rule, by address."""
+
+    loss: WeightedMean
+    metrics: dict[str, WeightedMean]
+    updates: dict[str, RuleUpdate] = {}  # noqa: RUF012

@@ -1,0 +1,83 @@
+"""What every objective is: a function `(models, batch, key) -> Loss` that declares what it reads and needs. No jax is imported here.
+
+An objective is usually a class of settings that derives from `Objective` too. It is pure: the same arguments give the same loss.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from argosy.core.settings import Settings
+
+if TYPE_CHECKING:
+    from argosy.data.batch import Fields
+    from argosy.train.objectives.loss import Loss, Models, WeightedMean
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an objective needs of data and models, whatever its settings.
+
+    rows_per_group: how many rows of a batch belong together (2: a preference pair); they are never split.
+    formats: the formats of records that it trains on (`data.sources.records`); none: those with one row an example.
+    least_groups: the fewest groups of a batch with which it makes sense.
+    scores: how many scores the model's head gives for a token, in place of logits.
+    rollouts: batches are completions that the model samples, and it learns from their rewards or from a teacher; none: from data.
+    metrics: those that an evaluation reports beside the perplexity.
+    """
+
+    rows_per_group: int = 1
+    formats: tuple[str, ...] = ()
+    least_groups: int = 1
+    scores: int = 0
+    rollouts: Literal["none", "rewards", "teacher"] = "none"
+    metrics: tuple[str, ...] = ()
+
+
+class Objective:
+    """What training minimizes. `needs` is of the class; what depends on settings are properties."""
+
+    needs: ClassVar[Needs] = Needs()
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """The frozen models that it compares with, and where their numbers come from.
+
+        online: the model is in `models` under its role. cached: numbers are computed before the first step, and batches hold them.
+        rollout: they are computed with each rollout.
+        """
+        return {}
+
+    @property
+    def trained_parts(self) -> frozenset[str]:
+        """Names of the parts that are trained beside the model (`train.beside`)."""
+        return frozenset()
+
+    def reads(self) -> "Fields":
+        """The arrays of a batch that the objective reads, by name."""
+        raise NotImplementedError
+
+    def batch_means(self, models: "Models", batch: dict[str, Any], key: Any) -> "dict[str, WeightedMean]":
+        """Means over the whole batch that the loss reads, without gradient.
+
+        Where a batch is computed in parts, they are computed first, over all parts, and each part's batch then holds them as scalars.
+        A batch that is computed at once does not hold them: the loss computes its own. The models have no dropout there.
+        """
+        return {}
+
+    def __call__(self, models: "Models", batch: dict[str, Any], key: Any) -> "Loss":
+        """Computes the loss."""
+        raise NotImplementedError
+
+
+class TokenObjective(Settings, Objective):
+    """An objective that reads log-probabilities of tokens."""
+
+    head: Literal["auto", "logits", "blocks", "chunks"] = "auto"
+    """How the loss over the vocabulary is computed. logits: all at once; blocks: one block of the vocabulary at a time, fastest
+    on CPUs; chunks: some rows at a time, recomputed in the backward pass, to save memory. auto: chunks if the logits would take
+    more than 2 GiB per device, otherwise the fastest. All agree to rounding, also in bfloat16."""
+    chunk: int = Field(1024, gt=0)
+    """Rows of logits that exist at once with `head: chunks`."""

@@ -1,0 +1,51 @@
+"""The settings that objectives over sequences share, without jax.
+
+Their data are sequences of a prompt and a completion, of which only the completion counts (`data.chat.conversations`). A preference
+pair is two rows of a batch, which are never split.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from argosy.core.settings import Also
+from argosy.train.objectives.objective import Needs, TokenObjective
+
+if TYPE_CHECKING:
+    from argosy.data.batch import Fields
+
+PAIRS = Needs(rows_per_group=2, formats=("preference",))
+
+
+def sequence_fields(*names: str) -> "Fields":
+    """The arrays of a batch of sequences, with these numbers of each sequence."""
+    from argosy.train.objectives.preferences.sequences import FIELDS, PER_SEQUENCE
+
+    return {**FIELDS, **dict.fromkeys(names, PER_SEQUENCE)}
+
+
+class PairObjective(TokenObjective):
+    """An objective over pairs alone, without a reference."""
+
+    needs: ClassVar[Needs] = PAIRS
+
+    def reads(self) -> "Fields":
+        return sequence_fields()
+
+
+class ReferenceObjective(TokenObjective):
+    """An objective that compares the model with a frozen reference: the model as it was before the first step."""
+
+    reference: Annotated[
+        Literal["cached", "online"], Also("precompute_ref_log_probs", note="`reference=cached`, the default, does that")
+    ] = "cached"
+    """Where the reference's log-probabilities come from. cached: computed once before the first step, for every sequence, and kept
+    on disk; a step then saves the reference's pass, a quarter of its FLOPs, and no second model is in memory. online: computed in
+    every step by a frozen copy of the first weights. Both give the same numbers to rounding, because the reference never changes and
+    rows are not augmented."""
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        return {"reference": self.reference}
+
+    def reads(self) -> "Fields":
+        return sequence_fields(*(("reference",) if self.reference == "cached" else ()))

@@ -1,0 +1,71 @@
+"""Process reward models: whether each step of an answer is right. Lightman et al. 2023, arXiv:2305.20050, section 2.6.
+
+    -y log s(r) - (1 - y) log(1 - s(r))        at the last token of each step
+
+r the score of the step's last token, y 1 for a right step and 0 for a wrong one, s the logistic function; the mean over all steps.
+
+Differences from the paper: the label is right or wrong, without a neutral one, and is read by a head of one score instead of being
+predicted as a token. From TRL's PRMTrainer: one score where it has two, whose difference is this one.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from argosy.core.settings import Settings
+from argosy.train.objectives.objective import Needs, Objective
+from argosy.train.objectives.preferences.base import sequence_fields
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.data.batch import Fields
+    from argosy.train.objectives.loss import Loss, Models, WeightedMean
+
+
+class ProcessReward(Settings, Objective):
+    """A process reward model: whether each step of an answer is right (arXiv:2305.20050)."""
+
+    needs: ClassVar[Needs] = Needs(formats=("stepwise",), scores=1)
+
+    def reads(self) -> "Fields":
+        from argosy.train.objectives.preferences.sequences import PER_TOKEN
+
+        return {**sequence_fields(), "right": PER_TOKEN}
+
+    def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
+        """Computes the loss. Mask and labels are aligned with targets, one place before the token that they belong to."""
+        import jax.numpy as jnp
+
+        from argosy.train.objectives.preferences.sequences import scores
+        from argosy.train.objectives.routers import with_routers
+
+        of_tokens, aux = scores(models["model"], batch)
+        at_targets = jnp.pad(of_tokens[:, 1:], ((0, 0), (0, 1)))
+        loss = step_loss(at_targets, batch["right"], batch["mask"])
+        return with_routers(loss, models["model"], aux, jnp.sum(batch["mask"] > 0, 1, dtype=jnp.float32))
+
+
+def step_loss(scores: "Float[Array, 'B T']", right: "Float[Array, 'B T']", mask: "Float[Array, 'B T']") -> "Loss":
+    """The loss from the scores of steps.
+
+    Args:
+        mask: 1 at the last token of each step.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from argosy.train.objectives.loss import Loss, WeightedMean
+    from argosy.train.objectives.preferences.sequences import preferred
+
+    def mean(values: "Array", where: "Array") -> "WeightedMean":
+        return WeightedMean(jnp.sum(jnp.where(where, values, 0.0)), jnp.sum(where, dtype=jnp.float32))
+
+    ends = mask > 0
+    each = -jax.nn.log_sigmoid(jnp.where(right > 0, scores, -scores))
+    # A head of zeros has no opinion.
+    above = preferred(scores, jnp.zeros_like(scores), jnp.abs(scores))
+    metrics = {
+        "accuracy": mean(jnp.where(right > 0, above, 1 - above), ends),
+        "scores/right": mean(scores, ends & (right > 0)),
+        "scores/wrong": mean(scores, ends & (right <= 0)),
+    }
+    return Loss(mean(each, ends), metrics)
