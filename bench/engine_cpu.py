@@ -34,8 +34,8 @@ from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling, sampling_columns
 from argosy.infer.settings import EngineSettings, NGram
 from argosy.jobs.api import preset_config
-from argosy.models.parts.attend import Paged
-from argosy.models.parts.cache import bytes_of, paged
+from argosy.models.parts.attention.attend import Paged
+from argosy.models.parts.attention.cache import bytes_of, paged
 from argosy.models.parts.weight import split
 from argosy.ops.narrow import FORMS
 

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from argosy.infer.forward.passes import OneProgram
 from argosy.infer.forward.step import PageTables, StepSizes
 from argosy.jobs.api import preset_config
-from argosy.models.parts.cache import paged
+from argosy.models.parts.attention.cache import paged
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract
 from argosy.parallel.mesh import MeshSettings

@@ -538,7 +538,8 @@ def read_records(folder: Path) -> None:
     from argosy.data.tokenizers.byte import ByteTokenizer
 
     tokenizer = ByteTokenizer()
-    tokenizer.chat_templates = {"default": "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}"}
+    calls = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+    tokenizer.chat_templates = {"default": "{% for m in messages %}{{ m.role }}: {{ m.content }}" + calls + "\n{% endfor %}"}
     source = JsonLines(folder / "t.jsonl")
     for one in encoder_for(source, tokenizer, learn="answers").encode(list(source.documents())):
         assert one.weights is None or len(one.weights) == len(one.tokens)

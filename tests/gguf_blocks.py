@@ -9,7 +9,7 @@ from gguf_files import Packed, write_gguf
 
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
-from argosy.models.language import LanguageConfig
+from argosy.models.base.language import LanguageConfig
 
 
 def gguf_in_blocks(path: Path, config: LanguageConfig, kinds: tuple[str, ...], seed: int = 0) -> Path:

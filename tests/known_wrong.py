@@ -551,7 +551,7 @@ EDITS = [
     # ---------------------------------------------------------------- models, attention, caches
     Edit(
         "the window forgotten",
-        "argosy/models/parts/heads.py",
+        "argosy/models/parts/attention/heads.py",
         "Score(self.scale, each.window, self.cap",
         "Score(self.scale, None, self.cap",
         (f"{PARITY}[mixtral-window]",),
@@ -607,21 +607,21 @@ EDITS = [
     ),
     Edit(
         "the window of answers that share a prompt counts places of the row",
-        "argosy/models/parts/attend.py",
+        "argosy/models/parts/attention/attend.py",
         "see = replace(see, q_at=self.at, k_at=self.at, aligned=False)",
         "pass",
         ("tests/rl/test_policy.py::test_each_family_sees_a_shared_prompt_as_its_own",),
     ),
     Edit(
         "positions off by one in decoding",
-        "argosy/models/parts/attend.py",
+        "argosy/models/parts/attention/attend.py",
         "return self.lengths[:, None] + self.t",
         "return self.lengths[:, None] + self.t + (self.t.shape[1] == 1)",
         ("tests/infer/test_lm.py::test_greedy_equals_recomputing_everything_rows_of_unequal_length",),
     ),
     Edit(
         "slot -1 wraps round",
-        "argosy/models/parts/cache.py",
+        "argosy/models/parts/attention/cache.py",
         "return jnp.where((index >= 0) & (index < size), index, size)",
         "return index",
         (f"{ATTEND}indexes_out_of_range_belong_to_no_row",),
@@ -656,7 +656,7 @@ EDITS = [
     ),
     Edit(
         "a snapshot without states",
-        "argosy/models/parts/cache.py",
+        "argosy/models/parts/attention/cache.py",
         "if key.startswith((RING, ROW))",
         "if key.startswith(RING)",
         (f"{ATTEND}a_rejected_draft_is_rolled_back_and_decoding_resumes",),

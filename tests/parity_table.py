@@ -19,7 +19,7 @@ from helpers import relative
 import argosy
 from argosy.jobs.convert import convert
 from argosy.jobs.models import family_of
-from argosy.models.parts.attend import Bidirectional
+from argosy.models.parts.attention.attend import Bidirectional
 
 GOLDENS = Path(__file__).parent / "goldens" / "models"
 EXPORTS = GOLDENS.parent / "exports.json"

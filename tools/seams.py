@@ -16,8 +16,8 @@ from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
-from argosy.models.parts.attend import Contiguous, Paged
-from argosy.models.parts.cache import contiguous, paged
+from argosy.models.parts.attention.attend import Contiguous, Paged
+from argosy.models.parts.attention.cache import contiguous, paged
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import abstract, fill, logical, merge, put, split, variables
 from argosy.parallel.mesh import MeshSettings

@@ -10,7 +10,7 @@ from argosy.checkpoint.open import open_model
 from argosy.infer.cpu.panels import block_forms
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
-from argosy.models.language import LanguageConfig
+from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.stack import Execution
 from argosy.ops.native import library
 from argosy.weights import build

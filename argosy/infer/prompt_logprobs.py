@@ -25,8 +25,8 @@ from argosy.infer.forward.sequences import SequenceScorer, length_bucket, over_c
 from argosy.infer.programs.placement import home_mesh
 from argosy.infer.sampling.sample import likeliest
 from argosy.infer.sampling.sampler import MOST_TOP
-from argosy.models.parts.attend import Contiguous
-from argosy.models.parts.cache import Caches, contiguous, laid_out
+from argosy.models.parts.attention.attend import Contiguous
+from argosy.models.parts.attention.cache import Caches, contiguous, laid_out
 
 # Tokens of one pass, padding included. SmolLM2 135M takes half a second for them on two CPU cores.
 PASS = 256

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from argosy.models import parts
+from argosy.models.base.language import AbsoluteConfig
 from argosy.models.hub.bert import BertHub
-from argosy.models.language import AbsoluteConfig
 from argosy.models.settings import Reach
 
 

@@ -5,7 +5,7 @@ indexer, and multi-token prediction.
 
 V2 scores experts by softmax and a group by its best expert. V3 scores experts by sigmoid and a group by its best two, and a bias
 adjusted by load balances experts. V3 is published in FP8, with one scale for each 128 x 128 values. V3.2 has the
-indexer (`parts.indexer`).
+indexer (`parts.attention.indexer`).
 
 DeepSeek-AI 2024 (arXiv:2405.04434, 2412.19437), 2025 (arXiv:2501.12948, 2512.02556), Moonshot AI 2025 (arXiv:2507.20534).
 B batch, T time, D width, F feed-forward, N heads, H plain and P rotary part of a head, C both, U value size, R and Q ranks of
@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from argosy.models import parts
+from argosy.models.base.language import LanguageConfig
 from argosy.models.hub.deepseek import DeepSeekHub
-from argosy.models.language import LanguageConfig
 from argosy.models.settings import Activation, Experts, Index, Rope, Yarn
 
 

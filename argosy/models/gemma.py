@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from argosy.models import parts
+from argosy.models.base.language import DecoderConfig
 from argosy.models.hub.gemma import GemmaHub
-from argosy.models.language import DecoderConfig
 from argosy.models.settings import Activation, LinearScaling, Rope
 
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from argosy.models import parts
+from argosy.models.base.language import AbsoluteConfig
 from argosy.models.hub.gpt2 import GPT2Hub
-from argosy.models.language import AbsoluteConfig
 from argosy.models.settings import Activation, Reach
 
 

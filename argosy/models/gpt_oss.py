@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from argosy.models import parts
+from argosy.models.base.language import DecoderConfig
 from argosy.models.hub.gpt_oss import GptOssHub
-from argosy.models.language import DecoderConfig
 from argosy.models.settings import Experts, Rope, Yarn
 
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from argosy.models import parts
+from argosy.models.base.language import DecoderConfig
 from argosy.models.hub.llama import LlamaHub
-from argosy.models.language import DecoderConfig
 from argosy.models.settings import LinearScaling, Llama3Scaling, Rope, Yarn
 
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from argosy.models import parts
+from argosy.models.base.language import DecoderConfig, shortest_pattern
 from argosy.models.hub.llama4 import Llama4Hub
-from argosy.models.language import DecoderConfig, shortest_pattern
 from argosy.models.settings import Experts, Llama3Scaling, Reach, Rope, Temper
 
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from argosy.models import parts
+from argosy.models.base.language import DecoderConfig
 from argosy.models.hub.mixtral import MixtralHub
-from argosy.models.language import DecoderConfig
 from argosy.models.settings import Experts
 
 

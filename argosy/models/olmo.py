@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from argosy.models import parts
+from argosy.models.base.language import DecoderConfig
 from argosy.models.hub.olmo import OlmoHub
-from argosy.models.language import DecoderConfig
 from argosy.models.settings import Rope, Yarn
 
 

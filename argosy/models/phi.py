@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from argosy.models import parts
+from argosy.models.base.language import DecoderConfig
 from argosy.models.hub.phi import PhiHub
-from argosy.models.language import DecoderConfig
 from argosy.models.settings import LongRope, Rope
 
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from argosy.models import parts
+from argosy.models.base.language import DecoderConfig
 from argosy.models.hub.qwen import QwenHub
-from argosy.models.language import DecoderConfig
 from argosy.models.settings import Experts, Rope, Yarn
 
 

@@ -22,8 +22,8 @@ from pydantic import Field, model_validator
 
 from argosy.core.settings import Settings
 from argosy.models import parts
+from argosy.models.base.language import DecoderConfig, shortest_pattern
 from argosy.models.hub.qwen3_next import Qwen3NextHub
-from argosy.models.language import DecoderConfig, shortest_pattern
 from argosy.models.settings import Experts, Reach, Rope, Yarn
 
 

@@ -1,6 +1,7 @@
 """Settings shared by families, without jax, so that a mistake in them is reported before anything heavy is imported.
 
-They are implemented in the part of the same name: `parts.rope`, `parts.moe`, `parts.heads`, `parts.indexer`, `parts.mlp`.
+They are implemented in the part of the same name: `parts.attention.rope`, `parts.moe`, `parts.attention.heads`,
+`parts.attention.indexer`, `parts.mlp`.
 """
 
 import math

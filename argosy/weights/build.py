@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from argosy.adapt.base import FACTORS, fill_base
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, OverlaidTensors
-from argosy.models.language import LanguageConfig
+from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, kept_in, logical, put, variables
 from argosy.observe.environment import check_fits

@@ -11,7 +11,7 @@ from argosy.core.formats import TensorReader
 from argosy.core.settings.schema import Choice
 from argosy.data.tokenizers.load import BESIDE, VOCABULARIES
 from argosy.models import FAMILIES
-from argosy.models.language import LanguageConfig
+from argosy.models.base.language import LanguageConfig
 
 if TYPE_CHECKING:
     from argosy.weights.adapted import AdaptedModel

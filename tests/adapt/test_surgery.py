@@ -12,7 +12,7 @@ from argosy.adapt.lora import DoRA, LoRA
 from argosy.adapt.quant import int8, quantized
 from argosy.adapt.surgery import find, freeze, graft, swap, thaw
 from argosy.core.errors import BadInput
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.einsum import Einsum, Route
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, merge, split, undrawn, variables

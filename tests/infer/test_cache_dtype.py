@@ -26,9 +26,9 @@ from argosy.infer.sampling.sampler import sample
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
 from argosy.infer.speculation.speculate import verify
 from argosy.models import FAMILIES
-from argosy.models.parts import attend
-from argosy.models.parts.attend import Packed, Paged
-from argosy.models.parts.cache import Spec, bytes_of, paged
+from argosy.models.parts.attention import attend
+from argosy.models.parts.attention.attend import Packed, Paged
+from argosy.models.parts.attention.cache import Spec, bytes_of, paged
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, put, split
 from argosy.ops.narrow import FORMS, Narrow

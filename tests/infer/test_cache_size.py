@@ -17,7 +17,7 @@ from argosy.infer.forward.step import PageTables, StepSizes
 from argosy.infer.load import random_lm
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
-from argosy.models.parts.cache import AttentionWindow, bytes_of
+from argosy.models.parts.attention.cache import AttentionWindow, bytes_of
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import abstract
 from argosy.observe.memory import resident_bytes

@@ -22,7 +22,7 @@ from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling, apply_penalties, next_tokens, random_streams, sampling_columns
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
-from argosy.models.parts.cache import bytes_of, paged
+from argosy.models.parts.attention.cache import bytes_of, paged
 from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import put, split
 from argosy.weights.build import random_model

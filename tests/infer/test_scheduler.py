@@ -8,7 +8,7 @@ import pytest
 from argosy.infer.engine.pages import PageKey, PagePool
 from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import Scheduler, StepPlan, WindowPool
-from argosy.models.parts.cache import AttentionWindow
+from argosy.models.parts.attention.cache import AttentionWindow
 
 
 def played(

@@ -27,7 +27,7 @@ from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import EngineSettings
 from argosy.infer.speculation.drafts import Drafter, NGramDrafter, last_occurrence
 from argosy.models import FAMILIES
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import merge, put, split
 from argosy.weights.build import random_model

@@ -9,8 +9,8 @@ from laws.families import CASES, FULLEST, RUNS, built, marked, tokens_of
 
 from argosy.models.gemma import GemmaConfig
 from argosy.models.mixtral import MixtralConfig
-from argosy.models.parts.attend import Contiguous, Packed, Paged
-from argosy.models.parts.cache import bytes_of, contiguous, paged
+from argosy.models.parts.attention.attend import Contiguous, Packed, Paged
+from argosy.models.parts.attention.cache import bytes_of, contiguous, paged
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, merge, split
 from argosy.models.settings import Experts

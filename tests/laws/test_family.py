@@ -33,10 +33,10 @@ from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
 from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
-from argosy.models.parts.attend import Bidirectional, Contiguous, Paged
-from argosy.models.parts.cache import RING, contiguous, paged
+from argosy.models.parts.attention.attend import Bidirectional, Contiguous, Paged
+from argosy.models.parts.attention.cache import RING, contiguous, paged
+from argosy.models.parts.attention.ragged import Ragged, rows_share_pages
 from argosy.models.parts.einsum import Contraction
-from argosy.models.parts.ragged import Ragged, rows_share_pages
 from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
 from argosy.models.parts.weight import abstract, count, fill, kept_in, merge, split, undrawn, variables
 from argosy.observe.flops import contraction_flops

@@ -22,11 +22,11 @@ from argosy.core.settings import dump
 from argosy.jobs.api import preset_config
 from argosy.jobs.convert import convert
 from argosy.models.deepseek import DeepSeekConfig
-from argosy.models.parts import indexer
-from argosy.models.parts.attend import Contiguous, Packed, Paged
-from argosy.models.parts.cache import contiguous, paged
-from argosy.models.parts.indexer import largest
-from argosy.models.parts.latent import Latent
+from argosy.models.parts.attention import indexer
+from argosy.models.parts.attention.attend import Contiguous, Packed, Paged
+from argosy.models.parts.attention.cache import contiguous, paged
+from argosy.models.parts.attention.indexer import largest
+from argosy.models.parts.attention.latent import Latent
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, split
 from argosy.models.settings import Experts, Index, Reach, Rope

@@ -24,7 +24,7 @@ from argosy.core.errors import BadInput, Damaged, SettingsError
 from argosy.infer.embed import pool_tokens, read_steps
 from argosy.jobs.convert import convert
 from argosy.jobs.models import describe
-from argosy.models.parts.attend import Bidirectional
+from argosy.models.parts.attention.attend import Bidirectional
 from argosy.run.compose import compose
 from argosy.run.settings import Run
 

@@ -14,7 +14,7 @@ from golden_weights import write_model
 from helpers import relative
 
 import argosy
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.weight import merge, split
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"

@@ -11,11 +11,11 @@ from helpers import relative
 
 from argosy.data.rows.groups import Example, ExampleGroup, GroupRows
 from argosy.models.llama import LlamaConfig
-from argosy.models.parts.attend import Contiguous, Packed
-from argosy.models.parts.cache import contiguous
+from argosy.models.parts.attention.attend import Contiguous, Packed
+from argosy.models.parts.attention.cache import contiguous
+from argosy.models.parts.attention.rope import angles
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.inputs import Inputs, Overlay, batch_inputs, overlay_fields
-from argosy.models.parts.rope import angles
 from argosy.models.parts.stack import Unroll, layer_addresses
 from argosy.models.parts.weight import fill, merge, put, split
 from argosy.models.settings import Rope

@@ -11,8 +11,8 @@ from models.test_parity import GOLDENS
 import argosy
 from argosy.core.errors import BadInput
 from argosy.jobs.api import preset_config
-from argosy.models.parts.attend import Contiguous, Packed
-from argosy.models.parts.heads import tempered, turned
+from argosy.models.parts.attention.attend import Contiguous, Packed
+from argosy.models.parts.attention.heads import tempered, turned
 from argosy.models.parts.weight import put, split
 from argosy.models.settings import Llama3Scaling, Reach, Rope, Temper, Yarn
 from argosy.weights.hub.config import config_from

@@ -17,8 +17,8 @@ from argosy.adapt.surgery import swap
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
 from argosy.export.lower import lowered, raise_again
-from argosy.models.parts.attend import Bidirectional
-from argosy.models.parts.cache import Spec
+from argosy.models.parts.attention.attend import Bidirectional
+from argosy.models.parts.attention.cache import Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, from_layers, layer_addresses, to_layers
 from argosy.models.parts.stack.pipeline import Pipeline

@@ -9,7 +9,7 @@ import pytest
 from helpers import relative
 
 from argosy.models.llama import LlamaConfig
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, merge, split
 

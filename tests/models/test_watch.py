@@ -7,8 +7,8 @@ import pytest
 from helpers import relative
 from laws.families import CASES, STRUCTURES, built, tokens_of
 
-from argosy.models.parts.attend import Packed
-from argosy.models.parts.rope import angles, apply_rope
+from argosy.models.parts.attention.attend import Packed
+from argosy.models.parts.attention.rope import angles, apply_rope
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.stack.watch import KEYS, OUTPUT, QUERIES, VALUES, Listening, WatchedAttend
 

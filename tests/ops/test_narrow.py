@@ -12,8 +12,9 @@ from argosy.core.errors import Unsupported
 from argosy.ops.attention import Score
 from argosy.ops.narrow import FORMS, blocks_of, empty, largest, narrowed, written
 from argosy.ops.op import implementations
-from argosy.ops.paged.attention import gathered, paged_attention, reads_joined
+from argosy.ops.paged.attention import gathered, paged_attention
 from argosy.ops.paged.blocked import BLOCK, blocked
+from argosy.ops.paged.ragged import reads_joined
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 NUMPY = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}

@@ -13,7 +13,7 @@ from argosy.core.errors import Unsupported
 from argosy.infer.forward.passes import OneProgram
 from argosy.infer.forward.step import PageTables, StepSizes
 from argosy.models.llama import LlamaConfig
-from argosy.models.parts.cache import AttentionWindow, layouts, paged
+from argosy.models.parts.attention.cache import AttentionWindow, layouts, paged
 from argosy.models.parts.weight import abstract, logical, split
 from argosy.ops.attention import Score
 from argosy.ops.op import implementations

@@ -11,7 +11,7 @@ from laws.families import CASES, RUNS, built, marked
 
 from argosy.core.errors import BadInput, Unsupported
 from argosy.data.rows.prompts import Prompt
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.stack import Unroll
 from argosy.rl.algorithms.cispo import CISPO
 from argosy.rl.algorithms.dr_grpo import DrGRPO

@@ -10,7 +10,7 @@ from laws.families import CASES, built
 
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.stack.watch import KEYS, QUERIES, VALUES, WatchedAttend
 from argosy.models.parts.weight import merge

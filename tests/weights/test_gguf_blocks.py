@@ -12,8 +12,8 @@ from argosy.checkpoint.open import open_model
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap, KeyRow
 from argosy.infer.cpu.panels import panel_forms
+from argosy.models.base.language import LanguageConfig
 from argosy.models.deepseek import DeepSeekConfig
-from argosy.models.language import LanguageConfig
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.stack import Unroll
 from argosy.models.phi import PhiConfig

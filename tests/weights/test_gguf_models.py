@@ -20,9 +20,9 @@ from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
+from argosy.models.base.language import LanguageConfig
 from argosy.models.gemma import GemmaConfig
 from argosy.models.gpt_oss import GptOssConfig
-from argosy.models.language import LanguageConfig
 from argosy.models.qwen import QwenConfig
 from argosy.models.settings import Experts, Llama3Scaling
 from argosy.weights.gguf.metadata import llama3

@@ -17,7 +17,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Shape
 from argosy.core.formats.zarr import map_array
-from argosy.models.language import LanguageConfig
+from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.stack import Execution, stored_addresses
 from argosy.weights.pages import MappedPages, map_of
 

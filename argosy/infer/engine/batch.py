@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from argosy.infer.engine.prompt_inputs import rotary_positions
 from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import PrefillChunk, StepPlan
 from argosy.infer.forward.step import PageTables, StepSizes, empty_words, split_words
@@ -23,6 +24,7 @@ class StepBatch(NamedTuple):
     owners: the slot of each request that is sampled; -1 beyond them, up to the length that the sampler is compiled for.
     drafts: as `speculate.verify` takes them; None without.
     counts: tokens that are sampled for each of `due`, one after the other; empty if it is one.
+    embeddings: of the tokens of prompt rows, in place of those of their ids; None: none has any.
     """
 
     sizes: StepSizes
@@ -32,6 +34,7 @@ class StepBatch(NamedTuple):
     owners: np.ndarray
     drafts: np.ndarray | None = None
     counts: Sequence[int] = ()
+    embeddings: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -41,20 +44,25 @@ class BatchBuilder:
     settings: of the engine.
     tables: the page tables of a row.
     shares: whether several rows of one step may belong to one request.
+    width: of the model's embeddings.
+    text: whether what requests have besides token ids is left out.
     """
 
     settings: EngineSettings
     tables: PageTables
     shares: bool
+    width: int
+    text: bool = False
 
     def build(self, plan: StepPlan) -> StepBatch:
         """A plan as arrays; `words` is one array, for one transfer to the device. Decoding rows compute the token sampled last."""
-        sizes, words, prompts = self._with_prompts(plan, 1)
+        sizes, words, prompts, embeddings = self._with_prompts(plan, 1)
         d, _, _ = split_words(words, sizes)
         for i, request in enumerate(plan.decodes):
             count = plan.counts[i] if plan.counts else 1
             d["slot"][i], d["length"][i] = request.slot, request.computed - count
             self.write_pages(d, i, request)
+            _write_rotary(d, i, request, 1)
             if plan.counts:
                 d["steps"][i] = count
         due = [*plan.decodes, *(request for request, _ in prompts)]
@@ -62,7 +70,7 @@ class BatchBuilder:
         count = sampler_rows(len(due))
         picks, owners = np.zeros(count, np.int32), np.full(count, -1, np.int32)
         picks[: len(due)], owners[: len(due)] = places, [request.slot for request in due]
-        return StepBatch(sizes, words, due, picks, owners, counts=plan.counts)
+        return StepBatch(sizes, words, due, picks, owners, counts=plan.counts, embeddings=embeddings)
 
     def build_drafted(
         self,
@@ -80,7 +88,7 @@ class BatchBuilder:
             drafts: the last tokens of each row that are drafts.
             draft_width: tokens of a row, in the program.
         """
-        sizes, words, prompts = self._with_prompts(plan, draft_width)
+        sizes, words, prompts, embeddings = self._with_prompts(plan, draft_width)
         _, r, _ = split_words(words, sizes)
         due = [*plan.decodes, *(request for request, _ in prompts)]
         count, deepest = sampler_rows(len(due)), draft_width - 1
@@ -90,33 +98,41 @@ class BatchBuilder:
             r["slot"][i], r["length"][i], r["new"][i] = request.slot, start, len(tokens)
             self.write_pages(r, i, request)
             r["tokens"][i, : len(tokens)] = tokens
+            _write_rotary(r, i, request, len(tokens))
             picks[:, i] = i * draft_width + len(tokens) - 1
             picks[: len(drafted), i] -= np.arange(len(drafted), 0, -1)
             guesses[: len(drafted), i] = drafted
         picks[:, len(plan.decodes) : len(due)] = [place for _, place in prompts]
         owners[: len(due)] = [request.slot for request in due]
-        return StepBatch(sizes, words, due, picks.reshape(-1), owners, guesses)
+        return StepBatch(sizes, words, due, picks.reshape(-1), owners, guesses, embeddings=embeddings)
 
     def _with_prompts(
         self, plan: StepPlan, draft_width: int
-    ) -> tuple[StepSizes, np.ndarray, list[tuple[ScheduledRequest, int]]]:
-        """The arrays with the rows of prompts, and the prompts that end, each with the place of its last token."""
+    ) -> tuple[StepSizes, np.ndarray, list[tuple[ScheduledRequest, int]], np.ndarray | None]:
+        """The arrays with the rows of prompts; the prompts that end, each with the place of its last token; and the embeddings."""
         rows = self._rows(plan)
         longest = max((len(chunk.tokens) for chunk in plan.chunks), default=0)
         width = ROW * (1 if self.shares else next_power(-(-longest // ROW), 4))
         decodes = self._decoding_rows(len(plan.decodes), alone=not rows)
         sizes = _sizes(decodes, _prompt_rows(len(rows), decodes), width if rows else 0, self.tables, draft_width)
         sizes = sizes._replace(steps=self.settings.steps) if plan.counts else sizes
+        sizes = sizes if self.text else sizes._replace(**_input_sizes(plan))
         words = empty_words(sizes)
         c, ended = split_words(words, sizes)[2], []
+        embeddings = np.zeros((1, sizes.rows, width, self.width), np.float32) if sizes.overlay else None
         for i, (chunk, at) in enumerate(rows):
             tokens, request = chunk.tokens[at : at + width], chunk.request
             c["slot"][i], c["length"][i], c["new"][i] = request.slot, chunk.start + at, len(tokens)
             self.write_pages(c, i, request)
             c["tokens"][i, : len(tokens)] = tokens
+            _write_rotary(c, i, request, len(tokens))
+            if embeddings is not None and request.inputs is not None and request.inputs.embeddings is not None:
+                own = request.inputs.rows(chunk.start + at, chunk.start + at + len(tokens))
+                places = request.inputs.places[own] - chunk.start - at
+                c["overlay"][i, places], embeddings[0, i, places] = 1, request.inputs.embeddings[own]
             if chunk.ends and at + len(tokens) == len(chunk.tokens):
                 ended.append((request, decodes * draft_width + i * width + len(tokens) - 1))
-        return sizes, words, ended
+        return sizes, words, ended, None if embeddings is None else embeddings.reshape(1, -1, self.width)
 
     def write_pages(self, part: dict[str, np.ndarray], i: int, request: ScheduledRequest) -> None:
         """Writes the page tables of row i, whose length is written already. A window's table has the pages that the row sees."""
@@ -184,6 +200,23 @@ class BatchBuilder:
             return 4 if n == 2 else next_power(n, 2)
         most = next_power(self.settings.slots, 2)
         return min(8, most) if n <= 8 else most
+
+
+def _input_sizes(plan: StepPlan) -> dict[str, Any]:
+    """What the requests of a plan have besides token ids, as fields of `StepSizes`."""
+    inputs = [request.inputs for request in plan.decodes] + [chunk.request.inputs for chunk in plan.chunks]
+    if not any(inputs):
+        return {}
+    chunks = [(chunk.request.inputs, chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
+    overlay = any(own is not None and own.overlays(start, end) for own, start, end in chunks)
+    return {"axes": max(0 if own is None else own.axes for own in inputs), "overlay": overlay}
+
+
+def _write_rotary(part: dict[str, np.ndarray], i: int, request: ScheduledRequest, count: int) -> None:
+    """Writes the rotary positions of the first tokens of row i, whose length is written already, where the step has any."""
+    if "rotary" in part:
+        start = int(part["length"][i])
+        part["rotary"][i, :count] = rotary_positions(request.inputs, start, start + count, part["rotary"].shape[2])
 
 
 def _sizes(decodes: int, rows: int, width: int, tables: PageTables, draft_width: int) -> StepSizes:

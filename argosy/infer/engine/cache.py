@@ -16,7 +16,7 @@ from argosy.core.process.resident import drop
 from argosy.infer.programs.placement import Home, default_device, home_mesh
 from argosy.infer.programs.programs import Program, Programs
 from argosy.infer.settings import EngineSettings
-from argosy.models.parts.cache import AttentionWindow, Caches, Specs, bytes_of, laid_out, layouts, paged
+from argosy.models.parts.attention.cache import AttentionWindow, Caches, Specs, bytes_of, laid_out, layouts, paged
 from argosy.models.parts.weight import Leaves
 from argosy.observe.environment import memory_bytes
 from argosy.observe.readable import sized

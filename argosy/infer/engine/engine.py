@@ -120,9 +120,11 @@ class Engine:
 
         Raises:
             BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, a seed of more than 64 bits, more
-                than 20 likeliest tokens, no token that is allowed, a grammar over another vocabulary, an adapter that is not loaded.
+                than 20 likeliest tokens, no token that is allowed, a grammar over another vocabulary, an adapter that is not loaded,
+                embeddings or positions that do not fit the prompt or the model.
         """
         request.check(self.vocab, self.context)
+        self.runner.check_inputs(request)
         adapter = None if request.adapter is None else self._adapters().get(request.adapter)
         random_key = self.runner.random_key(request.seed, request.row)
         sizes: Any = {"vocab": self.vocab, "context": self.context}
@@ -136,10 +138,11 @@ class Engine:
 
     def page_key(self, request: Request) -> PageKey:
         """The key of the pages of a request. Any thread may ask."""
+        digests = () if request.inputs is None else request.inputs.digests(self.settings.page)
         if self.adapters is None:
-            return PageKey(request.salt)
+            return PageKey(request.salt, digests)
         loaded = None if request.adapter is None else self.adapters.loaded.get(request.adapter)
-        return PageKey(self.adapters.salt(loaded, request.salt))
+        return PageKey(self.adapters.salt(loaded, request.salt), digests)
 
     def abort(self, id: int) -> bool:
         """Ends a request with an `abort` event; the next step may use its pages. Returns False if it has ended already."""

@@ -9,6 +9,7 @@ The page in which a prompt ends is not full, and its owner writes its completion
 of the prompt but the last, to be copied: what it holds of the prompt does not change until it is allocated again.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -23,8 +24,8 @@ class PageKey(NamedTuple):
     """The facts that the pages of a sequence depend on besides its token ids.
 
     salt: sequences with different salts share nothing.
-    digests: (position, digest) of what stands at a token besides its id, such as the vectors of an image. It counts from the page of
-        that position on, so the text before it is shared.
+    digests: (position, digest) of what a token has besides its id, such as the vectors of an image, in the order of positions. A
+        digest counts from the page of its position on, so the text before it is shared.
     """
 
     salt: str = ""
@@ -36,7 +37,8 @@ class PageKey(NamedTuple):
 
     def within(self, start: int, end: int) -> bytes:
         """The digests at these positions, for the hash of the page that has them."""
-        return b"".join(at.to_bytes(8, "little") + digest for at, digest in self.digests if start <= at < end)
+        own = self.digests[bisect_left(self.digests, (start,)) : bisect_left(self.digests, (end,))]
+        return b"".join(at.to_bytes(8, "little") + digest for at, digest in own)
 
 
 NO_KEY = PageKey()

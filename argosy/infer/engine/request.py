@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.infer.engine.prompt_inputs import PromptInputs
 from argosy.infer.sampling.repetition import Repetition
 from argosy.infer.sampling.sample import Sampling, Seed
 from argosy.infer.sampling.sampler import MOST_TOP
@@ -29,6 +30,7 @@ class Request:
         complete and nothing may follow.
     adapter: the name of a loaded adapter (`Engine.load_adapter`); None: the model alone.
     repetition: ends a completion that repeats itself.
+    inputs: what the prompt has besides its ids: embeddings at some places, rotary positions with several axes.
     """
 
     tokens: list[int]
@@ -43,6 +45,7 @@ class Request:
     grammar: Grammar | None = None
     adapter: str | None = None
     repetition: Repetition | None = None
+    inputs: PromptInputs | None = None
 
     def check(self, vocab: int, context: int) -> None:
         """Checks it against a model.

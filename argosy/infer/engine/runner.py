@@ -29,7 +29,7 @@ from argosy.infer.engine.cache import (
     room_for_cache,
 )
 from argosy.infer.engine.masks import MaskRow, mask_arrays
-from argosy.infer.engine.request import EngineStats
+from argosy.infer.engine.request import EngineStats, Request
 from argosy.infer.engine.scheduler import StepPlan
 from argosy.infer.engine.state import RequestState
 from argosy.infer.forward.passes import OneProgram, forward_of
@@ -42,8 +42,8 @@ from argosy.infer.sampling.sampler import SampledTokens, empty_slots, sample, sl
 from argosy.infer.settings import MTP, EngineSettings
 from argosy.infer.speculation.drafts import DraftContext
 from argosy.infer.speculation.speculate import VerifiedTokens, speculation_of
-from argosy.models.parts.cache import Caches, bytes_of, with_pages_copied
-from argosy.models.parts.ragged import rows_share_pages
+from argosy.models.parts.attention.cache import Caches, bytes_of, with_pages_copied
+from argosy.models.parts.attention.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
 from argosy.observe.readable import sized
 from argosy.ops.native import library
@@ -97,7 +97,7 @@ class Runner:
         self.shares = rows_share_pages(specs, self.context, slack=self.context)
         self.needs = cache_needs(specs, settings, model.dtype, self.context)
         tables = PageTables(settings.page, self.needs.pages, tuple(self.needs.windows))
-        self.batches = BatchBuilder(settings, tables, self.shares)
+        self.batches = BatchBuilder(settings, tables, self.shares, model.config.width)
         around = DraftContext(self.batches, self.context, self.home, self.run, self.programs)
         with self.on_mesh():
             self.speculation = speculation_of(speculative, model, draft, specs, around)
@@ -209,6 +209,15 @@ class Runner:
 
     # ---------------------------------------------------------------- a request
 
+    def check_inputs(self, request: Request) -> None:
+        """Checks what a prompt has besides its ids.
+
+        Raises:
+            BadInput: it does not fit the prompt or the model.
+        """
+        if request.inputs is not None:
+            request.inputs.check(len(request.tokens), self.batches.width, self.model.layers.rotary_axes())
+
     def random_key(self, seed: Seed, row: int) -> Any:
         """The random key of a request, computed on a device of this engine: another one may be busy with a step of its own."""
         device = None if self.home is None else min(self.home.device_set, key=lambda device: device.id)
@@ -286,7 +295,7 @@ class Runner:
         """The logits after the picked tokens of a step."""
         sizes, words, picks = batch.sizes, batch.words, batch.picks
         label = f"a step of {sizes.decodes + sizes.drafted} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
-        arguments = self._prepared, self.caches, self.slots.last, words, picks, sizes
+        arguments = self._prepared, self.caches, self.slots.last, words, picks, sizes, batch.embeddings
         logits, self.caches, hidden = self.run(label, self.forward.step, (*sizes, len(picks)), *arguments)
         if hidden is not None and self.speculation is not None:
             self.speculation.drafter.observe(batch, hidden)

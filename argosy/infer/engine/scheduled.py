@@ -1,8 +1,9 @@
-"""A request as the scheduler sees it: tokens, and the pages of its sequence. No arrays and no jax."""
+"""A request as the scheduler sees it: tokens, and the pages of its sequence. No jax."""
 
 from dataclasses import dataclass, field
 
 from argosy.infer.engine.pages import NO_KEY, PageHash, PageKey, page_hashes, tail_hash
+from argosy.infer.engine.prompt_inputs import PromptInputs
 
 
 @dataclass(eq=False)
@@ -27,6 +28,7 @@ class ScheduledRequest:
     id: the engine's number of the request.
     priority: lower runs first.
     key: what its pages depend on besides token ids.
+    inputs: what its prompt has besides token ids.
     stepwise: the host must see each token before the next is sampled.
     order: its place in the order of arrival.
     computed: tokens that dispatched steps wrote into the cache.
@@ -48,6 +50,7 @@ class ScheduledRequest:
     id: int = -1
     priority: int = 0
     key: PageKey = NO_KEY
+    inputs: PromptInputs | None = None
     stepwise: bool = False
     order: int = 0
     computed: int = 0
@@ -86,6 +89,12 @@ class ScheduledRequest:
     def is_prefilling(self) -> bool:
         """Whether it is prefilled, the first time or after a preemption, and does not decode yet."""
         return self.computed + self.recompute < self.length - 1 or (self.completion_length == 0 and not self.copied)
+
+    @property
+    def ends_in_overlay(self) -> bool:
+        """Whether its last known token has an embedding in place of its id's, which decoding rows do not."""
+        last = len(self.tokens) - 1
+        return self.inputs is not None and self.inputs.overlays(last, last + 1)
 
     @property
     def next_position(self) -> int:

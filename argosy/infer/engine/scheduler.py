@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from argosy.infer.engine.pages import PageHash, PagePool
 from argosy.infer.engine.scheduled import ScheduledRequest, WindowPages
-from argosy.models.parts.cache import AttentionWindow
+from argosy.models.parts.attention.cache import AttentionWindow
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class Scheduler:
     def _copy(self, request: ScheduledRequest, full: int) -> None:
         """Has the rest of a prompt copied, of which so many full pages were found, if it is known but for its last token."""
         known = len(request.tokens) - 1
-        if not self.copies or known // self.page != full or known == 0:
+        if not self.copies or known // self.page != full or known == 0 or request.ends_in_overlay:
             return
         if (tail := request.tail(self.page)) is not None:
             source = self.pages.tail(tail)

@@ -83,6 +83,7 @@ def new_state(
         id=id,
         priority=request.priority,
         key=key,
+        inputs=request.inputs,
         stepwise=matcher is not None or restrictions.changes,
     )
     return RequestState(request, scheduled, random_key, restrictions, matcher, adapter)

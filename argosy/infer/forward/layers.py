@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array
 
 from argosy.infer.programs.programs import Program, RunProgram, run_jitted
-from argosy.models.parts.attend import Attend
+from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.stack import Layer, repeating, run_block
 from argosy.models.parts.weight import Leaves, merge, split
 
@@ -52,7 +52,7 @@ class LayerPrograms:
         """The hidden states after all layers, and their caches, in place.
 
         Args:
-            attend: a strategy (`parts.attend`).
+            attend: a strategy (`parts.attention.attend`).
             run, at: how programs are called, and what stands for the shapes of these arguments (`infer.programs.programs`).
         """
         kept = {}

@@ -28,11 +28,11 @@ from jaxtyping import Array, Float
 from argosy.infer.cpu.prepare import WeightPreparation
 from argosy.infer.cpu.views import is_on_one_cpu
 from argosy.infer.forward.layers import AbsentWeights, LayerPrograms, traced_model
-from argosy.infer.forward.step import StepSizes, read_step, split_words
+from argosy.infer.forward.step import StepSizes, read_overlaid_step, read_step, split_words
 from argosy.infer.programs.programs import Program, RunProgram, run_jitted
 from argosy.infer.sampling.sampler import SampledTokens, Slots, sample_tokens
-from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Caches, Specs, laid_out
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.attention.cache import Caches, Specs, laid_out
 from argosy.models.parts.inputs import as_inputs
 from argosy.models.parts.weight import Leaves, split
 from argosy.parallel.scope import on_several_devices
@@ -132,7 +132,9 @@ class Forward:
         """Frees what `prepared` keeps for its next call, because the weights have changed."""
         self.preparation.forget()
 
-    def step(self, weights: Any, caches: Caches, last: Any, words: Any, picks: Any, sizes: StepSizes) -> StepOutput:
+    def step(
+        self, weights: Any, caches: Caches, last: Any, words: Any, picks: Any, sizes: StepSizes, embeddings: Any = None
+    ) -> StepOutput:
         """One step. While programs are prepared (`infer.programs.programs`), of descriptions.
 
         Args:
@@ -140,9 +142,13 @@ class Forward:
             last: the token sampled last in each slot [N], which a decoding row computes.
             words: the step, as in `step.split_words`.
             picks: places of the tokens whose logits are wanted: decoding rows come first, then drafted rows and prompts row by row.
+            embeddings: as `step.read_overlaid_step` takes them; None: every token has that of its id.
         """
         extra = {} if self.adapters is None else self.adapters.step_leaves(words, picks, sizes)
-        (logits, hidden), after = self(self.step_kind, weights, (last, words), caches, (picks,), sizes=sizes, extra=extra)
+        kind, inputs = self.step_kind, (last, words)
+        if embeddings is not None:
+            kind, inputs = kind._replace(entry=read_overlaid_step), (last, words, embeddings)
+        (logits, hidden), after = self(kind, weights, inputs, caches, (picks,), sizes=sizes, extra=extra)
         assert after is not None
         return StepOutput(logits, after, hidden)
 
@@ -242,7 +248,8 @@ class ByLayer(Forward):
             added = self.layers.divided(extra)
             outside, layers = outside | added[0], [own | leaves for own, leaves in zip(layers, added[1])]
         x, attend = self.run(self._program(_before, kind.entry), sizes, outside, inputs, sizes)
-        x, after = self.layers(layers, x, caches or {}, attend, self.run, sizes)
+        at = sizes.text if isinstance(sizes, StepSizes) else sizes
+        x, after = self.layers(layers, x, caches or {}, attend, self.run, at)
         out = self.run(self._program(_after, kind.tail), (x.shape, _shapes(more)), outside, x, more)
         return out, caches and after
 

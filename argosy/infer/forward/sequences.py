@@ -20,8 +20,8 @@ from argosy.infer.cpu.views import is_on_one_cpu
 from argosy.infer.forward.passes import ByLayer, Forward, OneProgram, PassKind, Tail, whole_sequences
 from argosy.infer.programs.placement import home_mesh, weights_home
 from argosy.infer.sampling.sample import token_logprobs
-from argosy.models.parts.attend import Attend, Packed
-from argosy.models.parts.cache import Caches, Specs
+from argosy.models.parts.attention.attend import Attend, Packed
+from argosy.models.parts.attention.cache import Caches, Specs
 from argosy.models.parts.weight import Leaves, split, variable
 from argosy.parallel.scope import scope
 

@@ -31,7 +31,7 @@ from argosy.infer.speculation.drafts import (
     first_rows,
     sampled_drafts,
 )
-from argosy.models.parts.ragged import rows_share_pages
+from argosy.models.parts.attention.ragged import rows_share_pages
 from argosy.models.parts.weight import split
 
 # Known tokens that the draft model lacks, at most: the last draft of the previous step, and the token sampled after it.
@@ -52,9 +52,9 @@ class ModelDrafter(Drafter):
 
     def __init__(self, model: Any, tokens: int, vocab: int, context: DraftContext):
         self.tokens, self.context, self.run = tokens, context, context.run
-        # All its layers keep all tokens.
+        # All its layers keep all tokens, and it sees text alone: drafts after an image may agree less often.
         tables = context.batches.tables._replace(windows=())
-        self.batches = replace(context.batches, tables=tables)
+        self.batches = replace(context.batches, tables=tables, text=True)
         _check(model, context.max_length, vocab)
         weights = split(model)[1]
         if weights_home(weights) != context.home:

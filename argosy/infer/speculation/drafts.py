@@ -24,7 +24,7 @@ from argosy.infer.forward.step import StepSizes, empty_words, split_words
 from argosy.infer.programs.placement import Home, home_mesh
 from argosy.infer.programs.programs import Program, Programs
 from argosy.infer.sampling.sampler import Slots, sample
-from argosy.models.parts.cache import Caches, Specs
+from argosy.models.parts.attention.cache import Caches, Specs
 
 
 class DraftContext(NamedTuple):

@@ -36,8 +36,9 @@ from argosy.infer.speculation.drafts import (
     first_rows,
     sampled_drafts,
 )
-from argosy.models.parts.cache import Caches, Specs, laid_out
-from argosy.models.parts.ragged import rows_share_pages
+from argosy.models.parts.attention.cache import Caches, Specs, laid_out
+from argosy.models.parts.attention.ragged import rows_share_pages
+from argosy.models.parts.inputs import as_inputs
 from argosy.models.parts.weight import Leaves, split, variable
 from argosy.parallel.scope import on_several_devices
 
@@ -174,7 +175,8 @@ def _ahead(graph: Any, absent: AbsentWeights, dtype: Any) -> Any:
     def ahead(weights: Leaves, x: Array, caches: Caches, last: Array, words: Array, sizes: StepSizes) -> tuple[Array, Caches]:
         model = traced_model(graph, weights, dtype, absent)
         tokens, attend = read_step(last, words, sizes)
-        x, cache, _ = model.ahead(1, x, tokens, attend, caches["mtp"])
+        # Of text alone: drafts after an image may agree less often.
+        x, cache, _ = model.ahead(1, x, as_inputs(tokens).ids, attend, caches["mtp"])
         caches = {"mtp": cache}
         if on_several_devices():
             depth = getattr(model.mtp, "0")

@@ -38,7 +38,7 @@ from argosy.infer.sampling.sampler import SampledTokens, Slots, sample_tokens
 from argosy.infer.speculation.draft_model import ModelDrafter
 from argosy.infer.speculation.drafts import DraftContext, Drafter, NGramDrafter
 from argosy.infer.speculation.mtp import MTPDrafter
-from argosy.models.parts.cache import Caches, Specs, laid_out, restore, snapshot
+from argosy.models.parts.attention.cache import Caches, Specs, laid_out, restore, snapshot
 from argosy.parallel.scope import on_several_devices
 
 

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.ahead import Depth, MultiTokenPrediction
-from argosy.models.parts.attend import Attend
+from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.block import Block
 from argosy.models.parts.decoder import Decoder
 from argosy.models.parts.stack import Execution, Layer

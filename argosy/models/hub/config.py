@@ -11,7 +11,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.core.formats import listed
-from argosy.models.language import shortest_pattern
+from argosy.models.base.language import shortest_pattern
 from argosy.models.settings import LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 
 # Keys without effect on the forward pass: bookkeeping, training, text generation.

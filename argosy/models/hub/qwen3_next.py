@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from argosy.core.errors import BadInput
 from argosy.core.keymap import KeyRow
+from argosy.models.base.language import shortest_pattern
 from argosy.models.hub import rows as hub
 from argosy.models.hub.config import SIZES, ConfigTable, read_dense, read_rope, write_rope
-from argosy.models.language import shortest_pattern
 from argosy.models.settings import Rope
 
 

@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from argosy.models.parts.attend import Attend as Attend
-    from argosy.models.parts.attend import Bidirectional as Bidirectional
-    from argosy.models.parts.attend import Packed as Packed
+    from argosy.models.parts.attention.attend import Attend as Attend
+    from argosy.models.parts.attention.attend import Bidirectional as Bidirectional
+    from argosy.models.parts.attention.attend import Packed as Packed
+    from argosy.models.parts.attention.heads import Attention as Attention
+    from argosy.models.parts.attention.latent import LatentAttention as LatentAttention
     from argosy.models.parts.block import Block as Block
     from argosy.models.parts.decoder import Decoder as Decoder
     from argosy.models.parts.encoder import TextEncoder as TextEncoder
-    from argosy.models.parts.heads import Attention as Attention
-    from argosy.models.parts.latent import LatentAttention as LatentAttention
     from argosy.models.parts.mlp import GLU as GLU
     from argosy.models.parts.mlp import MLP as MLP
     from argosy.models.parts.moe import MoE as MoE
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from argosy.models.parts.stack import Layer as Layer
 
 _FROM = {
-    "Attend": "argosy.models.parts.attend",
-    "Attention": "argosy.models.parts.heads",
-    "Bidirectional": "argosy.models.parts.attend",
+    "Attend": "argosy.models.parts.attention.attend",
+    "Attention": "argosy.models.parts.attention.heads",
+    "Bidirectional": "argosy.models.parts.attention.attend",
     "Block": "argosy.models.parts.block",
     "Decoder": "argosy.models.parts.decoder",
     "TextEncoder": "argosy.models.parts.encoder",
     "Execution": "argosy.models.parts.stack",
     "GLU": "argosy.models.parts.mlp",
-    "LatentAttention": "argosy.models.parts.latent",
+    "LatentAttention": "argosy.models.parts.attention.latent",
     "Layer": "argosy.models.parts.stack",
     "LayerNorm": "argosy.models.parts.norm",
     "MLP": "argosy.models.parts.mlp",
     "MoE": "argosy.models.parts.moe",
-    "Packed": "argosy.models.parts.attend",
+    "Packed": "argosy.models.parts.attention.attend",
     "RMSNorm": "argosy.models.parts.norm",
 }
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.attention.cache import Cache
 from argosy.models.parts.einsum import Einsum
 
 # I: an embedding and the input of the head, one behind the other.

@@ -12,10 +12,10 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache, Spec
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.attention.cache import Cache, Spec
+from argosy.models.parts.attention.rope import Turns
 from argosy.models.parts.moe import MoE
-from argosy.models.parts.rope import Turns
 from argosy.models.parts.stack import turns_of
 
 Norm = Callable[[], nnx.Module]

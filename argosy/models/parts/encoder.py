@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from argosy.models.parts.attend import Attend
+from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.stack import Aux, Execution, Layer, Stack
 from argosy.parallel.scope import constrain

@@ -4,7 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
-from argosy.models.parts.attend import Attend
+from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.inputs import Inputs
 from argosy.models.parts.stack import Aux, Stack
 

@@ -102,12 +102,3 @@ PAGED_ATTENTION.add("rows", "argosy.ops.paged.rows:ROWS")
 PAGED_ATTENTION.add("native", "argosy.ops.native.paged:NATIVE")
 PAGED_ATTENTION.add("triton", "argosy.ops.paged.triton:TRITON")
 PAGED_ATTENTION.add("ragged", "argosy.ops.paged.ragged:RAGGED")
-
-
-def reads_joined(heads: int, size: int, dtype: Any) -> bool:
-    """Whether layers on this platform should keep keys and values of these heads in joined pools."""
-    if (PAGED_ATTENTION.requested or PAGED_ATTENTION.preferred[0]) != "ragged":
-        return False
-    from argosy.ops.paged.ragged import cannot_hold
-
-    return cannot_hold(heads, size, dtype) is None

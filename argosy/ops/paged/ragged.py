@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from argosy.ops.attention import Score
 from argosy.ops.narrow import Narrow
 from argosy.ops.op import Implementation
-from argosy.ops.paged.attention import Pools
+from argosy.ops.paged.attention import PAGED_ATTENTION, Pools
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, on_several_devices, platform
 
 # Bytes of the kernel's two buffers of pages, of 16 MB that it may take by default.
@@ -105,6 +105,11 @@ def cannot_hold(heads: int, size: int, dtype: Any) -> str | None:
         return f"a cache of {jnp.dtype(dtype).name}"
     tiles = 2 * heads / packing
     return None if tiles in (1, 2, 4, 8) or tiles % 8 == 0 else f"{heads} key heads, which no tile holds"
+
+
+def reads_joined(heads: int, size: int, dtype: Any) -> bool:
+    """Whether layers on this platform should keep keys and values of these heads in joined pools."""
+    return (PAGED_ATTENTION.requested or PAGED_ATTENTION.preferred[0]) == "ragged" and cannot_hold(heads, size, dtype) is None
 
 
 def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, lse: bool) -> str | None:

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.data.batch import Field, Fields
-from argosy.models.parts.attend import Attend, Branched, Packed
+from argosy.models.parts.attention.attend import Attend, Branched, Packed
 from argosy.models.parts.stack import Aux
 from argosy.ops.precision import wide
 from argosy.rl.algorithms import LOSSES

@@ -21,7 +21,7 @@ from argosy.data.batch import Batch, BatchWrapper, Field, Fields
 from argosy.data.distillation.likeliest import Likeliest, TopTokens, bytes_per_target
 from argosy.data.pipeline import ROW, RowBatches
 from argosy.data.tables import cache_folder
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.weight import Leaves
 from argosy.observe.readable import sized
 from argosy.ops.cross_entropy import by_chunks

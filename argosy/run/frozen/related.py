@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from argosy.core.errors import BadInput
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.stack import Scan
 from argosy.models.parts.stack.watch import QUERIES, WatchedAttend
 from argosy.models.parts.weight import abstract, merge, split

@@ -41,7 +41,7 @@ def next_token_loss(settings: NextToken, models: "Models", batch: "dict[str, Arr
     """The loss of a batch."""
     import jax.numpy as jnp
 
-    from argosy.models.parts.attend import Packed
+    from argosy.models.parts.attention.attend import Packed
     from argosy.models.parts.inputs import batch_inputs
     from argosy.train.objectives.loss import Loss, WeightedMean
     from argosy.train.objectives.routers import with_routers
@@ -77,7 +77,7 @@ def _later_tokens(
     import jax
     import jax.numpy as jnp
 
-    from argosy.models.parts.attend import Packed
+    from argosy.models.parts.attention.attend import Packed
     from argosy.train.objectives.loss import WeightedMean
     from argosy.train.objectives.tokens import losses
 

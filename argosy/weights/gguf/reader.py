@@ -15,7 +15,7 @@ from argosy.core.errors import BadInput, Unsupported, complaint, nearest
 from argosy.core.formats import TensorReader, TensorView, listed
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap
-from argosy.models.language import LanguageConfig
+from argosy.models.base.language import LanguageConfig
 from argosy.weights.gguf import families as families
 from argosy.weights.gguf.blocks import BlockedWeights
 from argosy.weights.gguf.deepseek import read_deepseek2

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from argosy.core.errors import Damaged
 from argosy.core.keymap import KeyRow
+from argosy.models.base.language import LanguageConfig
 from argosy.models.hub.rows import of_layers
-from argosy.models.language import LanguageConfig
 from argosy.weights.gguf.metadata import Metadata
 
 BLOCK = "blk.{l}."

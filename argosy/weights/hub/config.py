@@ -11,8 +11,8 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged, complaint, nearest
 from argosy.core.formats.quants import FP8_BLOCK
 from argosy.models import FAMILIES
-from argosy.models.config import with_scores
-from argosy.models.language import LanguageConfig
+from argosy.models.base.config import with_scores
+from argosy.models.base.language import LanguageConfig
 
 CONFIG_BYTES = 16 << 20
 # The deepest published model has 126.

@@ -13,8 +13,8 @@ from argosy.core.formats.files import File, of_bytes, of_text, write_file
 from argosy.core.formats.safetensors import folder_files
 from argosy.core.keymap import KeyMap
 from argosy.data.tokenizers.load import matching
-from argosy.models.config import SCORING
-from argosy.models.language import LanguageConfig
+from argosy.models.base.config import SCORING
+from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.weight import exact
 from argosy.weights.hub.config import config_from, without_quantization
 from argosy.weights.model import COMPANIONS

@@ -31,9 +31,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 from jaxtyping import Array, Int
 
-from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache, Caches, Spec, Specs
-from argosy.models.parts.rope import Turns, angles
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.attention.cache import Cache, Caches, Spec, Specs
+from argosy.models.parts.attention.rope import Turns, angles
 from argosy.models.parts.stack.hosted import any_hosted, brought
 from argosy.models.parts.stack.remat import INPUT, Remat, on_picked_weights, rematerialised
 from argosy.models.parts.stack.watch import OUTPUT, TOLD, Listening, WatchedAttend
@@ -371,13 +371,21 @@ class Stack(nnx.Module):
         rest = {kind: {name: a for name, a in own.items() if not name.startswith(TOLD)} for kind, own in aux.items()}
         return [found[i] for i in range(len(self.plan))], rest
 
+    def rotary_axes(self) -> set[int]:
+        """Numbers of axes, besides one, that rotary positions of all layers may have; empty if none."""
+        axes = [set() if rope.sections is None else {len(rope.sections)} for rope, _ in self._turns()]
+        return set.intersection(*axes) if axes else set()
+
+    def _turns(self) -> dict[Any, None]:
+        return dict.fromkeys(t for layer in dict.fromkeys(self.plan) for t in turns_of(self.example(layer), layer.each))
+
     def with_angles(self, attend: Attend, positions: Int[Array, "B T A"] | None = None) -> Attend:
         """The strategy with the angles of its tokens, for all rotary positions that layers of the plan use.
 
         Raises:
             ValueError: positions with several axes, for layers or a strategy that cannot take them.
         """
-        turns = dict.fromkeys(t for layer in dict.fromkeys(self.plan) for t in turns_of(self.example(layer), layer.each))
+        turns = self._turns()
         if not turns or not is_dataclass(attend):
             if positions is not None:
                 raise ValueError("these layers have no rotary positions that could have several axes")

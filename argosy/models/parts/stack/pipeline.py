@@ -24,8 +24,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Caches
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.attention.cache import Caches
 from argosy.models.parts.stack import Aux, LayerGroup, Scan, Stack, Streams, joined, parts_of, run_group
 from argosy.models.parts.stack.remat import Remat, on_picked_weights
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform

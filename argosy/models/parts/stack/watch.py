@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Int
 
-from argosy.models.parts.attend import HEADS, Angled, Attend, Read, Recurrence
-from argosy.models.parts.cache import Cache
+from argosy.models.parts.attention.attend import HEADS, Angled, Attend, Read, Recurrence
+from argosy.models.parts.attention.cache import Cache
 from argosy.ops.attention import Score
 
 # What the names of these aux outputs begin with; OUTPUT: the residual stream after a layer.

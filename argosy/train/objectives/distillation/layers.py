@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.stack.watch import KEYS, OUTPUT, QUERIES, VALUES, WatchedAttend
 from argosy.ops.precision import wide
 from argosy.ops.relations import Sides, relation_divergence

@@ -90,7 +90,7 @@ def uld(settings: ULD, models: "Models", batch: "dict[str, Array]") -> "Loss":
     import jax
     import jax.numpy as jnp
 
-    from argosy.models.parts.attend import Packed
+    from argosy.models.parts.attention.attend import Packed
     from argosy.train.objectives.loss import Loss, WeightedMean
     from argosy.train.objectives.routers import with_routers
     from argosy.train.objectives.tokens import losses

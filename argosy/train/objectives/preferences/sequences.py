@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.data.batch import Field, Fields
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.stack import Aux
 from argosy.train.objectives.loss import Loss, Models, WeightedMean
 from argosy.train.objectives.objective import TokenObjective

@@ -1,7 +1,7 @@
 """What layers cache, and where: buffers, pools, rings, states.
 
-A layer declares it (`Spec`), the caller allocates it (`contiguous`, `paged`), and the strategies of `parts.attend` read and write
-it. An entry is of one of four kinds, which is part of its array's name in a layer's cache:
+A layer declares it (`Spec`), the caller allocates it (`contiguous`, `paged`), and the strategies of `parts.attention.attend` read and
+write it. An entry is of one of four kinds, which is part of its array's name in a layer's cache:
 
     "k"          token   one per token: a buffer for each row, or pages of a pool
     "ring.k"     ring    one for each of the last `span` tokens, for layers that attend no further back (a window)
@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Int
 
 from argosy.ops.attention import NOWHERE
 from argosy.ops.narrow import Narrow, empty
-from argosy.ops.paged.attention import reads_joined
+from argosy.ops.paged.ragged import reads_joined
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import activation_spec, on_several_devices
 

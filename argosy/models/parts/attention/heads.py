@@ -14,11 +14,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from argosy.models.parts.attend import HEADS, Attend
-from argosy.models.parts.cache import Cache, Spec
+from argosy.models.parts.attention.attend import HEADS, Attend
+from argosy.models.parts.attention.cache import Cache, Spec
+from argosy.models.parts.attention.rope import Turns, angles, apply_rope
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import over_rms
-from argosy.models.parts.rope import Turns, angles, apply_rope
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.models.settings import Reach
 from argosy.ops.attention import Score

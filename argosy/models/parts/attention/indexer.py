@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from argosy.models.parts.attend import Attend
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.attention.heads import Reach, turned
 from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.heads import Reach, turned
 from argosy.models.parts.norm import LayerNorm
 from argosy.models.parts.weight import Choosing
 from argosy.ops.attention import See

@@ -12,7 +12,7 @@ split over devices and pipelines without knowing the strategy. A model has no se
     Branched(segments, prefixes, at)        training: the same, where sequences share how they begin
     Contiguous(at, live)                    evaluation and decoding: one buffer a row, rows of any length
     Paged(table, slots, lengths, new, t)    serving: rows own pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
-    Ragged(groups)                          serving: rows of several widths in one call (`parts.ragged`)
+    Ragged(groups)                          serving: rows of several widths in one call (`parts.attention.ragged`)
     Bidirectional(segments)                 encoders and diffusion: each token attends to its whole segment
 """
 
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from argosy.core.errors import Unsupported
-from argosy.models.parts.cache import (
+from argosy.models.parts.attention.cache import (
     JOINED,
     RING,
     ROW,

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from argosy.models.parts.attend import HEADS, Angled, Paged, Read, Recurrence
-from argosy.models.parts.cache import Cache, Specs, is_ring
+from argosy.models.parts.attention.attend import HEADS, Angled, Paged, Read, Recurrence
+from argosy.models.parts.attention.cache import Cache, Specs, is_ring
 from argosy.ops.attention import Score
 
 

@@ -5,8 +5,8 @@
     k = [W_uk c ; r],  v = W_uv c                        expanded: keys and values of each head, best for training
     [W_uk' q ; q_r] against [c ; r], then W_uv           absorbed: one key head in the space of the cache, best for decoding
 
-Both forms are the same function. With an indexer (`parts.indexer`) a query attends only to the tokens it selects, and its keys
-are cached too. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
+Both forms are the same function. With an indexer (`parts.attention.indexer`) a query attends only to the tokens it selects, and its
+keys are cached too. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache, Spec
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.attention.cache import Cache, Spec
+from argosy.models.parts.attention.heads import Reach, turned
+from argosy.models.parts.attention.indexer import Indexer, IndexQuery
+from argosy.models.parts.attention.rope import Turns
 from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.heads import Reach, turned
-from argosy.models.parts.indexer import Indexer, IndexQuery
 from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Turns
 from argosy.models.settings import Index
 from argosy.ops.attention import Score, See
 from argosy.ops.narrow import blocks_of

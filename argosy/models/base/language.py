@@ -10,7 +10,7 @@ from argosy.core.dims import axes_of
 from argosy.core.errors import BadInput
 from argosy.core.settings import Also
 from argosy.models import parts
-from argosy.models.config import SCORING, ModelConfig
+from argosy.models.base.config import SCORING, ModelConfig
 from argosy.models.settings import Activation, Experts, Reach, Rope
 
 
