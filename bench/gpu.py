@@ -316,10 +316,10 @@ sys.path.insert(0, ".")
 import jax
 from argosy.models.hub import rows
 from argosy.run.assembly.assemble import assemble
-from argosy.run.compose import compose
-from argosy.run.decided import Decided
+from argosy.run.settings.compose import compose
+from argosy.run.assembly.decided import Decided
 from argosy.run.memory import compiled_need, estimated_need
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 
 run = compose(Run, "tiny", json.loads(sys.argv[1])).value
 a = assemble(run, Decided.here(run))

@@ -18,10 +18,10 @@ from argosy.run.assembly import state as states
 from argosy.run.assembly import updates
 from argosy.run.assembly.assemble import assemble
 from argosy.run.assembly.assembly import Assembly
-from argosy.run.compose import compose
-from argosy.run.decided import Decided
-from argosy.run.replay import Replay
-from argosy.run.settings import Run
+from argosy.run.assembly.decided import Decided
+from argosy.run.hooks.replay import Replay
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
 
 DATA = ["data.source=synthetic", "data.sequence=128", "data.batch=16", "eval.batches=0"]
 WIDE = [

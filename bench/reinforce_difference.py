@@ -20,7 +20,7 @@ import argosy
 from argosy.core.settings import dump
 from argosy.core.storage import Store
 from argosy.observe.metrics import by_step, read
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 from tools.seams import examples
 
 STORIES = Path(__file__).parents[2] / "shared" / "data" / "models" / "stories260k"

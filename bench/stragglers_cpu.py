@@ -3,8 +3,8 @@
     ./run python bench/stragglers_cpu.py [steps=60] [seconds=1.0] [processes=2]
 
 A step is a sleep of so many seconds, so what a loop takes beside is what was put around the step. Each process makes `steps` steps
-without and with `run.pace.PaceMeter`, in turns of ten. Prints, for the first process: seconds that a step takes longer (mean, with the
-timings of the device in it), CPU seconds of the process a step (and before there was a thread), and both as shares of the step.
+without and with `run.hooks.pace.PaceMeter`, in turns of ten. Prints, for the first process: seconds that a step takes more (mean, with
+the timings of the device in it), CPU seconds of the process a step (and before there was a thread), and both as shares of the step.
 """
 
 import json
@@ -48,7 +48,7 @@ def measure(steps: int, seconds: float) -> None:
 
     from argosy.observe.goodput import Clock
     from argosy.parallel import processes
-    from argosy.run.pace import PaceMeter
+    from argosy.run.hooks.pace import PaceMeter
     from argosy.train.straggler_settings import StragglerSettings
 
     clock, ready = Clock(), {"loss": jnp.zeros(())}

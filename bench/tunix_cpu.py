@@ -25,10 +25,10 @@ from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig  # type: ignore[i
 
 from argosy.adapt.tunix import ForTunix
 from argosy.run.assembly.assemble import assemble
-from argosy.run.compose import compose
-from argosy.run.decided import Decided
-from argosy.run.initial import weights_for
-from argosy.run.settings import Run
+from argosy.run.assembly.decided import Decided
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
+from argosy.run.start.initial import weights_for
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 MODEL, DATA = SHARED / "models" / "stories260k", SHARED / "instruct" / "instruction_1100.jsonl"

@@ -26,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import argosy
 from argosy.core.storage import Store
-from argosy.jobs.proof import digest
+from argosy.jobs.quickstart.proof import digest
 from argosy.observe.metrics import by_step, read
 
 STEPS, STOP, EVERY = 6, 4, 2

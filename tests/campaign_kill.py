@@ -25,7 +25,7 @@ from pathlib import Path
 
 from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.core.storage import Store
-from argosy.jobs.proof import digest
+from argosy.jobs.quickstart.proof import digest
 from argosy.observe.metrics import by_step, read
 
 SMALL = ["model.width=16", "model.layers=1", "model.ffn=32", "model.heads=2", "model.kv_heads=1", "model.vocab=64"]

@@ -47,7 +47,7 @@ PARITY = "tests/models/test_parity.py::test_logits_equal_the_reference"
 LAWS, DEVICES, COSTS = (f"tests/laws/test_{name}.py::test_" for name in ("family", "devices", "costs"))
 ATTEND, MOE, EINSUM, EXCHANGE = (f"tests/models/test_{name}.py::test_" for name in ("attend", "moe", "einsum", "exchange"))
 CACHE = "tests/infer/test_cache_dtype.py::test_"
-RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
+RESUME, RUNS, SURGERY = "tests/run/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
 PLAYS = "tests/rl/test_trajectories.py::test_"
 GANGS = "tests/launch/test_gangs.py::test_"
 DILOCO = "tests/train/test_diloco.py::test_"
@@ -71,7 +71,7 @@ EDITS = [
         "argosy/run/memory.py",
         "resident_bytes() - there)",
         "resident_bytes())",
-        ("tests/jobs/test_memory.py::test_what_exists_already_is_counted_once",),
+        ("tests/run/test_memory.py::test_what_exists_already_is_counted_once",),
     ),
     Edit(
         "cached files of a container that count as used",
@@ -82,10 +82,10 @@ EDITS = [
     ),
     Edit(
         "matrix units for float32 multiply in a run of bfloat16",
-        "argosy/run/products.py",
+        "argosy/run/assembly/products.py",
         'if precision != "float32":',
         "if not precision:",
-        ("tests/jobs/test_products.py::test_kernels_are_not_built_where_they_cannot_be_used",),
+        ("tests/run/test_products.py::test_kernels_are_not_built_where_they_cannot_be_used",),
     ),
     Edit(
         "pages that an interrupted step was to compute are found",
@@ -165,7 +165,7 @@ EDITS = [
         "        step = guarded(diloco.alone(step), run.guard) if run.diloco.every else guarded(step, run.guard)\n"
         "        step = diloco.together(step, run.diloco) if run.diloco.every else step\n",
         "        step = guarded(diloco.together(diloco.alone(step), run.diloco) if run.diloco.every else step, run.guard)\n",
-        ("tests/jobs/test_diloco_runs.py::test_a_bad_step_of_one_replica_is_skipped_by_all_and_outer_steps_are_not",),
+        ("tests/run/test_diloco_runs.py::test_a_bad_step_of_one_replica_is_skipped_by_all_and_outer_steps_are_not",),
     ),
     # ---------------------------------------------------------------- several processes
     Edit(
@@ -295,7 +295,7 @@ EDITS = [
     ),
     Edit(
         "every evaluated batch weighs like the last",
-        "argosy/run/hooks.py",
+        "argosy/run/hooks/evaluation.py",
         "sum(float(one[name].weight) for one in sums)",
         "len(sums) * float(sums[-1][name].weight)",
         ("tests/jobs/test_evaluate.py",),
@@ -390,14 +390,14 @@ EDITS = [
         "argosy/run/distillation/teacher.py",
         'return known, open_same(known, say, thorough=True, role=ModelRole("the teacher that this run learns from", back, back))',
         "return known, teacher.stored",
-        ("tests/jobs/test_distill_runs.py::test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on",),
+        ("tests/run/test_distill_runs.py::test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on",),
     ),
     Edit(
         "the cached tokens of another temperature",
         "argosy/run/distillation/teacher_cache.py",
         '        "temperature": run.objective.temperature,\n',
         "",
-        ("tests/jobs/test_distill_runs.py::test_another_temperature_or_teacher_or_row_is_computed_again_and_another_student_not",),
+        ("tests/run/test_distill_runs.py::test_another_temperature_or_teacher_or_row_is_computed_again_and_another_student_not",),
     ),
     # ---------------------------------------------------------------- preferences
     Edit(
@@ -405,7 +405,7 @@ EDITS = [
         "argosy/train/step.py",
         "params=once.whole(state.params)",
         "params=state.params",
-        ("tests/jobs/test_gather.py::test_each_weight_is_gathered_once_a_step",),
+        ("tests/run/test_gather.py::test_each_weight_is_gathered_once_a_step",),
     ),
     Edit(
         "KTO's divergence that of each part of a batch",
@@ -426,7 +426,7 @@ EDITS = [
         "argosy/run/frozen/reference.py",
         "self.leaves: Leaves | None = state.params | state.rest if fresh else None",
         "self.leaves: Leaves | None = state.params | state.rest",
-        ("tests/jobs/test_preference_runs.py::test_only_what_a_run_visits_is_computed_and_longer_runs_add_the_rest",),
+        ("tests/run/test_preference_runs.py::test_only_what_a_run_visits_is_computed_and_longer_runs_add_the_rest",),
     ),
     Edit(
         "answers to the same prompt taken for mismatched ones",
@@ -902,17 +902,17 @@ EDITS = [
     ),
     Edit(
         "data restarted from zero",
-        "argosy/jobs/train.py",
+        "argosy/run/training.py",
         'self.assembly.batches.restore(meta["data"], load_data(folder))',
         "self.assembly.batches.rewind()",
         (f"{RESUME}a_run_that_stopped_at_a_checkpoint",),
     ),
     Edit(
         "updates of a rollout forgotten by a resume",
-        "argosy/run/hooks.py",
+        "argosy/run/hooks/saver.py",
         "self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())",
         "self.checkpoints.save(now.step, weights, state, meta)",
-        ("tests/jobs/test_reinforce_runs.py::test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit[ppo]",),
+        ("tests/run/test_reinforce_runs.py::test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit[ppo]",),
     ),
     Edit(
         "every rollout with the same random streams",
@@ -940,14 +940,14 @@ EDITS = [
         "argosy/run/rl/rollout_engine.py",
         "codes = of.codes(weights[f\"{name}.w\"])",
         "codes = of.weight",
-        ("tests/jobs/test_rollout_engine.py::test_weights_are_rounded_anew_for_each_rollout",),
+        ("tests/run/test_rollout_engine.py::test_weights_are_rounded_anew_for_each_rollout",),
     ),
     Edit(
         "copies of weights not compared",
         "argosy/run/rl/rollout_engine.py",
         "if not np.array_equal(sent, arrived):",
         "if False:",
-        ("tests/jobs/test_reinforce_runs.py::test_a_weight_that_arrives_changed_ends_the_run",),
+        ("tests/run/test_reinforce_runs.py::test_a_weight_that_arrives_changed_ends_the_run",),
     ),
     Edit(
         "the end of an answer not learned",
@@ -972,17 +972,17 @@ EDITS = [
     ),
     Edit(
         "keep_best ignored",
-        "argosy/run/hooks.py",
+        "argosy/run/hooks/saver.py",
         "if most and math.isfinite(loss)",
         "if False and math.isfinite(loss)",
         (f"{RUNS}the_best_evaluation_is_saved_between_checkpoints", f"{RUNS}the_best_three_are_saved_and_kept"),
     ),
     Edit(
         "of a list that a recipe extends, the first file alone",
-        "argosy/run/compose.py",
+        "argosy/run/settings/compose.py",
         "for parent in parents if isinstance(parents, list)",
         "for parent in parents[:1] if isinstance(parents, list)",
-        ("tests/jobs/test_compose.py::test_of_a_list_of_files_the_later_ones_win",),
+        ("tests/run/test_compose.py::test_of_a_list_of_files_the_later_ones_win",),
     ),
     Edit(
         "a hang-up kills the run",
@@ -1284,7 +1284,7 @@ EDITS = [
         "argosy/checkpoint/tiers/tiered.py",
         "self.local.drop_newer(good)",
         "pass",
-        ("tests/jobs/test_guard_runs.py::test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are",),
+        ("tests/run/test_guard_runs.py::test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are",),
     ),
     Edit(
         "a bad step changes the optimizer's state",

@@ -24,7 +24,7 @@ def settings_page() -> str:
     """The settings of a run, then those of `argosy launch`."""
     from argosy.core.settings.explain import reference, tables
     from argosy.launch.settings import ENGINES
-    from argosy.run.settings import Run
+    from argosy.run.settings.run import Run
 
     return reference(Run) + "\n" + tables(ENGINES, "`argosy launch engine=NAME`")
 
@@ -59,8 +59,8 @@ def verbs_page() -> str:
 
 def names_page() -> str:
     """Names that other trainers use for our settings."""
-    from argosy.run.other_trainers import ELSEWHERE
-    from argosy.run.settings import Run
+    from argosy.run.settings.other_trainers import ELSEWHERE
+    from argosy.run.settings.run import Run
 
     ours = {(name, f"`{key}`" + (f": {note}" if note else "")) for name, key, note in names_of(Run)}
     rows = sorted(ours | set(ELSEWHERE.items()))
@@ -148,7 +148,7 @@ def kernels_page() -> str:
 
 def not_built_page() -> str:
     """Areas, written by hand in tools/not_built.md, and the features that do not combine."""
-    from argosy.run.combinations import table
+    from argosy.run.settings.combinations import table
 
     return Path(__file__).with_name("not_built.md").read_text(encoding="utf-8").replace("{table}", table())
 

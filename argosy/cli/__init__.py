@@ -11,31 +11,10 @@ from importlib import import_module
 from types import ModuleType
 
 from argosy.cli.output import fail, forgive
+from argosy.cli.verbs import VERBS
 from argosy.core.command import command
 from argosy.core.errors import ArgosyError, BadInput, FailedElsewhere, UnknownName
 from argosy.core.process.streams import silence
-
-# Verb -> the module whose `app` runs it, and its description.
-VERBS = {
-    "quickstart": ("argosy.cli.quickstart", "train, kill, resume, talk to, export and report on a small model, here"),
-    "train": ("argosy.cli.train", "train by a recipe, or resume a run"),
-    "launch": ("argosy.cli.launch", "run a command as several processes, and start them again when one ends"),
-    "sweep": ("argosy.cli.sweep", "train with every combination of some settings, and compare"),
-    "generate": ("argosy.cli.generate", "continue a prompt with a trained model"),
-    "eval": ("argosy.cli.eval", "evaluate a model: perplexity, multiple choice, exact match, IFEval"),
-    "serve": ("argosy.cli.serve", "serve a model over HTTP, with OpenAI's API"),
-    "chat": ("argosy.cli.chat", "talk to a model or a server in the terminal"),
-    "run-batch": ("argosy.cli.batch", "answer a file of OpenAI-style requests; killed, it resumes"),
-    "bench": ("argosy.cli.bench", "measure the speed of a running server"),
-    "convert": ("argosy.cli.convert", "convert between Hub folder, GGUF (in) and Argosy checkpoint"),
-    "data": ("argosy.cli.data", "tokenize a corpus, look at training rows, train a tokenizer"),
-    "models": ("argosy.cli.models", "list model families and presets: sizes, memory, FLOPs"),
-    "runs": ("argosy.cli.runs", "list, show and compare runs"),
-    "report": ("argosy.cli.report", "write a run as one HTML page"),
-    "doctor": ("argosy.cli.doctor", "check this machine: devices, versions, memory, disk"),
-    "config": ("argosy.cli.config", "show, explain and compare settings; start a recipe"),
-    "completion": ("argosy.cli.completion", "print the completion script of a shell"),
-}
 
 # What other trainers call the recipe.
 _RECIPE_OPTIONS = ("--config", "-c", "--recipe", "--config-file", "--config_file", "--config-name", "--job.config_file")
@@ -122,7 +101,7 @@ def _run_app(module: ModuleType, verb: str, words: list[str]) -> int:
             raise
         what, hint = _lower(message().rstrip(".")), f"`{name} --help` shows what it takes"
         if verb in ("train", "sweep") and what.lower().startswith("missing argument 'recipe'"):
-            from argosy.run.compose import recipes, recipes_named
+            from argosy.run.settings.compose import recipes, recipes_named
 
             raise BadInput(f"{verb} needs a recipe", where=recipes_named(recipes()), hint=f"`{name} tiny`") from None
         if set(getattr(error, "possibilities", None) or ()) <= {"--help"}:  # Typer has no option of a similar name
@@ -146,7 +125,7 @@ def _without_dashes(verb: str, option: str, words: list[str]) -> str | None:
     )
     key = option.removeprefix("--").replace("-", "_")
     if verb in ("train", "sweep", "config"):
-        from argosy.run.compose import key_meant
+        from argosy.run.settings.compose import key_meant
 
         key = key_meant(key)
     return f"settings have no dashes: `{key}={value}`"

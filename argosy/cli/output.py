@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
+from argosy.cli.verbs import VERBS
 from argosy.core.command import command
 from argosy.core.errors import ArgosyError
 from argosy.core.process.streams import Unfailing, is_gone, silence
@@ -87,8 +88,6 @@ def fail(error: ArgosyError) -> None:
 
 def as_typed(text: str) -> str:
     """The text, with each `argosy VERB` in it written as this user types it."""
-    from argosy.cli import VERBS
-
     return re.sub(rf"(?<![\w./-])argosy (?=({'|'.join(VERBS)})\b)", lambda _: f"{command()} ", text)
 
 

@@ -13,8 +13,8 @@ from argosy.core.settings.words import CALL
 from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
 from argosy.jobs.train import View, train
-from argosy.run.compose import no_model, preset_config, presets, recipes
 from argosy.run.outcome import Outcome
+from argosy.run.settings.compose import no_model, preset_config, presets, recipes
 
 if TYPE_CHECKING:
     from argosy.infer.lm import LM

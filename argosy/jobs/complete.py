@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from argosy.core.errors import ArgosyError
 from argosy.core.settings.schema import Choice, Settings, members, shape_of
-from argosy.run.compose import compose, presets, recipes
+from argosy.run.settings.compose import compose, presets, recipes
 
 OF_A_RECIPE = ("train", "sweep")
 
@@ -52,7 +52,7 @@ def _tasks(last: str) -> list[str]:
 
 
 def _settings_of_a_run(recipe: str, last: str) -> list[str]:
-    from argosy.run.settings import Run
+    from argosy.run.settings.run import Run
 
     if last.startswith("model="):
         return _beginning(last, [f"model={name}" for name in presets()])

@@ -22,7 +22,7 @@ from argosy.core.errors import BadInput
 from argosy.core.process.signals import before_leaving
 from argosy.data.tokenizers.load import matching
 from argosy.observe import memory
-from argosy.run.compose import no_model
+from argosy.run.settings.compose import no_model
 from argosy.weights import manifest
 from argosy.weights.build import stored_tokenizer
 from argosy.weights.hub.reader import MappedTensors, check_tied_head

@@ -15,7 +15,7 @@ from argosy.data.prepare import Progress, open_prepared
 from argosy.data.settings import ENCODED_BY, MADE_WITH, DataSettings
 from argosy.data.sources import Source, find_source, is_prepared
 from argosy.data.tokenizers.load import load_tokenizer
-from argosy.run.compose import compose, recipes
+from argosy.run.settings.compose import compose, recipes
 
 Say = Callable[[str], None]
 
@@ -32,7 +32,7 @@ def data_settings(name: str, words: Iterable[str]) -> DataSettings:
         UserError: any mistake in them.
     """
     if is_recipe(name):
-        from argosy.run.settings import Run
+        from argosy.run.settings.run import Run
 
         return compose(Run, name, words).value.data
     words = [word.removeprefix("data.") for word in words]
@@ -98,7 +98,7 @@ def inspect(
         UserError: anything that would prevent the run from starting on its data.
     """
     from argosy.data import inspect
-    from argosy.run.settings import Run
+    from argosy.run.settings.run import Run
 
     run = compose(Run, recipe, words).value
     tokenizer = pipeline.tokenizer_for(run.data)

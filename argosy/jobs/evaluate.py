@@ -17,8 +17,8 @@ from argosy.evals.prompts import examples
 from argosy.evals.rows import read_rows
 from argosy.evals.settings import EvalSettings
 from argosy.evals.statistics import RowScores, paired
-from argosy.jobs import runs
-from argosy.run.compose import no_model
+from argosy.jobs.history import listing as runs
+from argosy.run.settings.compose import no_model
 
 Others = Mapping[str, Sequence[RowScores]]
 
@@ -121,7 +121,7 @@ def keep(model: str, settings: EvalSettings, document: Mapping[str, Any]) -> Pat
     found = run_of(model)
     if found is None or not document["tasks"]:
         return None
-    from argosy.jobs.report import report
+    from argosy.jobs.history.report import report
 
     path, step = found
     chosen = {name: value for name, value in dump(settings).items() if name in settings.model_fields_set}

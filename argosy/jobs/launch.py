@@ -25,9 +25,9 @@ from argosy.launch.rendered import Command, Devices
 from argosy.launch.settings import ENGINES
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT
-from argosy.run.compose import compose, recipes, run_folder
-from argosy.run.preflight import check_experts, check_rows, directory_of, settled
-from argosy.run.settings import Run
+from argosy.run.settings.compose import compose, recipes, run_folder
+from argosy.run.settings.run import Run
+from argosy.run.start.preflight import check_experts, check_rows, directory_of, settled
 
 # The verbs that several processes can run together.
 LAUNCHED = ("train",)

@@ -15,7 +15,7 @@ from argosy.core.errors import ArgosyError, BadInput, UnknownName
 from argosy.core.settings import dump
 from argosy.models import FAMILIES
 from argosy.models.settings import Experts
-from argosy.run.compose import preset_config, presets, recipe_layers, recipes
+from argosy.run.settings.compose import preset_config, presets, recipe_layers, recipes
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 # Recurrent states are float32, whatever the type of the cache.

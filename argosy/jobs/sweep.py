@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.core.errors import ArgosyError, BadInput, UserError
-from argosy.run.compose import run_folder
-from argosy.run.preflight import settled
+from argosy.run.settings.compose import run_folder
+from argosy.run.start.preflight import settled
 
 OPEN, CLOSE, QUOTES = "[{", "]}", "\"'"
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from argosy.core.counts import plural
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 
 if TYPE_CHECKING:
     from argosy.run.assembly.assembly import Assembly
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any]:
     """resumed: the step that the run goes on from, None if it starts."""
     from argosy.observe.environment import versions
-    from argosy.run import diloco, grid, stages
+    from argosy.run.assembly import diloco, grid, stages
 
     settings, found = a.run, versions()
     installed = {

@@ -16,7 +16,7 @@ from argosy.launch.cluster import STACKS, STUCK
 from argosy.observe.environment import versions
 from argosy.observe.stacks import Watchdog
 from argosy.parallel import processes
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 
 # The others end at once with their leader. So it counts as stuck later than they do: they say where they are before.
 LEADER_LATER_S = 5.0

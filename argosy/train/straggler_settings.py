@@ -1,4 +1,4 @@
-"""The settings of how slow processes are found, without jax (`observe.stragglers` compares, `run.pace` measures)."""
+"""The settings of how slow processes are found, without jax (`observe.stragglers` compares, `run.hooks.pace` measures)."""
 
 from pydantic import Field
 

@@ -9,8 +9,8 @@ import pytest
 from argosy.checkpoint.resume import differences, may_change
 from argosy.core.settings import dump, flatten
 from argosy.core.settings.schema import Settings, shape_of
-from argosy.run.compose import compose
-from argosy.run.settings import Run
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
 
 MAY_CHANGE = re.compile(
     r"dir|steps|execution\.(microbatches|gather|offload)|(mesh|checkpoint|eval|guard|stragglers|log|sample)\..*|data\.(cache|prefetch|epochs)"

@@ -25,7 +25,7 @@ from argosy.checkpoint.tiers import peers
 from argosy.checkpoint.tiers.local import LocalCheckpoints, copy_sources
 from argosy.checkpoint.tiers.tiered import TieredCheckpoints
 from argosy.core.errors import ArgosyError, BadInput, Damaged
-from argosy.jobs.proof import digest
+from argosy.jobs.quickstart.proof import digest
 from argosy.weights import manifest
 
 ROWS = np.arange(48, dtype=np.float32).reshape(6, 8)

@@ -14,7 +14,7 @@ from test_views import make_run
 
 from argosy.cli import main
 from argosy.core.storage import Store
-from argosy.jobs.report import record
+from argosy.jobs.history.report import record
 
 RUN = "checkpoints/20/weights/data"
 

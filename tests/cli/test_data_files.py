@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.cli.generate import read_prompt
+from argosy.cli.verbs.generate import read_prompt
 from argosy.client.batch_files import read_batch_rows
 from argosy.client.bench_data import read_samples
 from argosy.client.settings import BenchSettings

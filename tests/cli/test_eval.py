@@ -14,8 +14,8 @@ from laws.families import CASES, built
 
 import argosy
 from argosy.checkpoint.run_directory import RunDirectory
-from argosy.cli import eval as verb
 from argosy.cli import main
+from argosy.cli.verbs import eval as verb
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.evals.settings import EvalSettings
 from argosy.evals.tasks import TASKS

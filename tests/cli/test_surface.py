@@ -18,16 +18,16 @@ from pydantic import Field
 from schema_check import check
 
 import argosy.cli
-import argosy.cli.config
+import argosy.cli.verbs.config
 from argosy.cli import main
-from argosy.cli.convert import ConversionProgress
 from argosy.cli.output import Doing, answer, as_typed, can_color, conclude, fail, forgive
+from argosy.cli.verbs.convert import ConversionProgress
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.process.streams import silence
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings, read_settings, words_layer
 from argosy.jobs.complete import SCRIPTS
-from argosy.run.compose import recipes
+from argosy.run.settings.compose import recipes
 
 ROOT = Path(argosy.cli.__file__).parents[2]
 
@@ -55,9 +55,9 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "a.yml").write_text("steps: 1\n")
     (tmp_path / "b.yml").write_text("steps: 2\noptimizer: muon\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(argosy.cli.config, "root", lambda: Run)
-    compose = functools.partial(argosy.cli.config.compose, configs=tmp_path / "configs")
-    monkeypatch.setattr(argosy.cli.config, "compose", compose)
+    monkeypatch.setattr(argosy.cli.verbs.config, "root", lambda: Run)
+    compose = functools.partial(argosy.cli.verbs.config.compose, configs=tmp_path / "configs")
+    monkeypatch.setattr(argosy.cli.verbs.config, "compose", compose)
     return tmp_path
 
 
@@ -245,8 +245,8 @@ def test_a_result_that_does_not_fit_on_the_disk_is_an_error(monkeypatch):
 def test_verbs_that_write_files_conclude_and_verbs_that_look_answer():
     """`| head` must not turn a finished training into a failure."""
     files = {"train", "sweep", "quickstart", "convert", "report", "data", "config", "batch"}
-    concluding = {path.stem for path in Path(argosy.cli.__file__).parent.glob("*.py") if " conclude(" in path.read_text()}
-    assert concluding - {"output"} == files
+    concluding = {path.stem for path in (Path(argosy.cli.__file__).parent / "verbs").glob("*.py") if " conclude(" in path.read_text()}
+    assert concluding == files
 
 
 def test_color_only_where_it_is_wanted(monkeypatch, capsys):
@@ -290,7 +290,7 @@ def test_what_to_type_next_is_what_the_user_typed(monkeypatch, capsys):
 
 
 def test_a_report_says_what_the_user_types(monkeypatch):
-    from argosy.jobs.report import command
+    from argosy.jobs.history.report import command
 
     settings = [("steps", 5, "command line"), ("seed", 0, "recipes/tiny.yml")]
     assert command(Path("runs/a"), settings).splitlines()[0] == "argosy train runs/a dir=runs/a-again"
@@ -313,14 +313,14 @@ def test_a_report_says_what_the_user_types(monkeypatch):
     ],
 )
 def test_what_is_given_replaces_only_itself_in_the_generation_config(given, sampling):
-    from argosy.cli.generate import Generate, chosen_sampling
+    from argosy.cli.verbs.generate import Generate, chosen_sampling
 
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
     assert chosen_sampling(Generate(**given), config) == sampling
 
 
 def test_structured_output_is_read_from_files_and_words(tmp_path):
-    from argosy.cli.generate import Generate, literal, structured_of
+    from argosy.cli.verbs.generate import Generate, literal, structured_of
 
     file = tmp_path / "schema.json"
     file.write_text('{"type": "null"}')

@@ -15,13 +15,14 @@ from helpers import shared
 
 import argosy
 from argosy.cli import main
-from argosy.jobs import doctor, runs
+from argosy.jobs import doctor
 from argosy.jobs.api import preset_config
+from argosy.jobs.history import listing as runs
 from argosy.jobs.models import describe
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import abstract, count
 from argosy.observe import environment
-from argosy.run.compose import presets
+from argosy.run.settings.compose import presets
 from argosy.weights import manifest
 
 MODEL = {
@@ -418,7 +419,10 @@ def test_a_device_that_hangs_does_not_hang_the_doctor(monkeypatch):
     assert "did not answer" in environment.devices(timeout_s=0.5)["error"]
 
 
-@pytest.mark.parametrize("module", ["argosy.jobs.runs", "argosy.jobs.doctor", "argosy.cli.runs", "argosy.cli.models"])
+LOOKING = ["argosy.jobs.history.listing", "argosy.jobs.doctor", "argosy.cli.verbs.runs", "argosy.cli.verbs.models"]
+
+
+@pytest.mark.parametrize("module", LOOKING)
 def test_looking_needs_no_jax(module):
     code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
     variables = {**os.environ, "PYTHONPATH": str(Path(argosy.__file__).parents[1])}

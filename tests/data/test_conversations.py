@@ -11,7 +11,7 @@ from test_chat_mask import tokenizer_for
 from test_records import GOOD, HI, HO, TOOL, written
 from test_tokenize import tokenizer_of
 
-from argosy.cli.data import prepared_text
+from argosy.cli.verbs.data import prepared_text
 from argosy.core.errors import BadInput
 from argosy.data.chat import mask as chat_mask
 from argosy.data.chat import template as chat

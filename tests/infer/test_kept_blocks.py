@@ -16,7 +16,7 @@ from test_engine import TIGHT, answers, prompts
 import argosy
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
-from argosy.cli import serve as cli
+from argosy.cli.verbs import serve as cli
 from argosy.core.errors import BadInput
 from argosy.core.formats.gguf import GGUF
 from argosy.infer import load as loading

@@ -7,7 +7,7 @@ from laws.families import CASES, built
 
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import split
-from argosy.run.samples import Sampler
+from argosy.run.hooks.samples import Sampler
 
 
 @pytest.fixture(scope="module")

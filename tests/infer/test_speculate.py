@@ -12,7 +12,7 @@ from helpers import default
 
 import argosy
 from argosy.cli import main
-from argosy.cli.generate import is_setting
+from argosy.cli.verbs.generate import is_setting
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.tokenizers.byte import ByteTokenizer

@@ -12,8 +12,8 @@ from helpers import shared
 from safetensors.numpy import load_file, save_file
 
 from argosy.cli import main
-from argosy.jobs.compare import compare, distances
 from argosy.jobs.convert import convert
+from argosy.jobs.history.compare import compare, distances
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "models" / "llama-grouped"
 UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
@@ -119,7 +119,7 @@ def test_nan_equals_itself_and_nothing_else(source, tmp_path):
 @pytest.mark.parametrize("slab", [1, 7, 1 << 20])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_distances_are_those_of_their_definition(monkeypatch, dtype, slab):
-    monkeypatch.setattr("argosy.jobs.compare.SLAB_VALUES", slab)
+    monkeypatch.setattr("argosy.jobs.history.compare.SLAB_VALUES", slab)
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(5, 3, 4)).astype(dtype).transpose(2, 0, 1) for _ in range(2))
     x, y = a.astype(np.float64), b.astype(np.float64)

@@ -15,11 +15,11 @@ from helpers import shared
 from safetensors.numpy import load_file, save_file
 
 from argosy.cli import main
-from argosy.cli.convert import ConversionProgress
+from argosy.cli.verbs.convert import ConversionProgress
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.data.tokenizers.load import find_tokenizer
-from argosy.jobs.compare import compare
 from argosy.jobs.convert import REST_BYTES, convert
+from argosy.jobs.history.compare import compare
 from argosy.weights import manifest
 from argosy.weights.staging import JOURNAL
 
@@ -311,7 +311,7 @@ def test_memory_stays_under_twice_the_largest_tensor_and_500_mb(tmp_path):
 
 def test_progress_says_how_far_it_is_where_no_line_can_be_replaced(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("argosy.cli.convert.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("argosy.cli.verbs.convert.time.monotonic", lambda: now[0])
     with ConversionProgress("written") as progress:
         progress(0, 8_000_000_000, 2_000_000_000)
         for _ in range(8):
@@ -332,7 +332,7 @@ def test_progress_replaces_its_line_at_a_terminal(monkeypatch):
 
     monkeypatch.setenv("TERM", "xterm")
     now = [0.0]
-    monkeypatch.setattr("argosy.cli.convert.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("argosy.cli.verbs.convert.time.monotonic", lambda: now[0])
     stream = Terminal()
     with ConversionProgress("written", stream) as progress:
         for _ in range(4):

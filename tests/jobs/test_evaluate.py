@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from argosy.observe.goodput import Clock
-from argosy.run import samples
-from argosy.run.hooks import Evaluation
-from argosy.run.samples import Sampler
+from argosy.run.hooks import samples
+from argosy.run.hooks.evaluation import Evaluation
+from argosy.run.hooks.samples import Sampler
 from argosy.train.objectives.loss import WeightedMean
 from argosy.train.objectives.next_token import NextToken
 

@@ -8,9 +8,9 @@ import pytest
 from argosy.core.errors import SettingsError, UserError, problems_of
 from argosy.core.settings import Settings, mistakes
 from argosy.core.settings.schema import Choice, shape_of
-from argosy.run.compose import compose, key_meant
-from argosy.run.other_trainers import ELSEWHERE
-from argosy.run.settings import Run
+from argosy.run.settings.compose import compose, key_meant
+from argosy.run.settings.other_trainers import ELSEWHERE
+from argosy.run.settings.run import Run
 from tools.pages import names_of
 
 SENTENCE = None  # what is expected of a name that no key stands for

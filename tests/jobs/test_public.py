@@ -9,9 +9,9 @@ import pytest
 import argosy
 from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.jobs import api as public
-from argosy.run.compose import compose
 from argosy.run.outcome import Outcome
-from argosy.run.settings import Run
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
 from argosy.train.optim import Muon
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from argosy.run.compose import CONFIGS, about, compose, recipes
-from argosy.run.settings import Run
+from argosy.run.settings.compose import CONFIGS, about, compose, recipes
+from argosy.run.settings.run import Run
 
 # Of each recipe: the presets that it is for, and settings of its source.
 NAMED: dict[str, tuple[list[str], dict[str, Any]]] = {

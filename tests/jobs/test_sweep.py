@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from argosy.cli.runs import comparison
+from argosy.cli.verbs.runs import comparison
 from argosy.core.errors import ArgosyError, BadInput, SettingsError
 from argosy.jobs.sweep import Combination, combinations, listed, sweep
 

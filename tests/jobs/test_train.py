@@ -18,7 +18,7 @@ from helpers import Heard
 import argosy
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.cli import main
-from argosy.cli.train import train as trains
+from argosy.cli.verbs.train import train as trains
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged, UserError
 from argosy.core.settings import Reading
 from argosy.core.storage import Store
@@ -26,11 +26,11 @@ from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
-from argosy.run import decided
-from argosy.run.compose import compose
+from argosy.run.assembly import decided
 from argosy.run.header import tokenizer_of
 from argosy.run.outcome import ending
-from argosy.run.settings import Run
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
 
 STEPS, EVERY = 4, 2
 WORDS = [*SMALL, f"checkpoint.every={EVERY}"]
@@ -407,7 +407,7 @@ def test_the_best_evaluation_is_saved_between_checkpoints(tmp_path: Path):
 def test_the_best_three_are_saved_and_kept(tmp_path: Path):
     from types import SimpleNamespace
 
-    from argosy.run.hooks import Saver
+    from argosy.run.hooks.saver import Saver
 
     saved: list[int] = []
     checkpoints = SimpleNamespace(eval_losses=lambda: {10: 2.0, 20: 1.0})
@@ -448,7 +448,7 @@ def test_what_the_next_start_does_is_said(
     outcome = argosy.Outcome(tmp_path, saved or 0, STEPS, 143, {}, {"step": 1.0}, saved)
     monkeypatch.setattr("argosy.jobs.train.run", lambda *_: outcome)
     said: list[str] = []
-    monkeypatch.setattr("argosy.cli.train.say", said.append)
+    monkeypatch.setattr("argosy.cli.verbs.train.say", said.append)
     monkeypatch.setattr("argosy.jobs.machine.start_jax", lambda: None)
     assert trains("tiny", [*WORDS, f"dir={tmp_path / 'run'}"]) == 143
     assert said[-1] == f"stopped at step {saved or 0} of {STEPS}: {words}"
@@ -616,7 +616,7 @@ def test_a_mistake_that_is_found_after_work_began_exits_with_1(tmp_path: Path, m
     def refused(*_: object) -> None:
         raise BadInput("no permission for `x`", where="in a directory", hint="give it")
 
-    monkeypatch.setattr("argosy.run.hooks.Saver.__call__", refused)
+    monkeypatch.setattr("argosy.run.hooks.saver.Saver.__call__", refused)
     with pytest.raises(ArgosyError, match="no permission for `x`") as caught:
         fit(tmp_path / "run", "steps=4")
     assert (caught.value.exit_code, caught.value.hint) == (1, "give it")

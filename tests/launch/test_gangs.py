@@ -312,7 +312,7 @@ import os, runpy, sys, time
 from argosy.core.process import signals
 signals.take_over()
 from argosy.run.assembly.assembly import Assembly
-from argosy.run import hooks
+from argosy.run.hooks import evaluation as hooks
 for where, name in ((Assembly, "compile"), (hooks, "compile_evaluation")):
     def slow(assembly, make=getattr(where, name)):
         if os.environ["ARGOSY_RANK"] == "1":

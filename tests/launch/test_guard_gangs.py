@@ -73,7 +73,7 @@ def test_two_processes_do_as_one(tmp_path: Path, action: str, code: int):
 
 
 TWICE = """
-from argosy.run import replay
+from argosy.run.hooks import replay
 check = replay.Replay.check
 def differs(self, step, sums):
     import numpy as np

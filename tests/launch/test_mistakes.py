@@ -247,8 +247,8 @@ def test_kinds_of_file_systems():
 
 def test_a_run_in_a_store_is_a_recipe_for_pods_too(here: Path, capsys: pytest.CaptureFixture):
     from argosy.checkpoint.run_directory import RunDirectory
-    from argosy.run.compose import compose
-    from argosy.run.settings import Run
+    from argosy.run.settings.compose import compose
+    from argosy.run.settings.run import Run
 
     address = f"memory://{here.name}/run"
     RunDirectory(address).write_settings(compose(Run, "tiny", [f"dir={address}", "data.source=/data/x"]))

@@ -16,11 +16,11 @@ from launch.test_workers import is_alive
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.launch.logs import LogFile
 from argosy.launch.workers import Group, Workers, open_workers
+from argosy.launch.workers.arrays.transfers import TransferSource
+from argosy.launch.workers.engines.inline import Inline
 from argosy.launch.workers.errors import WorkerLost
 from argosy.launch.workers.gang import WorkerGang
-from argosy.launch.workers.inline import Inline
 from argosy.launch.workers.member import WorkerProcess
-from argosy.launch.workers.transfers import TransferSource
 
 TWO = {"one": Group(start=(functions.start, 1)), "two": Group()}
 

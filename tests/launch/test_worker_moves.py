@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from argosy.checkpoint.tiers import peers
 from argosy.checkpoint.tiers.peers import MOST_AT_ONCE, Listener
 from argosy.core.errors import ArgosyError, Damaged
-from argosy.launch.workers import transfers as moves
-from argosy.launch.workers.offers import Offers
-from argosy.launch.workers.trees import described
+from argosy.launch.workers.arrays import transfers as moves
+from argosy.launch.workers.arrays.offers import Offers
+from argosy.launch.workers.arrays.trees import described
 
 
 @pytest.fixture(autouse=True)

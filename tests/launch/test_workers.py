@@ -18,8 +18,8 @@ from launch import worker_functions as functions
 
 from argosy.core.errors import BadInput, UnknownName, Unsupported
 from argosy.launch.workers import Group, Ref, WorkerError, WorkerLost, Workers, here, open_workers
+from argosy.launch.workers.engines.inline import Inline
 from argosy.launch.workers.gang import WorkerGang
-from argosy.launch.workers.inline import Inline
 
 HERE = "launch.worker_functions"
 GROUPS = {

@@ -16,7 +16,7 @@ from launch.test_workers import GROUPS, expected, is_alive, same
 
 from argosy.core.errors import ArgosyError, Unsupported
 from argosy.launch.workers import Group, WorkerError, WorkerLost, open_workers
-from argosy.launch.workers import inline as workers_inline
+from argosy.launch.workers.engines import inline as workers_inline
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed")
 needs_pathways = pytest.mark.skipif(importlib.util.find_spec("pathwaysutils") is None, reason="the extra `pathways` is not installed")
@@ -89,7 +89,7 @@ from unittest import mock
 import jax
 from jax.extend.backend import ifrt_proxy
 
-from argosy.launch.workers.inline import pathways
+from argosy.launch.workers.engines.inline import pathways
 
 client = mock.MagicMock()
 with mock.patch.object(ifrt_proxy, "get_client", return_value=client) as get:

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from argosy.launch.workers import here as worker_here
-from argosy.launch.workers.here import Here, mesh_over
+from argosy.launch.workers.engines import here as worker_here
+from argosy.launch.workers.engines.here import Here, mesh_over
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "workers.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)

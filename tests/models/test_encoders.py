@@ -25,8 +25,8 @@ from argosy.infer.embed import pool_tokens, read_steps
 from argosy.jobs.convert import convert
 from argosy.jobs.models import describe
 from argosy.models.parts.attention.attend import Bidirectional
-from argosy.run.compose import compose
-from argosy.run.settings import Run
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
 
 MINILM = "models/minilm"
 ROWS = [[5, 9, 31, 23, 7], [17, 3], [4] * 40, [8, 8, 1]]

@@ -15,9 +15,9 @@ from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.stack.remat import NAMES, check_kept
 from argosy.models.parts.weight import abstract, fill, merge, split
 from argosy.run.assembly.assemble import assemble
-from argosy.run.compose import compose
-from argosy.run.decided import Decided
-from argosy.run.settings import Run
+from argosy.run.assembly.decided import Decided
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
 from tools.devices import config_of
 
 B, T = 4, 128

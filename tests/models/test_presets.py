@@ -4,7 +4,7 @@ import pytest
 
 from argosy.jobs.api import preset_config
 from argosy.models.parts.weight import abstract, count
-from argosy.run.compose import presets
+from argosy.run.settings.compose import presets
 
 # Parameters as the Hub's safetensors index of each model counts them; of experts, what the paper says are active, in billions.
 PUBLISHED = {

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from argosy.core.errors import BadInput, SettingsError, UnknownName
 from argosy.parallel.mesh import BetweenSettings, MeshSettings, rows_follow
-from argosy.run.compose import CONFIGS, compose
-from argosy.run.grid import told
-from argosy.run.mesh_presets import mesh_presets
-from argosy.run.settings import Run
+from argosy.run.assembly.grid import told
+from argosy.run.settings.compose import CONFIGS, compose
+from argosy.run.settings.mesh_presets import mesh_presets
+from argosy.run.settings.run import Run
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from argosy.rl.algorithms.grpo import GRPO, grpo
 from argosy.rl.policy.credit import RolloutRewards, rollout_advantages
 from argosy.rl.policy.objective import token_losses
 from argosy.rl.policy.settings import Policy
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 from argosy.train.objectives import OBJECTIVES
 
 MODEL = ["model.family=llama", "model.vocab=258", "model.width=16", "model.layers=1", "model.ffn=16", "model.heads=2"]

@@ -21,7 +21,7 @@ from argosy.rl.policy.credit import RolloutRewards, rollout_advantages
 from argosy.rl.policy.gae import gae
 from argosy.rl.policy.settings import Policy
 from argosy.rl.policy.totals import at_last, total
-from argosy.run.settings import OBJECTIVES
+from argosy.run.settings.run import OBJECTIVES
 
 GROUPS, EACH, LONGEST = 3, 4, 6
 WEIGHTS = (1.0, 0.5)

@@ -26,7 +26,7 @@ from argosy.rl.rollouts.reward_signal import reward_batches
 from argosy.rl.rollouts.sampled import restored_rollouts, stored_rollouts
 from argosy.rl.rollouts.settings import Rollout
 from argosy.rl.rollouts.turn_rewards import environment_rewards, episode_numbers, failed_episodes
-from argosy.run.settings import OBJECTIVES
+from argosy.run.settings.run import OBJECTIVES
 
 NAMES = [name for name in OBJECTIVES if issubclass(OBJECTIVES[name], Policy)]
 LONGEST = 20

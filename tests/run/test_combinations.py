@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from argosy.core.errors import SettingsError
-from argosy.run.combinations import CONFLICTS, FEATURES, Conflict, Feature, Situation, violated
-from argosy.run.compose import compose
-from argosy.run.preflight import settled
-from argosy.run.settings import Run
+from argosy.run.settings.combinations import CONFLICTS, FEATURES, Conflict, Feature, Situation, violated
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
+from argosy.run.start.preflight import settled
 
 
 def test_every_row_names_features_and_says_what_to_do():
@@ -23,7 +23,7 @@ def test_each_row_is_violated_by_its_two_features_alone(row: Conflict, monkeypat
     for absent in (None, row.feature, row.other):
         used = {row.feature, row.other} - {absent}
         fake = {key: Feature(key, lambda _, key=key, used=used: key in used) for key in FEATURES}
-        monkeypatch.setattr("argosy.run.combinations.FEATURES", fake)
+        monkeypatch.setattr("argosy.run.settings.combinations.FEATURES", fake)
         found = [error.what for error in violated(Situation(SimpleNamespace()))]
         assert found == ([] if absent else [f"{row.feature} and {row.other} do not combine: {row.reason}"])
 

@@ -12,8 +12,8 @@ import pytest
 from serve.fakes import END, MODELS, STREAM, Hangup, chunk, event, fake, response, tokens
 
 from argosy.cli import main
-from argosy.cli.bench import address
 from argosy.cli.flags import BENCH_SERVE, CHAT, RUN_BATCH, Flags, translated
+from argosy.cli.verbs.bench import address
 from argosy.client.bench import BenchRound, BenchServer, RequestOutcome, arrivals, event_text, run_bench
 from argosy.client.bench_data import BenchSample, SampleSource
 from argosy.client.bench_report import compare_rounds, comparison_text, request_details, round_figures, round_text
@@ -163,7 +163,7 @@ def test_a_failed_request_fails_the_command(capsys: pytest.CaptureFixture[str], 
 
 
 def test_an_answer_that_is_too_short_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    from argosy.cli.bench import warn
+    from argosy.cli.verbs.bench import warn
 
     settings = settings_of("num_prompts=1")
     round = BenchRound(0, "http://h", "m", [RequestOutcome(0, max_tokens=9, output_len=3, latency=1.0)], 1.0, 0.9)

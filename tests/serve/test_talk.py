@@ -21,8 +21,8 @@ from serve.conftest import serving
 from serve.fakes import END, STREAM, Hangup, endless, event, fake, response
 
 from argosy.cli import main
-from argosy.cli.chat import COMMANDS, Session, opened
 from argosy.cli.lines import Lines, several
+from argosy.cli.verbs.chat import COMMANDS, Session, opened
 from argosy.client.client import AsgiTransport, ConnectionFailed, RequestRefused
 from argosy.client.conversation import ChatReply, ChatSession
 from argosy.client.http import Http

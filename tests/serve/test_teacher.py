@@ -19,7 +19,7 @@ from argosy.core.errors import ArgosyError, BadInput, UserError
 from argosy.core.storage import Store
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
-from argosy.jobs.proof import digest
+from argosy.jobs.quickstart.proof import digest
 from argosy.observe.metrics import by_step, read
 from argosy.run.distillation.endpoint import WAITS_S, Endpoint, message_of, waited
 from argosy.run.distillation.served import texts

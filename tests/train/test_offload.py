@@ -20,9 +20,9 @@ from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.run.assembly.assemble import assemble
-from argosy.run.compose import compose
-from argosy.run.decided import Decided
-from argosy.run.settings import Run
+from argosy.run.assembly.decided import Decided
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
 from argosy.train import offload
 from argosy.train.offload import HOST, pieces_for
 from argosy.train.optim import SGD, AdamW, Lion, Muon, Optimizer

@@ -28,13 +28,13 @@ from typing import Any
 from argosy.core.errors import BadInput, UnknownName, nearest
 from argosy.core.progress import Say
 from argosy.launch.local import check_logs
+from argosy.launch.workers.arrays.offers import Offers, sent
+from argosy.launch.workers.arrays.references import GroupLife, Ref
+from argosy.launch.workers.engines.here import Here, here
+from argosy.launch.workers.engines.local import LocalWorkers, Printer
 from argosy.launch.workers.errors import WorkerError, WorkerLost
 from argosy.launch.workers.gang import WorkerGang
 from argosy.launch.workers.group import WorkerGroup, close_all, moved
-from argosy.launch.workers.here import Here, here
-from argosy.launch.workers.local import LocalWorkers, Printer
-from argosy.launch.workers.offers import Offers, sent
-from argosy.launch.workers.references import GroupLife, Ref
 from argosy.launch.workers.settings import Group
 
 __all__ = ["ENGINES", "Group", "Here", "Ref", "WorkerError", "WorkerGroup", "WorkerLost", "Workers", "here", "open_workers"]
@@ -140,11 +140,11 @@ def _engine(
 ) -> tuple[Begin, Offers | None]:
     """What starts a group, and what offers it the controller's arrays."""
     if engine == "inline":
-        from argosy.launch.workers.inline import inline
+        from argosy.launch.workers.engines.inline import inline
 
         return inline(groups), None
     if engine == "ray":
-        from argosy.launch.workers.ray import RayWorkers
+        from argosy.launch.workers.engines.ray import RayWorkers
 
         starts: Any = stack.enter_context(RayWorkers(groups, address, wait))
     else:

@@ -14,10 +14,10 @@ from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.launch.local import how
+from argosy.launch.workers.arrays.transfers import PeerGone, TransferSource, check_alike
+from argosy.launch.workers.arrays.trees import Box, Leaf, together, whole
 from argosy.launch.workers.errors import WorkerError, WorkerLost
 from argosy.launch.workers.member import Transport, WorkerEnded, WorkerProcess
-from argosy.launch.workers.transfers import PeerGone, TransferSource, check_alike
-from argosy.launch.workers.trees import Box, Leaf, together, whole
 
 # How long the others may take to finish a call that one process has answered with an error.
 ALONE_S = 10.0

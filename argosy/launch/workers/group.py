@@ -15,10 +15,10 @@ from typing import Any
 
 from argosy.core.errors import BadInput, complaint
 from argosy.core.progress import Say
+from argosy.launch.workers.arrays.references import GroupLife, Ref, name_of
+from argosy.launch.workers.arrays.transfers import PeerGone
+from argosy.launch.workers.arrays.trees import packed
 from argosy.launch.workers.errors import WorkerLost
-from argosy.launch.workers.references import GroupLife, Ref, name_of
-from argosy.launch.workers.transfers import PeerGone
-from argosy.launch.workers.trees import packed
 
 # How long the death of a process that closed a connection is waited for.
 NOTICE_S = 5.0

@@ -7,8 +7,8 @@ from typing import Any
 
 from argosy.core.errors import ATTEMPT, SUPERVISED, BadInput
 from argosy.launch.cluster import NATIVE, PARENT, STACKS, STUCK
-from argosy.launch.workers.here import sizes_of
-from argosy.launch.workers.references import name_of
+from argosy.launch.workers.arrays.references import name_of
+from argosy.launch.workers.engines.here import sizes_of
 from argosy.observe.whereabouts import WHERE
 
 # Of the controller's own variables, those by which it may belong to a gang itself.

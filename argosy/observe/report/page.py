@@ -1,6 +1,6 @@
 """A run as one self-contained HTML page: it needs no network and no fonts, and it can be read without a script.
 
-It opens with a sentence that says what happened. Everything shown comes from a `RunRecord`, which `jobs.report` fills; unknown parts
+It opens with a sentence that says what happened. Everything shown comes from a `RunRecord` of `jobs.history.report`; unknown parts
 are left out. Everything from a run is treated as text: it is escaped, and control characters are replaced.
 """
 

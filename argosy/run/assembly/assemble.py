@@ -6,19 +6,19 @@ import jax
 
 from argosy.core.errors import mistakes_of, refuse
 from argosy.rl.policy.critic import PREFIX
-from argosy.run import diloco as replicas
+from argosy.run.assembly import diloco as replicas
 from argosy.run.assembly.assembly import Assembly, scheduled_steps
 from argosy.run.assembly.checks import check_implementations, mesh_of, prompts_tokenizer, source_of
 from argosy.run.assembly.data import sampled_data, stored_data
+from argosy.run.assembly.decided import Decided, backend
 from argosy.run.assembly.model import ModelParts, build_model
+from argosy.run.assembly.products import products_of
 from argosy.run.assembly.state import StateParts, build_state
-from argosy.run.combinations import Situation, violated
-from argosy.run.decided import Decided, backend
 from argosy.run.frozen import reference
 from argosy.run.frozen.role import Role
 from argosy.run.memory import estimated_need
-from argosy.run.products import products_of
-from argosy.run.settings import Run
+from argosy.run.settings.combinations import Situation, violated
+from argosy.run.settings.run import Run
 from argosy.train.beside import CRITIC
 
 

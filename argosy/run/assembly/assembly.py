@@ -21,13 +21,13 @@ from argosy.models.parts.weight import count, fill
 from argosy.ops.op import implementations
 from argosy.parallel.place import batch_sharding, on_devices, place_batch
 from argosy.parallel.scope import scope
-from argosy.run.decided import Decided
+from argosy.run.assembly.decided import Decided
+from argosy.run.assembly.products import ProductChoice
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import Teacher
 from argosy.run.frozen.role import Role
 from argosy.run.memory import batch_shapes
-from argosy.run.products import ProductChoice
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 from argosy.train.beside import parted
 from argosy.train.guard import FLAG, begin
 from argosy.train.guard_settings import GuardSettings

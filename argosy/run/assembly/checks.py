@@ -15,8 +15,8 @@ from argosy.ops.attention import ATTENTION
 from argosy.ops.grouped import GROUPED_MATMUL
 from argosy.ops.matmul import MATMUL
 from argosy.parallel.place import row_shares
-from argosy.run.preflight import check_experts
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
+from argosy.run.start.preflight import check_experts
 from argosy.train.objectives import OBJECTIVES
 
 

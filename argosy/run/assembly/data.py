@@ -12,13 +12,13 @@ from argosy.data.distillation.across import FIELDS as TEACHER_FIELDS
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.parallel.place import rows_here
 from argosy.run.assembly.assembly import Updates
+from argosy.run.assembly.decided import Decided
 from argosy.run.assembly.updates import BatchUpdates
-from argosy.run.decided import Decided
 from argosy.run.distillation import teacher_cache
 from argosy.run.distillation.across import Both, is_across
 from argosy.run.distillation.teacher import ROLE as TEACHER
 from argosy.run.frozen import reference
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 
 if TYPE_CHECKING:
     from argosy.run.rl.parts import RolloutParts

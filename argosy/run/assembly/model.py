@@ -16,16 +16,16 @@ from argosy.data.tokenizers.load import Tokenizer
 from argosy.models.parts.stack.remat import check_kept
 from argosy.models.parts.weight import Choosing, variables
 from argosy.rl.policy.critic import attach_critic
-from argosy.run import diloco as replicas
+from argosy.run.assembly import diloco as replicas
 from argosy.run.assembly.assembly import AdapterParts
-from argosy.run.decided import Decided
+from argosy.run.assembly.decided import Decided
+from argosy.run.assembly.stages import check_groups, execution
 from argosy.run.distillation.address import is_endpoint
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import ROLE as TEACHER
 from argosy.run.distillation.teacher import Teacher
 from argosy.run.frozen.role import Role
-from argosy.run.settings import Run
-from argosy.run.stages import check_groups, execution
+from argosy.run.settings.run import Run
 from argosy.train.beside import CRITIC
 from argosy.train.objectives.distillation import projection
 

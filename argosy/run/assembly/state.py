@@ -13,9 +13,9 @@ from argosy.parallel.gather import Once
 from argosy.parallel.place import like_weights
 from argosy.parallel.rules import shardings
 from argosy.rl.policy.critic import PREFIX
-from argosy.run.decided import Decided
-from argosy.run.offload import check_offload
-from argosy.run.settings import Run
+from argosy.run.assembly.decided import Decided
+from argosy.run.assembly.offload import check_offload
+from argosy.run.settings.run import Run
 from argosy.train import diloco
 from argosy.train.beside import CRITIC
 from argosy.train.guard import begin

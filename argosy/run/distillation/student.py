@@ -28,7 +28,7 @@ from argosy.run.assembly.assembly import Assembly
 from argosy.run.distillation.across import Both, asking, is_across
 from argosy.run.distillation.teacher import ROLE, Teacher
 from argosy.run.rl.parts import PartArrays, RolloutParts, part_shape
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 from argosy.train.objectives.loss import WeightedMean
 from argosy.train.state import training_graph
 from argosy.train.step import model_for

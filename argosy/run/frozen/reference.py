@@ -82,7 +82,7 @@ class ReferenceWeights:
     def read(self) -> Leaves:
         """{address: array}, on the run's devices."""
         if self.leaves is None:
-            from argosy.run.initial import first_weights
+            from argosy.run.start.initial import first_weights
 
             self.leaves = first_weights(self.assembly, self.say)
         return self.leaves

@@ -16,7 +16,8 @@ from argosy.observe.readable import one_line
 from argosy.rl.rollouts.records import TrajectoryRecord
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.assembly.assembly import Assembly
-from argosy.run.hooks import Saver, is_stopping
+from argosy.run.hooks.periodic import is_stopping
+from argosy.run.hooks.saver import Saver
 from argosy.run.rl.parts import rollouts_of
 from argosy.run.rl.rollout_engine import RolloutEngine
 from argosy.run.rl.rollout_workers import RolloutWorkers, samplers_summary

@@ -22,7 +22,7 @@ from argosy.rl.rollouts.records import Trainer
 from argosy.run.assembly.assembly import Assembly
 from argosy.run.memory import shapes_of
 from argosy.run.rl.rollout_workers import RolloutWorkers
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 
 
 @dataclass

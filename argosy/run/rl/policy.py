@@ -21,10 +21,10 @@ from argosy.rl.rollouts.records import NoRewards, PolicyTrainer
 from argosy.rl.rollouts.reward_signal import reward_batches
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.assembly.assembly import Assembly
-from argosy.run.decided import Decided
+from argosy.run.assembly.decided import Decided
 from argosy.run.frozen import reference
 from argosy.run.rl.parts import PartArrays, RolloutParts, part_shape, rollouts_of
-from argosy.run.settings import Run
+from argosy.run.settings.run import Run
 from argosy.train.state import TrainState, training_graph
 from argosy.train.step import model_for
 

@@ -1,0 +1,129 @@
+"""`argosy runs [ROOT]`, `argosy runs show DIR`, `argosy runs compare A B ...`."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from argosy.cli.output import answer
+from argosy.observe.readable import ago, columns, counted, lasted, sized
+
+JSON = typer.Option("--json", help="one JSON document on stdout")
+VERIFY = typer.Option("--verify", help="read every byte of every checkpoint")
+
+
+class Listing(TyperGroup):
+    """Lists, unless the first word names another command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=Listing, rich_markup_mode=None, add_completion=False, help="Lists, shows and compares runs.")
+
+
+@app.command("list")
+def list_runs(
+    root: Annotated[str, typer.Argument(help="a folder of runs, or an address in a store")] = "runs",
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Lists the runs under a folder, the last written first. `list` may be left out."""
+    from argosy.jobs.history import listing as runs
+
+    found = [runs.summary(path) for path in runs.find(root)]
+    head = ("run", "state", "step", "loss", "eval", "tokens", "last write")
+    table = columns(head, [_row(s) for s in found], figures=(2, 3, 4, 5, 6))
+    problems = "".join(f"\n{s.path}: {s.problem}" for s in found if s.problem)
+    answer(table + problems if found else f"no run under {root}", [s.document() for s in found], as_json)
+
+
+@app.command("show")
+def show(
+    run: Annotated[str, typer.Argument(metavar="DIR", help="a run directory, or its address in a store", show_default=False)],
+    verify: Annotated[bool, VERIFY] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Shows one run: state, checkpoints, last numbers, and the settings that are not defaults."""
+    from argosy.jobs.history import listing as runs
+
+    found = runs.summary(run, verify=verify)
+    settings = runs.settings(found.path) if found.steps else []
+    document = found.document() | {"settings": {key: {"value": value, "set_by": who} for key, value, who in settings}}
+    facts = {"state": found.state, "step": _steps(found), "last write": _ago(found.written_s)}
+    facts |= {"problem": found.problem} if found.problem else {}
+    facts |= {"time": f"{lasted(found.life.wall)}: {found.life.words()}"} if found.life else {}
+    kept = [f"{step} ({_size(found.path, step)})" for step in found.checkpoints]
+    facts |= {"checkpoints": ", ".join(kept) or "none"} | {k: runs.shown(v) for k, v in found.numbers.items()}
+    lines = [str(found.path), *(f"  {name:<20}{value}" for name, value in facts.items()), ""]
+    chosen = [(key, runs.shown(value), who) for key, value, who in settings if who != "default"]
+    answer("\n".join([*lines, columns(("setting", "value", "set by"), chosen)] if chosen else lines), document, as_json)
+
+
+@app.command("compare")
+def compare(
+    dirs: Annotated[list[str], typer.Argument(metavar="A B ...", help="run directories, or their addresses", show_default=False)],
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Puts runs side by side: the settings that differ, and the last numbers of each."""
+    from argosy.jobs.history import listing as runs
+
+    found = runs.compare(dirs)
+    answer(comparison(found), found, as_json)
+
+
+def comparison(found: dict[str, Any]) -> str:
+    """What `runs.compare` found, as two tables: a column a run, or a row a run where that is too wide."""
+    from argosy.jobs.history import listing as runs
+
+    rows = {name: ["-" if v is None else _end(v) for v in values] for name, values in found["numbers"].items()}
+    differ = {key: list(map(runs.shown, values)) for key, values in found["settings"].items()}
+    numbers = by_run("", found["runs"], rows)
+    return f"{numbers}\n\n{by_run('setting', found['runs'], differ) if differ else 'no setting differs'}"
+
+
+# Characters of a line of a table of runs.
+WIDEST = 120
+
+
+def by_run(corner: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """A table of values by run. rows: one value for each run, by name."""
+    text = columns([corner, *names], [[name, *values] for name, values in rows.items()], figures=range(1, len(names) + 1))
+    if max(map(len, text.splitlines())) <= WIDEST:
+        return text
+    turned = [[name, *(values[i] for values in rows.values())] for i, name in enumerate(names)]
+    return columns(["run", *rows], turned, figures=range(1, len(rows) + 1))
+
+
+def _row(found: Any) -> list[str]:
+    loss, evaluation, tokens = (found.numbers.get(name) for name in ("loss", "eval_loss", "tokens"))
+    numbers = [f"{x:.4f}" if x is not None else "-" for x in (loss, evaluation)]
+    tokens_text = counted(tokens) if tokens is not None else "-"
+    return [str(found.path), found.state, _steps(found), *numbers, tokens_text, _ago(found.written_s)]
+
+
+def _steps(found: Any) -> str:
+    return f"{found.step or 0}/{found.steps}" if found.steps else "-"
+
+
+def _ago(written_s: float | None) -> str:
+    return "-" if written_s is None else ago(time.time() - written_s)
+
+
+def _end(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
+
+
+def _size(path: Any, step: int) -> str:
+    from argosy.core.errors import Damaged
+    from argosy.jobs.history import listing as runs
+
+    try:
+        return sized(runs.size_bytes(path, step))
+    except Damaged:
+        return "damaged"

@@ -1,0 +1,87 @@
+"""`argosy train RECIPE [key=value ...]`."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from argosy.cli.output import as_typed, conclude, say
+from argosy.core.counts import plural
+from argosy.core.process.signals import before_leaving
+from argosy.jobs import machine
+from argosy.launch.cluster import found, join, lost_peers
+from argosy.run.settings.compose import about, recipes
+from argosy.run.view import Quiet
+
+LONGEST = max(map(len, recipes()))
+RECIPES = "\n".join(f"  {name:{LONGEST}}  {about(name)}" for name in recipes())
+HELP = f"""Trains by a recipe, or resumes: the run directory (dir=, by default runs/RECIPE) continues from its last good checkpoint.
+
+\b
+Recipes:
+{RECIPES}
+
+\b
+Examples:
+  argosy train tiny
+  argosy train tiny steps=500 optimizer.learning_rate=1e-3 dir=runs/faster
+  argosy train tiny data.source=my.txt dir=runs/mine
+  argosy train my-recipe.yml model=llama3.2-1b
+  argosy config explain optimizer      (what can be set; `argosy config new my-recipe` writes a recipe)"""
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command(help=as_typed(HELP))
+def train(
+    recipe: Annotated[
+        str, typer.Argument(help="a recipe's name, a YAML file, or a run: its directory or address", show_default=False)
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="settings over the recipe's", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> int:
+    from argosy.observe.life import counts_from_process_start
+    from argosy.run.start.preflight import directory_of, settled
+
+    counts_from_process_start()
+    place = found(os.environ)
+    # A mistake is answered before jax is imported, which takes seconds.
+    reading = settled(recipe, words or [])
+    where = directory_of(reading, recipe)
+    if place is None or not place.rank:
+        most = "at most " if reading.value.data.epochs is not None else ""
+        say(f"training {recipe} for {most}{plural(reading.value.steps, 'step')} in {where}; loading jax ...")
+    machine.start_jax()
+    from argosy.jobs.train import command_of, run
+    from argosy.observe.terminal.live import Terminal
+    from argosy.run.outcome import kept, next_start
+
+    if place is not None:
+        join(place)
+    if place is not None and place.rank:
+        # The leader shows the run and writes its files.
+        with lost_peers():
+            return run(reading, where, Quiet(), command_of(recipe, words or [])).exit_code
+    stopped = "stopped; the same command continues from the last checkpoint, or starts anew if there is none"
+    with before_leaving(lambda: say(stopped)), Terminal() as view, lost_peers():
+        outcome = run(reading, where, view, command_of(recipe, words or []))
+    if skipped := int(outcome.last.get("skipped", 0)):
+        say(f"{skipped:,} of {plural(outcome.step, 'step')} were skipped: docs/guides/faults.md")
+    if outcome.done and outcome.seconds:
+        shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
+        # A reward model generates nothing.
+        scores = reading.value.model.scored
+        follows = f"argosy convert {outcome.dir} FOLDER to=hub" if scores else f"argosy generate {outcome.dir}"
+        say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
+    if outcome.exit_code:
+        say(
+            f"stopped at step {outcome.step} of {outcome.steps}: {kept(outcome)}, and the same command {next_start(outcome)}"
+        )
+    document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}
+    if as_json:
+        conclude("", document, True)
+    return outcome.exit_code

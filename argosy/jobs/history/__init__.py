@@ -1,0 +1,1 @@
+"""Runs that exist: list, show, compare and report them."""

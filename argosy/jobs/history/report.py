@@ -1,0 +1,145 @@
+"""`argosy report RUN`: writes a page about a run into its directory.
+
+This module collects what is on disk; `observe.report.page` draws it. What cannot be read, because it is damaged or was never written,
+is left out: reports are needed most for runs that went wrong.
+"""
+
+import json
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.run_directory import CHECKPOINTS, REPORT, STORY, RunDirectory
+from argosy.core.command import command as as_run
+from argosy.core.errors import ArgosyError
+from argosy.core.settings import COMMAND_LINE, Choice
+from argosy.core.settings.explain import value_text
+from argosy.core.settings.words import CALL
+from argosy.core.storage import Store
+from argosy.jobs.history import listing as runs
+from argosy.models import FAMILIES
+from argosy.observe import environment, metrics
+from argosy.observe.life import account
+from argosy.observe.readable import sized
+from argosy.observe.report.page import Evaluated, RunRecord, SavedCheckpoint, render
+
+STATES = {runs.CAN_RESUME: "stopped", runs.DAMAGED: "damaged"}
+
+
+def report(path: str | Path) -> Path | str:
+    """Writes report.html into a run directory; returns its path, or its address in a store.
+
+    Raises:
+        BadInput: it is not a run directory.
+    """
+    path = runs.require(path)
+    runs.store_of(path).write_text(REPORT, render(record(path)))
+    return path / REPORT if isinstance(path, Path) else f"{path}/{REPORT}"
+
+
+def record(path: Path | str) -> RunRecord:
+    """Collects what the report shows of the run in a directory."""
+    found, store = runs.summary(path), runs.store_of(path)
+    try:
+        values = runs.stored(path)
+        settings = [(key, value, who) for key, value, who in runs.settings(path) if key != "dir"]
+    except ArgosyError:
+        values, settings = {}, []
+    lines = metrics.read(store)
+    return RunRecord(
+        name=path.resolve().name if isinstance(path, Path) else path.rpartition("/")[2],
+        state=STATES.get(found.state, found.state),
+        lines=lines,
+        steps=found.steps,
+        facts=facts(values, lines),
+        settings=[(key, value_text(value), who) for key, value, who in settings],
+        checkpoints=[saved for step in found.checkpoints if (saved := _saved(store, step))],
+        environment=surroundings(),
+        command=command(path, settings, lines),
+        story=_story(store),
+        evaluations=_evaluations(path),
+        answers=metrics.read(store, metrics.ANSWERS),
+        life=account(store),
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    )
+
+
+def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A description of the run, from its settings and from the header that each of its processes logged."""
+    found = headers(lines)
+    try:
+        config: Any = Choice(FAMILIES, tag="family").build(values["model"])
+        found["model"] = values["model"].get("preset") or values["model"]["family"]
+        found["family"], found["vocab"] = values["model"]["family"], config.vocab
+        found["data"], found["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
+        found["parameters"], objective = config.parameters(), values.get("objective") or {}
+        found |= {"objective": objective["name"]} if "name" in objective else {}
+        if values.get("rollout") is None:
+            found["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
+    except (ArgosyError, ValueError, KeyError, TypeError):
+        # Settings of another version, or edited by hand: the page omits them.
+        pass
+    return found
+
+
+def headers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The contents of all logged headers, later ones winning. The oldest versions called a header `facts`."""
+    found: dict[str, Any] = {}
+    for line in lines:
+        for name in ("facts", "header"):
+            found |= line[name] if isinstance(line.get(name), dict) else {}
+    return found
+
+
+def surroundings() -> dict[str, str]:
+    """Versions and machine of the process that writes the report; no host name."""
+    versions = {name: v for name, v in environment.versions().items() if v != "not installed"}
+    here = environment.machine()
+    memory = f", {sized(here['memory_bytes'])}" if here["memory_bytes"] else ""
+    cores = f"{here['cores']:g} core{'s' * (here['cores'] != 1)}"
+    return versions | {"processor": f"{here['processor']}, {cores}{memory}", "system": here["system"]}
+
+
+def command(path: Path | str, settings: Sequence[tuple[str, Any, str]], lines: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The command that runs it again from its own settings, and the command as it was typed, if known."""
+    again = f"{as_run()} train {path} dir={path}-again"
+    typed = str(headers(lines).get("command") or "")
+    if typed:
+        return f"{again}\n\n# as it was typed\n{typed}"
+    recipes = {who for _, _, who in settings if who.startswith("recipes/")}
+    if len(recipes) != 1:
+        return again
+    recipe = recipes.pop().removeprefix("recipes/").removesuffix(".yml")
+    words = [f"{key}={value_text(value)}" for key, value, who in settings if who in (COMMAND_LINE, CALL)]
+    return f"{again}\n\n# as it was typed\n{as_run()} train {shlex.join([recipe, *words])}"
+
+
+def _story(store: Store) -> dict[str, Any]:
+    try:
+        story = json.loads(store.read_text(STORY))
+        return story if isinstance(story, dict) else {}
+    except (ArgosyError, ValueError):
+        return {}
+
+
+def _evaluations(path: Path | str) -> list[Evaluated]:
+    """The last result of each task at each step."""
+    found: dict[tuple[str, int | None], Evaluated] = {}
+    for line in RunDirectory(path).evaluations():
+        step = runs.as_int(line.get("step"))
+        tasks = line.get("tasks")
+        for name, numbers in tasks.items() if isinstance(tasks, dict) else ():
+            if isinstance(numbers, dict):
+                found.pop((str(name), step), None)
+                found[str(name), step] = Evaluated(str(name), step, numbers)
+    return list(found.values())
+
+
+def _saved(store: Store, step: int) -> SavedCheckpoint | None:
+    try:
+        loss = json.loads(store.read_text(f"{CHECKPOINTS}/{step}/meta.json")).get("eval_loss")
+        return SavedCheckpoint(step, runs.size_bytes(store.root, step), loss if isinstance(loss, int | float) else None)
+    except (ArgosyError, OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,1 @@
+"""The first life of a model, act by act."""

@@ -1,0 +1,69 @@
+"""Arrays of the controller itself, which groups fetch as they fetch each other's (`worker_moves`): shard by shard over TCP, from one
+port of the controller, behind a token, each piece with its CRC-32."""
+
+import threading
+from typing import Any
+
+from argosy.checkpoint.tiers.peers import Listener
+from argosy.core.errors import BadInput
+from argosy.launch.workers.arrays.references import Ref
+from argosy.launch.workers.arrays.transfers import TransferSource, answer
+from argosy.launch.workers.arrays.trees import apart, described, is_own
+from argosy.launch.workers.group import WorkerGroup
+
+NAME = "controller"
+HINT = "send arrays and plain values"
+
+
+class Offers:
+    """What the controller offers. host: the address that it listens on, once there is something."""
+
+    def __init__(self, host: str):
+        self.host = host
+        self._listener: Listener | None = None
+        self._offered: dict[int, list[Any]] = {}
+        self._count, self._lock = 0, threading.Lock()
+
+    def offer(self, value: Any) -> TransferSource:
+        """Where workers get a value, until it is withdrawn.
+
+        Raises:
+            BadInput: it is no tree of arrays and plain values, or an array is not whole in this process.
+        """
+        _, paths, arrays = apart(value, "what is sent", HINT)
+        for path, array in zip(paths, arrays):
+            if not is_own(array) and array.size:
+                raise BadInput(f"{path} is an array of several processes", hint="send what this process has whole")
+        skeleton, leaves = described(value, several=False)
+        with self._lock:
+            if self._listener is None:
+                self._listener = Listener(self.host, lambda asked, peer: answer(self._arrays, asked, peer))
+            self._count += 1
+            self._offered[self._count] = arrays
+            return TransferSource(NAME, self._count, skeleton, [leaves], [self._listener.address])
+
+    def _arrays(self, number: int) -> list[Any]:
+        if number not in self._offered:
+            raise BadInput(f"the controller does not offer value {number} any more")
+        return self._offered[number]
+
+    def withdraw(self, number: int) -> None:
+        self._offered.pop(number, None)
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+
+def sent(value: Any, group: WorkerGroup, sharding: Any, offers: Offers | None) -> Ref:
+    """Brings a value of the controller to a group. offers: None where the group is in the controller's process."""
+    new = Ref(group, "what the controller sent")
+    if offers is None:
+        apart(value, "what is sent", HINT)
+        return group.enqueue(new, lambda life, number: life.pull(number, value, sharding))
+    source = offers.offer(value)
+    try:
+        return group.enqueue(new, lambda life, number: life.pull(number, source, sharding), lambda _: offers.withdraw(source.number))
+    except BaseException:
+        offers.withdraw(source.number)
+        raise

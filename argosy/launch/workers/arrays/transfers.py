@@ -1,0 +1,275 @@
+"""Arrays from the processes of one group to those of another, over TCP, shard by shard.
+
+Each process of the target asks those of the source for the pieces that its devices lack, each piece once, whatever the two shardings
+are: a piece is what a shard of the source and one of the target have in common. Every process answers at a port of its own, behind a
+token that goes through the controller (`checkpoint.tiers.peers`). After each piece comes its CRC-32. A process takes as many bytes
+as it knows that the piece has, so what the other end says cannot make its memory grow.
+"""
+
+import json
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedIOBase
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from argosy.checkpoint.tiers.peers import Address, connect, receive_exactly, with_retries
+from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.launch.workers.arrays.trees import (
+    Box,
+    Leaf,
+    as_bytes,
+    box_of,
+    bytes_of,
+    overlap,
+    shards_of,
+    together,
+    volume,
+    within,
+)
+
+CHUNK_BYTES = 1 << 20
+# A request names its pieces in at most so many bytes, and an error is as long at most.
+MOST_ASKED, MOST_SAID = 64 << 20, 4000
+_LENGTH, _SUM = struct.Struct(">Q"), struct.Struct(">I")
+ASK = "pieces"
+
+
+class PeerGone(ArgosyError):
+    """A process of the source cannot be reached, or ended before it had sent everything."""
+
+
+@dataclass(frozen=True)
+class TransferSource:
+    """A value of a group: its skeleton, and for each process what it has of each array, and where it answers."""
+
+    group: str
+    number: int
+    skeleton: bytes
+    leaves: Sequence[Sequence[Leaf]]
+    addresses: Sequence[Address]
+
+
+def check_alike(group: str, leaves: Sequence[Sequence[Leaf]]) -> None:
+    """Processes agree on the arrays, and on the bytes of those that each has for itself.
+
+    Raises:
+        BadInput: they do not.
+    """
+    for rank, others in enumerate(leaves[1:], 1):
+        for one, other in zip(leaves[0], others):
+            same = (one.path, one.shape, one.dtype) == (other.path, other.shape, other.dtype)
+            if not same or (one.crc != other.crc and None not in (one.crc, other.crc)):
+                what = f"{one.path} of process {rank} of the group `{group}` is another than that of process 0"
+                hint = "Ref.values() brings that of each; an array over here().mesh is one of all processes"
+                raise BadInput(what, hint=hint)
+        if len(leaves[0]) != len(others):
+            raise BadInput(f"process {rank} of the group `{group}` returned {len(others)} arrays, process 0 {len(leaves[0])}")
+
+
+# ---------------------------------------------------------------- the source
+
+
+def answer(held: Callable[[int], Sequence[Any]], rfile: BufferedIOBase, peer: socket.socket) -> None:
+    """Answers a peer that has said the token. held: the arrays of a value, by its number."""
+    if rfile.readline(100).decode("latin-1").strip() != ASK:
+        return
+    size = _LENGTH.unpack(rfile.read(_LENGTH.size))[0]
+    if size > MOST_ASKED:
+        return
+    request = json.loads(rfile.read(size))
+    try:
+        arrays = held(request["number"])
+        pieces = [(arrays[index], tuple(map(tuple, box))) for index, box in request["pieces"]]
+    except Exception as error:
+        _say(peer, str(error))
+        return
+    _say(peer, "")
+    copies: dict[tuple[int, Box], np.ndarray] = {}
+    for array, box in pieces:
+        outer, shard = next((place, data) for place, data in shards_of(array).items() if overlap(place, box) == box)
+        if (id(array), outer) not in copies:
+            copies = {(id(array), outer): np.asarray(shard)}
+        data, crc = as_bytes(copies[id(array), outer][within(box, outer)]), 0
+        for start in range(0, len(data), CHUNK_BYTES):
+            chunk = data[start : start + CHUNK_BYTES]
+            crc = zlib.crc32(chunk, crc)
+            peer.sendall(chunk)
+        peer.sendall(_SUM.pack(crc))
+
+
+def _say(peer: socket.socket, error: str) -> None:
+    data = error.encode()[:MOST_SAID]
+    peer.sendall(_LENGTH.pack(len(data)) + data)
+
+
+# ---------------------------------------------------------------- the target
+
+
+@dataclass
+class ShardPiece:
+    """Of an array, from a process of the source into a buffer of this one."""
+
+    leaf: int
+    box: Box
+    into: np.ndarray
+
+    def receive(self, peer: socket.socket) -> int:
+        """Fills it in; returns the number of bytes.
+
+        Raises:
+            Damaged: its checksum is wrong. OSError: the connection ended.
+        """
+        buffer = self.into if self.into.flags.c_contiguous else np.empty(self.into.shape, self.into.dtype)
+        view, crc, got = bytes_of(buffer), 0, 0
+        while got < len(view):
+            size = peer.recv_into(view[got : got + CHUNK_BYTES])
+            if not size:
+                raise OSError("the connection ended early")
+            crc, got = zlib.crc32(view[got : got + size], crc), got + size
+        if _SUM.unpack(receive_exactly(peer, _SUM.size))[0] != crc:
+            raise Damaged("an array did not arrive as it was sent")
+        if buffer is not self.into:
+            self.into[...] = buffer
+        return got
+
+
+def pull(source: TransferSource, skeleton: Any, mesh: Mesh, sharding: Any, rank: int) -> tuple[Any, int]:
+    """The value as arrays over the mesh, and how many bytes this process got for it.
+
+    sharding: a PartitionSpec, or a tree of them that is a prefix of the value; None: each device has everything.
+
+    Raises:
+        BadInput: the sharding does not fit.
+        PeerGone: a process of the source ended. Damaged: bytes did not arrive as they were sent.
+    """
+    first = source.leaves[0]
+    shardings = placements(skeleton, first, mesh, sharding)
+    buffers: list[dict[Box, np.ndarray]] = []
+    pieces: dict[int, list[ShardPiece]] = {}
+    for index, (leaf, place) in enumerate(zip(first, shardings)):
+        dtype = jax.numpy.dtype(leaf.dtype)
+        boxes = {box_of(one, leaf.shape) for one in place.addressable_devices_indices_map(leaf.shape).values()}
+        own = {box: np.empty(tuple(stop - start for start, stop in box), dtype) for box in sorted(boxes)}
+        buffers.append(own)
+        if leaf.shape and 0 in leaf.shape:
+            continue
+        have: dict[Box, list[int]] = {}
+        for owner, leaves in enumerate(source.leaves):
+            for box in leaves[index].boxes:
+                have.setdefault(box, []).append(owner)
+        for box, buffer in own.items():
+            found = 0
+            for other, owners in have.items():
+                if (common := overlap(box, other)) is not None:
+                    piece = ShardPiece(index, common, buffer[within(common, box)] if common else buffer)
+                    pieces.setdefault(owners[(rank + index) % len(owners)], []).append(piece)
+                    found += volume(common)
+            if found < volume(box):
+                raise BadInput(f"no process of the group `{source.group}` has all of {leaf.path}")
+    total = fetched(source, pieces)
+    return together(skeleton, [_on_devices(*one) for one in zip(first, shardings, buffers)]), total
+
+
+def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any) -> list[NamedSharding]:
+    """Where each array goes.
+
+    Raises:
+        BadInput: the sharding is no prefix of the value, names an axis that the mesh lacks, or does not divide an array; or jax would
+            hold fewer digits.
+    """
+    def is_spec(one: Any) -> bool:
+        return one is None or isinstance(one, PartitionSpec)
+
+    specs: list[Any] = [None] * len(leaves)
+    try:
+        # A slot is a leaf of its own; plain values have no place.
+        numbers = jax.tree.map(lambda leaf: getattr(leaf, "index", -1) if type(leaf).__name__ == "Slot" else -1, skeleton)
+        jax.tree.map(
+            lambda spec, below: [specs.__setitem__(i, spec) for i in jax.tree.leaves(below) if i >= 0],
+            sharding, numbers, is_leaf=is_spec,
+        )  # fmt: skip
+    except ValueError as error:
+        said = str(error).splitlines()[0][:200]
+        raise BadInput(f"sharding= does not fit what is moved: {said}", hint="a PartitionSpec, or a tree of them") from None
+    out = []
+    for leaf, spec in zip(leaves, specs):
+        if (narrow := jax.dtypes.canonicalize_dtype(jax.numpy.dtype(leaf.dtype))) != jax.numpy.dtype(leaf.dtype):
+            what = f"{leaf.path} is {leaf.dtype}, which would become {narrow} in a jax array"
+            raise BadInput(what, hint="make it that before, or set JAX_ENABLE_X64=1 in the group's environment")
+        if not is_spec(spec):
+            raise BadInput(f"sharding= has a {type(spec).__name__} for {leaf.path}", hint="a PartitionSpec, or a tree of them")
+        try:
+            one = NamedSharding(mesh, spec or PartitionSpec())
+            one.shard_shape(leaf.shape)
+        # IndexError: it has more axes than the array.
+        except (ValueError, IndexError) as error:
+            shown = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+            what = f"{leaf.path} {leaf.shape} cannot be sharded as {spec} over the mesh {shown}"
+            raise BadInput(what, where=str(error).splitlines()[0][:200]) from None
+        out.append(one)
+    return out
+
+
+def fetched(source: TransferSource, pieces: Mapping[int, list[ShardPiece]]) -> int:
+    """Gets all pieces, from each process of the source over one connection at the same time; returns the number of bytes."""
+    done: dict[int, int | Exception] = {}
+
+    def ask(rank: int) -> None:
+        try:
+            done[rank] = _from_one(source.addresses[rank], source.number, pieces[rank])
+        except Exception as error:
+            done[rank] = error
+
+    threads = [threading.Thread(target=ask, args=(rank,), daemon=True) for rank in pieces]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    total = 0
+    for rank, one in sorted(done.items()):
+        if isinstance(one, OSError):
+            what = f"process {rank} of the group `{source.group}` did not send what it was asked for: {one.strerror or one}"
+            raise PeerGone(what) from None
+        if isinstance(one, Exception):
+            raise one
+        total += one
+    return total
+
+
+def _from_one(address: Address, number: int, pieces: Sequence[ShardPiece]) -> int:
+    request = json.dumps({"number": number, "pieces": [(one.leaf, one.box) for one in pieces]}).encode()
+    if len(request) > MOST_ASKED:
+        raise BadInput(f"{len(pieces):,} pieces are more than one request names", hint="move fewer arrays at a time")
+
+    def begin() -> tuple[socket.socket, int]:
+        peer = connect(address, ASK)
+        try:
+            peer.sendall(_LENGTH.pack(len(request)) + request)
+            return peer, _LENGTH.unpack(receive_exactly(peer, _LENGTH.size))[0]
+        except BaseException:
+            peer.close()
+            raise
+
+    # Until it answers, it may have too many others to answer. After that, what ends the connection ended the process.
+    peer, size = with_retries(begin)
+    with peer:
+        if size > MOST_SAID:
+            raise OSError(f"it answered with {size:,} bytes")
+        if size:
+            raise ArgosyError(receive_exactly(peer, size).decode("utf-8", "replace"))
+        return sum(one.receive(peer) for one in pieces)
+
+
+def _on_devices(leaf: Leaf, place: NamedSharding, buffers: Mapping[Box, np.ndarray]) -> jax.Array:
+    where = place.addressable_devices_indices_map(leaf.shape)
+    parts = [jax.device_put(buffers[box_of(index, leaf.shape)], device) for device, index in where.items()]
+    dtype = jax.numpy.dtype(leaf.dtype)
+    return jax.make_array_from_single_device_arrays(leaf.shape, place, parts, dtype=dtype)

@@ -1,0 +1,201 @@
+"""A worker: a process of a group, which calls functions for the controller and keeps what they return.
+
+It gets commands over a socket that it was started with, and ends when that is closed, however the controller ended. Functions are
+called one after the other in the main thread; what the controller asks besides (values, what to free) is answered by another thread
+while they run, and arrays go to other groups by threads of their own. It trusts its controller, which can call any function in it.
+"""
+
+import importlib
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from argosy.core.errors import ArgosyError, BadInput, UserError
+from argosy.core.process.channel import Channel
+from argosy.core.process.guard import end_with
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function that is called `module:function`.
+
+    Raises:
+        BadInput: there is none. What importing its module raises goes through.
+    """
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        hint = "workers import what the controller's sys.path reaches"
+        raise BadInput(f"`{name}`: there is no module {error.name}", hint=hint) from None
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise BadInput(f"`{name}`: {module} has no {path}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise BadInput(f"`{name}` is a {type(found).__name__}, not a function")
+    return found
+
+
+def failure(error: BaseException, ours: bool) -> dict[str, Any]:
+    """What the controller is told. ours: whether it was found here, before a function of the user's ran."""
+    first = (str(error) or type(error).__name__).splitlines()[0]
+    out: dict[str, Any] = {"what": f"{type(error).__name__}: {first}"[:1000], "kind": "raised"}
+    out["traceback"] = "".join(traceback.format_exception(error))[-20_000:]
+    if ours and isinstance(error, ArgosyError):
+        kind = "input" if isinstance(error, UserError) else type(error).__name__
+        out |= {"what": error.what, "where": error.where, "hint": error.hint, "kind": kind}
+    return out
+
+
+class Worker:
+    """What the process does. hello: who it is (`worker_gang.hello`)."""
+
+    def __init__(self, controller: Channel, hello: dict[str, Any]):
+        self.controller, self.hello = controller, hello
+        self.objects: dict[int, Any] = {}
+        self.todo: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+
+    # ---------------------------------------------------------------- with the controller
+
+    def reply(self, number: int, outcome: Any) -> None:
+        data = pickle.dumps((number, outcome), protocol=5)
+        with self._sending, suppress(OSError):
+            self.controller.send(data)
+
+    def listen(self) -> None:
+        """Reads commands until the controller is gone, with which this process ends."""
+        while (data := received(self.controller)) is not None:
+            number, kind, said = pickle.loads(data)
+            if kind in ("call", "pull"):
+                self.todo.put((number, kind, said))
+            elif kind == "free":
+                for one in said:
+                    self.objects.pop(one, None)
+            else:
+                self.answer(number, kind, said)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(0)
+
+    def answer(self, number: int, kind: str, said: Any) -> None:
+        try:
+            self.reply(number, {"done": getattr(self, kind)(said)})
+        except BaseException as error:
+            self.reply(number, {"failed": failure(error, ours=kind != "call" or isinstance(error, _Unknown))})
+
+    # ---------------------------------------------------------------- commands
+
+    def join(self) -> dict[str, Any]:
+        """Joins the other processes of the group; returns where this one answers its peers."""
+        import jax
+
+        from argosy.checkpoint.tiers.peers import Listener
+        from argosy.launch.cluster import found, join
+        from argosy.launch.workers.arrays.transfers import answer
+        from argosy.launch.workers.engines.here import Here, mesh_over, settle
+
+        # A process that is alone may stand in its controller's cluster, whose variables it has.
+        if self.hello["processes"] > 1 and (place := found(os.environ)) is not None:
+            join(place)
+        count = len(jax.local_devices())
+        if count != self.hello["devices"]:
+            what = f"a process of the group `{self.hello['group']}` has {count} devices, not {self.hello['devices']}"
+            raise BadInput(what, hint="Group(devices=...) counts the devices of each process")
+        mesh = mesh_over(sorted(jax.devices(), key=lambda one: (one.process_index, one.id)), self.hello["mesh"])
+        settle(Here(self.hello["group"], self.hello["rank"], self.hello["processes"], mesh))
+        listener = Listener(self.hello["host"], lambda asked, peer: answer(self.arrays, asked, peer))
+        return {"address": listener.address, "pid": os.getpid()}
+
+    def arrays(self, number: int) -> list[Any]:
+        from argosy.launch.workers.arrays.trees import apart
+
+        return apart(self.held(number), "the result", "")[2]
+
+    def held(self, number: int) -> Any:
+        if number not in self.objects:
+            raise BadInput(f"the group `{self.hello['group']}` does not have value {number} any more", hint="it was freed")
+        return self.objects[number]
+
+    def call(self, said: dict[str, Any]) -> None:
+        """Calls a function, and keeps what it returns once it is computed."""
+        import jax
+
+        from argosy.launch.workers.arrays.trees import unpacked
+
+        try:
+            function = function_of(said["function"])
+            words, named = unpacked(said["arguments"], self.held)
+        except UserError as error:
+            raise _Unknown(error.what, where=error.where, hint=error.hint) from None
+        self.objects[said["number"]] = jax.block_until_ready(function(*words, **named))
+
+    def describe(self, number: int) -> tuple[bytes, list[Any]]:
+        from argosy.launch.workers.arrays.trees import described
+
+        return described(self.held(number), several=self.hello["processes"] > 1)
+
+    def value(self, said: dict[str, Any]) -> list[tuple[int, Any, Any]]:
+        """The shards of arrays that the controller wants from this process: (array, box, numpy array)."""
+        import numpy as np
+
+        from argosy.launch.workers.arrays.trees import shards_of
+
+        arrays = self.arrays(said["number"])
+        return [(index, box, np.asarray(shards_of(arrays[index])[box])) for index, box in said["wanted"]]
+
+    def pull(self, said: dict[str, Any]) -> int:
+        from argosy.launch.workers.arrays.transfers import pull
+        from argosy.launch.workers.engines.here import here
+
+        source = said["source"]
+        skeleton, sharding = pickle.loads(source.skeleton), pickle.loads(said["sharding"])
+        tree, total = pull(source, skeleton, here().mesh, sharding, self.hello["rank"])
+        self.objects[said["number"]] = tree
+        return total
+
+    def run(self) -> None:
+        try:
+            self.reply(0, {"done": self.join()})
+        except BaseException as error:
+            self.reply(0, {"failed": failure(error, ours=True)})
+        while True:
+            self.answer(*self.todo.get())
+
+
+class _Unknown(BadInput):
+    """A mistake that was found before the function ran."""
+
+
+def received(controller: Channel) -> bytes | None:
+    """The next message; None where the controller has closed its end."""
+    try:
+        return controller.receive()
+    except EOFError:
+        return None
+
+
+def main(descriptor: int) -> None:
+    """The process, to its end. descriptor: of its socket."""
+    os.set_inheritable(descriptor, False)
+    controller = Channel(descriptor)
+    if (data := received(controller)) is None:
+        os._exit(0)
+    hello = pickle.loads(data)
+    # It was forked by a thread that lives as long as the controller.
+    end_with(hello["parent"])
+    # Ctrl-C is for the controller, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker = Worker(controller, hello)
+    threading.Thread(target=worker.listen, name="commands", daemon=True).start()
+    worker.run()

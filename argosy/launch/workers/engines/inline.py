@@ -1,0 +1,147 @@
+"""Groups of workers in this process: each has some of its devices, and a thread.
+
+Over the proxy of Pathways (JAX_PLATFORMS=proxy) one process has the devices of all machines, and `jax.device_put` moves arrays between
+them without bringing them here. There are no processes that could end: what goes wrong on a device is raised by the call.
+"""
+
+import itertools
+import pickle
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import jax
+import numpy as np
+
+from argosy.core.errors import BadInput, Unsupported
+from argosy.launch.workers.arrays.transfers import placements
+from argosy.launch.workers.arrays.trees import apart, described, together, unpacked
+from argosy.launch.workers.engines.child import function_of
+from argosy.launch.workers.engines.here import Here, mesh_over, sizes_of, thread
+from argosy.launch.workers.errors import WorkerError, WorkerLost
+from argosy.launch.workers.settings import Group
+
+PROXY = "proxy"
+
+
+def inline(groups: Mapping[str, Group]) -> Callable[[str, Callable[[WorkerLost], None]], "Inline"]:
+    """What starts a group.
+
+    Raises:
+        BadInput: there are too few devices. Unsupported: a group wants what only processes have.
+    """
+    for name, group in groups.items():
+        if wrong := [what for what in ("stuck", "environment", "restarts") if getattr(group, what)]:
+            hint = "a thread cannot be ended, and has no environment: engine=local and engine=ray have processes"
+            raise Unsupported(f"engine=inline has no {wrong[0]}", where=f"group `{name}`", hint=hint)
+    pathways()
+    there, counts = jax.devices(), [group.processes * group.devices for group in groups.values()]
+    if sum(counts) > len(there):
+        raise BadInput(f"the groups want {sum(counts)} devices, and this process has {len(there)}")
+    at = [0, *itertools.accumulate(counts)]
+    devices = {name: there[start : start + count] for name, start, count in zip(groups, at, counts)}
+    return lambda name, died: Inline(name, devices[name], groups[name].mesh)
+
+
+def pathways() -> bool:
+    """Makes the proxy of Pathways a platform of jax, where JAX_PLATFORMS asks for it; returns whether it does.
+
+    Raises:
+        Unsupported: pathwaysutils is not installed.
+    """
+    if PROXY not in (getattr(jax.config, "jax_platforms", None) or "").split(","):
+        return False
+    try:
+        library = import_module("pathwaysutils")
+    except ImportError:
+        hint = "install it beside Argosy: pip install 'argosy[pathways]'"
+        raise Unsupported(f"JAX_PLATFORMS={PROXY} needs pathwaysutils, which is not installed", hint=hint) from None
+    library.initialize()
+    return True
+
+
+class Inline:
+    """One life of a group: what `workers.gang.WorkerGang` is for processes."""
+
+    pids: list[int] = []  # noqa: RUF012
+
+    def __init__(self, name: str, devices: Sequence[Any], mesh: Mapping[str, int]):
+        self.name, self.lost = name, None
+        self.mesh = mesh_over(devices, sizes_of(mesh, len(devices), f"group `{name}`"))
+        self.objects: dict[int, Any] = {}
+
+    lost: WorkerLost | None
+
+    def join(self) -> None: ...
+
+    def check(self) -> None:
+        if self.lost is not None:
+            raise self.lost.again()
+
+    def lose(self, error: WorkerLost) -> None:
+        self.lost = self.lost or error
+        self.objects.clear()
+
+    def close(self) -> None:
+        self.lose(WorkerLost("was ended by its controller", self.name, 0, meant=True))
+
+    def held(self, number: int) -> Any:
+        self.check()
+        if number not in self.objects:
+            raise BadInput(f"the group `{self.name}` does not have value {number} any more", hint="it was freed")
+        return self.objects[number]
+
+    def call(self, number: int, function: str, arguments: bytes) -> None:
+        found = function_of(function)
+        words, named = unpacked(arguments, self.held)
+        token = thread.set(Here(self.name, 0, 1, self.mesh))
+        try:
+            with jax.default_device(self.mesh.devices.flat[0]):
+                out = jax.block_until_ready(found(*words, **named))
+        except Exception as error:
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            text = "".join(traceback.format_exception(error))
+            raise WorkerError(f"{type(error).__name__}: {first}", self.name, 0, text) from None
+        finally:
+            thread.reset(token)
+        self.check()
+        self.objects[number] = out
+
+    def source(self, number: int) -> Any:
+        return self.held(number)
+
+    def pull(self, number: int, source: Any, sharding: Any) -> int:
+        _, leaves = described(source, several=False)
+        skeleton, _, arrays = apart(source, "the result", "")
+        places = placements(skeleton, leaves, self.mesh, pickle.loads(pickle.dumps(sharding)))
+        moved = [jax.device_put(_apart_from(one, self.mesh), place) for one, place in zip(arrays, places)]
+        self.objects[number] = jax.block_until_ready(together(skeleton, moved))
+        return sum(_bytes_of(one) for one in moved)
+
+    def value(self, number: int) -> Any:
+        skeleton, _, arrays = apart(self.held(number), "the result", "return arrays and plain values to bring or move them")
+        return together(skeleton, [np.array(one) for one in arrays])
+
+    def values(self, number: int) -> list[Any]:
+        return [self.value(number)]
+
+    def free(self, numbers: Sequence[int]) -> None:
+        for one in numbers:
+            self.objects.pop(one, None)
+
+
+def _apart_from(array: Any, mesh: jax.sharding.Mesh) -> Any:
+    """A copy, where the array is on devices of the mesh, or numpy's: `device_put` may keep its buffers, which a call that donates the
+    original deletes, or its owner writes to."""
+    if isinstance(array, np.ndarray):
+        return np.array(array)
+    return jax.numpy.copy(array) if isinstance(array, jax.Array) and array.devices() & set(mesh.devices.flat) else array
+
+
+def _bytes_of(array: jax.Array) -> int:
+    """Of all its shards, alike ones once."""
+    boxes = {str(index): shard for shard in array.addressable_shards for index in [shard.index]}
+    return sum(one.data.nbytes for one in boxes.values())
+
+

@@ -1,0 +1,58 @@
+"""Which implementation multiplies matrices in a run's programs (`ops.matmul`). It is decided once and stored with the run, because
+two of them agree only to rounding."""
+
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from argosy.core.errors import Unsupported
+from argosy.ops.native import library
+from argosy.run.settings.run import Run
+
+# Parameters below which a run builds no kernels, which takes ten seconds once: its products are too small for them.
+SMALLEST = 1_000_000
+
+
+class ProductChoice(NamedTuple):
+    """The implementation of products with weights.
+
+    name: its name among `ops.matmul.MATMUL`.
+    reason: why it is not the one that was decided; "" if it is.
+    """
+
+    name: str
+    reason: str
+
+
+def decided_products(run: Run, precision: str, devices: int, platform: str) -> str:
+    """What `execution.products` names; otherwise `amx` in float32 on one CPU device that has it, and `xla` elsewhere."""
+    if run.execution.products is not None:
+        return run.execution.products
+    if run.model.parameters() < SMALLEST or why_not(precision, devices, platform):
+        return "xla"
+    return "amx"
+
+
+def products_of(run: Run, products: str, precision: str, mesh: Mesh) -> ProductChoice:
+    """The implementation that multiplies here.
+
+    Raises:
+        Unsupported: the settings name one that cannot run here.
+    """
+    reason = "" if products == "xla" else why_not(precision, mesh.size, mesh.devices.flat[0].platform)
+    if reason and run.execution.products is not None:
+        raise Unsupported(f"execution.products={products} {reason}", hint="without it, the fastest that runs here is taken")
+    return ProductChoice("xla", reason) if reason else ProductChoice(products, "")
+
+
+def why_not(precision: str, devices: int, platform: str) -> str:
+    """Why matrix units cannot multiply for a run; "" if they can. Builds the kernels where nothing else is in the way."""
+    if platform != "cpu":
+        return "runs on CPUs"
+    if devices > 1:
+        return f"is for one device, and this run has {devices}"
+    if precision != "float32":
+        return f"multiplies float32, and this run computes in {precision}"
+    if why := library.load():
+        return f"needs the kernels of CPUs: {why}"
+    return "" if library.has_amx() else "needs matrix units (AMX), which this processor does not have"

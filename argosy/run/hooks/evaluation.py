@@ -1,0 +1,78 @@
+"""Evaluates the loss between two steps."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from argosy.observe.goodput import Clock
+from argosy.observe.metrics import Metrics
+from argosy.parallel import processes
+from argosy.run.assembly.assembly import Assembly
+from argosy.run.assembly.updates import compile_evaluation
+from argosy.run.hooks.periodic import is_stopping
+from argosy.run.hooks.saver import Saver
+from argosy.run.view import View
+
+
+class Evaluation:
+    """Evaluates the loss on held-out data: of text its perplexity and bits per byte, with the metrics that the objective
+    names (`evaluated`); of anything else all of the objective's metrics.
+
+    A signal to stop is not kept waiting until all batches are through: the evaluation is given up, except that of the last step,
+    which nothing would make up for.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        steps: int,
+        saver: Saver,
+        metrics: Metrics,
+        view: View,
+        clock: Clock,
+        interrupted: Callable[[], bool] = lambda: False,
+    ):
+        self.assembly, self.steps, self.saver, self.interrupted = assembly, steps, saver, interrupted
+        self.metrics, self.view, self.clock = metrics, view, clock
+        self._program: Any = None
+
+    def __call__(self, now: Any) -> None:
+        if is_stopping(now, self.steps):
+            return
+        if self._program is None:
+            program = processes.together("evaluation compiled", partial(compile_evaluation, self.assembly))
+            self._program = self.assembly.with_frozen(program)
+        numbers = self.evaluate(now.state, (lambda: False) if now.last else self.interrupted)
+        if numbers is None:
+            return
+        self.metrics.write({"step": now.step} | numbers)
+        self.view.evaluation(now.step, numbers)
+        with self.clock("checkpoint"):
+            self.saver.evaluated(now, numbers["eval_loss"])
+
+    def evaluate(self, state: Any, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """The numbers of one evaluation; None if it was interrupted."""
+        evals = self.assembly.evals
+        assert evals is not None
+        evals.rewind()
+        sums: list[Any] = []
+        for batch in evals:
+            if interrupted():
+                return None
+            sums.append(self._program(state, self.assembly.place(batch)))
+            # One batch is under way and one is queued: a signal would wait for all that are queued.
+            jax.block_until_ready(sums[-2:-1])
+        weights = {name: sum(float(one[name].weight) for one in sums) for name in sums[0]}
+        totals = {name: sum(float(one[name].total) for one in sums) for name in sums[0]}
+        found = {f"eval_{name}": totals[name] / max(weight, 1e-30) for name, weight in weights.items()}
+        loss = found["eval_loss"]
+        if "eval_cross_entropy" not in found:
+            return {"eval_loss": loss} | found
+        numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+        if evals.bytes_per_token:
+            numbers["eval_bits_per_byte"] = loss / math.log(2) / evals.bytes_per_token
+        more = self.assembly.run.objective.needs.metrics
+        return numbers | {f"eval_{name}": found[f"eval_{name}"] for name in more}

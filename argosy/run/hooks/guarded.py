@@ -1,0 +1,178 @@
+"""The loop of a run under its guard: what follows a bad step. `train.guard` finds it, in the compiled step.
+
+    stop       the state before the step is saved, with its place in the data, and the run ends
+    skip       the step changed nothing; it is logged, and the run goes on
+    rollback   the newest good checkpoint is restored; the batches after it, up to that of the step, are left out for good
+
+Rollbacks are written to `rollbacks.json` of the run before it goes on. Which batches a step takes follows from that file, so a run
+that is killed and resumed, by another number of processes too, makes the same steps.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError
+from argosy.data.numbered import Numbered
+from argosy.observe.metrics import Metrics
+from argosy.parallel import processes
+from argosy.run.hooks.replay import SUMS, Corrupted, Replay
+from argosy.run.hooks.saver import Saver
+from argosy.train.guard import SPIKE, Bad, Diverged, Halted, Watch, unhalted
+from argosy.train.loop import Now
+
+if TYPE_CHECKING:
+    from argosy.run.training import Training
+
+GO_ON = "guard.nonfinite=skip or rollback goes on without the batch; init.state=RUN dir=NEW starts from here at another learning rate"
+START_LOWER = "start again in dir=NEW with a lower optimizer.learning_rate or a longer schedule.warmup"
+
+
+class Guarded:
+    """What a run does about bad steps. Its meter calls `watch` with the numbers of each. went_back: called with the step restored by a
+    rollback."""
+
+    def __init__(self, training: "Training", saver: Saver, metrics: Metrics, went_back: Callable[[int], None] = lambda step: None):
+        self.went_back = went_back
+        self.training, self.saver, self.metrics, self.how = training, saver, metrics, training.settings.guard
+        self.directory, self.view = training.directory, training.view
+        self.rolled: list[dict[str, Any]] = processes.told("rollbacks", self.directory.rollbacks)
+        saver.rollbacks = self.rolled
+        self.batches = Numbered(training.assembly.batches, [(one["first"], one["last"]) for one in self.rolled])
+        a = training.assembly
+        replay = Replay(self.how.replay, a.places, a.shapes, a.mesh, a.adapters.base) if self.how.replay else None
+        self.replay: Any = replay or (lambda update, state, batch, step: update(state, batch))
+        self.check: Any = replay and replay.check
+        self._watch = Watch(self.skipped)
+        # The newest state: the loop gives up its own where it is interrupted.
+        self.state: Any = None
+
+    def fit(
+        self,
+        state: Any,
+        update: Callable[[Any, Any], Any],
+        fit: Callable[[Any, Any, Callable[[Any, Any], Any]], Any],
+        patiently: Callable[[Any], Any] = lambda do: do,
+    ) -> Any:
+        """Runs the loop to its end. fit: (state, batches, update) -> state. patiently: for what takes long between two steps.
+
+        Raises:
+            Diverged: a bad step stopped the run.
+        """
+
+        def kept(state: Any, batch: Any) -> Any:
+            self.state, metrics = self.replay(update, state, batch, self.batches.steps)
+            return self.state, metrics
+
+        if "rollback" in self.how.actions and not processes.told("any checkpoint", lambda: bool(self.directory.checkpoints.steps())):
+            # There must be something to go back to.
+            with self.training.clock("checkpoint"):
+                self.saver(Now(int(state.step), state, self.batches, False))
+        after = patiently(self.after)
+        while True:
+            self.batches.begin(int(state.step))
+            bad: Bad | None = None
+            try:
+                return fit(state, self.batches, kept)
+            except Halted as halted:
+                bad = halted.bad
+            finally:
+                del state
+            # The exception held the frame of the loop, and that the state.
+            with self.training.clock("start"):
+                state = after(bad)
+
+    def watch(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics of a step to log.
+
+        Raises:
+            Halted: the step was bad, and the state halted. Corrupted: it was computed wrong.
+        """
+        left = dict(metrics)
+        if (sums := left.pop(SUMS, None)) is not None:
+            try:
+                self.check(step, sums)
+            except Corrupted as error:
+                processes.together("corrupted", lambda error=error: raised(error))
+        return self._watch(step, left)
+
+    def skipped(self, bad: Bad) -> None:
+        """Tells of a step that was skipped."""
+        number, _ = self.batches.of_step(bad.step)
+        self._write(bad, "skip", batch=number)
+        self.view.say(f"step {bad.step} is skipped: {bad.what} ({bad.other}, batch {number})")
+
+    def after(self, bad: Bad) -> Any:
+        """The state to go on with after a step at which all halted.
+
+        Raises:
+            Diverged: there is none.
+        """
+        seen = processes.collected("bad step", [bad.step, bad.kind])
+        if any(one != seen[0] for one in seen):
+            raise ArgosyError(f"processes disagree on which step was bad: {', '.join(map(str, seen))}")
+        action = self.how.spike if bad.kind == SPIKE else self.how.nonfinite
+        if action == "skip":
+            return self.stop(bad, f"more than guard.in_row = {plural(self.how.in_row, 'step')} in a row were to be skipped")
+        return self.stop(bad) if action == "stop" else self.roll_back(bad)
+
+    def stop(self, bad: Bad, why: str = "") -> Any:
+        """Saves the state of the last good step, and ends the run.
+
+        Raises:
+            Diverged: always.
+        """
+        number, before = self.batches.of_step(bad.step)
+        step, checkpoints = bad.step - 1, self.directory.checkpoints
+        if before is not None:
+            self.saver(Now(step, unhalted(self.state), before, True))
+            checkpoints.wait()
+        newest = processes.told("newest", lambda: max(checkpoints.steps(), default=None))
+        kept = "no checkpoint is saved" if newest is None else f"checkpoint {newest} is good"
+        seen = f"loss {bad.numbers['loss']:.6g}, grad_norm {bad.numbers['grad_norm']:.6g}, batch {number}"
+        place = "" if before is None else f" at {before.position()}"
+
+        def fail() -> None:
+            what = f"{bad.what} at step {bad.step}" + (f": {why}" if why else "")
+            raise Diverged(what, where=f"{seen}{place}; {kept}", hint=START_LOWER if why else GO_ON)
+
+        return processes.together("bad step", fail)
+
+    def roll_back(self, bad: Bad) -> Any:
+        """The state of the newest good checkpoint, after which the batches up to the bad one are left out."""
+        number, _ = self.batches.of_step(bad.step)
+        if any(one["step"] == bad.step for one in self.rolled):
+            return self.stop(bad, "a rollback from there did not help, so it is not the data")
+        if len(self.rolled) >= self.how.rollbacks:
+            return self.stop(bad, f"the run was rolled back {plural(len(self.rolled), 'time')}, guard.rollbacks at most")
+        checkpoints = self.directory.checkpoints
+        checkpoints.settle(bad.step)
+        good = checkpoints.go_back()
+        if good is None or good >= bad.step:
+            return self.stop(bad, "no checkpoint before it can be restored")
+        # No step changes the base, or gives up its arrays.
+        base = {address: self.state.rest[address] for address in self.training.assembly.adapters.base}
+        self.state = None
+        self.batches.begin(good)
+        first, last = self.batches.number + 1, number + self.how.beyond
+        self.rolled.append({"step": bad.step, "restored": good, "first": first, "last": last, "what": bad.what})
+        processes.together("rollback", lambda: self.directory.write_rollbacks(self.rolled))
+        self.batches.leave_out(first, last)
+        self._write(bad, "rollback", batch=number, restored=good, first=first, last=last)
+        self.view.say(
+            f"{bad.what} at step {bad.step} ({bad.other}, batch {number}): going back to step {good}, "
+            f"without the batches {first} to {last}"
+        )
+        self.saver.newest.clear()
+        self.went_back(good)
+        return self.training.restored(good, base)
+
+    def _write(self, bad: Bad, action: str, **more: int) -> None:
+        numbers = {name: value if math.isfinite(value) else str(value) for name, value in bad.numbers.items()}
+        self.metrics.write({"step": bad.step, "bad": {"action": action, "what": bad.what} | numbers | more})
+
+
+def raised(error: Exception) -> None:
+    """Raises the error."""
+    raise error

@@ -1,0 +1,165 @@
+"""Which features of a run do not combine: one table, from which every violated row is reported at once, and a page is generated.
+
+A row says that two features were not built together, or cannot work together, and what to do instead. Rules about sizes that must
+divide, and files that must exist, stand where those are known (`run.settings.run`, `run.assemble`). No jax here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from argosy.core.errors import BadInput, UserError
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A run and where it starts.
+
+    run: its settings.
+    processes: number of processes.
+    platform: cpu, gpu or tpu; None while no device is known.
+    """
+
+    run: Any
+    processes: int = 1
+    platform: str | None = None
+
+
+class Feature(NamedTuple):
+    """What a run may use.
+
+    name: what users call it; a setting where there is one.
+    used: whether a run uses it.
+    """
+
+    name: str
+    used: Callable[[Situation], bool]
+
+
+class Conflict(NamedTuple):
+    """Two features that do not combine.
+
+    feature, other: their keys in `FEATURES`.
+    reason: why they do not.
+    hint: what to do instead.
+    """
+
+    feature: str
+    other: str
+    reason: str
+    hint: str
+
+
+def _of_run(used: Callable[[Any], Any]) -> Callable[[Situation], bool]:
+    return lambda situation: bool(used(situation.run))
+
+
+def _over(axis: str) -> Callable[[Situation], bool]:
+    return _of_run(lambda run: run.mesh.splits(axis))
+
+
+def _experts_balanced_over_batch(run: Any) -> bool:
+    experts = getattr(run.model, "experts", None)
+    return experts is not None and experts.balance_over == "batch"
+
+
+FEATURES: dict[str, Feature] = {
+    "processes": Feature("several processes", lambda situation: situation.processes > 1),
+    "stage_on_cpu": Feature("mesh.stage on CPUs", lambda s: s.platform == "cpu" and s.run.mesh.splits("stage")),
+    "stage": Feature("mesh.stage", _over("stage")),
+    "context": Feature("mesh.context", _over("context")),
+    "expert": Feature("mesh.expert", _over("expert")),
+    "rollouts": Feature("rollouts", _of_run(lambda run: run.rollout is not None)),
+    "rollout_processes": Feature("rollout.processes", _of_run(lambda run: run.rollout and run.rollout.processes is not None)),
+    "rollout_int8": Feature("rollout.weights=int8", _of_run(lambda run: run.rollout and run.rollout.weights != "same")),
+    "environment": Feature("an environment", _of_run(lambda run: run.environment.played)),
+    "samples": Feature("sample.every", _of_run(lambda run: run.sample.every)),
+    "reference": Feature("a reference", _of_run(lambda run: run.objective.roles.get("reference"))),
+    "teacher": Feature("a teacher", _of_run(lambda run: "teacher" in run.objective.roles)),
+    "cached_teacher": Feature("objective.logits=cached", _of_run(lambda run: run.objective.roles.get("teacher") == "cached")),
+    "other_objective": Feature(
+        "another objective than next_token", _of_run(lambda run: type(run.objective).__name__ != "NextToken")
+    ),
+    "adapter": Feature("an adapter", _of_run(lambda run: not run.adapter.trains_base)),
+    "dropout": Feature(
+        "adapter.dropout", _of_run(lambda run: not run.adapter.trains_base and getattr(run.adapter, "dropout", 0))
+    ),
+    "batch_balance": Feature("moe.balance_over=batch", _of_run(_experts_balanced_over_batch)),
+    "accumulate": Feature("accumulate", _of_run(lambda run: run.accumulate > 1)),
+    "gather_once": Feature("execution.gather=once", _of_run(lambda run: run.execution.gather == "once")),
+    "offload": Feature("execution.offload", _of_run(lambda run: run.execution.offload != "none")),
+    "offload_weights": Feature("execution.offload=weights", _of_run(lambda run: run.execution.offload == "weights")),
+    "diloco": Feature("diloco.every", _of_run(lambda run: run.diloco.every)),
+    "replay": Feature("guard.replay", _of_run(lambda run: run.guard.replay)),
+    "rollback": Feature("guard=rollback", _of_run(lambda run: "rollback" in run.guard.actions)),
+    "online_data": Feature("data.online", _of_run(lambda run: run.data.online)),
+    "init_state": Feature("init.state", _of_run(lambda run: run.init.state)),
+}
+
+NOT_BUILT = "not built together yet"
+_ONE_PROCESS = "use the devices of one process"
+_NO_STAGES = "mesh.fsdp and mesh.tensor split the weights of every run"
+_ON_DEVICE = "execution.offload=none"
+_NOT_WEIGHTS = "execution.offload=optimizer"
+_SUMMED = "diloco.every=0 sums gradients over mesh.data in every step"
+
+CONFLICTS: tuple[Conflict, ...] = (
+    *(Conflict("processes", other, NOT_BUILT, _ONE_PROCESS) for other in ("rollouts", "samples", "reference", "teacher")),
+    Conflict(
+        "processes",
+        "stage_on_cpu",
+        "sums that are scattered over CPUs of several processes are wrong now and then (jax-ml/jax#40830)",
+        _ONE_PROCESS,
+    ),
+    *(Conflict("stage", o, NOT_BUILT, _NO_STAGES) for o in ("rollouts", "samples", "teacher", "dropout", "batch_balance")),
+    Conflict("context", "rollouts", NOT_BUILT, "mesh.fsdp and mesh.tensor split their work"),
+    *(Conflict("offload", other, NOT_BUILT, _ON_DEVICE) for other in ("stage", "rollouts", "diloco", "replay")),
+    *(
+        Conflict("offload_weights", other, NOT_BUILT, _NOT_WEIGHTS)
+        for other in ("adapter", "gather_once", "samples", "reference", "teacher")
+    ),
+    *(
+        Conflict("diloco", other, NOT_BUILT, _SUMMED)
+        for other in ("rollouts", "other_objective", "adapter", "init_state", "stage", "expert", "gather_once")
+    ),
+    Conflict("adapter", "init_state", NOT_BUILT, "model=FOLDER or init.weights=FOLDER names the model to put the adapter on"),
+    Conflict(
+        "rollouts", "rollback", "rollouts depend on the weights, so a position alone does not bring them back", "guard: skip or stop"
+    ),
+    Conflict(
+        "rollouts", "dropout", "the policy that is trained would be another one than the one that is sampled", "adapter.dropout=0"
+    ),
+    Conflict(
+        "rollouts", "accumulate", "the parts of an update follow from the lengths of completions (rollout.rows)", "accumulate=1"
+    ),
+    Conflict(
+        "rollout_processes",
+        "environment",
+        "completions of several turns are sampled in the process that trains",
+        "leave `rollout.processes` out",
+    ),
+    Conflict("rollout_int8", "adapter", "a frozen base is rounded by its adapter", "adapter=qlora rounds the base to fewer bits"),
+    Conflict(
+        "cached_teacher",
+        "online_data",
+        "the cache computes what the teacher says of each row once, and data.online reads no row twice",
+        "objective.logits=online, or leave `data.online` off",
+    ),
+)
+
+
+def violated(situation: Situation) -> Iterator[UserError]:
+    """The rows of the table that do not hold for a run."""
+    used = {key for key, feature in FEATURES.items() if feature.used(situation)}
+    for conflict in CONFLICTS:
+        if {conflict.feature, conflict.other} <= used:
+            one, other = FEATURES[conflict.feature].name, FEATURES[conflict.other].name
+            yield BadInput(f"{one} and {other} do not combine: {conflict.reason}", hint=conflict.hint)
+
+
+def table() -> str:
+    """The table as Markdown."""
+    rows = (
+        f"| {FEATURES[one.feature].name} | {FEATURES[one.other].name} | {one.reason} | {one.hint} |" for one in CONFLICTS
+    )
+    return "\n".join(["| feature | other feature | why not | instead |", "| --- | --- | --- | --- |", *rows])

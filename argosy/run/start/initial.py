@@ -1,0 +1,305 @@
+"""Starts a run from the weights of another model, or from the whole state of another run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from argosy.adapt.base import fill_base
+from argosy.checkpoint.base import describe_base
+from argosy.checkpoint.open import open_base, open_model
+from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
+from argosy.checkpoint.step.layout import META, STATE
+from argosy.checkpoint.step.load import load_item, read_meta
+from argosy.checkpoint.step.reader import StepReader
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.formats import Arrays, OverlaidTensors
+from argosy.core.settings import diff, dump
+from argosy.data.tokenizers.load import Tokenizer
+from argosy.data.tokenizers.matched import same_tokens
+from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses, stored_as
+from argosy.models.parts.weight import Leaves, fill, put, split
+from argosy.parallel.place import on_devices
+from argosy.rl.policy.critic import PREFIX
+from argosy.run.assembly.assembly import GUARD, Assembly
+from argosy.run.settings.run import Run
+from argosy.train.beside import CRITIC, alone
+from argosy.train.state import TrainState, trained
+from argosy.weights import manifest
+from argosy.weights.build import stored_tokenizer
+from argosy.weights.fill import read_into, stored_arrays
+from argosy.weights.model import OpenedModel, config_of
+
+# The name of a head's weight.
+HEAD = "head.w"
+
+
+# Of a model's ids, the share that its own tokenizer makes: vocabularies are padded by a few percent.
+LEAST_SHARE = 0.9
+
+
+def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:
+    """A state with the weights of another model and a fresh optimizer; and that stored model, whose token ids and generation
+    settings the run keeps.
+
+    Raises:
+        BadInput: another architecture or other sizes; each difference is named.
+    """
+    stored = open_model(model, say)
+    _check_same(assembly.run.model, stored.config, model)
+    if assembly.adapters.base:
+        say(f"base weights from {model}, frozen; adapters on {plural(len(assembly.adapters.contractions), 'contraction')}")
+        if stored.adapted is not None:
+            how = "stay as they are under the new ones" if assembly.adapters.stacked else "are merged into them"
+            say(f"its own adapters on {plural(len(stored.adapted.adapters), 'weight')} {how}")
+    else:
+        say(f"weights from {model}")
+    if _fill_from(assembly, stored):
+        say("a head of scores takes the place of the language model's: drawn from the random seed")
+    theirs, ours = stored_tokenizer(stored), assembly.tokenizer
+    if theirs is not None and ours is not None and not same_tokens(theirs, ours):
+        say(f"{model} was trained with another tokenizer than this run's (init.tokenizer_mismatch=allow)")
+    _, params, rest = trained(assembly.model)
+    return assembly.begin(params, rest), stored
+
+
+def base_of(assembly: Assembly, base: dict[str, Any], say: Callable[[str], None]) -> Leaves:
+    """The frozen weights of a run with adapters that resumes.
+
+    Args:
+        base: what its checkpoint says of them.
+
+    Raises:
+        BadInput: they are missing, or others than those that the run began with.
+    """
+    _fill_base(assembly, open_base(base, say, thorough=True), fresh=False)
+    own = split(assembly.model)[1]
+    return {address: own[address] for address in assembly.adapters.base}
+
+
+def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
+    """Fills the model of a run from the one it starts from, and draws what that does not have: adapters, or a head of scores. Returns
+    whether it drew a head."""
+    places = assembly.places.params | assembly.places.rest
+    if assembly.adapters.base:
+        _fill_base(assembly, stored, fresh=True)
+        key = jax.random.key(assembly.run.seed)
+        fill(assembly.model, key, addresses=layer_addresses(assembly.model), place=places.__getitem__)
+        return _lacks_head(assembly, stored)
+    with alone(assembly.model) as parts:
+        if CRITIC in parts:
+            # The body of the weights, and a head that is drawn.
+            read_into(parts[CRITIC], stored.weights, place=lambda address: places[PREFIX + address], but=HEAD)
+        head = _fill_model(assembly, stored, places)
+    if head or parts:
+        assembly.draw()
+    return head
+
+
+def _fill_model(assembly: Assembly, stored: OpenedModel, places: dict[str, Any]) -> bool:
+    head = _lacks_head(assembly, stored)
+    read_into(assembly.model, stored.weights, place=places.__getitem__, but=HEAD if head else None)
+    return head
+
+
+def _lacks_head(assembly: Assembly, stored: OpenedModel) -> bool:
+    """Whether the run trains a head of scores that the model it starts from does not have."""
+    return bool(assembly.run.model.scored) and not stored.config.scored
+
+
+def _fill_base(assembly: Assembly, stored: OpenedModel, *, fresh: bool) -> None:
+    places = assembly.places.params | assembly.places.rest
+    plain = assembly.run.model.build(assembly.decided.run("none"))
+    weights, under = stored.weights, stored.adapted
+    if assembly.adapters.stacked and under is not None:
+        weights = OverlaidTensors(under.base.weights, Arrays(under.whole))
+        put(assembly.model, {a: on_devices(factor, places[a]) for a, factor in on_top(assembly).items()})
+    fill_base(
+        assembly.model,
+        # bfloat16 only where the file has no more bits, so nothing is lost of what is trained in full.
+        stored_arrays(plain, weights, dtype=assembly.decided.base_dtype, but=HEAD if _lacks_head(assembly, stored) else None),
+        place=places.__getitem__,
+        fresh=fresh,
+        iterations=getattr(assembly.run.adapter, "pissa_iterations", None),
+    )
+
+
+def on_top(assembly: Assembly) -> dict[str, Any]:
+    """The factors of the adapters that stay as they are, by their address under the trained ones."""
+    own = assembly.shapes.rest
+    return {a if a in own else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.adapters.stacked.items()}
+
+
+def base_described(assembly: Assembly, stored: OpenedModel | None, given: str | None) -> dict[str, Any]:
+    """What checkpoints say of the base of a run; empty for a run without adapters."""
+    return describe_base(stored, given) if assembly.adapters.base and stored is not None and given is not None else {}
+
+
+def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:
+    """Weights, optimizer and step of another run, in whatever layout it wrote them; and that run as a stored model, whose token ids
+    and generation settings this one keeps. The data starts from the beginning.
+
+    Raises:
+        BadInput: there is no checkpoint, it has another model or optimizer, or it has only weights.
+        Damaged: it differs from what was written.
+    """
+    path, meta = step_of(run, say)
+    config = config_of(meta["model"])
+    _check_same(assembly.run.model, config, run)
+    with alone(assembly.model):
+        read_into(
+            assembly.model,
+            StepReader(path, config, stored_as(meta["decided"])),
+            place=(assembly.places.params | assembly.places.rest).__getitem__,
+        )
+    # What a guard keeps is of the other run's losses.
+    arrays = {name: a for name, a in load_item(path, STATE).items() if not name.startswith(GUARD)}
+    wanted = {name for name in assembly.state_places()[1] if not name.startswith(GUARD)}
+    arrays = relaid(arrays, config.build(stored_as(meta["decided"])), assembly.model)
+    if set(arrays) != wanted:
+        raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes only its weights")
+    if int(arrays["step"]) >= assembly.run.steps:
+        raise BadInput(
+            f"{run} has made {plural(int(arrays['step']), 'step')}, but steps = {assembly.run.steps}",
+            hint="raise steps, or take only its weights with init.weights",
+        )
+    _, places = assembly.state_places()
+    placed = {name: on_devices(a, places[name]) for name, a in arrays.items()}
+    _, params, rest = trained(assembly.model)
+    say(f"weights, optimizer and step {int(placed['step'])} from {run}")
+    return assembly.restored(params | rest, placed), open_model(path, say)
+
+
+def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, Any]:
+    """The weights with which a run began, by address, on its devices: read from where it took them, or drawn again.
+
+    Raises:
+        BadInput, Damaged: as `weights_for`; or what it started from is gone.
+    """
+    init, places = assembly.run.init, assembly.places.params | assembly.places.rest
+    if init.weights or init.state:
+        check_source(assembly.run, say)
+    if init.weights:
+        _fill_from(assembly, open_model(init.weights, say))
+    elif init.state:
+        path, meta = step_of(init.state, say)
+        reader = StepReader(path, config_of(meta["model"]), stored_as(meta["decided"]))
+        read_into(assembly.model, reader, place=places.__getitem__)
+    else:
+        assembly.draw()
+    _, params, rest = trained(assembly.model)
+    return params | rest
+
+
+def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenizer: Tokenizer | None = None) -> None:
+    """Checks that what the run starts from exists and is the same model, and that it was trained with the run's tokenizer, if that is
+    given, before a file is written.
+
+    Raises:
+        BadInput, Damaged: as `weights_for` and `state_from`; or weights or state are of another tokenizer.
+    """
+    if run.init.weights:
+        stored = open_model(run.init.weights, say)
+        _check_same(run.model, stored.config, run.init.weights)
+        if tokenizer is not None and run.init.tokenizer_mismatch == "error":
+            _check_tokenizer(run, tokenizer, stored_tokenizer(stored))
+    if run.init.state:
+        path, meta = step_of(run.init.state, say)
+        if "base" in meta:
+            what = f"{run.init.state} trained adapters, and init.state does not take the state of those"
+            raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its weights")
+        if meta["settings"].get("diloco", {}).get("every"):
+            what = f"{run.init.state} trained replicas (diloco.every), and init.state does not take the state of those"
+            raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its outer weights")
+        _check_same(run.model, config_of(meta["model"]), run.init.state)
+        theirs = stored_tokenizer(open_model(path, say)) if tokenizer is not None else None
+        if tokenizer is not None and theirs is not None and theirs.fingerprint != tokenizer.fingerprint:
+            what = f"{run.init.state} was trained with another tokenizer than data.tokenizer = {run.data.tokenizer}"
+            raise BadInput(what, where="set by init.state", hint="leave data.tokenizer out: init.state brings its own")
+
+
+def _check_tokenizer(run: Run, ours: Tokenizer, theirs: Tokenizer | None) -> None:
+    """Checks that weights belong to the run's tokenizer.
+
+    Raises:
+        BadInput: they belong to another, or to one that makes many more ids.
+    """
+    model, name, vocab = run.init.weights, run.data.tokenizer, run.model.vocab
+    consent = "init.tokenizer_mismatch=allow trains all the same"
+    if theirs is not None and not same_tokens(theirs, ours):
+        what = f"{model} was trained with another tokenizer than data.tokenizer = {name}: its ids mean other words"
+        raise BadInput(what, where="set by init.weights", hint=f"leave data.tokenizer out: the model brings its own; {consent}")
+    if theirs is None and ours.vocab < LEAST_SHARE * vocab:
+        what = f"the tokenizer makes {ours.vocab:,} of the {vocab:,} ids of {model}, which brings none: it is probably another model's"
+        raise BadInput(what, where=f"data.tokenizer = {name}", hint=f"data.tokenizer=FOLDER names the model's own; {consent}")
+
+
+def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """The verified checkpoint of a run directory or of one step's folder, and its meta.json.
+
+    Raises:
+        BadInput: there is none, or it has only weights.
+        Damaged: it differs from what was written.
+    """
+    path = Path(run)
+    if (path / CHECKPOINTS).is_dir():
+        checkpoints = RunDirectory(path, warn=say).checkpoints
+        step = checkpoints.latest_good()
+        if step is None:
+            raise BadInput(f"{run} has no checkpoint yet")
+        path = checkpoints.path(step)
+    else:
+        verify(path)
+    meta = read_meta(path)
+    if "data" not in meta:
+        raise BadInput(f"{run} has only weights, no optimizer", hint="init.weights takes them")
+    return path, meta
+
+
+def verify(step: Path) -> None:
+    """Checks one checkpoint against its manifest."""
+    if not (step / META).is_file():
+        raise BadInput(f"{step} is neither a run nor a checkpoint", hint="init.weights takes the weights of any model")
+    manifest.verify_folder(step)
+
+
+def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
+    """Converts an optimizer's arrays, named by the addresses of weights, from one layout of the layers to the other."""
+    before, addresses = stored_addresses(was), set(split(now)[1])
+    stored = {address for address, _ in before.values()}
+    out: dict[str, Any] = {}
+    mirrored: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        address = max((a for a in stored if name.endswith("." + a)), key=len, default=None)
+        if address is None:
+            out[name] = array
+        else:
+            mirrored.setdefault(name.removesuffix(address), {})[address] = array
+    for prefix, own in mirrored.items():
+        by_layer = {n: own[a] if i is None else own[a][i] for n, (a, i) in before.items() if a in own}
+        present = {a for n, (a, _) in stored_addresses(now).items() if n in by_layer}
+        partial = from_layers(now, _Default(by_layer))
+        out |= {prefix + a: partial[a] for a in addresses & present}
+    return out
+
+
+class _Default(dict):
+    """Returns zeros for weights for which an optimizer has no array; they are dropped again."""
+
+    def __missing__(self, name: str) -> Any:
+        return jnp.zeros(())
+
+
+def _check_same(mine: Any, theirs: Any, where: str) -> None:
+    """Checks that the sizes agree. The preset's name, the declared context, and whether a size was set or derived may differ."""
+    if mine.scored and not theirs.scored and "scores" in type(theirs).model_fields:
+        # The head is replaced.
+        theirs = theirs.model_copy(update={"scores": mine.scored})
+    theirs_dumped, mine_dumped = dump(theirs.resolved()), dump(mine.resolved())
+    changed = [(k, was, now) for k, was, now in diff(theirs_dumped, mine_dumped) if k not in ("preset", "context", "family")]
+    if type(mine) is not type(theirs) or changed:
+        differences = "; ".join(f"model.{k} is {was} there, {now} here" for k, was, now in changed) or "another family"
+        raise BadInput(f"{where} is another model", where=differences, hint="give this run the same model settings")

@@ -1,0 +1,161 @@
+"""Reads the settings of a run and checks them against the files they name: everything that can be known without jax, all mistakes at
+once, before anything heavy is imported.
+
+Some mistakes appear only later: how many devices there are, whether the vocabulary fits, what stands further down in the text.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.run_directory import RunDirectory, is_run_directory
+from argosy.core.addresses import is_address, local_path
+from argosy.core.errors import BadInput, SettingsError, UserError, mistakes_of, problems_of, refuse
+from argosy.core.settings import COMMAND_LINE, Reading
+from argosy.core.settings.words import CALL
+from argosy.data.settings import DataSettings
+from argosy.data.sources import check_readable
+from argosy.data.tokenizers.load import check_tokenizer
+from argosy.parallel.mesh import MeshSettings
+from argosy.run.distillation.address import check_address, is_endpoint
+from argosy.run.settings.combinations import Situation, violated
+from argosy.run.settings.compose import check_start, compose, no_model, run_folder
+from argosy.run.settings.run import Init, Run
+from argosy.train.objectives.distillation.teacher import TeacherObjective
+
+Checks = Iterator[Callable[[], object]]
+
+
+def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) -> Reading[Run]:
+    """The settings of a run, checked.
+
+    Raises:
+        UserError: every mistake in the settings, in the data, in the weights to start from, and in the run directory.
+    """
+    try:
+        reading = compose(Run, recipe, words, origin=origin)
+    except UserError as error:
+        # What is wrong beside the settings themselves.
+        good = error.good
+        others = mistakes_of(*inputs(good), lambda: check_place(good, recipe))
+        if others:
+            raise SettingsError([*problems_of(error), *others]) from None
+        raise
+    values = {name: getattr(reading.value, name) for name in type(reading.value).model_fields}
+    made = steps_made(reading, recipe)
+    if made:
+        # What a run starts from may be gone when it resumes.
+        del values["init"]
+    checks = inputs(values) if made < reading.value.steps else []
+    mistakes = mistakes_of(*checks, lambda: RunDirectory(directory_of(reading, recipe)).admit(reading))
+    refuse([*violated(Situation(reading.value)), *mistakes])
+    return reading
+
+
+def steps_made(reading: Reading[Run], recipe: str) -> int:
+    """The newest checkpoint of the run; 0 if there is none."""
+    try:
+        directory = RunDirectory(directory_of(reading, recipe))
+    except BadInput:
+        return 0
+    return max(directory.steps(), default=0) if directory.has_run else 0
+
+
+def check_place(values: Mapping[str, Any], recipe: str) -> None:
+    """Checks that the run directory can be written, as far as the settings tell which it is.
+
+    Raises:
+        BadInput: it cannot.
+    """
+    directory = values.get("dir") or run_folder(recipe)
+    if values and directory.strip() and not is_run_directory(recipe):
+        RunDirectory(directory).check_place()
+
+
+def inputs(values: Mapping[str, Any]) -> Checks:
+    """The checks of what a run reads, and of how its rows divide. values: the settings that have no mistakes of their own."""
+    data, init, mesh = values.get("data"), values.get("init"), values.get("mesh", MeshSettings())
+    if isinstance(data, DataSettings):
+        if data.format == "auto" and (values.get("reward") or getattr(values.get("environment"), "played", False)):
+            # As `Run` has it where nothing else is wrong.
+            data = data.model_copy(update={"format": "prompt"})
+        yield lambda: check_readable(data)
+        if data.source.partition(":")[0] != "synthetic":
+            yield lambda: check_tokenizer(data.tokenizer)
+        if isinstance(mesh, MeshSettings):
+            yield lambda: check_rows(data.batch, values.get("accumulate", 1), mesh)
+    if isinstance(mesh, MeshSettings) and "model" in values:
+        yield lambda: check_experts(values["model"], mesh.shares("expert"))
+    if isinstance(init, Init):
+        yield lambda: check_start(init.weights, init.state)
+    objective = values.get("objective")
+    if isinstance(objective, TeacherObjective):
+        yield lambda: check_teacher(objective.teacher, objective.may_be_server)
+
+
+def check_teacher(teacher: str, may_be_served: bool = False) -> None:
+    """Checks that the model to learn from exists.
+
+    Raises:
+        BadInput: it does not, or it is the name of a preset, or the address of a server that is none or that cannot teach this.
+    """
+    if is_endpoint(teacher):
+        check_address(teacher)
+        if not may_be_served:
+            what = "a teacher that is a server gives its likeliest tokens on given text, which objective=distill learns from"
+            raise BadInput(what, where=f"objective.teacher={teacher}", hint="name the folder or file of its weights")
+        return
+    if "://" not in teacher and not Path(teacher).exists():
+        raise no_model(teacher, "set by objective.teacher")
+
+
+def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:
+    """Checks that the batch divides over the mesh axes whose sizes are set.
+
+    Raises:
+        BadInput: it does not, however many devices there are.
+    """
+    sizes = mesh.rows()
+    parts = accumulate
+    for size in sizes.values():
+        parts *= size
+    # Without a mesh, `Run` itself compares the two.
+    if sizes and batch % parts:
+        shown = " x ".join(f"{name} = {size}" for name, size in sizes.items())
+        shown += f" x accumulate = {accumulate}" if accumulate > 1 else ""
+        raise BadInput(f"data.batch = {batch} does not divide over {shown}", hint=f"make it a multiple of {parts}")
+
+
+def check_experts(model: Any, shares: int) -> None:
+    """Checks that the experts of a model can be split into so many shares.
+
+    Raises:
+        BadInput: it has none, or their number does not divide.
+    """
+    if shares <= 1:
+        return
+    moe = getattr(model, "moe", None)
+    if moe is None:
+        hint = "leave mesh.expert at 1; mesh.fsdp and mesh.tensor split the weights of every model"
+        raise BadInput(f"mesh.expert = {shares}: the model has no experts", hint=hint)
+    if moe.count % shares:
+        fits = ", ".join(str(n) for n in range(2, moe.count + 1) if moe.count % n == 0)
+        what = f"mesh.expert = {shares} does not divide the {moe.count} experts of the model"
+        raise BadInput(what, hint=f"mesh.expert may be {fits}" if fits else "leave mesh.expert at 1")
+
+
+def directory_of(reading: Reading[Run], recipe: str) -> str:
+    """The directory of a run: `dir`, the run directory or address given as the recipe, or `runs/<recipe>`.
+
+    Raises:
+        BadInput: `dir` is empty.
+    """
+    directory = reading.value.dir
+    if is_run_directory(recipe) and reading.origin["dir"] not in (COMMAND_LINE, CALL):
+        return recipe.rstrip("/") if is_address(recipe) else str(Path(local_path(recipe)))
+    if directory is None:
+        return run_folder(recipe)
+    if not directory.strip():
+        where = f"set by {reading.origin['dir']}"
+        raise BadInput("`dir` is empty", where=where, hint="name a directory; without `dir` it is runs/<recipe>")
+    return directory

@@ -1,0 +1,355 @@
+"""A run under way: from its settings and its last checkpoint to the next checkpoint."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from argosy.checkpoint.run_directory import GENERATION, RunDirectory
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError, UserError
+from argosy.core.process import garbage
+from argosy.core.process.allocator import keep_freed_memory
+from argosy.core.process.signals import asked_to_stop
+from argosy.core.progress import telling
+from argosy.core.settings import Reading
+from argosy.observe.goodput import Clock
+from argosy.observe.life import RunLife
+from argosy.observe.log import Logged
+from argosy.observe.metrics import ANSWERS, Metrics
+from argosy.observe.readable import lasted
+from argosy.observe.terminal.picture import memory_words
+from argosy.run.assembly.shared_prompts import resumed_on
+from argosy.run.outcome import Outcome, ending
+from argosy.run.settings.run import Run
+
+if TYPE_CHECKING:
+    from argosy.run.assembly.assembly import Assembly
+
+STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
+
+# Where the first logged step is further away than this, the time of the first step is reported.
+SLOW_S = 10.0
+# Said where it takes longer than a second.
+DATA = "reading the data ..."
+
+
+@dataclass
+class Training:
+    """One process's part of a run: from the settings and the last checkpoint to the next checkpoint."""
+
+    reading: Reading[Run]
+    assembly: "Assembly"
+    directory: RunDirectory
+    view: Logged
+    clock: Clock
+    command: str
+    # The config.json of the model that the weights came from.
+    hub: dict[str, Any]
+    # The stored model that the weights came from.
+    origin: Any = None
+    # The step of this run that it resumes from.
+    resumed: int | None = None
+    # What identifies the base model under adapters.
+    base: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def begin(
+        cls,
+        reading: Reading[Run],
+        directory: RunDirectory,
+        meta: Mapping[str, Any] | None,
+        view: Logged,
+        clock: Clock,
+        command: str,
+        assembly: "Assembly | None" = None,
+    ) -> "Training":
+        """Builds everything that is not built yet. meta: of the checkpoint to resume from; its layout and precision are kept."""
+        from argosy.parallel import processes
+        from argosy.run.assembly.assemble import assemble
+        from argosy.run.assembly.decided import Decided
+
+        settings = reading.value
+        decided = Decided.here(settings) if meta is None else Decided(**meta["decided"])
+        hub = dict(meta.get("hub") or {}) if meta else {}
+        if assembly is None or assembly.decided != decided:
+            with telling(view.say, DATA):
+                assembly = processes.one_by_one("assemble", lambda: assemble(settings, decided))
+        if directory.store.is_local:
+            from argosy.run.disk import check_disk
+
+            there = len(directory.steps())
+            processes.together("disk", lambda: check_disk(assembly, directory.path, there, view.say))
+        training = cls(reading, assembly, directory, view, clock, command, hub)
+        if meta is not None:
+            training.say_what_changed(meta)
+        return training
+
+    @property
+    def settings(self) -> Run:
+        return self.reading.value
+
+    # ---------------------------------------------------------------- where the state comes from
+
+    def fresh(self) -> Any:
+        """The state with which the run begins."""
+        init = self.settings.init
+        if init.weights:
+            from argosy.run.start.initial import base_described, weights_for
+
+            state, self.origin = weights_for(self.assembly, init.weights, self.view.say)
+            self.hub, self.base = dict(self.origin.hub), base_described(self.assembly, self.origin, init.weights)
+            return state
+        if init.state:
+            from argosy.run.start.initial import state_from
+
+            state, self.origin = state_from(self.assembly, init.state, self.view.say)
+            self.hub = dict(self.origin.hub)
+            return state
+        with telling(self.view.say, "drawing the weights ..."):
+            return self.assembly.start()
+
+    def restored(self, step: int, frozen: Mapping[str, Any] | None = None) -> Any:
+        """The state of a checkpoint, on this run's devices. frozen: the weights of a base, where they are there already; without them
+        they are read."""
+        from argosy.checkpoint.step.layout import STATE, WEIGHTS
+        from argosy.checkpoint.step.load import load_data, load_item, load_weights
+        from argosy.run.assembly.diloco import check_replicas
+
+        folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
+        if frozen is None and self.assembly.adapters.base:
+            from argosy.run.start.initial import base_of
+
+            self.base = dict(meta["base"])
+            frozen = base_of(self.assembly, self.base, self.view.say)
+        check_replicas(self.settings, self.assembly.mesh, folder)
+        frozen = dict(frozen or {})
+        self.assembly.batches.restore(meta["data"], load_data(folder))
+        weights, state = self.assembly.state_places()
+        self.directory.checkpoints.prepare(
+            step, {WEIGHTS: {n: p for n, p in weights.items() if n not in frozen}, STATE: state}
+        )
+        restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
+        self.resumed = step
+        self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
+        if said := resumed_on(self.assembly.decided.shared_prompts, self.assembly.mesh.devices.flat[0].platform):
+            self.view.say(said)
+        now, reason = self.assembly.products
+        if reason:
+            before = self.assembly.decided.products
+            self.view.say(f"products were computed by `{before}` until step {step}, and are by `{now}` from here: `{before}` {reason}")
+        return restored
+
+    def say_what_changed(self, meta: Mapping[str, Any]) -> None:
+        """Reports what another number of steps does to the learning rate, if anything."""
+        from argosy.run.assembly.assembly import scheduled_steps
+
+        before, step = int(meta["settings"]["steps"]), int(meta["step"])
+        if before == self.settings.steps:
+            return
+        was = scheduled_steps(before, self.assembly.batches)
+        old = self.settings.optimizer.learning_rate * float(self.settings.schedule.build(was)(step))
+        new = float(self.assembly.rate(step))
+        if abs(new - old) <= 1e-6 * max(old, new):
+            return
+        # init.state takes no state of adapters.
+        way = (
+            "from these weights elsewhere: init.weights"
+            if self.assembly.adapters.base
+            else "from this state elsewhere: init.state"
+        )
+        self.view.say(
+            f"steps {before} -> {self.settings.steps} stretches the schedule: the learning rate of step {step + 1} is "
+            f"{new:.3g}, and would have been {old:.3g}. To choose the rate yourself, start {way}={self.directory} dir=NEW "
+            f"schedule=constant optimizer.learning_rate={old:.3g}"
+        )
+
+    def keep_tokenizer(self) -> None:
+        """Saves the tokenizer with the run, and the generation settings of the model that the weights came from."""
+        if self.assembly.tokenizer is not None:
+            companions = self.origin.companions if self.origin is not None else None
+            self.directory.write_tokenizer(self.assembly.tokenizer, companions / GENERATION if companions else None)
+
+    def settle_reference(self, state: Any, fresh: bool) -> None:
+        """Finds the reference that the objective compares with, if it has one."""
+        from argosy.run.frozen import reference
+
+        weights = reference.ReferenceWeights(self.assembly, state, fresh, self.view.say)
+        reference.settle(self.assembly, self.directory, weights, self.view.say)
+
+    def settle_teacher(self) -> None:
+        """Finds the teacher that the objective learns from, if it has one."""
+        from argosy.run.distillation import teacher
+
+        if self.assembly.teacher is not None:
+            teacher.settle(self.assembly, self.assembly.teacher, self.directory, self.view.say)
+
+    # ---------------------------------------------------------------- the loop and its hooks
+
+    def run(self, state: Any, life: RunLife) -> Outcome:
+        """Trains until the last step, the end of the data, or a signal."""
+        import jax
+
+        from argosy.parallel import processes
+        from argosy.run.assembly import diloco
+        from argosy.run.assembly.offload import ON_CPU
+        from argosy.run.hooks.evaluation import Evaluation
+        from argosy.run.hooks.guarded import Guarded
+        from argosy.run.hooks.pace import paced
+        from argosy.run.hooks.periodic import Between, Every
+        from argosy.run.hooks.samples import SamplingHook
+        from argosy.run.hooks.saver import Saver
+        from argosy.run.memory import compiled_need
+        from argosy.run.several import watched
+        from argosy.train.loop import Meter, fit
+
+        a, settings, store = self.assembly, self.settings, self.directory.store
+        metrics, answers = Metrics(store, say=self.view.say), Metrics(store, ANSWERS, self.view.say)
+        last: dict[str, float] = {}
+        began, begun = int(state.step), list[bool]()
+
+        def pace(seconds: float) -> None:
+            self.say_pace(seconds, a.steps - began)
+
+        def log_step(step: int, numbers: dict[str, float]) -> None:
+            last.clear()
+            last.update(numbers)
+            metrics.write({"step": step} | numbers)
+            self.view.step(step, numbers)
+
+        try:
+            from argosy.run.header import header_of
+
+            header = header_of(self.assembly, self.command, self.resumed)
+            self.view.header(header)
+            self.say_example()
+
+            def compiled() -> tuple[Any, Any]:
+                update = a.compile()
+                need = compiled_need(a, update, (state, a.frozen))
+                need.check()
+                return update, need
+
+            with self.clock("compile"), telling(self.view.say, "compiling the training step ..."):
+                # One that is slow to compile would let the others wait in a step, where Gloo gives up after 30 s.
+                update, need = processes.together("compiled", compiled)
+                # Not before: it is a need of its own, and would count as the process's too.
+                self.directory.checkpoints.reserve(*a.packed(state))
+                if need.leaves_room:
+                    keep_freed_memory()
+            self.view.say(f"memory      {memory_words(need.document())}")
+            if (offload := settings.execution.offload) != "none" and a.mesh.devices.flat[0].platform == "cpu":
+                self.view.say(ON_CPU.format(offload))
+            metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
+            life.sign()
+
+            def keep_lines() -> None:
+                # A run that resumes does not make the numbers of steps before its checkpoint again.
+                metrics.flush()
+                answers.flush()
+
+            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved, keep_lines)
+            guard = Guarded(self, saver, metrics, life.went_back)
+            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
+            here = [one for one in a.mesh.devices.flat if one.process_index == jax.process_index()]
+            comparing: Any = settings.stragglers, here, self.clock, lambda: life.step or 0, self.view.say, metrics.write
+            with (
+                garbage.frozen_garbage(), asked_to_stop(STOPPING) as signaled,
+                watched(signaled) as watch, paced(*comparing) as measured,
+            ):  # fmt: skip
+                hooks: list[Any] = []
+                if settings.rollout is not None:
+                    hooks += self.begin_rollouts(saver, metrics, answers, watch.between)
+                if a.evals is not None:
+                    evaluation = Evaluation(a, a.steps, saver, metrics, self.view, self.clock, watch.between)
+                    hooks.append(Every("evaluation", settings.eval.every, evaluation))
+                hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
+                if settings.checkpoint.local is not None:
+                    hooks.append(Between("checkpoint", settings.checkpoint.between, saver.local))
+                if settings.eval.before and self.resumed is None:
+                    self.evaluate_first(hooks, state)
+                if settings.sample.every:
+                    sampling = SamplingHook(a, settings, metrics, self.view, watch.between)
+                    hooks.append(Every("samples", settings.sample.every, sampling))
+                hooks = [replace(hook, do=watch.patiently(hook.do)) for hook in hooks]
+
+                def stop() -> bool:
+                    life.steps()
+                    begun.append(True)
+                    return watch.stop()
+
+                more: Any = {"place": a.place, "meter": meter, "interrupted": stop}
+                loop = lambda state, batches, update: fit(state, batches, update, settings.steps, hooks, **more)  # noqa: E731
+                state = guard.fit(state, measured(a.with_frozen(update)), loop, watch.patiently)
+                with self.clock("checkpoint"):
+                    self.directory.checkpoints.wait()
+                if (failed := getattr(a.batches, "failed", None)) is not None and not signaled.code:
+                    if int(state.step) < settings.steps:
+                        raise failed
+                    self.view.say(f"step {settings.steps} is saved, but its evaluation is missing: {failed.what}")
+        except UserError as error:
+            if not begun:
+                raise
+            # Exit code 2 says that no work was done.
+            raise ArgosyError(error.what, where=error.where, hint=error.hint) from error
+        finally:
+            # Before the lock on the directory is released.
+            self.directory.checkpoints.close()
+            a.close()
+            for lines in (metrics, answers, self.directory.log_lines):
+                lines.close()
+            self.view.close()
+        step, saved = int(state.step), max(self.directory.checkpoints.steps(), default=None)
+        if step < settings.steps and not signaled.code:
+            self.view.say(
+                f"the data ended at step {step} of {settings.steps} (data.epochs){diloco.left_over(settings, step)}"
+            )
+        metrics.write({"step": step, "seconds": self.clock.shares()})
+        outcome = Outcome(self.directory.place, step, settings.steps, signaled.code, last, self.clock.shares(), saved)
+        self.view.end(ending(outcome))
+        metrics.close()
+        self.directory.log_lines.close()
+        return outcome
+
+    def evaluate_first(self, hooks: Sequence[Any], state: Any) -> None:
+        """Evaluates the weights of the start, by the hook that evaluates later ones."""
+        from argosy.train.loop import Now
+
+        for hook in hooks:
+            if hook.name == "evaluation":
+                with self.clock("evaluation"):
+                    hook(Now(int(state.step), state, self.assembly.batches, False))
+
+    def begin_rollouts(self, saver: Any, metrics: Metrics, answers: Metrics, stop: Callable[[], bool]) -> list[Any]:
+        """Lends the rollouts what they need of the run; returns their hooks. answers: where some of theirs go."""
+        from argosy.run.hooks.periodic import Every
+        from argosy.run.rl.begin import CompletionEvaluation, begin_rollouts, completion_recorder
+        from argosy.run.rl.parts import rollouts_of
+
+        a, record = self.assembly, completion_recorder(answers, self.view)
+        begin_rollouts(a, self.hub, self.directory.generation(), self.view.say, record, stop)
+        if not self.settings.eval.batches or rollouts_of(a).batches.held_out is None:
+            return []
+        evaluation = CompletionEvaluation(a, saver, metrics, self.view, self.clock)
+        return [Every("evaluation", self.settings.eval.every, evaluation)]
+
+    def say_example(self) -> None:
+        """Shows the first record or prompt as the model sees it, unless the run resumes."""
+        from argosy.data.inspect import example, prompt_text
+
+        batches, tokenizer = self.assembly.batches, self.assembly.tokenizer
+        if self.resumed is not None:
+            return
+        if self.assembly.rollouts is not None:
+            text = prompt_text(self.assembly.rollouts.first_prompt(), tokenizer)
+            self.view.say(f"the first prompt; its completions come at ⟦...⟧\n{text}\n")
+        elif (found := batches.example()) is not None:
+            self.view.say(
+                f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(found, tokenizer)}\n"
+            )
+
+    def say_pace(self, seconds: float, steps: int) -> None:
+        """Reports how long `steps` steps will take, where the first logged one is far away. seconds: of one step."""
+        if seconds * self.settings.log.every >= SLOW_S:
+            self.view.say(
+                f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {plural(steps, 'step')}"
+            )
