@@ -23,6 +23,7 @@ from helpers import DATA
 
 from argosy.core.errors import ArgosyError
 from argosy.core.formats.quants import TYPES
+from argosy.data.encoding import Encoding
 
 Files = dict[str, bytes]
 TEXT = "héllo wörld <s>[INST] 日本 🎉 <|im_end|>\n\n 1234 don't"
@@ -541,7 +542,7 @@ def read_records(folder: Path) -> None:
     calls = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
     tokenizer.chat_templates = {"default": "{% for m in messages %}{{ m.role }}: {{ m.content }}" + calls + "\n{% endfor %}"}
     source = JsonLines(folder / "t.jsonl")
-    for one in encoder_for(source, tokenizer, learn="answers").encode(list(source.documents())):
+    for one in encoder_for(source, Encoding(tokenizer)).encode(list(source.documents())):
         assert one.weights is None or len(one.weights) == len(one.tokens)
 
 

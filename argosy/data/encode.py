@@ -7,17 +7,14 @@ waits for the next piece.
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.data.encoding import Encoding
 from argosy.data.pack import Encoded
 from argosy.data.sources import Document
-
-if TYPE_CHECKING:
-    from argosy.data.tokenizers.load import Tokenizer
 
 # Characters encoded at once: the 16 parts of a group of 1 MiB keep 8 cores busy.
 PART_CHARACTERS = 1 << 16
@@ -32,18 +29,16 @@ class DocumentEncoder:
     special_documents: how many documents held the name of a special token as ordinary text. special_names: some of the names.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", bos: bool | None = None, special: bool = False):
-        """bos: begin each document with that token; None: if the tokenizer does so for prompts. special: names of special tokens
-        in a text become those tokens.
-
-        Raises:
-            BadInput: the tokenizer has no such token.
+    def __init__(self, encoding: Encoding):
+        """Raises:
+        BadInput: documents are to begin with a token that the tokenizer does not have.
         """
-        if bos and tokenizer.bos is None:
+        tokenizer = encoding.tokenizer
+        if encoding.bos and tokenizer.bos is None:
             raise BadInput("the tokenizer has no beginning-of-sequence token", hint="leave `data.bos` unset")
-        self.tokenizer, self.special = tokenizer, special
+        self.encoding, self.tokenizer, self.special = encoding, tokenizer, encoding.special
         self.dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
-        self.before = [tokenizer.bos] if tokenizer.bos is not None and puts_bos(tokenizer, bos) else []
+        self.before = [tokenizer.bos] if tokenizer.bos is not None and encoding.puts_bos else []
         self.after = [] if tokenizer.eos is None else [tokenizer.eos]
         # Of the document that has not ended: its text that waits, whether any of it has been encoded, whether that gave no
         # token yet, whether it holds a name of a special token, and its last token.
@@ -126,11 +121,6 @@ class DocumentEncoder:
             wrong = tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab)][0]
             raise BadInput(f"token {wrong} is outside the tokenizer's vocabulary of {self.tokenizer.vocab}")
         return tokens.astype(self.dtype)
-
-
-def puts_bos(tokenizer: "Tokenizer", bos: bool | None) -> bool:
-    """Whether documents begin with the beginning-of-sequence token: as asked for, else as the tokenizer does for prompts."""
-    return bool(tokenizer.adds_bos if bos is None else bos)
 
 
 def last_cut(text: str, pattern: "re.Pattern[str] | None") -> int:

@@ -12,13 +12,13 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, Fingerprint, check_fields
-from argosy.data.chat.conversations import shown_template
 from argosy.data.encode import DocumentEncoder
+from argosy.data.encoding import Encoding
 from argosy.data.order import Order, ordered, picked, whole_numbers
 from argosy.data.pack import PackedRows, corpus_of
 from argosy.data.prepare import HeldOut, grouped
 from argosy.data.rows.sequences import encoder_for
-from argosy.data.settings import DataSettings, encoding
+from argosy.data.settings import DataSettings
 from argosy.data.sources import Document, Source
 from argosy.data.summary import CorpusSummary
 from argosy.data.tables import described, identity_of, packed
@@ -53,7 +53,8 @@ class OnlineBatches(Batches):
         self.tokens_per_batch = settings.batch * settings.sequence
         self.bytes_per_token = None
         self.among = {"process": process, "processes": processes}
-        make = lambda: encoder_for(source, tokenizer, **encoding(settings))  # noqa: E731
+        encoding = Encoding.of_settings(tokenizer, settings)
+        make = lambda: encoder_for(source, encoding)  # noqa: E731
         self.source, self.settings, self.make_encoder, self.identity = source, settings, make, identity
         windows = Windows(source, settings, identity, make, seed, process, processes, fields)
         self.held = [ThreadPrefetchDatasetIterator(windows, settings.prefetch)]
@@ -83,7 +84,7 @@ class OnlineBatches(Batches):
         }
         known |= {"special_documents": encoder.special_documents, "special_names": tuple(encoder.special_names)}
         if self.source.format != "text":
-            rendered = shown_template(encoder.tokenizer, self.source.format, self.settings.template)
+            rendered = encoder.encoding.rendering(self.source.format)
             known |= {"rendered": rendered, "learn": self.settings.learn}
         known |= {"ignored": self.source.ignored, "ends_short": self.settings.epochs is not None}
         return described(self.settings.source, self.settings, identity=self.identity, online=True, **known)

@@ -32,15 +32,16 @@ from argosy.core.caches import one_at_a_time
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
-from argosy.data.chat.conversations import counted, made_by, nothing_to_learn
-from argosy.data.encode import DocumentEncoder, puts_bos
+from argosy.data.chat.conversations import nothing_to_learn, record_counts, record_identity
+from argosy.data.encode import DocumentEncoder
+from argosy.data.encoding import Encoding
 from argosy.data.pack import Corpus, Encoded
 from argosy.data.rows.sequences import encoder_for
 from argosy.data.sources import Capped, Document, Source, is_prepared
 from argosy.data.sources.records import GROUPS
 
 if TYPE_CHECKING:
-    from argosy.data.tokenizers.load import Tokenizer
+    pass
 
 FORMAT, VERSION = "argosy corpus", 1
 SPLITS = ("train", "held_out")
@@ -115,14 +116,10 @@ class HeldOut:
 
 def prepare(
     source: Source,
-    tokenizer: "Tokenizer",
+    encoding: Encoding,
     folder: str | Path,
     *,
     held_out: float = 0.01,
-    bos: bool | None = None,
-    special: bool = False,
-    learn: str = "answers",
-    template: str | None = None,
     settings: Mapping[str, Any] | None = None,
     keep_tokenizer: bool = False,
     progress: Progress | None = None,
@@ -134,7 +131,6 @@ def prepare(
     documents, the rest is the end of the corpus.
 
     Args:
-        bos, special, learn, template: as for `sequences.encoder_for`.
         settings: kept in the manifest, for whoever opens the folder.
         keep_tokenizer: save the tokenizer in the folder too.
         progress: gets the bytes of text done, after each group of documents.
@@ -145,7 +141,7 @@ def prepare(
         ArgosyError: the disk is full; what was begun is removed.
     """
     folder = Path(folder).expanduser().absolute()
-    fingerprint = fingerprint_of(source, tokenizer, held_out, bos, special, learn, template)
+    fingerprint = corpus_identity(source, encoding, held_out)
     try:
         with one_writer(folder, say) as partial:
             if is_prepared(folder):
@@ -153,9 +149,9 @@ def prepare(
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise BadInput("the folder holds other files", where=str(folder), hint="choose a new or empty folder")
             if keep_tokenizer:
-                tokenizer.save(partial / TOKENIZER)
-            encoder = encoder_for(source, tokenizer, bos, special, learn, template)
-            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress, template)
+                encoding.tokenizer.save(partial / TOKENIZER)
+            encoder = encoder_for(source, encoding)
+            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress)
             partial.rename(folder)
             sync(folder.parent)
     except OSError as e:
@@ -165,22 +161,13 @@ def prepare(
     return open_prepared(folder)
 
 
-def fingerprint_of(
-    source: Source,
-    tokenizer: "Tokenizer",
-    held_out: float,
-    bos: bool | None,
-    special: bool = False,
-    learn: str = "answers",
-    template: str | None = None,
-) -> Fingerprint:
+def corpus_identity(source: Source, encoding: Encoding, held_out: float) -> Fingerprint:
     """What decides the tokens. Keys that came later are left out where they change nothing, so that older runs resume."""
-    made = {"tokenizer": tokenizer.fingerprint, "bos": puts_bos(tokenizer, bos), "held_out": held_out}
-    made |= {"special": True} if special else {}
-    made |= (
-        {"parts": "joined"} if tokenizer.puts_space else {}
-    )  # once, each MiB of a text began with a space of its own
-    return source.fingerprint() | made | made_by(source, tokenizer, learn, template)
+    made = {"tokenizer": encoding.tokenizer.fingerprint, "bos": encoding.puts_bos, "held_out": held_out}
+    made |= {"special": True} if encoding.special else {}
+    # Once, each MiB of a text began with a space of its own.
+    made |= {"parts": "joined"} if encoding.tokenizer.puts_space else {}
+    return source.fingerprint() | made | record_identity(source, encoding)
 
 
 def same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
@@ -200,7 +187,6 @@ def write(
     fingerprint: Fingerprint,
     settings: Mapping[str, Any],
     progress: Progress | None,
-    template: str | None,
 ) -> None:
     """Fills the partial folder: both splits, then the manifest."""
     chooser, done = HeldOut(share), 0
@@ -238,7 +224,7 @@ def write(
         "settings": dict(settings),
         "source": {"files": source.files, "disk_bytes": source.disk_bytes, "max_bytes": source.max_bytes},
         "special": {"documents": encoder.special_documents, "names": encoder.special_names},
-        "records": counted(encoder, source, template),
+        "records": record_counts(encoder, source),
         "splits": splits,
     }
     with (partial / "manifest.json").open("w") as file:

@@ -1,6 +1,6 @@
 """The settings of data. They do not depend on the model; its vocabulary is passed when a pipeline is built."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,6 @@ MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "form
 """What decides the tokens of a prepared corpus. A run on such a folder may repeat these settings, but not change them."""
 
 
-ENCODED_BY = ("bos", "special", "learn", "template")
 """What an encoder is made with, beside its tokenizer."""
 
 
@@ -180,8 +179,3 @@ class DataSettings(Settings):
 
     cache: Annotated[str | None, MayChange(), Also("dataset_prepared_path", "cache_dir")] = None
     """Folder where tokenized corpora are cached. None: `argosy/corpora` under $XDG_CACHE_HOME, or under ~/.cache."""
-
-
-def encoding(settings: DataSettings) -> dict[str, Any]:
-    """The settings that an encoder is made with."""
-    return {name: getattr(settings, name) for name in ENCODED_BY}

@@ -17,20 +17,21 @@ import numpy as np
 from argosy.core.caches import cache_home
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.batch import Fingerprint
-from argosy.data.chat.conversations import template_hash, with_template
+from argosy.data.chat.conversations import with_template
+from argosy.data.encoding import Encoding
 from argosy.data.order import of_records, of_sequences, packing_of, too_long_of
 from argosy.data.pack import Corpus, PackedRows, corpus_of, counts_of, rows_of
 from argosy.data.prepare import (
     HeldOut,
     Prepared,
     Progress,
-    fingerprint_of,
+    corpus_identity,
     grouped,
     open_prepared,
     prepare,
 )
 from argosy.data.rows.sequences import SequenceRows, encoder_for
-from argosy.data.settings import ENCODED_BY, MADE_WITH, DataSettings, encoding
+from argosy.data.settings import MADE_WITH, DataSettings
 from argosy.data.sources import RowSource, Source, find_source, is_prepared
 from argosy.data.summary import CorpusSummary
 
@@ -111,7 +112,7 @@ def check_template(prepared: Prepared, settings: DataSettings) -> None:
     from argosy.data.tokenizers.load import load_tokenizer
 
     made = prepared.fingerprint.get("template")
-    if made is None or template_hash(load_tokenizer(prepared.tokenizer), settings.template) != made:
+    if made is None or Encoding(load_tokenizer(prepared.tokenizer), template=settings.template).template_hash != made:
         was = (prepared.manifest.get("settings") or {}).get("template") or ("the tokenizer's" if made else "none")
         raise BadInput(
             f"the corpus was prepared with another chat template than data.template={settings.template}: {was}",
@@ -301,13 +302,13 @@ def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progr
             where=f"data.source={settings.source}",
             hint=f"run `argosy data prepare {settings.source} FOLDER`, then train with `data.source=FOLDER`",
         )
-    how: dict[str, Any] = {name: getattr(settings, name) for name in ("held_out", *ENCODED_BY)}
-    return prepare(source, tokenizer, folder, **how, progress=progress)
+    encoding = Encoding.of_settings(tokenizer, settings)
+    return prepare(source, encoding, folder, held_out=settings.held_out, progress=progress)
 
 
 def identity_of(source: Source, tokenizer: "Tokenizer", settings: DataSettings) -> Fingerprint:
     """What decides the tokens of a source under these settings."""
-    return fingerprint_of(source, tokenizer, settings.held_out, **encoding(settings))
+    return corpus_identity(source, Encoding.of_settings(tokenizer, settings), settings.held_out)
 
 
 def cache_folder(settings: DataSettings) -> Path:
@@ -324,7 +325,7 @@ def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenize
     Raises:
         BadInput: nothing is left out, for instance because all the text is one document.
     """
-    chooser, encoder = HeldOut(settings.held_out), encoder_for(source, tokenizer, **encoding(settings))
+    chooser, encoder = HeldOut(settings.held_out), encoder_for(source, Encoding.of_settings(tokenizer, settings))
     enough = ENDLESS if limit is None else limit * settings.batch * settings.sequence + 1
     encoded, tokens, size_bytes = [], 0, 0
     for group in grouped(document for document in source.documents() if chooser.takes(document)):

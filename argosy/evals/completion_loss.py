@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.data.chat.conversations import HINT, ConversationEncoder
+from argosy.data.chat.conversations import ConversationEncoder
+from argosy.data.encoding import TEMPLATE_HINT, Encoding
 from argosy.data.sources import Document
 from argosy.evals.likelihood import Tick
 from argosy.evals.plan import PlannedTask
@@ -25,11 +26,11 @@ def measure_completion_loss(lm: Any, planned: PlannedTask, settings: EvalSetting
     Raises:
         BadInput: a record has no answer, or needs a chat template that the model does not have; it is named.
     """
-    encoder = ConversationEncoder(lm.tokenizer)
+    encoder = ConversationEncoder(Encoding(lm.tokenizer))
     try:
         encoded = list(encoder.encode([Document(record=one) for one in planned.records]))
     except BadInput as error:
-        if error.hint == HINT:
+        if error.hint == TEMPLATE_HINT:
             # data.template is a setting of training.
             error.hint = "put the chat_template.jinja that it was trained with into the model's folder"
         raise

@@ -11,8 +11,9 @@ from argosy.core.errors import BadInput
 from argosy.core.settings import dump, read_settings, words_layer
 from argosy.data import pipeline
 from argosy.data.chat.conversations import with_template
+from argosy.data.encoding import Encoding
 from argosy.data.prepare import Progress, open_prepared
-from argosy.data.settings import ENCODED_BY, MADE_WITH, DataSettings
+from argosy.data.settings import MADE_WITH, DataSettings
 from argosy.data.sources import Source, find_source, is_prepared
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.run.settings.compose import compose, recipes
@@ -74,10 +75,9 @@ def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress |
     if missing := tokenizer.missing_bytes:
         say(f"the tokenizer `{settings.tokenizer}` has no token for {len(missing)} of the 256 bytes: text with them loses them")
     made_with = {name: value for name, value in dump(settings).items() if name in ("source", *MADE_WITH)}
-    how: dict[str, Any] = {name: getattr(settings, name) for name in ("held_out", *ENCODED_BY)}
-    prepared = write(
-        source, tokenizer, target, **how, settings=made_with, keep_tokenizer=True, progress=progress, say=say
-    )
+    encoding = Encoding.of_settings(tokenizer, settings)
+    kept: dict[str, Any] = {"held_out": settings.held_out, "settings": made_with, "keep_tokenizer": True}
+    prepared = write(source, encoding, target, **kept, progress=progress, say=say)
     summary = pipeline.summary_of(prepared, settings)
     if summary.warning:
         say(summary.warning)

@@ -17,10 +17,11 @@ from argosy.data.chat import mask as chat_mask
 from argosy.data.chat import template as chat
 from argosy.data.chat.conversations import CLOCK, ConversationEncoder
 from argosy.data.chat.mask import MaskedConversation, Way, encode_all, encode_with_mask
+from argosy.data.encoding import Encoding
 from argosy.data.inspect import render
 from argosy.data.pipeline import build, eval_batches, find
 from argosy.data.pipeline import tokenizer_for as tokenizer_in
-from argosy.data.prepare import fingerprint_of, open_prepared
+from argosy.data.prepare import corpus_identity, open_prepared
 from argosy.data.rows.sequences import encoder_for
 from argosy.data.settings import DataSettings
 from argosy.data.sources.text import JsonLines
@@ -55,7 +56,7 @@ def settings_for(folder, rows, **values) -> DataSettings:
 def encoded(tokenizer, folder, rows, **how) -> list[tuple[list[int], list[int]]]:
     """The ids of each record, and which of them are learned."""
     source = JsonLines(written(folder, rows))
-    encoder = encoder_for(source, tokenizer, **how)
+    encoder = encoder_for(source, Encoding(tokenizer, **how))
     return [
         (one.tokens.tolist(), [1] * len(one.tokens) if one.weights is None else one.weights.tolist())
         for one in encoder.encode(list(source.documents()))
@@ -417,10 +418,10 @@ def test_the_fingerprint_covers_template_and_what_is_learned(tmp_path, smollm2):
     source = JsonLines(written(tmp_path, [GOOD]))
     (tmp_path / "mine.jinja").write_text(STRICT)
     ways = [{}, {"learn": "all"}, {"template": str(tmp_path / "mine.jinja")}, {"template": "default"}]
-    made = [fingerprint_of(source, smollm2, 0.0, None, **way) for way in ways]
+    made = [corpus_identity(source, Encoding(smollm2, **way), 0.0) for way in ways]
     assert len({json.dumps(one) for one in made}) == 4
     text = JsonLines(written(tmp_path, [{"text": "a"}], "text.jsonl"))
-    assert not {"learn", "template"} & fingerprint_of(text, smollm2, 0.0, None).keys()
+    assert not {"learn", "template"} & corpus_identity(text, Encoding(smollm2), 0.0).keys()
 
 
 def test_a_prepared_folder_refuses_another_format_template_or_learning(tmp_path, smollm2):
@@ -480,6 +481,6 @@ def test_what_is_learned_of_a_conversation_is_shown(tmp_path, smollm2):
 
 
 def test_an_encoder_of_text_and_one_of_records_are_chosen_by_the_source(tmp_path, smollm2):
-    assert isinstance(encoder_for(JsonLines(written(tmp_path, [GOOD])), smollm2), ConversationEncoder)
+    assert isinstance(encoder_for(JsonLines(written(tmp_path, [GOOD])), Encoding(smollm2)), ConversationEncoder)
     text = JsonLines(Path(written(tmp_path, [{"text": "a"}], "text.jsonl")))
-    assert not isinstance(encoder_for(text, smollm2), ConversationEncoder)
+    assert not isinstance(encoder_for(text, Encoding(smollm2)), ConversationEncoder)

@@ -10,6 +10,7 @@ from test_tokenize import tokenizer_of
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
 from argosy.data import pack, tables
+from argosy.data.encoding import Encoding
 from argosy.data.pipeline import build, eval_batches, find, holds_out, tokenizer_for
 from argosy.data.prepare import open_prepared, prepare
 from argosy.data.settings import DataSettings
@@ -153,7 +154,7 @@ def test_preparing_warns_of_names_of_special_tokens(tmp_path):
 
 def test_whether_anything_is_held_out_is_asked_of_the_folder(tmp_path):
     source = TextsInMemory(stories(50))
-    with_, without = (prepare(source, Bytes(), tmp_path / f"c{share}", held_out=share) for share in (0.2, 0))
+    with_, without = (prepare(source, Encoding(Bytes()), tmp_path / f"c{share}", held_out=share) for share in (0.2, 0))
     assert holds_out(settings(tmp_path), with_)
     assert not holds_out(settings(tmp_path), without)
     assert holds_out(settings(tmp_path), source)

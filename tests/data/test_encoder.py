@@ -12,6 +12,7 @@ from test_tokenize import tokenizer_of
 from argosy.core.errors import BadInput
 from argosy.data import encode as module
 from argosy.data.encode import DocumentEncoder
+from argosy.data.encoding import Encoding
 from argosy.data.pack import Encoded
 from argosy.data.sources import Capped, Document
 from argosy.data.sources.text import TextFile, TextsInMemory
@@ -87,11 +88,11 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(name, special, monkeypatch
     after = [] if tokenizer.eos is None else [tokenizer.eos]
     expected = [*before, *tokenizer.encode(text, special), *after]
     for seed in range(3):
-        encoder = DocumentEncoder(tokenizer, None, special)
+        encoder = DocumentEncoder(Encoding(tokenizer, None, special))
         found = [one for document in in_pieces(text, seed) for one in encoder.encode([document])]
         assert tokens(found) == expected
         assert [one.begins for one in found if len(one.tokens)].count(True) == 1
-    together = list(DocumentEncoder(tokenizer, None, special).encode([*in_pieces(text, 9), Document("more")]))
+    together = list(DocumentEncoder(Encoding(tokenizer, None, special)).encode([*in_pieces(text, 9), Document("more")]))
     assert tokens(together)[: len(expected)] == expected
 
 
@@ -103,7 +104,7 @@ def test_long_texts_are_encoded_in_parts(name, monkeypatch):
     monkeypatch.setattr(
         tokenizer, "encode_rest", lambda texts, special: rests.extend(texts) or original(texts, special)
     )
-    list(DocumentEncoder(tokenizer).encode([Document(text)]))
+    list(DocumentEncoder(Encoding(tokenizer)).encode([Document(text)]))
     assert len(rests) > 20
     assert text.endswith("".join(rests))
     assert all(cut.match(text, len(text) - len("".join(rests[i:]))) for i in range(len(rests)))
@@ -115,7 +116,7 @@ def test_a_text_file_of_sentence_pieces_is_one_text(tmp_path, monkeypatch):
     source, tokenizer = TextFile(tmp_path / "a.txt"), tokenizer_of("mistral_v1")
     documents = list(source.documents())
     assert len(documents) > 5
-    assert tokens(list(DocumentEncoder(tokenizer).encode(documents))) == [1, *tokenizer.encode(mixed()), 2]
+    assert tokens(list(DocumentEncoder(Encoding(tokenizer)).encode(documents))) == [1, *tokenizer.encode(mixed()), 2]
 
 
 def test_pieces_with_a_blank_inside_forbid_cutting_there():
@@ -131,7 +132,7 @@ def test_pieces_with_a_blank_inside_forbid_cutting_there():
     pattern = tokenizer.cut_pattern()
     assert pattern is None or not pattern.search("b a b")
     text = "ab ab ab ba b a" * 30
-    assert tokens(list(DocumentEncoder(tokenizer).encode(in_pieces(text, 1, 20)))) == tokenizer.encode(text)
+    assert tokens(list(DocumentEncoder(Encoding(tokenizer)).encode(in_pieces(text, 1, 20)))) == tokenizer.encode(text)
 
 
 def test_added_tokens_with_a_blank_inside_are_not_cut():
@@ -139,12 +140,12 @@ def test_added_tokens_with_a_blank_inside_are_not_cut():
     data = write_model(pieces, prefix=False, trims=False, bos=None, eos=None)
     tokenizer = PieceTokenizer(data, TokenizerConfig(), shared("tokenizers/golden.json"))
     text = "ba ba b\nb " * 40
-    assert tokens(list(DocumentEncoder(tokenizer).encode(in_pieces(text, 2, 20)))) == tokenizer.encode(text)
+    assert tokens(list(DocumentEncoder(Encoding(tokenizer)).encode(in_pieces(text, 2, 20)))) == tokenizer.encode(text)
 
 
 def test_a_text_that_cannot_be_cut_is_refused_in_the_end(monkeypatch):
     monkeypatch.setattr(module, "HELD_CHARACTERS", 1000)
-    encoder = DocumentEncoder(tokenizer_of("byte"))
+    encoder = DocumentEncoder(Encoding(tokenizer_of("byte")))
     list(encoder.encode([Document("x" * 1000, ends=False)]))
     with pytest.raises(BadInput, match="without a blank"):
         list(encoder.encode([Document("x", ends=False)]))
@@ -153,9 +154,9 @@ def test_a_text_that_cannot_be_cut_is_refused_in_the_end(monkeypatch):
 def test_skipping_pieces_leaves_the_state_of_encoding_them():
     documents = [*in_pieces(mixed(), 3), *in_pieces("a short one", 4, 4)]
     tokenizer = tokenizer_of("mistral_v1")
-    whole = list(DocumentEncoder(tokenizer).encode(documents))
+    whole = list(DocumentEncoder(Encoding(tokenizer)).encode(documents))
     for start in (1, 5, len(documents) - 2):
-        encoder = DocumentEncoder(tokenizer)
+        encoder = DocumentEncoder(Encoding(tokenizer))
         for document in documents[:start]:
             encoder.skip(document)
         assert tokens(list(encoder.encode(documents[start:]))) == tokens(whole[start:])
@@ -168,7 +169,7 @@ def test_a_limit_at_the_end_of_a_piece_ends_the_document(tmp_path, monkeypatch):
     first = len(next(source.documents()).text)
     for limit in (first, first + 3, 659, 660, 661):
         capped = Capped(source, limit)
-        encoded = list(DocumentEncoder(ByteTokenizer()).encode(list(capped.documents())))
+        encoded = list(DocumentEncoder(Encoding(ByteTokenizer())).encode(list(capped.documents())))
         assert tokens(encoded) == [*("some words\n" * 60).encode()[:limit], 257]
         assert capped.max_bytes == (limit if limit < 660 else None)
 
@@ -177,7 +178,7 @@ def test_a_limit_at_the_end_of_a_piece_ends_the_document(tmp_path, monkeypatch):
 
 
 def ids(tokenizer: Tokenizer, text: str, bos: bool | None = None, special: bool = False) -> list[int]:
-    return tokens(list(DocumentEncoder(tokenizer, bos, special).encode([Document(text)])))
+    return tokens(list(DocumentEncoder(Encoding(tokenizer, bos, special)).encode([Document(text)])))
 
 
 @pytest.mark.parametrize("adds", [True, False, None])
@@ -192,12 +193,12 @@ def test_a_document_that_has_its_first_and_last_token_gets_no_second():
     tokenizer = ByteTokenizer(TokenizerConfig(adds_bos=True))
     assert ids(tokenizer, "<bos>a<eos>", special=True) == [256, 97, 257]
     assert ids(tokenizer, "<bos>a", special=False) == [256, *b"<bos>a", 257]
-    assert tokens(list(DocumentEncoder(tokenizer).encode([Document(tokens=[256, 97, 257])]))) == [256, 97, 257]
+    assert tokens(list(DocumentEncoder(Encoding(tokenizer)).encode([Document(tokens=[256, 97, 257])]))) == [256, 97, 257]
 
 
 def test_a_tokenizer_without_the_token_is_reported():
     with pytest.raises(BadInput, match="no beginning-of-sequence token"):
-        DocumentEncoder(tokenizer_of("bert_uncased"), bos=True)
+        DocumentEncoder(Encoding(tokenizer_of("bert_uncased"), bos=True))
 
 
 # ---- names of special tokens
@@ -212,24 +213,24 @@ def test_special_encodes_the_names_of_special_tokens():
 
 
 def test_documents_with_names_of_special_tokens_are_counted_once_each():
-    encoder = DocumentEncoder(tokenizer_of("smollm2"))
+    encoder = DocumentEncoder(Encoding(tokenizer_of("smollm2")))
     piece = [Document(f"{CHAT} and ", ends=False), Document(CHAT, ends=False), Document("<|endoftext|>")]
     list(encoder.encode([Document("plain <b>"), Document(CHAT * 3), *piece]))
     assert encoder.special_documents == 2
     assert encoder.special_names == ["<|im_start|>"]
-    silent = DocumentEncoder(tokenizer_of("smollm2"), special=True)
+    silent = DocumentEncoder(Encoding(tokenizer_of("smollm2"), special=True))
     list(silent.encode([Document(CHAT)]))
     assert silent.special_documents == 0
 
 
 def test_weights_of_a_document_may_be_fractions():
     documents = [Document(tokens=[1, 2, 3], weights=[0.5, 0.25, 1.5]), Document(tokens=[4])]
-    first, second = DocumentEncoder(ByteTokenizer(), bos=True).encode(documents)
+    first, second = DocumentEncoder(Encoding(ByteTokenizer(), bos=True)).encode(documents)
     assert first.weights is not None
     np.testing.assert_array_equal(first.weights, np.array([0, 0.5, 0.25, 1.5, 1.5], np.float32))
     assert second.weights is None
     with pytest.raises(BadInput, match="2 weights"):
-        list(DocumentEncoder(ByteTokenizer()).encode([Document(tokens=[1], weights=[1.0, 2.0])]))
+        list(DocumentEncoder(Encoding(ByteTokenizer())).encode([Document(tokens=[1], weights=[1.0, 2.0])]))
 
 
 def test_memory_tells_weights_apart():

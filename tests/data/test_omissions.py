@@ -110,3 +110,16 @@ def test_a_mark_is_in_no_text():
     marks = Marks("Kq7 and Kq7q")
     assert marks.prefix == "Kq7qq"
     assert (marks(" ", "it", "messages"), marks(3, "it", "messages"), marks.known) == (" ", 3, [])
+
+
+def test_the_name_and_the_refusal_of_a_message_are_in_the_prompt_or_refused():
+    """Kimi's template writes names; it is the only one of these that does."""
+    named = [USER | {"name": "Zirkumflex"}]
+    assert "Zirkumflex" in checked(template_of("Kimi-K2-Instruct"), named)
+    with pytest.raises(Omitted, match="leaves out the `name` of a message of role `user`"):
+        checked(template_of("Qwen-Qwen3-0.6B"), named)
+    refused = with_known_roles([USER, {"role": "assistant", "content": None, "refusal": "Zirkumflex"}, USER], "")
+    assert "Zirkumflex" in checked(template_of("Qwen-Qwen3-0.6B"), refused)
+    with pytest.raises(Omitted, match="leaves out the `refusal` of a message of role `assistant`"):
+        checked(template_of("Qwen-Qwen3-0.6B"), [USER, ANSWER | {"refusal": "no"}, USER])
+    checked(template_of("Qwen-Qwen3-0.6B"), [USER | {"name": None}, ANSWER | {"refusal": None}, USER])

@@ -16,6 +16,7 @@ from argosy.core.errors import BadInput, UserError
 from argosy.data import order as order_module
 from argosy.data import pipeline, tables
 from argosy.data.batch import Batches, check_same
+from argosy.data.encoding import Encoding
 from argosy.data.order import Order
 from argosy.data.pipeline import build, eval_batches
 from argosy.data.prepare import prepare
@@ -235,7 +236,7 @@ def test_a_tokenizer_larger_than_the_model_is_reported(settings):
 
 
 def test_a_prepared_folder_is_a_source(settings, tmp_path):
-    prepare(TextsInMemory(stories(90)), Bytes(), tmp_path / "corpus", held_out=0.1)
+    prepare(TextsInMemory(stories(90)), Encoding(Bytes()), tmp_path / "corpus", held_out=0.1)
     named = changed(settings, source=str(tmp_path / "corpus"))
     stream = build(named, Bytes(), vocab=258, seed=1)
     assert take(stream, 9) == take(made(settings), 9)

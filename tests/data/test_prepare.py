@@ -16,6 +16,7 @@ from helpers import shared
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.data import prepare as module
+from argosy.data.encoding import Encoding
 from argosy.data.pack import Corpus
 from argosy.data.prepare import HeldOut, open_prepared, prepare
 from argosy.data.sources import Capped, Document, Source
@@ -40,7 +41,7 @@ def stories(count: int) -> list[str]:
 
 def test_what_is_written_is_what_was_given(tmp_path):
     texts = stories(200)
-    made = prepare(TextsInMemory(texts), Bytes(), tmp_path / "corpus", held_out=0)
+    made = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0)
     assert documents_of(made.train) == [[*text.encode(), 257] for text in texts]
     assert made.train.tokens.dtype == np.uint16
     assert made.train.weights is None
@@ -50,7 +51,7 @@ def test_what_is_written_is_what_was_given(tmp_path):
 
 
 def test_bos_stands_before_every_document(tmp_path):
-    made = prepare(TextsInMemory(["ab", "c"]), Bytes(), tmp_path / "corpus", held_out=0, bos=True)
+    made = prepare(TextsInMemory(["ab", "c"]), Encoding(Bytes(), bos=True), tmp_path / "corpus", held_out=0)
     assert documents_of(made.train) == [[256, 97, 98, 257], [256, 99, 257]]
 
 
@@ -58,7 +59,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     class Wide(Bytes):
         vocab = 70_000
 
-    made = prepare(TextsInMemory([Document(tokens=[69_999, 3])]), Wide(), tmp_path / "corpus", held_out=0)
+    made = prepare(TextsInMemory([Document(tokens=[69_999, 3])]), Encoding(Wide()), tmp_path / "corpus", held_out=0)
     assert made.train.tokens.dtype == np.uint32
     assert made.train.tokens.tolist() == [69_999, 3, 257]
 
@@ -66,38 +67,38 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
 @pytest.mark.parametrize("token", [258, -1])
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path, token):
     with pytest.raises(BadInput, match=f"token {token} is outside"):
-        prepare(TextsInMemory([Document(tokens=[1, token])]), Bytes(), tmp_path / "corpus")
+        prepare(TextsInMemory([Document(tokens=[1, token])]), Encoding(Bytes()), tmp_path / "corpus")
     assert not (tmp_path / "corpus").exists()
 
 
 def test_spans_to_learn_are_kept(tmp_path):
     chat = [Document(tokens=list(b"askanswer"), learn=((3, 9),)), Document("all"), Document(tokens=[1, 2], learn=())]
-    made = prepare(TextsInMemory(chat), Bytes(), tmp_path / "corpus", held_out=0, bos=True)
+    made = prepare(TextsInMemory(chat), Encoding(Bytes(), bos=True), tmp_path / "corpus", held_out=0)
     assert made.train.weights is not None
     assert made.train.weights.tolist() == [0] * 4 + [1] * 7 + [1] * 5 + [0] * 4
     with pytest.raises(BadInput, match="outside its document"):
-        prepare(TextsInMemory([Document(tokens=[1, 2], learn=((1, 3),))]), Bytes(), tmp_path / "other")
+        prepare(TextsInMemory([Document(tokens=[1, 2], learn=((1, 3),))]), Encoding(Bytes()), tmp_path / "other")
 
 
 def test_a_document_in_pieces_is_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr("argosy.data.sources.text.PIECE_BYTES", 1000)
     path = shared("text/names.txt")
-    made = prepare(TextFile(path), Bytes(), tmp_path / "corpus", held_out=0, bos=True)
+    made = prepare(TextFile(path), Encoding(Bytes(), bos=True), tmp_path / "corpus", held_out=0)
     assert documents_of(made.train) == [[256, *path.read_bytes(), 257]]
 
 
 def test_groups_do_not_show(tmp_path, monkeypatch):
     texts = stories(300)
-    whole = prepare(TextsInMemory(texts), Bytes(), tmp_path / "whole", held_out=0.1)
+    whole = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "whole", held_out=0.1)
     monkeypatch.setattr(module, "GROUP_BYTES", 200)
-    grouped = prepare(TextsInMemory(texts), Bytes(), tmp_path / "grouped", held_out=0.1)
+    grouped = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "grouped", held_out=0.1)
     assert whole.manifest == grouped.manifest
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
 def test_the_held_out_share_is_near_and_apart(tmp_path, share):
     texts = [f"{i} {text}" for i, text in enumerate(stories(3000))]
-    made = prepare(TextsInMemory(texts), Bytes(), tmp_path / "corpus", held_out=share)
+    made = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=share)
     train, held_out = documents_of(made.train), documents_of(made.held_out)
     assert sorted(train + held_out) == sorted([*text.encode(), 257] for text in texts)
     total = len(made.train.tokens) + len(made.held_out.tokens)
@@ -126,7 +127,7 @@ def test_no_document_takes_the_corpus_away():
 
 @pytest.mark.parametrize("texts", [["x" * 1000], ["a" * 400, "b" * 600]])
 def test_few_documents_give_their_end(tmp_path, texts):
-    made = prepare(TextsInMemory(texts), Bytes(), tmp_path / "corpus", held_out=0.1)
+    made = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0.1)
     joined = [token for text in texts for token in [*text.encode(), 257]]
     assert [*made.train.tokens, *made.held_out.tokens] == joined
     assert len(made.held_out.tokens) == len(joined) // 10
@@ -137,7 +138,7 @@ def test_few_documents_give_their_end(tmp_path, texts):
 def test_a_tail_of_several_documents_keeps_their_borders(tmp_path):
     texts = [f"{i:09}" for i in range(40)]
     texts = [text for text in texts if not drawn_below(text, 0.25)]
-    made = prepare(TextsInMemory(texts), Bytes(), tmp_path / "corpus", held_out=0.25)
+    made = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0.25)
     assert len(made.held_out.tokens) == len(texts) * 10 // 4
     cut = len(made.train.tokens) % 10
     sizes = [len(document) for document in documents_of(made.held_out)]
@@ -153,7 +154,7 @@ def drawn_below(text: str, share: float) -> bool:
 
 
 def test_bytes_per_token_counts_targets(tmp_path):
-    made = prepare(TextsInMemory(stories(2000)), Bytes(), tmp_path / "corpus", held_out=0.1)
+    made = prepare(TextsInMemory(stories(2000)), Encoding(Bytes()), tmp_path / "corpus", held_out=0.1)
     # n bytes are n + 1 tokens with the end, and n targets: the first token is none.
     assert made.bytes_per_token("train") == made.bytes_per_token("held_out") == 1.0
 
@@ -164,7 +165,7 @@ def test_an_empty_corpus_leaves_nothing(tmp_path):
 
     for texts in ([], [""]):
         with pytest.raises(BadInput, match="empty"):
-            prepare(TextsInMemory(texts), Markless(), tmp_path / "corpus")
+            prepare(TextsInMemory(texts), Encoding(Markless()), tmp_path / "corpus")
     assert not (tmp_path / "corpus").exists()
 
 
@@ -176,21 +177,21 @@ def test_an_empty_file_is_named(tmp_path):
     source = TextFile(tmp_path / "nothing.txt")
     for one in (source, Capped(source, 5)):
         with pytest.raises(BadInput, match="empty") as caught:
-            prepare(one, Markless(), tmp_path / "corpus")
+            prepare(one, Encoding(Markless()), tmp_path / "corpus")
         assert caught.value.where == str(tmp_path / "nothing.txt")
 
 
 def test_the_same_again_is_opened_and_other_data_refused(tmp_path):
-    first = prepare(TextsInMemory(["a" * 100]), Bytes(), tmp_path / "corpus")
+    first = prepare(TextsInMemory(["a" * 100]), Encoding(Bytes()), tmp_path / "corpus")
     written = (tmp_path / "corpus" / "manifest.json").stat().st_mtime_ns
-    assert prepare(TextsInMemory(["a" * 100]), Bytes(), tmp_path / "corpus").manifest == first.manifest
+    assert prepare(TextsInMemory(["a" * 100]), Encoding(Bytes()), tmp_path / "corpus").manifest == first.manifest
     assert (tmp_path / "corpus" / "manifest.json").stat().st_mtime_ns == written
     with pytest.raises(BadInput, match=r"source\.sha256 differ"):
-        prepare(TextsInMemory(["b" * 100]), Bytes(), tmp_path / "corpus")
+        prepare(TextsInMemory(["b" * 100]), Encoding(Bytes()), tmp_path / "corpus")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious").write_text("x")
     with pytest.raises(BadInput, match="other files"):
-        prepare(TextsInMemory(["a"]), Bytes(), tmp_path / "other")
+        prepare(TextsInMemory(["a"]), Encoding(Bytes()), tmp_path / "other")
     assert (tmp_path / "other" / "precious").read_text() == "x"
 
 
@@ -224,7 +225,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
         writer_add(self, *arguments)
 
     monkeypatch.setattr(module.SplitWriter, "add", add)
-    prepare(Watched(), Bytes(), tmp_path / "corpus")
+    prepare(Watched(), Encoding(Bytes()), tmp_path / "corpus")
 
 
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, monkeypatch):
@@ -233,7 +234,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.SplitWriter, "put", full)
     with pytest.raises(ArgosyError, match="No space left") as e:
-        prepare(TextsInMemory(["abc"]), Bytes(), tmp_path / "corpus")
+        prepare(TextsInMemory(["abc"]), Encoding(Bytes()), tmp_path / "corpus")
     assert e.value.exit_code == 1
     assert [name for name in os.listdir(tmp_path) if not name.endswith(".lock")] == []
 
@@ -245,20 +246,20 @@ def test_a_killed_writer_leaves_nothing_that_counts(tmp_path):
         from test_prepare import *
         module.GROUP_BYTES = 1000
         kill = lambda done, size: os.kill(os.getpid(), signal.SIGKILL)
-        prepare(TextsInMemory(stories(500)), Bytes(), sys.argv[1], progress=kill)
+        prepare(TextsInMemory(stories(500)), Encoding(Bytes()), sys.argv[1], progress=kill)
     """
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "corpus")], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / ".corpus.partial" / "train" / "tokens.bin").exists()
     assert not module.is_prepared(tmp_path / "corpus")
-    made = prepare(TextsInMemory(stories(500)), Bytes(), tmp_path / "corpus")
+    made = prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus")
     made.verify()
     assert sorted(os.listdir(tmp_path)) == ["corpus"]
 
 
 def test_two_writers_wait_for_each_other(tmp_path):
     made: list[module.Prepared] = []
-    start = lambda: made.append(prepare(TextsInMemory(stories(500)), Bytes(), tmp_path / "corpus"))  # noqa: E731
+    start = lambda: made.append(prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus"))  # noqa: E731
     threads = [Thread(target=start) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -274,7 +275,7 @@ def test_two_writers_wait_for_each_other(tmp_path):
 @pytest.mark.parametrize("change", ["shorten", "lengthen", "remove"])
 def test_wrong_sizes_are_seen_on_opening(tmp_path, name, change):
     texts = [Document(tokens=list(range(100)), learn=((0, 50),))] * 5
-    path = prepare(TextsInMemory(texts), Bytes(), tmp_path / "corpus", held_out=0.1).folder / name
+    path = prepare(TextsInMemory(texts), Encoding(Bytes()), tmp_path / "corpus", held_out=0.1).folder / name
     data = path.read_bytes()
     path.unlink()
     if change != "remove":
@@ -284,7 +285,7 @@ def test_wrong_sizes_are_seen_on_opening(tmp_path, name, change):
 
 
 def test_a_flipped_bit_is_seen_by_verify(tmp_path):
-    folder = prepare(TextsInMemory(stories(100)), Bytes(), tmp_path / "corpus").folder
+    folder = prepare(TextsInMemory(stories(100)), Encoding(Bytes()), tmp_path / "corpus").folder
     data = bytearray((folder / "train" / "tokens.bin").read_bytes())
     data[17] ^= 4
     (folder / "train" / "tokens.bin").write_bytes(data)
@@ -294,7 +295,7 @@ def test_a_flipped_bit_is_seen_by_verify(tmp_path):
 
 
 def test_an_index_that_does_not_ascend_is_damage(tmp_path):
-    folder = prepare(TextsInMemory(stories(100)), Bytes(), tmp_path / "corpus").folder
+    folder = prepare(TextsInMemory(stories(100)), Encoding(Bytes()), tmp_path / "corpus").folder
     starts = np.fromfile(folder / "train" / "documents.bin", "<i8")
     starts[3] = 10**9
     starts.tofile(folder / "train" / "documents.bin")
@@ -303,7 +304,7 @@ def test_an_index_that_does_not_ascend_is_damage(tmp_path):
 
 
 def test_hostile_manifests_are_answered(tmp_path):
-    folder = prepare(TextsInMemory(stories(20)), Bytes(), tmp_path / "corpus").folder
+    folder = prepare(TextsInMemory(stories(20)), Encoding(Bytes()), tmp_path / "corpus").folder
     good = (folder / "manifest.json").read_bytes()
     draw = random.Random(0)
     for _ in range(400):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from argosy.core.errors import BadInput
+from argosy.data.encoding import Encoding
 from argosy.data.order import Order
 from argosy.data.rows import prompts as under_test
 from argosy.data.rows.prompts import LOOKED_AT, Prompts, lengths_of
@@ -17,7 +18,7 @@ MORE = "more than 8 tokens (data.sequence - rollout.tokens) and so no room for a
 def made(lengths: list[int]) -> Prompts:
     """Prompts of so many bytes, in an order of their own."""
     records = [SourceRecord(where=f"line {i}", prompt="x" * n) for i, n in enumerate(lengths)]
-    return Prompts(records, ByteTokenizer(), Order(len(records), 7), {"source": "test"})
+    return Prompts(records, Encoding(ByteTokenizer()), Order(len(records), 7), {"source": "test"})
 
 
 @pytest.mark.parametrize(
@@ -52,9 +53,9 @@ def test_prompts_that_a_template_has_rendered_elsewhere_are_counted_by_the_name_
     asked = [f"hi{name}", "hi", f"{name}{name}", None]
     chat = [{"role": "user", "content": name}]
     records = [SourceRecord(where="line", prompt=text, messages=None if text else chat) for text in asked]
-    how = (records, tokenizer, Order(len(records), 7), {"source": "test"})
-    assert Prompts(*how).special_names == {name: 2}
-    assert Prompts(*how, special=True).special_names == {}
+    order = Order(len(records), 7)
+    assert Prompts(records, Encoding(tokenizer), order, {}).special_names == {name: 2}
+    assert Prompts(records, Encoding(tokenizer, special=True), order, {}).special_names == {}
 
 
 def test_a_prompt_that_cannot_be_rendered_is_named_before_the_first_step():

@@ -12,6 +12,7 @@ from test_records import HI, HO, written
 from argosy.core.errors import BadInput
 from argosy.data.batch import Field
 from argosy.data.chat import template as chat
+from argosy.data.encoding import Encoding
 from argosy.data.inspect import example, render
 from argosy.data.pack import corpus_of
 from argosy.data.pipeline import build, eval_batches
@@ -302,7 +303,7 @@ def test_what_is_held_out_is_whole_pairs_even_from_the_tail(tmp_path):
     """A share of few documents is taken from the end of the corpus."""
     for share in (0.02, 0.5):
         source = JsonLines(written(tmp_path, [{**row, "margin": i} for i, row in enumerate(text_pairs(12))]))
-        made = prepare(source, Bytes(), tmp_path / f"corpus-{share}", held_out=share)
+        made = prepare(source, Encoding(Bytes()), tmp_path / f"corpus-{share}", held_out=share)
         for split in (made.train, made.held_out):
             assert split.documents % 2 == 0
             assert split.documents

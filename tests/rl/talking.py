@@ -8,6 +8,7 @@ from typing import Any
 
 from laws.families import CASES, built
 
+from argosy.data.encoding import Encoding
 from argosy.data.order import Order
 from argosy.data.rows.prompts import Prompts
 from argosy.data.sources import SourceRecord
@@ -40,7 +41,7 @@ def prompts(lm: LM, asked: Sequence[Any], **columns: Sequence[Any]) -> Prompts:
     for i, one in enumerate(asked):
         what = {"prompt": one} if isinstance(one, str) else {"messages": one}
         records.append(SourceRecord(where=f"line {i}", **what, columns={name: items[i] for name, items in columns.items()}))
-    return Prompts(records, lm.tokenizer, Order(len(records), None), {"source": "test"})
+    return Prompts(records, Encoding(lm.tokenizer), Order(len(records), None), {"source": "test"})
 
 
 def table(folder: Path, code: str, asked: Prompts, name: str = "Own", **settings: Any) -> EpisodeSetup:

@@ -8,6 +8,7 @@ from laws.families import CASES, built
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.data.chat.conversations import ConversationEncoder
+from argosy.data.encoding import Encoding
 from argosy.data.order import Order
 from argosy.data.rows.answered import Answered, AnsweredPrompts
 from argosy.data.rows.prompts import Prompts
@@ -35,8 +36,8 @@ def lm() -> LM:
 
 def prompts(lm: LM, records: list[SourceRecord] | None = None, most: int | None = None, alone: bool = False) -> AnsweredPrompts:
     texts = [SourceRecord(where=f"line {i}", prompt=f"ask {i}", completion=ANSWERS[i % len(ANSWERS)]) for i in range(8)]
-    of = Prompts(records or texts, lm.tokenizer, Order(len(records or texts), None), {"source": "test"}, most=most)
-    return AnsweredPrompts(of, None if alone else ConversationEncoder(lm.tokenizer))
+    of = Prompts(records or texts, Encoding(lm.tokenizer), Order(len(records or texts), None), {"source": "test"}, most=most)
+    return AnsweredPrompts(of, None if alone else ConversationEncoder(Encoding(lm.tokenizer)))
 
 
 def lessons(lm: LM, asked: AnsweredPrompts | None = None, batch: int = 4, **how: Any) -> RolloutBatches:
@@ -81,16 +82,17 @@ def test_of_a_conversation_the_last_answer_is_learned_after_the_prompt_of_infere
     record = SourceRecord(where="line 1", messages=[*asked, {"role": "assistant", "content": "no"}])
     tokenizer = load_tokenizer("byte")
     tokenizer.chat_templates = {"default": TEMPLATE}
-    of = Prompts([record], tokenizer, Order(1, None), {"source": "test"})
-    found = AnsweredPrompts(of, ConversationEncoder(tokenizer))(0, 1)[0]
+    of = Prompts([record], Encoding(tokenizer), Order(1, None), {"source": "test"})
+    found = AnsweredPrompts(of, ConversationEncoder(Encoding(tokenizer)))(0, 1)[0]
     assert isinstance(found, Answered)
     assert bytes(found.prompt.tokens) == b"<u>hi</><a>yes</><u>so</><a>"
     assert list(found.prompt.asked) == asked, "without the answer"
     assert bytes(found.answer or ()).startswith(b"no")
-    alone = Prompts([SourceRecord(where="line 1", messages=asked, asked=3)], tokenizer, Order(1, None), {})(0, 1)[0]
+    alone = Prompts([SourceRecord(where="line 1", messages=asked, asked=3)], Encoding(tokenizer), Order(1, None), {})(0, 1)[0]
     assert list(found.prompt.tokens) == list(alone.tokens)
     unlearned = SourceRecord(where="line 1", messages=record.messages, learned=(False, True, False, False), tools=[{"name": "f"}])
-    found = AnsweredPrompts(Prompts([unlearned], tokenizer, Order(1, None), {}), ConversationEncoder(tokenizer))(0, 1)[0]
+    encoding = Encoding(tokenizer)
+    found = AnsweredPrompts(Prompts([unlearned], encoding, Order(1, None), {}), ConversationEncoder(encoding))(0, 1)[0]
     assert isinstance(found, Answered)
     assert list(found.prompt.asked) == asked[:1]
     assert bytes(found.prompt.tokens) == b"<u>hi</><a>"

@@ -11,6 +11,7 @@ import pytest
 from laws.families import CASES, built
 
 from argosy.core.errors import ArgosyError, BadInput
+from argosy.data.encoding import Encoding
 from argosy.data.order import Order
 from argosy.data.rows.prompts import Prompts
 from argosy.data.sources import SourceRecord
@@ -65,7 +66,7 @@ def prompts(lm: LM, count: int = 6, longest: int = 0) -> Prompts:
     records = [SourceRecord(where=f"line {i}", prompt="ab" * (i % 2) + f"{i}=" + "x" * (longest if i == 1 else 0), columns={"answer":
     str(i)})
                for i in range(count)]  # fmt: skip
-    return Prompts(records, lm.tokenizer, Order(count, None), {"source": "test"})
+    return Prompts(records, Encoding(lm.tokenizer), Order(count, None), {"source": "test"})
 
 
 def rollouts(lm: LM, judge: Any, policy: Policy | None = None, held_out: Prompts | None = None, said: list[str] | None = None,
@@ -177,7 +178,7 @@ def test_prompts_without_room_are_passed_over_and_told(lm: LM):
     assert "ab1" not in "".join(judge.asked[0][0])
     (words,) = [line for line in said if "passed over" in line]
     assert "line 1" in words
-    alone = Prompts([SourceRecord(where="line 9", prompt="x" * 30)], lm.tokenizer, Order(1, None), {})
+    alone = Prompts([SourceRecord(where="line 9", prompt="x" * 30)], Encoding(lm.tokenizer), Order(1, None), {})
     with pytest.raises(BadInput, match="no prompt to learn from has at most 19 tokens"):
         rollouts(lm, judge, asked=alone).advance(None)
 

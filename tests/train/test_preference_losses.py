@@ -13,7 +13,7 @@ from laws.families import CASES, built
 
 from argosy.core.errors import SettingsError
 from argosy.core.settings import read_settings, words_layer
-from argosy.models.parts.stack import Unroll
+from argosy.models.parts.stack import Scan, Unroll
 from argosy.train.objectives.preferences.cpo import CPO, cpo
 from argosy.train.objectives.preferences.dpo import DPO, LOSSES, dpo
 from argosy.train.objectives.preferences.dpo import LOSSES as DPO_LOSSES
@@ -280,6 +280,20 @@ def test_an_empty_group_changes_nothing(name):
     assert float(filled.loss.weight) == float(alone.loss.weight)
     for metric, mean in alone.metrics.items():
         assert float(filled.metrics[metric].value()) == pytest.approx(float(mean.value()), rel=1e-4, abs=1e-6), metric
+
+
+def test_a_near_tie_in_bfloat16_is_one_half():
+    """Before the first update a reference that another program computed differs by rounding, which is larger in bfloat16."""
+    batch, models = batch_of(8, 12), [built(CASE, run) for run in (Unroll(), Scan())]
+    for model in models:
+        model.dtype = jnp.dtype("bfloat16")
+    logps, reference = (sequences(DPO(), model, batch)[0].logps for model in models)
+    assert np.abs(logps - reference).max() > 1e-3
+    told = DPO()({"model": models[0]}, batch | {"reference": reference}, KEY).metrics
+    assert float(told["rewards/accuracy"].value()) == 0.5
+    # What is no rounding is none in bfloat16 either.
+    moved = DPO()({"model": models[0]}, batch | {"reference": logps.at[::2].add(-1.0)}, KEY).metrics
+    assert float(moved["rewards/accuracy"].value()) == 1.0
 
 
 @pytest.mark.slow

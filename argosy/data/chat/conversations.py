@@ -6,25 +6,24 @@ ids in front of it are those that inference feeds: messages get no beginning-of-
 never put through a chat template. An Alpaca record becomes messages where there is a template, and Stanford's text otherwise.
 """
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput, nearest
+from argosy.core.errors import BadInput
 from argosy.data.chat import template as chat
 from argosy.data.chat.mask import Ids, MaskedConversation, Way, encode_all, encoded
+from argosy.data.chat.omissions import extra_fields
 from argosy.data.chat.template import choose_template
 from argosy.data.encode import DocumentEncoder
+from argosy.data.encoding import ALPACA, TEMPLATE_HINT, Encoding
 from argosy.data.pack import Encoded
 from argosy.data.sources import Document, Source, SourceRecord
-from argosy.data.tokenizers.config import CONFIG_BYTES, DEFAULT, read_text
+from argosy.data.tokenizers.config import DEFAULT
 
 if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
@@ -32,37 +31,30 @@ if TYPE_CHECKING:
 # The clock of templates that write the date: a corpus must be the same on every day. It is the date that Llama 3's own
 # templates write where they get no clock.
 CLOCK = datetime(2024, 7, 26)
-# The name of Stanford's text, for Alpaca records whose tokenizer has a chat template too.
-ALPACA = "alpaca"
-RECORDS_VERSION = 2
-HINT = "data.template=FILE.jinja gives one; many are in the folders of instruction-tuned models"
+# Letters and digits, so that no template trims or escapes them.
+FIELD_MARK = "Kq7Zw"
+RECORDS_VERSION = 3
 
 
 class ConversationEncoder(DocumentEncoder):
     """Encodes documents that hold records; the counts are of those so far.
 
     read: records.  unanswered: left out because nothing in them is learned.  endless: conversations whose last answer ends with no
-    special token, so that a model does not learn to stop.  toolless: conversations with tools, of which their template writes none.
+    special token, so that a model does not learn to stop.  toolless: conversations with tools, of which their template writes none.  unwritten: fields of messages that their template leaves out.
     """
 
-    def __init__(
-        self,
-        tokenizer: "Tokenizer",
-        bos: bool | None = None,
-        special: bool = False,
-        learn: str = "answers",
-        template: str | None = None,
-    ):
-        """learn: `answers`, or `all` tokens. template: the name of one of the tokenizer's chat templates, a file, or `alpaca`.
-
-        Raises:
-            BadInput: there is no such template.
+    def __init__(self, encoding: Encoding):
+        """Raises:
+        BadInput: there is no such chat template.
         """
-        super().__init__(tokenizer, bos, special)
-        self.learn, self.bos_first = learn, bool(bos)
-        self.templates, self.name = templates_of(tokenizer, template)
-        self.way = Way(self.templates, self.name, CLOCK, masked=learn == "answers")
+        super().__init__(encoding)
+        self.learn, self.bos_first = encoding.learn, bool(encoding.bos)
+        self.templates, self.name = encoding.chat_templates
+        self.way = Way(self.templates, self.name, CLOCK, masked=self.learn == "answers")
         self.read = self.unanswered = self.endless = self.toolless = 0
+        self.unwritten: set[str] = set()
+        # (template, field) -> whether the template writes that field of messages.
+        self._writes: dict[tuple[str, str], bool] = {}
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
         """The records in order, one answer each, which is empty for those that are left out.
@@ -105,13 +97,31 @@ class ConversationEncoder(DocumentEncoder):
             if self.name == ALPACA:
                 what = "messages, and instructions with a system message or earlier turns, do not fit Alpaca's text"
                 raise BadInput(what, where=record.where, hint="leave `data.template` out")
-            raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=HINT)
+            raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=TEMPLATE_HINT)
         return False
 
     def conversation(self, record: SourceRecord) -> MaskedConversation:
         if record.tools and "tools" not in choose_template(self.templates, name=self.name, tools=True):
             self.toolless += 1
+        for message in record.messages or ():
+            for name in extra_fields(message):
+                if not self._is_written(name, bool(record.tools)):
+                    self.unwritten.add(name)
         return MaskedConversation(record.messages or (), record.tools, record.variables, record.learned)
+
+    def _is_written(self, field: str, tools: bool) -> bool:
+        """Whether the template of a conversation writes a field of messages."""
+        template = choose_template(self.templates, name=self.name, tools=tools)
+        if (template, field) not in self._writes:
+            asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+            messages = [asked | {field: FIELD_MARK}, said | {field: FIELD_MARK}]
+            try:
+                text = chat.render(template, messages, self.tokenizer.special, now=CLOCK)
+            except BadInput:
+                # The template refuses it by its own words, which name the record.
+                text = FIELD_MARK
+            self._writes[template, field] = FIELD_MARK in text
+        return self._writes[template, field]
 
     def completion(self, record: SourceRecord) -> Ids:
         """A prompt and what follows it. Names of special tokens are text, unless `special`."""
@@ -152,70 +162,32 @@ def says_something(record: SourceRecord) -> bool:
     return any(str(value).strip() for message in own for name, value in message.items() if name not in ("role", "name") and value)
 
 
-def templates_of(tokenizer: "Tokenizer", template: str | None) -> tuple[Mapping[str, str], str | None]:
-    """The chat templates to choose from, and the name of the one that was asked for. `alpaca`: none.
-
-    Raises:
-        BadInput: the tokenizer has none of that name, and there is no such file.
-    """
-    if template is None:
-        return tokenizer.chat_templates, None
-    if template in tokenizer.chat_templates:
-        return tokenizer.chat_templates, template
-    if template == ALPACA:
-        return {}, ALPACA
-    path = Path(template).expanduser()
-    if not path.is_file():
-        known = [*tokenizer.chat_templates, ALPACA]
-        where = f"this tokenizer's are {', '.join(known[:-1]) or 'none'}, and there is no such file"
-        raise BadInput(f"no chat template `{template}`", where=where, hint=nearest(template, known) or HINT)
-    return {DEFAULT: read_text(path, CONFIG_BYTES)}, None
-
-
 def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
     """The tokenizer, with a template that is a file as its default one."""
-    templates, name = templates_of(tokenizer, template)
+    templates, name = Encoding(tokenizer, template=template).chat_templates
     if template is not None and name is None:
         tokenizer.config = replace(tokenizer.config, templates={**tokenizer.chat_templates, **templates})
         tokenizer.chat_templates, tokenizer.chat_template = dict(tokenizer.config.templates), templates[DEFAULT]
     return tokenizer
 
 
-def made_by(source: Source, tokenizer: "Tokenizer", learn: str, template: str | None) -> dict[str, Any]:
-    """What decides the tokens of records, for a fingerprint: what is learned, by which templates, and how records are read. Another way
-    of reading them gets another number, or an older corpus in the cache would be taken for the same."""
+def record_identity(source: Source, encoding: Encoding) -> dict[str, Any]:
+    """What decides the tokens of records, for a fingerprint: what is learned, by which templates, and how records are read.
+
+    Another way of reading them gets another number, or an older corpus in the cache would be taken for the same.
+    """
     if source.format == "text":
         return {}
-    return {"learn": learn, "template": template_hash(tokenizer, template), "records": RECORDS_VERSION}
+    return {"learn": encoding.learn, "template": encoding.template_hash, "records": RECORDS_VERSION}
 
 
-def template_hash(tokenizer: "Tokenizer", template: str | None) -> str:
-    """sha256 of the templates that may be used, and of the special tokens that they write."""
-    templates, name = templates_of(tokenizer, template)
-    used = {name: templates[name]} if name is not None and name in templates else dict(templates)
-    return hashlib.sha256(json.dumps([used, tokenizer.special, name], sort_keys=True).encode()).hexdigest()
-
-
-def shown_template(tokenizer: "Tokenizer", format: str, template: str | None) -> str:
-    """How records of a format are rendered, in words."""
-    templates, _ = templates_of(tokenizer, template)
-    if format == "alpaca" and not templates:
-        return "Stanford's Alpaca text"
-    if not templates:
-        return "their text"
-    if format == "stepwise":
-        return "their text"
-    if format in ("completion", "preference", "kto"):
-        return "their text, or a chat template for messages"
-    return f"the chat template {template}" if template else "the tokenizer's chat template"
-
-
-def counted(encoder: DocumentEncoder, source: Source, template: str | None) -> dict[str, Any]:
+def record_counts(encoder: DocumentEncoder, source: Source) -> dict[str, Any]:
     """What a manifest keeps of the records that were read; empty for text."""
     ignored = [*source.ignored, *(["tools"] if getattr(encoder, "toolless", 0) else [])]
+    ignored += [f"{name} of messages" for name in sorted(getattr(encoder, "unwritten", ()))]
     found: dict[str, Any] = {"ignored": ignored} if ignored else {}
     if isinstance(encoder, ConversationEncoder):
-        rendered = shown_template(encoder.tokenizer, source.format, template)
+        rendered = encoder.encoding.rendering(source.format)
         found |= {"read": encoder.read, "unanswered": encoder.unanswered, "rendered": rendered, "learn": encoder.learn}
         found |= {"endless": encoder.endless} if encoder.endless else {}
         found |= {"identical": identical} if (identical := getattr(encoder, "identical", 0)) else {}

@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.core.sequences import common_length
 from argosy.data.chat.omissions import with_known_roles
 from argosy.data.chat.template import (
     CHILD,
@@ -349,10 +350,10 @@ class Renders:
         """Where the prompt and the turn separate, independent of the words: a prompt may contain text that earlier turns do not
         keep."""
         other, before = self.with_other_words(place), self.of(place)
-        start = shared(prompt, other)
+        start = common_length(prompt, other)
         # There is no generation prompt: an answer begins with its first word.
         if prompt == before:
-            return shared(self.whole, other)
+            return common_length(self.whole, other)
         if start < len(before) or not self.whole.startswith(other[:start]):
             raise self.unclear(place)
         return start
@@ -361,7 +362,7 @@ class Renders:
         """Where the header of a turn ends that has no prompt before it: a conversation that an assistant begins, or one that the
         template refuses to render up to there. The header is what opens an answer to a question; of its last occurrence before the
         words, as much as is there, since some templates open a thought that earlier turns do not keep."""
-        words = shared(self.whole, self.with_other_words(place))
+        words = common_length(self.whole, self.with_other_words(place))
         question, header = self.generation_prompt(place)
         if not header:
             return words
@@ -392,7 +393,7 @@ class Renders:
     def common_stop(self, place: int, ends: Collection[str]) -> int:
         """After the special token that follows the words, where the last turn ends with another one."""
         other = self.with_other_words(place)
-        stop = len(self.whole) - shared(self.whole[::-1], other[::-1])
+        stop = len(self.whole) - common_length(self.whole[::-1], other[::-1])
         found = max((end for end in ends if end and self.whole.startswith(end, stop)), key=len, default=None)
         if found is None:
             raise self.unclear(place)
@@ -406,16 +407,11 @@ class Renders:
         )
 
 
-def shared(a: str, b: str) -> int:
-    """How many characters two texts begin with in common."""
-    return next((place for place, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
 def longest_shared(part: str, text: str) -> tuple[int, int]:
     """Where most of the beginning of a part occurs last in a text, and how many characters of it."""
     begins = (at for at in range(len(text) - 1, -1, -1) if text[at] == part[0])
-    at = max(begins, key=lambda at: shared(part, text[at:]), default=len(text))
-    return at, shared(part, text[at:])
+    at = max(begins, key=lambda at: common_length(part, text[at:]), default=len(text))
+    return at, common_length(part, text[at:])
 
 
 def without_blanks(text: str, start: int, stop: int, ends: Collection[str]) -> int:

@@ -24,8 +24,8 @@ class Omitted(BadInput):
 
 def with_known_roles(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
     """Messages with the role `developer` as `system`, for a template without that role. System messages at the beginning then become
-    one, because many templates refuse a second."""
-    found = [dict(message) for message in messages]
+    one, because many templates refuse a second. What an assistant refused with is its content, where it has none."""
+    found = [_with_refusal(message) for message in messages]
     if "developer" in template or not any(message.get("role") == "developer" for message in found):
         return found
     for message in found:
@@ -105,10 +105,24 @@ class Marks:
                 raise error
 
 
+def _with_refusal(message: Message) -> dict[str, Any]:
+    refusal = message.get("refusal")
+    if not refusal or message.get("content"):
+        return dict(message)
+    return {name: value for name, value in message.items() if name != "refusal"} | {"content": refusal}
+
+
+def extra_fields(message: Message) -> list[str]:
+    """The fields of a message that few templates write and that somebody filled. The name of a tool is that of the call that it answers,
+    so it is none."""
+    names = ("refusal",) if message.get("role") == "tool" else ("name", "refusal")
+    return [name for name in names if isinstance(message.get(name), str) and message[name].strip()]
+
+
 def _doubtful(message: Message, place: int, text: str, template: str) -> bool:
     """Whether a message may be missing from a prompt, as far as that is seen without rendering it again."""
     content, role = message.get("content"), message.get("role")
-    if message.get("tool_calls"):
+    if message.get("tool_calls") or extra_fields(message):
         return True
     if not isinstance(content, str) or not content.strip():
         return False
@@ -119,6 +133,8 @@ def _doubtful(message: Message, place: int, text: str, template: str) -> bool:
 def _marked(message: Message, marks: Marks) -> dict[str, Any]:
     role = str(message.get("role"))[:32]
     found = {**message, "content": marks(message.get("content"), f"a message of role `{role}`", "messages")}
+    for name in extra_fields(message):
+        found[name] = marks(message[name], f"the `{name}` of a message of role `{role}`", "messages")
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [_marked_function(call, marks, "the call of", "messages") for call in calls]
     return found

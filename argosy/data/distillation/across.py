@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from argosy.core.progress import Say
+from argosy.core.sequences import common_length
 from argosy.data.batch import Batch, Batches, BatchWrapper, Field, Fields
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class Across:
 
 def beginning(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
     """The groups of the common beginning of two texts' pieces."""
-    most = common(b"".join(student), b"".join(teacher))
+    most = common_length(b"".join(student), b"".join(teacher))
     return align(inside(student, most), inside(teacher, most))
 
 
@@ -171,17 +172,12 @@ def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Align
     ours, theirs = b"".join(student), b"".join(teacher)
     if ours == theirs:
         return align([len(piece) for piece in student], [len(piece) for piece in teacher])
-    begin = common(ours, theirs)
-    end = min(common(ours[::-1], theirs[::-1]), min(len(ours), len(theirs)) - begin)
+    begin = common_length(ours, theirs)
+    end = min(common_length(ours[::-1], theirs[::-1]), min(len(ours), len(theirs)) - begin)
     sides = [(student, teacher, begin), ([p[::-1] for p in reversed(student)], [p[::-1] for p in reversed(teacher)], end)]
     before, after = (align(*(inside(pieces, most) for pieces in (a, b))) for a, b, most in sides)
     n, m = len(student), len(teacher)
     return [*before, *(AlignedSpan((n - b, n - a), (m - d, m - c)) for (a, b), (c, d) in reversed(after))]
-
-
-def common(one: bytes, other: bytes) -> int:
-    """How many bytes both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def inside(pieces: Sequence[bytes], most: int) -> list[int]:

@@ -13,7 +13,8 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.data.batch import Fingerprint
-from argosy.data.chat.conversations import ConversationEncoder, template_hash
+from argosy.data.chat.conversations import ConversationEncoder
+from argosy.data.encoding import Encoding
 from argosy.data.order import Order
 from argosy.data.prepare import HeldOut
 from argosy.data.rows.prompts import OF_ROWS, Prompt, Prompts
@@ -123,15 +124,13 @@ def answered_prompts(
         raise BadInput("no prompts", where=where, hint="the file is empty")
     seed = seed if settings.seed is None else settings.seed
     made: Fingerprint = source.fingerprint() | {"held_out": settings.held_out, "tokenizer": tokenizer.fingerprint}
-    made |= {"template": template_hash(tokenizer, settings.template), "bos": settings.bos, "special": settings.special}
+    encoding = Encoding.of_settings(tokenizer, settings)
+    made |= {"template": encoding.template_hash, "bos": settings.bos, "special": settings.special}
     made |= {"seed": seed, "shuffle": settings.shuffle, "format": source.format}
-    how: Any = {"template": settings.template, "bos": settings.bos, "special": settings.special, "source": settings.source}
 
     def read(some: list[SourceRecord], order: Order, most: int | None = None) -> AnsweredPrompts:
-        prompts = Prompts(some, tokenizer, order, made, **how, most=most)
-        alone = source.format == PROMPT
-        args = (tokenizer, settings.bos, settings.special)
-        return AnsweredPrompts(prompts, None if alone else ConversationEncoder(*args, template=settings.template))
+        prompts = Prompts(some, encoding, order, made, settings.source, most)
+        return AnsweredPrompts(prompts, None if source.format == PROMPT else ConversationEncoder(encoding))
 
     most = None if settings.epochs is None else int(settings.epochs * len(records))
     trained = read(records, Order(len(records), seed if settings.shuffle else None), most)

@@ -15,9 +15,10 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Fingerprint
-from argosy.data.chat.conversations import CLOCK, HINT, template_hash, templates_of
+from argosy.data.chat.conversations import CLOCK
 from argosy.data.chat.omissions import with_known_roles
 from argosy.data.chat.template import choose_template, render
+from argosy.data.encoding import TEMPLATE_HINT, Encoding
 from argosy.data.order import Order
 from argosy.data.prepare import HeldOut
 from argosy.data.settings import DataSettings
@@ -57,12 +58,9 @@ class Prompts:
     """
 
     records: Sequence[SourceRecord]
-    tokenizer: "Tokenizer"
+    encoding: Encoding
     order: Order
     fingerprint: Fingerprint
-    template: str | None = None
-    bos: bool | None = None
-    special: bool = False
     source: str = ""
     # Places of the order before it ends; None: it does not.
     most: int | None = None
@@ -72,8 +70,8 @@ class Prompts:
 
     def __post_init__(self) -> None:
         self.names = tuple(dict.fromkeys(name for record in self.records for name in record.columns))
-        self.templates, self.name = templates_of(self.tokenizer, self.template)
-        self.first = self.tokenizer.adds_bos if self.bos is None else self.bos
+        self.tokenizer = self.encoding.tokenizer
+        self.templates, self.name = self.encoding.chat_templates
 
     def __len__(self) -> int:
         return len(self.records)
@@ -95,7 +93,7 @@ class Prompts:
         template elsewhere. Prompts of messages have none."""
         found: dict[str, int] = {}
         pattern = self.tokenizer.special_names
-        if self.special or pattern is None:
+        if self.encoding.special or pattern is None:
             return found
         for record in self.records:
             if record.messages is None and (name := pattern.search(record.prompt or "")):
@@ -107,14 +105,14 @@ class Prompts:
         columns = {name: record.columns.get(name) for name in self.names}
         if record.messages is None:
             text = record.prompt or ""
-            ids = self.tokenizer.encode(text, special=self.special)
-            if self.first and self.tokenizer.bos is not None and ids[:1] != [self.tokenizer.bos]:
+            ids = self.tokenizer.encode(text, special=self.encoding.special)
+            if self.encoding.puts_bos and self.tokenizer.bos is not None and ids[:1] != [self.tokenizer.bos]:
                 ids = [self.tokenizer.bos, *ids]
             if not ids:
                 raise BadInput("an empty prompt", where=record.where)
             return Prompt(text, ids, columns, record.where)
         if not self.templates:
-            raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=HINT)
+            raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=TEMPLATE_HINT)
         if self.tools and record.tools:
             raise BadInput("the record has tools, and so has the environment", where=record.where, hint="leave the column `tools` out")
         tools = self.tools or record.tools
@@ -200,13 +198,13 @@ def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tup
         raise BadInput("no prompts", where=f"data.source={settings.source}", hint="the file is empty")
     seed = seed if settings.seed is None else settings.seed
     made = source.fingerprint() | {"held_out": settings.held_out, "tokenizer": tokenizer.fingerprint}
-    made |= {"template": template_hash(tokenizer, settings.template), "bos": settings.bos, "special": settings.special}
+    encoding = Encoding.of_settings(tokenizer, settings)
+    made |= {"template": encoding.template_hash, "bos": settings.bos, "special": settings.special}
     made |= {"seed": seed, "shuffle": settings.shuffle}
-    how: Any = {"template": settings.template, "bos": settings.bos, "special": settings.special, "source": settings.source}
     order, once = Order(len(records), seed if settings.shuffle else None), Order(len(others), None, repeats=False)
     most = None if settings.epochs is None else int(settings.epochs * len(records))
-    held_out = Prompts(others, tokenizer, once, made, **how) if others else None
-    return Prompts(records, tokenizer, order, made, **how, most=most), held_out
+    held_out = Prompts(others, encoding, once, made, settings.source) if others else None
+    return Prompts(records, encoding, order, made, settings.source, most), held_out
 
 
 # Settings that say something about rows of given tokens, with their defaults.

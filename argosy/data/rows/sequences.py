@@ -11,7 +11,7 @@ the second rows their second ones, in the same order: slot k of a row belongs to
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +21,11 @@ from argosy.data.batch import Batch, Field, Fields
 from argosy.data.chat.conversations import NOTHING, ConversationEncoder, says_something
 from argosy.data.chat.mask import encode_all, encode_cut
 from argosy.data.encode import DocumentEncoder
+from argosy.data.encoding import Encoding
 from argosy.data.pack import Corpus, Encoded, PackCounts, best_fit_decreasing
 from argosy.data.rows.mismatched import MismatchedRecords
 from argosy.data.sources import Document, Source, SourceRecord
 from argosy.data.sources.records import GROUPS
-
-if TYPE_CHECKING:
-    from argosy.data.tokenizers.load import Tokenizer
 
 
 class SequenceEncoder(ConversationEncoder):
@@ -39,12 +37,8 @@ class SequenceEncoder(ConversationEncoder):
 
     def __init__(
         self,
-        tokenizer: "Tokenizer",
+        encoding: Encoding,
         format: str,
-        bos: bool | None = None,
-        special: bool = False,
-        learn: str = "answers",
-        template: str | None = None,
         source: Source | None = None,
     ):
         """source: of the documents, from which KTO takes answers to other prompts; None: of those that are encoded together.
@@ -52,10 +46,10 @@ class SequenceEncoder(ConversationEncoder):
         Raises:
             BadInput: as ConversationEncoder; or prompts are to be learned.
         """
-        if learn != "answers":
-            what = f"data.learn={learn} is for fine-tuning: of `{format}` records only the answers count"
+        if encoding.learn != "answers":
+            what = f"data.learn={encoding.learn} is for fine-tuning: of `{format}` records only the answers count"
             raise BadInput(what, hint="leave `data.learn` out")
-        super().__init__(tokenizer, bos, special, learn, template)
+        super().__init__(encoding)
         self.format, self.identical = format, 0
         self.others = None if source is None else MismatchedRecords(lambda: records_of(source.documents()))
 
@@ -148,20 +142,13 @@ def answered_by(record: SourceRecord, other: SourceRecord) -> SourceRecord:
     return replace(record, messages=messages, learned=learned, values={})
 
 
-def encoder_for(
-    source: Source,
-    tokenizer: "Tokenizer",
-    bos: bool | None = None,
-    special: bool = False,
-    learn: str = "answers",
-    template: str | None = None,
-) -> DocumentEncoder:
+def encoder_for(source: Source, encoding: Encoding) -> DocumentEncoder:
     """The encoder of a source's documents: of text, of conversations, or of sequences."""
     if source.format == "text":
-        return DocumentEncoder(tokenizer, bos, special)
+        return DocumentEncoder(encoding)
     if source.format in GROUPS:
-        return SequenceEncoder(tokenizer, source.format, bos, special, learn, template, source)
-    return ConversationEncoder(tokenizer, bos, special, learn, template)
+        return SequenceEncoder(encoding, source.format, source)
+    return ConversationEncoder(encoding)
 
 
 class SequenceRows:

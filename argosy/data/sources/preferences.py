@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.core.sequences import common_length
 from argosy.data.sources import SourceRecord
 
 Row = Mapping[str, Any]
@@ -90,9 +91,7 @@ def starts(messages: Sequence[Any], asked: Sequence[Any]) -> bool:
 
 def shared(both: Sequence[Sequence[Any]]) -> int:
     """How many messages two conversations begin with in common; of equal ones, all but the last."""
-    one, other = both
-    common = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    return min(common, len(one) - 1, len(other) - 1)
+    return min(common_length(*both), *(len(messages) - 1 for messages in both))
 
 
 def prompt_of(row: Row, has: Row, named: Callable[[str], str], where: str, kind: Any) -> Any:
@@ -116,7 +115,7 @@ def prompt_of(row: Row, has: Row, named: Callable[[str], str], where: str, kind:
 def apart(chosen: str, rejected: str) -> tuple[str, str, str]:
     """The common beginning of two texts, and what is left of each. It ends where an assistant begins to speak, otherwise after a
     blank: a word is not cut."""
-    common = next((at for at, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
+    common = common_length(chosen, rejected)
     speaks = chosen.rfind(ASSISTANT, 0, common)
     if speaks >= 0:
         common = speaks + len(ASSISTANT)

@@ -1,10 +1,12 @@
 """The text behind the thoughts of a reasoning model. Rewards grade that alone: a thought may try every answer.
 
-The marks are those of DeepSeek R1, Qwen 3 and SmolLM 3, of Mistral's Magistral, of Kimi VL and of Seed OSS. Where a chat template opens
+gpt-oss writes thoughts as messages of a channel (`infer.tools.channels`), whose marks are special tokens and decode to nothing: where a
+completion becomes text, they become `<think>`. The other marks are those of DeepSeek R1, Qwen 3 and SmolLM 3, of Mistral's Magistral, of Kimi VL and of Seed OSS. Where a chat template opens
 the thought at the end of the prompt, a completion has the closing mark only.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 MARKS = (
     ("<think>", "</think>"),
@@ -28,6 +30,24 @@ def without_thoughts(text: str, thinking: bool = False) -> str | None:
         return None
     rest = text[after or 0 :]
     return None if any(opening in rest for opening, _ in MARKS) else rest
+
+
+def text_with_thoughts(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of a completion, in which thoughts of channels stand between `<think>` and `</think>`. A thought that no message follows
+    is not closed."""
+    from argosy.infer.tools.channels import ChannelParser, channel_marks
+
+    marks = channel_marks(tokenizer)
+    if not marks.keys() & set(tokens):
+        return tokenizer.decode(tokens)
+    stream, parser = tokenizer.stream(marks=marks), ChannelParser()
+    text = "".join(stream.push(token) for token in tokens) + stream.end()
+    pieces = parser.push(text), parser.end()
+    thought, said = ("".join(parts) for parts in zip(*pieces))
+    opening, closing = MARKS[0]
+    if not thought:
+        return said
+    return f"{opening}{thought}{closing}{said}" if parser.over else f"{opening}{thought}"
 
 
 def opens_thought(tokenizer: object, prompt: Sequence[int]) -> bool:

@@ -13,7 +13,7 @@ from argosy.data.rows.prompts import Prompt
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.rl.rewards.thoughts import opens_thought
+from argosy.rl.rewards.thoughts import opens_thought, text_with_thoughts
 
 # Kinds of random streams of a run, which never overlap.
 ROLLOUT, EVALUATION = 0, 1
@@ -148,7 +148,7 @@ def sample_trajectories(
     answers: list[Trajectory] = []
     for prompt, one in zip(prompts, found, strict=True):
         shown = one.tokens[:-1] if one.ended else one.tokens
-        text = lm.tokenizer.decode(shown) if lm.tokenizer is not None else " ".join(map(str, shown))
+        text = text_with_thoughts(lm.tokenizer, shown) if lm.tokenizer is not None else " ".join(map(str, shown))
         thinking = opens_thought(lm.tokenizer, prompt.tokens)
         answers.append(Trajectory(prompt, one.tokens, [True] * len(one.tokens), one.logprobs, one.ended, text, thinking=thinking))
     return answers

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.sequences import common_length
 from argosy.data.rows.prompts import Prompt, Prompts
 from argosy.infer.tools.calls import call_ids
 from argosy.infer.tools.channels import uses_channels
@@ -276,7 +277,7 @@ def turn_end(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:
         Rewritten: the second does not begin with the first, or the turn has no end.
     """
     if not after.startswith(before):
-        at = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
+        at = common_length(before, after)
         raise HistoryRewritten(f"it changes what came before a turn: {_around(before, at)} becomes {_around(after, at)}")
     found = [(at, end) for end in ends if end and (at := after.find(end, len(before))) >= 0]
     if not found:

@@ -104,7 +104,7 @@ def kto(
     each = jnp.where(desirable > 0, settings.desirable_weight * gain, settings.undesirable_weight * pain)
     rewards = settings.beta * ratios
     # Chance that an answer is on the side of z that its label says.
-    above = preferred(ratios, jnp.broadcast_to(z, ratios.shape), jnp.abs(logps.logps) + jnp.abs(reference))
+    above = preferred(ratios, jnp.broadcast_to(z, ratios.shape), jnp.abs(logps.logps) + jnp.abs(reference), logps.tie)
     right = jnp.where(desirable > 0, above, 1 - above)
     metrics = {
         "rewards/chosen": _mean(rewards, good),

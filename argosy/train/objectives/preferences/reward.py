@@ -38,22 +38,27 @@ class RewardModel(Settings, Objective):
         return sequence_fields("margin")
 
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
-        from argosy.train.objectives.preferences.sequences import last, pair_weights, scores
+        from argosy.train.objectives.preferences.sequences import last, pair_weights, scores, tie_of
         from argosy.train.objectives.routers import with_routers
 
         of_tokens, aux = scores(models["model"], batch)
         of_sequences = last(of_tokens, batch["segments"], batch["live"].shape[1])
-        loss = bradley_terry(self, of_sequences, batch["margin"], batch["live"])
+        loss = bradley_terry(self, of_sequences, batch["margin"], batch["live"], tie_of(models["model"].dtype))
         return with_routers(loss, models["model"], aux, pair_weights(batch["live"]))
 
 
 def bradley_terry(
-    settings: RewardModel, scores: "Float[Array, 'B s']", margin: "Float[Array, 'B s']", live: "Float[Array, 'B s']"
+    settings: RewardModel,
+    scores: "Float[Array, 'B s']",
+    margin: "Float[Array, 'B s']",
+    live: "Float[Array, 'B s']",
+    tie: float = 1e-5,
 ) -> "Loss":
     """The loss of a batch from the scores of its sequences.
 
     Args:
         margin: of a pair, in both of its rows.
+        tie: the share of their size by which rounding may move scores.
     """
     import jax
     import jax.numpy as jnp
@@ -67,7 +72,7 @@ def bradley_terry(
     metrics = {
         "rewards/chosen": both.mean(chosen),
         "rewards/rejected": both.mean(rejected),
-        "rewards/accuracy": both.mean(preferred(chosen, rejected, jnp.abs(chosen) + jnp.abs(rejected))),
+        "rewards/accuracy": both.mean(preferred(chosen, rejected, jnp.abs(chosen) + jnp.abs(rejected), tie)),
         "rewards/margin": both.mean(chosen - rejected),
     }
     return Loss(both.mean(each), metrics)

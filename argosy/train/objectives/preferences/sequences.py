@@ -28,7 +28,7 @@ from argosy.train.objectives.tokens import losses
 
 PER_SEQUENCE = Field("B s", np.float32, "row")
 PER_TOKEN = Field("B T", np.float32)
-# Of the size of the numbers: sums over hundreds of tokens differ by this much in float32 when they are computed in other batches.
+# Sums over hundreds of tokens differ by this share of their size in float32 when they are computed in other batches.
 TIE = 1e-5
 FIELDS: Fields = {
     "tokens": Field("B T", np.int32),
@@ -40,10 +40,16 @@ FIELDS: Fields = {
 
 
 class SequenceLogps(NamedTuple):
-    """Log-probabilities of completions, summed over their tokens, and the number of these tokens."""
+    """Log-probabilities of completions.
+
+    logps: sums over the tokens of each.
+    lengths: how many tokens these are.
+    tie: the share of its size by which rounding may move a sum.
+    """
 
     logps: Float[Array, "B s"]
     lengths: Float[Array, "B s"]
+    tie: float = TIE
 
     @property
     def means(self) -> Float[Array, "B s"]:
@@ -63,6 +69,12 @@ class Pairs(NamedTuple):
         return WeightedMean(jnp.sum(jnp.where(self.live > 0, values, 0.0)), jnp.sum(self.live))
 
 
+def tie_of(dtype: Any) -> float:
+    """The share of their size by which rounding may move numbers of a model that computes in this type: in bfloat16 its unit of
+    rounding, 0.4 %."""
+    return max(TIE, float(jnp.finfo(dtype).eps) / 2)
+
+
 def by_slot(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int) -> Float[Array, "B s"]:
     """Sums over the tokens of each slot."""
     own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
@@ -76,7 +88,8 @@ def sequences(settings: TokenObjective, model: Any, batch: dict[str, Array]) -> 
     nll, _ = losses(settings, model, x, batch["targets"])
     mask, slots = batch["mask"], batch["live"].shape[1]
     summed = by_slot(jnp.where(mask > 0, -nll, 0.0), batch["segments"], slots)
-    return SequenceLogps(summed, by_slot((mask > 0).astype(jnp.float32), batch["segments"], slots)), aux
+    lengths = by_slot((mask > 0).astype(jnp.float32), batch["segments"], slots)
+    return SequenceLogps(summed, lengths, tie_of(x.dtype)), aux
 
 
 def scores(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"], Aux]:
@@ -93,7 +106,7 @@ def last(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int) -
 
 def pairs(logps: SequenceLogps, live: Float[Array, "B s"]) -> Pairs:
     """The pairs of a batch: even rows hold chosen sequences, odd ones rejected ones."""
-    chosen, rejected = (SequenceLogps(logps.logps[i::2], logps.lengths[i::2]) for i in (0, 1))
+    chosen, rejected = (SequenceLogps(logps.logps[i::2], logps.lengths[i::2], logps.tie) for i in (0, 1))
     return Pairs(chosen, rejected, live[::2])
 
 
@@ -120,16 +133,19 @@ def pair_loss(
     return with_routers(function(settings, logps, batch["live"]), models["model"], aux, pair_weights(batch["live"]))
 
 
-def preferred(chosen: Float[Array, "*n"], rejected: Float[Array, "*n"], scale: Float[Array, "*n"]) -> Float[Array, "*n"]:
+def preferred(
+    chosen: Float[Array, "*n"], rejected: Float[Array, "*n"], scale: Float[Array, "*n"], tie: float = TIE
+) -> Float[Array, "*n"]:
     """1 where chosen is above rejected, 0 where it is below, one half where they differ by no more than rounding.
 
     Before the first update of DPO both log-ratios are 0 but for rounding, and which is above is a coin's throw.
 
     Args:
         scale: the size of the numbers whose rounding may tell them apart.
+        tie: the share of it that is rounding.
     """
     apart = chosen - rejected
-    return jnp.where(jnp.abs(apart) <= TIE * scale, 0.5, (apart > 0).astype(apart.dtype))
+    return jnp.where(jnp.abs(apart) <= tie * scale, 0.5, (apart > 0).astype(apart.dtype))
 
 
 def preference_metrics(
@@ -144,10 +160,11 @@ def preference_metrics(
         chosen, rejected: the implicit rewards of the answers.
         scale: the size of the numbers that they were computed from, for ties (`preferred`); by default their own.
     """
+    scale = jnp.abs(chosen) + jnp.abs(rejected) if scale is None else scale
     return {
         "rewards/chosen": pairs.mean(chosen),
         "rewards/rejected": pairs.mean(rejected),
-        "rewards/accuracy": pairs.mean(preferred(chosen, rejected, jnp.abs(chosen) + jnp.abs(rejected) if scale is None else scale)),
+        "rewards/accuracy": pairs.mean(preferred(chosen, rejected, scale, pairs.chosen.tie)),
         "rewards/margin": pairs.mean(chosen - rejected),
         "logps/chosen": pairs.mean(pairs.chosen.logps),
         "logps/rejected": pairs.mean(pairs.rejected.logps),

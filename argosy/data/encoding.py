@@ -1,0 +1,86 @@
+"""How documents become tokens: the tokenizer, and the settings that it is used with."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from argosy.core.errors import BadInput, nearest
+from argosy.data.settings import DataSettings
+from argosy.data.tokenizers.config import CONFIG_BYTES, DEFAULT, read_text
+
+if TYPE_CHECKING:
+    from argosy.data.tokenizers.load import Tokenizer
+
+# The name of Stanford's text, for Alpaca records whose tokenizer has a chat template too.
+ALPACA = "alpaca"
+TEMPLATE_HINT = "data.template=FILE.jinja gives one; many are in the folders of instruction-tuned models"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How documents become tokens.
+
+    tokenizer: makes the tokens.
+    bos: whether a document begins with that token; None: if the tokenizer does so for prompts.
+    special: whether names of special tokens in a text become those tokens.
+    learn: what counts in records: `answers`, or `all` tokens.
+    template: the name of one of the tokenizer's chat templates, a file, or `alpaca`; None: the tokenizer's own.
+    """
+
+    tokenizer: "Tokenizer"
+    bos: bool | None = None
+    special: bool = False
+    learn: str = "answers"
+    template: str | None = None
+
+    @classmethod
+    def of_settings(cls, tokenizer: "Tokenizer", settings: DataSettings) -> "Encoding":
+        return cls(tokenizer, settings.bos, settings.special, settings.learn, settings.template)
+
+    @property
+    def puts_bos(self) -> bool:
+        """Whether documents begin with the beginning-of-sequence token: as the setting says, else as the tokenizer does for prompts."""
+        return bool(self.tokenizer.adds_bos if self.bos is None else self.bos)
+
+    @cached_property
+    def chat_templates(self) -> tuple[Mapping[str, str], str | None]:
+        """The chat templates to choose from, and the name of the one that is set. `alpaca`: none.
+
+        Raises:
+            BadInput: the tokenizer has none of that name, and there is no such file.
+        """
+        tokenizer, template = self.tokenizer, self.template
+        if template is None:
+            return tokenizer.chat_templates, None
+        if template in tokenizer.chat_templates:
+            return tokenizer.chat_templates, template
+        if template == ALPACA:
+            return {}, ALPACA
+        path = Path(template).expanduser()
+        if not path.is_file():
+            known = [*tokenizer.chat_templates, ALPACA]
+            where = f"this tokenizer's are {', '.join(known[:-1]) or 'none'}, and there is no such file"
+            raise BadInput(f"no chat template `{template}`", where=where, hint=nearest(template, known) or TEMPLATE_HINT)
+        return {DEFAULT: read_text(path, CONFIG_BYTES)}, None
+
+    @property
+    def template_hash(self) -> str:
+        """sha256 of the templates that may be used, and of the special tokens that they write."""
+        templates, name = self.chat_templates
+        used = {name: templates[name]} if name is not None and name in templates else dict(templates)
+        return hashlib.sha256(json.dumps([used, self.tokenizer.special, name], sort_keys=True).encode()).hexdigest()
+
+    def rendering(self, format: str) -> str:
+        """How records of a format become text, in words."""
+        templates, _ = self.chat_templates
+        if format == "alpaca" and not templates:
+            return "Stanford's Alpaca text"
+        if not templates or format == "stepwise":
+            return "their text"
+        if format in ("completion", "preference", "kto"):
+            return "their text, or a chat template for messages"
+        return f"the chat template {self.template}" if self.template else "the tokenizer's chat template"
