@@ -278,6 +278,21 @@ def test_tools_that_the_template_does_not_write_are_an_ignored_column(tmp_path, 
         assert ("Ignored columns: `tools`." in text) == ignored
 
 
+def test_names_of_speakers_that_the_template_does_not_write_are_said(tmp_path, smollm2):
+    rows = [{"messages": [{**HI, "name": "Ann"}, {**HO, "refusal": None}]}]
+    text = build(settings_for(tmp_path, rows, sequence=512), smollm2, vocab=60_000, seed=0).summary().text
+    assert "Ignored columns: `name of messages`." in text
+    plain = [{"messages": [HI, HO]}]
+    assert "Ignored" not in build(settings_for(tmp_path, plain, sequence=512), smollm2, vocab=60_000, seed=0).summary().text
+
+
+def test_what_an_assistant_refused_with_is_learned_as_its_words(tmp_path, smollm2):
+    rows = [{"messages": [HI, {"role": "assistant", "content": None, "refusal": "No, thanks."}]}]
+    ((ids, learns),) = encoded(smollm2, tmp_path, rows)
+    learned = [token for token, counts in zip(ids, learns) if counts]
+    assert smollm2.decode(learned, skip_special=False) == "No, thanks.<|im_end|>"
+
+
 def test_conversations_of_nothing_but_empty_answers_are_left_out(tmp_path, smollm2):
     nothing = {"messages": [HI, {**HO, "content": ""}, HI, {**HO, "content": " "}]}
     some = {"messages": [HI, {**HO, "content": ""}, HI, HO]}

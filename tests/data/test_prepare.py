@@ -199,7 +199,7 @@ def test_progress_tells_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GROUP_BYTES", 1000)
     told = []
     prepare(
-        TextsInMemory(["x" * 600] * 5), Bytes(), tmp_path / "corpus", progress=lambda done, size: told.append((done, size))
+        TextsInMemory(["x" * 600] * 5), Encoding(Bytes()), tmp_path / "corpus", progress=lambda done, size: told.append((done, size))
     )
     assert told == [(1200, 3000), (2400, 3000), (3000, 3000)]
 
