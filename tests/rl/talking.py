@@ -20,7 +20,7 @@ from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.stack import Unroll
 from argosy.rl.environments.settings import CustomEnvironment, open_table
-from argosy.rl.rollouts.trajectories import EpisodeSetup
+from argosy.rl.rollouts.episodes.trajectories import EpisodeSetup
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 256})
 EOS, BOS = 257, 256

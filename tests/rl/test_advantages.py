@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import BadInput
+from argosy.rl.advantages.gae import gae
+from argosy.rl.advantages.groups import Advantages
 from argosy.rl.algorithms.gdpo import gdpo
 from argosy.rl.algorithms.gpg import gpg
 from argosy.rl.algorithms.grpo import grpo
@@ -15,8 +17,6 @@ from argosy.rl.algorithms.opo import opo
 from argosy.rl.algorithms.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from argosy.rl.algorithms.remax import remax
 from argosy.rl.algorithms.rloo import rloo
-from argosy.rl.policy.advantages import Advantages
-from argosy.rl.policy.gae import gae
 
 NAN, INF = math.nan, math.inf
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from argosy.rl.advantages.totals import overlong, total
 from argosy.rl.algorithms.cispo import cispo
 from argosy.rl.algorithms.gdpo import gdpo
 from argosy.rl.algorithms.grpo import grpo
@@ -22,7 +23,6 @@ from argosy.rl.policy.correction import correction
 from argosy.rl.policy.entropy import entropy_bonus
 from argosy.rl.policy.kl import kl_loss
 from argosy.rl.policy.token_losses import ConstantLength, SequenceMean, TokenMean
-from argosy.rl.policy.totals import overlong, total
 
 TRL = json.loads((Path(__file__).parents[1] / "goldens" / "reinforce.json").read_text(encoding="utf-8"))
 OF = {name: np.asarray(values) for name, values in TRL["numbers"].items()}

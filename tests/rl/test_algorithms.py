@@ -12,9 +12,9 @@ import pytest
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.settings import read_settings, words_layer
 from argosy.rl import algorithms
+from argosy.rl.advantages.credit import RolloutRewards, rollout_advantages
 from argosy.rl.algorithms import ADVANTAGES, ALGORITHMS, ALIASES, LOSSES
 from argosy.rl.algorithms.grpo import GRPO, grpo
-from argosy.rl.policy.credit import RolloutRewards, rollout_advantages
 from argosy.rl.policy.objective import token_losses
 from argosy.rl.policy.settings import Policy
 from argosy.run.settings.run import Run
@@ -34,7 +34,7 @@ class Median(GRPO):
 
 def median(rewards, lengths):
     import jax.numpy as jnp
-    from argosy.rl.policy.advantages import groups
+    from argosy.rl.advantages.groups import groups
     return groups(rewards).advantages(rewards - jnp.median(rewards, 1, keepdims=True) + 0 * lengths)
 
 def negative(new, advantages, mask):

@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from argosy.rl.advantages.credit import RolloutRewards, rollout_advantages
+from argosy.rl.advantages.gae import gae
+from argosy.rl.advantages.totals import at_last, total
 from argosy.rl.algorithms.cispo import CISPO
 from argosy.rl.algorithms.dapo import DAPO
 from argosy.rl.algorithms.dr_grpo import DrGRPO
@@ -17,10 +20,7 @@ from argosy.rl.algorithms.ppo import PPO
 from argosy.rl.algorithms.reinforce_pp import ReinforcePP, reinforce_pp, reinforce_pp_baseline
 from argosy.rl.algorithms.remax import ReMax, remax
 from argosy.rl.algorithms.rloo import RLOO, rloo
-from argosy.rl.policy.credit import RolloutRewards, rollout_advantages
-from argosy.rl.policy.gae import gae
 from argosy.rl.policy.settings import Policy
-from argosy.rl.policy.totals import at_last, total
 from argosy.run.settings.run import OBJECTIVES
 
 GROUPS, EACH, LONGEST = 3, 4, 6

@@ -15,7 +15,7 @@ from argosy.rl.environments.settings import (
     ToolsEnvironment,
     open_table,
 )
-from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner
+from argosy.rl.rollouts.episodes.trajectories import EpisodeLimits, EpisodeRunner
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "environments.md").read_text(encoding="utf-8")
 

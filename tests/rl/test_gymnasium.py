@@ -9,7 +9,7 @@ from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.rl.environments.settings import GymnasiumEnvironment, open_table
-from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner
+from argosy.rl.rollouts.episodes.trajectories import EpisodeLimits, EpisodeRunner
 
 CODE = """
 class Plain:

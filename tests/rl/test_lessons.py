@@ -20,7 +20,7 @@ from argosy.rl.rollouts.batches import RolloutBatches
 from argosy.rl.rollouts.packing import PartShape
 from argosy.rl.rollouts.records import StudentTrainer
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.teacher_signal import teacher_batches
+from argosy.rl.rollouts.signals.teacher import teacher_batches
 from argosy.train.objectives.distillation.gkd import GKD
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})

@@ -20,12 +20,12 @@ from argosy.rl.algorithms.grpo import GRPO
 from argosy.rl.policy.settings import Policy
 from argosy.rl.rollouts.batches import RolloutBatches
 from argosy.rl.rollouts.completions import Episode, Trajectory
+from argosy.rl.rollouts.episodes.turn_rewards import environment_rewards, episode_numbers, failed_episodes
 from argosy.rl.rollouts.packing import PartShape, pack_trajectories, per_token
 from argosy.rl.rollouts.records import NoRewards, PolicyTrainer, TrajectoryRecord
-from argosy.rl.rollouts.reward_signal import reward_batches
 from argosy.rl.rollouts.sampled import restored_rollouts, stored_rollouts
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.turn_rewards import environment_rewards, episode_numbers, failed_episodes
+from argosy.rl.rollouts.signals.rewards import reward_batches
 from argosy.run.settings.run import OBJECTIVES
 
 NAMES = [name for name in OBJECTIVES if issubclass(OBJECTIVES[name], Policy)]

@@ -12,8 +12,8 @@ from argosy.data.rows.prompts import Prompt
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.rl.rollouts.completions import Trajectory
 from argosy.rl.rollouts.packing import PartShape, pack_trajectories
-from argosy.rl.rollouts.teacher_signal import with_mask
-from argosy.rl.rollouts.teacher_tokens import TeacherPrompts, TeacherTokens
+from argosy.rl.rollouts.signals.teacher import with_mask
+from argosy.rl.rollouts.signals.teacher_tokens import TeacherPrompts, TeacherTokens
 
 NAMES = ["byte", "tokenizers/smollm2", "models/stories260k", "tokenizers/mistral_v1.model"]
 ASKED, SAID = "There was a girl 12. Zoë's", " café sold crêpes, 日本語 and\n\ttea.\nShe was happy."

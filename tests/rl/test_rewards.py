@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import BadInput
-from argosy.rl.policy.totals import at_last, overlong, reward_metrics, total
+from argosy.rl.advantages.totals import at_last, overlong, reward_metrics, total
 
 NAN = math.nan
 

@@ -28,8 +28,8 @@ from argosy.rl.rollouts.batches import RolloutBatches
 from argosy.rl.rollouts.completions import Interrupted, sample_trajectories
 from argosy.rl.rollouts.packing import PartShape
 from argosy.rl.rollouts.records import PolicyTrainer, TrajectoryRecord
-from argosy.rl.rollouts.reward_signal import reward_batches
 from argosy.rl.rollouts.settings import Rollout
+from argosy.rl.rollouts.signals.rewards import reward_batches
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})
 TOKENS = 5

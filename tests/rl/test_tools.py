@@ -22,7 +22,7 @@ from argosy.rl.environments.calculator import calculate
 from argosy.rl.environments.settings import CalculatorEnvironment, PythonEnvironment, open_table
 from argosy.rl.environments.settings import ToolsEnvironment as Settings
 from argosy.rl.environments.tools import Tools, schema_of
-from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner
+from argosy.rl.rollouts.episodes.trajectories import EpisodeLimits, EpisodeRunner
 
 WRONG = "wrong_arguments"
 USER = [{"role": "user", "content": "2 + 2?"}]

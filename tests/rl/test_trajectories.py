@@ -13,7 +13,7 @@ from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.rl.rollouts.completions import Interrupted, Trajectory
-from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner, EpisodeSetup, environment_seeds
+from argosy.rl.rollouts.episodes.trajectories import EpisodeLimits, EpisodeRunner, EpisodeSetup, environment_seeds
 
 ECHO = """
 class Own:

@@ -6,17 +6,17 @@ import pytest
 from pydantic import ValidationError
 
 from argosy.data.rows.prompts import Prompt
+from argosy.rl.advantages.credit import RolloutRewards, rollout_advantages, useful_groups
+from argosy.rl.advantages.gae import gae
+from argosy.rl.advantages.totals import at_last
+from argosy.rl.advantages.turns import TurnRewards, mixed, to_go
 from argosy.rl.algorithms.grpo import GRPO, grpo
 from argosy.rl.algorithms.ppo import PPO
 from argosy.rl.algorithms.reinforce_pp import ReinforcePP
 from argosy.rl.algorithms.rloo import RLOO
-from argosy.rl.policy.credit import RolloutRewards, rollout_advantages, useful_groups
-from argosy.rl.policy.gae import gae
 from argosy.rl.policy.settings import Critic, Policy
-from argosy.rl.policy.totals import at_last
-from argosy.rl.policy.turns import TurnRewards, mixed, to_go
 from argosy.rl.rollouts.completions import Episode, Trajectory
-from argosy.rl.rollouts.turn_rewards import episode_turns
+from argosy.rl.rollouts.episodes.turn_rewards import episode_turns
 
 G, N, K, L = 3, 4, 5, 24
 EPSILON = 1e-6

@@ -12,7 +12,7 @@ from rl.talking import CHAT
 
 from argosy.core.errors import BadInput
 from argosy.data.chat.template import render
-from argosy.rl.rollouts.turns import HistoryRewritten, check_turn_template, turn_end
+from argosy.rl.rollouts.episodes.turns import HistoryRewritten, check_turn_template, turn_end
 
 # That of the renders by transformers.
 CLOCK = datetime(2025, 1, 2, 3, 4, 5)

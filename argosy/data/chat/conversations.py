@@ -39,8 +39,11 @@ RECORDS_VERSION = 3
 class ConversationEncoder(DocumentEncoder):
     """Encodes documents that hold records; the counts are of those so far.
 
-    read: records.  unanswered: left out because nothing in them is learned.  endless: conversations whose last answer ends with no
-    special token, so that a model does not learn to stop.  toolless: conversations with tools, of which their template writes none.  unwritten: fields of messages that their template leaves out.
+    read: records.
+    unanswered: records that are left out because nothing in them is learned.
+    endless: conversations whose last answer ends with no special token, so that a model does not learn to stop.
+    toolless: conversations with tools, of which their template writes none.
+    unwritten: fields of messages that their template leaves out.
     """
 
     def __init__(self, encoding: Encoding):

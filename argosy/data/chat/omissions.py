@@ -113,8 +113,8 @@ def _with_refusal(message: Message) -> dict[str, Any]:
 
 
 def extra_fields(message: Message) -> list[str]:
-    """The fields of a message that few templates write and that somebody filled. The name of a tool is that of the call that it answers,
-    so it is none."""
+    """The fields of a message that few templates write, where they are filled. The name of a tool is no such field: the call that it
+    answers has it too."""
     names = ("refusal",) if message.get("role") == "tool" else ("name", "refusal")
     return [name for name in names if isinstance(message.get(name), str) and message[name].strip()]
 

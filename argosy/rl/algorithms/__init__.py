@@ -21,7 +21,7 @@ derives from `Policy`; `objective.advantages=FILE.py:FUNCTION`; `objective.loss=
 
     advantages    rewards [g n] (less the KL penalty, unless it takes `penalty` [B T] too), lengths [g n] in tokens, greedy [g 1] (the
                   rewards of greedy completions, which are then sampled), mask [B T], scale (a setting); it returns
-                  `policy.advantages.Advantages`, or `TokenAdvantages`, which compare with more than the group
+                  `advantages.groups.Advantages`, or `TokenAdvantages`, which compare with more than the group
     loss          new, old [B T] (log-probabilities), advantages, mask [B T], low, high, dual (settings); it returns `TokenLoss`
 
 This file imports no jax, and neither do algorithms at their top, because settings are read without it.

@@ -3,10 +3,10 @@
     A_ik = (r_ik - mean_k) / (std_k + epsilon)      S_i = sum of w_k A_ik      A_i = (S_i - mean(S)) / (std(S) + epsilon)
 
 mean_k and std_k are over the completions of a prompt, mean(S) and std(S) over the batch. Normalizing the sum instead (GRPO of
-`argosy.rl.policy.totals.total`) makes (1, 0) and (0, 1) the same answer and lets the reward of the widest range decide.
+`argosy.rl.advantages.totals.total`) makes (1, 0) and (0, 1) the same answer and lets the reward of the widest range decide.
 
 A group is useless if each of its rewards is. Differences from TRL 1.16 ("normalize_then_sum"): epsilon is 1e-6 instead of 1e-4, and
-equal rewards give exact zeros (see `argosy.rl.policy.advantages`).
+equal rewards give exact zeros (see `argosy.rl.advantages.groups`).
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.rl.policy.advantages import Advantages, deviation, groups, standardized
-from argosy.rl.policy.totals import reward_weights, total
+from argosy.rl.advantages.groups import Advantages, deviation, groups, standardized
+from argosy.rl.advantages.totals import reward_weights, total
 
 
 def gdpo(rewards: Float[Array, "g n k"], weights: Sequence[float], *, epsilon: float = 1e-6) -> Advantages:

@@ -16,7 +16,7 @@ from argosy.rl.policy.settings import AdvantageName, Average, LossName, Policy
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-    from argosy.rl.policy.advantages import Advantages
+    from argosy.rl.advantages.groups import Advantages
 
 
 class GPG(Policy):
@@ -35,7 +35,7 @@ def gpg(rewards: "Float[Array, 'g n']", *, norm: float = 1.0) -> "Advantages":
     """
     import jax.numpy as jnp
 
-    from argosy.rl.policy.advantages import groups
+    from argosy.rl.advantages.groups import groups
 
     of = groups(rewards)
     alpha = len(rewards) / jnp.maximum(jnp.sum(of.useful.astype(rewards.dtype)), 1.0)

@@ -8,7 +8,7 @@ the largest advantages: Dr. GRPO's first bias. Its second is the length in the l
 scale="batch" divides by the std of all rewards of the step (arXiv:2508.08221).
 
 Differences from the paper: the std is that of a sample (n - 1), as in TRL and verl; epsilon is added. From TRL 1.16: epsilon is 1e-6
-as in verl, not 1e-4, which shrinks the advantages of rewards that differ by as little. From both: see `argosy.rl.policy.advantages` on
+as in verl, not 1e-4, which shrinks the advantages of rewards that differ by as little. From both: see `argosy.rl.advantages.groups` on
 missing and equal rewards; in verl a group of one gets its raw reward as advantage, here 0.
 """
 
@@ -19,7 +19,7 @@ from argosy.rl.policy.settings import Policy, Scale
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-    from argosy.rl.policy.advantages import Advantages
+    from argosy.rl.advantages.groups import Advantages
 
 
 class GRPO(Policy):
@@ -33,7 +33,7 @@ def grpo(rewards: "Float[Array, 'g n']", *, scale: Scale = "group", epsilon: flo
         rewards: NaN where missing.
         epsilon: added to the standard deviation.
     """
-    from argosy.rl.policy.advantages import groups
+    from argosy.rl.advantages.groups import groups
 
     of = groups(rewards)
     apart = of.rewards - of.mean

@@ -15,7 +15,7 @@ from argosy.rl.policy.settings import AdvantageName, Average, LossName, Policy
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-    from argosy.rl.policy.advantages import Advantages
+    from argosy.rl.advantages.groups import Advantages
 
 
 class OPO(Policy):
@@ -35,7 +35,7 @@ def opo(rewards: "Float[Array, 'g n']", lengths: "Float[Array, 'g n']") -> "Adva
     """
     import jax.numpy as jnp
 
-    from argosy.rl.policy.advantages import groups
+    from argosy.rl.advantages.groups import groups
 
     of = groups(rewards)
     weights = jnp.where(of.scored, lengths, 0.0)

@@ -18,7 +18,7 @@ from argosy.rl.policy.settings import AdvantageName, Average, Policy
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-    from argosy.rl.policy.advantages import Advantages, TokenAdvantages
+    from argosy.rl.advantages.groups import Advantages, TokenAdvantages
 
 
 class ReinforcePP(Policy):
@@ -41,7 +41,7 @@ def reinforce_pp(
     """
     import jax.numpy as jnp
 
-    from argosy.rl.policy.advantages import TokenAdvantages, standardized
+    from argosy.rl.advantages.groups import TokenAdvantages, standardized
 
     flat = rewards.reshape(-1, 1)
     scored = jnp.isfinite(flat)
@@ -61,7 +61,7 @@ def reinforce_pp_baseline(rewards: "Float[Array, 'g n']") -> "Advantages":
     """
     import jax.numpy as jnp
 
-    from argosy.rl.policy.advantages import groups, standardized
+    from argosy.rl.advantages.groups import groups, standardized
 
     of = groups(rewards)
     centered = jnp.where(of.scored & of.useful, of.rewards - of.mean, 0.0)

@@ -13,7 +13,7 @@ from argosy.rl.policy.settings import AdvantageName, Average, LossName, Policy
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-    from argosy.rl.policy.advantages import Advantages
+    from argosy.rl.advantages.groups import Advantages
 
 
 class ReMax(Policy):
@@ -33,7 +33,7 @@ def remax(rewards: "Float[Array, 'g n']", greedy: "Float[Array, 'g 1']") -> "Adv
     """
     import jax.numpy as jnp
 
-    from argosy.rl.policy.advantages import differ, groups
+    from argosy.rl.advantages.groups import differ, groups
 
     of = groups(jnp.where(jnp.isfinite(greedy), rewards, jnp.nan))
     baseline = jnp.where(jnp.isfinite(greedy), greedy, 0.0)

@@ -15,7 +15,7 @@ from argosy.rl.policy.settings import AdvantageName, Average, LossName, Policy
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-    from argosy.rl.policy.advantages import Advantages
+    from argosy.rl.advantages.groups import Advantages
 
 
 class RLOO(Policy):
@@ -35,7 +35,7 @@ def rloo(rewards: "Float[Array, 'g n']") -> "Advantages":
     """
     import jax.numpy as jnp
 
-    from argosy.rl.policy.advantages import groups
+    from argosy.rl.advantages.groups import groups
 
     of = groups(rewards)
     others = jnp.sum(of.rewards, 1, keepdims=True) - of.rewards

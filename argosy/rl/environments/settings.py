@@ -17,7 +17,7 @@ from argosy.rl.rewards.sources import text_of_file
 
 if TYPE_CHECKING:
     from argosy.data.rows.prompts import Prompts
-    from argosy.rl.rollouts.trajectories import EpisodeSetup
+    from argosy.rl.rollouts.episodes.trajectories import EpisodeSetup
 
 ENVIRONMENTS = Registry(
     "environment",
@@ -248,8 +248,8 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
     """
     from argosy.infer.tools.notations import KNOWN, find_notation
     from argosy.rl.environments.pool import EnvironmentPool
-    from argosy.rl.rollouts.trajectories import EpisodeSetup
-    from argosy.rl.rollouts.turns import TurnCodec
+    from argosy.rl.rollouts.episodes.trajectories import EpisodeSetup
+    from argosy.rl.rollouts.episodes.turns import TurnCodec
 
     made = EnvironmentPool(settings.source(), settings.timeout, prompts.names)
     try:

@@ -45,7 +45,7 @@ class Correction(Settings):
 
 
 class Credit(Settings):
-    """Which turns of an answer a reward is credited to, where an environment rewards turns (`rl.policy.turns`)."""
+    """Which turns of an answer a reward is credited to, where an environment rewards turns (`rl.advantages.turns`)."""
 
     by: Literal["answer", "to_go", "mixed"] = "answer"
     """answer: rewards of all turns are added, and the sum is credited to every token of the answer. to_go: a turn is credited with its

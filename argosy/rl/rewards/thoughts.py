@@ -1,8 +1,8 @@
 """The text behind the thoughts of a reasoning model. Rewards grade that alone: a thought may try every answer.
 
-gpt-oss writes thoughts as messages of a channel (`infer.tools.channels`), whose marks are special tokens and decode to nothing: where a
-completion becomes text, they become `<think>`. The other marks are those of DeepSeek R1, Qwen 3 and SmolLM 3, of Mistral's Magistral, of Kimi VL and of Seed OSS. Where a chat template opens
-the thought at the end of the prompt, a completion has the closing mark only.
+The marks are those of DeepSeek R1, Qwen 3 and SmolLM 3, of Mistral's Magistral, of Kimi VL and of Seed OSS. gpt-oss writes thoughts as
+messages of a channel (`infer.tools.channels`), whose marks are special tokens and decode to nothing: where a completion becomes text,
+they become `<think>`. Where a chat template opens the thought at the end of the prompt, a completion has the closing mark only.
 """
 
 from collections.abc import Sequence

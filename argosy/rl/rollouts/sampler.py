@@ -14,23 +14,23 @@ from argosy.core.errors import ArgosyError
 from argosy.data.rows.prompts import Prompt
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
-from argosy.rl.policy.credit import RolloutRewards, useful_groups
+from argosy.rl.advantages.credit import RolloutRewards, useful_groups
+from argosy.rl.advantages.totals import overlong
 from argosy.rl.policy.settings import Policy
-from argosy.rl.policy.totals import overlong
 from argosy.rl.rollouts.batches import Signal
 from argosy.rl.rollouts.completions import EVALUATION, ROLLOUT, RemoteSampler, Trajectory, sample_trajectories
-from argosy.rl.rollouts.fitting import LOOKED_AT, length_warning, next_that_fit
-from argosy.rl.rollouts.packing import per_token
-from argosy.rl.rollouts.records import Judge, ScoredTrajectories
-from argosy.rl.rollouts.sampled import SampledRollout
-from argosy.rl.rollouts.trajectories import EpisodeLimits, EpisodeRunner, EpisodeSetup
-from argosy.rl.rollouts.turn_rewards import (
+from argosy.rl.rollouts.episodes.trajectories import EpisodeLimits, EpisodeRunner, EpisodeSetup
+from argosy.rl.rollouts.episodes.turn_rewards import (
     ENVIRONMENT,
     environment_rewards,
     episode_failures,
     episode_turns,
     failed_episodes,
 )
+from argosy.rl.rollouts.fitting import LOOKED_AT, length_warning, next_that_fit
+from argosy.rl.rollouts.packing import per_token
+from argosy.rl.rollouts.records import Judge, ScoredTrajectories
+from argosy.rl.rollouts.sampled import SampledRollout
 
 OVERLONG = "overlong"
 # The largest reward times its weight: advantages and critics square sums of rewards, and a square above 3e38 is infinite in float32.

@@ -10,7 +10,7 @@ from argosy.data.distillation.across import Across, BothTokenizers
 from argosy.data.rows.answered import AnsweredPrompts
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.data.tokenizers.matched import matched
-from argosy.rl.rollouts.teacher_tokens import TeacherPrompts
+from argosy.rl.rollouts.signals.teacher_tokens import TeacherPrompts
 from argosy.train.objectives.distillation.gold import GOLD
 from argosy.train.objectives.distillation.uld import ULD
 from argosy.weights.build import stored_tokenizer

@@ -22,8 +22,8 @@ from argosy.models.parts.weight import merge
 from argosy.ops.sorted_distance import FARTHEST
 from argosy.rl.rollouts.records import StudentTrainer
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.teacher_signal import first_record, teacher_batches
-from argosy.rl.rollouts.teacher_tokens import TeacherTokens
+from argosy.rl.rollouts.signals.teacher import first_record, teacher_batches
+from argosy.rl.rollouts.signals.teacher_tokens import TeacherTokens
 from argosy.run.assembly.assembly import Assembly
 from argosy.run.distillation.across import Both, asking, is_across
 from argosy.run.distillation.teacher import ROLE, Teacher

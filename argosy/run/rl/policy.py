@@ -18,8 +18,8 @@ from argosy.rl.policy.objective import critic_values, logps_of, values_at
 from argosy.rl.rewards.functions import open_rewards
 from argosy.rl.rollouts.batches import RolloutBatches
 from argosy.rl.rollouts.records import NoRewards, PolicyTrainer
-from argosy.rl.rollouts.reward_signal import reward_batches
 from argosy.rl.rollouts.settings import Rollout
+from argosy.rl.rollouts.signals.rewards import reward_batches
 from argosy.run.assembly.assembly import Assembly
 from argosy.run.assembly.decided import Decided
 from argosy.run.frozen import reference

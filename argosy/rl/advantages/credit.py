@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from argosy.rl.advantages.gae import gae
+from argosy.rl.advantages.groups import Advantages, TokenAdvantages, groups
+from argosy.rl.advantages.totals import at_last, total
+from argosy.rl.advantages.turns import TurnAdvantages, TurnRewards, mixed, to_go, useless
 from argosy.rl.algorithms import ADVANTAGES
 from argosy.rl.algorithms.gdpo import gdpo
-from argosy.rl.policy.advantages import Advantages, TokenAdvantages, groups
 from argosy.rl.policy.calls import call_with, parameter_names
-from argosy.rl.policy.gae import gae
 from argosy.rl.policy.metrics import Metrics
 from argosy.rl.policy.settings import Critic, Policy
-from argosy.rl.policy.totals import at_last, total
-from argosy.rl.policy.turns import TurnAdvantages, TurnRewards, mixed, to_go, useless
-from argosy.rl.rollouts.turn_rewards import EpisodeTurns
+from argosy.rl.rollouts.episodes.turn_rewards import EpisodeTurns
 
 
 class RolloutAdvantages(NamedTuple):

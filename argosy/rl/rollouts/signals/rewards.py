@@ -14,14 +14,16 @@ from argosy.core.errors import BadInput, UserError, mistakes_of, refuse
 from argosy.core.progress import Say
 from argosy.data.order import picked
 from argosy.data.rows.prompts import Prompts
-from argosy.rl.policy.credit import RolloutAdvantages, rollout_advantages
+from argosy.rl.advantages.credit import RolloutAdvantages, rollout_advantages
+from argosy.rl.advantages.totals import reward_metrics, total
 from argosy.rl.policy.kl import in_reward
 from argosy.rl.policy.metrics import Metrics, mean_where, metric_values
 from argosy.rl.policy.objective import shared_of
 from argosy.rl.policy.settings import Policy
-from argosy.rl.policy.totals import reward_metrics, total
 from argosy.rl.rollouts.batches import Engine, RolloutBatches, Signal
 from argosy.rl.rollouts.completions import Trajectory
+from argosy.rl.rollouts.episodes.trajectories import EpisodeSetup
+from argosy.rl.rollouts.episodes.turn_rewards import episode_numbers
 from argosy.rl.rollouts.fitting import check_sizes
 from argosy.rl.rollouts.packing import (
     PackedPart,
@@ -36,8 +38,6 @@ from argosy.rl.rollouts.records import Judge, TrajectoryRecord, cut_warning
 from argosy.rl.rollouts.sampled import SampledRollout
 from argosy.rl.rollouts.sampler import RewardSampler
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.trajectories import EpisodeSetup
-from argosy.rl.rollouts.turn_rewards import episode_numbers
 
 
 class RewardSignal(Signal):

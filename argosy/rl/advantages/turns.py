@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from argosy.rl.advantages.groups import groups, share_where
 from argosy.rl.algorithms.grpo import grpo
-from argosy.rl.policy.advantages import groups, share_where
 from argosy.rl.policy.metrics import Metrics, mean_where
 from argosy.rl.policy.settings import Scale
 

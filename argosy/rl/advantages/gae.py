@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.rl.policy.advantages import TokenAdvantages, standardized
+from argosy.rl.advantages.groups import TokenAdvantages, standardized
 
 
 def gae(
@@ -35,7 +35,7 @@ def gae(
     A row with a reward that is NaN has none: its mask is 0.
 
     Args:
-        rewards: of tokens; `argosy.rl.policy.totals.at_last` makes them of the rewards of answers.
+        rewards: of tokens; `argosy.rl.advantages.totals.at_last` makes them of the rewards of answers.
         values: of the critic, before each token.
         after: the critic's value after the last token of answers that were cut, 0 for those that ended. None: all ended.
         normalize: to mean 0 and standard deviation 1 over all tokens of the batch; the returns are not.

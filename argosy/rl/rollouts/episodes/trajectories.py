@@ -25,7 +25,7 @@ from argosy.infer.sampling.sample import Sampling
 from argosy.rl.environments import pool as environment_pool
 from argosy.rl.environments.pool import EnvironmentPool
 from argosy.rl.rollouts.completions import Episode, Interrupted, Trajectory
-from argosy.rl.rollouts.turns import EpisodeConversation, HistoryRewritten, TurnCodec
+from argosy.rl.rollouts.episodes.turns import EpisodeConversation, HistoryRewritten, TurnCodec
 
 # How often a signal is looked for while the engine waits for environments.
 LOOK_S = 0.1

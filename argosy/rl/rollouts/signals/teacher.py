@@ -6,7 +6,7 @@ there (on-policy distillation).
 Whose answers a batch has is drawn for each batch: the student's with probability `own` (GKD's and TRL's lambda). The draw follows from
 the seed and the number of the batch, so that a run which resumes goes on alike. Answers are constants of the loss: its gradient does
 not go through the sampling (arXiv:2306.13649, section 3). A teacher with another tokenizer reads them by its own
-(`rl.rollouts.teacher_tokens`).
+(`rl.rollouts.signals.teacher_tokens`).
 
 Differences from TRL's GKDTrainer (1.16): the two temperatures are apart (`sampling`, `temperature`); answers of more than
 `rollout.tokens` tokens are cut, whosever they are, and counted; of a conversation only the last answer is learned either way.
@@ -32,7 +32,7 @@ from argosy.rl.rollouts.packing import PackedPart, PartShape, RolloutBatch, dens
 from argosy.rl.rollouts.records import ScoredTrajectories, StudentTrainer, TrajectoryRecord, cut_warning
 from argosy.rl.rollouts.sampled import SampledRollout
 from argosy.rl.rollouts.settings import Rollout
-from argosy.rl.rollouts.teacher_tokens import TeacherTokens
+from argosy.rl.rollouts.signals.teacher_tokens import TeacherTokens
 from argosy.train.objectives.distillation.gkd import GKD
 from argosy.train.objectives.distillation.gold import GOLD
 

@@ -1,0 +1,1 @@
+"""Episodes: completions of several turns, of which an environment writes some."""

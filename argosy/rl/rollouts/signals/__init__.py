@@ -1,0 +1,1 @@
+"""What rollouts are learned by: rewards, or the distributions of a teacher."""
