@@ -78,6 +78,11 @@ class LocalProcess:
         return self.code == LOST or (self.code == -signal.SIGABRT and any(ABORTED in line for line in self.last(KEPT)))
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, for a reason of its own."""
+        return (self.code or 0) < 0 and not self.lost_another
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it (SIGSTOP, a debugger), where that can be seen."""
         pid = getattr(self.process, "pid", None)
@@ -194,8 +199,8 @@ class LocalGang:
 
     def _ask_for_stacks(self, first: LocalProcess) -> list[LocalProcess]:
         """Has those that have not ended write where they are. Returns those of them that may have been the cause: they are stopped,
-        or none is and they do not answer."""
-        if first.code in FOR_GOOD:
+        or none is and they do not answer. Where a signal killed the first, the others are well, and their stacks say nothing."""
+        if first.code in FOR_GOOD or first.was_killed:
             return []
         # A moment, in which those that notice by themselves end.
         time.sleep(DUMP_S)
@@ -346,7 +351,11 @@ def _show(ending: ProcessEnding, say: Say, count: int, only_others: bool = False
     lines = first.last(SHOWN) if crashed else [line for line in first.printed if line.strip()][-SHOWN:] if first.rank else []
     if lines:
         say("\n".join(f"  [{first.rank}] {line}" for line in lines))
-    if ending.stacks:
+    if first.was_killed:
+        for rank, place in sorted(ending.places.items()):
+            if rank != first.rank and place:
+                say(f"process {rank} of {count} was alive, {place}")
+    elif ending.stacks:
         say(f"where the processes were:\n{ending.stacks}")
 
 

@@ -127,6 +127,30 @@ held_up()
     assert any("processes 0-1:" in line and "in held_up" in line for line in said)
 
 
+def test_the_others_say_a_line_each_when_one_is_killed(tmp_path: Path):
+    code = """
+import faulthandler
+from pathlib import Path
+from argosy.observe.whereabouts import WHERE, Whereabouts
+faulthandler.register(signal.SIGUSR1, file=open(os.environ['ARGOSY_STACKS'], 'a'), all_threads=True)
+Whereabouts(Path(os.environ[WHERE]), lambda: 48 + rank)("checkpoint")
+def live(): time.sleep(60)
+if attempt: sys.exit(0)
+if rank == 2:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+live()
+"""
+    code, said = launched(code, tmp_path, processes=3)
+    assert code == 0
+    assert said[:3] == [
+        "process 2 of 3 ended by SIGKILL, after step 50, while it saved",
+        "process 0 of 3 was alive, after step 48, while it saved",
+        "process 1 of 3 was alive, after step 49, while it saved",
+    ]
+    assert len(said) == 4, "and that all start again"
+
+
 def test_what_processes_print_goes_to_files_where_asked(tmp_path: Path):
     launched("print('rank', rank)", tmp_path, logs=str(tmp_path / "logs"))
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "rank 1\n"

@@ -18,6 +18,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.process.signals import before_leaving
 from argosy.core.storage import Store
+from argosy.jobs.quickstart.prediction import PredictingView
 from argosy.jobs.train import View
 from argosy.jobs.train import run as train_run
 from argosy.run.settings.compose import compose
@@ -78,14 +79,16 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
     words = [f"data.tokenizer={path / 'tokenizer'}"]
     reading = compose(Run, RECIPE, [*words, f"dir={path}"])
     with stage.act(story, "training", f"Pre-training for {plural(reading.value.steps, 'step')}"):
-        predicted = predict(reading.value, stage.speak)
-        outcome = train_run(reading, str(path), stage.view, f"argosy quickstart dir={path}")
+        say_size(reading.value, stage.speak)
+        view = PredictingView(stage.view, reading.value)
+        outcome = train_run(reading, str(path), view, f"argosy quickstart dir={path}")
         if outcome.exit_code:
             return stopped(story, outcome.exit_code, stage)
-        story.facts |= {"steps": outcome.step, "loss": outcome.last["loss"], "predicted_s": round(predicted, 1)}
         taken = outcome.seconds.get("step", 0.0) + outcome.seconds.get("data", 0.0)
-        story.facts["step_s"] = round(taken, 1)
-        stage.speak(f"   predicted {predicted:.0f} s of steps, took {taken:.0f} s")
+        story.facts |= {"steps": outcome.step, "loss": outcome.last["loss"], "step_s": round(taken, 1)}
+        if view.seconds is not None:
+            story.facts["predicted_s"] = round(view.seconds, 1)
+            stage.speak(f"   predicted {view.seconds:.0f} s of steps, took {taken:.0f} s")
     with stage.act(story, "proof", "A run killed with SIGKILL half-way, and resumed"):
         story.facts["proof"] = proof_of_resume(path, words, stage.speak)
     with stage.act(story, "talk", "The model continues a prompt"):
@@ -134,38 +137,13 @@ def make_vocabulary(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
     return {"python": version, "vocabulary": VOCABULARY}
 
 
-def predict(run: Run, speak: Callable[[str], None]) -> float:
-    """Estimated seconds of training, from the FLOPs of the model and the measured rate of matrix products on this machine."""
-    flops = run.data.batch * run.model.training_flops(run.data.sequence)
-    rate = matmul_rate()
-    seconds = run.steps * flops / (SHARE_OF_PEAK * rate)
-    weights = run.model.parameters() * 4
+def say_size(run: Run, speak: Callable[[str], None]) -> None:
+    """Says what a step computes and holds."""
+    flops, weights = run.data.batch * run.model.training_flops(run.data.sequence), run.model.parameters() * 4
     speak(
         f"   {run.model.parameters():,} parameters, {flops / 1e9:.1f} GFLOP a step, "
         f"{4 * weights / 1e6:.0f} MB of weights, gradients and optimizer"
     )
-    speak(f"   this machine multiplies matrices at {rate / 1e9:.0f} GFLOP/s: about {seconds:.0f} s of steps")
-    return seconds
-
-
-# The share of a large matrix product's rate that a step of this size reaches; docs/log.
-SHARE_OF_PEAK = 0.45
-
-
-def matmul_rate() -> float:
-    """FLOP/s of a float32 product of two 1024 x 1024 matrices; the median of five measurements."""
-    import jax
-    import jax.numpy as jnp
-
-    a = jnp.ones((1024, 1024), jnp.float32)
-    product = jax.jit(jnp.dot)
-    product(a, a).block_until_ready()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        product(a, a).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return 2 * 1024**3 / sorted(times)[2]
 
 
 def proof_of_resume(path: Path, words: list[str], speak: Callable[[str], None]) -> dict[str, Any]:

@@ -1,0 +1,31 @@
+"""The time that training will take, from the first steps that this machine makes."""
+
+from typing import Any
+
+from argosy.core.counts import plural
+from argosy.run.settings.run import Run
+from argosy.run.view import View
+
+
+class PredictingView:
+    """A view that measures a step and says how long all steps will take; everything else goes to `view`.
+
+    The first logged interval does not count: in it memory is touched for the first time.
+
+    seconds: the prediction for all steps; None until it is made.
+    """
+
+    def __init__(self, view: View, run: Run):
+        self.view, self.run, self.seconds = view, run, None
+        self._intervals = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.view, name)
+
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        self.view.step(step, numbers)
+        self._intervals += 1
+        if self._intervals == 2:
+            each = self.run.data.batch * self.run.data.sequence / numbers["tokens_per_s"]
+            self.seconds: float | None = each * self.run.steps
+            self.view.say(f"a step takes {1000 * each:.0f} ms here: about {self.seconds:.0f} s for {plural(self.run.steps, 'step')}")
