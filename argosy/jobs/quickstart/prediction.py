@@ -1,5 +1,6 @@
 """The time that training will take, from the first steps that this machine makes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from argosy.core.counts import plural
@@ -22,7 +23,7 @@ class PredictingView:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.view, name)
 
-    def step(self, step: int, numbers: dict[str, float]) -> None:
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
         self.view.step(step, numbers)
         self._intervals += 1
         if self._intervals == 2:
