@@ -80,7 +80,7 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
     reading = compose(Run, RECIPE, [*words, f"dir={path}"])
     with stage.act(story, "training", f"Pre-training for {plural(reading.value.steps, 'step')}"):
         say_size(reading.value, stage.speak)
-        view = PredictingView(stage.view, reading.value)
+        view: Any = PredictingView(stage.view, reading.value)
         outcome = train_run(reading, str(path), view, f"argosy quickstart dir={path}")
         if outcome.exit_code:
             return stopped(story, outcome.exit_code, stage)
