@@ -198,7 +198,7 @@ def check_same(was: Fingerprint, now: Fingerprint) -> None:
     keys = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
     if not keys:
         return
-    differences = "; ".join(f"{key} was {short(was.get(key))}, is {short(now.get(key))}" for key in keys)
+    differences = "; ".join(f"{key} was {_short(was.get(key))}, is {_short(now.get(key))}" for key in keys)
     raise UserError(
         f"the data is not what the saved position belongs to: {', '.join(keys)}",
         where=differences,
@@ -206,7 +206,7 @@ def check_same(was: Fingerprint, now: Fingerprint) -> None:
     )
 
 
-def short(value: Any) -> str:
+def _short(value: Any) -> str:
     """A value in at most 20 characters: hashes are told apart by their heads."""
     text = str(value)
     return text if len(text) <= 20 else text[:17] + "..."

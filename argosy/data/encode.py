@@ -103,7 +103,7 @@ class DocumentEncoder:
                 f"{plural(len(self.held), 'character')} of one document without a blank to cut the text at",
                 hint="cut the text into documents, for instance with `data.documents=paragraphs`",
             )
-        return [(part, begun or number > 0) for number, part in enumerate(in_parts(text[:cut], pattern))]
+        return [(part, begun or number > 0) for number, part in enumerate(_in_parts(text[:cut], pattern))]
 
     def _look_for_names(self, text: str, ends: bool) -> None:
         """Counts documents with names of special tokens that stay text."""
@@ -136,7 +136,7 @@ def last_cut(text: str, pattern: "re.Pattern[str] | None") -> int:
     return 0
 
 
-def in_parts(text: str, pattern: "re.Pattern[str] | None") -> Iterator[str]:
+def _in_parts(text: str, pattern: "re.Pattern[str] | None") -> Iterator[str]:
     """The text in parts of at least PART_CHARACTERS; nothing for an empty one."""
     start = 0
     while pattern is not None and len(text) - start > 2 * PART_CHARACTERS:

@@ -44,11 +44,11 @@ def prompt_text(prompt: "Prompt", tokenizer: "Tokenizer | None", most: int = 600
     """A prompt as a model reads it, the middle of a long one left out, and the columns that rewards read."""
     text = words(list(prompt.tokens), tokenizer).translate(ESCAPED)
     text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
-    columns = [f"{name}: {short(value)}".translate(ESCAPED) for name, value in prompt.columns.items()]
+    columns = [f"{name}: {_short(value)}".translate(ESCAPED) for name, value in prompt.columns.items()]
     return "\n".join([f"{text}⟦...⟧", *columns])
 
 
-def short(value: Any, most: int = 100) -> str:
+def _short(value: Any, most: int = 100) -> str:
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]} ..."
 
@@ -73,11 +73,11 @@ def segment_text(row: Batch, places: np.ndarray, tokenizer: "Tokenizer | None", 
     parts = []
     for counts, run in groupby(zip(learned, ids), key=lambda pair: pair[0]):
         text = words([token for _, token in run], tokenizer).translate(ESCAPED)
-        parts.append(marked(text, counts, color))
+        parts.append(_marked(text, counts, color))
     return "".join(parts)
 
 
-def marked(text: str, counts: bool, color: bool) -> str:
+def _marked(text: str, counts: bool, color: bool) -> str:
     if color:
         return f"{GREEN if counts else DIM}{text}{PLAIN}"
     return text if counts else f"⟦{text}⟧"

@@ -119,7 +119,7 @@ class SplitRows:
             blank.filled[row] = stop - start
             for name, column in beside.items():
                 blank.beside[name][row, : stop - start] = column[start:stop]
-        return finish(blank)
+        return _finish(blank)
 
 
 class Blank:
@@ -132,7 +132,7 @@ class Blank:
         self.beside = {name: np.zeros((rows, width), dtype) for name, dtype in beside.items()}
 
 
-def finish(blank: Blank) -> Batch:
+def _finish(blank: Blank) -> Batch:
     """Inputs, targets, segments, mask and columns of windows whose documents abut."""
     begins, column = blank.begins[:, :-1], np.arange(blank.window.shape[1], dtype=np.int32)
     is_input = column[:-1] < blank.filled[:, None]

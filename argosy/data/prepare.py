@@ -143,9 +143,9 @@ def prepare(
     folder = Path(folder).expanduser().absolute()
     fingerprint = corpus_identity(source, encoding, held_out)
     try:
-        with one_writer(folder, say) as partial:
+        with _one_writer(folder, say) as partial:
             if is_prepared(folder):
-                return same(open_prepared(folder), fingerprint)
+                return _same(open_prepared(folder), fingerprint)
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise BadInput("the folder holds other files", where=str(folder), hint="choose a new or empty folder")
             if keep_tokenizer:
@@ -170,7 +170,7 @@ def corpus_identity(source: Source, encoding: Encoding, held_out: float) -> Fing
     return source.fingerprint() | made | record_identity(source, encoding)
 
 
-def same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
+def _same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
     """The corpus that is already there, if it is what was asked for."""
     was = prepared.fingerprint
     if keys := [key for key in sorted(was.keys() | fingerprint.keys()) if was.get(key) != fingerprint.get(key)]:
@@ -396,22 +396,22 @@ def open_split(folder: Path, written: dict[str, Any], dtype: np.dtype) -> Corpus
             found = path.stat().st_size if path.is_file() else "no file"
             what = f"a prepared corpus is incomplete: {sizes.get(name)} bytes expected, {found} found"
             raise Damaged(what, where=str(path))
-    starts = mapped(folder / "documents.bin", np.dtype("<i8"))
+    starts = _mapped(folder / "documents.bin", np.dtype("<i8"))
     if starts[0] != 0 or starts[-1] != tokens or (np.diff(starts) <= 0).any():
         raise Damaged("the index of a prepared corpus does not ascend", where=str(folder / "documents.bin"))
-    weights = next((mapped(folder / name, kind) for name, kind in DTYPES.items() if name in written["files"]), None)
-    kinds = {kind: {n.split(".")[1]: mapped(folder / n, FLOAT) for n in written["files"] if n.startswith(f"{kind}.")}
+    weights = next((_mapped(folder / name, kind) for name, kind in DTYPES.items() if name in written["files"]), None)
+    kinds = {kind: {n.split(".")[1]: _mapped(folder / n, FLOAT) for n in written["files"] if n.startswith(f"{kind}.")}
              for kind in ("column", "value")}  # fmt: skip
-    return Corpus(mapped(folder / "tokens.bin", dtype), starts, weights, kinds["column"], kinds["value"])
+    return Corpus(_mapped(folder / "tokens.bin", dtype), starts, weights, kinds["column"], kinds["value"])
 
 
-def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     """The file as a plain read-only array over its pages: slices of np.memmap itself cost 5 times as much."""
     return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 
 
 @contextmanager
-def one_writer(folder: Path, say: Say) -> Iterator[Path]:
+def _one_writer(folder: Path, say: Say) -> Iterator[Path]:
     """An empty folder to write in, held by one process at a time; removed if writing fails.
 
     The lock is a file beside the folder, and is released when its process ends. It is removed once the folder stands, when

@@ -168,7 +168,7 @@ def table_of(
     """The rows of the split `train` or `held_out`; text is tokenized on the way, where that has not been done."""
     if isinstance(source, RowSource):
         rows = source.rows(sequence=settings.sequence, vocab=vocab, seed=seed, held_out=split == "held_out")
-        needed(rows, split, settings)
+        _needed(rows, split, settings)
         made = source.fingerprint()
         return RowTable(rows, made | {"vocab": vocab}, None, described(made["source"], settings, rows=rows))
     if isinstance(source, Corpus):
@@ -181,7 +181,7 @@ def table_of(
         kept = f"leave it out, or set `data.tokenizer={prepared.tokenizer}`" if prepared.tokenizer else "set that one"
         what = f"the corpus was prepared with another tokenizer than `{settings.tokenizer}`"
         raise BadInput(what, where=str(prepared.folder), hint=f"{kept}; or prepare the corpus again")
-    rows = needed(planned(prepared, split, settings), split, settings)
+    rows = _needed(planned(prepared, split, settings), split, settings)
     return RowTable(rows, prepared.fingerprint, prepared.bytes_per_token(split), summary_of(prepared, settings, rows))
 
 
@@ -195,7 +195,7 @@ def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: i
     for name, array in {"tokens": corpus.tokens, "starts": corpus.starts, **corpus.beside}.items():
         digest.update(f"{name} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
     identity: Fingerprint = {"source": "corpus in memory", "source.sha256": digest.hexdigest()}
-    rows = needed(packed(corpus, settings, identity), split, settings)
+    rows = _needed(packed(corpus, settings, identity), split, settings)
     return RowTable(rows, identity, None, described("in memory", settings, corpus, rows))
 
 
@@ -267,7 +267,7 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: PackedRows | No
     )  # fmt: skip
 
 
-def needed(rows: PackedRows, split: str, settings: DataSettings) -> PackedRows:
+def _needed(rows: PackedRows, split: str, settings: DataSettings) -> PackedRows:
     """The rows, which must not be empty."""
     if not len(rows):
         purpose, hint = ("train", "") if split == "train" else ("evaluate", "raise `data.held_out`, or ")

@@ -86,7 +86,7 @@ def alone(step: Callable[..., Any]) -> Callable[..., Any]:
     return update
 
 
-def together(step: Callable[..., Any], how: DilocoSettings) -> Callable[..., Any]:
+def together(step: Callable[..., Any], settings: DilocoSettings) -> Callable[..., Any]:
     """The inner step of all replicas, and after every `how.every` of them an outer step. A step that a guard skipped counts; one at
     which the state halted does not. Metrics: also what is known of the last outer step."""
 
@@ -94,19 +94,19 @@ def together(step: Callable[..., Any], how: DilocoSettings) -> Callable[..., Any
         new, metrics = step(state, *args)
         inner = {INNER: new.optimizer[INNER]}
         moving = {name: part for name, part in new.optimizer.items() if name != INNER}
-        due = (new.step != state.step) & (new.step % how.every == 0)
-        params, moving = jax.lax.cond(due, lambda params, moving: outer_step(params, moving, how), lambda *of: of, new.params, moving)
+        due = (new.step != state.step) & (new.step % settings.every == 0)
+        params, moving = jax.lax.cond(due, lambda params, moving: outer_step(params, moving, settings), lambda *of: of, new.params, moving)
         return replace(new, params=params, optimizer=inner | moving), metrics | {name: moving[name] for name in (APART, MOVED)}
 
     return update
 
 
-def outer_step(params: Any, moving: Mapping[str, Any], how: DilocoSettings) -> tuple[Any, dict[str, Any]]:
+def outer_step(params: Any, moving: Mapping[str, Any], settings: DilocoSettings) -> tuple[Any, dict[str, Any]]:
     """The outer weights, and what moves beside them, after an outer step."""
     ways = {a: w - moving[REPLICAS][a] for a, w in params.items()}
     mean = {a: jnp.mean(way, 0) for a, way in ways.items()}
-    momentum = {a: how.momentum * m + mean[a] for a, m in moving[MOMENTUM].items()}
-    params = {a: w - how.lr * (mean[a] + how.momentum * momentum[a]) for a, w in params.items()}
+    momentum = {a: settings.momentum * m + mean[a] for a, m in moving[MOMENTUM].items()}
+    params = {a: w - settings.lr * (mean[a] + settings.momentum * momentum[a]) for a, w in params.items()}
     apart = sum(_squares(way - mean[a]) for a, way in ways.items())
     return params, {
         REPLICAS: {a: jnp.broadcast_to(params[a], way.shape) for a, way in ways.items()},

@@ -35,13 +35,13 @@ class Diverged(Final):
     """The loss is no longer finite, or jumped."""
 
 
-def begin(how: GuardSettings) -> dict[str, np.ndarray]:
+def begin(settings: GuardSettings) -> dict[str, np.ndarray]:
     """What the guard keeps in the state: whether it halted; of skipped steps, how many in a row and in all; the last losses."""
     kept = {FLAG: np.zeros((), np.int32)}
-    if "skip" in how.actions:
+    if "skip" in settings.actions:
         kept |= {"in_row": np.zeros((), np.int32), SKIPPED: np.zeros((), np.int32)}
-    if how.spike != "off":
-        kept |= {"losses": np.zeros((how.window,), np.float32), "seen": np.zeros((), np.int32)}
+    if settings.spike != "off":
+        kept |= {"losses": np.zeros((settings.window,), np.float32), "seen": np.zeros((), np.int32)}
     return kept
 
 
@@ -55,20 +55,20 @@ class StepVerdict:
     kept: dict[str, Array]
 
 
-def judged(before: Mapping[str, Array], loss: Array, norm: Array, how: GuardSettings) -> StepVerdict:
+def judged(before: Mapping[str, Array], loss: Array, norm: Array, settings: GuardSettings) -> StepVerdict:
     """Whether a step with this loss and gradient norm is good. before: what the guard kept."""
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    spike = finite & (loss > limit(before["losses"], before["seen"], how)) if how.spike != "off" else jnp.zeros((), bool)
+    spike = finite & (loss > limit(before["losses"], before["seen"], settings)) if settings.spike != "off" else jnp.zeros((), bool)
     kind = jnp.where(finite, jnp.where(spike, SPIKE, GOOD), NONFINITE).astype(jnp.int32)
     bad = kind != GOOD
-    halts = (kind == NONFINITE) & (how.nonfinite != "skip") | (kind == SPIKE) & (how.spike != "skip")
+    halts = (kind == NONFINITE) & (settings.nonfinite != "skip") | (kind == SPIKE) & (settings.spike != "skip")
     kept: dict[str, Array] = {}
-    if "skip" in how.actions:
+    if "skip" in settings.actions:
         kept["in_row"] = jnp.where(bad, before["in_row"] + 1, 0)
         kept[SKIPPED] = before[SKIPPED] + bad.astype(jnp.int32)
-        halts = halts | bad & (kept["in_row"] > how.in_row)
-    if how.spike != "off":
-        pushed = before["losses"].at[before["seen"] % how.window].set(loss.astype(jnp.float32))
+        halts = halts | bad & (kept["in_row"] > settings.in_row)
+    if settings.spike != "off":
+        pushed = before["losses"].at[before["seen"] % settings.window].set(loss.astype(jnp.float32))
         kept["losses"] = jnp.where(finite, pushed, before["losses"])
         kept["seen"] = before["seen"] + finite.astype(jnp.int32)
     halted = (before[FLAG] != 0) | halts
@@ -76,7 +76,7 @@ def judged(before: Mapping[str, Array], loss: Array, norm: Array, how: GuardSett
     return StepVerdict(kind, bad | (before[FLAG] != 0), halted, kept)
 
 
-def guarded(step: Callable[..., Any], how: GuardSettings) -> Callable[..., Any]:
+def guarded(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., Any]:
     """The step `(state, ...) -> state, metrics` with this guard. Metrics: also `guard`, what it found, and `skipped` so far.
 
     State in the host's memory is taken from the step as it is: the optimizer was told whether it stays (`make_step(stays=)`).
@@ -84,7 +84,7 @@ def guarded(step: Callable[..., Any], how: GuardSettings) -> Callable[..., Any]:
 
     def update(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Array]]:
         new, metrics = step(state, *args)
-        found = judged(state.guard, metrics["loss"], metrics["grad_norm"], how)
+        found = judged(state.guard, metrics["loss"], metrics["grad_norm"], settings)
 
         def one(old: Array, now: Array) -> Array:
             on_host = jax.typeof(now).memory_space == jax.memory.Space.Host
@@ -107,10 +107,10 @@ def guarded(step: Callable[..., Any], how: GuardSettings) -> Callable[..., Any]:
     return update
 
 
-def limit(losses: Array, seen: Array, how: GuardSettings) -> Array:
+def limit(losses: Array, seen: Array, settings: GuardSettings) -> Array:
     """The loss above which there is a spike; infinite until half a window is known. losses: [window], of which `seen` were written."""
-    count = jnp.minimum(seen, how.window)
-    there = jnp.arange(how.window) < count
+    count = jnp.minimum(seen, settings.window)
+    there = jnp.arange(settings.window) < count
 
     def median(values: Array) -> Array:
         ranked = jnp.sort(jnp.where(there, values, jnp.inf))
@@ -118,7 +118,7 @@ def limit(losses: Array, seen: Array, how: GuardSettings) -> Array:
 
     middle = median(losses)
     deviation = jnp.maximum(NORMAL * median(jnp.abs(losses - middle)), jnp.maximum(LEAST * jnp.abs(middle), LEAST_NATS))
-    return jnp.where(count >= how.window // 2, middle + how.deviations * deviation, jnp.inf)
+    return jnp.where(count >= settings.window // 2, middle + settings.deviations * deviation, jnp.inf)
 
 
 def unhalted(state: TrainState) -> TrainState:

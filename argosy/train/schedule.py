@@ -43,7 +43,7 @@ class Schedule(Settings):
         """
         import jax.numpy as jnp
 
-        warm = count(self.warmup, steps)
+        warm = _count(self.warmup, steps)
 
         def factor(step: Any) -> Any:
             step = jnp.asarray(step, jnp.float32)
@@ -59,7 +59,7 @@ def span(steps: int, final: float) -> int:
     return steps - 1 if final else steps
 
 
-def count(value: float, steps: int) -> int:
+def _count(value: float, steps: int) -> int:
     """A number of steps, given directly or, below 1, as a share of all steps."""
     return round(value * steps) if value < 1 else round(value)
 
@@ -119,8 +119,8 @@ class WSD(Schedule):
     def build(self, steps: int) -> Factor:
         import jax.numpy as jnp
 
-        left = max(1, span(steps - count(self.warmup, steps), self.final))
-        share = min(1.0, count(self.decay, steps) / left) or 1 / left
+        left = max(1, span(steps - _count(self.warmup, steps), self.final))
+        share = min(1.0, _count(self.decay, steps) / left) or 1 / left
         return self.warmed(steps, lambda p: 1 - (1 - self.final) * jnp.clip((p - (1 - share)) / share, 0, 1), self.final)
 
 

@@ -12,7 +12,7 @@ from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.sampling.sample import Sampling
 from argosy.infer.tools.channels import MARKS
 from argosy.rl.rewards.builtin import maths
-from argosy.rl.rollouts.completions import SampledTokens, sample_trajectories
+from argosy.rl.rollouts.completions import SampledCompletion, sample_trajectories
 
 THOUGHT = "<|channel|>analysis<|message|>Perhaps \\boxed{5}<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>#### 6<|return|>"
@@ -39,7 +39,7 @@ class Remote:
 
     def drawn(self, prompts, how, interrupted):
         ended = self.tokens[-1] == self.tokenizer.eos
-        return [SampledTokens(self.tokens, [0.0] * len(self.tokens), ended) for _ in prompts]
+        return [SampledCompletion(self.tokens, [0.0] * len(self.tokens), ended) for _ in prompts]
 
     def sleep(self): ...
 

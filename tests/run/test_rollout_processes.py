@@ -26,7 +26,7 @@ from argosy.launch.workers import Workers
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import split
 from argosy.observe.metrics import read
-from argosy.rl.rollouts.completions import SamplingRequest, sample_tokens
+from argosy.rl.rollouts.completions import SamplingRequest, sample_completions
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.rl import rollout_workers
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums
@@ -82,7 +82,7 @@ def test_shares_are_answered_as_all_together():
     how = Rollout(tokens=8, slots=4)
     engine = pickle.dumps(RolloutEngine(config, graph, shapes, lm.module.dtype, None, how))
     prompts, asked = [[1, 2, 3], [1, 2, 3], [5], [9, 8, 7, 6], [1, 2, 3]], SamplingRequest(8, Sampling(temperature=1.0), (7, 0, 1))
-    expected = sample_tokens(lm, prompts, asked)
+    expected = sample_completions(lm, prompts, asked)
     assert len({tuple(one.tokens) for one in expected}) == 5
     found = []
     for rows in ([0, 1, 2], [3, 4]):

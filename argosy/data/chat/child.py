@@ -84,7 +84,7 @@ class Environment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
         self.parts, self.spans, self.now, self.variables, self.given = [], [], None, {}, None
         self.filters["tojson"] = tojson
-        self.globals |= {"raise_exception": refuse, "strftime_now": self.strftime_now}
+        self.globals |= {"raise_exception": _refuse, "strftime_now": self.strftime_now}
         self.compiled = lru_cache(maxsize=16)(self.from_string)
 
     def is_safe_attribute(self, obj, attr, value):
@@ -122,7 +122,7 @@ def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=Fa
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def refuse(message):
+def _refuse(message):
     raise jinja2.TemplateError(message)
 
 
@@ -133,14 +133,14 @@ def answers(environment, request):
     for job in request["jobs"]:
         template, messages = request["templates"][job["template"]], job["variables"]["messages"]
         found.append([
-            answer(environment, template, job["most_characters"],
+            _answer(environment, template, job["most_characters"],
                    job["variables"] | {"messages": messages[:count], "add_generation_prompt": prompt})
             for count, prompt in job["parts"]
         ])  # fmt: skip
     return {"jobs": found}
 
 
-def answer(environment, template, most_characters, variables):
+def _answer(environment, template, most_characters, variables):
     """One render, in at most CPU_S."""
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:
@@ -152,7 +152,7 @@ def answer(environment, template, most_characters, variables):
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def limit():
+def _limit():
     """Limits memory, and forbids opening and writing files and starting processes."""
     limits = {"AS": MEMORY_BYTES, "FSIZE": 0, "CORE": 0, "NOFILE": 0, "NPROC": 0}
     for name, most in limits.items():
@@ -175,7 +175,7 @@ def warm(environment):
     environment.compiled.cache_clear()
 
 
-def received(parent, pid):
+def _received(parent, pid):
     """The next message of the parent. Ends the process with the parent, whose end a forked process may hold open."""
     while True:
         try:
@@ -193,11 +193,11 @@ def main(descriptor):
     os.close(descriptor)
     parent, pid, environment = channel.Channel(0), os.getppid(), Environment()
     warm(environment)
-    limit()
+    _limit()
     sys.addaudithook(forbid)
     parent.send(json.dumps({"ready": True}).encode())
     while True:
-        parent.send(json.dumps(answers(environment, received(parent, pid))).encode())
+        parent.send(json.dumps(answers(environment, _received(parent, pid))).encode())
 
 
 if __name__ == "__main__":

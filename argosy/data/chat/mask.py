@@ -123,7 +123,7 @@ def encode_chunk(
     conversations = [in_known_roles(one, template) for one, template in zip(conversations, templates)]
     for one, template in zip(conversations, templates):
         whole = [(len(one.messages), False)]
-        parts = parts_of(template, one.messages) if way.masked else whole
+        parts = _parts_of(template, one.messages) if way.masked else whole
         jobs.append(RenderJob(template, one.messages, parts, {"tools": one.tools} | dict(one.variables)))
     found: list[Ids | BadInput] = []
     for one, job, answers in zip(conversations, jobs, all_rendered(jobs, tokenizer.special, now, child)):
@@ -145,7 +145,7 @@ def in_known_roles(conversation: MaskedConversation, template: str) -> MaskedCon
     return replace(conversation, messages=messages, learned=learned)
 
 
-def parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
+def _parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
     """The renders that show which words are an assistant's: the whole, and for each turn its prompt and all up to its end."""
     whole = len(messages), False
     if TAG.search(template):
@@ -246,7 +246,7 @@ def render_with_mask(
         BadInput: as `render`; and where the assistant's words cannot be located.
     """
     now = now or datetime.now()
-    job = RenderJob(template, messages, parts_of(template, messages), {"tools": tools} | extra)
+    job = RenderJob(template, messages, _parts_of(template, messages), {"tools": tools} | extra)
     (answers,) = all_rendered([job], special, now, CHILD)
     renders = Renders(job, special, now, name, dict(zip(job.parts, answers)), CHILD)
     return renders.whole, list(renders.turns(ends).values())

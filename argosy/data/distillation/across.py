@@ -163,7 +163,7 @@ class Across:
 def beginning(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
     """The groups of the common beginning of two texts' pieces."""
     most = common_length(b"".join(student), b"".join(teacher))
-    return align(inside(student, most), inside(teacher, most))
+    return align(_inside(student, most), _inside(teacher, most))
 
 
 def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
@@ -175,12 +175,12 @@ def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Align
     begin = common_length(ours, theirs)
     end = min(common_length(ours[::-1], theirs[::-1]), min(len(ours), len(theirs)) - begin)
     sides = [(student, teacher, begin), ([p[::-1] for p in reversed(student)], [p[::-1] for p in reversed(teacher)], end)]
-    before, after = (align(*(inside(pieces, most) for pieces in (a, b))) for a, b, most in sides)
+    before, after = (align(*(_inside(pieces, most) for pieces in (a, b))) for a, b, most in sides)
     n, m = len(student), len(teacher)
     return [*before, *(AlignedSpan((n - b, n - a), (m - d, m - c)) for (a, b), (c, d) in reversed(after))]
 
 
-def inside(pieces: Sequence[bytes], most: int) -> list[int]:
+def _inside(pieces: Sequence[bytes], most: int) -> list[int]:
     """The sizes of the first pieces that are all within so many bytes."""
     sizes = [len(piece) for piece in pieces]
     return sizes[: int(np.searchsorted(np.cumsum(sizes), most, side="right"))]
@@ -217,7 +217,7 @@ class BothTokenizers(BatchWrapper):
 
     def beside(self, batch: Batch) -> Batch:
         """A batch of language modeling with the fields above."""
-        return beside(batch, self.places, lambda row, places: self.across(document(batch, row, places)), self.complain)
+        return beside(batch, self.places, lambda row, places: self.across(_document(batch, row, places)), self.complain)
 
     def complain(self, tokens: int) -> None:
         if not self.complained:
@@ -233,7 +233,7 @@ def full(places: int, tokens: int) -> str:
     )
 
 
-def document(batch: Batch, row: int, places: np.ndarray) -> list[int]:
+def _document(batch: Batch, row: int, places: np.ndarray) -> list[int]:
     """The tokens of a document in a row, with the target of the last one."""
     ids = batch["tokens"][row, places].tolist()
     return [*ids, int(batch["targets"][row, places[-1]])] if batch["mask"][row, places[-1]] > 0 else ids

@@ -74,7 +74,7 @@ class GroupRows:
                 if name in self.fields:
                     raise BadInput(f"two fields are called `{name}`", hint="rename the column or the value")
                 kind: Any = "token" if per == "input" else per
-                self.fields[name] = Field(axes_of(kind, field_), field_.dtype, kind, "input" if per == "input" else "target")
+                self.fields[name] = Field(_axes_of(kind, field_), field_.dtype, kind, "input" if per == "input" else "target")
 
     def _check(self, example: Example, where: str, vocab: int) -> None:
         count = len(example.tokens)
@@ -128,10 +128,10 @@ class Examples(RowSource):
         digest = hashlib.sha256()
         for group in self.groups:
             for example in group.examples:
-                digest.update(f"row {described(example.tokens)} {described(example.weights)}".encode())
-                digest.update(f"{mapped(example.columns)} {mapped(example.values)}".encode())
-                digest.update(mapped(example.inputs).encode())
-            digest.update(f"group {mapped(group.values)}".encode())
+                digest.update(f"row {_described(example.tokens)} {_described(example.weights)}".encode())
+                digest.update(f"{_mapped(example.columns)} {_mapped(example.values)}".encode())
+                digest.update(_mapped(example.inputs).encode())
+            digest.update(f"group {_mapped(group.values)}".encode())
         return {"source": "examples", "source.sha256": digest.hexdigest()}
 
 
@@ -169,17 +169,17 @@ def number_array(value: Any) -> np.ndarray:
     return array.astype({"f": np.float32, "i": np.int32}.get(array.dtype.kind, array.dtype))
 
 
-def axes_of(per: str, table: np.ndarray) -> str:
+def _axes_of(per: str, table: np.ndarray) -> str:
     """How a field's axes are written: its own sizes after B as lower-case letters."""
     if per == "token":
         return " ".join(["B", "T", *"abcdef"[: table.ndim - 1]])
     return " ".join(["B", *"abcdef"[: table.ndim - 1]])
 
 
-def described(values: Any) -> str:
+def _described(values: Any) -> str:
     array = np.asarray(values if values is not None else [])
     return f"{array.dtype} {array.shape} {hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()}"
 
 
-def mapped(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={described(values[name])}" for name in sorted(values))
+def _mapped(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={_described(values[name])}" for name in sorted(values))

@@ -46,7 +46,7 @@ def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessag
         if isinstance(prompt, list):
             raise BadInput("a prompt of messages, and answers that are texts", where=where, hint=HINT)
         if prompt is None:
-            prompt, chosen, rejected = apart(chosen, rejected)
+            prompt, chosen, rejected = _apart(chosen, rejected)
         one = replace(SourceRecord(where=where, prompt=prompt, completion=chosen), values=values)
         return replace(one, others=(SourceRecord(where=where, prompt=prompt, completion=rejected),))
     said, taught = read(chosen, named("chosen"))
@@ -56,7 +56,7 @@ def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessag
         asked, _ = read(prompt, named("prompt"))
     elif prompt is not None:
         asked = [{"role": "user", "content": prompt}]
-    both = [conversation(asked, *one, prompt is None) for one in ((said, taught), (other, other_taught))]
+    both = [_conversation(asked, *one, prompt is None) for one in ((said, taught), (other, other_taught))]
     common = shared([messages for messages, _ in both]) if prompt is None or starts(said, asked) else len(asked)
     if not common:
         what = "two conversations that begin with no common prompt"
@@ -75,7 +75,7 @@ def instructed(row: Row, alpaca: Callable[[Row, str], SourceRecord], where: str,
     return replace(one, others=(other,), values={"margin": margin_of(row.get("margin"), where, kind)})
 
 
-def conversation(asked: list[dict[str, Any]], said: list[dict[str, Any]], taught: list[bool], whole: bool) -> Messages:
+def _conversation(asked: list[dict[str, Any]], said: list[dict[str, Any]], taught: list[bool], whole: bool) -> Messages:
     """A whole conversation. Many files repeat the prompt in the answers' messages, where it is taken once."""
     if whole or starts(said, asked):
         return said, taught
@@ -112,7 +112,7 @@ def prompt_of(row: Row, has: Row, named: Callable[[str], str], where: str, kind:
     return prompt
 
 
-def apart(chosen: str, rejected: str) -> tuple[str, str, str]:
+def _apart(chosen: str, rejected: str) -> tuple[str, str, str]:
     """The common beginning of two texts, and what is left of each. It ends where an assistant begins to speak, otherwise after a
     blank: a word is not cut."""
     common = common_length(chosen, rejected)

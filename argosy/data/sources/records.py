@@ -120,7 +120,7 @@ class RecordReader:
         """
         for name, column in self.columns.items():
             if name not in OF_A_MESSAGE and column not in found:
-                raise BadInput(f"no column `{column}`", where=where, hint=f"data.columns.{name}={column}; {listed(has)}")
+                raise BadInput(f"no column `{column}`", where=where, hint=f"data.columns.{name}={column}; {_listed(has)}")
         if self.format is None:
             fits = self.fitting(has)
             if len(fits) > 1:
@@ -128,7 +128,7 @@ class RecordReader:
                 hint = f"say which: {' or '.join(f'data.format={one}' for one in fits)}"
                 raise BadInput(what, where=where, hint=hint)
             if not fits:
-                raise unknown(has, where)
+                raise _unknown(has, where)
             self.format = fits[0]
         self.begun = True
 
@@ -147,10 +147,10 @@ class RecordReader:
     def other(self, lacking: list[str], has: Row, where: str) -> BadInput:
         columns = " and ".join(f"`{self.named(name)}`" for name in lacking)
         if self.format == "text":
-            return BadInput(f"no text in the field {columns}", where=where, hint=f"this data is read as text; {listed(has)}")
+            return BadInput(f"no text in the field {columns}", where=where, hint=f"this data is read as text; {_listed(has)}")
         what = f"a record without {columns}"
         way_out = f"data.columns.{lacking[0]}=NAME reads it from another column"
-        return BadInput(what, where=where, hint=f"this data is read as `{self.format}`; {listed(has)}; {way_out}")
+        return BadInput(what, where=where, hint=f"this data is read as `{self.format}`; {_listed(has)}; {way_out}")
 
     def text(self, line: str, where: str) -> str:
         """The text of a record of the format `text`."""
@@ -239,15 +239,15 @@ class RecordReader:
                 what = f"a message from `{str(speaker)[:40]}`"
                 raise BadInput(what, where=where, hint=f"`{tag}` is one of {', '.join(TAGS)}")
             if not isinstance(content, str):
-                raise BadInput(f"a message without text in `{value}`", where=where, hint=listed(message))
+                raise BadInput(f"a message without text in `{value}`", where=where, hint=_listed(message))
             if speaker == "function_call":
                 return {"role": "assistant", "content": "", "tool_calls": function_call(content, where)} | message
             return {"role": TAGS[speaker], "content": content} | message
         role = message.pop(self.named("role"), None)
         if role not in ROLES:
             what = f"a message of the role `{str(role)[:40]}`" if role is not None else "a message without a role"
-            raise BadInput(what, where=where, hint=nearest(str(role), ROLES) if role is not None else listed(message))
-        content = text_of(message.pop(self.named("content"), None), where)
+            raise BadInput(what, where=where, hint=nearest(str(role), ROLES) if role is not None else _listed(message))
+        content = _text_of(message.pop(self.named("content"), None), where)
         if "tool_calls" in message:
             message["tool_calls"] = calls_of(message["tool_calls"], where)
         elif not content and role == "user":
@@ -267,7 +267,7 @@ def function_call(text: str, where: str) -> list[dict[str, Any]]:
     return calls_of([{"type": "function", "function": call} for call in calls], where)
 
 
-def text_of(content: Any, where: str) -> str:
+def _text_of(content: Any, where: str) -> str:
     """A message's content as text: parts of text are joined by line breaks, as the server joins them."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -345,9 +345,9 @@ def system(text: Any, where: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
-def unknown(has: Row, where: str) -> BadInput:
+def _unknown(has: Row, where: str) -> BadInput:
     """The error for a first record of no format: what it has, what its columns probably are, and what each format needs."""
-    hint = f"{listed(has)}; {renamed(has)}; formats and the columns they need: {needed()}"
+    hint = f"{_listed(has)}; {renamed(has)}; formats and the columns they need: {_needed()}"
     if "input_ids" in has:
         hint = "token ids are not read from files: give the text or the messages"
     return BadInput("a record of no known format", where=where, hint=hint)
@@ -373,12 +373,12 @@ PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"), 
          ("question", "response"), ("instruction", "completion"))  # fmt: skip
 
 
-def needed() -> str:
+def _needed() -> str:
     """Every format with its columns, for a hint."""
     return "; ".join(f"{one} ({', '.join(needs)})" for one, (needs, _) in FORMATS.items())
 
 
-def listed(has: Row) -> str:
+def _listed(has: Row) -> str:
     """The first columns of a record, for a hint."""
     names = ", ".join(f"`{name[:40]}`" for name in list(has)[:SHOWN])
     return f"it has {names}" if names else "it has no columns"

@@ -95,7 +95,7 @@ class JsonLines(Source):
             for number, row in enumerate(array_of(self.path, self.invalid)):
                 yield self.document(json.dumps(row, ensure_ascii=False), f"{self.path}, record {number}")
             return
-        with opened(self.path) as stream:
+        with _opened(self.path) as stream:
             offset = number = 0
             while line := stream.readline(LINE_BYTES + 1):
                 number += 1
@@ -129,7 +129,7 @@ def array_of(path: Path, invalid: str) -> list[Any]:
     Raises:
         BadInput: it is larger than is read at once, or anything else.
     """
-    with opened(path) as stream:
+    with _opened(path) as stream:
         data = stream.read(ARRAY_BYTES + 1)
     lines = "one object a line (.jsonl) is read in pieces: `jq -c '.[]' FILE.json > FILE.jsonl`"
     if len(data) > ARRAY_BYTES:
@@ -271,7 +271,7 @@ def paragraphs(pieces: Iterator[str], path: Path) -> Iterator[Document]:
 
 def text_pieces(path: Path, invalid: str) -> Iterator[str]:
     """The file's text, about 1 MiB at a time, without a byte-order mark."""
-    with opened(path) as stream:
+    with _opened(path) as stream:
         rest, offset = stream.read(PIECE_BYTES), 0
         if rest.startswith(b"\xef\xbb\xbf"):
             rest, offset = rest[3:], 3
@@ -331,7 +331,7 @@ def readable_below(root: Path) -> list[Path]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     """The file's bytes, unpacked. Errors while reading name the file.
 
     Raises:

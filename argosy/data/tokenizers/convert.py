@@ -49,10 +49,10 @@ def byte_bpe(
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": rule.whole,
         "vocab": vocab, "merges": merges,
     }  # fmt: skip
-    return tokenizer_json(model, {"type": "NFC"} if rule.nfc else None, pre_tokenizer(rule), BYTE_LEVEL, added)
+    return _tokenizer_json(model, {"type": "NFC"} if rule.nfc else None, pre_tokenizer(rule), BYTE_LEVEL, added)
 
 
-def tokenizer_json(model: Any, normalizer: Any, cutting: Any, decoder: Any, added: list[dict[str, Any]]) -> str:
+def _tokenizer_json(model: Any, normalizer: Any, cutting: Any, decoder: Any, added: list[dict[str, Any]]) -> str:
     """The content of a file (format of huggingface/tokenizers)."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     return json.dumps(
@@ -129,7 +129,7 @@ def clip(vocab: Mapping[str, int], merges: list[list[str]]) -> str:
         for token in dict.fromkeys(CLIP_ROLES.values())
         if token in vocab
     ]
-    return tokenizer_json(
+    return _tokenizer_json(
         model,
         {"type": "Sequence", "normalizers": normalizers},
         {"type": "Sequence", "pretokenizers": [words, BYTE_LEVEL]},
@@ -152,4 +152,4 @@ def from_word_pieces(tokens: list[str], config: Mapping[str, Any]) -> str:
         "max_input_chars_per_word": WHOLE_WORD_CHARACTERS,
     }  # fmt: skip
     decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    return tokenizer_json(model, normalizer, {"type": "BertPreTokenizer"}, decoder, [])
+    return _tokenizer_json(model, normalizer, {"type": "BertPreTokenizer"}, decoder, [])

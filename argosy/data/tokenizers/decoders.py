@@ -56,11 +56,11 @@ def decoding(spec: Spec | None, path: Path) -> Decoding:
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     ends = [whole_strip(one, path) for one in specs[fused:]]
     strips, trims = sum(start for start, _ in ends), sum(stop for _, stop in ends)
-    steps = [step_of(one, path) for one in specs[:fused]]
+    steps = [_step_of(one, path) for one in specs[:fused]]
     return Decoding(steps, strips, trims, EACH_BYTE if "ByteFallback" in kinds else "replace")
 
 
-def step_of(spec: Spec, path: Path) -> TokenDecoder:
+def _step_of(spec: Spec, path: Path) -> TokenDecoder:
     if spec["type"] not in STEPS:
         raise Unsupported(f"the decoder `{spec['type']}` is not known", where=f"in {path}")
     return STEPS[spec["type"]](spec)
@@ -75,7 +75,7 @@ def whole_strip(spec: Spec, path: Path) -> tuple[int, int]:
     return spec["start"], spec["stop"]
 
 
-def byte_level(spec: Spec) -> TokenDecoder:
+def _byte_level(spec: Spec) -> TokenDecoder:
     """Characters that stand for bytes (openai/gpt-2); a token with any other character stands for itself."""
 
     def step(token: str, first: bool) -> str | bytes:
@@ -134,7 +134,7 @@ def stripping(spec: Spec) -> TokenDecoder:
 
 
 STEPS = {
-    "ByteLevel": byte_level,
+    "ByteLevel": _byte_level,
     "ByteFallback": byte_fallback,
     "Metaspace": metaspace,
     "WordPiece": word_piece,

@@ -102,7 +102,7 @@ def read_file(path: Path, config: TokenizerConfig) -> Tokenizer | None:
 
         return read_gguf(path)
     if path.suffix == ".model":
-        return read_model(path, config)
+        return _read_model(path, config)
     if path.name == "vocab.json":
         merges = read_text(path.with_name("merges.txt"))
         return fast(*convert.from_vocab_and_merges(read_text(path), merges, config, path), path)
@@ -120,7 +120,7 @@ def read_file(path: Path, config: TokenizerConfig) -> Tokenizer | None:
     raise BadInput(f"`{path.name}` is not a tokenizer", where=str(path), hint=KINDS)
 
 
-def read_model(path: Path, config: TokenizerConfig) -> Tokenizer:
+def _read_model(path: Path, config: TokenizerConfig) -> Tokenizer:
     """A file called `.model`: SentencePiece's, or tiktoken's ranks under that name."""
     from argosy.data.tokenizers.pieces import PieceTokenizer
     from argosy.data.tokenizers.ranks import from_ranks, holds_ranks

@@ -44,7 +44,7 @@ class PieceTokenizer(Tokenizer):
         self._model = read_model(data, path)
         if self._model.denormalizes:
             raise Unsupported("a SentencePiece model with a denormalizer", where=f"in {path}")
-        self._library = processor(data, path)
+        self._library = _processor(data, path)
         super().__init__(with_roles(config, self._library))
         size = len(self._model.pieces)
         self._added = {number: str(told["content"]) for number, told in config.added.items() if number >= size}
@@ -89,7 +89,7 @@ class PieceTokenizer(Tokenizer):
             if token is not None:
                 found = [(token, 0, len(part))]
             else:
-                found = aligned(library.encode(part, out_type="serialized_proto"), part, self._path)
+                found = _aligned(library.encode(part, out_type="serialized_proto"), part, self._path)
             ids += [number for number, _, _ in found]
             spans += [(at + begin, at + end) for _, begin, end in found]
             at += len(part)
@@ -158,12 +158,12 @@ class PieceTokenizer(Tokenizer):
     @cached_property
     def _without_space(self) -> SentencePieceProcessor:
         """The same model, without a space in front of a text."""
-        return processor(self._data + NO_PREFIX, self._path)
+        return _processor(self._data + NO_PREFIX, self._path)
 
     @cached_property
     def _with_space(self) -> SentencePieceProcessor:
         """The same model, with a space in front of a text."""
-        return processor(self._data + PREFIX, self._path)
+        return _processor(self._data + PREFIX, self._path)
 
     def _id(self, role: str) -> int | None:
         text = self.special.get(role)
@@ -178,7 +178,7 @@ class PieceTokenizer(Tokenizer):
         return kind.startswith(BEGINNING) if isinstance(kind, str) else self._model.bpe
 
 
-def aligned(answer: bytes, text: str, path: Path) -> list[tuple[int, int, int]]:
+def _aligned(answer: bytes, text: str, path: Path) -> list[tuple[int, int, int]]:
     """Id, begin and end of each piece of the library's answer (sentencepiece.proto), its bytes counted as characters."""
     characters = [place for place, character in enumerate(text) for _ in character.encode()] + [len(text)]
     pieces = [dict(fields(bytes(value), path)) for number, value in fields(answer, path) if number == 2]
@@ -190,7 +190,7 @@ def is_special(config: TokenizerConfig, number: int, text: str) -> bool:
     return bool(config.added[number].get("special")) or text in config.roles.values()
 
 
-def processor(data: bytes, path: Path) -> SentencePieceProcessor:
+def _processor(data: bytes, path: Path) -> SentencePieceProcessor:
     """Loads a model into the library.
 
     Raises:

@@ -57,7 +57,7 @@ def read_model(data: bytes, path: Path) -> SentencePieceModel:
             denormalizes = bool(part.get(2))
     if not pieces:
         raise damaged(path, "it has no pieces")
-    unknown = text_of(trainer.get(44, " \u2047 ".encode()), path)
+    unknown = _text_of(trainer.get(44, " \u2047 ".encode()), path)
     prefix, trims = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
     return SentencePieceModel(pieces, trainer.get(3, 1) == BPE, prefix, trims, unknown, denormalizes)
 
@@ -66,13 +66,13 @@ def piece_of(fields: dict[int, int | bytes], path: Path) -> tuple[str, int]:
     kind = fields.get(3, NORMAL)
     if not isinstance(kind, int):
         raise damaged(path, "a piece has no kind")
-    text = text_of(fields.get(1, b""), path)
+    text = _text_of(fields.get(1, b""), path)
     if kind == BYTE and not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
         raise damaged(path, "a piece for a byte names none")
     return text, kind
 
 
-def text_of(value: int | bytes, path: Path) -> str:
+def _text_of(value: int | bytes, path: Path) -> str:
     try:
         return bytes(value if isinstance(value, bytes) else b"\xff").decode()
     except UnicodeDecodeError:
@@ -132,14 +132,14 @@ def write_model(
 
 
 def number(field: int, value: int) -> bytes:
-    return encoded(field << 3 | _VARINT) + encoded(value)
+    return _encoded(field << 3 | _VARINT) + _encoded(value)
 
 
 def message(field: int, content: bytes) -> bytes:
-    return encoded(field << 3 | _BYTES) + encoded(len(content)) + content
+    return _encoded(field << 3 | _BYTES) + _encoded(len(content)) + content
 
 
-def encoded(value: int) -> bytes:
+def _encoded(value: int) -> bytes:
     """The inverse of `varint`."""
     data = bytearray()
     while value > 127:

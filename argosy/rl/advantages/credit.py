@@ -55,57 +55,58 @@ class RolloutRewards(NamedTuple):
     turns: EpisodeTurns | None = None
 
 
-def rollout_advantages(how: Policy, of: RolloutRewards) -> RolloutAdvantages:
+def rollout_advantages(policy: Policy, of: RolloutRewards) -> RolloutAdvantages:
     """The advantages of a rollout."""
     summed, mask = total(jnp.asarray(of.rewards), of.weights), jnp.asarray(of.live)
     penalty = None if of.penalty is None else jnp.where(mask > 0, jnp.asarray(of.penalty), 0.0)
-    if how.critic is not None:
-        return against_critic(how.critic, of, summed, mask, penalty)
+    if policy.critic is not None:
+        return against_critic(policy.critic, of, summed, mask, penalty)
     if of.turns is not None:
-        return of_turns(how, of, of.turns, summed, penalty)
+        return of_turns(policy, of, of.turns, summed, penalty)
     # The metrics are of the rewards as they came.
     plain = groups(summed).advantages(jnp.zeros_like(summed))
-    made = advantages_of(how, of, summed, mask, penalty)
+    made = advantages_of(policy, of, summed, mask, penalty)
     if isinstance(made, TokenAdvantages):
-        return RolloutAdvantages(np.asarray(made.values), flattened(plain.scored), np.ones(len(summed), bool), plain.metrics)
+        return RolloutAdvantages(np.asarray(made.values), _flattened(plain.scored), np.ones(len(summed), bool), plain.metrics)
     rows, counted = made.rows(mask)
     values, metrics = np.asarray(jnp.where(counted > 0, rows, 0.0)), made.metrics | plain.metrics
-    return RolloutAdvantages(values, flattened(made.scored), flattened(made.useful), metrics)
+    return RolloutAdvantages(values, _flattened(made.scored), _flattened(made.useful), metrics)
 
 
 def advantages_of(
-    how: Policy, of: RolloutRewards, summed: Array, mask: Array, penalty: Array | None
+    policy: Policy, of: RolloutRewards, summed: Array, mask: Array, penalty: Array | None
 ) -> Advantages | TokenAdvantages:
     """What the function of the policy's choice makes of the rewards (`rl.algorithms`)."""
-    if how.normalize == "each":
+    if policy.normalize == "each":
         return gdpo(jnp.asarray(of.rewards), of.weights)
-    function = ADVANTAGES[how.comparison]
+    function = ADVANTAGES[policy.comparison]
     if penalty is not None and "penalty" not in parameter_names(function):
         summed = summed - jnp.sum(penalty, 1).reshape(summed.shape)
-    offers = {"rewards": summed, "mask": mask, "penalty": penalty, "scale": how.scale}
+    offers = {"rewards": summed, "mask": mask, "penalty": penalty, "scale": policy.scale}
     offers["lengths"] = jnp.sum(mask, 1).reshape(summed.shape)
     if of.greedy is not None:
         offers["greedy"] = total(jnp.asarray(of.greedy)[:, None], of.weights)
     return call_with(function, **offers)
 
 
-def of_turns(how: Policy, of: RolloutRewards, turns: EpisodeTurns, summed: Array, penalty: Array | None) -> RolloutAdvantages:
+def of_turns(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, summed: Array, penalty: Array | None) -> RolloutAdvantages:
     """Advantages of turns, the same for all tokens of one."""
     plain = groups(summed).advantages(jnp.zeros_like(summed))
-    found = turn_advantages(how, of, turns, penalty)
+    found = turn_advantages(policy, of, turns, penalty)
     values = np.asarray(found.values).reshape(turns.rewards.shape)
     metrics = plain.metrics | found.metrics | useless(found)
-    return RolloutAdvantages(turns.of_tokens(values, of.live), flattened(plain.scored), flattened(found.useful), metrics, turns=values)
+    scored, useful = _flattened(plain.scored), _flattened(found.useful)
+    return RolloutAdvantages(turns.of_tokens(values, of.live), scored, useful, metrics, turns=values)
 
 
-def turn_advantages(how: Policy, of: RolloutRewards, turns: EpisodeTurns, penalty: Array | None = None) -> TurnAdvantages:
+def turn_advantages(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, penalty: Array | None = None) -> TurnAdvantages:
     """The advantages of turns by the policy's choice. A penalty of tokens is one of their turn."""
     g, n = of.rewards.shape[:2]
     own = rewards_of_turns(of, turns) - (0.0 if penalty is None else turns.sums(np.asarray(penalty)))
     rewarded = TurnRewards(jnp.asarray(own).reshape(g, n, -1), outcome(of), jnp.asarray(turns.made).reshape(g, n))
-    if how.credit.by == "mixed":
-        return mixed(rewarded, weight=how.credit.weight, scale=how.scale)
-    return to_go(rewarded, gamma=how.credit.gamma, scale=how.scale)
+    if policy.credit.by == "mixed":
+        return mixed(rewarded, weight=policy.credit.weight, scale=policy.scale)
+    return to_go(rewarded, gamma=policy.credit.gamma, scale=policy.scale)
 
 
 def rewards_of_turns(of: RolloutRewards, turns: EpisodeTurns) -> np.ndarray:
@@ -122,11 +123,11 @@ def outcome(of: RolloutRewards) -> Array:
     return jnp.where(scored, jnp.where(jnp.isfinite(rest), rest, 0.0), jnp.nan)
 
 
-def useful_groups(how: Policy, of: RolloutRewards) -> np.ndarray:
+def useful_groups(policy: Policy, of: RolloutRewards) -> np.ndarray:
     """Which groups can be learned from [g], by their rewards alone."""
-    if of.turns is not None and how.critic is None:
-        return flattened(turn_advantages(how, of, of.turns).useful)
-    return flattened(groups(total(jnp.asarray(of.rewards), of.weights)).useful)
+    if of.turns is not None and policy.critic is None:
+        return _flattened(turn_advantages(policy, of, of.turns).useful)
+    return _flattened(groups(total(jnp.asarray(of.rewards), of.weights)).useful)
 
 
 def against_critic(critic: Critic, of: RolloutRewards, summed: Array, mask: Array, penalty: Array | None) -> RolloutAdvantages:
@@ -140,8 +141,8 @@ def against_critic(critic: Critic, of: RolloutRewards, summed: Array, mask: Arra
     after = None if of.after is None else jnp.asarray(of.after)
     found = gae(rewards, jnp.asarray(of.values), mask, after, gamma=critic.gamma, lam=critic.lam)
     every = np.ones(len(summed), bool)
-    return RolloutAdvantages(np.asarray(found.values), flattened(plain.scored), every, plain.metrics, np.asarray(found.returns))
+    return RolloutAdvantages(np.asarray(found.values), _flattened(plain.scored), every, plain.metrics, np.asarray(found.returns))
 
 
-def flattened(a: Array) -> np.ndarray:
+def _flattened(a: Array) -> np.ndarray:
     return np.asarray(a).reshape(-1)

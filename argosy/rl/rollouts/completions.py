@@ -41,7 +41,7 @@ class SamplingRequest(NamedTuple):
 
 
 @dataclass
-class SampledTokens:
+class SampledCompletion:
     """The tokens of an answer, the log-probability of each in the distribution that it was drawn from, and whether the answer came to
     its own end."""
 
@@ -59,7 +59,7 @@ class RemoteSampler(Protocol):
     lost: int
     weights_s: float
 
-    def drawn(self, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool]) -> list[SampledTokens]:
+    def drawn(self, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool]) -> list[SampledCompletion]:
         """An answer to each prompt. Raises Interrupted, SamplersLost."""
         ...
 
@@ -144,7 +144,7 @@ def sample_trajectories(
         Interrupted: it said yes.
     """
     how, asked = SamplingRequest(most, sampling, seed, ignore_eos), [one.tokens for one in prompts]
-    found = sample_tokens(lm, asked, how, interrupted) if isinstance(lm, LM) else lm.drawn(asked, how, interrupted)
+    found = sample_completions(lm, asked, how, interrupted) if isinstance(lm, LM) else lm.drawn(asked, how, interrupted)
     answers: list[Trajectory] = []
     for prompt, one in zip(prompts, found, strict=True):
         shown = one.tokens[:-1] if one.ended else one.tokens
@@ -154,9 +154,9 @@ def sample_trajectories(
     return answers
 
 
-def sample_tokens(
+def sample_completions(
     lm: LM, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool] = lambda: False, first: int = 0
-) -> list[SampledTokens]:
+) -> list[SampledCompletion]:
     """One answer to each of these prompts, in token ids, by the engine of this process.
 
     Args:
@@ -168,7 +168,7 @@ def sample_tokens(
     ends = frozenset[int]() if how.ignore_eos else frozenset(lm.stops())
     asked = [Request(list(one), how.most, how.sampling, ends, how.seed, row) for row, one in enumerate(prompts, first)]
     engine = lm.engine([len(one) + how.most for one in prompts])
-    answers = [SampledTokens() for _ in prompts]
+    answers = [SampledCompletion() for _ in prompts]
     rows: dict[int, int] = {}
     try:
         for row, request in enumerate(asked):

@@ -43,7 +43,7 @@ class MissingProtection(Exception):
     """A protection that is not there."""
 
 
-def require(result, what):
+def _require(result, what):
     if result < 0:
         raise MissingProtection(f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
@@ -94,7 +94,7 @@ def own_uid(keep_fsuid, folder):
 def capabilities(kept):
     """Gives up all capabilities but these."""
     header = struct.pack("=Ii", 0x20080522, 0)
-    require(LIBC.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)), "capabilities cannot be given up")
+    _require(LIBC.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)), "capabilities cannot be given up")
 
 
 def tasks_of(uid):
@@ -153,9 +153,9 @@ def end_at(seconds):
     """Has the kernel kill this process, whatever it does with signals; it cannot undo that, because the filter refuses these calls."""
     event = struct.pack("=QiI48x", 0, SIGKILL, 0)
     number = ctypes.c_int()
-    require(LIBC.syscall(TIMER_CREATE, 1, event, ctypes.byref(number)), "no timer")
+    _require(LIBC.syscall(TIMER_CREATE, 1, event, ctypes.byref(number)), "no timer")
     whole, part = int(seconds), int(seconds % 1 * 1e9)
-    require(LIBC.syscall(TIMER_SETTIME, number, 0, struct.pack("=qqqq", 0, 0, whole, max(part, not whole)), None), "no timer")
+    _require(LIBC.syscall(TIMER_SETTIME, number, 0, struct.pack("=qqqq", 0, 0, whole, max(part, not whole)), None), "no timer")
 
 
 # ---- files
@@ -164,11 +164,11 @@ def end_at(seconds):
 def landlock(reads, lists, writes):
     """Leaves these files and folders to be read, these to be listed and this one to be changed, and no others."""
     version = LIBC.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    require(version, "Landlock is not available")
+    _require(version, "Landlock is not available")
     rights = sum(bits for since, bits in RIGHTS.items() if since <= version)
     fields = [rights, *([NET_TCP] if version >= 4 else []), *([SCOPES] if version >= 6 else [])]
     attribute = struct.pack(f"={len(fields)}Q", *fields)
-    rules = require(LIBC.syscall(LANDLOCK_CREATE_RULESET, attribute, ctypes.c_size_t(len(attribute)), 0), "no Landlock rules")
+    rules = _require(LIBC.syscall(LANDLOCK_CREATE_RULESET, attribute, ctypes.c_size_t(len(attribute)), 0), "no Landlock rules")
     wanted = [(path, READ_FILE | READ_DIR) for path in reads]
     wanted += [(path, READ_DIR) for path in lists]
     wanted += [(writes, READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | CHANGE), ("/dev/null", READ_FILE | WRITE_FILE)]
@@ -180,9 +180,9 @@ def landlock(reads, lists, writes):
         folder = os.path.isdir(path)
         access &= rights & (~0 if folder else READ_FILE | WRITE_FILE | EXECUTE | TRUNCATE)
         rule = struct.pack("=Qi", access, place)
-        require(LIBC.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"no Landlock rule for {path}")
+        _require(LIBC.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"no Landlock rule for {path}")
         os.close(place)
-    require(LIBC.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "Landlock does not take effect")
+    _require(LIBC.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "Landlock does not take effect")
     os.close(rules)
 
 
@@ -230,10 +230,10 @@ def restrict(how):
         pass
     way, counted = count_apart(how["ways"], how["keep_fsuid"], how["folder"])
     limit_resources(how["limits"], counted)
-    require(prctl(PR_SET_NO_NEW_PRIVS, 1), "it could gain rights")
+    _require(prctl(PR_SET_NO_NEW_PRIVS, 1), "it could gain rights")
     capabilities(0)
     # A change of user would undo this.
-    require(prctl(PR_SET_PDEATHSIG, SIGKILL), "it would outlive its parent")
+    _require(prctl(PR_SET_PDEATHSIG, SIGKILL), "it would outlive its parent")
     if os.getppid() != how["parent"]:
         os._exit(0)
     end_at(how["last_s"])

@@ -13,7 +13,7 @@ import numpy as np
 from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.models.parts.weight import Leaves
-from argosy.rl.rollouts.completions import SampledTokens, SamplingRequest, sample_tokens
+from argosy.rl.rollouts.completions import SampledCompletion, SamplingRequest, sample_completions
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums
 
 
@@ -46,7 +46,7 @@ class RolloutWorker:
         prompts = [one.tolist() for one in np.split(tokens, np.cumsum(lengths)[:-1])]
         sampling = Sampling.model_validate_json(how["sampling"])
         request = SamplingRequest(how["most"], sampling, tuple(how["seed"]), how["ignore_eos"])
-        return joined_completions(sample_tokens(self.lm, prompts, request, first=first))
+        return joined_completions(sample_completions(self.lm, prompts, request, first=first))
 
     def sleep(self) -> None:
         """Frees the cache."""
@@ -54,7 +54,7 @@ class RolloutWorker:
             self.lm.sleep()
 
 
-def joined_completions(answers: list[SampledTokens]) -> dict[str, np.ndarray]:
+def joined_completions(answers: list[SampledCompletion]) -> dict[str, np.ndarray]:
     """Answers as arrays."""
     return {
         "lengths": np.array([len(one.tokens) for one in answers], np.int64),
@@ -64,8 +64,8 @@ def joined_completions(answers: list[SampledTokens]) -> dict[str, np.ndarray]:
     }
 
 
-def split_completions(found: Mapping[str, np.ndarray]) -> list[SampledTokens]:
+def split_completions(found: Mapping[str, np.ndarray]) -> list[SampledCompletion]:
     """The answers that `flat` made arrays of."""
     ends = np.cumsum(found["lengths"])[:-1]
     each = zip(np.split(found["tokens"], ends), np.split(found["logprobs"], ends), found["ended"].tolist(), strict=True)
-    return [SampledTokens(tokens.tolist(), logprobs.tolist(), ended) for tokens, logprobs, ended in each]
+    return [SampledCompletion(tokens.tolist(), logprobs.tolist(), ended) for tokens, logprobs, ended in each]

@@ -30,7 +30,7 @@ from argosy.launch.workers.group import WorkerGroup
 from argosy.models.parts.weight import Leaves
 from argosy.observe.readable import sized
 from argosy.rl.policy.critic import PREFIX
-from argosy.rl.rollouts.completions import Interrupted, SampledTokens, SamplersLost, SamplingRequest
+from argosy.rl.rollouts.completions import Interrupted, SampledCompletion, SamplersLost, SamplingRequest
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.rl.rollout_engine import RolloutEngine, checksums, policy_weights
 from argosy.run.rl.rollout_worker import RolloutWorker, split_completions
@@ -116,7 +116,7 @@ class RolloutWorkers:
 
     # ---------------------------------------------------------------- one process
 
-    def share(self, name: str, weights: WeightVersions, ask: Ask, told: "Samplers") -> list[SampledTokens]:
+    def share(self, name: str, weights: WeightVersions, ask: Ask, told: "Samplers") -> list[SampledCompletion]:
         """The answers of a process, however often it ends on the way. ask: has it answer.
 
         Raises:
@@ -184,7 +184,7 @@ class Samplers:
         self.workers, self.given, self.tokenizer = workers, weights, workers.engine.tokenizer
         self.lost, self.weights_s = 0, 0.0
 
-    def drawn(self, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool]) -> list[SampledTokens]:
+    def drawn(self, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool]) -> list[SampledCompletion]:
         """One answer to each prompt, in their order.
 
         Raises:
@@ -197,7 +197,7 @@ class Samplers:
             for name, share in zip(names, places, strict=True)
             if share.size
         ]
-        left: set[Future[list[SampledTokens]]] = set(asked)
+        left: set[Future[list[SampledCompletion]]] = set(asked)
         while left:
             if interrupted():
                 raise Interrupted("stopped while answers were generated")

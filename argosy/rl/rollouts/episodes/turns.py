@@ -124,7 +124,7 @@ class TurnCodec:
         said = notation.read("".join([stream.push(one) for one in tokens]) + stream.end())
         message: dict[str, Any] = {"role": "assistant"} | ({"thinking": said.thought} if said.thought else {}) | {"content": said.text}
         if said.calls:
-            written = notation.written(said.calls, call_ids(talk.messages), lambda place: call_id(talk.turn, place))
+            written = notation.written(said.calls, call_ids(talk.messages), lambda place: _call_id(talk.turn, place))
             message["tool_calls"] = [call_as_object(one) for one in written]
         elif said.tried:
             message["malformed"] = True
@@ -240,7 +240,7 @@ class TurnCodec:
             raise BadInput(what, where=error.where, hint=CHANGES) from None
 
 
-def call_id(turn: int, place: int) -> str:
+def _call_id(turn: int, place: int) -> str:
     """An id for a call. Nine letters and digits, as Mistral's templates ask for, that are the same in every run."""
     return f"call{turn:03d}{place:02d}"[-9:]
 

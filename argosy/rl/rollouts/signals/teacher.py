@@ -230,19 +230,19 @@ def with_mask(part: PackedPart, answers: Sequence[Trajectory]) -> Batch:
     return {**part.rows, "mask": mask.reshape(part.rows["tokens"].shape)}
 
 
-def check_teacher_settings(prompts: AnsweredPrompts, how: GKD | GOLD, rollout: Rollout, batch: int, shape: PartShape) -> None:
+def check_teacher_settings(prompts: AnsweredPrompts, settings: GKD | GOLD, rollout: Rollout, batch: int, shape: PartShape) -> None:
     """Checks that settings fit each other and the data, and that none would be ignored.
 
     Raises:
         BadInput: they do not.
     """
     check_sizes(batch, rollout, shape, prompts.most, batch)
-    if how.own < 1 and how.others == "data" and not prompts.has_answers:
-        what = f"objective.own = {how.own:g} learns from the data's answers too, and this data has prompts alone"
+    if settings.own < 1 and settings.others == "data" and not prompts.has_answers:
+        what = f"objective.own = {settings.own:g} learns from the data's answers too, and this data has prompts alone"
         hint = "objective.own=1 learns from the student's own answers alone"
-        hint += ", objective.others=teacher samples the others" if isinstance(how, GKD) else ""
+        hint += ", objective.others=teacher samples the others" if isinstance(settings, GKD) else ""
         raise BadInput(what, where=f"data.source={prompts.source}", hint=hint)
-    if how.own == 0 and how.others == "data":
+    if settings.own == 0 and settings.others == "data":
         for name, default in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("ignore_eos", False), ("completions", 1)):
             if getattr(rollout, name) != default:
                 what = f"rollout.{name} with objective.own = 0: nothing is sampled"
