@@ -87,7 +87,7 @@ def alone(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def together(step: Callable[..., Any], settings: DilocoSettings) -> Callable[..., Any]:
-    """The inner step of all replicas, and after every `how.every` of them an outer step. A step that a guard skipped counts; one at
+    """The inner step of all replicas, and after every `every` of them an outer step. A step that a guard skipped counts; one at
     which the state halted does not. Metrics: also what is known of the last outer step."""
 
     def update(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Array]]:
@@ -95,7 +95,8 @@ def together(step: Callable[..., Any], settings: DilocoSettings) -> Callable[...
         inner = {INNER: new.optimizer[INNER]}
         moving = {name: part for name, part in new.optimizer.items() if name != INNER}
         due = (new.step != state.step) & (new.step % settings.every == 0)
-        params, moving = jax.lax.cond(due, lambda params, moving: outer_step(params, moving, settings), lambda *of: of, new.params, moving)
+        outer = lambda params, moving: outer_step(params, moving, settings)  # noqa: E731
+        params, moving = jax.lax.cond(due, outer, lambda *of: of, new.params, moving)
         return replace(new, params=params, optimizer=inner | moving), metrics | {name: moving[name] for name in (APART, MOVED)}
 
     return update
