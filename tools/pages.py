@@ -148,9 +148,9 @@ def kernels_page() -> str:
 
 def not_built_page() -> str:
     """Areas, written by hand in tools/not_built.md, and the features that do not combine."""
-    from argosy.run.settings.combinations import table
+    from argosy.run.settings.combinations import combinations_table
 
-    return Path(__file__).with_name("not_built.md").read_text(encoding="utf-8").replace("{table}", table())
+    return Path(__file__).with_name("not_built.md").read_text(encoding="utf-8").replace("{table}", combinations_table())
 
 
 # Pages that are cheap and exact are checked; the table of the seams has rounding errors, which differ by machine.

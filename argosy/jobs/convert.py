@@ -66,7 +66,7 @@ def convert(
     if target.suffix == ".gguf":
         raise BadInput(f"{target}: GGUF can be read but not written", hint="name a new folder")
     start = time.monotonic()
-    original = stored = opened(source, say)
+    original = stored = open_source(source, say)
     if to == "peft":
         return adapters_alone(stored, source, target, dtype, adapter, start)
     if stored.adapted is not None:
@@ -76,7 +76,7 @@ def convert(
     if dtype is None and isinstance(stored.weights, MappedTensors) and (scaled := stored.weights.scaled):
         many = f"{plural(len(scaled), 'tensor', 'is', 'are')} stored in blocks with scales (fp8, mxfp4)"
         say(f"{many} and become float32; dtype=bfloat16 halves their size")
-    identity = identity_of(stored, to, dtype, shard_gb)
+    identity = _identity_of(stored, to, dtype, shard_gb)
     if adapter is not None:
         config = config_for(adapter, stored.config)
         contents = read_contents(adapter, config)
@@ -148,7 +148,7 @@ def adapters_alone(
     }
 
 
-def opened(source: str, say: Say = lambda _: None) -> OpenedModel:
+def open_source(source: str, say: Say = lambda _: None) -> OpenedModel:
     """Opens a model so that its weights are read one at a time.
 
     Raises:
@@ -161,7 +161,7 @@ def opened(source: str, say: Say = lambda _: None) -> OpenedModel:
     return stored
 
 
-def identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
+def _identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
     """What identifies a conversion: the names, sizes and times of the source's files, and how they are written."""
     if stored.kind == "argosy":
         digest = hashlib.sha256((stored.path / manifest.NAME).read_bytes())

@@ -114,7 +114,7 @@ def check_variables(found: Mapping[str, Any]) -> list[Finding]:
     return out
 
 
-def check_disk(found: Mapping[str, Any]) -> list[Finding]:
+def _check_disk(found: Mapping[str, Any]) -> list[Finding]:
     out = []
     for place, about in found["disk"].items():
         free = about["free_bytes"]
@@ -178,7 +178,7 @@ def check_kernels(found: Mapping[str, Any]) -> list[Finding]:
 
 
 CHECKS: tuple[Callable[[Mapping[str, Any]], list[Finding]], ...] = (
-    check_packages, check_devices, check_variables, check_disk, check_cache, check_machine, check_huge_pages, check_kernels
+    check_packages, check_devices, check_variables, _check_disk, check_cache, check_machine, check_huge_pages, check_kernels
 )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
     engine, what, found = KnownEngine(named(words)), Verb(), list[UserError]()
     found += mistakes_of(lambda: read_engine(engine, words))
     found += mistakes_of(lambda: read_verb(what, verb, sees_files=engine.name not in BLIND))
-    found += mistakes_of(*checks(engine, what))
+    found += mistakes_of(*_checks(engine, what))
     refuse(found)
     assert what.command is not None
     assert what.run is not None
@@ -167,7 +167,7 @@ def values_of(reading: Reading[Run]) -> dict[str, Any]:
     return {name: getattr(reading.value, name) for name in type(reading.value).model_fields}
 
 
-def checks(engine: KnownEngine, what: Verb) -> list[Callable[[], object]]:
+def _checks(engine: KnownEngine, what: Verb) -> list[Callable[[], object]]:
     """How an engine and a command go together, as far as both are known."""
     if engine.good is None:
         return []
@@ -192,14 +192,14 @@ def blind(good: Mapping[str, Any], mesh: MeshSettings) -> list[Callable[[], obje
     mesh that are set, whatever devices there are; and what can be no file."""
     found: list[Callable[[], object]] = []
     if (data := good.get("data")) is not None:
-        found.append(lambda: check_source(data))
+        found.append(lambda: _check_source(data))
         found.append(lambda: check_rows(data.batch, good.get("accumulate", 1), mesh))
     if (model := good.get("model")) is not None:
         found.append(lambda: check_experts(model, mesh.shares("expert")))
     return found
 
 
-def check_source(data: Any) -> None:
+def _check_source(data: Any) -> None:
     """Checks that data is no address: it would be refused where the run starts.
 
     Raises:

@@ -75,7 +75,7 @@ def start_jax() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def described() -> str:
+def machine_summary() -> str:
     """Python, jax, system, cores and devices in one line."""
     import jax
 

@@ -84,7 +84,7 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
         "cache_bytes": {d: cache_bytes(kept, tokens, BYTES[d]) for d in ("float32", "bfloat16")},
         "state_bytes": STATE_BYTES * sum(k.layers * k.row for k in kept),
         "window": next((k.span for k in kept if k.span), None),
-        "block": block(model),
+        "block": _block(model),
         "training_bytes": training_bytes(config, tokens) if config.causal else None,
         "recipes": used_by(name) if config.causal else None,
     }
@@ -162,7 +162,7 @@ def parts(model: Any) -> dict[str, int]:
 # ---------------------------------------------------------------- the picture
 
 
-def block(model: Any) -> str:
+def _block(model: Any) -> str:
     """The model as a text diagram: what a token passes through, with shapes of weights. One box per kind of layer."""
     config, stack = model.config, model.layers
     lines = ["tokens", f"  embed   {config.vocab} x {config.width}", "  │"]

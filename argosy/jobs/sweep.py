@@ -36,7 +36,7 @@ def combinations(recipe: str, words: Sequence[str]) -> list[Combination]:
     """
     folder = next((w.partition("=")[2] for w in words if w.startswith("dir=")), f"{run_folder(recipe)}-sweep")
     words = [word for word in words if not word.startswith("dir=")]
-    values = {word: [f"{key}={v}" for v in listed(text)] for word in words for key, _, text in [word.partition("=")]}
+    values = {word: [f"{key}={v}" for v in combinations_text(text)] for word in words for key, _, text in [word.partition("=")]}
     swept = [word for word in words if len(values[word]) > 1]
     if not swept:
         raise BadInput("no setting has several values", hint="list them: optimizer.learning_rate=1e-3,3e-3")
@@ -78,7 +78,7 @@ def sweep(runs: Sequence[Combination], train: Callable[[Combination], int], say:
     return worst
 
 
-def listed(text: str) -> list[str]:
+def combinations_text(text: str) -> list[str]:
     """The values between the commas of a word; commas inside brackets and quotes do not count."""
     parts, depth, quote = [""], 0, ""
     for letter in text:

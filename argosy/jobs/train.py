@@ -135,7 +135,7 @@ def _locked(
         if good is not None and good >= settings.steps:
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
             log.say(f"{directory} is done: {plural(good, 'step')}{fewer}; steps=N trains longer, for N above {good}")
-            last = last_numbers(directory)
+            last = _last_numbers(directory)
             if meta is not None and "base" in meta:
                 keep_adapter(directory, log.say)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
@@ -185,7 +185,7 @@ def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
         say(f"no PEFT folder: {error.what}; `argosy convert {directory} FOLDER` merges them")
 
 
-def last_numbers(directory: RunDirectory) -> dict[str, float]:
+def _last_numbers(directory: RunDirectory) -> dict[str, float]:
     """The numbers of the last logged step."""
     lines = [line for line in read(directory.store) if "loss" in line]
     return {k: v for k, v in lines[-1].items() if k != "step"} if lines else {}

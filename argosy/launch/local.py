@@ -346,7 +346,7 @@ def _show(ending: ProcessEnding, say: Say, count: int, only_others: bool = False
     if ending.silent:
         return
     if not only_others:
-        say(f"process {first.rank} of {count} ended {how(first.code or 0)}{_at(ending, first)}")
+        say(f"process {first.rank} of {count} ended {ending_words(first.code or 0)}{_at(ending, first)}")
     crashed = (first.code or 0) < 0 and first.code != -signal.SIGKILL
     lines = first.last(SHOWN) if crashed else [line for line in first.printed if line.strip()][-SHOWN:] if first.rank else []
     if lines:
@@ -359,7 +359,7 @@ def _show(ending: ProcessEnding, say: Say, count: int, only_others: bool = False
         say(f"where the processes were:\n{ending.stacks}")
 
 
-def how(code: int) -> str:
+def ending_words(code: int) -> str:
     """ "with exit code 3", "by SIGKILL"."""
     return f"{'with' if code >= 0 else 'by'} {reason_of(code)}"
 

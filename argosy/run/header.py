@@ -23,7 +23,7 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
     return {
         "command": command,
         "versions": installed,
-        "model": settings.model.preset or family_of(settings),
+        "model": settings.model.preset or _family_of(settings),
         "parameters": a.parameters,
         **_adapter(a),
         "vocab": settings.model.vocab,
@@ -35,9 +35,9 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
         "precision": a.decided.precision,
         "layers": a.decided.layers,
         "products": a.products.name,
-        **grid.told(a.mesh, a.shapes.params | a.shapes.rest),
-        **stages.told(a.model.layers.run),
-        **diloco.told(settings, a.mesh),
+        **grid.mesh_header(a.mesh, a.shapes.params | a.shapes.rest),
+        **stages.stages_header(a.model.layers.run),
+        **diloco.diloco_header(settings, a.mesh),
         "weights": _weights(settings, resumed),
         "tokenizer": tokenizer_of(a),
         "corpus": a.batches.summary(settings.steps).text,
@@ -91,7 +91,7 @@ def tokenizer_of(a: "Assembly") -> str:
     return f"{a.run.data.tokenizer}, {tokenizer.vocab:,} tokens of the model's {vocab:,}"
 
 
-def family_of(settings: Run) -> str:
+def _family_of(settings: Run) -> str:
     """The name of the model's family."""
     from argosy.core.settings import dump
 

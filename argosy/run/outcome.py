@@ -33,10 +33,11 @@ def ending(outcome: Outcome) -> str:
     """How a run ended, as one line for its log."""
     loss = f", loss {decimals(outcome.last['loss'])}" if "loss" in outcome.last else ""
     how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
-    return f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}; {kept(outcome)}"
+    words = f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}"
+    return f"{words}; {saved_words(outcome)}"
 
 
-def kept(outcome: Outcome) -> str:
+def saved_words(outcome: Outcome) -> str:
     """What is saved of a run. A run that is stopped before its first step saves checkpoint 0."""
     return "no checkpoint is saved" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
 

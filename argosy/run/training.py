@@ -174,14 +174,14 @@ class Training:
         from argosy.run.frozen import reference
 
         weights = reference.ReferenceWeights(self.assembly, state, fresh, self.view.say)
-        reference.settle(self.assembly, self.directory, weights, self.view.say)
+        reference.settle_reference(self.assembly, self.directory, weights, self.view.say)
 
     def settle_teacher(self) -> None:
         """Finds the teacher that the objective learns from, if it has one."""
         from argosy.run.distillation import teacher
 
         if self.assembly.teacher is not None:
-            teacher.settle(self.assembly, self.assembly.teacher, self.directory, self.view.say)
+            teacher.settle_teacher(self.assembly, self.assembly.teacher, self.directory, self.view.say)
 
     # ---------------------------------------------------------------- the loop and its hooks
 

@@ -6,7 +6,7 @@ import pytest
 
 from argosy.cli.verbs.runs import comparison
 from argosy.core.errors import ArgosyError, BadInput, SettingsError
-from argosy.jobs.sweep import Combination, combinations, listed, sweep
+from argosy.jobs.sweep import Combination, combinations, combinations_text, sweep
 
 
 def test_every_combination_has_its_own_words_and_directory():
@@ -31,7 +31,7 @@ def test_the_folder_is_the_users_and_equal_last_names_are_written_out():
     ("text", "parts"), [("1", ["1"]), ("1,2", ["1", "2"]), ("[1,2],[3]", ["[1,2]", "[3]"]), ("'a,b',c", ["'a,b'", "c"])]
 )
 def test_commas_inside_brackets_and_quotes_part_nothing(text, parts):
-    assert listed(text) == parts
+    assert combinations_text(text) == parts
 
 
 def test_mistakes_are_found_before_the_first_run():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from argosy.core.errors import BadInput, SettingsError, UnknownName
 from argosy.parallel.mesh import BetweenSettings, MeshSettings, rows_follow
-from argosy.run.assembly.grid import told
+from argosy.run.assembly.grid import mesh_header
 from argosy.run.settings.compose import CONFIGS, compose
 from argosy.run.settings.mesh_presets import mesh_presets
 from argosy.run.settings.run import Run
@@ -174,8 +174,9 @@ def test_weights_that_no_rule_splits_are_said():
         return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, P(*spec)))
 
     split = {"a": weight((64, 64), "fsdp"), "norm": weight((16,), None)}
-    assert told(mesh, split) == {"mesh": "fsdp 4 x tensor 2"}
+    assert mesh_header(mesh, split) == {"mesh": "fsdp 4 x tensor 2"}
     kept = split | {"odd": weight((63, 7), None, None)}
-    assert told(mesh, kept)["whole"] == "1.79 KiB of weights (10%) on every device, as no rule splits them: odd [63, 7], norm [16]"
+    whole = mesh_header(mesh, kept)["whole"]
+    assert whole == "1.79 KiB of weights (10%) on every device, as no rule splits them: odd [63, 7], norm [16]"
     copies = Mesh(np.asarray(jax.devices()).reshape(8), ("data",))
-    assert "whole" not in told(copies, kept)
+    assert "whole" not in mesh_header(copies, kept)

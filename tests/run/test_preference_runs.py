@@ -304,6 +304,6 @@ def test_data_that_an_objective_cannot_read_is_refused_before_work(
 
 
 def test_a_reference_that_is_not_finite_is_an_error(data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reference, "compiled", lambda *_: lambda leaves, batch: np.full(batch["live"].shape, np.nan))
+    monkeypatch.setattr(reference, "_compiled", lambda *_: lambda leaves, batch: np.full(batch["live"].shape, np.nan))
     with pytest.raises(Exception, match="log-probability that is not finite"):
         fit("dpo", data["pairs"], tmp_path / "run", "model.layers=1", steps=1)

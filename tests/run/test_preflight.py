@@ -110,7 +110,7 @@ def test_what_only_jax_knows_is_reported_at_once_too():
 
 def test_the_proof_says_what_it_does_before_it_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     happened: list[str] = []
-    monkeypatch.setattr(proof, "trained", lambda recipe, words: happened.append("trained"))
+    monkeypatch.setattr(proof, "_trained", lambda recipe, words: happened.append("trained"))
     monkeypatch.setattr(proof, "kill_at", lambda *_: happened.append("killed") or 27)
     monkeypatch.setattr(proof, "RunDirectory", lambda folder: SimpleNamespace(steps=lambda: [10, 20]))
     monkeypatch.setattr(proof, "digest", lambda *_: "")

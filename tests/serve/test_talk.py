@@ -22,7 +22,7 @@ from serve.fakes import END, STREAM, Hangup, endless, event, fake, response
 
 from argosy.cli import main
 from argosy.cli.lines import Lines, several
-from argosy.cli.verbs.chat import COMMANDS, Session, opened
+from argosy.cli.verbs.chat import COMMANDS, Session, open_chat
 from argosy.client.client import AsgiTransport, ConnectionFailed, RequestRefused
 from argosy.client.conversation import ChatReply, ChatSession
 from argosy.client.http import Http
@@ -264,7 +264,7 @@ def test_a_mistake_ends_a_pipe(
 
 def test_a_chat_with_a_model_speculates_if_asked(lm: LM, tmp_path: Path):
     lm.save(tmp_path / "model")
-    with opened(str(tmp_path / "model"), ChatSettings(context=64, engine=ChatEngineSettings(speculative=NGram()))) as (_, engine):
+    with open_chat(str(tmp_path / "model"), ChatSettings(context=64, engine=ChatEngineSettings(speculative=NGram()))) as (_, engine):
         assert engine.speculation is not None
 
 

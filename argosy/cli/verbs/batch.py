@@ -11,7 +11,7 @@ import typer
 
 from argosy.cli.flags import RUN_BATCH, translated
 from argosy.cli.output import Doing, as_typed, conclude, say
-from argosy.cli.verbs.bench import key_of
+from argosy.cli.verbs.bench import api_key_of
 from argosy.client import batch
 from argosy.client.batch_files import BatchOutput, file_fingerprint, file_stamp, read_batch_rows
 from argosy.client.client import AsgiTransport, ClientTransport, is_url
@@ -83,11 +83,11 @@ def run_batch(
             with server_of(model, settings) as (server, tries):
                 start = time.monotonic()
                 code = work(requests, out, server, settings, tries, len(lines))
-        document = summary(out, len(lines), before, tokens, time.monotonic() - start)
+        document = _summary(out, len(lines), before, tokens, time.monotonic() - start)
     if code:
         say(f"stopped: {len(out.done):,} of {len(lines):,} rows are in {answers}; the same command resumes")
     else:
-        conclude(text_of(document), document, as_json)
+        conclude(_text_of(document), document, as_json)
     return code or (1 if out.failed else 0)
 
 
@@ -108,7 +108,7 @@ def begun_with(model: str, requests: Path, settings: BatchSettings) -> dict[str,
 def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[ClientTransport, int]]:
     """The server at a URL, or the application of `argosy serve` in this process; and how often a request is sent."""
     if is_url(model):
-        yield Http(model, key=key_of(settings.api_key), seconds=settings.timeout), batch.TRIES
+        yield Http(model, key=api_key_of(settings.api_key), seconds=settings.timeout), batch.TRIES
         return
     with Doing() as doing:
         doing("loading jax")
@@ -159,7 +159,7 @@ def work(
     return stop.code if len(out.done) < total else 0
 
 
-def summary(out: BatchOutput, total: int, before: int, tokens: int, seconds: float) -> dict[str, Any]:
+def _summary(out: BatchOutput, total: int, before: int, tokens: int, seconds: float) -> dict[str, Any]:
     """What was done. tokens, before: output tokens and rows that were there at the start."""
     return {
         "output": str(out.path),
@@ -174,7 +174,7 @@ def summary(out: BatchOutput, total: int, before: int, tokens: int, seconds: flo
     }
 
 
-def text_of(found: dict[str, Any]) -> str:
+def _text_of(found: dict[str, Any]) -> str:
     text = f"{found['output']}: {found['rows']:,} rows, {found['completion_tokens']:,} tokens"
     if found["rows"] > found["resumed"]:
         text += f", {found['tokens_per_s']:.1f} tokens/s"

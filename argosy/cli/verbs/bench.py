@@ -67,7 +67,7 @@ def serve(
     with Doing() as doing:
         # In a log, hundreds of such lines would be noise.
         progress = doing if doing.is_live else None
-        servers = [BenchServer(one, settings, key_of(settings.api_key), progress) for one in urls]
+        servers = [BenchServer(one, settings, api_key_of(settings.api_key), progress) for one in urls]
         rounds = asyncio.run(run_bench(servers, source, settings.rounds if settings.against else 1))
     found = [report.round_figures(one, settings) | {"server": one.server} for one in rounds]
     if settings.against:
@@ -96,7 +96,7 @@ def address(words: list[str]) -> tuple[str, list[str]]:
     raise BadInput("which server?", hint="its address is the first word, such as http://127.0.0.1:8000")
 
 
-def key_of(given: str | None) -> str | None:
+def api_key_of(given: str | None) -> str | None:
     """The key for a server: the one that was given, or that of the environment."""
     return given or next((value for name in KEYS if (value := os.environ.get(name))), None)
 

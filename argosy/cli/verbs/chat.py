@@ -12,7 +12,7 @@ import typer
 from argosy.cli.flags import CHAT, translated
 from argosy.cli.lines import Lines, history_file, several
 from argosy.cli.output import Doing, as_typed, can_color, fail, say
-from argosy.cli.verbs.bench import key_of
+from argosy.cli.verbs.bench import api_key_of
 from argosy.client.client import AsgiTransport, RequestRefused, is_url
 from argosy.client.conversation import ChatSession, first_model, too_long
 from argosy.client.http import Http
@@ -71,7 +71,7 @@ def chat(
     settings = read_settings(ChatSettings, words_layer(translated(words or [], CHAT))).value
     if settings.plain and settings.system is not None:
         raise BadInput("plain text has no system message", hint="leave out `system` or `plain`")
-    with opened(model, settings) as (talk, engine), asyncio.Runner() as runner:
+    with open_chat(model, settings) as (talk, engine), asyncio.Runner() as runner:
         session = Session(talk, Lines(history_file() if settings.history else None, list(COMMANDS)), runner)
         if engine is not None:
             engine.say = session.progress
@@ -79,12 +79,12 @@ def chat(
 
 
 @contextmanager
-def opened(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession, Any]]:
+def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession, Any]]:
     """A conversation with a server, or with the application of `argosy serve` in this process; and its engine."""
     if is_url(model):
         if settings.engine.speculative is not None:
             raise BadInput("engine.speculative: the server decides how it drafts", hint="give it to `argosy serve`")
-        server = Http(model, key=key_of(settings.api_key), seconds=settings.timeout)
+        server = Http(model, key=api_key_of(settings.api_key), seconds=settings.timeout)
 
         async def found() -> str:
             try:

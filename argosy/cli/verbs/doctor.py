@@ -19,11 +19,11 @@ def doctor(
     from argosy.jobs.doctor import examine
 
     found = examine()
-    answer(text_of(found), found, as_json)
+    answer(_text_of(found), found, as_json)
     return 0 if found["ok"] else 1
 
 
-def text_of(found: Mapping[str, Any]) -> str:
+def _text_of(found: Mapping[str, Any]) -> str:
     """What was found as text: facts in columns, then the problems."""
     machine, cache, pages = found["machine"], found["cache"], found["huge_pages"]
     sections = {
@@ -38,7 +38,7 @@ def text_of(found: Mapping[str, Any]) -> str:
             "kernels": found["kernels"]["library"] or f"none: {found['kernels']['why_not']}",
             "open files": found["open_files"] or "unlimited",
         },
-        "devices": devices(found["jax"]),
+        "devices": _devices(found["jax"]),
         "disk": {name: f"{of(d['free_bytes'], d['total_bytes'])}  {d['path']}" for name, d in found["disk"].items()},
         "compiled programs": {"kept": f"{cache['programs']}, {sized(cache['bytes'])}", "in": cache["folder"]},
         "variables": found["variables"] or {"none": "that matter"},
@@ -53,7 +53,7 @@ def text_of(found: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *([] if serious else ["nothing is wrong"])])
 
 
-def devices(jax: Mapping[str, Any]) -> dict[str, str]:
+def _devices(jax: Mapping[str, Any]) -> dict[str, str]:
     """One line per device; CPU devices share the machine's memory."""
     if "error" in jax:
         return {"none": jax["error"]}

@@ -55,7 +55,7 @@ def evaluates(
     kept = evaluate.keep(model, settings, document)
     # Without a file that holds the results, the answer is all there is of them.
     tell = conclude if kept is not None or settings.rows else answer
-    tell(table(document["tasks"]) if document["tasks"] else "no task was finished", document, as_json)
+    tell(_table(document["tasks"]) if document["tasks"] else "no task was finished", document, as_json)
     if kept is not None:
         say(f"added to {kept}, whose report.html shows it")
     if stopped:
@@ -75,7 +75,7 @@ class Steps:
         self.doing(f"{planned.task.name}: {done} of {of} rows" if of else f"{planned.task.name}: {done} window{'s' * (done != 1)}")
 
 
-def table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
+def _table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
     """The results as text: a line for each metric, and what was cut; then the differences, if there are any."""
     rows, notes, differences = [], [], []
     for name, numbers in tasks.items():

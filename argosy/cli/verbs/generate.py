@@ -165,14 +165,14 @@ def read_prompt(prompt: str | None) -> str:
     part of it."""
     if prompt is None or prompt == "-":
         return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
-    return read_text(prompt[1:]).removesuffix("\n") if prompt.startswith("@") else prompt
+    return _read_text(prompt[1:]).removesuffix("\n") if prompt.startswith("@") else prompt
 
 
-def read_text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         data = Path(path).read_bytes()
         refuse_binary(data[:HEAD_BYTES], path)
-        # Line ends as `read_text` gives them.
+        # Line ends as `_read_text` gives them.
         return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError:
         raise BadInput(f"{path} is not UTF-8 text") from None
@@ -190,7 +190,7 @@ def structured_of(how: Generate) -> dict[str, Any] | None:
     given = {name: value for name in names if (value := getattr(how, name)) not in (None, False, ())}
     if len(given) > 1:
         raise BadInput(f"{' and '.join(given)} exclude each other", hint="give one of them")
-    files = {name: read_text(given[name]) for name in ("json_schema", "grammar") if name in given}
+    files = {name: _read_text(given[name]) for name in ("json_schema", "grammar") if name in given}
     return {{"json_schema": "json"}.get(name, name): files.get(name, value) for name, value in given.items()} or None
 
 

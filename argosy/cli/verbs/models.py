@@ -47,10 +47,10 @@ def show(
     from argosy.jobs.models import describe
 
     found = describe(name, how.context)
-    answer(text_of(found), found, as_json)
+    answer(_text_of(found), found, as_json)
 
 
-def text_of(found: dict[str, Any]) -> str:
+def _text_of(found: dict[str, Any]) -> str:
     """The description as text."""
     total, at = found["parameters"], f"at {found['context']:,} tokens"
     parts = ", ".join(f"{name} {n / total:.1%}" for name, n in found["parts"].items())

@@ -40,7 +40,7 @@ def quickstart(
     def stream(text: str) -> None:
         print(text, end="", file=out, flush=True)
 
-    say(machine.described())
+    say(machine.machine_summary())
     with Terminal() as view:
         story = job(how.dir, Stage(say, view, stream))
     if as_json:

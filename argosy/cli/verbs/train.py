@@ -58,7 +58,7 @@ def train(
     machine.start_jax()
     from argosy.jobs.train import command_of, run
     from argosy.observe.terminal.live import Terminal
-    from argosy.run.outcome import kept, next_start
+    from argosy.run.outcome import next_start, saved_words
 
     if place is not None:
         join(place)
@@ -79,7 +79,7 @@ def train(
         say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
     if outcome.exit_code:
         say(
-            f"stopped at step {outcome.step} of {outcome.steps}: {kept(outcome)}, and the same command {next_start(outcome)}"
+            f"stopped at step {outcome.step} of {outcome.steps}: {saved_words(outcome)}, and the same command {next_start(outcome)}"
         )
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}
     if as_json:

@@ -13,7 +13,7 @@ import numpy as np
 from argosy.checkpoint.save import Progress
 from argosy.core.formats import TensorReader, is_apart, read_part
 from argosy.core.formats.files import pieces
-from argosy.jobs.convert import memory_used, opened
+from argosy.jobs.convert import memory_used, open_source
 from argosy.weights.model import OpenedModel
 from argosy.weights.stream import in_order, tensor_bytes
 
@@ -38,7 +38,7 @@ def compare(
     Raises:
         BadInput, Damaged: one of them is not a model.
     """
-    one, other = opened(a, say), opened(b, say)
+    one, other = open_source(a, say), open_source(b, say)
     names = [name for name in one.weights.names if name in other.weights.names]
     only = [name for name in one.weights.names if name not in other.weights.names]
     only_other = [name for name in other.weights.names if name not in one.weights.names]

@@ -93,7 +93,7 @@ def summary(path: str | Path, *, verify: bool = False) -> Summary:
     step = kept[-1] if kept else None
     state = DAMAGED if problem else DONE if step is not None and steps and step >= steps else CAN_RESUME
     state = RUNNING if state == CAN_RESUME and is_held(path) else state
-    return Summary(path, state, step, steps, last_numbers(path), written_s(path), tuple(kept), problem, account(store_of(path)))
+    return Summary(path, state, step, steps, _last_numbers(path), written_s(path), tuple(kept), problem, account(store_of(path)))
 
 
 def stored(path: str | Path) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def is_held(path: str | Path) -> bool:
     return True
 
 
-def last_numbers(path: str | Path) -> dict[str, float]:
+def _last_numbers(path: str | Path) -> dict[str, float]:
     """The last value written for each number, by step."""
     lines = [line for line in metrics.read(store_of(path)) if as_int(line.get("step")) is not None]
     found = {name: metrics.by_step(lines, name) for name in FINAL}

@@ -56,12 +56,12 @@ def prove(folder: Path, recipe: str, words: list[str], say: Say, steps: int = 40
     alone, killed = folder / "alone", folder / "killed"
     last = steps * 5 // 8
     say(f"training {plural(steps, 'step')}, undisturbed ...")
-    trained(recipe, [*common, f"dir={alone}"])
+    _trained(recipe, [*common, f"dir={alone}"])
     say(f"training the same {plural(steps, 'step')} in another process, to be killed after step {last} ...")
     killed_at = kill_at(killed, recipe, [*common, f"dir={killed}"], last)
     resumed_from = max(RunDirectory(killed).steps(), default=0)
     say(f"killed at step {killed_at}; resuming from step {resumed_from} ...")
-    trained(recipe, [*common, f"dir={killed}"])
+    _trained(recipe, [*common, f"dir={killed}"])
     losses = [by_step(read(Store(d)), "loss") for d in (alone, killed)]
     return Proof(
         steps,
@@ -72,7 +72,7 @@ def prove(folder: Path, recipe: str, words: list[str], say: Say, steps: int = 40
     )
 
 
-def trained(recipe: str, words: list[str]) -> None:
+def _trained(recipe: str, words: list[str]) -> None:
     """Trains silently. Raises SystemExit if a signal stopped it, because an incomplete run proves nothing."""
     if code := train(recipe, words, Quiet()).exit_code:
         raise SystemExit(code)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged
-from argosy.launch.local import how
+from argosy.launch.local import ending_words
 from argosy.launch.workers.arrays.transfers import PeerGone, TransferSource, check_alike
 from argosy.launch.workers.arrays.trees import Box, Leaf, together, whole
 from argosy.launch.workers.errors import WorkerError, WorkerLost
@@ -75,7 +75,7 @@ class WorkerGang:
     # ---------------------------------------------------------------- deaths
 
     def _ended(self, member: WorkerProcess) -> None:
-        self.lose(WorkerLost(f"ended {how(member.code or 0)}", self.name, member.rank, member.code, list(member.printed)))
+        self.lose(WorkerLost(f"ended {ending_words(member.code or 0)}", self.name, member.rank, member.code, list(member.printed)))
 
     def lose(self, error: WorkerLost) -> None:
         """Ends all processes of the group, for this reason unless there is an earlier one."""

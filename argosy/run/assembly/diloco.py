@@ -83,7 +83,7 @@ def left_over(run: Any, step: int) -> str:
     return f"; its last {plural(left, 'step')} moved no outer weights, which are those of step {step - left} (diloco.every)"
 
 
-def told(run: Any, mesh: Mesh) -> dict[str, str]:
+def diloco_header(run: Any, mesh: Mesh) -> dict[str, str]:
     """The header's line."""
     how = run.diloco
     if not how.every:

@@ -18,17 +18,17 @@ SPLITTING = ("fsdp", "tensor", "expert", "stage")
 NAMED = 3
 
 
-def told(mesh: Mesh, weights: Mapping[str, Any]) -> dict[str, str]:
+def mesh_header(mesh: Mesh, weights: Mapping[str, Any]) -> dict[str, str]:
     """The header's lines. weights: arrays or their descriptions, with shardings, by address."""
     if mesh.size == 1:
         return {}
     lines = {"mesh": " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)}
-    if left := whole(mesh, weights):
+    if left := _whole(mesh, weights):
         lines["whole"] = left
     return lines
 
 
-def whole(mesh: Mesh, weights: Mapping[str, Any]) -> str:
+def _whole(mesh: Mesh, weights: Mapping[str, Any]) -> str:
     """The weights that every device has whole, although the mesh splits weights; "" where they are few."""
     if all(mesh.shape.get(axis, 1) == 1 for axis in SPLITTING):
         return ""

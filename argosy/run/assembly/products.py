@@ -28,7 +28,7 @@ def decided_products(run: Run, precision: str, devices: int, platform: str) -> s
     """What `execution.products` names; otherwise `amx` in float32 on one CPU device that has it, and `xla` elsewhere."""
     if run.execution.products is not None:
         return run.execution.products
-    if run.model.parameters() < SMALLEST or why_not(precision, devices, platform):
+    if run.model.parameters() < SMALLEST or _why_not(precision, devices, platform):
         return "xla"
     return "amx"
 
@@ -39,13 +39,13 @@ def products_of(run: Run, products: str, precision: str, mesh: Mesh) -> ProductC
     Raises:
         Unsupported: the settings name one that cannot run here.
     """
-    reason = "" if products == "xla" else why_not(precision, mesh.size, mesh.devices.flat[0].platform)
+    reason = "" if products == "xla" else _why_not(precision, mesh.size, mesh.devices.flat[0].platform)
     if reason and run.execution.products is not None:
         raise Unsupported(f"execution.products={products} {reason}", hint="without it, the fastest that runs here is taken")
     return ProductChoice("xla", reason) if reason else ProductChoice(products, "")
 
 
-def why_not(precision: str, devices: int, platform: str) -> str:
+def _why_not(precision: str, devices: int, platform: str) -> str:
     """Why matrix units cannot multiply for a run; "" if they can. Builds the kernels where nothing else is in the way."""
     if platform != "cpu":
         return "runs on CPUs"

@@ -17,7 +17,7 @@ def decided_sharing(run: Run, platform: str) -> bool:
     how = run.rollout
     if how is None:
         return False
-    reason = why_not(run)
+    reason = _why_not(run)
     if how.share_prompts and reason is not None:
         raise reason
     if how.share_prompts is not None:
@@ -35,7 +35,7 @@ def resumed_on(shared: bool, platform: str) -> str:
     return "answers share their prompts, as the run began; no kernel for TPUs has these masks, so all scores of a row are in memory"
 
 
-def why_not(run: Run) -> Unsupported | BadInput | None:
+def _why_not(run: Run) -> Unsupported | BadInput | None:
     """Why prompts cannot be shared; None if they can."""
     why: dict[str, Any] = {"where": "set by rollout.share_prompts", "hint": "leave rollout.share_prompts out"}
     if TEACHER in run.objective.roles:

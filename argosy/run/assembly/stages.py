@@ -79,7 +79,7 @@ def check_groups(model: nnx.Module, stages: int, rounds: int) -> None:
             raise BadInput(what, where=".".join(map(str, path)), hint=hint)
 
 
-def told(run: Execution) -> dict[str, str]:
+def stages_header(run: Execution) -> dict[str, str]:
     """What the header of a run says of its stages."""
     if not isinstance(run, Pipeline):
         return {}

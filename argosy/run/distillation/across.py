@@ -87,7 +87,7 @@ def asking(run: Any, tokenizer: Tokenizer, prompts: AnsweredPrompts) -> TeacherP
     return TeacherPrompts(tokenizer) if chats else None
 
 
-def begin(assembly: Any, say: Say) -> None:
+def begin_across(assembly: Any, say: Say) -> None:
     """Lends the batches the run's voice."""
     for batches in (assembly.batches, assembly.evals):
         if isinstance(batches, BothTokenizers):

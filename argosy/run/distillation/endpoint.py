@@ -130,7 +130,7 @@ class Endpoint:
                 words = self.without_key(error.read().decode("utf-8", "replace"))
                 said = f"HTTP {error.code}: {message_of(words)[:SHOWN]}"
                 if error.code not in AGAIN:
-                    raise refused(error.code, said, where, self.model) from None
+                    raise _refused(error.code, said, where, self.model) from None
                 wait = waited(error.headers.get("Retry-After"), wait)
             except (URLError, TimeoutError, OSError) as error:
                 said = self.without_key(str(getattr(error, "reason", error)))[:SHOWN]
@@ -143,7 +143,7 @@ class Endpoint:
 
     def once(self, where: str, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
-        if (key := key_of()) is not None:
+        if (key := _key_of()) is not None:
             headers["Authorization"] = f"Bearer {key}"
         request = Request(where, json.dumps(body).encode(), headers, method="POST")
         with build_opener(Unmoved()).open(request, timeout=TIMEOUT_S) as answer:
@@ -151,11 +151,11 @@ class Endpoint:
 
     def without_key(self, text: str) -> str:
         """A server's words; some repeat the key."""
-        key = key_of()
+        key = _key_of()
         return text.replace(key, "[key]") if key else text
 
 
-def key_of() -> str | None:
+def _key_of() -> str | None:
     """The key for a server, from the environment."""
     return next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
 
@@ -177,7 +177,7 @@ def message_of(words: str) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-def refused(code: int, said: str, where: str, model: str) -> BadInput:
+def _refused(code: int, said: str, where: str, model: str) -> BadInput:
     """The error for a request that would be refused again."""
     hints = {
         401: f"set {KEYS[0]} in the environment",

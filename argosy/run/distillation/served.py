@@ -96,7 +96,7 @@ def texts(batch: Any, row: int) -> list[tuple[np.ndarray, list[int]]]:
     return found
 
 
-def same(teacher: ServedTeacher, directory: RunDirectory) -> None:
+def check_same_server(teacher: ServedTeacher, directory: RunDirectory) -> None:
     """Checks that a run goes on with the teacher that it began with.
 
     Raises:

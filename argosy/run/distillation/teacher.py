@@ -27,10 +27,9 @@ from argosy.core.progress import Say
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.models.parts.weight import Leaves, abstract, logical, split
 from argosy.parallel.rules import shardings
-from argosy.run.distillation.across import Both, is_across, teacher_places
-from argosy.run.distillation.across import begin as begin_across
+from argosy.run.distillation.across import Both, begin_across, is_across, teacher_places
 from argosy.run.distillation.served import ServedTeacher
-from argosy.run.distillation.served import same as same_served
+from argosy.run.distillation.served import check_same_server as same_served
 from argosy.run.frozen.related import check_relations
 from argosy.run.frozen.role import Role
 from argosy.train.beside import parted
@@ -52,7 +51,7 @@ class Teacher:
         self.run, self.decided, self.mesh, self.given = run, decided, mesh, run.objective.teacher
         self.stored = open_model(self.given)
         self.config = self.stored.config
-        check_model(run, self.config, self.given)
+        _check_model(run, self.config, self.given)
         self.both = Both(run, tokenizer) if is_across(run.objective) else None
         self.note = check_tokens(run, self.stored, tokenizer) if self.both is None else self.both.note
 
@@ -90,7 +89,7 @@ def kept_as(stored: OpenedModel, precision: str) -> Any:
     return jnp.dtype("bfloat16") if types == {"bfloat16"} else None
 
 
-def check_model(run: Any, config: Any, given: str) -> None:
+def _check_model(run: Any, config: Any, given: str) -> None:
     """Checks that a model can teach this run's.
 
     Raises:
@@ -156,14 +155,14 @@ def differing(ours: Tokenizer, theirs: Tokenizer) -> str | None:
     if not wrong:
         return None
     i, a, b = wrong[0]
-    return f"{len(wrong):,} of {ours.vocab:,} ids stand for another text, such as id {i}: {shown(b)}, not {shown(a)}"
+    return f"{len(wrong):,} of {ours.vocab:,} ids stand for another text, such as id {i}: {_shown(b)}, not {_shown(a)}"
 
 
-def shown(piece: bytes) -> str:
+def _shown(piece: bytes) -> str:
     return f"`{piece.decode('utf-8', 'backslashreplace')}`"
 
 
-def settle(assembly: Any, teacher: Teacher | ServedTeacher, directory: RunDirectory, say: Say) -> None:
+def settle_teacher(assembly: Any, teacher: Teacher | ServedTeacher, directory: RunDirectory, say: Say) -> None:
     """Gives a run its teacher, before its first step.
 
     Raises:
@@ -174,8 +173,8 @@ def settle(assembly: Any, teacher: Teacher | ServedTeacher, directory: RunDirect
 
         same_served(teacher, directory)
         say(f"teacher {teacher.endpoint.model} at {teacher.given}")
-        return teacher_cache.settle(assembly, {}, None, say)
-    described, stored = same(teacher, directory, say)
+        return teacher_cache.fill_teacher_cache(assembly, {}, None, say)
+    described, stored = _same(teacher, directory, say)
     if teacher.note:
         say(teacher.note)
     say(f"teacher {teacher.given}, {teacher.config.parameters():,} parameters, frozen")
@@ -186,16 +185,16 @@ def settle(assembly: Any, teacher: Teacher | ServedTeacher, directory: RunDirect
     if assembly.run.objective.roles[ROLE] == "cached":
         from argosy.run.distillation import teacher_cache
 
-        return teacher_cache.settle(assembly, described, stored, say)
+        return teacher_cache.fill_teacher_cache(assembly, described, stored, say)
     begin_across(assembly, say)
     assembly.frozen[ROLE] = teacher.read(stored)
 
 
-def same(teacher: Teacher, directory: RunDirectory, say: Say) -> tuple[dict[str, Any], OpenedModel]:
+def _same(teacher: Teacher, directory: RunDirectory, say: Say) -> tuple[dict[str, Any], OpenedModel]:
     """The model that a run learns from, which stays the same over its resumes: what is recorded of it, and it.
 
     Raises:
-        BadInput: as `settle`.
+        BadInput: as `settle_teacher`.
     """
     known = directory.teacher()
     if known is None:

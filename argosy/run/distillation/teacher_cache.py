@@ -58,7 +58,7 @@ class WithTeacher(BatchWrapper):
         return batch | self.kept.beside(batch["mask"], rows)
 
 
-def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> None:
+def fill_teacher_cache(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> None:
     """Fills the cache for the rows that a run visits, and gives it to its batches.
 
     Args:
@@ -75,7 +75,7 @@ def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> N
         inner = batches.inner
         rows = inner.blocks.rows
         served = isinstance(assembly.teacher, ServedTeacher)
-        key = assembly.teacher.key(inner) if served else key_of(assembly, inner, described)
+        key = assembly.teacher.key(inner) if served else _key_of(assembly, inner, described)
         path = cache_folder(run.data) / "teacher" / f"{key}.{split}.npy"
         kept = batches.kept = Likeliest(path, len(rows), run.objective.top, run.model.vocab)
         wanted = visited(inner, run.steps if split == "train" else None)
@@ -89,15 +89,15 @@ def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> N
                 assembly.teacher.compute(rows, todo, writer, say)
             else:
                 leaves = leaves or assembly.teacher.read(stored)
-                compute(assembly, rows, todo, leaves, writer, say)
+                _compute(assembly, rows, todo, leaves, writer, say)
             say(f"teacher: {writer.targets:,} targets, {sized(each * writer.targets)}")
 
 
-def compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer: Any, say: Say) -> None:
+def _compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer: Any, say: Say) -> None:
     """Adds what the teacher says of these rows."""
     run = assembly.run
     each = run.data.batch // run.accumulate
-    program = compiled(assembly, leaves, each)
+    program = _compiled(assembly, leaves, each)
     for new, some in passes(todo, each, "teacher", say, writer.flush):
         batch = rows.gather(some)
         found = program(leaves, assembly.place_fields({name: batch[name] for name in INPUTS}))
@@ -110,7 +110,7 @@ def compute(assembly: Any, rows: Any, todo: np.ndarray, leaves: Leaves, writer: 
             writer.add(row, TopTokens(ids[place, here], logps[place, here], rest[place, here]))
 
 
-def compiled(assembly: Any, leaves: Leaves, rows: int) -> Any:
+def _compiled(assembly: Any, leaves: Leaves, rows: int) -> Any:
     """The program (weights, batch) -> `Top` of every place, [B T ...]."""
     run, graph = assembly.run, assembly.teacher.role.graph
     how, precision, vocab = run.objective, assembly.decided.precision, run.model.vocab
@@ -134,7 +134,7 @@ def compiled(assembly: Any, leaves: Leaves, rows: int) -> Any:
         return jax.jit(likeliest).lower(weights, shapes).compile()
 
 
-def key_of(assembly: Any, batches: RowBatches, described: dict[str, Any]) -> str:
+def _key_of(assembly: Any, batches: RowBatches, described: dict[str, Any]) -> str:
     """What decides the numbers: the teacher's weights, the rows, the precision and the settings of the cache. Not how rows are batched
     or ordered, and not the student."""
     run, data = assembly.run, batches.fingerprint

@@ -88,7 +88,7 @@ class ReferenceWeights:
         return self.leaves
 
 
-def settle(assembly: Any, directory: RunDirectory, weights: ReferenceWeights, say: Say) -> None:
+def settle_reference(assembly: Any, directory: RunDirectory, weights: ReferenceWeights, say: Say) -> None:
     """Gives a run its reference, before its first step.
 
     Raises:
@@ -118,10 +118,10 @@ def settle(assembly: Any, directory: RunDirectory, weights: ReferenceWeights, sa
     splits = {"train": assembly.batches, "held_out": assembly.evals}
     for split, batches in splits.items():
         if batches is not None:
-            batches.table = table_of(assembly, directory, split, batches.inner, weights, known, say)
+            batches.table = _table_of(assembly, directory, split, batches.inner, weights, known, say)
 
 
-def table_of(
+def _table_of(
     assembly: Any, directory: RunDirectory, split: str, batches: RowBatches, weights: ReferenceWeights, known: str, say: Say
 ) -> np.ndarray:
     """The log-probability of every document that the run visits; NaN for others.
@@ -132,34 +132,34 @@ def table_of(
     rows, groups = batches.blocks.rows, visited(batches, assembly.run.steps if split == "train" else None)
     documents = rows.corpus.documents  # type: ignore[attr-defined]
     table = directory.read_reference(split, documents)
-    if table is not None and not len(missing(rows, groups, table)):
+    if table is not None and not len(_missing(rows, groups, table)):
         return table
     folder = cache_folder(assembly.run.data) / "reference"
-    with one_writer(folder / f"{key_of(assembly, batches, known)}.{split}.npy", documents, say) as shared:
+    with one_writer(folder / f"{_key_of(assembly, batches, known)}.{split}.npy", documents, say) as shared:
         if table is not None:
             shared[:] = np.where(np.isnan(shared), table, shared)
-        if len(todo := missing(rows, groups, shared)):
+        if len(todo := _missing(rows, groups, shared)):
             leaves = weights.read()
             if not weights.fresh and hash_of(leaves) != known:
                 raise changed(assembly)
-            compute(assembly, rows, todo, leaves, shared, say)
+            _compute(assembly, rows, todo, leaves, shared, say)
         table = np.array(shared)
     directory.write_reference(split, table)
     return table
 
 
-def missing(rows: Any, groups: np.ndarray, table: np.ndarray) -> np.ndarray:
+def _missing(rows: Any, groups: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Those of the groups of rows with a document that the table lacks."""
     lacking = np.any(np.isnan(table).reshape(-1, rows.per_group), axis=1).reshape(-1)
     return np.array([g for g in groups.tolist() if lacking[rows.order[rows.offsets[g] : rows.offsets[g + 1]]].any()], np.int64)
 
 
-def compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table: np.ndarray, say: Say) -> None:
+def _compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table: np.ndarray, say: Say) -> None:
     """Fills the table with the log-probabilities of these groups of rows."""
     run, per_group = assembly.run, rows.per_group
     each = run.data.batch // run.accumulate // per_group
     fields = {**FIELDS, "document": Field("B s", np.int32, "row")}
-    program = compiled(assembly, leaves, each * per_group, rows.own_sizes)
+    program = _compiled(assembly, leaves, each * per_group, rows.own_sizes)
     say(f"reference: log-probabilities of {plural(len(groups) * per_group, 'row')} by the model before its first step")
     keep = table.flush if isinstance(table, np.memmap) else lambda: None
     for _, some in passes(groups, each, "reference", say, keep):
@@ -174,7 +174,7 @@ def compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table:
         table[document[there]] = found[there]
 
 
-def compiled(assembly: Any, leaves: Leaves, rows: int, sizes: Mapping[str, int]) -> Any:
+def _compiled(assembly: Any, leaves: Leaves, rows: int, sizes: Mapping[str, int]) -> Any:
     """The program (weights, batch) -> log-probabilities [B s]."""
     from argosy.parallel.place import batch_sharding
     from argosy.run.memory import shapes_of
@@ -200,7 +200,7 @@ def hash_of(leaves: Leaves) -> str:
     return digest.hexdigest()
 
 
-def key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
+def _key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
     """What decides the numbers: the weights, the model, the documents and how many of their tokens are kept, the precision. Not how
     rows are packed, batched or ordered."""
     run, data = assembly.run, batches.fingerprint

@@ -165,7 +165,7 @@ class PaceMeter:
             self._board.say(vars(now) | {"spacing": self.spacing})
             every = self._board.all()
             if len(every) == processes.count():
-                self._new += self.compare({p: told(one) for p, one in sorted(every.items())})
+                self._new += self.compare({p: _pace_words(one) for p, one in sorted(every.items())})
                 self.spacing = self.spaced()
         else:
             self._board.say(vars(now))
@@ -180,7 +180,7 @@ class PaceMeter:
         return self.spacing if self.spacing and least <= self.spacing <= 4 * least else least
 
 
-def told(document: dict[str, Any]) -> ProcessTimes:
+def _pace_words(document: dict[str, Any]) -> ProcessTimes:
     """Of what a process said."""
     return ProcessTimes(**{name: value for name, value in document.items() if name in ProcessTimes.__dataclass_fields__})
 

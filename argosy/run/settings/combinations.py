@@ -157,7 +157,7 @@ def violated(situation: Situation) -> Iterator[UserError]:
             yield BadInput(f"{one} and {other} do not combine: {conflict.reason}", hint=conflict.hint)
 
 
-def table() -> str:
+def combinations_table() -> str:
     """The table as Markdown."""
     rows = (
         f"| {FEATURES[one.feature].name} | {FEATURES[one.other].name} | {one.reason} | {one.hint} |" for one in CONFLICTS

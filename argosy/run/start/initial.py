@@ -146,7 +146,7 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
         BadInput: there is no checkpoint, it has another model or optimizer, or it has only weights.
         Damaged: it differs from what was written.
     """
-    path, meta = step_of(run, say)
+    path, meta = _step_of(run, say)
     config = config_of(meta["model"])
     _check_same(assembly.run.model, config, run)
     with alone(assembly.model):
@@ -185,7 +185,7 @@ def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, A
     if init.weights:
         _fill_from(assembly, open_model(init.weights, say))
     elif init.state:
-        path, meta = step_of(init.state, say)
+        path, meta = _step_of(init.state, say)
         reader = StepReader(path, config_of(meta["model"]), stored_as(meta["decided"]))
         read_into(assembly.model, reader, place=places.__getitem__)
     else:
@@ -207,7 +207,7 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenize
         if tokenizer is not None and run.init.tokenizer_mismatch == "error":
             _check_tokenizer(run, tokenizer, stored_tokenizer(stored))
     if run.init.state:
-        path, meta = step_of(run.init.state, say)
+        path, meta = _step_of(run.init.state, say)
         if "base" in meta:
             what = f"{run.init.state} trained adapters, and init.state does not take the state of those"
             raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its weights")
@@ -237,7 +237,7 @@ def _check_tokenizer(run: Run, ours: Tokenizer, theirs: Tokenizer | None) -> Non
         raise BadInput(what, where=f"data.tokenizer = {name}", hint=f"data.tokenizer=FOLDER names the model's own; {consent}")
 
 
-def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+def _step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
     """The verified checkpoint of a run directory or of one step's folder, and its meta.json.
 
     Raises:

@@ -45,7 +45,7 @@ def function_of(name: str) -> Callable[..., Any]:
     return found
 
 
-def failure(error: BaseException, ours: bool) -> dict[str, Any]:
+def _failure(error: BaseException, ours: bool) -> dict[str, Any]:
     """What the controller is told. ours: whether it was found here, before a function of the user's ran."""
     first = (str(error) or type(error).__name__).splitlines()[0]
     out: dict[str, Any] = {"what": f"{type(error).__name__}: {first}"[:1000], "kind": "raised"}
@@ -74,7 +74,7 @@ class Worker:
 
     def listen(self) -> None:
         """Reads commands until the controller is gone, with which this process ends."""
-        while (data := received(self.controller)) is not None:
+        while (data := _received(self.controller)) is not None:
             number, kind, said = pickle.loads(data)
             if kind in ("call", "pull"):
                 self.todo.put((number, kind, said))
@@ -92,7 +92,7 @@ class Worker:
         try:
             self.reply(number, {"done": getattr(self, kind)(said)})
         except BaseException as error:
-            self.reply(number, {"failed": failure(error, ours=kind != "call" or isinstance(error, _Unknown))})
+            self.reply(number, {"failed": _failure(error, ours=kind != "call" or isinstance(error, _Unknown))})
 
     # ---------------------------------------------------------------- commands
 
@@ -168,7 +168,7 @@ class Worker:
         try:
             self.reply(0, {"done": self.join()})
         except BaseException as error:
-            self.reply(0, {"failed": failure(error, ours=True)})
+            self.reply(0, {"failed": _failure(error, ours=True)})
         while True:
             self.answer(*self.todo.get())
 
@@ -177,7 +177,7 @@ class _Unknown(BadInput):
     """A mistake that was found before the function ran."""
 
 
-def received(controller: Channel) -> bytes | None:
+def _received(controller: Channel) -> bytes | None:
     """The next message; None where the controller has closed its end."""
     try:
         return controller.receive()
@@ -189,7 +189,7 @@ def main(descriptor: int) -> None:
     """The process, to its end. descriptor: of its socket."""
     os.set_inheritable(descriptor, False)
     controller = Channel(descriptor)
-    if (data := received(controller)) is None:
+    if (data := _received(controller)) is None:
         os._exit(0)
     hello = pickle.loads(data)
     # It was forked by a thread that lives as long as the controller.
