@@ -35,7 +35,7 @@ from argosy.infer.sampling.sample import Sampling, sampling_columns
 from argosy.infer.settings import EngineSettings, NGram
 from argosy.jobs.api import preset_config
 from argosy.models.parts.attention.attend import Paged
-from argosy.models.parts.attention.cache import bytes_of, paged
+from argosy.models.parts.attention.cache import bytes_of_caches, paged
 from argosy.models.parts.weight import split
 from argosy.ops.narrow import FORMS
 
@@ -191,7 +191,7 @@ def cache(folder: str, text: str, *rows: str) -> None:
             for form, times in spent.items():
                 wall, cpu = 1e3 * np.median(times, 0)
                 more = 100 * (np.median(np.asarray(times) / base, 0) - 1)
-                size = bytes_of(engines[form].runner.caches) / engines[form].pages.count * count * each / 1e6
+                size = bytes_of_caches(engines[form].runner.caches) / engines[form].pages.count * count * each / 1e6
                 told = f"{wall:.1f} ms a step ({more[0]:+.0f} %), {cpu:.1f} CPU ms ({more[1]:+.0f} %), {size:.1f} MB of pages in use"
                 print(f"{count} rows of {held}, {form or 'float32'}: {told}", flush=True)
     quality(lm, Path(text).read_text())

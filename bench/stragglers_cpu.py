@@ -70,7 +70,7 @@ def measure(steps: int, seconds: float) -> None:
     for turn in range(2 * steps // 10):
         name = ("without", "with")[turn % 2]
         do = (update, measured)[turn % 2]
-        processes.together("turn", lambda: None)
+        processes.run_together("turn", lambda: None)
         for _ in range(10):
             wall, used = time.perf_counter(), time.process_time()
             with clock("step"):
@@ -82,7 +82,7 @@ def measure(steps: int, seconds: float) -> None:
     # The thread runs in both.
     busy = statistics.fmean(cpu["with"])
     print(json.dumps({
-        "processes": processes.count(), "step_s": seconds, "longer_s": round(longer, 6), "share": round(longer / seconds, 5),
+        "processes": processes.process_count(), "step_s": seconds, "longer_s": round(longer, 6), "share": round(longer / seconds, 5),
         "median_longer_s": round(statistics.median(walls["with"]) - statistics.median(walls["without"]), 6),
         "cpu_s": round(busy, 6), "cpu_before_s": round(before, 6), "cpu_share": round((busy - before) / seconds, 5),
         "probes": pace.probes, "probe_s": round(pace.probe_s, 5), "spacing": pace.spacing, "said": said,

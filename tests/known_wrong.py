@@ -178,7 +178,7 @@ EDITS = [
     Edit(
         "a checkpoint committed although a process could not write",
         "argosy/checkpoint/checkpoints.py",
-        'written = group.together("checkpoint shards", lambda: self.medium.put(step, own, self._pace))',
+        'written = group.run_together("checkpoint shards", lambda: self.medium.put(step, own, self._pace))',
         """written = {}
             try:
                 written = self.medium.put(step, own, self._pace)

@@ -14,7 +14,7 @@ from argosy.models.parts.stack import Execution, Scan, Unroll
 from argosy.models.parts.stack.pipeline import Pipeline
 from argosy.models.parts.weight import abstract, logical
 from argosy.observe.hlo import Cost, cost
-from argosy.parallel.gather import Once
+from argosy.parallel.gather import GatherOnce
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import DEFAULT, shardings
@@ -144,7 +144,7 @@ def lowered_step(
         name: jax.ShapeDtypeStruct((rows, length), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
         for name, f in goal.reads().items()
     }
-    how: dict[str, Any] = {"accumulate": accumulate, "once": Once(weights) if gather == "once" else None}
+    how: dict[str, Any] = {"accumulate": accumulate, "once": GatherOnce(weights) if gather == "once" else None}
     if offloads:
         how["stays"] = lambda *_: jnp.zeros((), bool)
     step = make_step(training_graph(model), goal, optimizer, rate, precision=precision, **how)

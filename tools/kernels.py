@@ -192,12 +192,12 @@ def on_a_tpu(q: Any, pools: tuple[Any, ...], *rest: Any) -> str | None:
 def page() -> str:
     heads = {
         "blocked": attention_blocked.BLOCKED.refuses,
-        "splash": attention_splash.cannot,
-        "cudnn": attention_cudnn.cannot,
+        "splash": attention_splash.splash_refusal,
+        "cudnn": attention_cudnn.cudnn_refusal,
     }
     pages = {
         "rows": paged_rows.ROWS.refuses,
-        "triton": lambda *given: paged_triton.cannot(given[0], given[1], given[4]),
+        "triton": lambda *given: paged_triton.triton_refusal(given[0], given[1], given[4]),
         "ragged": on_a_tpu,
     }
     ops = (attention.ATTENTION, paged_attention.PAGED_ATTENTION, matmul.MATMUL, grouped.GROUPED_MATMUL)

@@ -22,11 +22,11 @@ FOLDER = ROOT / "docs" / "reference"
 
 def settings_page() -> str:
     """The settings of a run, then those of `argosy launch`."""
-    from argosy.core.settings.explain import reference, tables
+    from argosy.core.settings.explain import settings_reference, tables
     from argosy.launch.settings import ENGINES
     from argosy.run.settings.run import Run
 
-    return reference(Run) + "\n" + tables(ENGINES, "`argosy launch engine=NAME`")
+    return settings_reference(Run) + "\n" + tables(ENGINES, "`argosy launch engine=NAME`")
 
 
 def verbs_page() -> str:

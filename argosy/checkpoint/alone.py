@@ -10,5 +10,10 @@ def _made(_name: str, make: Callable[[], Any]) -> Any:
 
 
 ALONE = SimpleNamespace(
-    count=lambda: 1, rank=lambda: 0, leads=lambda: True, told=_made, together=_made, collected=lambda _name, value: [value]
+    process_count=lambda: 1,
+    rank=lambda: 0,
+    leads=lambda: True,
+    broadcast=_made,
+    run_together=_made,
+    all_gather=lambda _name, value: [value],
 )

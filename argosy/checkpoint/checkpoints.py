@@ -89,7 +89,7 @@ class Checkpoints(Tier):
             Damaged: there are checkpoints, but none is good. They are left as they are, so the next call raises the same error.
             FailedElsewhere: the same, in other processes than the leader.
         """
-        steps = self._group.told("steps", lambda: [step for step in self.steps() if above is None or step > above])
+        steps = self._group.broadcast("steps", lambda: [step for step in self.steps() if above is None or step > above])
         damaged: dict[int, Damaged] = {}
         good, fault = None, None
         for step in reversed(steps):
@@ -97,16 +97,16 @@ class Checkpoints(Tier):
             if fault is None:
                 good = step
                 break
-            if not self._group.told("step exists", lambda step=step: self.medium.is_committed(step)):
+            if not self._group.broadcast("step exists", lambda step=step: self.medium.is_committed(step)):
                 return self.latest_good(above)
             if not isinstance(fault, Damaged):
                 break
             damaged[step] = fault
         # A step that cannot be reached may be good.
         unreached = None if isinstance(fault, Damaged) else fault
-        self._group.told("good step", lambda: self._conclude(steps, damaged, good, unreached, above))
+        self._group.broadcast("good step", lambda: self._conclude(steps, damaged, good, unreached, above))
         if good is not None:
-            self._group.together("step described", lambda: self.path(good))
+            self._group.run_together("step described", lambda: self.path(good))
         return good
 
     def go_back(self) -> int | None:
@@ -134,7 +134,7 @@ class Checkpoints(Tier):
     def _fault(self, step: int) -> ArgosyError | None:
         """What is wrong with a step, the same in all processes; None where nothing is."""
         own = self._own_fault(step)
-        faults = self._group.collected("faults", None if own is None else [type(own).__name__, own.what, own.where, own.hint])
+        faults = self._group.all_gather("faults", None if own is None else [type(own).__name__, own.what, own.where, own.hint])
         if (first := next((fault for fault in faults if fault is not None), None)) is None:
             return None
         kind, what, where, hint = first
@@ -142,7 +142,7 @@ class Checkpoints(Tier):
 
     def _own_fault(self, step: int) -> ArgosyError | None:
         """What is wrong with this process's part of the files of a step."""
-        count = self._group.count()
+        count = self._group.process_count()
         try:
             files = self.medium.files(step)
             # The largest first, so that no process is left with one at the end.
@@ -160,7 +160,7 @@ class Checkpoints(Tier):
 
     def path(self, step: int) -> Path:
         """The folder of a step on this machine. Of several processes, each has what describes the step there, and what it prepared."""
-        return self.medium.local(step, is_description) if self._group.count() > 1 else self.medium.local(step)
+        return self.medium.local(step, is_description) if self._group.process_count() > 1 else self.medium.local(step)
 
     def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
         """Fetches the shards that the devices of this process need. wanted: {item: {name: sharding}}.
@@ -170,9 +170,9 @@ class Checkpoints(Tier):
             OSError: there is no room for them.
             FailedElsewhere: one of these, in another process.
         """
-        if self._group.count() > 1:
+        if self._group.process_count() > 1:
             needed = shards.needed_files(self.path(step), wanted, self.medium.files(step))
-            self._group.together("shards fetched", lambda: self.medium.local(step, needed.__contains__))
+            self._group.run_together("shards fetched", lambda: self.medium.local(step, needed.__contains__))
 
     def meta(self, step: int) -> dict[str, Any]:
         return read_meta(self.medium.local(step, META.__eq__))
@@ -203,7 +203,7 @@ class Checkpoints(Tier):
     def is_saved(self, step: int) -> bool:
         # What was resumed from is on the devices.
         self.medium.release()
-        return self._group.told("saved", lambda: self._seems_committed(step))
+        return self._group.broadcast("saved", lambda: self._seems_committed(step))
 
     def _seems_committed(self, step: int) -> bool:
         """Not where the store is away, which costs no run: saving fails then, and is tried again."""
@@ -216,9 +216,9 @@ class Checkpoints(Tier):
         group = self._group
         try:
             described, own = shards.description_files(items, meta), shards.shard_files(items)
-            group.told("checkpoint begins", lambda: self._begin(step))
-            written = group.together("checkpoint shards", lambda: self.medium.put(step, own, self._pace))
-            every = group.collected("checkpoint hashes", written)
+            group.broadcast("checkpoint begins", lambda: self._begin(step))
+            written = group.run_together("checkpoint shards", lambda: self.medium.put(step, own, self._pace))
+            every = group.all_gather("checkpoint hashes", written)
 
             def commit() -> None:
                 files = {name: its for own in every for name, its in own.items()}
@@ -226,7 +226,7 @@ class Checkpoints(Tier):
                 self.medium.commit(step, dict(sorted(files.items())))
                 self.retire_or_say(step)
 
-            group.told("checkpoint committed", commit)
+            group.broadcast("checkpoint committed", commit)
             copies.release()
         except BaseException as failure:
             self._failure = failure

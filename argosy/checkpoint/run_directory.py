@@ -114,7 +114,7 @@ class RunDirectory:
         from argosy.checkpoint.tiers.tiered import TieredCheckpoints
         from argosy.parallel import processes
 
-        root = Path(self.settings.local).expanduser() / processes.told("run id", lambda: self.id)
+        root = Path(self.settings.local).expanduser() / processes.broadcast("run id", lambda: self.id)
         shared = {"belongs": self._belongs, "memory": persistent.memory}
         return TieredCheckpoints(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn, **shared))
 

@@ -17,7 +17,7 @@ def check_shared(store: Store) -> None:
         BadInput: one does not; in that process.
         FailedElsewhere: one does not; in the others.
     """
-    token = processes.told("shared files", lambda: _write_probe(store))
+    token = processes.broadcast("shared files", lambda: _write_probe(store))
 
     def look() -> None:
         try:
@@ -29,7 +29,7 @@ def check_shared(store: Store) -> None:
             raise BadInput(what, hint="dir= must be a folder that all machines of the run share, or an address such as gs://BUCKET/RUN")
 
     try:
-        processes.together("shared files seen", look)
+        processes.run_together("shared files seen", look)
     finally:
         if processes.leads():
             store.remove(PROBE)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from argosy.cli.output import fail, forgive
 from argosy.cli.verbs import VERBS
-from argosy.core.command import command
+from argosy.core.command import command_name
 from argosy.core.errors import ArgosyError, BadInput, FailedElsewhere, UnknownName
 from argosy.core.process.streams import silence
 
@@ -39,7 +39,7 @@ def main(words: list[str] | None = None) -> int:
         sys.stderr.flush()
     except OSError:
         silence(sys.stderr)
-    signals.finish(code)
+    signals.end_command(code)
     return code
 
 
@@ -85,7 +85,7 @@ def _run(words: list[str]) -> int:
 
 def _run_app(module: ModuleType, verb: str, words: list[str]) -> int:
     """Runs a verb's Typer app; what Typer says about options is reported as every other mistake is."""
-    name = f"{command()} {verb}"
+    name = f"{command_name()} {verb}"
     try:
         return module.app(args=words, prog_name=name, standalone_mode=False) or 0
     except ArgosyError:
@@ -117,7 +117,7 @@ def _without_dashes(verb: str, option: str, words: list[str]) -> str | None:
         return None
     if verb in ("train", "sweep") and option in _RECIPE_OPTIONS:
         recipe = words[at].partition("=")[2] or next(iter(words[at + 1 :]), "RECIPE")
-        return f"the recipe is the first word: `{command()} {verb} {recipe}`"
+        return f"the recipe is the first word: `{command_name()} {verb} {recipe}`"
     if not option.startswith("--"):
         return None
     value = (
@@ -138,7 +138,7 @@ def _lower(text: str) -> str:
 def _help() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {verb:{width}}  {about}" for verb, (_, about) in VERBS.items())
-    name = command()
+    name = command_name()
     return f"""usage: {name} VERB [ARGUMENTS] [key=value ...]
 
 Train, convert and run language models on the JAX stack.

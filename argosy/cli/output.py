@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from argosy.cli.verbs import VERBS
-from argosy.core.command import command
+from argosy.core.command import command_name
 from argosy.core.errors import ArgosyError
 from argosy.core.process.streams import Unfailing, is_gone, silence
 
@@ -88,7 +88,7 @@ def fail(error: ArgosyError) -> None:
 
 def as_typed(text: str) -> str:
     """The text, with each `argosy VERB` in it written as this user types it."""
-    return re.sub(rf"(?<![\w./-])argosy (?=({'|'.join(VERBS)})\b)", lambda _: f"{command()} ", text)
+    return re.sub(rf"(?<![\w./-])argosy (?=({'|'.join(VERBS)})\b)", lambda _: f"{command_name()} ", text)
 
 
 def can_color(stream: TextIO) -> bool:

@@ -97,8 +97,8 @@ def _axis(tokens: list[str]) -> list[str | Cut]:
 class Rearrangement(NamedTuple):
     """Both sides of a row. One side is a single fused tensor, the other side its pieces."""
 
-    theirs: tuple[Axes, ...]
-    ours: tuple[Axes, ...]
+    left: tuple[Axes, ...]
+    right: tuple[Axes, ...]
 
     @staticmethod
     def parse(text: str) -> "Rearrangement":
@@ -107,7 +107,7 @@ class Rearrangement(NamedTuple):
 
     def check(self, sizes: Sizes) -> None:
         """Raises ValueError unless each piece has the same names on both sides, none twice, all with a size."""
-        one_sided, parts = (self.theirs, self.ours) if len(self.theirs) == 1 else (self.ours, self.theirs)
+        one_sided, parts = (self.left, self.right) if len(self.left) == 1 else (self.right, self.left)
         fused, *more = one_sided
         if more or any(part.cut for part in parts) or max(1, len(fused.cut)) != len(parts):
             raise ValueError("one side must be a single tensor, the other side one tensor for each of its pieces")

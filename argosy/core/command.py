@@ -6,6 +6,6 @@ import os
 COMMAND = "ARGOSY_COMMAND"
 
 
-def command() -> str:
+def command_name() -> str:
     """What the user types to run Argosy: `argosy`, or `./run` in a checkout."""
     return os.environ.get(COMMAND) or "argosy"

@@ -43,7 +43,7 @@ LEGEND: dict[str, str] = {
 LOOKED_UP = frozenset(("vocab", "positions", "token_types"))
 
 
-def axes_of(letters: Iterable[str], legend: Legend = ()) -> tuple[str, ...]:
+def named_axes(letters: Iterable[str], legend: Legend = ()) -> tuple[str, ...]:
     """The names of axes, from their letters; a letter without a name stands for itself."""
     own = dict(legend)
     return tuple(own.get(letter) or LEGEND.get(letter, letter) for letter in letters)

@@ -38,7 +38,7 @@ class ArgosyError(Exception):
 class UserError(ArgosyError):
     """The user's mistake, found before work began.
 
-    good: where settings were read, those of the root that have no mistakes, by name.
+    good: the root's settings that have no mistakes, by name, if settings were read.
     """
 
     exit_code = 2
@@ -131,7 +131,7 @@ def mistakes_of(*checks: Callable[[], object]) -> list[UserError]:
     return found
 
 
-def refuse(mistakes: Sequence[UserError]) -> None:
+def raise_mistakes(mistakes: Sequence[UserError]) -> None:
     """Raises the mistakes at once; a single one as it is.
 
     Raises:

@@ -1,12 +1,12 @@
 """The table that maps tensor names of other formats to ours, readable in both directions.
 
-A row is (their name or names, our path or paths, how). "Theirs" are the tensors of a Hub folder or GGUF file, "ours" those of an
+A row is (name or names, path or paths, reading). "Theirs" are the tensors of a Hub folder or GGUF file, "ours" those of an
 Argosy model:
 
     Row("model.embed_tokens.weight", "embed.w", "V D -> V D")
-    Row("model.layers.{l}.self_attn.q_proj.weight", "layers.{l}.attn.q.w", "(N H) D -> D N H", over=range(32))
+    Row("model.layers.{l}.self_attn.q_proj.weight", "layers.{l}.attn.q.w", "(N H) D -> D N H", layers=range(32))
 
-`how` gives the axes of each tensor by name, theirs on the left, ours on the right. (A B) is one axis of A times B entries, B
+`reading` gives the axes of each tensor by name, theirs on the left, ours on the right. (A B) is one axis of A times B entries, B
 varying fastest; 1 is an axis of one entry. Several tensors on one side, separated by commas, are the pieces of the single tensor
 on the other side, cut along the axis that is written with bars:
 
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from argosy.core.axes import Axes, Names, Rearrangement, Sizes, move
 from argosy.core.errors import BadInput, Unsupported
-from argosy.core.formats import Parted, Shape, TensorEntry, TensorReader, listed, read_part
+from argosy.core.formats import Parted, Shape, TensorEntry, TensorReader, problem_list, read_part
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,17 +49,20 @@ T = TypeVar("T")
 class KeyRow:
     """One line of the table.
 
-    over      the layers that `{l}` in the names runs over
-    optional  the tensors may be absent, all of them together; ours are then not filled
-    tied_to   a second name for the same tensor; if present, it must be equal byte for byte
-    copies    further names under which the same tensor is also written
-    scales    theirs are a tensor of values and one of scales, combined by this entry of `quants.SCALED`; read only
+    names: of the tensors in a Hub folder or GGUF file.
+    paths: of the weights of an Argosy model.
+    reading: how the tensors on one side become those on the other.
+    layers: the layers that `{l}` in names and paths stands for; None: there is no `{l}`.
+    optional: the tensors may be absent, all of them together; the weights are then not filled.
+    tied_to: a second name of the same tensor. If present, it must be equal byte for byte.
+    copies: further names under which the same tensor is also written.
+    scales: the entry of `quants.SCALED` that combines two tensors, of values and of scales, into the weight; such rows are read only.
     """
 
-    theirs: str | tuple[str, ...]
-    ours: str | tuple[str, ...]
-    how: str
-    over: Sequence[int] | None = None
+    names: str | tuple[str, ...]
+    paths: str | tuple[str, ...]
+    reading: str
+    layers: Sequence[int] | None = None
     optional: bool = False
     tied_to: str | None = None
     copies: tuple[str, ...] = ()
@@ -75,10 +78,10 @@ class _Group:
 
     row: KeyRow
     # For one expert, if they store one tensor per expert.
-    how: Rearrangement
+    reading: Rearrangement
     # For each tensor on the left, its name for each expert.
-    theirs: tuple[Names, ...]
-    ours: Names
+    sources: tuple[Names, ...]
+    paths: Names
     # Further names under which the same tensor may be stored.
     tied: Names
     # The axis of each of our tensors that counts experts, if they store one tensor per expert.
@@ -86,13 +89,13 @@ class _Group:
 
     @property
     def names(self) -> Names:
-        return tuple(name for names in self.theirs for name in names)
+        return tuple(name for names in self.sources for name in names)
 
     @property
     def is_stacked(self) -> bool:
         """Whether experts are the leading axis of every matrix on both sides: one expert is then read like a tensor of its
         own."""
-        sides = (*self.how.theirs, *self.how.ours)
+        sides = (*self.reading.left, *self.reading.right)
         lead = all(len(part.axes) > 2 and part.axes[0] == ("E",) for part in sides)
         return lead and self.expert_axes is None and not self.tied
 
@@ -105,66 +108,66 @@ class _Group:
         """The shapes of all their tensors, or only of those that hold expert `e`."""
         from argosy.core.formats.quants import SCALED
 
-        shapes = [part.shape(sizes) for part in self.how.theirs]
+        shapes = [part.shape(sizes) for part in self.reading.left]
         if self.row.scales:
             shapes = SCALED[self.row.scales].shapes(shapes[0])
         at = slice(None) if e is None or self.expert_axes is None else slice(e, e + 1)
-        return {name: shape for names, shape in zip(self.theirs, shapes, strict=True) for name in names[at]}
+        return {name: shape for names, shape in zip(self.sources, shapes, strict=True) for name in names[at]}
 
     def our_shapes(self, sizes: Sizes) -> dict[str, Shape]:
-        shapes = [list(part.shape(sizes)) for part in self.how.ours]
+        shapes = [list(part.shape(sizes)) for part in self.reading.right]
         for shape, axis in zip(shapes, self.expert_axes or ()):
             shape.insert(axis, sizes["E"])
-        return {path: tuple(shape) for path, shape in zip(self.ours, shapes)}
+        return {path: tuple(shape) for path, shape in zip(self.paths, shapes)}
 
-    def of_expert(self, ours: Sequence[np.ndarray], e: int) -> list[np.ndarray]:
+    def of_expert(self, arrays: Sequence[np.ndarray], e: int) -> list[np.ndarray]:
         """One expert's part of our tensors, which hold all experts."""
         import numpy as np
 
-        return [np.moveaxis(x, axis, 0)[e] for x, axis in zip(ours, self.expert_axes or ())]
+        return [np.moveaxis(x, axis, 0)[e] for x, axis in zip(arrays, self.expert_axes or ())]
 
 
 def _groups(row: KeyRow, sizes: Sizes) -> Iterator[_Group]:
-    theirs, ours = ((side,) if isinstance(side, str) else side for side in (row.theirs, row.ours))
+    theirs, ours = ((side,) if isinstance(side, str) else side for side in (row.names, row.paths))
     by_expert = any("{e}" in name for name in theirs)
     try:
-        how, expert_axes = Rearrangement.parse(row.how), None
+        reading, expert_axes = Rearrangement.parse(row.reading), None
         if by_expert:
-            how, expert_axes = _one_expert(how)
-        how.check(sizes)
-        _check_row(row, theirs, ours, how)
+            reading, expert_axes = _one_expert(reading)
+        reading.check(sizes)
+        _check_row(row, theirs, ours, reading)
     except ValueError as error:
         raise ValueError(f"{row}: {error}") from None
     experts = range(sizes["E"]) if by_expert else (None,)
-    for layer in (None,) if row.over is None else row.over:
+    for layer in (None,) if row.layers is None else row.layers:
         names = tuple(tuple(_filled(name, layer, e) for e in experts) for name in theirs)
         tied = tuple(_filled(name, layer) for name in ((row.tied_to,) if row.tied_to else ()) + row.copies)
-        yield _Group(row, how, names, tuple(_filled(path, layer) for path in ours), tied, expert_axes)
+        yield _Group(row, reading, names, tuple(_filled(path, layer) for path in ours), tied, expert_axes)
 
 
 def _filled(name: str, layer: int | None, expert: int | None = None) -> str:
     return name.replace("{l}", str(layer)).replace("{e}", str(expert))
 
 
-def _one_expert(how: Rearrangement) -> tuple[Rearrangement, tuple[int, ...]]:
+def _one_expert(reading: Rearrangement) -> tuple[Rearrangement, tuple[int, ...]]:
     """How one expert's tensors are read, and which axis of each of our tensors counts the experts."""
-    if any(("E",) not in part.axes for part in how.ours):
+    if any(("E",) not in part.axes for part in reading.right):
         raise ValueError("{e} on the left needs an axis E on the right")
-    expert_axes = tuple(part.axes.index(("E",)) for part in how.ours)
-    ours = tuple(Axes(part.axes[:at] + part.axes[at + 1 :]) for part, at in zip(how.ours, expert_axes))
-    return Rearrangement(how.theirs, ours), expert_axes
+    expert_axes = tuple(part.axes.index(("E",)) for part in reading.right)
+    ours = tuple(Axes(part.axes[:at] + part.axes[at + 1 :]) for part, at in zip(reading.right, expert_axes))
+    return Rearrangement(reading.left, ours), expert_axes
 
 
-def _check_row(row: KeyRow, theirs: Names, ours: Names, how: Rearrangement) -> None:
+def _check_row(row: KeyRow, theirs: Names, ours: Names, reading: Rearrangement) -> None:
     from argosy.core.formats.quants import SCALED
 
-    if {"{l}" in name for name in (*theirs, *ours)} != {row.over is not None}:
+    if {"{l}" in name for name in (*theirs, *ours)} != {row.layers is not None}:
         raise ValueError("{l} in every name, or no layers to run over")
     if len({"{e}" in name for name in theirs}) > 1:
         raise ValueError("{e} must be in every name on the left, or in none")
     if row.scales is not None and row.scales not in SCALED:
         raise ValueError(f"unknown kind of scales `{row.scales}`, only {', '.join(SCALED)}")
-    if len(how.ours) != len(ours) or len(how.theirs) != (1 if row.scales else len(theirs)):
+    if len(reading.right) != len(ours) or len(reading.left) != (1 if row.scales else len(theirs)):
         raise ValueError("there must be as many names as tensors")
     if row.scales and len(theirs) != 2:
         raise ValueError("scales need exactly two tensors, one of values and one of scales")
@@ -182,12 +185,12 @@ class MappedTensor(NamedTuple):
     layers: int
 
 
-def kept(rows: Iterable[KeyRow], sizes: Sizes) -> Iterator[MappedTensor]:
+def filled_tensors(rows: Iterable[KeyRow], sizes: Sizes) -> Iterator[MappedTensor]:
     """The tensors that rows fill, without expanding layers or experts: fast for the largest models too."""
     for row in rows:
-        ours = (row.ours,) if isinstance(row.ours, str) else row.ours
-        for path, part in zip(ours, Rearrangement.parse(row.how).ours, strict=True):
-            yield MappedTensor(path, part.names(), math.prod(part.shape(sizes)), 1 if row.over is None else len(row.over))
+        ours = (row.paths,) if isinstance(row.paths, str) else row.paths
+        for path, part in zip(ours, Rearrangement.parse(row.reading).right, strict=True):
+            yield MappedTensor(path, part.names(), math.prod(part.shape(sizes)), 1 if row.layers is None else len(row.layers))
 
 
 # ---- the table
@@ -204,7 +207,7 @@ class KeyMap:
         self.sizes, self.ignore = dict(sizes), tuple(ignore)
         self._groups = [group for row in rows for group in _groups(row, self.sizes)]
         self._by_name = _once((name, group) for group in self._groups for name in group.names)
-        self._by_path = _once((path, (group, i)) for group in self._groups for i, path in enumerate(group.ours))
+        self._by_path = _once((path, (group, i)) for group in self._groups for i, path in enumerate(group.paths))
         self._tied = _once((name, group) for group in self._groups for name in group.tied)
         if both := self._tied.keys() & self._by_name.keys():
             raise ValueError(f"{sorted(both)} are tied and have a row of their own")
@@ -229,7 +232,7 @@ class KeyMap:
 
     def ours_of(self, names: Iterable[str]) -> dict[str, Names]:
         """For each of their names that is in a row, the paths of our tensors made from it."""
-        return {name: self._by_name[name].ours for name in names if name in self._by_name}
+        return {name: self._by_name[name].paths for name in names if name in self._by_name}
 
     def plan(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Shape]:
         """The paths of ours that these tensors of theirs fill, with their shapes.
@@ -238,7 +241,7 @@ class KeyMap:
             BadInput: lists everything missing, unexpected and of the wrong shape.
         """
         expected = [(group.their_shapes(self.sizes), group.row.optional) for group in self._groups]
-        tied = [({name: group.how.theirs[0].shape(self.sizes)}, True) for name, group in self._tied.items()]
+        tied = [({name: group.reading.left[0].shape(self.sizes)}, True) for name, group in self._tied.items()]
         ignored = {name for name in shapes if any(fnmatchcase(name, pattern) for pattern in self.ignore)}
         _check_fit(expected + tied, shapes, ignored, "is config.json the one that belongs to these weights?")
         present = [group for group in self._groups if group.names[0] in shapes]
@@ -259,7 +262,7 @@ class KeyMap:
             if name in reader.names:
                 _check_tied(reader, group.names[0], name)
         if group.expert_axes is None:
-            return move(_sources(reader, group), *group.how, i, self.sizes)
+            return move(_sources(reader, group), *group.reading, i, self.sizes)
         first = self._expert(reader, group, i, 0)
         out = np.empty(self.shape(path), first.dtype)
         experts = np.moveaxis(out, group.expert_axes[i], 0)
@@ -280,10 +283,10 @@ class KeyMap:
         return self._expert(reader, group, i, e)
 
     def _expert(self, reader: TensorReader, group: _Group, i: int, e: int) -> np.ndarray:
-        one = move(_sources(reader, group, e), *group.how, i, self.sizes | {"E": 1})
+        one = move(_sources(reader, group, e), *group.reading, i, self.sizes | {"E": 1})
         return one[0] if group.is_stacked else one
 
-    def inverse(self, ours: TensorReader) -> Iterator[TensorEntry]:
+    def inverse(self, weights: TensorReader) -> Iterator[TensorEntry]:
         """Their tensors made from ours, as entries for `safetensors.write_folder`. Each of ours is read when its entry is
         written.
 
@@ -292,19 +295,19 @@ class KeyMap:
             Unsupported: rows with scales, which can only be read.
         """
         expected = [(group.our_shapes(self.sizes), group.row.optional) for group in self._groups]
-        shapes = {path: ours.shape(path) for path in ours.names}
+        shapes = {path: weights.shape(path) for path in weights.names}
         _check_fit(expected, shapes, hint="is this the config of these weights?")
-        held = _Held(ours)
+        held = _Held(weights)
         for group in self._groups:
-            if group.ours[0] not in shapes:
+            if group.paths[0] not in shapes:
                 continue
             if group.row.scales:
                 raise Unsupported(
                     f"`{group.names[0]}` and its scales can be read but not written", hint="write plain weights"
                 )
-            dtype = _one_dtype(ours, group.ours)
-            for e in range(len(group.theirs[0])):
-                for i, names in enumerate(group.theirs):
+            dtype = _one_dtype(weights, group.paths)
+            for e in range(len(group.sources[0])):
+                for i, names in enumerate(group.sources):
                     yield self._entry(names[e], dtype, held, group, i, e)
             for name in group.row.copies:
                 yield self._entry(name, dtype, held, group, 0, 0)
@@ -313,7 +316,7 @@ class KeyMap:
         by_part = group.is_stacked and held.is_parted
         return TensorEntry(
             name,
-            group.how.theirs[i].shape(self.sizes),
+            group.reading.left[i].shape(self.sizes),
             dtype,
             partial(self._make, held, group, i, e),
             partial(self._parts, held, group, i) if by_part else None,
@@ -321,12 +324,12 @@ class KeyMap:
 
     def _make(self, held: "_Held", group: _Group, i: int, e: int) -> np.ndarray:
         ours = held.of(group) if group.expert_axes is None else held.of_expert(group, e)
-        return move(ours, group.how.ours, group.how.theirs, i, self.sizes)
+        return move(ours, group.reading.right, group.reading.left, i, self.sizes)
 
     def _parts(self, held: "_Held", group: _Group, i: int) -> Iterator[np.ndarray]:
         for e in range(self.sizes["E"]):
             ours = [x[None] for x in held.of_expert(group, e)]
-            yield move(ours, group.how.ours, group.how.theirs, i, self.sizes | {"E": 1})[0]
+            yield move(ours, group.reading.right, group.reading.left, i, self.sizes | {"E": 1})[0]
 
 
 class _Held:
@@ -350,7 +353,7 @@ class _Held:
         if self.key != (group, e):
             # Frees the arrays before the next are read.
             self.key, self.arrays = None, []
-            self.arrays = [self.ours.read(p) if e is None else read_part(self.ours, p, e) for p in group.ours]
+            self.arrays = [self.ours.read(p) if e is None else read_part(self.ours, p, e) for p in group.paths]
             self.key = group, e
         return self.arrays
 
@@ -364,7 +367,7 @@ def _sources(reader: TensorReader, group: _Group, e: int | None = None) -> list[
         names = list(group.names)
         arrays = [read_part(reader, name, e)[None] for name in names]
     else:
-        names = [names[e or 0] for names in group.theirs]
+        names = [names[e or 0] for names in group.sources]
         arrays = [reader.read(name) for name in names]
     if group.row.scales:
         return [SCALED[group.row.scales].read(*arrays)]
@@ -389,7 +392,7 @@ def _once(items: Iterable[tuple[str, T]]) -> dict[str, T]:
 def _one_dtype(reader: TensorReader, names: Sequence[str]) -> np.dtype:
     dtypes = {name: reader.dtype(name) for name in names}
     if len(set(dtypes.values())) > 1:
-        raise BadInput("parts of one tensor have different types: " + listed(f"`{n}` {d}" for n, d in dtypes.items()))
+        raise BadInput("parts of one tensor have different types: " + problem_list(f"`{n}` {d}" for n, d in dtypes.items()))
     return dtypes[names[0]]
 
 
@@ -420,5 +423,5 @@ def _check_fit(
     unexpected = [f"`{name}` has no place" for name in shapes if name not in known]
     if missing or unexpected or misshapen:
         counts = f"{len(missing)} missing, {len(unexpected)} unexpected, {len(misshapen)} misshapen"
-        problems = listed([*misshapen, *missing, *unexpected])
+        problems = problem_list([*misshapen, *missing, *unexpected])
         raise BadInput(f"the tensors do not fit the model: {counts}", where=problems, hint=hint)

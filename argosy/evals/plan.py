@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput, UnknownName, mistakes_of, refuse
+from argosy.core.errors import BadInput, UnknownName, mistakes_of, raise_mistakes
 from argosy.data.sources import SourceRecord
 from argosy.evals.rows import (
     LAYOUTS,
@@ -78,7 +78,7 @@ def plan(settings: EvalSettings) -> list[PlannedTask]:
         raise BadInput(f"no file or folder {data}", where="set by data", hint=f"data=FOLDER holds {WHERE}")
     found: list[PlannedTask] = []
     some = names(settings.tasks)
-    refuse(mistakes_of(*(lambda task=task: found.append(_of_folder(task, data, settings)) for task in some)))
+    raise_mistakes(mistakes_of(*(lambda task=task: found.append(_of_folder(task, data, settings)) for task in some)))
     return found
 
 
@@ -89,7 +89,7 @@ def names(tasks: str | None) -> list[Task]:
         UnknownName: a name is neither a task nor the beginning of some. BadInput: there is none.
     """
     given = [name for name in (part.strip() for part in (tasks or "").split(",")) if name]
-    refuse([_unknown(name) for name in given if not _named(name)])
+    raise_mistakes([_unknown(name) for name in given if not _named(name)])
     found = {task.name: task for name in given for task in _named(name)}
     if not found:
         raise BadInput("no tasks", hint=f"tasks=NAME,...: {', '.join(TASKS)}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, SettingsLayer, dump, read_settings
-from argosy.core.settings.scalars import written
+from argosy.core.settings.scalars import yaml_line
 from argosy.core.settings.words import CALL
 from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
@@ -145,7 +145,7 @@ def _word(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         value = dict(value)
     try:
-        return f"{key}={written(value)}"
+        return f"{key}={yaml_line(value)}"
     except TypeError:
         what = f"`{key}` cannot be an object of type {type(value).__name__}"
         raise BadInput(what, hint="settings are text, numbers, paths and mappings of these") from None

@@ -33,7 +33,7 @@ class Finding:
     hint: str
 
 
-def examine(devices: Callable[[], dict[str, Any]] = environment.devices) -> dict[str, Any]:
+def examine(devices: Callable[[], dict[str, Any]] = environment.device_facts) -> dict[str, Any]:
     """Everything known about this machine, and `findings`. `ok` is false if something is broken."""
     folder = machine.cache_folder()
     place = folder or Path(tempfile.gettempdir())
@@ -41,7 +41,7 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.devices) -> dict
         "versions": environment.versions(),
         "machine": environment.machine(),
         "jax": devices(),
-        "gpus": environment.gpus(),
+        "gpus": environment.gpu_names(),
         "disk": {"here": _disk(Path.cwd()), "cache": _disk(place), "temporary": _disk(Path(tempfile.gettempdir()))},
         "cache": {
             "folder": str(folder or "nowhere"),
@@ -52,7 +52,7 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.devices) -> dict
         "kernels": kernels(),
         "open_files": _open_files(),
         "clock_behind_s": _clock_behind_s(),
-        "variables": environment.variables(),
+        "variables": environment.environment_variables(),
     }
     findings = [finding for check in CHECKS for finding in check(found)]
     order = (BROKEN, WARNING, NOTE)

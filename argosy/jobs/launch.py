@@ -16,9 +16,9 @@ from typing import Any
 
 from argosy.checkpoint.run_directory import ID, RunDirectory, is_run_directory
 from argosy.core.addresses import is_address
-from argosy.core.command import command as as_run
+from argosy.core.command import command_name as as_run
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput, UserError, mistakes_of, problems_of, refuse
+from argosy.core.errors import BadInput, UserError, mistakes_of, problems_of, raise_mistakes
 from argosy.core.settings import Reading, read_settings, words_layer
 from argosy.launch import jobset, local, skypilot, slurm
 from argosy.launch.rendered import Command, Devices
@@ -85,7 +85,7 @@ def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
     found += mistakes_of(lambda: read_engine(engine, words))
     found += mistakes_of(lambda: read_verb(what, verb, sees_files=engine.name not in BLIND))
     found += mistakes_of(*_checks(engine, what))
-    refuse(found)
+    raise_mistakes(found)
     assert what.command is not None
     assert what.run is not None
     return Launch(engine.name, engine.settings, what.command, what.run)
@@ -117,7 +117,7 @@ def read_engine(engine: KnownEngine, words: Sequence[str]) -> None:
     engine.settings, engine.good = None, schema.model_construct(**good)
     left = {name for name in schema.model_fields if name not in given and hasattr(engine.good, name)}
     engine.known = frozenset(left | set(good))
-    refuse(found)
+    raise_mistakes(found)
 
 
 def read_verb(what: Verb, words: Sequence[str], sees_files: bool) -> None:
@@ -218,7 +218,7 @@ def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) ->
     """
     where = f"{devices.shown} makes {plural(devices.groups * devices.each, 'device')}"
     try:
-        inside, between = mesh.over(devices.each, devices.groups, devices.slices)
+        inside, between = mesh.resolve(devices.each, devices.groups, devices.slices)
     except BadInput as error:
         hint = f"sizes whose product is {devices.each}, or -1 for one of them"
         if devices.groups > 1:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from argosy.checkpoint.run_directory import RunDirectory
-from argosy.core.command import command as as_run
+from argosy.core.command import command_name as as_run
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, Unsupported, UserError
 from argosy.core.process.allocator import share_one_arena
@@ -71,18 +71,18 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     settings = reading.value
     several.check_same_run(reading)
     directory = RunDirectory(path, settings.checkpoint, view.say, processes.leads())
-    processes.together("admit", lambda: directory.admit(reading))
+    processes.run_together("admit", lambda: directory.admit(reading))
     assembly = None
-    if not processes.told("has run", lambda: directory.has_run):
+    if not processes.broadcast("has run", lambda: directory.has_run):
         # Finds every mistake before the first file is written.
         with telling(view.say, DATA):
             assembly = checked(settings)
     missing = directory.missing()
     try:
-        with processes.together("lock", directory.store.lock):
+        with processes.run_together("lock", directory.store.lock):
             try:
                 # Another process may have started a run here since.
-                processes.together("admit", lambda: directory.admit(reading))
+                processes.run_together("admit", lambda: directory.admit(reading))
                 outcome = _locked(reading, directory, view, command, assembly)
             except UserError:
                 # A start that is refused leaves nothing.
@@ -131,7 +131,7 @@ def _locked(
         meta = directory.checkpoints.meta(good) if good is not None else None
         if meta is not None:
             # A local checkpoint may be newer than the one that was compared.
-            processes.together("admit", lambda: directory.admit_resume(meta["settings"], settings))
+            processes.run_together("admit", lambda: directory.admit_resume(meta["settings"], settings))
         if good is not None and good >= settings.steps:
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
             log.say(f"{directory} is done: {plural(good, 'step')}{fewer}; steps=N trains longer, for N above {good}")
@@ -150,7 +150,7 @@ def _locked(
         training.keep_tokenizer()
         training.settle_reference(state, fresh=good is None)
         training.settle_teacher()
-    life.begins(int(state.step), processes.told("life", lambda: life.about["start"]))
+    life.begins(int(state.step), processes.broadcast("life", lambda: life.about["start"]))
     try:
         outcome = training.run(state, life)
     finally:

@@ -15,7 +15,7 @@ from typing import Any
 
 from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
-from argosy.core.settings.scalars import document
+from argosy.core.settings.scalars import yaml_document
 from argosy.launch.cluster import PORT
 from argosy.launch.rendered import Command, Devices, ScriptCheck, as_argument, check_inside, deliver
 from argosy.launch.settings import TPUS, JobSet
@@ -30,7 +30,7 @@ def launch(command: Command, settings: JobSet, say: Say) -> int:
     Raises:
         BadInput: pods would not see the recipe or keep the run directory, or the file to write holds something else.
     """
-    deliver(document(render(command, settings)), settings.write, say, "kubectl apply -f FILE")
+    deliver(yaml_document(render(command, settings)), settings.write, say, "kubectl apply -f FILE")
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.core.settings.scalars import document
+from argosy.core.settings.scalars import yaml_document
 from argosy.launch.rendered import Command, Devices, ScriptCheck, as_argument, check_inside, deliver
 from argosy.launch.settings import SkyPilot
 
@@ -25,7 +25,7 @@ def launch(command: Command, settings: SkyPilot, say: Say) -> int:
     Raises:
         BadInput: the machines would not see the recipe or keep the run directory, or the file to write holds something else.
     """
-    deliver(document(render(command, settings)), settings.write, say, "sky jobs launch FILE")
+    deliver(yaml_document(render(command, settings)), settings.write, say, "sky jobs launch FILE")
     return 0
 
 

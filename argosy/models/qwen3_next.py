@@ -167,4 +167,4 @@ class Qwen3NextConfig(Qwen3NextHub, DecoderConfig):
         recurrent = self.spans.count("R")
         sizes = {letter: size for letter, size in self.delta.dims.items() if letter != "W"}
         attention = 4 * tokens * tokens * self.heads * self.H * (self.layers - recurrent)
-        return attention + recurrent * delta.flops(tokens, **sizes)
+        return attention + recurrent * delta.delta_flops(tokens, **sizes)

@@ -194,7 +194,8 @@ class Temper(Settings):
 class Reach(NamedTuple):
     """The attention of one layer: what it attends to, and how positions act on it.
 
-    window: how far back it attends; None: to everything. chunked: only to its own chunk of `window` tokens (`Score`).
+    window: how far back it attends; None: to everything.
+    chunked: only to its own chunk of `window` tokens (`Score`).
     rope: rotary positions of queries and keys; None: none.
     unit: divides each head of queries and keys by its RMS after rotary positions; the number is added to the mean square.
     temper: how its queries grow with their position.

@@ -2,8 +2,8 @@
 their order once it can be.
 
 A run writes a few hundred bytes a step beside its checkpoints. A disk that is full for an hour, or a directory that became read-only,
-costs no run that would go on training; what waits is lost only if the process ends before. Of object stores, `Store` has the lines that
-wait, since it writes the whole file every few seconds; `flush` writes it now.
+costs no run that would go on training; what waits is lost only if the process ends before. On an object store, `Store` itself keeps the
+lines that wait, since it writes the whole file every few seconds; `flush` writes it now.
 """
 
 import threading

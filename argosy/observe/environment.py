@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
     total, free = memory_bytes()
     return {
         "system": system,
-        "processor": processor(),
+        "processor": processor_name(),
         "vector_bits": vector_bits(),
         "cores": cores(),
         "memory_bytes": total,
@@ -66,7 +66,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def processor() -> str:
+def processor_name() -> str:
     """The processor's name, as the system reports it."""
     for line in _read("/proc/cpuinfo").splitlines():
         if line.startswith(("model name", "Model")):
@@ -100,7 +100,7 @@ def _droppable() -> int:
     return int(fields.get("inactive_file", 0))
 
 
-def check_fits(needed: int, what: str) -> None:
+def check_fits(needed: int, subject: str) -> None:
     """Checks that this many bytes fit into this machine's total memory, because the system kills a process that takes too much,
     without a message. Memory in use is not subtracted: most of it may be cached files, which the system drops.
 
@@ -109,16 +109,16 @@ def check_fits(needed: int, what: str) -> None:
     """
     total = memory_bytes()[0]
     if total is not None and needed > total:
-        hint = "take a smaller model; `argosy models show` prints what each needs"
-        raise BadInput(f"{what} need {sized(needed)}, and this machine has {sized(total)} of memory", hint=hint)
+        hint = "take a smaller model; `argosy models show` prints subject each needs"
+        raise BadInput(f"{subject} need {sized(needed)}, and this machine has {sized(total)} of memory", hint=hint)
 
 
-def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment variables that change what is computed, how fast, or where."""
     return {k: v for k, v in sorted(environment.items()) if k in NAMES or k.startswith(PREFIXES)}
 
 
-def devices(timeout_s: float = DEVICES_WITHIN_S) -> dict[str, Any]:
+def device_facts(timeout_s: float = DEVICES_WITHIN_S) -> dict[str, Any]:
     """{"backend", "devices": [{kind, platform, memory_bytes}]}, or {"error": why jax has no devices}."""
     pipe = subprocess.PIPE
     child = subprocess.Popen([sys.executable, "-c", ASK], stdout=pipe, stderr=pipe, text=True)
@@ -138,7 +138,7 @@ def devices(timeout_s: float = DEVICES_WITHIN_S) -> dict[str, Any]:
     return {"error": lines[-1][:300] if lines else f"jax ended with code {child.returncode}"}
 
 
-def gpus() -> list[str]:
+def gpu_names() -> list[str]:
     """Names of the GPUs that nvidia-smi lists."""
     if shutil.which("nvidia-smi") is None:
         return []

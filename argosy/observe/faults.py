@@ -29,7 +29,7 @@ def bad_steps(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return found
 
 
-def told(bad: Sequence[Mapping[str, Any]]) -> str:
+def faults_text(bad: Sequence[Mapping[str, Any]]) -> str:
     """ "2 steps were skipped; 1 rollback left out 7 batches"."""
     skips = [one for one in bad if one["action"] == "skip"]
     rolled = [one for one in bad if one["action"] == "rollback"]
@@ -40,9 +40,9 @@ def told(bad: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(words)
 
 
-def row(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def row(fault: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """step, batch, what was found, what followed"""
     then = "skipped"
-    if one["action"] == "rollback":
-        then = f"back to step {one['restored']:,}, without the batches {one['first']:,} to {one['last']:,}"
-    return f"{one['step']:,}", f"{one['batch']:,}", str(one["what"]), then
+    if fault["action"] == "rollback":
+        then = f"back to step {fault['restored']:,}, without the batches {fault['first']:,} to {fault['last']:,}"
+    return f"{fault['step']:,}", f"{fault['batch']:,}", str(fault["what"]), then

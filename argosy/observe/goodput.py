@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass
 class _Running:
-    """A cause that is not over. inner: seconds of the causes inside it that are over."""
+    """A cause that is not over.
+
+    inner: seconds of the causes inside it that are over.
+    """
 
     cause: str
     start: float

@@ -110,8 +110,13 @@ class RunLife:
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time of a run went. wall: from the first start to the last sign of life, which the seconds sum up to. starts: how often
-    it was started. lost_steps: updates that were made again. by_process: seconds of each process, where there were several."""
+    """Where the time of a run went.
+
+    wall: from the first start to the last sign of life, which the seconds sum up to.
+    starts: how often it was started.
+    lost_steps: updates that were made again.
+    by_process: seconds of each process, where there were several.
+    """
 
     starts: int
     wall: float
@@ -198,7 +203,7 @@ def _added(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
 
 
 def _kept_of(starts: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[dict[str, float], int]]:
-    """Of each start: seconds by cause, and the steps of it that were made again."""
+    """Seconds by cause of each start, and the steps that it had to repeat."""
     begun = [[min(line["from"], line["step"]) for line in _begun(lines)] for lines in starts]
     # The earliest step that a later start resumed from, or went back to.
     return [_kept(lines, min((s for steps in begun[i + 1 :] for s in steps), default=None)) for i, lines in enumerate(starts)]

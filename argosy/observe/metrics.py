@@ -17,7 +17,7 @@ FILE = "metrics.jsonl"
 ANSWERS = "answers.jsonl"
 
 
-def conversation(line: Mapping[str, Any]) -> str:
+def conversation_text(line: Mapping[str, Any]) -> str:
     """The answer of a line of answers.jsonl: its text, or who said what in its turns, with the advantages of turns."""
     turns = line.get("turns")
     return line["completion"] if not turns else "\n".join(f"{speaker(one)}: {said(one)}" for one in turns)

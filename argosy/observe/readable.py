@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 
-def counted(n: float) -> str:
+def count_text(n: float) -> str:
     """A large number in three digits: 135M, 8.03B, 0.52T."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size * 0.9995:
@@ -12,7 +12,7 @@ def counted(n: float) -> str:
     return f"{n:.0f}"
 
 
-def flops(n: float) -> str:
+def flops_text(n: float) -> str:
     """FLOPs with their prefix: 24.1 GFLOP."""
     for size, prefix in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if n >= size * 0.9995:

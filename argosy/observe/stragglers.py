@@ -37,8 +37,12 @@ TAKES = {DATA: "its data takes", HOST: "its Python between steps takes"}
 class ProcessTimes:
     """What a process told of itself, since it began.
 
-    steps: that it made. wall: seconds. seconds: by cause of the host. exposed: of these, where devices waited. probes: how often its
-    devices were timed. devices: the seconds of these timings, summed, of each of its devices.
+    steps: number of its steps.
+    wall: seconds.
+    seconds: by cause of the host.
+    exposed: the part of `seconds` in which devices waited.
+    probes: how often its devices were timed.
+    devices: the seconds of these timings, summed, of each of its devices.
     """
 
     steps: int
@@ -52,8 +56,16 @@ class ProcessTimes:
 
 @dataclass(frozen=True)
 class StragglerVerdict:
-    """A process is slow, or (`over`) no longer. times: its time over the median of the others'; None if theirs is 0. seconds: above
-    the others', each step; None of a device. device: which of its own."""
+    """A slow process, or one that is no longer slow.
+
+    process: its rank.
+    host: its name.
+    cause: what takes it longer.
+    times: its time over the median of the others'; None if theirs is 0.
+    seconds: its time beyond the others', each step; None for a device.
+    device: number of the slow device among its own; None: the process as a whole.
+    over: it is no longer slow.
+    """
 
     process: int
     host: str
@@ -67,9 +79,9 @@ class StragglerVerdict:
         """ "process 3 on host a is slow: its data takes 4.1 times the others', 0.8 s a step" """
         whose = f" (its device {self.device})" if self.device is not None else ""
         who = f"process {self.process} on host {self.host}{whose}"
-        return f"{who} is as fast as the others again" if self.over else f"{who} is slow: {self.what()}"
+        return f"{who} is as fast as the others again" if self.over else f"{who} is slow: {self.finding()}"
 
-    def what(self) -> str:
+    def finding(self) -> str:
         """ "its data takes 4.1 times the others', 0.8 s a step more" """
         if self.cause == DEVICE:
             return f"the same program takes it {self.times:.1f} times as long as the others"
@@ -90,7 +102,11 @@ Unit = tuple[int, str, int | None]
 
 @dataclass(frozen=True)
 class _Seen:
-    """One unit in one window. share: of a step, that the others wait for it. slow: whether that is a straggler."""
+    """One unit in one window.
+
+    share: of a step, that the others wait for it.
+    slow: whether that is a straggler.
+    """
 
     slow: bool
     times: float | None
@@ -188,7 +204,7 @@ class Comparison:
 
 
 def _measured(numbers: Mapping[Any, float]) -> dict[Any, float]:
-    """Those that are times: a clock that was set back, or a number that is none, says nothing of its process."""
+    """The values that are times. A clock that was set back, or a number that is none, says nothing about its process."""
     return {unit: s for unit, s in numbers.items() if math.isfinite(s) and s >= 0}
 
 
@@ -213,7 +229,7 @@ def _of_several(unit: Unit, told: Mapping[int, ProcessTimes]) -> int | None:
 
 
 def stragglers(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Of a run's metrics: from which step to which a process was slow, which process, and what of it was."""
+    """The slow processes in a run's metrics: first and last step, process, and cause."""
     found: list[list[Any]] = []
     for line in lines:
         if "header" in line:
@@ -231,6 +247,6 @@ def stragglers(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]
             if one[2] == its["process"] and one[1] is None:
                 one[1] = line["step"]
     return [
-        (f"{first:,} to {last:,}" if last is not None else f"{first:,} to the end", f"{process} on {verdict.host}", verdict.what())
+        (f"{first:,} to {last:,}" if last is not None else f"{first:,} to the end", f"{process} on {verdict.host}", verdict.finding())
         for first, last, process, verdict in found
     ]

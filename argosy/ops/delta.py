@@ -182,7 +182,7 @@ def _in_chunks(a: Array, size: int) -> Array:
     return a.reshape(B, chunks, size, *rest)
 
 
-def flops(tokens: int, K: int, G: int, H: int, U: int, *, chunk: int = CHUNK) -> int:
+def delta_flops(tokens: int, K: int, G: int, H: int, U: int, *, chunk: int = CHUNK) -> int:
     """FLOPs of the contractions over one row of `tokens` tokens, 2 for each multiply-add; the triangular system counts as
     the product with its inverse."""
     if chunk == 1 or tokens == 1:

@@ -11,7 +11,7 @@ With t and s the two distributions at a temperature, softmax(logits / T):
 `generalized_jsd_loss` means these by beta = 0 and beta = 1; here they have names. A token to which one side gives probability 0 adds
 nothing where its share is 0 by that side, and makes the divergence infinite where the other side has some.
 
-Of a teacher, k tokens with their log-probabilities and the rest of the mass may be all that is known. `top` makes these of logits, and
+A teacher may be known by k tokens with their log-probabilities and the rest of the mass alone. `top` makes these of logits, and
 `coarse` the student's distribution over the same k + 1 outcomes. A divergence over joined outcomes is at most that over all of them.
 """
 
@@ -71,7 +71,7 @@ def jsd(student: LogProbs, teacher: LogProbs, beta: float = 0.5) -> Each:
 DIVERGENCES: Mapping[str, Callable[..., Each]] = {"forward": forward, "reverse": reverse, "jsd": jsd}
 
 
-def over(logits: Float[Array, "*R U"], vocab: int) -> Float[Array, "*R V"]:
+def resize_vocab(logits: Float[Array, "*R U"], vocab: int) -> Float[Array, "*R V"]:
     """Logits over another number of tokens: those beyond it are left out, those that are missing get probability 0.
 
     Vocabularies are padded to round numbers (49,152 and 49,280 for one tokenizer), so ids at the end stand for no token."""

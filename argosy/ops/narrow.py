@@ -1,11 +1,11 @@
 """Arrays in eight bits, each vector with a scale of its own: what a quantized cache keeps.
 
-    bits = round(x / scale),  scale = max |x| / largest        for each vector along the last axis, or each block of it
+    bits = round(x / scale),  scale = max |x| / largest      for each vector along the last axis, or each block of it
     x ~ bits * scale                                           int8: off by at most scale / 2
 
-`largest` is 127 for int8, 448 for fp8_e4m3 and 57344 for fp8_e5m2. A scale belongs to one token, so what is stored for a token does
-not depend on other tokens, on the call that wrote it, or on the calibration of a model. A scale that is NaN or infinite makes its
-vector so: a fault upstream stays visible, in the token that it struck.
+`largest_magnitude` is 127 for int8, 448 for fp8_e4m3 and 57344 for fp8_e5m2. A scale belongs to one token, so what is stored for a
+token does not depend on other tokens, on the call that wrote it, or on the calibration of a model. A scale that is NaN or infinite
+makes its vector so: a fault upstream stays visible, in the token that it struck.
 
 The values lie as raw bits, because XLA:CPU has no scatter of 8-bit floats: it would convert the whole pool to float16 and back for
 every token that is written (27 ms instead of 0.7 for a pool of 17 MB). Scales are float32: for heads of 64 the cache has 68 bytes a
@@ -26,7 +26,7 @@ from argosy.ops.quantized import spread
 FORMS = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
-def largest(form: str) -> float:
+def largest_magnitude(form: str) -> float:
     """The largest magnitude of this form; of int8 127, so that rounding is symmetric."""
     return 127.0 if form == "int8" else float(jnp.finfo(FORMS[form]).max)
 
@@ -60,7 +60,7 @@ def narrowed(x: Float[Array, "*any H"], blocks: int, form: str) -> Narrow:
     """x rounded to nearest, ties to even. A vector whose scale would be no normal float32 becomes zeros: largest
     magnitudes below 1.5e-36 in int8, 6.7e-34 in fp8_e5m2."""
     parts = wide(x).reshape(*x.shape[:-1], blocks, x.shape[-1] // blocks)
-    most = largest(form)
+    most = largest_magnitude(form)
     # XLA may or may not compile a division by a constant as this product, and programs must agree on what they store.
     scale = (jnp.max(jnp.abs(parts), -1, keepdims=True) * (1 / most)).astype(jnp.float32)
     # NaN is not below anything, and stays.
@@ -71,7 +71,7 @@ def narrowed(x: Float[Array, "*any H"], blocks: int, form: str) -> Narrow:
     return Narrow(jax.lax.bitcast_convert_type(rounded, jnp.uint8).reshape(x.shape), scale[..., 0], form)
 
 
-def written(pool: Any, where: tuple[Array, ...], new: Array) -> Any:
+def write_entries(pool: Any, where: tuple[Array, ...], new: Array) -> Any:
     """A pool, plain or `Narrow`, with new entries at some places; those out of range are dropped."""
     entries = narrowed(new, pool.scale.shape[-1], pool.form) if isinstance(pool, Narrow) else new
     return jax.tree.map(lambda a, b: a.at[where].set(b.astype(a.dtype), mode="drop"), pool, entries)

@@ -35,7 +35,7 @@ def implementations(**names: str | None) -> Iterator[None]:
         _named.reset(token)
 
 
-def named() -> dict[str, str]:
+def requested_implementations() -> dict[str, str]:
     """The implementations that programs traced here use by name, by the key of their op."""
     return dict(_named.get())
 

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 FARTHEST = 2.0
 
 
-def sorted_distance(one: Float[Array, "*R V"], other: Float[Array, "*R U"]) -> Float[Array, "*R"]:
+def sorted_distance(p: Float[Array, "*R V"], q: Float[Array, "*R U"]) -> Float[Array, "*R"]:
     """The sum of |p - q| over the probabilities in falling order. They may sum to less than 1, as joint probabilities do."""
-    size = max(one.shape[-1], other.shape[-1])
-    first, second = (_falling(p, size) for p in (one, other))
+    size = max(p.shape[-1], q.shape[-1])
+    first, second = (_falling(r, size) for r in (p, q))
     return jnp.sum(jnp.abs(first - second), -1)
 
 

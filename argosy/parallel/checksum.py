@@ -27,11 +27,11 @@ def by_device(places: Sequence[NamedSharding], mesh: Mesh) -> Callable[[Sequence
     devices are in the order of the mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def own(*arrays: jax.Array) -> jax.Array:
+    def local(*arrays: jax.Array) -> jax.Array:
         return jnp.stack([checksum(a) for a in arrays])[None]
 
     rows = PartitionSpec(tuple(mesh.axis_names))
-    found = jax.shard_map(own, mesh=mesh, in_specs=tuple(place.spec for place in places), out_specs=rows, check_vma=False)
+    found = jax.shard_map(local, mesh=mesh, in_specs=tuple(place.spec for place in places), out_specs=rows, check_vma=False)
     compiled = jax.jit(found, out_shardings=everywhere)
     return lambda arrays: compiled(*arrays)
 
@@ -46,7 +46,11 @@ def copies(place: Any, shape: tuple[int, ...], mesh: Mesh) -> list[list[int]]:
 
 
 def odd_ones(sums: np.ndarray, groups: Sequence[Sequence[int]]) -> list[int]:
-    """The devices whose checksum is not that of most others with the same part. sums: [devices]. Of two that differ, both."""
+    """The devices whose checksum differs from most others with the same part; if there are only two and they differ, both.
+
+    Args:
+        sums: of each device.
+    """
     odd = []
     for group in groups:
         values, counts = np.unique(sums[list(group)], return_counts=True)

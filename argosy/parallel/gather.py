@@ -16,8 +16,11 @@ from argosy.parallel.place import row_axes
 
 
 @dataclass(frozen=True)
-class Once:
-    """How weights lie through the parts of a batch. places: how they lie in the state, by address."""
+class GatherOnce:
+    """Gathers weights once for all parts of a batch.
+
+    places: how weights lie in the state, by address.
+    """
 
     places: Mapping[str, NamedSharding]
 

@@ -65,8 +65,12 @@ class BetweenSettings(Settings):
         _check({name: getattr(self, name) for name in ORDER if getattr(self, name) is not None})
         return self
 
-    def over(self, groups: int, slices: bool) -> dict[str, int]:
-        """The number of groups along each axis. groups: of the devices at hand; slices: whether they are TPU slices.
+    def resolve(self, groups: int, slices: bool) -> dict[str, int]:
+        """The number of groups along each axis.
+
+        Args:
+            groups: number of groups of devices.
+            slices: whether they are TPU slices.
 
         Raises:
             BadInput: the sizes do not multiply to the groups.
@@ -174,13 +178,18 @@ class MeshSettings(Settings):
         outside = {f"mesh.between.{name}": getattr(self.between, name) for name in DEFAULT.activations["batch"] if name != "stage"}
         return {name: size for name, size in (inside | outside).items() if size is not None and size > 1}
 
-    def over(self, each: int, groups: int, slices: bool) -> tuple[dict[str, int], dict[str, int]]:
-        """The sizes within each group of devices, and between groups. each: devices of a group; slices: whether groups are TPU slices.
+    def resolve(self, each: int, groups: int, slices: bool) -> tuple[dict[str, int], dict[str, int]]:
+        """The sizes within each group of devices, and between groups.
+
+        Args:
+            each: devices of a group.
+            groups: number of groups.
+            slices: whether groups are TPU slices.
 
         Raises:
             BadInput: the sizes do not multiply to them.
         """
-        between = self.between.over(groups, slices)
+        between = self.between.resolve(groups, slices)
         counted = plural(each, "device") + ((" of each slice" if slices else " of each process") if groups > 1 else "")
         return _filled({name: getattr(self, name) for name in ORDER}, each, "mesh", counted), between
 
@@ -195,13 +204,13 @@ class MeshSettings(Settings):
         from jax.sharding import AxisType, Mesh
 
         devices = list(jax.devices() if devices is None else devices)
-        groups, slices = grouped(devices, self.between)
-        sizes, between = self.over(len(groups[0]), len(groups), slices)
+        groups, slices = device_groups(devices, self.between)
+        sizes, between = self.resolve(len(groups[0]), len(groups), slices)
         grid = _arranged(groups, tuple(sizes.values()), tuple(between.values()))
         return Mesh(grid, ORDER, axis_types=(AxisType.Auto,) * len(ORDER))
 
 
-def grouped(devices: Sequence[Any], between: BetweenSettings) -> tuple[list[list[Any]], bool]:
+def device_groups(devices: Sequence[Any], between: BetweenSettings) -> tuple[list[list[Any]], bool]:
     """The groups that a slower network joins, and whether they are slices, as jax calls them: of TPUs, and every host of GPUs. Where
     sizes between groups are set, slices if there are several, else processes; where none is, only those of TPUs.
 

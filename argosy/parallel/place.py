@@ -20,14 +20,14 @@ def like_weights(tree: Any, weights: Mapping[str, NamedSharding], shapes: Mappin
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def one(path: Any, leaf: Any) -> NamedSharding:
+    def placed(path: Any, leaf: Any) -> NamedSharding:
         keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
         address = next((k for k in reversed(keys) if k in weights), None)
         if address is None or tuple(leaf.shape) != tuple(shapes[address].shape):
             return everywhere
         return weights[address]
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(placed, tree)
 
 
 def batch_sharding(mesh: Mesh, rules: Rules = DEFAULT) -> NamedSharding:

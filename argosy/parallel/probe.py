@@ -43,7 +43,7 @@ class Probe:
         self._products = 1
         self()
         once = max(self())
-        self._products = processes.told("probe", lambda: max(1, round(LEAST_S / once)))
+        self._products = processes.broadcast("probe", lambda: max(1, round(LEAST_S / once)))
         began = time.perf_counter()
         self()
         # All of it, as the steps wait for it.

@@ -30,13 +30,13 @@ _calls: Counter[str] = Counter()
 # By name: the last call of the leader whose value is removed.
 _dropped: Counter[str] = Counter()
 _failed_together = threading.Event()
-# Calls of one name after which nobody reads what one gave in a call any more.
+# Number of later calls of the same name after which a value is removed: every process has read it by then.
 READ_BY_ALL = 2
 # The part of a key under which each process says up to which call it has read.
 READ = "read"
 
 
-def count() -> int:
+def process_count() -> int:
     # jax's own count would start its devices, whose errors are said elsewhere.
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
@@ -61,13 +61,13 @@ def failed_together() -> bool:
     return _failed_together.is_set()
 
 
-def told(name: str, make: Callable[[], T]) -> T:
-    """What the leader makes, in every process. make: returns something that JSON holds.
+def broadcast(name: str, make: Callable[[], T]) -> T:
+    """A value that the leader makes, in every process. make: called in the leader; returns JSON.
 
     Raises:
         FailedElsewhere: in the others, if it fails in the leader.
     """
-    if count() == 1:
+    if process_count() == 1:
         return make()
     key = _next(name)
     if not leads():
@@ -88,13 +88,13 @@ def told(name: str, make: Callable[[], T]) -> T:
     return value
 
 
-def together(name: str, work: Callable[[], T]) -> T:
+def run_together(name: str, work: Callable[[], T]) -> T:
     """Does work in every process, and fails in all if it fails in one: that one raises its error, of several the lowest rank.
 
     Raises:
         FailedElsewhere: it failed in another process.
     """
-    if count() == 1:
+    if process_count() == 1:
         return work()
     key, mine, done, error = _next(name), {}, None, None
     try:
@@ -103,7 +103,7 @@ def together(name: str, work: Callable[[], T]) -> T:
         error, mine = failure, _failure(failure)
     _drop(name)
     _set(f"{key}/{rank()}", json.dumps(mine))
-    for other in range(count()):
+    for other in range(process_count()):
         found = json.loads(_wait_for(f"{key}/{other}")) if other != rank() else mine
         if not found:
             continue
@@ -115,31 +115,31 @@ def together(name: str, work: Callable[[], T]) -> T:
 
 
 def one_by_one(name: str, work: Callable[[], T]) -> T:
-    """`together`, where the leader is done before the others begin: what it leaves in a cache they find there."""
-    if count() == 1:
+    """`run_together`, where the leader is done before the others begin: what it leaves in a cache they find there."""
+    if process_count() == 1:
         return work()
     made: list[T] = []
-    told(name, lambda: made.append(work()))
-    return together(name, lambda: made[0] if leads() else work())
+    broadcast(name, lambda: made.append(work()))
+    return run_together(name, lambda: made[0] if leads() else work())
 
 
-def collected(name: str, value: Any) -> list[Any]:
-    """What each process gives, JSON in and out, by rank, in every process."""
-    if count() == 1:
+def all_gather(name: str, value: Any) -> list[Any]:
+    """The value of each process by rank, in every process. Values are JSON."""
+    if process_count() == 1:
         return [value]
     key = _next(name)
     _drop(name)
     _set(f"{key}/{rank()}", json.dumps(value))
-    return [value if other == rank() else json.loads(_wait_for(f"{key}/{other}")) for other in range(count())]
+    return [value if other == rank() else json.loads(_wait_for(f"{key}/{other}")) for other in range(process_count())]
 
 
-def check_alike(facts: dict[str, str], hints: dict[str, str]) -> None:
+def check_same_facts(facts: dict[str, str], hints: dict[str, str]) -> None:
     """Checks that all processes give the same facts, such as the version and the settings.
 
     Raises:
         BadInput: they do not; in the process of the lowest rank that differs from rank 0. FailedElsewhere: in all others.
     """
-    every = collected("alike", facts)
+    every = all_gather("alike", facts)
     differ = [(other, name) for other, its in enumerate(every) for name in facts if its.get(name) != every[0].get(name)]
     if not differ:
         return
@@ -150,9 +150,9 @@ def check_alike(facts: dict[str, str], hints: dict[str, str]) -> None:
     raise BadInput(f"process {other} has another {name} than process 0", hint=hints.get(name))
 
 
-def address() -> str:
+def process_address() -> str:
     """Where the other processes reach this one: the host by which they find the leader, or the address of the way to it."""
-    if count() == 1:
+    if process_count() == 1:
         return "127.0.0.1"
     from jax._src import distributed
 
@@ -192,7 +192,7 @@ class Stopping:
             self.said = True
             _set(f"{self._key}/asked", str(self.code()))
         if named and self.until is None:
-            self.until = max(int(_wait_for(f"{self._key}/at/{other}")) for other in range(count()))
+            self.until = max(int(_wait_for(f"{self._key}/at/{other}")) for other in range(process_count()))
         return self.until is not None and self.calls >= self.until
 
     def close(self) -> None:
@@ -212,8 +212,8 @@ class Stopping:
 
 
 class Board:
-    """What each process said last, which the leader reads, and what the leader said last, which all read. Nobody waits for another, so
-    a thread may use it, whether the others still live or not."""
+    """The last message of each process, for the leader, and the last message of the leader, for all. No process waits for another, so a
+    thread may use it, whether the others still live or not."""
 
     def __init__(self, name: str):
         self._key = _next(name)
@@ -270,7 +270,7 @@ def _drop_read(name: str) -> None:
     """Removes what the leader said in earlier calls that all others have read. They answer none of these calls, so each says how far it
     is, under one key that it overwrites."""
     found = {key.rpartition("/")[2]: int(value) for key, value in _client().key_value_dir_get(f"argosy/{name}/{READ}/")}
-    done = min(found.values()) if len(found) == count() - 1 else 0
+    done = min(found.values()) if len(found) == process_count() - 1 else 0
     for call in range(_dropped[name] + 1, done + 1):
         _client().key_value_delete(f"argosy/{name}/{call}")
         _dropped[name] = call

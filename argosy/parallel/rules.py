@@ -97,7 +97,7 @@ DEFAULT = Rules(
 FIXED = ("layers", "experts")
 
 
-def edited(rules: Rules, own: Sequence[str], mesh_axes: Sequence[str]) -> Rules:
+def edited(rules: Rules, custom: Sequence[str], mesh_axes: Sequence[str]) -> Rules:
     """Rules for weights with a user's own before them, each as "LOGICAL:MESH". A logical axis that is named there follows no rule of
     the table; "LOGICAL:none" leaves it whole.
 
@@ -106,7 +106,7 @@ def edited(rules: Rules, own: Sequence[str], mesh_axes: Sequence[str]) -> Rules:
     """
     pairs: list[tuple[str, str]] = []
     known = sorted({*LEGEND.values(), *(logical for logical, _ in DEFAULT.weights)} - set(FIXED))
-    for text in own:
+    for text in custom:
         logical, _, physical = (part.strip() for part in text.partition(":"))
         if logical in FIXED:
             axis = dict(rules.weights)[logical]

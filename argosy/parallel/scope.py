@@ -84,7 +84,7 @@ def constrain(x: Array, letters: str) -> Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
-def gathered(w: Array, axes: tuple[str, ...], rows: Array) -> Array:
+def gathered_weight(w: Array, axes: tuple[str, ...], rows: Array) -> Array:
     """A weight gathered over the mesh axes that split these rows, as FSDP does before use. XLA does so by itself before a matrix
     product; before a lookup it would replicate the result of the lookup."""
     mine = axes_in(activation_spec("B T", rows.shape)) if rows.ndim == 2 else frozenset()

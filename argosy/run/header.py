@@ -72,11 +72,11 @@ def _adapter(a: "Assembly") -> dict[str, str]:
     """The adapter, if there is one, and the share of the parameters that it trains."""
     from argosy.adapt.settings import ADAPTERS
     from argosy.core.settings.schema import Choice
-    from argosy.models.parts.weight import count
+    from argosy.models.parts.weight import parameter_count
 
     if not a.adapters.contractions:
         return {}
-    settings, some, all_ = a.run.adapter, count(a.shapes.params), a.parameters
+    settings, some, all_ = a.run.adapter, parameter_count(a.shapes.params), a.parameters
     kind = Choice(ADAPTERS).name_of(settings)
     beside = f", beside {plural(len(a.adapters.retrained), 'weight')} in full" if a.adapters.retrained else ""
     on = f"{kind}, rank {settings.rank}, on {plural(len(a.adapters.contractions), 'weight')}{beside}"

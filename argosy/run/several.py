@@ -28,11 +28,11 @@ def check_same_run(reading: Reading[Run]) -> None:
     Raises:
         UserError: they do not.
     """
-    if processes.count() == 1:
+    if processes.process_count() == 1:
         return
     own = {name: version for name, version in versions().items() if name in ("argosy", "jax", "jaxlib", "flax", "optax")}
     hints = {"settings": "start every process with the same words", "version": "install the same packages everywhere"}
-    processes.check_alike({"version": json.dumps(own), "settings": json.dumps(dump(reading.value), sort_keys=True)}, hints)
+    processes.check_same_facts({"version": json.dumps(own), "settings": json.dumps(dump(reading.value), sort_keys=True)}, hints)
     check_shared(Store(str(reading.value.dir)))
 
 
@@ -52,7 +52,7 @@ class RunWatch:
 @contextmanager
 def watched(signaled: Stop) -> Iterator[RunWatch]:
     """Several processes stop after the same step, and give up nothing between two. Started by a supervisor, one that is stuck ends."""
-    several = processes.count() > 1
+    several = processes.process_count() > 1
     with ExitStack() as stack:
         stop: Callable[[], bool] = signaled
         if several:

@@ -78,7 +78,7 @@ class Training:
             from argosy.run.disk import check_disk
 
             there = len(directory.steps())
-            processes.together("disk", lambda: check_disk(assembly, directory.path, there, view.say))
+            processes.run_together("disk", lambda: check_disk(assembly, directory.path, there, view.say))
         training = cls(reading, assembly, directory, view, clock, command, hub)
         if meta is not None:
             training.say_what_changed(meta)
@@ -231,7 +231,7 @@ class Training:
 
             with self.clock("compile"), telling(self.view.say, "compiling the training step ..."):
                 # One that is slow to compile would let the others wait in a step, where Gloo gives up after 30 s.
-                update, need = processes.together("compiled", compiled)
+                update, need = processes.run_together("compiled", compiled)
                 # Not before: it is a need of its own, and would count as the process's too.
                 self.directory.checkpoints.reserve(*a.packed(state))
                 if need.leaves_room:

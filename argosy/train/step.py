@@ -18,7 +18,7 @@ from jaxtyping import Array
 from argosy.adapt.lora import dropping
 from argosy.models.parts.stack.hosted import on_host, slots, with_slots
 from argosy.models.parts.weight import Leaves, merge
-from argosy.parallel.gather import Once
+from argosy.parallel.gather import GatherOnce
 from argosy.train.objectives.loss import Loss, Models, WeightedMean
 from argosy.train.objectives.objective import Objective
 from argosy.train.schedule import Factor
@@ -50,7 +50,7 @@ def make_step(
     precision: Precision = "float32",
     accumulate: int = 1,
     roles: Mapping[str, Any] | None = None,
-    once: Once | None = None,
+    once: GatherOnce | None = None,
     stays: Stays | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Makes the update `(state, batch, frozen={}) -> state, metrics`, to be jitted with its state donated.

@@ -111,7 +111,7 @@ def test_what_is_read_may_be_donated(step: Path):
 
 
 def test_memory_that_is_read_into_is_taken_as_it_is():
-    room = zarr_parts.aligned((1000, 16), np.dtype(np.float32))
+    room = zarr_parts.aligned_memory((1000, 16), np.dtype(np.float32))
     room[...] = 1
     array = jax.device_put(room, SingleDeviceSharding(jax.devices()[0]))
     assert array.unsafe_buffer_pointer() == room.ctypes.data

@@ -20,7 +20,7 @@ from argosy.jobs.api import preset_config
 from argosy.jobs.history import listing as runs
 from argosy.jobs.models import describe
 from argosy.models.llama import LlamaConfig
-from argosy.models.parts.weight import abstract, count
+from argosy.models.parts.weight import abstract, parameter_count
 from argosy.observe import environment
 from argosy.run.settings.compose import presets
 from argosy.weights import manifest
@@ -268,7 +268,7 @@ def test_presets_have_the_published_parameters():
 @pytest.mark.parametrize("name", presets())
 def test_presets_build_what_they_count(name):
     config = preset_config(name)
-    assert count(abstract(config.build())) == config.parameters()
+    assert parameter_count(abstract(config.build())) == config.parameters()
 
 
 @pytest.mark.parametrize(
@@ -387,8 +387,8 @@ def test_what_is_wrong_is_found(changes, level, what, hint):
 
 
 def test_doctor_exits_with_one_where_nothing_would_run(monkeypatch, capsys):
-    monkeypatch.setattr(doctor.environment, "devices", lambda: {"error": "no backend"})
-    monkeypatch.setattr(doctor.examine, "__defaults__", (doctor.environment.devices,))
+    monkeypatch.setattr(doctor.environment, "device_facts", lambda: {"error": "no backend"})
+    monkeypatch.setattr(doctor.examine, "__defaults__", (doctor.environment.device_facts,))
     assert main(["doctor"]) == 1
     assert "broken: jax has no device: no backend" in capsys.readouterr().out
 
@@ -410,13 +410,13 @@ def test_doctor_in_a_process_of_its_own(tmp_path):
 
 def test_a_platform_that_is_not_here_is_reported(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nowhere")
-    told = environment.devices()
+    told = environment.device_facts()
     assert "nowhere" in told["error"]
 
 
 def test_a_device_that_hangs_does_not_hang_the_doctor(monkeypatch):
     monkeypatch.setattr(environment, "ASK", "import time; time.sleep(100_000)")
-    assert "did not answer" in environment.devices(timeout_s=0.5)["error"]
+    assert "did not answer" in environment.device_facts(timeout_s=0.5)["error"]
 
 
 LOOKING = ["argosy.jobs.history.listing", "argosy.jobs.doctor", "argosy.cli.verbs.runs", "argosy.cli.verbs.models"]

@@ -118,7 +118,7 @@ def test_rotary_pairs_of_llama_cpp():
 
 def test_one_tensor_an_expert():
     theirs = {f"m.{layer}.e.{e}.w": random(5, 6, seed=10 * layer + e) for layer in (3, 5) for e in range(3)}
-    ours = both_ways([KeyRow("m.{l}.e.{e}.w", "l.{l}.w", "M D -> E D M", over=(3, 5))], theirs)
+    ours = both_ways([KeyRow("m.{l}.e.{e}.w", "l.{l}.w", "M D -> E D M", layers=(3, 5))], theirs)
     assert list(ours) == ["l.3.w", "l.5.w"]
     assert np.array_equal(ours["l.5.w"], np.stack([theirs[f"m.5.e.{e}.w"].T for e in range(3)]))
     ours = both_ways([KeyRow("m.3.e.{e}.w", "w", "M D -> D E M")], {k: v for k, v in theirs.items() if ".3." in k})
@@ -275,9 +275,9 @@ def test_random_readings_entry_by_entry_and_back(reading):
         (KeyRow(("a", "b"), ("y", "z"), "V, D -> V, D"), "pieces"),
         (KeyRow("x", ("y", "z"), "V -> V"), "as many names"),
         (KeyRow(("x", "z"), "y", "V -> V"), "as many names"),
-        (KeyRow("x.{l}", "y", "V -> V", over=(0,)), "{l} in every name"),
+        (KeyRow("x.{l}", "y", "V -> V", layers=(0,)), "{l} in every name"),
         (KeyRow("x.{l}", "y.{l}", "V -> V"), "{l} in every name"),
-        (KeyRow("x", "y", "V -> V", over=(0,)), "{l} in every name"),
+        (KeyRow("x", "y", "V -> V", layers=(0,)), "{l} in every name"),
         (KeyRow("x.{e}", "y", "V -> V"), "needs an axis E"),
         (KeyRow("x.{e}", "y", "V -> (E V)"), "needs an axis E"),
         (KeyRow(("x.{e}", "z"), "y", "V, D -> E (V|D)"), "{e} must be in every name"),
@@ -290,14 +290,14 @@ def test_rows_that_cannot_be(row, match):
     with pytest.raises(ValueError) as error:
         KeyMap([row], SIZES)
     assert match in str(error.value)
-    assert row.how in str(error.value)
+    assert row.reading in str(error.value)
 
 
 def test_every_name_once():
     with pytest.raises(ValueError, match="`x` is in two rows"):
         KeyMap([KeyRow("x", "y", "V -> V"), KeyRow("x", "z", "V -> V")], SIZES)
     with pytest.raises(ValueError, match=r"`y\.1` is in two rows"):
-        KeyMap([KeyRow("x.{l}", "y.{l}", "V -> V", over=range(2)), KeyRow("z", "y.1", "V -> V")], SIZES)
+        KeyMap([KeyRow("x.{l}", "y.{l}", "V -> V", layers=range(2)), KeyRow("z", "y.1", "V -> V")], SIZES)
     with pytest.raises(ValueError, match="tied"):
         KeyMap([KeyRow("x", "y", "V -> V", tied_to="z"), KeyRow("z", "w", "V -> V")], SIZES)
 
@@ -307,8 +307,8 @@ def test_every_name_once():
 
 ROWS = [
     KeyRow("embed", "embed.w", "V D -> V D", tied_to="head"),
-    KeyRow("l.{l}.w", "layers.{l}.w", "(N H) D -> D N H", over=range(30)),
-    KeyRow(("l.{l}.a", "l.{l}.b"), "layers.{l}.ab", "F, F -> (F|F)", over=range(2), optional=True),
+    KeyRow("l.{l}.w", "layers.{l}.w", "(N H) D -> D N H", layers=range(30)),
+    KeyRow(("l.{l}.a", "l.{l}.b"), "layers.{l}.ab", "F, F -> (F|F)", layers=range(2), optional=True),
 ]
 SHAPES = {"embed": (11, 6)} | {f"l.{i}.w": (16, 6) for i in range(30)}
 
@@ -404,7 +404,7 @@ def test_ours_are_read_once_on_the_way_back():
             reads.append(name)
             return super().read(name)
 
-    rows = [KeyRow("e.{e}.{l}", ("gate.{l}", "up.{l}"), "(M|M) D -> E D M, E D M", over=range(2))]
+    rows = [KeyRow("e.{e}.{l}", ("gate.{l}", "up.{l}"), "(M|M) D -> E D M, E D M", layers=range(2))]
     table = KeyMap(rows, SIZES)
     for entry in list(table.inverse(Counted(ours_of_zeros(table)))):
         entry.make()
@@ -476,7 +476,7 @@ def llama_rows(q: str, k: str, theirs: str) -> list[KeyRow]:
     names = dict(zip(OURS, theirs.split(), strict=True))
 
     def layer(name: str, ours: str, how: str) -> KeyRow:
-        return KeyRow(names["layer"] + name, "layers.{l}." + ours, how, over=range(5))
+        return KeyRow(names["layer"] + name, "layers.{l}." + ours, how, layers=range(5))
 
     plain = [("attn_norm", "D -> D"), ("mlp_norm", "D -> D"), ("o", "D (N H) -> N H D"), ("v", "(K H) D -> D K H")]
     plain += [("gate", "F D -> D F"), ("up", "F D -> D F"), ("down", "D F -> F D"), ("q", q), ("k", k)]

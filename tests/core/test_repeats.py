@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from argosy.core.errors import SettingsError
 from argosy.core.settings import Repeats, Settings, dump, read_settings, words_layer, yaml_text_layer
-from argosy.core.settings.explain import annotated, explain, json_schema, reference
+from argosy.core.settings.explain import annotated, explain, json_schema, settings_reference
 
 
 class Reward(Settings):
@@ -130,4 +130,4 @@ def test_editors_accept_every_way():
 
 
 def test_the_reference_lists_the_item():
-    assert "`reward.*.weight`" in reference(Root)
+    assert "`reward.*.weight`" in settings_reference(Root)

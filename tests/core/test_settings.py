@@ -27,7 +27,7 @@ from argosy.core.settings import (
     words_layer,
     yaml_layer,
 )
-from argosy.core.settings.explain import annotated, explain, json_schema, reference
+from argosy.core.settings.explain import annotated, explain, json_schema, settings_reference
 from argosy.core.settings.schema import documented, shape_of
 
 
@@ -587,7 +587,7 @@ def test_an_explanation_tells_type_default_meaning_and_every_layer():
 
 
 def test_the_reference_names_every_key_of_every_choice():
-    text = reference(Run)
+    text = settings_reference(Run)
     keys = [*flatten(dump(Run())), "optimizer.ns_steps", "adapter.b1", "stages.*.ns_steps", "evals.*.batch"]
     for key in keys:
         if key not in ("adapter", "optimizer.name", "data.mix.code"):
@@ -595,7 +595,7 @@ def test_the_reference_names_every_key_of_every_choice():
     assert "| `optimizer.learning_rate` | float > 0 | `0.001` | Peak learning rate. |" in text
     assert "`optimizer.name`, the optimizer: `adamw`, `muon`; default `adamw`." in text
     assert "| `window` | int \\| auto | `auto` |" in text
-    assert text == reference(Run)
+    assert text == settings_reference(Run)
 
 
 def test_the_schema_accepts_layers_and_refuses_typos():

@@ -136,7 +136,7 @@ time.sleep(60)
 
 
 def test_during_teardown_a_signal_no_longer_changes_the_exit_code():
-    body = "import atexit\natexit.register(lambda: (print('x', flush=True), time.sleep(0.5)))\nsignals.finish(0)"
+    body = "import atexit\natexit.register(lambda: (print('x', flush=True), time.sleep(0.5)))\nsignals.end_command(0)"
     assert run(body, signal.SIGINT) == (0, "")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.core.errors import BadInput, SettingsError
-from argosy.core.settings.scalars import number, scalar, written
+from argosy.core.settings.scalars import parse_number, scalar, yaml_line
 from argosy.core.settings.words import SELF, words_layer, yaml_layer
 
 PLAIN = st.recursive(
@@ -51,12 +51,12 @@ PLAIN = st.recursive(
     ],
 )
 def test_numbers_as_people_write_them(text, meaning):
-    assert number(text) == meaning
-    assert type(number(text)) is type(meaning)
+    assert parse_number(text) == meaning
+    assert type(parse_number(text)) is type(meaning)
 
 
 def test_a_huge_exponent_stays_cheap():
-    assert number("1e999999999") == float("inf")
+    assert parse_number("1e999999999") == float("inf")
     assert scalar("9" * 5000) == float("inf")
 
 
@@ -77,10 +77,10 @@ def test_scalars_that_yaml_1_1_misreads(text, meaning):
 @given(PLAIN)
 def test_what_is_written_reads_back_here_and_in_pyyaml(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("yaml") / "a.yml"
-    path.write_text(f"a: {written(value)}\n", encoding="utf-8")
+    path.write_text(f"a: {yaml_line(value)}\n", encoding="utf-8")
     assert repr(yaml.safe_load(path.read_text(encoding="utf-8"))["a"]) == repr(value)
     assert repr(yaml_layer(path).values["a"]) == repr(value)
-    assert "\n" not in written(value)
+    assert "\n" not in yaml_line(value)
 
 
 def test_a_file_keeps_text_and_lines(tmp_path):

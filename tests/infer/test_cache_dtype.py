@@ -28,7 +28,7 @@ from argosy.infer.speculation.speculate import verify
 from argosy.models import FAMILIES
 from argosy.models.parts.attention import attend
 from argosy.models.parts.attention.attend import Packed, Paged
-from argosy.models.parts.attention.cache import Spec, bytes_of, paged
+from argosy.models.parts.attention.cache import Spec, bytes_of_caches, paged
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, put, split
 from argosy.ops.narrow import FORMS, Narrow
@@ -309,7 +309,7 @@ def test_drafts_change_no_answer_and_their_own_cache_is_quantized_too(family: st
         assert engine.speculation.drafted
         if drafter.caches is not None:
             assert {type(a) for cache in drafter.caches.values() for a in cache.values()} == {Narrow}
-            assert drafter.page_bytes * engine.pages.count == bytes_of(drafter.caches)
+            assert drafter.page_bytes * engine.pages.count == bytes_of_caches(drafter.caches)
         if isinstance(method, DraftModel):
             assert sum(engine.speculation.accepted) == engine.speculation.drafted
 
@@ -331,7 +331,7 @@ def test_the_same_memory_has_room_for_more_tokens(monkeypatch: pytest.MonkeyPatc
     for form, size in of_page.items():
         engine = Engine(module, EngineSettings(slots=32, page=8, context=96, cache_dtype=form))
         assert engine.pages.count == 30 * of_page[None] // size
-        assert bytes_of(engine.runner.caches) == engine.pages.count * size
+        assert bytes_of_caches(engine.runner.caches) == engine.pages.count * size
         assert engine.runner.describe_cache().endswith(f" in {form}" if form else "B")
     assert of_page[None] > 3 * of_page["int8"]
 
@@ -365,7 +365,7 @@ def test_heads_and_their_scales_are_on_one_device():
             assert a.bits.sharding.shard_shape(a.bits.shape) == (13, 8, 1, 14)
             assert a.scale.sharding.shard_shape(a.scale.shape) == (13, 8, 1, 1)
     share = page_bytes(engine.runner.forward.specs, 8, jnp.float32, "int8", home_mesh(engine.runner.home))
-    assert 2 * 13 * share == bytes_of(engine.runner.caches)
+    assert 2 * 13 * share == bytes_of_caches(engine.runner.caches)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from argosy.infer.forward.step import PageTables, StepSizes
 from argosy.infer.load import random_lm
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
-from argosy.models.parts.attention.cache import AttentionWindow, bytes_of
+from argosy.models.parts.attention.cache import AttentionWindow, bytes_of_caches
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import abstract
 from argosy.observe.memory import resident_bytes
@@ -49,7 +49,7 @@ def test_a_pool_takes_memory_as_its_pages_are_written():
     reserve_caches(one.specs, None, lambda: one.empty(1, one.size(1, 1)))
     before = resident_bytes()
     caches = reserve_caches(one.specs, None, lambda: one.empty(1, one.size(1, pages)))
-    assert bytes_of(caches) > 380e6
+    assert bytes_of_caches(caches) > 380e6
     assert resident_bytes() - before < 60e6
     pool = jax.tree.leaves(caches)[0]
     address = pool.unsafe_buffer_pointer()
@@ -89,16 +89,16 @@ def test_a_step_of_several_kinds_of_rows_copies_no_pool(window: int | None):
         inputs = np.zeros(4, np.int32), np.zeros(sizes.words, np.int32)
         given = abstract(model), caches, inputs, (np.zeros(4, np.int32),)
         taken = forward.program(forward.step_kind).lower(*given, sizes).compile().memory_analysis()
-        assert taken.alias_size_in_bytes >= bytes_of(caches)
-        assert taken.temp_size_in_bytes < 0.1 * bytes_of(caches)
+        assert taken.alias_size_in_bytes >= bytes_of_caches(caches)
+        assert taken.temp_size_in_bytes < 0.1 * bytes_of_caches(caches)
 
 
 def test_the_size_of_the_cache_may_be_given_in_bytes():
     model = random_lm(FAMILIES["llama"].examples()["plain"], 0).module
-    size = bytes_of(Engine(model, EngineSettings(page=4, context=32, pages=50)).runner.caches)
+    size = bytes_of_caches(Engine(model, EngineSettings(page=4, context=32, pages=50)).runner.caches)
     found = Engine(model, EngineSettings(page=4, context=32, memory=size))
     assert found.pages.count == 50
-    assert bytes_of(found.runner.caches) == size
+    assert bytes_of_caches(found.runner.caches) == size
     with pytest.raises(BadInput, match=r"engine\.memory = .* a sequence of 32 tokens takes"):
         Engine(model, EngineSettings(page=4, context=32, memory=size // 50))
     with pytest.raises(ValidationError, match="both set the size"):

@@ -244,7 +244,7 @@ def readings():
 
 @pytest.mark.parametrize(("name", "key"), NAMES.values(), ids=NAMES)
 def test_a_name_of_another_trainer_is_answered(readings, name, key):
-    hints = [mistakes.unknown(name, None, reading.names).hint for reading in readings]
+    hints = [mistakes.unknown_key(name, None, reading.names).hint for reading in readings]
     if key is SENTENCE:
         assert set(hints) <= set(ELSEWHERE.values())
     else:
@@ -273,7 +273,7 @@ def test_a_name_of_another_trainer_is_answered(readings, name, key):
     ],
 )
 def test_an_answer_says_how_the_value_differs(readings, name, says):
-    assert says in (mistakes.unknown(name, None, readings[1].names).hint or "")
+    assert says in (mistakes.unknown_key(name, None, readings[1].names).hint or "")
 
 
 def test_a_setting_typed_with_dashes_is_named_without_the_note():
@@ -303,9 +303,9 @@ def test_sentences_name_settings_and_verbs_that_exist(readings):
 def test_a_key_of_what_is_chosen_wins_over_another_trainers_name():
     """`beta` is GRPO's weight of the divergence elsewhere, and DPO's own key here."""
     words = ["model=stories260k", "data.source=pairs.jsonl", "data.sequence=256"]
-    assert mistakes.unknown("beta", None, compose(Run, "dpo", words).names).hint == "did you mean `objective.beta`?"
+    assert mistakes.unknown_key("beta", None, compose(Run, "dpo", words).names).hint == "did you mean `objective.beta`?"
     grpo = compose(Run, "grpo", [*words, "reward=exact"])
-    assert "objective.kl" in str(mistakes.unknown("beta", None, grpo.names).hint)
+    assert "objective.kl" in str(mistakes.unknown_key("beta", None, grpo.names).hint)
 
 
 def test_no_setting_has_a_value_none_beside_none():

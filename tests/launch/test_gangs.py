@@ -60,17 +60,17 @@ def results(started: list[subprocess.Popen[str]]) -> list[dict]:
 def test_processes_agree():
     """One test, because joining takes seconds."""
     code = """
-out["told"] = processes.told("a", lambda: {"from": rank})
-out["again"] = processes.told("a", lambda: ["second", rank])
+out["told"] = processes.broadcast("a", lambda: {"from": rank})
+out["again"] = processes.broadcast("a", lambda: ["second", rank])
 def no(): raise BadInput(f"no, says {rank}")
-out["told badly"] = caught(lambda: processes.told("b", no))
-out["together"] = processes.together("c", lambda: f"done by {rank}")
+out["told badly"] = caught(lambda: processes.broadcast("b", no))
+out["together"] = processes.run_together("c", lambda: f"done by {rank}")
 def one(): return no() if rank == 1 else "done"
-out["one failed"] = caught(lambda: processes.together("d", one))
-out["all failed"] = caught(lambda: processes.together("e", no))
-out["collected"] = processes.collected("f", rank * 10)
-out["alike"] = caught(lambda: processes.check_alike({"version": "1"}, {}))
-out["not alike"] = caught(lambda: processes.check_alike({"version": "1", "settings": str(rank)}, {"settings": "the hint"}))
+out["one failed"] = caught(lambda: processes.run_together("d", one))
+out["all failed"] = caught(lambda: processes.run_together("e", no))
+out["collected"] = processes.all_gather("f", rank * 10)
+out["alike"] = caught(lambda: processes.check_same_facts({"version": "1"}, {}))
+out["not alike"] = caught(lambda: processes.check_same_facts({"version": "1", "settings": str(rank)}, {"settings": "the hint"}))
 order = []
 out["one by one"] = processes.one_by_one("g", lambda: time.time())
 """

@@ -11,7 +11,7 @@ from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
 
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
-from argosy.core.settings.scalars import document
+from argosy.core.settings.scalars import yaml_document
 from argosy.launch import jobset
 from argosy.launch.cluster import ProcessPlace, found
 from argosy.launch.rendered import Command
@@ -26,7 +26,7 @@ GPU: dict[str, Any] = {"gpus": 8, "gpu": "nvidia-h100-80gb", "cpu": "64", "memor
 
 def manifest(command: Command = COMMAND, **settings) -> dict[str, Any]:
     """As kubectl reads it."""
-    return yaml.safe_load(document(jobset.render(command, JobSet(**{"image": "a/b:1", "volume": "claim"} | settings))))
+    return yaml.safe_load(yaml_document(jobset.render(command, JobSet(**{"image": "a/b:1", "volume": "claim"} | settings))))
 
 
 def pod_of(made: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from argosy.cli import main
-from argosy.core.settings.scalars import document
+from argosy.core.settings.scalars import yaml_document
 from argosy.core.settings.schema import documented
 from argosy.launch.settings import ENGINES
 
@@ -92,6 +92,6 @@ ODD = ["1e5", "010", "1:30", "yes", "~", "", "2026-11-21", "a: b", "#", "- a", "
 @pytest.mark.parametrize("text", ODD)
 def test_documents_read_back_the_same(text: str):
     """By PyYAML, which reads YAML 1.1; what YAML 1.2 reads otherwise is quoted."""
-    assert yaml.safe_load(document({"key": [text, {text: 1}]})) == {"key": [text, {text: 1}]}
+    assert yaml.safe_load(yaml_document({"key": [text, {text: 1}]})) == {"key": [text, {text: 1}]}
     if text in ("1e5", "010", "0x1"):
-        assert f'"{text}"' in document([text])
+        assert f'"{text}"' in yaml_document([text])

@@ -40,7 +40,7 @@ def restored(local, step):
 def lose(who):
     if rank == who:
         shutil.rmtree(folder / f"disk-{rank}")
-    processes.together("lost", lambda: None)
+    processes.run_together("lost", lambda: None)
 """
 
 
@@ -102,7 +102,7 @@ if rank == 0:
     data = bytearray(file.read_bytes())
     data[5] ^= 1
     file.write_bytes(data)
-processes.together("flipped", lambda: None)
+processes.run_together("flipped", lambda: None)
 again = tier(2)
 out["back"] = [again.latest_good(), restored(again, 3)]
 # Copies that have come apart are no checkpoint.

@@ -58,7 +58,7 @@ def flip(step):
         data = bytearray(file.read_bytes())
         data[5] ^= 1
         file.write_bytes(data)
-    processes.together("flipped", lambda: None)
+    processes.run_together("flipped", lambda: None)
 """
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
-from argosy.core.settings.scalars import document
+from argosy.core.settings.scalars import yaml_document
 from argosy.launch import skypilot
 from argosy.launch.cluster import ProcessPlace, found
 from argosy.launch.rendered import Command
@@ -29,7 +29,7 @@ ENOUGH: dict[str, Any] = {"image": "docker:a/b"}
 
 
 def task(command: Command = COMMAND, **settings) -> dict[str, Any]:
-    return yaml.safe_load(document(skypilot.render(command, SkyPilot(**settings))))
+    return yaml.safe_load(yaml_document(skypilot.render(command, SkyPilot(**settings))))
 
 
 def test_a_task_with_everything():
@@ -105,7 +105,7 @@ print(repr((task.num_nodes, task.run, resources.accelerators, resources.use_spot
 @pytest.mark.skipif("ARGOSY_SKYPILOT" not in os.environ, reason="ARGOSY_SKYPILOT names no Python that has SkyPilot")
 def test_skypilots_own_parser_reads_it(tmp_path: Path):
     made = skypilot.render(COMMAND, SkyPilot(volume="disk", **{**FULL, "infra": "kubernetes"}))
-    (tmp_path / "task.yml").write_text(document(made))
+    (tmp_path / "task.yml").write_text(yaml_document(made))
     words = [os.environ["ARGOSY_SKYPILOT"], "-c", READ, str(tmp_path / "task.yml")]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"HOME": str(tmp_path)}, check=False, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -38,7 +38,7 @@ from argosy.models.parts.attention.cache import RING, contiguous, paged
 from argosy.models.parts.attention.ragged import Ragged, rows_share_pages
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
-from argosy.models.parts.weight import abstract, count, fill, kept_in, merge, split, undrawn, variables
+from argosy.models.parts.weight import abstract, fill, kept_in, merge, parameter_count, split, undrawn, variables
 from argosy.observe.flops import contraction_flops
 from argosy.ops import attention as ops_attention
 from argosy.ops import grouped
@@ -139,7 +139,7 @@ def test_bfloat16_meets_float32_by_rule(case):
 def test_counts_are_those_of_what_is_built(case):
     config = CASES[case]
     for run in RUNS.values():
-        assert count(abstract(config.build(run))) == config.parameters()
+        assert parameter_count(abstract(config.build(run))) == config.parameters()
 
 
 @each_traced

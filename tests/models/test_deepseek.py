@@ -25,7 +25,7 @@ from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.parts.attention import indexer
 from argosy.models.parts.attention.attend import Contiguous, Packed, Paged
 from argosy.models.parts.attention.cache import contiguous, paged
-from argosy.models.parts.attention.indexer import largest
+from argosy.models.parts.attention.indexer import top_k_mask
 from argosy.models.parts.attention.latent import Latent
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, split
@@ -170,7 +170,7 @@ def test_of_equals_the_first_are_picked():
     scores[0] = -np.inf
     expected = np.zeros(scores.shape, bool)
     np.put_along_axis(expected, np.argsort(-scores, -1, kind="stable")[..., :4], True, -1)
-    np.testing.assert_array_equal(np.asarray(largest(jnp.asarray(scores), 4)), expected)
+    np.testing.assert_array_equal(np.asarray(top_k_mask(jnp.asarray(scores), 4)), expected)
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def weights_by_hand(how: Experts, logits: np.ndarray, bias: np.ndarray) -> np.nd
 def oracle(moe: MoE, x: np.ndarray, live: np.ndarray, drop=lambda weights: weights) -> np.ndarray:
     """What the part should give. drop: takes assignments out of [X E] weights."""
     of = {name: np.asarray(v[...], np.float64) for name, v in variables(moe).items()}
-    how, act, rows = moe.how, ACTS[moe.activation], x.reshape(-1, WIDTH).astype(np.float64)
+    how, act, rows = moe.settings, ACTS[moe.activation], x.reshape(-1, WIDTH).astype(np.float64)
 
     def through(name, rows, eq):
         bias = of.get(f"{name}.b", 0.0)
@@ -123,7 +123,7 @@ def test_dropless_equals_every_expert_on_every_token(name):
     x, live = inputs()
     y, said = run(moe, x, live)
     assert relative(y, oracle(moe, x, live)) < 1e-5
-    assert int(said["load"].sum()) == live.sum() * moe.how.active
+    assert int(said["load"].sum()) == live.sum() * moe.settings.active
 
 
 @pytest.mark.parametrize("activation", ACTS)
@@ -282,7 +282,7 @@ def test_gradients_of_dropless_are_those_of_every_expert(name):
 
     def dense(leaves, x):
         """Every expert on every token, then a sum in which those not chosen have weight 0."""
-        model, rows, how = merge(graph, leaves), x.reshape(-1, WIDTH), moe.how
+        model, rows, how = merge(graph, leaves), x.reshape(-1, WIDTH), moe.settings
         bias = None if model.bias is None else model.bias[...]
         weights, chosen = (a[0] for a in choose((rows @ model.router.w[...])[None], how, bias))
         each = jnp.zeros((len(rows), how.count)).at[jnp.arange(len(rows))[:, None], chosen].set(weights)

@@ -3,7 +3,7 @@
 import pytest
 
 from argosy.jobs.api import preset_config
-from argosy.models.parts.weight import abstract, count
+from argosy.models.parts.weight import abstract, parameter_count
 from argosy.run.settings.compose import presets
 
 # Parameters as the Hub's safetensors index of each model counts them; of experts, what the paper says are active, in billions.
@@ -64,5 +64,5 @@ def test_active_parameters_are_those_published(name):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if i % 6 else ()) for i, n in enumerate(presets())])
 def test_every_preset_is_what_it_counts_and_can_be_written_for_the_hub(name):
     config = preset_config(name)
-    assert count(abstract(config.build())) == config.parameters()
+    assert parameter_count(abstract(config.build())) == config.parameters()
     assert type(config).from_hub(config.to_hub()).resolved().parameters() == config.parameters()

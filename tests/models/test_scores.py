@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import argosy
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.models.parts.weight import abstract, count, variables
+from argosy.models.parts.weight import abstract, parameter_count, variables
 from argosy.weights.hub.config import config_from
 from tools.seams import examples
 
@@ -25,8 +25,8 @@ def test_a_head_of_scores_is_counted_and_survives_config_json(name):
     config = plain.model_copy(update={"scores": 3})
     model = config.build()
     assert variables(model)["head.w"].shape == (config.width, 3)
-    assert config.parameters() == count(abstract(model))
-    assert "score.weight" in {row.theirs for row in config.hub_rows()[0]}
+    assert config.parameters() == parameter_count(abstract(model))
+    assert "score.weight" in {row.names for row in config.hub_rows()[0]}
     try:
         written = plain.to_hub()
     except ArgosyError:

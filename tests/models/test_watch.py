@@ -20,7 +20,7 @@ def told_by(config, run):
     plain, _, aux_before = model.hidden(tokens, Packed(SEGMENTS))
     x, _, aux = model.hidden(tokens, WatchedAttend(Packed(SEGMENTS), outputs=True, heads=True))
     np.testing.assert_allclose(x, plain, rtol=1e-6, atol=1e-6)
-    told, rest = model.layers.told(aux)
+    told, rest = model.layers.layer_aux(aux)
     assert jax.tree.structure(rest) == jax.tree.structure(aux_before)
     return told
 

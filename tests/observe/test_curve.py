@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from argosy.observe.readable import ago, columns, counted, flops, harmless, lasted, one_line, sized
+from argosy.observe.readable import ago, columns, count_text, flops_text, harmless, lasted, one_line, sized
 from argosy.observe.terminal import curve
 
 BITS = [(0x01, 0, 0), (0x02, 0, 1), (0x04, 0, 2), (0x40, 0, 3), (0x08, 1, 0), (0x10, 1, 1), (0x20, 1, 2), (0x80, 1, 3)]
@@ -104,7 +104,7 @@ def test_log_ticks():
 
 
 def test_numbers_as_people_read_them():
-    assert [counted(n) for n in (0, 999, 1000, 999_950, 134_515_008, 8_030_261_248, 405_853_388_800)] == [
+    assert [count_text(n) for n in (0, 999, 1000, 999_950, 134_515_008, 8_030_261_248, 405_853_388_800)] == [
         "0", "999", "1.00k", "1.00M", "135M", "8.03B", "406B"
     ]  # fmt: skip
     assert [sized(n) for n in (0, 999, 1024, 1_310_720, 1 << 40)] == [
@@ -119,7 +119,7 @@ def test_numbers_as_people_read_them():
     ]  # fmt: skip
     assert lasted(math.inf) == "?"
     assert [ago(s) for s in (-3, 59, 60, 7200, 200_000)] == ["0 s ago", "59 s ago", "1 min ago", "2 h ago", "2 d ago"]
-    assert [flops(n) for n in (123, 2.4e10, 3e24)] == ["123 FLOP", "24.0 GFLOP", "3000 ZFLOP"]
+    assert [flops_text(n) for n in (123, 2.4e10, 3e24)] == ["123 FLOP", "24.0 GFLOP", "3000 ZFLOP"]
     assert columns(("a", "n"), [("x", "1"), ("yy", "10")], figures=(1,)) == "a    n\nx    1\nyy  10"
 
 

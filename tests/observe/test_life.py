@@ -13,7 +13,7 @@ from argosy.core.storage import Store
 from argosy.observe import goodput, life
 from argosy.observe.goodput import Clock
 from argosy.observe.life import RunLife, account
-from argosy.observe.report.page import RunRecord, render
+from argosy.observe.report.page import RunRecord, render_report
 
 
 def line(start: str, began: float, step: int | None, seconds: dict[str, float], **more: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_what_a_process_waits_for_another_in_a_step_is_told_apart(tmp_path: Path
         0: {"step": 50.0, "data": 30.0, "other": 0.0, "waiting": 0.0}, 1: {"step": 50.0, "data": 1.0, "other": 0.0, "waiting": 29.0},
     }  # fmt: skip
     assert found.seconds["step"] == 50
-    assert "by process" in render(RunRecord("two", "done", life=found))
+    assert "by process" in render_report(RunRecord("two", "done", life=found))
 
 
 def test_processes_that_came_or_went_between_starts_are_not_waited_for(tmp_path: Path):

@@ -27,9 +27,9 @@ from argosy.observe.report.page import (
     RunRecord,
     SavedCheckpoint,
     numbers,
-    render,
+    render_report,
     seconds_by_cause,
-    sentence,
+    summary_sentence,
 )
 from argosy.observe.report.style import SCRIPT
 
@@ -93,21 +93,21 @@ def full(**changes) -> RunRecord:
         "facts": {"parameters": 12_345_678, "model": "llama", "flops_per_step": 10**9},
         "settings": [("seed", "3", "command line"), ("data.batch", "8", "recipes/tiny.yml"), ("data.bos", "false", "default")],
         "checkpoints": [SavedCheckpoint(50, 3 << 20), SavedCheckpoint(60, 3 << 20, 2.25)],
-        "environment": {"python": "3.11.7", "jax": "0.10.2"}, "command": "argosy train tiny", "made": "2026-11-21",
+        "environment": {"python": "3.11.7", "jax": "0.10.2"}, "command": "argosy train tiny", "date": "2026-11-21",
     }  # fmt: skip
     return RunRecord(**(parts | changes))
 
 
 def test_a_loss_that_is_of_no_token_is_not_compared_with_guessing():
     facts = {"vocab": 512, "objective": "dpo"}
-    assert "nats per token" not in render(full(facts=facts))
-    assert "guessing" not in render(full(facts=facts))
-    assert "guessing" in render(full(facts=facts | {"objective": "next_token"}))
+    assert "nats per token" not in render_report(full(facts=facts))
+    assert "guessing" not in render_report(full(facts=facts))
+    assert "guessing" in render_report(full(facts=facts | {"objective": "next_token"}))
 
 
 def test_checkpoints_of_a_run_that_learns_from_rewards_show_rewards():
     rewarded = [{"step": 60, "reward": 0.5, "eval_reward": 0.25, "eval_prompts": 4}]
-    page = render(full(lines=[*lines(), *rewarded], checkpoints=[SavedCheckpoint(60, 3 << 20, -0.25)]))
+    page = render_report(full(lines=[*lines(), *rewarded], checkpoints=[SavedCheckpoint(60, 3 << 20, -0.25)]))
     assert "eval reward</th>" in page
     assert "eval loss</th>" not in page
     assert "0.2500" in page
@@ -118,7 +118,7 @@ def test_what_preferences_are_compared_by_is_plotted():
     same = {"loss": 0.6, "rewards/margin": 0.5, "rewards/rejected": -1.5}
     pairs = [{"step": step, "rewards/accuracy": step / 8, "rewards/chosen": step} | same for step in (2, 4, 6)]
     held = {"step": 6, "eval_loss": 0.5, "eval_rewards/accuracy": 0.875, "eval_rewards/chosen": 4.0}
-    page = Page(render(full(lines=[*pairs, held], facts={"objective": "dpo"})))
+    page = Page(render_report(full(lines=[*pairs, held], facts={"objective": "dpo"})))
     assert "Preferences" in page.text("h2")
     curves = {name: [y for _, y, *_ in points] for name, points in page.series().items()}
     assert curves["accuracy"] == [0.25, 0.5, 0.75]
@@ -127,11 +127,11 @@ def test_what_preferences_are_compared_by_is_plotted():
     assert curves["rejected"] == [-1.5] * 3
     assert curves["margin"] == [0.5] * 3
     assert "75.0%" in page.text("dd")
-    assert "Preferences" not in Page(render(full())).text("h2")
+    assert "Preferences" not in Page(render_report(full())).text("h2")
 
 
 def test_everything_is_there():
-    page = Page(render(full()))
+    page = Page(render_report(full()))
     heads = [
         "What it writes",
         "Loss",
@@ -156,7 +156,7 @@ def test_everything_is_there():
 def test_evaluations_are_a_table_of_metrics_with_their_errors():
     acc = {"acc": 0.51, "stderr": 0.02, "acc_norm": 0.43, "acc_norm_stderr": 0.03, "n": 600, "seconds": 3.0, "truncated": 0}
     losses = {"loss": 1.25, "stderr": None, "perplexity": 12345.678, "perplexity_stderr": 2.5, "tokens": 20, "n": 1}
-    page = Page(render(full(evaluations=[Evaluated("arc_easy", 60, acc), Evaluated("<b>", None, losses)])))
+    page = Page(render_report(full(evaluations=[Evaluated("arc_easy", 60, acc), Evaluated("<b>", None, losses)])))
     assert "Evaluations" in page.text("h2")
     cells = page.text("td")
     at = cells.index("arc_easy")
@@ -175,35 +175,35 @@ STORY = {
 def test_it_opens_with_what_happened():
     lines_of_it = [*lines(), {"step": 60, "seconds": {"step": 40.0}}]
     facts = {"parameters": 918_656, "family": "llama", "data": "stdlib"}
-    assert sentence(full(lines=lines_of_it, facts=facts, story=STORY)) == (
+    assert summary_sentence(full(lines=lines_of_it, facts=facts, story=STORY)) == (
         "A 919k-parameter Llama learned to write Python in 40 s; "
         "killed at step 25 of 40, a second run finished bit-identical."
     )
     mine = facts | {"data": "mine.txt"}
-    assert sentence(full(lines=lines_of_it, facts=mine)) == (
+    assert summary_sentence(full(lines=lines_of_it, facts=mine)) == (
         "A 919k-parameter Llama was trained on mine.txt in 40 s; its loss went from 4.50 to 2.00."
     )
-    assert sentence(full(lines=lines_of_it, facts=mine, state="stopped")).startswith(
+    assert summary_sentence(full(lines=lines_of_it, facts=mine, state="stopped")).startswith(
         "A 919k-parameter Llama was trained part of the way on mine.txt; its loss"
     )
-    assert sentence(RunRecord("empty", "stopped")) == "A model was trained part of the way."
+    assert summary_sentence(RunRecord("empty", "stopped")) == "A model was trained part of the way."
     wrong = STORY | {"proof": STORY["proof"] | {"holds": False}}
-    assert "did NOT finish" in sentence(full(facts=facts, story=wrong))
+    assert "did NOT finish" in summary_sentence(full(facts=facts, story=wrong))
 
 
 def test_what_a_quickstart_proved_is_shown_as_it_is():
-    page = Page(render(full(story=STORY)))
+    page = Page(render_report(full(story=STORY)))
     checks = page.text("li")
     assert "resumed from the checkpoint of step 20: 40 losses and all weights equal, bit for bit" in checks[0]
     assert "largest difference of a logit 0" in checks[1]
     assert page.text("b") == ["✓", "✓"]
     wrong = {"proof": STORY["proof"] | {"holds": False}, "export": {"largest_difference": 0.5, "bytes": 1}}
-    assert Page(render(full(story=wrong))).text("b") == ["✗", "✗"]
-    assert Page(render(full(story={"proof": "torn", "export": None}))).text("li") == []
+    assert Page(render_report(full(story=wrong))).text("b") == ["✗", "✗"]
+    assert Page(render_report(full(story={"proof": "torn", "export": None}))).text("li") == []
 
 
 def test_axes_have_names_and_the_loss_a_line_where_guessing_is():
-    page = Page(render(full(facts={"vocab": 258})))
+    page = Page(render_report(full(facts={"vocab": 258})))
     named = page.text("text")
     assert named.count("step") == 4
     assert {"loss, nats per token", "tokens/s", "learning rate", "gradient norm"} <= set(named)
@@ -214,12 +214,12 @@ def test_axes_have_names_and_the_loss_a_line_where_guessing_is():
 
 def test_what_the_command_line_set_comes_first():
     rows = [("a", "1", "recipes/tiny.yml"), ("b", "2", "default"), ("c", "3", "command line")]
-    cells = Page(render(full(settings=rows))).text("code")
+    cells = Page(render_report(full(settings=rows))).text("code")
     assert cells == ["c", "3", "a", "1", "b", "2"]
 
 
 def test_nothing_is_fetched_and_the_script_is_small():
-    text = render(full())
+    text = render_report(full())
     page = Page(text)
     assert not re.search(r"https?:|//[a-z]|url\(|@import|\bfetch\b|XMLHttp", text)
     for _, attributes in page.tags:
@@ -235,9 +235,9 @@ def test_whatever_a_run_holds_is_text():
     told = [{"step": 1, "loss": 1.0}, {"step": 1, "sample": evil}, {"step": 1, "seconds": {evil: 1.0}}]
     record = full(
         name=evil, state=evil, lines=told, settings=[(evil, evil, evil)], environment={evil: evil}, command=evil,
-        facts={"model": evil, "device": evil}, made=evil,
+        facts={"model": evil, "device": evil}, date=evil,
     )  # fmt: skip
-    text = render(record)
+    text = render_report(record)
     page = Page(text)
     assert [tag for tag, _ in page.tags].count("script") == 1
     assert "img" not in {tag for tag, _ in page.tags}
@@ -250,7 +250,7 @@ def test_whatever_a_run_holds_is_text():
 def test_the_last_line_of_a_step_wins_and_curves_hold_their_values():
     told = [{"step": 10, "loss": 9.0}, {"step": 20, "loss": 8.0}, {"step": 10, "loss": 4.0}, {"step": 20, "loss": 3.0}]
     told += [{"step": 30, "loss": "nan"}, {"step": 40, "loss": math.inf}, {"step": 40, "eval_loss": 3.5}, {"loss": 1.0}]
-    page = Page(render(full(lines=told)))
+    page = Page(render_report(full(lines=told)))
     assert [point[:2] for point in page.series()["loss"]] == [[10, 4.0], [20, 3.0]]
     assert [point[:2] for point in page.series()["eval"]] == [[40, 3.5]]
     assert numbers(told, "loss") == [(10.0, 4.0), (20.0, 3.0)]
@@ -271,7 +271,7 @@ def test_the_last_line_of_a_step_wins_and_curves_hold_their_values():
 def test_a_small_loss_is_seen_to_change(before: float, after: float, words: str):
     """That of distillation is a divergence of some thousandths."""
     told = [{"step": 1, "loss": before}, {"step": 9, "loss": after}]
-    page = Page(render(full(lines=told, facts={"objective": "gkd"})))
+    page = Page(render_report(full(lines=told, facts={"objective": "gkd"})))
     assert f"its loss went from {words}." in page.text("p")[0]
 
 
@@ -289,26 +289,26 @@ def test_time_is_added_over_sessions():
         {"step": 10, "seconds": {"step": 50.0, "data": 10.0}},
     ]
     assert seconds_by_cause(told) == {"step": 80.0, "compile": 10.0, "data": 10.0}
-    page = Page(render(full(lines=told)))
+    page = Page(render_report(full(lines=told)))
     assert "Time by cause, 2 sessions" in page.text("h2")
     rows = page.text("td")
     assert rows[rows.index("80.0") + 1] == "80.0%"
     played = full(lines=[{"step": 1, "seconds": {"rollouts": 60.0, "step": 30.0, "other": 10.0}}])
-    rows = Page(render(played)).text("td")
+    rows = Page(render_report(played)).text("td")
     assert rows[rows.index("rollouts") + 1 :][:2] == ["60.0", "60.0%"]
     widths = [float(a["width"]) for t, a in page.tags if t == "rect" and a.get("class", "").startswith("c")]  # pyright: ignore
     assert widths == pytest.approx([576, 72, 72])
 
 
 def test_a_run_without_any_line_says_so():
-    page = Page(render(RunRecord("empty", "stopped")))
+    page = Page(render_report(RunRecord("empty", "stopped")))
     assert page.text("h2") == []
     assert "stopped; no step has been logged yet" in page.text("p")
 
 
 def test_many_samples_are_folded_away():
     told = [{"step": s, "sample": f"sample {s}"} for s in range(100)]
-    shown = Page(render(full(lines=told, command="")))
+    shown = Page(render_report(full(lines=told, command="")))
     assert shown.text("pre")[0] == "sample 99"
     assert "99 earlier samples" in shown.text("summary")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from argosy.observe.report.page import RunRecord, render
+from argosy.observe.report.page import RunRecord, render_report
 from argosy.observe.stragglers import (
     DATA,
     DEVICE,
@@ -193,10 +193,10 @@ def test_the_report_pairs_beginnings_with_ends():
         ("20 to 40", "1 on host-1", what), ("50 to 50", "2 on host-2", what), ("90 to the end", "1 on host-1", what),
     ]  # fmt: skip
     assert stragglers([{"step": 1, "loss": 2.0}]) == []
-    page = render(RunRecord("name", "done", [*lines, line(90, 1)]))
+    page = render_report(RunRecord("name", "done", [*lines, line(90, 1)]))
     assert "Slow processes" in page
     assert "20 to 40" in page
-    assert "Slow processes" not in render(RunRecord("name", "done", [{"step": 1, "loss": 2.0}]))
+    assert "Slow processes" not in render_report(RunRecord("name", "done", [{"step": 1, "loss": 2.0}]))
 
 
 def test_each_is_compared_with_the_median_of_all_others():

@@ -15,7 +15,7 @@ import pytest
 import argosy
 from argosy.observe.log import Logged
 from argosy.observe.terminal.live import REDRAWS_PER_S, Terminal, can_redraw
-from argosy.observe.terminal.picture import POINTS, Picture, headed, preferred
+from argosy.observe.terminal.picture import POINTS, Picture, headed, preference_text
 from argosy.run.view import Quiet
 
 FACTS = {
@@ -296,6 +296,6 @@ def test_what_a_step_compares_is_reported():
         live.step(2, {"loss": 0.65} | pairs)
     assert words in screen.shown()
     labeled = {"rewards/accuracy": 1.0, "rewards/chosen": 2.0, "rewards/rejected": 1.0}
-    assert preferred(labeled) == "accuracy 100.0%  chosen 2, rejected 1"
-    assert preferred({"accuracy": 0.5, "scores/right": 0.25, "scores/wrong": -0.25}) == "accuracy 50.0%  right 0.25, wrong -0.25"
-    assert not preferred({"loss": 1.0, "reward": 0.5})
+    assert preference_text(labeled) == "accuracy 100.0%  chosen 2, rejected 1"
+    assert preference_text({"accuracy": 0.5, "scores/right": 0.25, "scores/wrong": -0.25}) == "accuracy 50.0%  right 0.25, wrong -0.25"
+    assert not preference_text({"loss": 1.0, "reward": 0.5})

@@ -12,7 +12,7 @@ from helpers import relative
 
 from argosy.core.errors import Unsupported
 from argosy.ops.attention import ATTENTION, Score, See, attention
-from argosy.ops.attention.splash import cannot
+from argosy.ops.attention.splash import splash_refusal
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 
@@ -137,7 +137,7 @@ def test_kernels_without_prefixes_say_so(name):
     for prefix in (None, prefixes):
         with scope(MeshSettings(context=2, fsdp=4).build()) if name == "ring" else nullcontext():
             asked = (*arrays, replace(see, q_prefix=prefix), Score(0.3), False)
-            found[prefix is None] = cannot(*asked) if name == "splash" else refuses(*asked)
+            found[prefix is None] = splash_refusal(*asked) if name == "splash" else refuses(*asked)
     assert found == {True: None, False: "no prefixes of segments"}
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import ATTENTION, Score, See, attention, reference
+from argosy.ops.attention import ATTENTION, Score, See, attention, attention_reference
 from argosy.ops.attention import cudnn as attention_cudnn
-from argosy.ops.attention.cudnn import PLUGINS, cannot, cudnn
+from argosy.ops.attention.cudnn import PLUGINS, cudnn, cudnn_refusal
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 
@@ -49,21 +49,21 @@ def test_its_call_equals_the_reference(window, packed, causal):
     """An odd length, odd heads, values of another size, shared key heads."""
     arrays, see = given(packed=packed, causal=causal)
     score = Score(0.3, window)
-    same(grown(partial(cudnn, kernel="xla"), arrays, see, score), grown(reference, arrays, see, score))
+    same(grown(partial(cudnn, kernel="xla"), arrays, see, score), grown(attention_reference, arrays, see, score))
 
 
 def test_a_query_sees_the_prefix_of_its_segment():
     arrays, see = given(branched=True)
     found = grown(partial(cudnn, kernel="xla"), arrays, see, Score(0.3))
-    same(found, grown(reference, arrays, see, Score(0.3)))
-    alone = grown(reference, *given()[:2], Score(0.3))
+    same(found, grown(attention_reference, arrays, see, Score(0.3)))
+    alone = grown(attention_reference, *given()[:2], Score(0.3))
     assert float(abs(found[0] - alone[0])) > 1e-2
 
 
 @pytest.mark.parametrize("branched", [False, True])
 def test_devices_share_rows_and_heads(branched):
     arrays, see = given(B=4, N=4, branched=branched)
-    expected = grown(reference, arrays, see, Score(0.3))
+    expected = grown(attention_reference, arrays, see, Score(0.3))
     with scope(MeshSettings(data=2, fsdp=2, tensor=2).build()):
         same(grown(partial(cudnn, kernel="xla"), arrays, see, Score(0.3)), expected)
 
@@ -71,14 +71,14 @@ def test_devices_share_rows_and_heads(branched):
 def test_what_it_cannot_do_is_refused():
     arrays, see = given(T=8)
     half = tuple(a.astype(jnp.bfloat16) for a in arrays)
-    assert cannot(*half, see, Score(1.0), False) is None
-    assert "float32" in cannot(*arrays, see, Score(1.0), False)
-    assert "soft cap" in cannot(*half, see, Score(1.0, cap=2.0), False)
-    assert "sinks" in cannot(*half, see, Score(1.0, sinks=jnp.zeros(6)), False)
-    assert "log-sum-exp" in cannot(*half, see, Score(1.0), True)
-    assert "whole sequences" in cannot(*half, See(see.q_at, see.k_at), Score(1.0), False)
+    assert cudnn_refusal(*half, see, Score(1.0), False) is None
+    assert "float32" in cudnn_refusal(*arrays, see, Score(1.0), False)
+    assert "soft cap" in cudnn_refusal(*half, see, Score(1.0, cap=2.0), False)
+    assert "sinks" in cudnn_refusal(*half, see, Score(1.0, sinks=jnp.zeros(6)), False)
+    assert "log-sum-exp" in cudnn_refusal(*half, see, Score(1.0), True)
+    assert "whole sequences" in cudnn_refusal(*half, See(see.q_at, see.k_at), Score(1.0), False)
     large = tuple(jnp.zeros((1, 8, 2, 192), jnp.bfloat16) for _ in range(3))
-    assert "heads of 192, of 128 at most" in cannot(*large, see, Score(1.0), False)
+    assert "heads of 192, of 128 at most" in cudnn_refusal(*large, see, Score(1.0), False)
     with pytest.raises(Unsupported, match="for NVIDIA GPUs; this program is for cpu"):
         attention(*half, see, Score(1.0), "cudnn")
     if not any(map(find_spec, PLUGINS)):

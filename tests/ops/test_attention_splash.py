@@ -11,10 +11,10 @@ from helpers import default, relative
 from jax._src.mesh import AbstractDevice
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import ATTENTION, Score, See, reference
+from argosy.ops.attention import ATTENTION, Score, See, attention_reference
 from argosy.ops.attention import splash as attention_splash
-from argosy.ops.attention.splash import cannot, splash
-from argosy.ops.attention.splash_blocks import INSTRUCTIONS, block_of, computed, sizes_of
+from argosy.ops.attention.splash import splash, splash_refusal
+from argosy.ops.attention.splash_blocks import INSTRUCTIONS, block_of, block_sizes, computed
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
 
@@ -68,14 +68,14 @@ def test_it_equals_the_reference(name, monkeypatch):
     N, K, H, U, causal, packed, how = CASES[name]
     arrays, see = given(N, K, H, U, packed, causal)
     score = score_of(how)
-    same(grown(partial(splash, interpret=True), arrays, see, score), grown(reference, arrays, see, score))
+    same(grown(partial(splash, interpret=True), arrays, see, score), grown(attention_reference, arrays, see, score))
 
 
 def test_its_log_sum_exp_has_no_gradient():
     arrays, see = given(4, 2, 16, 16, packed=True, T=40)
     score = score_of({"sinks": np.linspace(-1, 3, 4, dtype=np.float32)})
     y, lse = splash(*arrays, see, score, lse=True, interpret=True)
-    expected, expected_lse = reference(*arrays, see, score, lse=True)
+    expected, expected_lse = attention_reference(*arrays, see, score, lse=True)
     assert relative(y, expected) < 1e-5
     assert relative(lse, expected_lse) < 1e-5
     with pytest.raises(Unsupported, match="no gradient"):
@@ -90,20 +90,20 @@ def test_devices_share_rows_and_heads(sizes, heads, keys):
     """With 2 key heads for 4 devices, each is computed by two."""
     arrays, see = given(heads, keys, 16, 16, packed=True, T=40, B=4)
     score = score_of({"sinks": np.linspace(-1, 3, heads, dtype=np.float32)})
-    expected = grown(reference, arrays, see, score)
+    expected = grown(attention_reference, arrays, see, score)
     with scope(MeshSettings(**sizes).build()):
-        assert cannot(*arrays, see, score, False) is None
+        assert splash_refusal(*arrays, see, score, False) is None
         same(grown(partial(splash, interpret=True), arrays, see, score), expected)
 
 
 def test_what_it_cannot_do_is_refused():
     arrays, see = given(6, 3, 16, 16, packed=True, T=8)
-    why = partial(cannot, *arrays, score=Score(1.0), lse=False)
+    why = partial(splash_refusal, *arrays, score=Score(1.0), lse=False)
     assert why(see=see) is None
     assert "whole sequences" in why(see=See(see.q_at, see.k_at))
     picked = See(see.q_at, see.k_at, aligned=True, picked=jnp.ones((2, 8, 8), bool))
     assert "choose their keys" in why(see=picked)
-    assert "int8" in cannot(arrays[0].astype(jnp.int8), *arrays[1:], see, Score(1.0), False)
+    assert "int8" in splash_refusal(arrays[0].astype(jnp.int8), *arrays[1:], see, Score(1.0), False)
     assert "for TPUs; this program is for cpu" in ATTENTION["splash"].refuses(*arrays, see, Score(1.0), False)
     old = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("TPU v3", 1, "tpu"))
     with jax.sharding.use_abstract_mesh(old):
@@ -141,5 +141,5 @@ def test_sizes_of_blocks():
         assert block_of(100, None, True, 128, 2, kind) == 128
         assert block_of(8192, None, True, 576, 2, kind) == 512
     assert block_of(8192, None, True, 128, 2, "TPU v4") == 512
-    assert sizes_of(1024)["block_kv_compute"] == 512
-    assert set(sizes_of(256).values()) == {256}
+    assert block_sizes(1024)["block_kv_compute"] == 512
+    assert set(block_sizes(256).values()) == {256}

@@ -7,7 +7,7 @@ import pytest
 from helpers import relative
 
 from argosy.observe.flops import contraction_flops
-from argosy.ops.delta import delta_rule, flops, unit_solve
+from argosy.ops.delta import delta_flops, delta_rule, unit_solve
 
 B, K, G, H, U = 2, 2, 3, 5, 7
 RULE = jax.jit(delta_rule, static_argnames="chunk")
@@ -135,6 +135,6 @@ def test_flops_are_those_of_the_trace(T: int, chunk: int):
     def loss(*case):
         return delta_rule(*case, chunk=chunk)[0].sum()
 
-    assert contraction_flops(jax.make_jaxpr(loss)(*case).jaxpr) == flops(T, K, G, H, U, chunk=chunk)
+    assert contraction_flops(jax.make_jaxpr(loss)(*case).jaxpr) == delta_flops(T, K, G, H, U, chunk=chunk)
     both = contraction_flops(jax.make_jaxpr(jax.grad(loss, range(6)))(*case).jaxpr)
-    assert both == 3 * flops(T, K, G, H, U, chunk=chunk)
+    assert both == 3 * delta_flops(T, K, G, H, U, chunk=chunk)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.ops.divergence import DIVERGENCES, coarse, forward, jsd, log_probs, over, reverse, top
+from argosy.ops.divergence import DIVERGENCES, coarse, forward, jsd, log_probs, resize_vocab, reverse, top
 
 # t = (1/2, 1/4, 1/4), s = (1/8, 1/8, 3/4)
 TEACHER, STUDENT = jnp.log(jnp.asarray([0.5, 0.25, 0.25])), jnp.log(jnp.asarray([0.125, 0.125, 0.75]))
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_the_formulas_in_float64(name, beta, temperature)
 @pytest.mark.parametrize("name", ["forward", "jsd"])
 def test_ids_that_the_teacher_lacks_have_probability_0_and_a_gradient(name):
     """A student padded further than its teacher: its own probability there counts, and falls."""
-    theirs = log_probs(over(jnp.asarray(T[:, :6], jnp.float32), 9))
+    theirs = log_probs(resize_vocab(jnp.asarray(T[:, :6], jnp.float32), 9))
 
     def loss(z):
         return jnp.sum(DIVERGENCES[name](log_probs(z), theirs, 0.5))
@@ -74,7 +74,7 @@ def test_ids_that_the_teacher_lacks_have_probability_0_and_a_gradient(name):
     student, teacher = np.exp(np.asarray(log_probs(jnp.asarray(S)))), np.exp(np.asarray(log_probs(jnp.asarray(T[:, :6]))))
     by_hand = (teacher * np.log(teacher / student[:, :6])).sum()
     assert name != "forward" or float(value) == pytest.approx(by_hand, rel=1e-5)
-    assert over(jnp.asarray(T), 6).shape == (4, 6)
+    assert resize_vocab(jnp.asarray(T), 6).shape == (4, 6)
 
 
 def test_the_likeliest_tokens_and_the_rest_by_hand():

@@ -10,9 +10,9 @@ import pytest
 
 from argosy.core.errors import Unsupported
 from argosy.ops.attention import Score
-from argosy.ops.narrow import FORMS, blocks_of, empty, largest, narrowed, written
+from argosy.ops.narrow import FORMS, blocks_of, empty, largest_magnitude, narrowed, write_entries
 from argosy.ops.op import implementations
-from argosy.ops.paged.attention import gathered, paged_attention
+from argosy.ops.paged.attention import gather_pages, paged_attention
 from argosy.ops.paged.blocked import BLOCK, blocked
 from argosy.ops.paged.ragged import reads_joined
 
@@ -83,9 +83,9 @@ def test_pages_are_written_in_place_and_read_without_what_a_former_owner_left(fo
     assert np.isnan(np.asarray(pool.widened())).all()
     x = vectors(6, 2, 8)
     places = jnp.asarray([3, 3, 3, 3, 1, 5]), jnp.asarray([0, 1, 2, 3, 0, 0])  # the last one is nobody's
-    pool = written(pool, places, jnp.asarray(x))
+    pool = write_entries(pool, places, jnp.asarray(x))
     assert np.isnan(np.asarray(pool.widened()[jnp.asarray([0, 2, 4])])).all()
-    found = np.asarray(gathered(pool, jnp.asarray([[3, 1], [-1, 7]]), jnp.asarray([5, 2])))
+    found = np.asarray(gather_pages(pool, jnp.asarray([[3, 1], [-1, 7]]), jnp.asarray([5, 2])))
     np.testing.assert_array_equal(found[0, :5], rounded(x, form)[1][:5])
     assert not found[0, 5:].any()
     assert not found[1].any()
@@ -95,7 +95,7 @@ def test_no_block_reaches_into_two_parts_of_a_vector():
     assert blocks_of(512, 64) == 9
     assert blocks_of(10, 4) == 7
     assert blocks_of(64) == 1
-    assert [largest(form) for form in FORMS] == list(LARGEST.values())
+    assert [largest_magnitude(form) for form in FORMS] == list(LARGEST.values())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -123,7 +123,7 @@ def test_no_program_widens_a_whole_pool(form: str):
     def step(pools, q, new, table, lengths):
         at = lengths[:, None] - 1
         where = (jnp.take_along_axis(table, at // 16, 1)[:, 0], at[:, 0] % 16)
-        pools = tuple(written(pool, where, new) for pool in pools)
+        pools = tuple(write_entries(pool, where, new) for pool in pools)
         return pools, paged_attention(q, pools, table, lengths, at, Score(0.125))
 
     given = [((2, 1, 4, 64), jnp.float32), ((2, 2, 64), jnp.float32), ((2, 64), jnp.int32), ((2,), jnp.int32)]

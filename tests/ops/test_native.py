@@ -17,7 +17,7 @@ from argosy.ops.attention import UNSEEN, Score
 from argosy.ops.native import library
 from argosy.ops.native.paged import NATIVE
 from argosy.ops.native.products import PANEL, Panels, fits_bfloat16, packed, product
-from argosy.ops.paged.attention import reference
+from argosy.ops.paged.attention import paged_reference
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ CASES = {
 def test_attention_is_that_of_the_reference(name: str):
     case = Case(**CASES[name])  # pyright: ignore[reportArgumentType]
     y, lse = map(np.asarray, jax.jit(lambda: NATIVE.run(*case.given(), lse=True))())
-    expected, expected_lse = map(np.asarray, reference(*case.given(), lse=True))
+    expected, expected_lse = map(np.asarray, paged_reference(*case.given(), lse=True))
     some = case.at >= 0
     np.testing.assert_allclose(y[some], expected[some], rtol=2e-6, atol=3e-6)
     np.testing.assert_allclose(lse[some], expected_lse[some], rtol=2e-6, atol=3e-6)

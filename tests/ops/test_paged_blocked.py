@@ -8,7 +8,7 @@ import pytest
 from argosy.ops.attention import Score, See
 from argosy.ops.paged import blocked as paged_blocked
 from argosy.ops.paged import rows as paged_rows
-from argosy.ops.paged.attention import reference
+from argosy.ops.paged.attention import paged_reference
 
 SCORES = {
     "plain": {},
@@ -58,7 +58,7 @@ def test_blocks_give_what_all_pages_give(
             score,
         )
         y, lse = jax.jit(lambda: run(*given, lse=True))()
-        expected, expected_lse = reference(*given, lse=True)
+        expected, expected_lse = paged_reference(*given, lse=True)
         some = lengths > 0
         # Scores and their sums are float32 in both.
         np.testing.assert_allclose(y[some], expected[some], atol=1e-5)

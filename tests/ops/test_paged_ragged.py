@@ -18,7 +18,7 @@ from argosy.models.parts.weight import abstract, logical, split
 from argosy.ops.attention import Score
 from argosy.ops.op import implementations
 from argosy.ops.paged import ragged as paged_ragged
-from argosy.ops.paged.attention import apart, joined, paged_attention, reference
+from argosy.ops.paged.attention import join_heads, keys_and_values, paged_attention, paged_reference
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
@@ -52,15 +52,15 @@ def test_it_is_called_as_its_reference_wants_it(T, how):
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
     (q, pools, *rest), real = given(T, Score(0.3, **how), [7, 21, 0, 14])
-    y = paged_ragged._call(ref_ragged_paged_attention, q, joined(*pools), *rest)
-    expected = reference(q, pools, *rest)
+    y = paged_ragged._call(ref_ragged_paged_attention, q, join_heads(*pools), *rest)
+    expected = paged_reference(q, pools, *rest)
     np.testing.assert_allclose(y[real], expected[real], atol=1e-5)
 
 
 def test_both_layouts_of_pools_give_the_same():
     (q, pools, *rest), real = given(4, Score(0.3), [7, 21, 0, 14])
-    both = joined(*pools)
-    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(apart([both]), pools))
+    both = join_heads(*pools)
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(keys_and_values([both]), pools))
     for name in ("reference", "blocked"):
         with implementations(paged_attention=name):
             one, two = (paged_attention(q, given, *rest) for given in (pools, (both,)))
@@ -71,10 +71,10 @@ def test_what_it_cannot_do_is_refused():
     (q, pools, *rest), _ = given(4, Score(0.3), [7, 21])
     with implementations(paged_attention="ragged"), pytest.raises(Unsupported, match="is for TPUs"):
         paged_attention(q, pools, *rest)
-    assert paged_ragged.cannot_hold(8, 128, jnp.bfloat16) is None
-    assert "multiple of 128" in (paged_ragged.cannot_hold(8, 64, jnp.bfloat16) or "")
-    assert "tile" in (paged_ragged.cannot_hold(3, 128, jnp.float32) or "")
-    assert "int8" in (paged_ragged.cannot_hold(8, 128, jnp.int8) or "")
+    assert paged_ragged.ragged_refusal(8, 128, jnp.bfloat16) is None
+    assert "multiple of 128" in (paged_ragged.ragged_refusal(8, 64, jnp.bfloat16) or "")
+    assert "tile" in (paged_ragged.ragged_refusal(3, 128, jnp.float32) or "")
+    assert "int8" in (paged_ragged.ragged_refusal(8, 128, jnp.int8) or "")
 
 
 @pytest.mark.tpu

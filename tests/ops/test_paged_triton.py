@@ -7,8 +7,8 @@ import pytest
 
 from argosy.ops.attention import Score
 from argosy.ops.paged import triton as paged_triton
-from argosy.ops.paged.attention import reference
-from argosy.ops.paged.triton import cannot, triton
+from argosy.ops.paged.attention import paged_reference
+from argosy.ops.paged.triton import triton, triton_refusal
 
 SCORES = {
     "plain": {},
@@ -51,7 +51,7 @@ def test_it_gives_what_the_reference_gives(monkeypatch: pytest.MonkeyPatch, scor
     monkeypatch.setattr(paged_triton, "SHARE", share)
     args = given(score, T)
     y, lse = jax.jit(lambda *a: triton(*a, args[-1], lse=True, interpret=True))(*args[:-1])
-    expected, expected_lse = reference(*args, lse=True)
+    expected, expected_lse = paged_reference(*args, lse=True)
     some = np.asarray(args[3]) > 0
     np.testing.assert_allclose(y[some], expected[some], atol=2e-6)
     np.testing.assert_allclose(lse[some], expected_lse[some], atol=2e-6)
@@ -62,7 +62,7 @@ def test_in_bfloat16_it_differs_by_rounding():
     args = given("all", dtype=jnp.bfloat16)
     y = triton(*args, interpret=True)
     widened = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args[:-1])
-    expected = reference(*widened, args[-1])
+    expected = paged_reference(*widened, args[-1])
     some = np.asarray(args[3]) > 0
     assert y.dtype == jnp.bfloat16
     np.testing.assert_allclose(y[some].astype(jnp.float32), expected[some], atol=3e-2)
@@ -92,5 +92,5 @@ def test_it_lowers_for_cuda(dtype):
 def test_what_it_cannot_do_is_refused_by_name(how: dict[str, int], why: str | None):
     q = jnp.zeros((2, how.get("T", 1), 4, how.get("H", 64)), jnp.bfloat16)
     pools = (jnp.zeros((9, how.get("page", 16), 2, how.get("H", 64)), jnp.bfloat16),) * 2
-    found = cannot(q, pools, Score(1.0))
+    found = triton_refusal(q, pools, Score(1.0))
     assert found is None if why is None else why in str(found)

@@ -33,13 +33,13 @@ def act(monkeypatch: pytest.MonkeyPatch):
     """Makes a call as one of three processes."""
     service, calls = Service(), [Counter[str]() for _ in range(3)]
     monkeypatch.setattr(processes, "_client", lambda: service)
-    monkeypatch.setattr(processes, "count", lambda: 3)
+    monkeypatch.setattr(processes, "process_count", lambda: 3)
     monkeypatch.setattr(processes, "_dropped", Counter())
 
     def acted(rank: int, value: object = None) -> object:
         monkeypatch.setattr(processes, "rank", lambda: rank)
         monkeypatch.setattr(processes, "_calls", calls[rank])
-        return processes.told("step", lambda: value)
+        return processes.broadcast("step", lambda: value)
 
     acted.service = service
     return acted

@@ -11,7 +11,7 @@ from serve.conftest import SIZES, Says, listening, serving
 from serve.test_reasoning import TALK, say
 
 from argosy.infer.lm import LM
-from argosy.infer.tools.notations.mistral import call_id
+from argosy.infer.tools.notations.mistral import mistral_call_id
 from argosy.models import FAMILIES
 from argosy.serve.openai.chat import read_chat
 from argosy.serve.openai.fields import ChatFields
@@ -117,7 +117,7 @@ def test_a_call_is_sent_back_with_its_result(service: Service, name: str):
         body = {"tools": [TOOL], "messages": messages}
         text = service.lm.tokenizer.decode(read_chat(service, ChatFields.of(TALK | body)).prompt, skip_special=False)
         before, _, after = SAYS[name][0].replace("}]", "").partition("a1b2c3d4e")
-        assert f"{before}{'' if not after else given if len(given) == 9 else call_id(given)}{after}" in text
+        assert f"{before}{'' if not after else given if len(given) == 9 else mistral_call_id(given)}{after}" in text
         # Calls are counted over the whole conversation.
         again = said(service, SAYS[name][0], **body)["message"]["tool_calls"][0]["id"]
         assert is_of(name, again, 1)

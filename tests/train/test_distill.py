@@ -14,7 +14,7 @@ from argosy.core.errors import SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, merge, put, split
-from argosy.ops.divergence import over, top
+from argosy.ops.divergence import resize_vocab, top
 from argosy.run.frozen.role import Role
 from argosy.train.objectives.distillation.distill import Distill
 from argosy.train.objectives.distillation.distributions import of_logits
@@ -113,7 +113,7 @@ def known(batch, k, temperature=1.0):
     """What is cached of a teacher."""
     teacher = models()["teacher"]
     logits = teacher.unembed(teacher.hidden(batch["tokens"], TEACHER.attend(batch["segments"]))[0])
-    found = top(over(logits, STUDENT.vocab), k, temperature)
+    found = top(resize_vocab(logits, STUDENT.vocab), k, temperature)
     return dict(zip(("teacher_ids", "teacher_logps", "teacher_rest"), found))
 
 

@@ -44,7 +44,7 @@ def batch_of(rows=2, tokens=12):
 def told(config, batch):
     model = built(config, Unroll())
     aux = model.hidden(batch["tokens"], WatchedAttend(Packed(batch["segments"]), heads=True))[2]
-    return [{name: np.asarray(a, np.float64) for name, a in own.items()} for own in model.layers.told(aux)[0]]
+    return [{name: np.asarray(a, np.float64) for name, a in own.items()} for own in model.layers.layer_aux(aux)[0]]
 
 
 def relation(x, y, heads, row, t, first):

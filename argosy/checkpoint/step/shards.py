@@ -23,7 +23,7 @@ from argosy.core.errors import Unsupported
 from argosy.core.formats import Shape, TensorEntry
 from argosy.core.formats.files import File, of_text
 from argosy.core.formats.zarr import described_shards, shard_file
-from argosy.core.formats.zarr_parts import Laid, Spans, aligned, laid, read_parts
+from argosy.core.formats.zarr_parts import Laid, Spans, aligned_memory, laid, read_parts
 from argosy.core.process.cores import core_count
 
 # At most so many arrays are copied off the devices at once.
@@ -160,7 +160,7 @@ def read_arrays(folder: Path, item: str, wanted: Mapping[str, jax.ShapeDtypeStru
         assert like.sharding is not None
         indices = like.sharding.addressable_devices_indices_map(array.shape).values()
         every = {_spans(index, array.shape) for index in indices}
-        group[name] = {spans: aligned(tuple(stop - start for start, stop in spans), array.dtype) for spans in every}
+        group[name] = {spans: aligned_memory(tuple(stop - start for start, stop in spans), array.dtype) for spans in every}
         size += sum(part.nbytes for part in group[name].values())
     out |= _arrays(stored, group, wanted)
     return {name: out[name] for name in wanted}
@@ -180,7 +180,7 @@ def read_on_host(folder: Path, item: str, names: Iterable[str] | None = None) ->
         if (array := laid(folder / item / name)) is None:
             out[name] = np.asarray(open_array(folder, name, item).read().result())
             continue
-        out[name] = aligned(array.shape, array.dtype)
+        out[name] = aligned_memory(array.shape, array.dtype)
         parts.append((array, tuple((0, n) for n in array.shape), out[name]))
     read_parts(parts)
     return out

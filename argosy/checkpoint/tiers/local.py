@@ -60,9 +60,9 @@ class LocalCheckpoints(Tier):
         self.belongs = belongs
         self.root, self.copies = root, copies
         self.folder = root / str(processes.rank())
-        self.places = processes.collected("local places", place or f"{socket.gethostname()}:{root.absolute()}")
+        self.places = processes.all_gather("local places", place or f"{socket.gethostname()}:{root.absolute()}")
         self._restored: RestoredStep | None = None
-        processes.together("local folder", self._check)
+        processes.run_together("local folder", self._check)
 
     def _check(self) -> None:
         try:
@@ -86,7 +86,7 @@ class LocalCheckpoints(Tier):
     def latest_good(self) -> int | None:
         """The newest step of which all files are found and good, over all processes. Newer ones lack some, and are removed."""
         here = self._here()
-        every = processes.collected("local steps", [f"{step} {digest}" for step, digest in sorted(here)])
+        every = processes.all_gather("local steps", [f"{step} {digest}" for step, digest in sorted(here)])
         keys = {(int(step), digest) for keys in every for step, digest in map(str.split, keys)}
         for key in sorted(keys, reverse=True):
             home, scratch = self.folder / str(key[0]), self.folder / RESTORED / str(key[0])
@@ -122,8 +122,8 @@ class LocalCheckpoints(Tier):
         restored = self._restored
         assert restored is not None
         names = sorted(shards.needed_files(self.path(step), wanted, restored.files))
-        fetched = processes.together("local shards fetched", lambda: restored.fetch(names))
-        if from_others := sum(processes.collected("local bytes fetched", fetched)):
+        fetched = processes.run_together("local shards fetched", lambda: restored.fetch(names))
+        if from_others := sum(processes.all_gather("local bytes fetched", fetched)):
             self.warn(f"{from_others / 1e6:.1f} MB of local checkpoint {step} came from other hosts")
         restored.close()
 
@@ -141,16 +141,16 @@ class LocalCheckpoints(Tier):
     def write(self, step: int, items: shards.Items, copies: HostCopies, meta: str) -> None:
         folder = self.folder / str(step)
         try:
-            meta = processes.told("local meta", lambda: meta)
+            meta = processes.broadcast("local meta", lambda: meta)
             # Every process writes what describes the step too.
             files = [*shards.shard_files(items), *shards.description_files(items, meta)]
-            processes.together("local clean", lambda: self._begin(folder))
-            written = processes.together("local shards", lambda: step_files.write_files(folder, files, self._pace))
-            every = processes.collected("local hashes", written)
-            found = processes.together("local equal", lambda: _merged(every))
+            processes.run_together("local clean", lambda: self._begin(folder))
+            written = processes.run_together("local shards", lambda: step_files.write_files(folder, files, self._pace))
+            every = processes.all_gather("local hashes", written)
+            found = processes.run_together("local equal", lambda: _merged(every))
             if self.copies > 1:
                 self._copy(folder, every, found)
-            processes.together("local committed", lambda: manifest.commit(folder, dict(sorted(found.items()))))
+            processes.run_together("local committed", lambda: manifest.commit(folder, dict(sorted(found.items()))))
         except BaseException as failure:
             self._failure = failure
             shutil.rmtree(folder, ignore_errors=True)
@@ -167,8 +167,8 @@ class LocalCheckpoints(Tier):
         """Fetches what processes of other hosts wrote, so that each shard is on `copies` hosts."""
         offer = offer_files("local offer of copies", {name: folder / name for name in every[processes.rank()]})
         try:
-            offers = processes.collected("local copies", offer.address)
-            processes.together("local copied", lambda: self._fetch_copies(folder, every, found, offers))
+            offers = processes.all_gather("local copies", offer.address)
+            processes.run_together("local copied", lambda: self._fetch_copies(folder, every, found, offers))
         finally:
             offer.close()
 
@@ -204,7 +204,7 @@ class LocalCheckpoints(Tier):
             with suppress(FileNotFoundError):
                 left = list(self.root.iterdir())
             for folder in left:
-                if folder.name.isdecimal() and int(folder.name) >= processes.count():
+                if folder.name.isdecimal() and int(folder.name) >= processes.process_count():
                     shutil.rmtree(folder, ignore_errors=True)
 
     def drop_newer(self, step: int) -> None:
@@ -212,7 +212,7 @@ class LocalCheckpoints(Tier):
         for one in list(self.folder.iterdir()):
             if one.name.isdecimal() and int(one.name) > step:
                 _remove(one)
-        processes.together("local dropped", lambda: None)
+        processes.run_together("local dropped", lambda: None)
 
 
 def copy_sources(places: list[str], rank: int, copies: int) -> list[int]:

@@ -94,7 +94,7 @@ def restore_step(key: StepKey, folders: list[Path], home: Path, scratch: Path, w
     files = manifest.read_manifest(folders[0]) if folders else {}
     paths = _good_files(folders, files)
     bits = sum(1 << i for i, name in enumerate(sorted(files)) if name in paths)
-    every = processes.collected("local files", [len(files), f"{bits:x}"])
+    every = processes.all_gather("local files", [len(files), f"{bits:x}"])
     count, masks = max(n for n, _ in every), [int(mask, 16) for _, mask in every]
     if lost := count - sum(1 for i in range(count) if any(mask >> i & 1 for mask in masks)):
         warn(f"local checkpoint {step} lacks {lost} of its {count} files on all hosts, or they are damaged; it is not used")
@@ -103,7 +103,7 @@ def restore_step(key: StepKey, folders: list[Path], home: Path, scratch: Path, w
     if any(mask != (1 << count) - 1 for mask in masks):
         offer, addresses = _offer_step(folders, paths)
         reached = all(peers.is_there(tuple(address)) for address in addresses)
-        if not all(processes.collected("local offers reached", reached)):
+        if not all(processes.all_gather("local offers reached", reached)):
             warn(f"local checkpoint {step} is not used: some processes cannot reach others to fetch its files")
             offer.close()
             return None
@@ -123,11 +123,11 @@ def restore_step(key: StepKey, folders: list[Path], home: Path, scratch: Path, w
             raise ArgosyError(f"the manifest of local checkpoint {step} did not arrive as it was written")
         return fetched
 
-    files = processes.together("local begin", gather)
+    files = processes.run_together("local begin", gather)
     names = sorted(files)
     holders = {name: [rank for rank, mask in enumerate(masks) if mask >> i & 1] for i, name in enumerate(names)}
     restored = RestoredStep(step, folder, files, holders, addresses, offer)
-    processes.together("local metadata", lambda: restored.fetch(filter(is_description, names)))
+    processes.run_together("local metadata", lambda: restored.fetch(filter(is_description, names)))
     return restored
 
 
@@ -143,7 +143,7 @@ def _good_files(folders: list[Path], files: manifest.Files) -> dict[str, Path]:
 def _offer_step(folders: list[Path], paths: Mapping[str, Path]) -> tuple[peers.Offer, list[Any]]:
     described = {manifest.NAME: folders[0] / manifest.NAME} if folders else {}
     offer = offer_files("local offer", {**paths, **described})
-    return offer, processes.collected("local offers", offer.address)
+    return offer, processes.all_gather("local offers", offer.address)
 
 
 def _link_files(paths: Mapping[str, Path], folder: Path) -> None:
@@ -161,7 +161,7 @@ def offer_files(name: str, files: Mapping[str, Path]) -> peers.Offer:
     """An offer in every process, or in none."""
     offers: list[peers.Offer] = []
     try:
-        processes.together(name, lambda: offers.append(peers.Offer(processes.address(), files)))
+        processes.run_together(name, lambda: offers.append(peers.Offer(processes.process_address(), files)))
     except BaseException:
         for offer in offers:
             offer.close()

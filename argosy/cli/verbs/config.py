@@ -9,7 +9,7 @@ import typer
 from argosy.cli.output import answer, conclude, say
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import Settings, diff, dump, flatten
-from argosy.core.settings.explain import annotated, explain, reference, value_text
+from argosy.core.settings.explain import annotated, explain, settings_reference, value_text
 from argosy.run.settings.compose import compose, editor_schema
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -108,7 +108,7 @@ def new(
 @app.command("reference")
 def show_reference() -> None:
     """Prints the reference of all settings, in Markdown."""
-    print(reference(root()), end="")
+    print(settings_reference(root()), end="")
 
 
 @app.command("schema")

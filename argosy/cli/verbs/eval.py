@@ -12,7 +12,7 @@ from argosy.core.settings import read_settings, words_layer
 from argosy.evals.settings import EvalSettings
 from argosy.jobs import evaluate, machine
 from argosy.observe.readable import columns, one_line
-from argosy.observe.report.page import metrics_of, shown
+from argosy.observe.report.page import metric_text, metrics_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -80,8 +80,8 @@ def _table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
     rows, notes, differences = [], [], []
     for name, numbers in tasks.items():
         for i, (metric, value, error) in enumerate(metrics_of(numbers)):
-            plus = "" if error is None else f"± {shown(error)}"
-            rows.append([name if i == 0 else "", metric, shown(value), plus, f"{numbers['n']:,}" if i == 0 else ""])
+            plus = "" if error is None else f"± {metric_text(error)}"
+            rows.append([name if i == 0 else "", metric, metric_text(value), plus, f"{numbers['n']:,}" if i == 0 else ""])
         if numbers["truncated"]:
             notes.append(f"{name}: {numbers['truncated']:,} sequences lost tokens from the left, to fit the context")
         for metric, found in numbers.get("against", {}).items():

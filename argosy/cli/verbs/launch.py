@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from argosy.cli.output import say
-from argosy.core.settings.explain import default_text, summary, type_text
+from argosy.core.settings.explain import class_summary, default_text, type_text
 from argosy.core.settings.schema import documented
 from argosy.launch.settings import ENGINES, WRITTEN
 
@@ -72,7 +72,7 @@ def help_of(name: str) -> str:
         UnknownName: there is no such engine.
     """
     schema = ENGINES[name]
-    lines = [f"argosy launch engine={name} [key=value ...] -- VERB ...", "", *wrapped(summary(schema), "  "), ""]
+    lines = [f"argosy launch engine={name} [key=value ...] -- VERB ...", "", *wrapped(class_summary(schema), "  "), ""]
     for key, info in documented(schema).items():
         default = default_text(info)
         lines += [f"  {key}  <{type_text(info)}>  {default if default == 'required' else f'default {default}'}"]

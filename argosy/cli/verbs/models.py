@@ -7,7 +7,7 @@ from pydantic import Field
 
 from argosy.cli.output import answer
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.observe.readable import columns, counted, flops, sized
+from argosy.observe.readable import columns, count_text, flops_text, sized
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -58,14 +58,15 @@ def _text_of(found: dict[str, Any]) -> str:
     cache, token = found["cache_bytes"], found["cache_bytes_per_token"]
     window = f", window {found['window']:,}" if found["window"] else ""
     active = found["parameters_active"]
-    met = f", {active:,} ({counted(active)}) of them for each token" if active != total and found["experts"] else ""
+    met = f", {active:,} ({count_text(active)}) of them for each token" if active != total and found["experts"] else ""
     state = f", beside {sized(found['state_bytes'])} a sequence" if found["state_bytes"] else ""
     facts = {
-        "parameters": f"{total:,} ({counted(total)}){met}",
+        "parameters": f"{total:,} ({count_text(total)}){met}",
         "": parts,
         "sizes": "  ".join(f"{letter} {size}" for letter, size in found["dims"].items() if size),
-        "forward": f"{flops(found['flops_per_token_at_1'])} a token, {flops(found['flops_per_token'])} {at}, attention in full; "
-        f"backward {flops(found['flops_per_token_backward'])}",
+        "forward": f"{flops_text(found['flops_per_token_at_1'])} a token, "
+        f"{flops_text(found['flops_per_token'])} {at}, attention in full; "
+        f"backward {flops_text(found['flops_per_token_backward'])}",
         "weights": weights,
         "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32{state}",
         " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from argosy.cli.output import answer
-from argosy.observe.readable import ago, columns, counted, lasted, sized
+from argosy.observe.readable import ago, columns, count_text, lasted, sized
 
 JSON = typer.Option("--json", help="one JSON document on stdout")
 VERIFY = typer.Option("--verify", help="read every byte of every checkpoint")
@@ -101,7 +101,7 @@ def by_run(corner: str, names: Sequence[str], rows: Mapping[str, Sequence[str]])
 def _row(found: Any) -> list[str]:
     loss, evaluation, tokens = (found.numbers.get(name) for name in ("loss", "eval_loss", "tokens"))
     numbers = [f"{x:.4f}" if x is not None else "-" for x in (loss, evaluation)]
-    tokens_text = counted(tokens) if tokens is not None else "-"
+    tokens_text = count_text(tokens) if tokens is not None else "-"
     return [str(found.path), found.state, _steps(found), *numbers, tokens_text, _ago(found.written_s)]
 
 

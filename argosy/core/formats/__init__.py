@@ -190,12 +190,12 @@ def map_file(path: Path) -> np.ndarray:
     except OSError as error:
         raise BadInput(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
     except ValueError:
-        raise damaged(path, "it is empty") from None
+        raise damaged_container(path, "it is empty") from None
 
 
-def damaged(path: Path, what: str) -> Damaged:
+def damaged_container(path: Path, problem: str) -> Damaged:
     """The error of a container whose bytes contradict each other."""
-    return Damaged(f"`{path.name}` is damaged: {what}", where=f"in {path}", hint="copy or download it again")
+    return Damaged(f"`{path.name}` is damaged: {problem}", where=f"in {path}", hint="copy or download it again")
 
 
 def quoted(name: str, most: int = 120) -> str:
@@ -203,7 +203,7 @@ def quoted(name: str, most: int = 120) -> str:
     return f"`{name if len(name) <= most else name[:most] + '...'}`".encode("unicode_escape").decode("ascii")
 
 
-def listed(items: Iterable[str], most: int = 20) -> str:
+def problem_list(items: Iterable[str], most: int = 20) -> str:
     """The first of many problems in one line, and the number of the rest."""
     items = list(items)
     rest = f"; and {len(items) - most} more" if len(items) > most else ""

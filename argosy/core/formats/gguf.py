@@ -16,7 +16,7 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import Damaged, Unsupported
-from argosy.core.formats import Shape, damaged, map_file, quoted
+from argosy.core.formats import Shape, damaged_container, map_file, quoted
 from argosy.core.formats.quants import TYPES, Type, dequantize
 from argosy.core.process.resident import drop
 
@@ -35,7 +35,10 @@ _LEAST_PAIR, _LEAST_TENSOR = 13, 24
 
 
 class GGUFTensor(NamedTuple):
-    """Where a tensor is stored: `bytes` bytes from offset `begin` of the file. shape: in numpy's order, rows last."""
+    """Where a tensor is stored: `bytes` bytes from offset `begin` of the file.
+
+    shape: in numpy's order, rows last.
+    """
 
     kind: Type
     shape: Shape
@@ -72,7 +75,7 @@ class GGUF:
             raise Unsupported("one part of a split GGUF", where=f"in {path}", hint="join it: llama-gguf-split --merge")
         alignment = meta.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise damaged(path, "`general.alignment` is not a power of two")
+            raise damaged_container(path, "`general.alignment` is not a power of two")
         return GGUF(path, version, meta, _places(cursor, tensors, alignment), data)
 
     @property
@@ -162,7 +165,7 @@ class _Cursor:
             raise self.wrong(f"text before byte {self.at} is not UTF-8") from None
 
     def wrong(self, what: str) -> Damaged:
-        return damaged(self.path, what)
+        return damaged_container(self.path, what)
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int, int]:

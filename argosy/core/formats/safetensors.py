@@ -18,7 +18,7 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput, Damaged, Unsupported
-from argosy.core.formats import Shape, TensorEntry, damaged, listed, map_file, quoted
+from argosy.core.formats import Shape, TensorEntry, damaged_container, map_file, problem_list, quoted
 from argosy.core.formats.files import File, Order, check_space, of_text, slabs, write_file
 
 # The limit of the safetensors library.
@@ -85,7 +85,7 @@ class SafeTensors:
         header, start = _header(data, path)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-            raise damaged(path, "its metadata is not a map of texts")
+            raise damaged_container(path, "its metadata is not a map of texts")
         places = {name: _place(name, entry, path) for name, entry in header.items()}
         _check_tiling(places, len(data) - start, path)
         return SafeTensors(path, metadata, places, data[start:])
@@ -119,12 +119,12 @@ class SafeTensors:
 def _header(data: np.ndarray, path: Path) -> tuple[dict[str, Any], int]:
     """The header, and the offset of the data."""
     if len(data) < 8:
-        raise damaged(path, f"{len(data)} bytes are too few for a header")
+        raise damaged_container(path, f"{len(data)} bytes are too few for a header")
     length = int(data[:8].view("<u8")[0])
     if length > MOST_HEADER_BYTES:
-        raise damaged(path, f"a header of {length} bytes, over the limit of {MOST_HEADER_BYTES}")
+        raise damaged_container(path, f"a header of {length} bytes, over the limit of {MOST_HEADER_BYTES}")
     if length > len(data) - 8:
-        raise damaged(path, f"a header of {length} bytes in a file of {len(data)}")
+        raise damaged_container(path, f"a header of {length} bytes in a file of {len(data)}")
     header = _json(data[8 : 8 + length].tobytes(), path)
     return header, 8 + length
 
@@ -132,14 +132,14 @@ def _header(data: np.ndarray, path: Path) -> tuple[dict[str, Any], int]:
 def _json(text: bytes, path: Path) -> dict[str, Any]:
     """Parses a JSON object strictly: UTF-8, no duplicate keys, no NaN."""
     if not text.lstrip(b" \t\r\n").startswith(b"{"):
-        raise damaged(path, "its JSON is not an object")
+        raise damaged_container(path, "its JSON is not an object")
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
-        raise damaged(path, "its JSON is nested too deeply") from None
+        raise damaged_container(path, "its JSON is nested too deeply") from None
     # Malformed JSON or UTF-8, a duplicate key, or an endless number.
     except ValueError as error:
-        raise damaged(path, f"its JSON cannot be read: {str(error).splitlines()[0]:.200}") from None
+        raise damaged_container(path, f"its JSON cannot be read: {str(error).splitlines()[0]:.200}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _no_constant(text: str) -> None:
 
 def _place(name: str, entry: Any, path: Path) -> TensorSpan:
     def wrong(what: str) -> Damaged:
-        return damaged(path, f"tensor {quoted(name)}: {what}")
+        return damaged_container(path, f"tensor {quoted(name)}: {what}")
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise wrong("not described by dtype, shape and data_offsets")
@@ -188,12 +188,12 @@ def _check_tiling(places: Mapping[str, TensorSpan], size: int, path: Path) -> No
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
         if place.begin != at:
             what = "overlaps the one before" if place.begin < at else f"leaves a hole of {place.begin - at} bytes"
-            raise damaged(path, f"tensor {quoted(name)} {what}")
+            raise damaged_container(path, f"tensor {quoted(name)} {what}")
         if place.end > size:
-            raise damaged(path, f"tensor {quoted(name)} ends at byte {place.end} of {size}: the file is cut short")
+            raise damaged_container(path, f"tensor {quoted(name)} ends at byte {place.end} of {size}: the file is cut short")
         at = place.end
     if at != size:
-        raise damaged(path, f"{plural(size - at, 'byte', 'belongs', 'belong')} to no tensor")
+        raise damaged_container(path, f"{plural(size - at, 'byte', 'belongs', 'belong')} to no tensor")
 
 
 # ---- reading a folder
@@ -255,10 +255,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     weight_map = _json(map_file(index).tobytes(), index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise damaged(index, "`weight_map` is not a map from tensors to files")
+        raise damaged_container(index, "`weight_map` is not a map from tensors to files")
     for file in weight_map.values():
         if file in ("", ".", "..") or any(c in file for c in "/\\:\0"):
-            raise damaged(index, f"{quoted(file)} is not the name of a file in the same folder")
+            raise damaged_container(index, f"{quoted(file)} is not the name of a file in the same folder")
     return weight_map
 
 
@@ -276,7 +276,7 @@ def _open_shards(folder: Path) -> dict[str, SafeTensors]:
     problems += _index_problems(weight_map, shards)
     if problems:
         count = f"{len(problems)} problems: " if len(problems) > 1 else ""
-        raise kind(count + listed(problems), where=f"in {folder}", hint="copy or download the folder again")
+        raise kind(count + problem_list(problems), where=f"in {folder}", hint="copy or download the folder again")
     return {tensor: shards[file] for tensor, file in weight_map.items()}
 
 

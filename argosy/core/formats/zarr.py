@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import Unsupported
-from argosy.core.formats import Shape, TensorEntry, damaged, map_file
+from argosy.core.formats import Shape, TensorEntry, damaged_container, map_file
 from argosy.core.formats.files import File, Order, of_text, slabs
 
 CHUNK_BYTES = 1 << 24
@@ -101,7 +101,7 @@ def map_array(folder: Path) -> np.ndarray | None:
     path = folder.joinpath("c", *("0" for _ in shape))
     data, (rows, chunks) = map_file(path), _chunks(entry)
     if len(data) != chunks * (_chunk_bytes(entry, rows) + 16):
-        raise damaged(path, f"it has {len(data)} bytes, which is not the size of {list(shape)} of {dtype}")
+        raise damaged_container(path, f"it has {len(data)} bytes, which is not the size of {list(shape)} of {dtype}")
     return data[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 

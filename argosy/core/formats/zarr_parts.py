@@ -1,8 +1,8 @@
 """Reads parts of arrays that `zarr` wrote straight into memory, several files at once. TensorStore copies them twice and takes twice
 as long.
 
-A file of values is an array, or a shard of it, in C order, so a part whose rows are whole is one read. Of other parts the mapped
-file is copied. Arrays with other metadata than `zarr` writes are left to TensorStore.
+A file of values is an array, or a shard of it, in C order, so a part whose rows are whole is one read. Other parts are copied
+from the mapped file. Arrays with other metadata than `zarr` writes are left to TensorStore.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from argosy.core.formats import Shape, TensorEntry, damaged, map_file
+from argosy.core.formats import Shape, TensorEntry, damaged_container, map_file
 from argosy.core.formats.zarr import describes, index_of
 from argosy.core.process.cores import core_count
 
@@ -33,8 +33,11 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Laid:
-    """An array on disk. each: the shape of what one file holds, which at the end of an axis may go beyond the array. chunks: of a
-    file."""
+    """An array on disk.
+
+    each: shape of the part in one file. At the end of an axis it may go beyond the array.
+    chunks: chunks of a file.
+    """
 
     folder: Path
     shape: Shape
@@ -67,7 +70,7 @@ def laid(folder: Path) -> Laid | None:
         return None
 
 
-def aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
+def aligned_memory(shape: Shape, dtype: np.dtype) -> np.ndarray:
     """New memory, which XLA on a CPU takes as it is."""
     size = math.prod(shape) * dtype.itemsize
     room = np.empty(size + ALIGNED, np.uint8)
@@ -119,7 +122,7 @@ def _read(array: Laid, at: tuple[int, ...], spans: Spans, into: np.ndarray) -> N
         while left:
             count = file.readinto(left)
             if not count:
-                raise damaged(path, "it ends early")
+                raise damaged_container(path, "it ends early")
             left = left[count:]
 
 
@@ -128,7 +131,7 @@ def _check(array: Laid, path: Path) -> None:
     size = math.prod(array.each) * array.dtype.itemsize
     with path.open("rb", buffering=0) as file:
         if (found := os.fstat(file.fileno()).st_size) != size + len(index):
-            raise damaged(path, f"it has {found} bytes, which is not the size of {list(array.each)} of {array.dtype}")
+            raise damaged_container(path, f"it has {found} bytes, which is not the size of {list(array.each)} of {array.dtype}")
         file.seek(size)
         if file.read(len(index)) != index:
-            raise damaged(path, "its chunks are not in order")
+            raise damaged_container(path, "its chunks are not in order")

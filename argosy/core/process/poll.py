@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def ready_to_read(files: Sequence[int], timeout: float) -> list[int]:
-    """Those of the descriptors that can be read without waiting, after at most so many seconds. A closed pipe can be."""
+    """The descriptors that can be read without waiting, after at most so many seconds. A closed pipe can be."""
     waiting = select.poll()
     for file in files:
         waiting.register(file, select.POLLIN)

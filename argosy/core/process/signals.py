@@ -31,7 +31,10 @@ CLEANING_S = 2.0
 
 @dataclass
 class Stop:
-    """Whether a signal has asked for a stop. code: 128 + its number, 0 while none has."""
+    """Whether a signal has asked for a stop.
+
+    code: 128 + its number, 0 while none has.
+    """
 
     message: str
     code: int = 0
@@ -69,7 +72,7 @@ def take_over() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def finish(code: int) -> None:
+def end_command(code: int) -> None:
     """The command has ended with this exit code, which no signal changes any more. Other threads and exit functions are still waited
     for; the interpreter's teardown is skipped."""
     if _State.taken_over:
@@ -79,7 +82,7 @@ def finish(code: int) -> None:
 
 
 def ended_with() -> int | None:
-    """The exit code that `finish` was told; None before."""
+    """The exit code that `end_command` was told; None before."""
     return _State.code
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from argosy.core.errors import SettingsError
 from argosy.core.settings import mistakes
 from argosy.core.settings.plain import diff, dump, flatten
-from argosy.core.settings.reader import DEFAULT, Given, SettingsReader
+from argosy.core.settings.reader import DEFAULT, LayerValue, SettingsReader
 from argosy.core.settings.repeats import Repeats
 from argosy.core.settings.schema import Also, BrokenRules, Choice, MayChange, Settings
 from argosy.core.settings.words import COMMAND_LINE, Mark, SettingsLayer, words_layer, yaml_layer, yaml_text_layer
@@ -48,8 +48,10 @@ T = TypeVar("T", bound=Settings)
 class Reading(Generic[T]):
     """A typed tree of settings and where each value comes from.
 
-    origin: dotted leaf key -> who set it. tried: dotted key -> what every layer gave for it, oldest first.
-    choices: dotted key -> the choice at that key and its name. names: the names from which unknown keys are answered.
+    origin: dotted leaf key -> who set it.
+    tried: dotted key -> what every layer gave for it, oldest first.
+    choices: dotted key -> the choice at that key and its name.
+    names: the names from which unknown keys are answered.
     """
 
     value: T
@@ -66,9 +68,9 @@ def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
         SettingsError: every mistake of every layer at once.
     """
     reader = SettingsReader()
-    value = reader.group(schema, "", [Given(layer, layer.values) for layer in layers])
+    value = reader.group(schema, "", [LayerValue(layer, layer.values) for layer in layers])
     names = mistakes.KnownNames(reader.known, reader.choices, reader.also, reader.notes, schema.elsewhere)
-    unknown = [mistakes.unknown(key, where, names) for key, where in reader.unknown]
+    unknown = [mistakes.unknown_key(key, where, names) for key, where in reader.unknown]
     if problems := unknown + reader.problems:
         raise SettingsError(problems, reader.good)
     origin = {key: reader.setter[key].origin if key in reader.setter else DEFAULT for key in flatten(value)}

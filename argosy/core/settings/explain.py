@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from argosy.core.registry import Registry
 from argosy.core.settings import DEFAULT, Reading, dump, flatten, mistakes
-from argosy.core.settings.scalars import written
+from argosy.core.settings.scalars import yaml_line
 from argosy.core.settings.schema import Choice, FieldShape, Settings, documented, members, shape, shape_of
 
 _BOUNDS = (("gt", "> "), ("ge", "≥ "), ("lt", "< "), ("le", "≤ "), ("multiple_of", "multiple of "))
@@ -20,14 +20,14 @@ _HUMAN_NUMBER = r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]
 # ---- the reference page
 
 
-def reference(schema: type[Settings]) -> str:
+def settings_reference(schema: type[Settings]) -> str:
     """All settings as Markdown tables: key, type, default, meaning. A choice lists its classes, each with its own keys."""
     return "\n".join(["# Settings", "", *_section(schema, "", "The run itself")]).rstrip() + "\n"
 
 
 def tables(registry: Registry, title: str) -> str:
     """The settings of each class of a registry as sections of such a page. title: of a section, with NAME for the class's name."""
-    sections = (_section(registry[name], "", title.replace("NAME", name), summary(registry[name])) for name in registry)
+    sections = (_section(registry[name], "", title.replace("NAME", name), class_summary(registry[name])) for name in registry)
     return "\n".join(line for section in sections for line in section).rstrip() + "\n"
 
 
@@ -41,7 +41,7 @@ def _section(cls: type[Settings], prefix: str, title: str, about: str = "") -> l
             rows.append(f"| {' | '.join(map(_cell, cells))} |")
             below += _item_sections(kind, key, info)
         elif kind.kind == "group":
-            about = _cell(info.description) or summary(kind.of)
+            about = _cell(info.description) or class_summary(kind.of)
             below.append(_section(kind.of, f"{key}.", f"`{key}`", about))
         elif kind.kind == "choice":
             below += _choice_sections(kind.of, key, info)
@@ -57,7 +57,7 @@ def _choice_sections(choice: Choice, key: str, info: FieldInfo) -> Iterator[list
     yield [f"## `{key}`", "", *about, line, ""]
     for name in choice.registry:
         cls = choice.pick(name)
-        yield _section(cls, f"{key}.", f"`{key}.{choice.tag}={name}`", summary(cls))
+        yield _section(cls, f"{key}.", f"`{key}.{choice.tag}={name}`", class_summary(cls))
 
 
 def _item_sections(kind: FieldShape, key: str, info: FieldInfo) -> Iterator[list[str]]:
@@ -65,7 +65,7 @@ def _item_sections(kind: FieldShape, key: str, info: FieldInfo) -> Iterator[list
     if item.kind == "choice":
         yield from _choice_sections(item.of, f"{key}.*", info)
     elif item.kind == "group":
-        yield _section(item.of, f"{key}.*.", f"`{key}.*`", summary(item.of))
+        yield _section(item.of, f"{key}.*.", f"`{key}.*`", class_summary(item.of))
 
 
 def _started(info: FieldInfo) -> str:
@@ -73,7 +73,7 @@ def _started(info: FieldInfo) -> str:
     return default if default == "required" else f"default {default}"
 
 
-def summary(cls: type[Settings]) -> str:
+def class_summary(cls: type[Settings]) -> str:
     """The first paragraph of what a class says of itself."""
     own = cls.__dict__.get("__doc__") or ""
     return " ".join(own.strip().split("\n\n")[0].split())
@@ -99,7 +99,7 @@ def _type(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         return type_text(FieldInfo.from_annotation(hint))
     if get_origin(hint) is Literal:
-        return " | ".join(written(option) for option in get_args(hint))
+        return " | ".join(yaml_line(option) for option in get_args(hint))
     if hint is type(None):
         return "none"
     args = [_type(arg) for arg in get_args(hint) if arg is not Ellipsis]
@@ -115,7 +115,7 @@ def default_text(info: FieldInfo) -> str:
     if default is PydanticUndefined:
         return ""
     if isinstance(default, Settings):
-        return f"`{written(dump(default))}`"
+        return f"`{yaml_line(dump(default))}`"
     plain = isinstance(default, int | float | str | None | list | tuple | dict)
     return f"`{value_text(default if plain else str(default))}`"
 
@@ -197,15 +197,15 @@ def explain(reading: Reading, key: str) -> str:
 def value_text(value: Any) -> str:
     """A value as it is written in a `key=value` word."""
     value = dump(value) if isinstance(value, Settings) else value
-    return "none" if value is None else written(value)
+    return "none" if value is None else yaml_line(value)
 
 
 def _explain_group(reading: Reading, key: str, leaves: dict[str, Any]) -> str:
     inside = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
     if not inside:
         groups = {leaf[:i] for leaf in leaves for i, letter in enumerate(leaf) if letter == "."}
-        raise mistakes.unknown(key, None, replace(reading.names, known=[*leaves, *groups]))
-    return aligned((f"{leaf} = {value_text(leaves[leaf])}", reading.origin[leaf]) for leaf in inside)
+        raise mistakes.unknown_key(key, None, replace(reading.names, known=[*leaves, *groups]))
+    return _aligned_comments((f"{leaf} = {value_text(leaves[leaf])}", reading.origin[leaf]) for leaf in inside)
 
 
 def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
@@ -224,7 +224,7 @@ def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
 
 def annotated(reading: Reading) -> str:
     """The resolved settings as YAML, each key commented with who set it: the `settings.yml` of a run directory."""
-    return aligned(_lines(dump(reading.value), "", "", reading.origin)) + "\n"
+    return _aligned_comments(_lines(dump(reading.value), "", "", reading.origin)) + "\n"
 
 
 def commented(reading: Reading) -> str:
@@ -232,9 +232,9 @@ def commented(reading: Reading) -> str:
     lines = []
     for line, key in _lines(dump(reading.value), "", "", _Itself()):
         info = _field(reading.value, key.split(".")) if key else None
-        about = mistakes.sentence(info.description) if isinstance(info, FieldInfo) else None
+        about = mistakes.first_sentence(info.description) if isinstance(info, FieldInfo) else None
         lines.append((f"# {line}", about))
-    return aligned(lines) + "\n"
+    return _aligned_comments(lines) + "\n"
 
 
 class _Itself(dict[str, str]):
@@ -244,7 +244,7 @@ class _Itself(dict[str, str]):
         return key
 
 
-def aligned(lines: Iterable[tuple[str, str | None]]) -> str:
+def _aligned_comments(lines: Iterable[tuple[str, str | None]]) -> str:
     """Lines with their comments aligned in one column; very long lines do not move the column."""
     lines = list(lines)
     width = max((len(line) for line, _ in lines if len(line) <= 60), default=0)
@@ -255,13 +255,13 @@ def _lines(values: Any, key: str, indent: str, origin: dict[str, str]) -> Iterat
     for name, value in values.items():
         path = f"{key}.{name}" if key else name
         if isinstance(value, dict) and value:
-            yield f"{indent}{written(name)}:", None
+            yield f"{indent}{yaml_line(name)}:", None
             yield from _lines(value, path, indent + "  ", origin)
         elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
-            yield f"{indent}{written(name)}:", None
+            yield f"{indent}{yaml_line(name)}:", None
             for i, item in enumerate(value):
                 first, *rest = _lines(item, f"{path}.{i}", indent + "    ", origin)
                 yield f"{indent}  - {first[0].lstrip()}", first[1]
                 yield from rest
         else:
-            yield f"{indent}{written(name)}: {written(value)}", origin.get(path, DEFAULT)
+            yield f"{indent}{yaml_line(name)}: {yaml_line(value)}", origin.get(path, DEFAULT)

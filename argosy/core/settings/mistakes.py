@@ -14,13 +14,13 @@ from pydantic.fields import FieldInfo
 
 from argosy.core.errors import BadInput, UserError, nearest, some
 from argosy.core.settings.plain import dotted
-from argosy.core.settings.scalars import written
+from argosy.core.settings.scalars import yaml_line
 from argosy.core.settings.schema import Also, Choice, RefusedValue, Settings, marks, members
 from argosy.core.settings.words import SELF, SettingsLayer
 
 Setter = Callable[[str], SettingsLayer | None]
 
-NOBODY = "set by nobody"
+NOBODY = "set nowhere"
 
 _WANTED = {
     "int": "a whole number",
@@ -55,7 +55,9 @@ _HINTS = {
 class KnownNames:
     """The names that an unknown key may stand for.
 
-    known: every dotted key of this run. choices: key -> choice, and its name. also: a name that other trainers use -> our keys.
+    known: every dotted key of this run.
+    choices: key -> choice, and its name.
+    also: a name that other trainers use -> our keys.
     notes: such a name -> how its value differs from ours, empty if it does not.
     elsewhere: a name that no key stands for -> a sentence about it.
     """
@@ -67,7 +69,7 @@ class KnownNames:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
-def unknown(key: str, where: str | None, names: KnownNames) -> UserError:
+def unknown_key(key: str, where: str | None, names: KnownNames) -> UserError:
     """The error for a key that does not exist."""
     return BadInput(f"unknown setting `{key}`", where=where, hint=_nearest_key(key, names))
 
@@ -156,9 +158,9 @@ def unnamed(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
     return BadInput(what, where=_by(layer, key), hint=f"write `{key}=NAME`, one of {names}")
 
 
-def not_that(what: str, value: Any, layer: SettingsLayer, key: str, hint: str | None = None) -> UserError:
+def not_that(expected: str, value: Any, layer: SettingsLayer, key: str, hint: str | None = None) -> UserError:
     """The error for a value of the wrong kind, such as a number where a group belongs."""
-    return BadInput(f"{what}, not {shown(value)}", where=_by(layer, key), hint=hint)
+    return BadInput(f"{expected}, not {shown_value(value)}", where=_by(layer, key), hint=hint)
 
 
 def in_group(cls: type[Settings], key: str, value: Any) -> str:
@@ -177,7 +179,7 @@ def _choices(annotation: Any) -> list[Any]:
 def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[UserError]:
     """The errors Pydantic found in one key or in its items. `setter`: dotted key -> the layer that set it."""
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
-        about = f": {sentence(info.description)}" if sentence(info.description) else ""
+        about = f": {first_sentence(info.description)}" if first_sentence(info.description) else ""
         return [BadInput(f"`{key}` is required", where=NOBODY, hint=f"add `{key}={(info.examples or ['...'])[0]}`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
     # Pydantic reports each member of the union; the key is reported once.
@@ -193,16 +195,16 @@ def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserEr
     kind, context = error["type"], error.get("ctx", {})
     if kind in ("value_error", "assertion_error"):
         where = _by(_setter(setter, path, key), path)
-        return BadInput(f"`{path}`: {message(error)}", where=where, hint=sentence(info.description))
+        return BadInput(f"`{path}`: {error_message(error)}", where=where, hint=first_sentence(info.description))
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, sentence(info.description))
+        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, first_sentence(info.description))
     if kind in ("literal_error", "enum"):
         return _wrong_item(path, key, f"one of {context['expected']}", error, [info.annotation], setter)
     if kind == "missing":
         return BadInput(f"`{key}` lacks `{path}`", where=_by(_setter(setter, path, key), key))
     noun = wanted(info.annotation) if path == key and kind != "finite_number" else _WANTED.get(_kind(error), "")
-    return _wrong_item(path, key, noun or f"valid ({message(error)})", error, [], setter)
+    return _wrong_item(path, key, noun or f"valid ({error_message(error)})", error, [], setter)
 
 
 def _wrong_item(
@@ -211,27 +213,27 @@ def _wrong_item(
     layer = _setter(setter, path, key)
     text = (layer.text(path) if layer else None) or error["input"]
     hint = about or _close_literal(text, hints) or _HINTS.get(_kind(error))
-    return BadInput(f"`{path}` should be {wish}, not {shown(text)}", where=_by(layer, path), hint=hint)
+    return BadInput(f"`{path}` should be {wish}, not {shown_value(text)}", where=_by(layer, path), hint=hint)
 
 
-def broken_rule(key: str, leaves: Iterable[str], what: str, setter: Setter, hint: str | None = None) -> UserError:
+def broken_rule(key: str, leaves: Iterable[str], rule: str, setter: Setter, hint: str | None = None) -> UserError:
     """A broken rule between several keys of the group at `key`; the `leaves` that the message mentions are listed with who set
     them."""
-    words = {dotted(key, word) for word in re.findall(r"\w+(?:\.\w+)*", what)}
+    words = {dotted(key, word) for word in re.findall(r"\w+(?:\.\w+)*", rule)}
     inside = [leaf for leaf in leaves if leaf.startswith(f"{key}." if key else "")]
     setters = [f"`{leaf}` {_by(setter(leaf), leaf)}" for leaf in inside if leaf in words]
     others = dict.fromkeys(layer.origin for leaf in inside if (layer := setter(leaf)))
     where = ", ".join(setters) or f"set by {', '.join(others) or 'default'}"
-    return BadInput(f"`{key}`: {what}" if key else what, where=where, hint=hint)
+    return BadInput(f"`{key}`: {rule}" if key else rule, where=where, hint=hint)
 
 
 def messages(error: Any) -> list[str]:
     """The messages of a Pydantic error: one, or those of all rules that its validator found broken."""
     rules = getattr(error.get("ctx", {}).get("error"), "rules", None)
-    return [" ".join(rule.split()) for rule in rules] if rules else [message(error)]
+    return [" ".join(rule.split()) for rule in rules] if rules else [error_message(error)]
 
 
-def message(error: Any) -> str:
+def error_message(error: Any) -> str:
     """The message of a Pydantic error in one line, without Pydantic's prefix."""
     return " ".join(str(error.get("ctx", {}).get("error", error["msg"])).split())
 
@@ -256,7 +258,7 @@ def wanted(hint: Any) -> str:
 
 def _wanted(hint: Any) -> str:
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(written(option) for option in get_args(hint))
+        return "one of " + ", ".join(yaml_line(option) for option in get_args(hint))
     kind = get_origin(hint) or hint
     if kind not in (int, float, bool, str, list, tuple, dict, type(None)) and get_args(hint):
         return wanted(get_args(hint)[0])
@@ -264,14 +266,14 @@ def _wanted(hint: Any) -> str:
     return _WANTED.get(name, f"a {name}")
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value as it was written, shortened to 60 characters."""
     if isinstance(value, Mapping) and SELF in value:
         value = value[SELF]
     if isinstance(value, RefusedValue):
         value = value.value
     is_yaml = isinstance(value, int | float | list | tuple | dict)
-    text = "none" if value is None else written(value) if is_yaml else " ".join(str(value).split())
+    text = "none" if value is None else yaml_line(value) if is_yaml else " ".join(str(value).split())
     return f"`{text if len(text) <= 60 else text[:57] + '...'}`"
 
 
@@ -282,7 +284,7 @@ def _close_literal(value: Any, hints: Iterable[Any]) -> str | None:
     return f"did you mean `{close[0]}`?" if close else None
 
 
-def sentence(text: str | None) -> str | None:
+def first_sentence(text: str | None) -> str | None:
     """The first sentence of a key's documentation, to serve as a hint."""
     if not text:
         return None

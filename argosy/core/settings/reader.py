@@ -41,7 +41,7 @@ _WHOLE = ""
 
 
 @dataclass(frozen=True)
-class Given:
+class LayerValue:
     """The value that one layer gives to one key."""
 
     layer: SettingsLayer
@@ -64,11 +64,11 @@ class SettingsReader:
         # The root's own settings that have no mistakes.
         self.good: dict[str, Any] = {}
 
-    def group(self, cls: type[Settings], key: str, given: list[Given], tag: str | None = None) -> Any:
+    def group(self, cls: type[Settings], key: str, layered: list[LayerValue], tag: str | None = None) -> Any:
         """Reads one group of settings. Returns `_FAILED` if it has mistakes."""
         hint = lambda value: mistakes.in_group(cls, key, value)  # noqa: E731
-        given, all_good = self._mappings(f"`{key}` is a group of settings", key, given, hint)
-        for one in given:
+        layered, all_good = self._mappings(f"`{key}` is a group of settings", key, layered, hint)
+        for one in layered:
             for name in [name for name in one.value if name not in cls.model_fields and name != tag]:
                 self._unknown(dotted(key, name), one, one.value[name])
         values: dict[str, Any] = {}
@@ -77,8 +77,8 @@ class SettingsReader:
         failed = set() if all_good else {_WHOLE}
         for name, info in cls.model_fields.items():
             path = dotted(key, name)
-            recent = given[_since_changed(cls, info, given) :]
-            its = [Given(one.layer, one.value[name]) for one in recent if name in one.value]
+            recent = layered[_since_changed(cls, info, layered) :]
+            its = [LayerValue(one.layer, one.value[name]) for one in recent if name in one.value]
             self.known.append(path)
             for also, note in ((also, mark.note) for mark in marks(info, Also) for also in mark.names):
                 self.also.setdefault(also, []).append(path)
@@ -97,43 +97,43 @@ class SettingsReader:
             built.model_fields_set.difference_update(defaults)
         return built
 
-    def _part(self, info: FieldInfo, key: str, given: list[Given]) -> Any:
+    def _part(self, info: FieldInfo, key: str, layered: list[LayerValue]) -> Any:
         kind = shape_of(info)
         for mark in marks(info, Repeats):
-            if wrong := [problem for one in given for problem in mark.misplaced(key, one.layer)]:
+            if wrong := [problem for one in layered for problem in mark.misplaced(key, one.layer)]:
                 self.problems += wrong
                 return _FAILED
-            given = [Given(*mark.given(key, one.layer, one.value)) for one in given]
-        return self._leaf(info.annotation, key, given) if kind.kind == "leaf" else self._read(kind, key, given)
+            layered = [LayerValue(*mark.merged(key, one.layer, one.value)) for one in layered]
+        return self._leaf(info.annotation, key, layered) if kind.kind == "leaf" else self._read(kind, key, layered)
 
-    def _read(self, kind: FieldShape, key: str, given: list[Given]) -> Any:
+    def _read(self, kind: FieldShape, key: str, layered: list[LayerValue]) -> Any:
         """Reads a value that has parts. None discards what earlier layers gave."""
         if kind.can_be_none:
-            last = max((i for i, one in enumerate(given) if one.value is None), default=-1)
-            if last == len(given) - 1:
-                self._set(key, given)
+            last = max((i for i, one in enumerate(layered) if one.value is None), default=-1)
+            if last == len(layered) - 1:
+                self._set(key, layered)
                 return None
-            given = given[last + 1 :]
+            layered = layered[last + 1 :]
         read = {"group": self.group, "choice": self._choice, "list": self._list, "dict": self._dict}[kind.kind]
-        return read(kind.of, key, given)
+        return read(kind.of, key, layered)
 
-    def _choice(self, choice: Choice, key: str, given: list[Given]) -> Any:
+    def _choice(self, choice: Choice, key: str, layered: list[LayerValue]) -> Any:
         noun, tag = choice.registry.noun, f"{key}.{choice.tag}"
-        for one in given:
+        for one in layered:
             if isinstance(value := one.value, Mapping) and {SELF, choice.tag} <= value.keys():
                 alone, named = value[SELF], value[choice.tag]
                 if isinstance(alone, str) and choice.named(alone).get(choice.tag) != named:
                     what = f"`{key}` is {alone}, and `{tag}` is {named}"
                     self.problems.append(BadInput(what, where=f"set by {one.layer.where(key)}", hint="leave one of both out"))
-        given, all_good = self._mappings(
-            f"`{key}` should name the {noun}", key, [_tagged(choice, one) for one in given]
+        layered, all_good = self._mappings(
+            f"`{key}` should name the {noun}", key, [_tagged(choice, one) for one in layered]
         )
         self.known.append(tag)
         if not all_good:
             return _FAILED
-        namers = [Given(one.layer, one.value[choice.tag]) for one in given if one.value.get(choice.tag) is not None]
+        namers = [LayerValue(one.layer, one.value[choice.tag]) for one in layered if one.value.get(choice.tag) is not None]
         if not namers:
-            self.problems.append(mistakes.unnamed(key, choice, given[-1].layer if given else None))
+            self.problems.append(mistakes.unnamed(key, choice, layered[-1].layer if layered else None))
             return _FAILED
         self._set(tag, namers)
         try:
@@ -142,50 +142,50 @@ class SettingsReader:
             layer = namers[-1].layer
             where = f"set by {layer.where(tag if tag in layer.marks else key)}"
             self.problems.append(BadInput(f"{error.what} for `{key}`", where=where, hint=error.hint))
-            self._as_nearest(choice, str(namers[-1].value), key, given)
+            self._as_nearest(choice, str(namers[-1].value), key, layered)
             return _FAILED
         self.choices[key] = (choice, name)
-        return self.group(cls, key, _since_named(given, choice.tag), choice.tag)
+        return self.group(cls, key, _since_named(layered, choice.tag), choice.tag)
 
-    def _as_nearest(self, choice: Choice, name: str, key: str, given: list[Given]) -> None:
+    def _as_nearest(self, choice: Choice, name: str, key: str, layered: list[LayerValue]) -> None:
         """Reads a choice of an unknown name as the nearest one, so that its other mistakes are found too. Its names are known even
         where none is near: `lr` beside `optimizer=sophia` still means the learning rate."""
         close = get_close_matches(name, choice.registry, n=1)
         nearest = close[0] if close else next(iter(choice.registry))
         self.choices[key] = (choice, nearest)
         before = len(self.problems)
-        its = _since_named(given, choice.tag) if close else []
+        its = _since_named(layered, choice.tag) if close else []
         self.group(choice.pick(nearest), key, its, choice.tag)
         # Nothing is missing from a group whose name is not known.
         self.problems[before:] = [p for p in self.problems[before:] if close and p.where != mistakes.NOBODY]
 
-    def _list(self, item: Any, key: str, given: list[Given]) -> Any:
-        layer, value = given[-1].layer, given[-1].value
+    def _list(self, item: Any, key: str, layered: list[LayerValue]) -> Any:
+        layer, value = layered[-1].layer, layered[-1].value
         if not isinstance(value, list | tuple):
             self.problems.append(mistakes.not_that(f"`{key}` is a list", value, layer, key))
             return _FAILED
-        self._set(key, given)
-        items = [self._read(shape(item), f"{key}.{i}", [Given(layer, part)]) for i, part in enumerate(value)]
+        self._set(key, layered)
+        items = [self._read(shape(item), f"{key}.{i}", [LayerValue(layer, part)]) for i, part in enumerate(value)]
         return _FAILED if any(part is _FAILED for part in items) else items
 
-    def _dict(self, item: Any, key: str, given: list[Given]) -> Any:
-        given, all_good = self._mappings(f"`{key}` is a mapping", key, given)
+    def _dict(self, item: Any, key: str, layered: list[LayerValue]) -> Any:
+        layered, all_good = self._mappings(f"`{key}` is a mapping", key, layered)
         values: dict[str, Any] = {}
-        for name in dict.fromkeys(name for one in given for name in one.value):
-            its = [Given(one.layer, one.value[name]) for one in given if name in one.value]
+        for name in dict.fromkeys(name for one in layered for name in one.value):
+            its = [LayerValue(one.layer, one.value[name]) for one in layered if name in one.value]
             values[name] = self._read(shape(item), dotted(key, name), its)
         return values if all_good and all(value is not _FAILED for value in values.values()) else _FAILED
 
-    def _leaf(self, hint: Any, key: str, given: list[Given]) -> Any:
+    def _leaf(self, hint: Any, key: str, layered: list[LayerValue]) -> Any:
         """Reads a leaf by its type; the last layer wins. Mappings are merged; none removes a name from a mapping whose values
         cannot be none."""
         can_be_mapping = takes(hint, {})
         own = []
-        for one in given:
+        for one in layered:
             if isinstance(one.value, Mapping) and not can_be_mapping:
                 for name in [name for name in one.value if name != SELF]:
                     self._unknown(dotted(key, name), one, one.value[name])
-                own += [Given(one.layer, one.value[SELF])] if SELF in one.value else []
+                own += [LayerValue(one.layer, one.value[SELF])] if SELF in one.value else []
             else:
                 own.append(one)
         if not own:
@@ -194,10 +194,10 @@ class SettingsReader:
         merged: Any = None
         for one in own:
             value = meant(hint, one.value, one.layer.text, key)
-            merged = self._merged(hint, key, merged, Given(one.layer, value))
+            merged = self._merged(hint, key, merged, LayerValue(one.layer, value))
         return merged
 
-    def _merged(self, hint: Any, key: str, old: Any, new: Given) -> Any:
+    def _merged(self, hint: Any, key: str, old: Any, new: LayerValue) -> Any:
         if not isinstance(new.value, Mapping):
             return new.value
         merged = dict(old) if isinstance(old, Mapping) else {}
@@ -206,8 +206,8 @@ class SettingsReader:
             if value is None and not takes(item, None):
                 merged.pop(name, None)
                 continue
-            self._set(path, [Given(new.layer, value)], added=True)
-            merged[name] = self._merged(item, path, merged.get(name), Given(new.layer, value))
+            self._set(path, [LayerValue(new.layer, value)], added=True)
+            merged[name] = self._merged(item, path, merged.get(name), LayerValue(new.layer, value))
         return merged
 
     def _build(self, cls: type[Settings], key: str, values: dict[str, Any], failed: set[str]) -> Any:
@@ -239,62 +239,62 @@ class SettingsReader:
         return [path for path in self.known if path not in groups]
 
     def _mappings(
-        self, what: str, key: str, given: list[Given], hint: Callable[[Any], str | None] = lambda value: None
-    ) -> tuple[list[Given], bool]:
-        """The mappings among `given`, and whether all are mappings; the others are recorded as mistakes."""
-        good: list[Given] = []
+        self, what: str, key: str, layered: list[LayerValue], hint: Callable[[Any], str | None] = lambda value: None
+    ) -> tuple[list[LayerValue], bool]:
+        """The mappings among `layered`, and whether all are mappings; the others are recorded as mistakes."""
+        good: list[LayerValue] = []
         all_good = True
-        for one in given:
+        for one in layered:
             value = _explicit(one.value) if isinstance(one.value, Settings) else one.value
             if value is None and one.layer.text(key) == "":
                 # A heading in a file with nothing under it.
                 continue
             if isinstance(value, Mapping) and SELF not in value:
-                good.append(Given(one.layer, value))
+                good.append(LayerValue(one.layer, value))
             else:
                 all_good = False
                 self.problems.append(mistakes.not_that(what, value, one.layer, key, hint(value)))
         return good, all_good
 
-    def _unknown(self, key: str, one: Given, value: Any) -> None:
+    def _unknown(self, key: str, one: LayerValue, value: Any) -> None:
         """Records an unknown key; for an unknown group with a single leaf, the leaf."""
         while isinstance(value, Mapping) and len(value) == 1:
             name, value = next(iter(value.items()))
             key = dotted(key, name)
         self.unknown.append((key, f"set by {one.layer.where(key)}"))
 
-    def _set(self, key: str, given: list[Given], added: bool = False) -> None:
+    def _set(self, key: str, layered: list[LayerValue], added: bool = False) -> None:
         before = self.tried.get(key, []) if added else []
-        self.tried[key] = before + [(one.layer.origin, one.value) for one in given]
-        if given and given[-1].layer.origin != DEFAULT:
-            self.setter[key] = given[-1].layer
+        self.tried[key] = before + [(one.layer.origin, one.value) for one in layered]
+        if layered and layered[-1].layer.origin != DEFAULT:
+            self.setter[key] = layered[-1].layer
 
 
-def _default(info: FieldInfo) -> list[Given]:
+def _default(info: FieldInfo) -> list[LayerValue]:
     if info.is_required():
         return []
-    return [Given(SettingsLayer(DEFAULT, {}), info.get_default(call_default_factory=True))]
+    return [LayerValue(SettingsLayer(DEFAULT, {}), info.get_default(call_default_factory=True))]
 
 
-def _tagged(choice: Choice, one: Given) -> Given:
+def _tagged(choice: Choice, one: LayerValue) -> LayerValue:
     """Expands a choice's shorthand: a name alone, or a name beside keys, is the tag. Where a choice has the name `none`, none is it."""
     value = one.value
     if "none" in choice.registry:
         absent = next((key for key in (SELF, choice.tag) if isinstance(value, Mapping) and value.get(key, "") is None), None)
         value = "none" if value is None else {**value, absent: "none"} if absent is not None else value
     if isinstance(value, Settings):
-        return Given(one.layer, {choice.tag: choice.name_of(value), **_explicit(value)})
+        return LayerValue(one.layer, {choice.tag: choice.name_of(value), **_explicit(value)})
     if isinstance(value, str):
-        return Given(one.layer, choice.named(value))
+        return LayerValue(one.layer, choice.named(value))
     if isinstance(value, Mapping) and isinstance(value.get(SELF), str):
-        return Given(one.layer, choice.named(value[SELF]) | {k: v for k, v in value.items() if k != SELF})
-    return Given(one.layer, value)
+        return LayerValue(one.layer, choice.named(value[SELF]) | {k: v for k, v in value.items() if k != SELF})
+    return LayerValue(one.layer, value)
 
 
-def _since_named(given: list[Given], tag: str) -> list[Given]:
+def _since_named(layered: list[LayerValue], tag: str) -> list[LayerValue]:
     """What layers gave since the tag last changed."""
     name, kept = None, []
-    for one in given:
+    for one in layered:
         named = one.value.get(tag)
         if named is not None and named != name:
             kept = kept if name is None else []
@@ -303,12 +303,12 @@ def _since_named(given: list[Given], tag: str) -> list[Given]:
     return kept
 
 
-def _since_changed(cls: type[Settings], info: FieldInfo, given: list[Given]) -> int:
+def _since_changed(cls: type[Settings], info: FieldInfo, layered: list[LayerValue]) -> int:
     """The index of the first layer that counts for a key: the last one that changed the key this one `BelongsTo`."""
     first = 0
     for mark in marks(info, BelongsTo):
         value = cls.model_fields[mark.key].get_default(call_default_factory=True)
-        for number, one in enumerate(given):
+        for number, one in enumerate(layered):
             if one.value.get(mark.key, value) != value:
                 value, first = one.value[mark.key], max(first, number)
     return first

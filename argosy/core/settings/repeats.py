@@ -28,7 +28,7 @@ class Repeats:
     def __init__(self, item: str | None = None):
         self.item = item
 
-    def given(self, key: str, layer: SettingsLayer, value: Any) -> tuple[SettingsLayer, Any]:
+    def merged(self, key: str, layer: SettingsLayer, value: Any) -> tuple[SettingsLayer, Any]:
         """What a layer gives for the key as one list, and the layer with the marks of its items. None stays None."""
         words = layer.words.get(key) or [(value, layer.marks)]
         if value is None or words[-1][0] is None:

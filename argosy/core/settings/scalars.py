@@ -22,7 +22,7 @@ _DECIMAL = Context(prec=60, traps=[])
 _HUMAN = re.compile(rf"({_FLOAT.pattern})({'|'.join(_SUFFIXES)})?")
 
 
-def number(text: str) -> int | float | None:
+def parse_number(text: str) -> int | float | None:
     """The number a person means by `4_096`, `1e5`, `3e-4`, `25k`, `1.5B` or `64Ki`; None for anything else."""
     text = text.strip()
     match = _HUMAN.fullmatch(text)
@@ -57,16 +57,16 @@ def _whole(text: str) -> int | float:
     return int(digits) if len(digits) <= 4300 else float(digits)
 
 
-def written(value: Any) -> str:
+def yaml_line(value: Any) -> str:
     """A plain value as one line of YAML that this module and any other YAML reader read back the same.
 
     Raises:
         TypeError: it is no plain value.
     """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{written(str(k))}: {written(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{yaml_line(str(k))}: {yaml_line(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(written, value)) + "]"
+        return "[" + ", ".join(map(yaml_line, value)) + "]"
     if isinstance(value, str) and value.splitlines() not in ([], [value]):
         # PyYAML's default style loses line breaks such as U+0085.
         return _flow(value, default_style='"')
@@ -84,7 +84,7 @@ def _flow(value: Any, **style: Any) -> str:
         raise TypeError(f"{type(value).__name__} is no plain value") from None
 
 
-def document(value: Any) -> str:
+def yaml_document(value: Any) -> str:
     """A plain value as a YAML document of blocks, in the order of its keys, which readers of YAML 1.1 and 1.2 read alike."""
     return yaml.dump(value, Dumper=_Blocks, sort_keys=False, width=10**6, allow_unicode=True)
 

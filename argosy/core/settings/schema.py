@@ -28,7 +28,7 @@ from pydantic_core import core_schema
 
 from argosy.core.errors import BadInput, UnknownName
 from argosy.core.registry import Registry, is_file
-from argosy.core.settings.scalars import number, scalar
+from argosy.core.settings.scalars import parse_number, scalar
 
 
 def _no_text(key: str) -> str | None:
@@ -389,6 +389,6 @@ def _switch(value: Any) -> Any:
 def _number(hint: type, value: Any) -> Any:
     if isinstance(value, bool):
         return RefusedValue(value)
-    found = number(value) if isinstance(value, str) else None
+    found = parse_number(value) if isinstance(value, str) else None
     value = value if found is None or (hint is int and isinstance(found, float)) else found
     return RefusedValue(value) if hint is int and isinstance(value, int) and abs(value) >= 2**63 else value

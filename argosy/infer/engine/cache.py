@@ -16,7 +16,15 @@ from argosy.core.process.resident import drop
 from argosy.infer.programs.placement import Home, default_device, home_mesh
 from argosy.infer.programs.programs import Program, Programs
 from argosy.infer.settings import EngineSettings
-from argosy.models.parts.attention.cache import AttentionWindow, Caches, Specs, bytes_of, laid_out, layouts, paged
+from argosy.models.parts.attention.cache import (
+    AttentionWindow,
+    Caches,
+    Specs,
+    bytes_of_caches,
+    laid_out,
+    layouts,
+    paged,
+)
 from argosy.models.parts.weight import Leaves
 from argosy.observe.environment import memory_bytes
 from argosy.observe.readable import sized
@@ -166,7 +174,7 @@ def bytes_on_each(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) 
     """Bytes of caches on each device."""
     one = jax.eval_shape(empty)
     if mesh is None:
-        return bytes_of(one)
+        return bytes_of_caches(one)
     with scope(mesh):
         places = layouts(specs, one)
     shares = jax.tree.map(lambda a, spec: math.prod(NamedSharding(mesh, spec).shard_shape(a.shape)) * a.dtype.itemsize, one, places)
@@ -196,14 +204,14 @@ def reserve_caches(specs: Specs, home: Home, empty: Callable[[], Caches], progra
         return allocate_caches(specs, home, empty)
     programs = programs or Programs()
 
-    def one(a: jax.ShapeDtypeStruct) -> jax.Array:
+    def allocated(a: jax.ShapeDtypeStruct) -> jax.Array:
         with jax.default_device(device):
             zeros = jax.block_until_ready(programs.prepared(_zeros(a.shape, a.dtype), "pool")())
         # XLA has written zeros, and these are read again from pages that the system has taken back.
         drop(zeros.unsafe_buffer_pointer(), zeros.nbytes)
         return zeros if home is None else jax.device_put(zeros, home)
 
-    return jax.tree.map(one, jax.eval_shape(empty))
+    return jax.tree.map(allocated, jax.eval_shape(empty))
 
 
 def describe_pools(home: Home, empty: Callable[[], Caches], programs: Programs) -> Caches:

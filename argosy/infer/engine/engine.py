@@ -40,7 +40,7 @@ from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import Scheduler, StepPlan, WindowPool
 from argosy.infer.engine.state import RequestState, new_state
 from argosy.infer.programs.store import ProgramStore
-from argosy.infer.sampling.sampler import SampledTokens
+from argosy.infer.sampling.sampler import SamplerOutput
 from argosy.infer.settings import ROW, EngineSettings
 from argosy.infer.speculation.speculate import VerifiedTokens
 from argosy.models.parts.weight import Leaves
@@ -101,7 +101,7 @@ class Engine:
         )
         self._requests: dict[int, RequestState] = {}
         self._next_id = 0
-        self._in_flight: list[tuple[StepBatch, SampledTokens | VerifiedTokens]] = []
+        self._in_flight: list[tuple[StepBatch, SamplerOutput | VerifiedTokens]] = []
         self._events: list[Event] = []
         self._uncollected: dict[int, list[Event]] = {}
 
@@ -206,7 +206,7 @@ class Engine:
             return 1
         return self.settings.steps
 
-    def _dispatch(self, plan: StepPlan) -> tuple[StepBatch, SampledTokens | VerifiedTokens]:
+    def _dispatch(self, plan: StepPlan) -> tuple[StepBatch, SamplerOutput | VerifiedTokens]:
         """Starts a step: the requests that begin with it get their rows of the sampler's state first."""
         begun = [(chunk.request, chunk.start) for chunk in plan.chunks]
         begun += [(request, len(request.tokens) - 1) for request in plan.decodes if request.copied]
@@ -230,7 +230,7 @@ class Engine:
         while self._in_flight:
             self._land(*self._in_flight.pop(0))
 
-    def _land(self, batch: StepBatch, out: SampledTokens | VerifiedTokens) -> None:
+    def _land(self, batch: StepBatch, out: SamplerOutput | VerifiedTokens) -> None:
         """Reads the tokens that a step sampled."""
         places: list[tuple[ScheduledRequest, Any]] = [(request, i) for i, request in enumerate(batch.due)]
         if batch.counts:

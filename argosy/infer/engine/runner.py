@@ -38,11 +38,11 @@ from argosy.infer.programs.placement import home_mesh, weights_home
 from argosy.infer.programs.programs import Program, Programs, abstract_arrays
 from argosy.infer.programs.store import ProgramStore
 from argosy.infer.sampling.sample import Sampling, Seed, seed_words, stream_data
-from argosy.infer.sampling.sampler import SampledTokens, empty_slots, sample, slot_row, write_masks, write_slot
+from argosy.infer.sampling.sampler import SamplerOutput, empty_slots, sample, slot_row, write_masks, write_slot
 from argosy.infer.settings import MTP, EngineSettings
 from argosy.infer.speculation.drafts import DraftContext
 from argosy.infer.speculation.speculate import VerifiedTokens, speculation_of
-from argosy.models.parts.attention.cache import Caches, bytes_of, with_pages_copied
+from argosy.models.parts.attention.cache import Caches, bytes_of_caches, with_pages_copied
 from argosy.models.parts.attention.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
 from argosy.observe.readable import sized
@@ -202,7 +202,7 @@ class Runner:
     def describe_cache(self) -> str:
         """The size of the cache, in words."""
         drafter = None if self.speculation is None else self.speculation.drafter.caches
-        settings, size = self.settings, sized(bytes_of((self.caches, drafter)))
+        settings, size = self.settings, sized(bytes_of_caches((self.caches, drafter)))
         form = f" in {settings.cache_dtype}" if settings.cache_dtype else ""
         tokens = self.cache_size.pages * settings.page
         return f"{tokens:,} tokens of {settings.slots} sequences of at most {self.context:,}, {size}{form}"
@@ -252,7 +252,7 @@ class Runner:
 
     # ---------------------------------------------------------------- a step
 
-    def dispatch(self, plan: StepPlan, constrain: Callable[[StepBatch], None]) -> tuple[StepBatch, SampledTokens | VerifiedTokens]:
+    def dispatch(self, plan: StepPlan, constrain: Callable[[StepBatch], None]) -> tuple[StepBatch, SamplerOutput | VerifiedTokens]:
         """Starts a step.
 
         Args:
@@ -266,7 +266,7 @@ class Runner:
         self.stats.steps += batch.sizes.steps
         return batch, out
 
-    def compute(self, batch: StepBatch, constrain: Callable[[StepBatch], None] = lambda _: None) -> SampledTokens | VerifiedTokens:
+    def compute(self, batch: StepBatch, constrain: Callable[[StepBatch], None] = lambda _: None) -> SamplerOutput | VerifiedTokens:
         """The forward pass of a step, then the sampler."""
         if batch.sizes.steps > 1:
             constrain(batch)
@@ -301,7 +301,7 @@ class Runner:
             self.speculation.drafter.observe(batch, hidden)
         return logits
 
-    def _several(self, batch: StepBatch) -> SampledTokens:
+    def _several(self, batch: StepBatch) -> SamplerOutput:
         """Several decode steps, each with its sampler."""
         assert isinstance(self.forward, OneProgram)
         sizes, owners = batch.sizes, batch.owners
@@ -310,7 +310,7 @@ class Runner:
         self.slots, self.caches, out = self.run(label, program, ("several", *sizes, len(owners)), *state, sizes)
         return out
 
-    def _sampled(self, logits: Any, owners: np.ndarray) -> SampledTokens:
+    def _sampled(self, logits: Any, owners: np.ndarray) -> SamplerOutput:
         """Samples a token for each row with an owner."""
         count = len(owners)
         self.slots, out = self.run(f"the sampler for {plural(count, 'row')}", sample, (count,), self.slots, logits, owners)

@@ -30,7 +30,7 @@ from argosy.infer.cpu.views import is_on_one_cpu
 from argosy.infer.forward.layers import AbsentWeights, LayerPrograms, traced_model
 from argosy.infer.forward.step import StepSizes, read_overlaid_step, read_step, split_words
 from argosy.infer.programs.programs import Program, RunProgram, run_jitted
-from argosy.infer.sampling.sampler import SampledTokens, Slots, sample_tokens
+from argosy.infer.sampling.sampler import SamplerOutput, Slots, sample_rows
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.attention.cache import Caches, Specs, laid_out
 from argosy.models.parts.inputs import as_inputs
@@ -209,7 +209,7 @@ class OneProgram(Forward):
 
     def several(
         self, weights: Leaves, caches: Caches, slots: Slots, words: Any, picks: Any, owners: Any, sizes: StepSizes
-    ) -> tuple[Slots, Caches, SampledTokens]:
+    ) -> tuple[Slots, Caches, SamplerOutput]:
         """Several steps of decoding rows, each with its sampler: the state of the sampler, the caches, and arrays [steps B ...].
 
         Args:
@@ -313,7 +313,7 @@ def _several_steps(graph: Any, dtype: Any) -> Program:
 
     def several_steps(
         weights: Leaves, caches: Caches, slots: Slots, words: Array, picks: Array, owners: Array, sizes: StepSizes
-    ) -> tuple[Slots, Caches, SampledTokens]:
+    ) -> tuple[Slots, Caches, SamplerOutput]:
         model = traced_model(graph, weights, dtype)
         specs, steps = model.layers.holds(), split_words(words, sizes)[0]["steps"]
 
@@ -323,7 +323,7 @@ def _several_steps(graph: Any, dtype: Any) -> Program:
             logits, _ = step_logits(model, x, picks)
             if on_several_devices():
                 caches = laid_out(specs, caches)
-            slots, out = sample_tokens(slots, logits, jnp.where(step < steps[picks], owners, -1))
+            slots, out = sample_rows(slots, logits, jnp.where(step < steps[picks], owners, -1))
             return (slots, caches), out
 
         (slots, caches), out = jax.lax.scan(one_step, (slots, caches), jnp.arange(sizes.steps, dtype=jnp.int32))

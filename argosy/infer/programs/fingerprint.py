@@ -25,7 +25,7 @@ import pydantic
 from flax import nnx
 
 from argosy.ops.native import library
-from argosy.ops.op import named
+from argosy.ops.op import requested_implementations
 
 # Packages whose code is known by a version, beside argosy, which is hashed.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "qwix", "tokamax")
@@ -206,7 +206,7 @@ def options_fingerprint() -> str:
     # An attribute is the value in this thread; some options have none.
     found = {name: getattr(jax.config, name, value) for name, value in sorted(jax.config.values.items())}
     options = {name: str(value) for name, value in found.items() if not name.startswith(PLAIN_OPTIONS)}
-    return fingerprint(options, named(), library.unavailable() == "")
+    return fingerprint(options, requested_implementations(), library.unavailable() == "")
 
 
 def _sources() -> str:

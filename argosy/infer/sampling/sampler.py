@@ -55,7 +55,7 @@ class Slots(NamedTuple):
     has_mask: Bool[Array, "N"]
 
 
-class SampledTokens(NamedTuple):
+class SamplerOutput(NamedTuple):
     """The tokens that a step sampled, by row of the logits.
 
     likeliest, ids: the likeliest tokens and their log-probabilities, descending, for rows that asked.
@@ -143,7 +143,7 @@ def allowed_tokens(mask: Int[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
     return bits.reshape(len(mask), -1)[:, :vocab] == 1
 
 
-def sample_tokens(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -> tuple[Slots, SampledTokens]:
+def sample_rows(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -> tuple[Slots, SamplerOutput]:
     """Samples a token for each row that has an owner.
 
     Args:
@@ -197,7 +197,7 @@ def sample_tokens(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, 
         sampled=slots.sampled.at[where].add(1, mode="drop"),
         history=slots.history.at[where, tokens].set(jnp.where(before > 2 * MAX_COUNT - 1, before, before + 2), mode="drop"),
     )
-    return slots, SampledTokens(tokens, logprobs, drawn, top, ids)
+    return slots, SamplerOutput(tokens, logprobs, drawn, top, ids)
 
 
-sample = Program(sample_tokens, donate=0)
+sample = Program(sample_rows, donate=0)

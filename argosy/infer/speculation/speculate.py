@@ -34,7 +34,7 @@ from argosy.infer.engine.batch import StepBatch
 from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import Scheduler, StepPlan
 from argosy.infer.programs.programs import Program
-from argosy.infer.sampling.sampler import SampledTokens, Slots, sample_tokens
+from argosy.infer.sampling.sampler import SamplerOutput, Slots, sample_rows
 from argosy.infer.speculation.draft_model import ModelDrafter
 from argosy.infer.speculation.drafts import DraftContext, Drafter, NGramDrafter
 from argosy.infer.speculation.mtp import MTPDrafter
@@ -50,7 +50,7 @@ class VerifiedTokens(NamedTuple):
     rejected: whether a draft of the row was wrong.
     """
 
-    sampled: SampledTokens
+    sampled: SamplerOutput
     counts: Int[Array, "B"]
     rejected: Bool[Array, "B"]
 
@@ -69,12 +69,12 @@ def _verified(
     by_position = logits.reshape(K + 1, B, -1)
     guesses = jnp.concatenate([drafts, jnp.full((1, B), -1, jnp.int32)])
     empty = jax.tree.map(
-        lambda a: jnp.zeros((K + 1, *a.shape), a.dtype), jax.eval_shape(sample_tokens, slots, by_position[0], owners)[1]
+        lambda a: jnp.zeros((K + 1, *a.shape), a.dtype), jax.eval_shape(sample_rows, slots, by_position[0], owners)[1]
     )
 
     def one(state: Any) -> Any:
         at, live, slots, out, counts = state
-        slots, new = sample_tokens(slots, by_position[at], jnp.where(live, owners, -1))
+        slots, new = sample_rows(slots, by_position[at], jnp.where(live, owners, -1))
         out = jax.tree.map(lambda whole, part: whole.at[at].set(part), out, new)
         return at + 1, live & (new.tokens == guesses[at]), slots, out, counts + live.astype(jnp.int32)
 

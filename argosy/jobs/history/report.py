@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.run_directory import CHECKPOINTS, REPORT, STORY, RunDirectory
-from argosy.core.command import command as as_run
+from argosy.core.command import command_name as as_run
 from argosy.core.errors import ArgosyError
 from argosy.core.settings import COMMAND_LINE, Choice
 from argosy.core.settings.explain import value_text
@@ -23,7 +23,7 @@ from argosy.models import FAMILIES
 from argosy.observe import environment, metrics
 from argosy.observe.life import account
 from argosy.observe.readable import sized
-from argosy.observe.report.page import Evaluated, RunRecord, SavedCheckpoint, render
+from argosy.observe.report.page import Evaluated, RunRecord, SavedCheckpoint, render_report
 
 STATES = {runs.CAN_RESUME: "stopped", runs.DAMAGED: "damaged"}
 
@@ -35,7 +35,7 @@ def report(path: str | Path) -> Path | str:
         BadInput: it is not a run directory.
     """
     path = runs.require(path)
-    runs.store_of(path).write_text(REPORT, render(record(path)))
+    runs.store_of(path).write_text(REPORT, render_report(record(path)))
     return path / REPORT if isinstance(path, Path) else f"{path}/{REPORT}"
 
 
@@ -62,7 +62,7 @@ def record(path: Path | str) -> RunRecord:
         evaluations=_evaluations(path),
         answers=metrics.read(store, metrics.ANSWERS),
         life=account(store),
-        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
 

@@ -7,12 +7,12 @@ maps names on the Hub. Everything architectural is in the config; nothing branch
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from argosy.core.dims import LOOKED_UP, axes_of
+from argosy.core.dims import LOOKED_UP, named_axes
 from argosy.core.errors import ArgosyError, BadInput, Unsupported, complaint
-from argosy.core.keymap import KeyRow, kept
+from argosy.core.keymap import KeyRow, filled_tensors
 from argosy.core.settings import Settings
 from argosy.models import parts
-from argosy.models.hub.rows import scaled
+from argosy.models.hub.rows import scaled_rows
 
 
 class ModelConfig(Settings):
@@ -53,14 +53,14 @@ class ModelConfig(Settings):
         """The number of parameters, or with `active` those used for one position. Counted from the table of names; nothing is
         built."""
         share = self._share if active else lambda axes: 1
-        return int(sum(t.size * t.layers * share(t.axes) for t in kept(*self.hub_rows())))
+        return int(sum(t.size * t.layers * share(t.axes) for t in filled_tensors(*self.hub_rows())))
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass over a row of `tokens` positions: 2 for each multiply-add of every contraction. Attention counts
         in full, without subtracting for causality or windows. A backward pass costs twice as much."""
         # Embeddings are looked up, and a pooler sees one vector per sequence.
         apart = LOOKED_UP | {"pooled"}
-        met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(axes_of(t.axes)))
+        met = (t for t in filled_tensors(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(named_axes(t.axes)))
         return int(2 * tokens * sum(t.size * t.layers * self._share(t.axes) for t in met)) + self.mixing_flops(tokens)
 
     def training_flops(self, tokens: int) -> int:
@@ -90,7 +90,7 @@ class ModelConfig(Settings):
 
     def hub_scaled(self, rows: Sequence[KeyRow], names: Collection[str]) -> list[KeyRow]:
         """The rows for a folder with these tensors, some of which may be values and their scales."""
-        return scaled(rows, names, self.hub_blocks)
+        return scaled_rows(rows, names, self.hub_blocks)
 
     def fitted(self, names: Collection[str]) -> Any:
         """The same model without parts that config.json declares but whose tensors are missing."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from argosy.core.dims import axes_of
+from argosy.core.dims import named_axes
 from argosy.core.errors import BadInput
 from argosy.core.settings import Also
 from argosy.models import parts
@@ -80,7 +80,7 @@ class LanguageConfig(ModelConfig):
     def _share(self, axes: tuple[str, ...]) -> Fraction:
         """The share of a weight with these axes used for one token. The weights of experts begin with the axis of experts; a router,
         used for all tokens, ends in it."""
-        routed = self.experts is not None and len(axes) > 1 and axes_of(axes)[0] == "experts"
+        routed = self.experts is not None and len(axes) > 1 and named_axes(axes)[0] == "experts"
         return Fraction(self.experts.active, self.experts.count) if self.experts and routed else Fraction(1)
 
     def for_context(self, tokens: int) -> Any:

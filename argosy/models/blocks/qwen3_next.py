@@ -92,17 +92,17 @@ class DeltaNet(nnx.Module):
     def recurrence(self, each: Any, inputs: tuple[Array, ...], carry: Carry) -> tuple[Float[Array, "B T K G U"], Cache]:
         """Short convolutions, then the delta rule, over rows."""
         q, k, v, decay, write = inputs
-        held, new = carry.state, {}
-        if held is None:
-            held = {name: jnp.zeros((q.shape[0], *shape), sums_in(q.dtype)) for name, shape in self.holds(each).row}
+        states, new = carry.state, {}
+        if states is None:
+            states = {name: jnp.zeros((q.shape[0], *shape), sums_in(q.dtype)) for name, shape in self.holds(each).row}
 
         def mixed(name: str, y: Array, taps: Any) -> Array:
-            y, new[name] = causal_conv(y, taps[...], held[name], carry.starts, carry.live)
+            y, new[name] = causal_conv(y, taps[...], states[name], carry.starts, carry.live)
             return jax.nn.silu(y)
 
         q = unit(mixed("q", q, self.q_taps)) * dict(self.d)["H"] ** -0.5
         k, v = unit(mixed("k", k, self.k_taps)), mixed("v", v, self.v_taps)
-        y, new["state"] = delta.delta_rule(q, k, v, decay, write, held["state"], carry.starts, carry.live)
+        y, new["state"] = delta.delta_rule(q, k, v, decay, write, states["state"], carry.starts, carry.live)
         return y, new
 
 

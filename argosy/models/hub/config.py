@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.core.formats import listed
+from argosy.core.formats import problem_list
 from argosy.models.base.language import shortest_pattern
 from argosy.models.settings import LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 
@@ -80,7 +80,7 @@ class ConfigTable:
                 problems.append(f"`{key}` = {config[key]!r}: only {' or '.join(map(repr, allowed))} is built")
         if problems:
             takes = "remove keys that have no effect on the results; the others describe something that is not built here"
-            raise BadInput(f"config.json: {listed(problems, 8)}", hint=takes if unknown else None)
+            raise BadInput(f"config.json: {problem_list(problems, 8)}", hint=takes if unknown else None)
         read: dict[str, Any] = {}
         for theirs, ours in self.rows:
             if ours == BALANCE and not config.get(ROUTED):
@@ -103,7 +103,7 @@ class ConfigTable:
         return written | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
 
 
-def text_of(config: dict[str, Any], model_type: str, text: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: dict[str, Any], model_type: str, text: dict[str, Any]) -> dict[str, Any]:
     """The text model's config.json, from that of a model of type `model_type` with towers for other inputs.
 
     Args:

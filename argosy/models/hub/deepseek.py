@@ -26,41 +26,41 @@ class DeepSeekHub:
         embed, *others = hub.ends(self.tied)
         rows.append(replace(embed, copies=tuple(f"{at}embed_tokens.weight" for at in copies)))
         heads = tuple(f"{at}shared_head.head.weight" for at in copies)
-        return rows + [replace(row, copies=heads) if row.ours == "head.w" else row for row in others], self.dims
+        return rows + [replace(row, copies=heads) if row.paths == "head.w" else row for row in others], self.dims
 
-    def _attention_rows(self: Any, over: range) -> list[KeyRow]:
-        def both(theirs: str, ours: tuple[str, str], how: str) -> KeyRow:
-            return KeyRow(f"{hub.LAYER}self_attn.{theirs}", tuple(f"layers.{{l}}.attn.{o}" for o in ours), how, over)
+    def _attention_rows(self: Any, layers: range) -> list[KeyRow]:
+        def both(theirs: str, ours: tuple[str, str], reading: str) -> KeyRow:
+            return KeyRow(f"{hub.LAYER}self_attn.{theirs}", tuple(f"layers.{{l}}.attn.{o}" for o in ours), reading, layers)
 
-        rows = hub.norms(over, hub.PRE_NORMS)
+        rows = hub.norms(layers, hub.PRE_NORMS)
         rows += [
             both("kv_a_proj_with_mqa.weight", ("kv_down.w", "k_rope.w"), "(R|P) D -> D R, D P"),
             both("kv_b_proj.weight", ("k_up.w", "v_up.w"), "(N (H|U)) R -> R N H, R N U"),
         ]
         rows += hub.of_layers(
-            over,
+            layers,
             ("self_attn.kv_a_layernorm.weight", "attn.kv_norm.scale", "R -> R"),
             ("self_attn.o_proj.weight", "attn.o.w", "D (N U) -> N U D"),
         )
         if self.query_rank is None:
-            rows += hub.of_layers(over, ("self_attn.q_proj.weight", "attn.q.w", "(N C) D -> D N C"))
+            rows += hub.of_layers(layers, ("self_attn.q_proj.weight", "attn.q.w", "(N C) D -> D N C"))
         else:
             rows += hub.of_layers(
-                over,
+                layers,
                 ("self_attn.q_a_proj.weight", "attn.q_down.w", "Q D -> D Q"),
                 ("self_attn.q_a_layernorm.weight", "attn.q_norm.scale", "Q -> Q"),
                 ("self_attn.q_b_proj.weight", "attn.q_up.w", "(N C) Q -> Q N C"),
             )
         if self.attention_bias:
             rows.append(both("kv_a_proj_with_mqa.bias", ("kv_down.b", "k_rope.b"), "(R|P) -> R, P"))
-            rows += hub.of_layers(over, ("self_attn.o_proj.bias", "attn.o.b", "D -> D"))
+            rows += hub.of_layers(layers, ("self_attn.o_proj.bias", "attn.o.b", "D -> D"))
         if self.attention_bias and self.query_rank:
-            rows += hub.of_layers(over, ("self_attn.q_a_proj.bias", "attn.q_down.b", "Q -> Q"))
-        return rows + (self._index_rows(over) if self.index else [])
+            rows += hub.of_layers(layers, ("self_attn.q_a_proj.bias", "attn.q_down.b", "Q -> Q"))
+        return rows + (self._index_rows(layers) if self.index else [])
 
-    def _index_rows(self: Any, over: range) -> list[KeyRow]:
+    def _index_rows(self: Any, layers: range) -> list[KeyRow]:
         return hub.of_layers(
-            over,
+            layers,
             ("self_attn.indexer.wq_b.weight", "attn.index.q.w", "(I J) Q -> Q I J"),
             ("self_attn.indexer.wk.weight", "attn.index.k.w", "J D -> D J"),
             ("self_attn.indexer.k_norm.weight", "attn.index.k_norm.scale", "J -> J"),
@@ -68,20 +68,20 @@ class DeepSeekHub:
             ("self_attn.indexer.weights_proj.weight", "attn.index.weigh.w", "I D -> D I"),
         )
 
-    def _expert_rows(self: Any, over: range) -> list[KeyRow]:
-        rows = hub.of_layers(over, ("mlp.gate.weight", "mlp.router.w", "E D -> D E")) + hub.experts(over)
+    def _expert_rows(self: Any, layers: range) -> list[KeyRow]:
+        rows = hub.of_layers(layers, ("mlp.gate.weight", "mlp.router.w", "E D -> D E")) + hub.experts(layers)
         if self.moe.bias:
-            rows += hub.of_layers(over, ("mlp.gate.e_score_correction_bias", "mlp.bias", "E -> E"))
-        return rows + (hub.glu(over, "mlp.shared_experts", "mlp.shared", "shared") if self.moe.shared else [])
+            rows += hub.of_layers(layers, ("mlp.gate.e_score_correction_bias", "mlp.bias", "E -> E"))
+        return rows + (hub.glu(layers, "mlp.shared_experts", "mlp.shared", "shared") if self.moe.shared else [])
 
     def _mtp_rows(self: Any, d: int) -> list[KeyRow]:
         """Rows of one `mtp` module. The Hub stores it as a layer after the last."""
         theirs = f"model.layers.{self.layers + d}."
 
         def renamed(row: KeyRow) -> KeyRow:
-            paths = (row.ours,) if isinstance(row.ours, str) else row.ours
+            paths = (row.paths,) if isinstance(row.paths, str) else row.paths
             paths = tuple(path.replace("layers.{l}", f"mtp.{d}.block") for path in paths)
-            return replace(row, theirs=str(row.theirs).replace(hub.LAYER, theirs), ours=paths, over=None)
+            return replace(row, names=str(row.names).replace(hub.LAYER, theirs), paths=paths, layers=None)
 
         once = range(1)
         return [

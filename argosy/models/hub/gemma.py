@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from argosy.core.keymap import KeyRow
 from argosy.models.hub import rows as hub
-from argosy.models.hub.config import SIZES, ConfigTable, read_pattern, read_rope, text_of, write_pattern, write_rope
+from argosy.models.hub.config import SIZES, ConfigTable, read_pattern, read_rope, text_config, write_pattern, write_rope
 from argosy.models.settings import Rope
 
 
@@ -16,16 +16,16 @@ class GemmaHub:
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_tower.*", "multi_modal_projector.*")
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        over = range(self.layers)
-        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(over)
-        rows += hub.norms(over, POST_NORMS if self.post_norms else hub.PRE_NORMS)
-        rows += hub.head_norms(over) if self.qk_norm else []
+        layers = range(self.layers)
+        rows = hub.attention_key_rows(layers, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(layers)
+        rows += hub.norms(layers, POST_NORMS if self.post_norms else hub.PRE_NORMS)
+        rows += hub.head_norms(layers) if self.qk_norm else []
         return rows + hub.ends(self.tied, scores=self.scores), self.dims
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Gemma 3 from 4B on is published with a vision tower; `text_config` describes the text model."""
-        return text_of(config, "gemma3", {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]})
+        return text_config(config, "gemma3", {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]})
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:

@@ -15,18 +15,18 @@ class GPT2Hub:
     hub_prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        over = range(self.layers)
+        layers = range(self.layers)
         qkv = [("attn.q", "attn.k", "attn.v"), "((N|K|K) H)"]
         rows = [
             KeyRow("transformer.wte.weight", "embed.w", "V D -> V D", tied_to="lm_head.weight" if self.tied else None),
             KeyRow("transformer.wpe.weight", "positions.w", "A D -> A D"),
-            KeyRow(f"{LAYER}attn.c_attn.weight", _each(qkv[0], "w"), f"D {qkv[1]} -> D N H, D K H, D K H", over),
-            KeyRow(f"{LAYER}attn.c_attn.bias", _each(qkv[0], "b"), f"{qkv[1]} -> N H, K H, K H", over),
+            KeyRow(f"{LAYER}attn.c_attn.weight", _each(qkv[0], "w"), f"D {qkv[1]} -> D N H, D K H, D K H", layers),
+            KeyRow(f"{LAYER}attn.c_attn.bias", _each(qkv[0], "b"), f"{qkv[1]} -> N H, K H, K H", layers),
             KeyRow("transformer.ln_f.weight", "norm.scale", "D -> D"),
             KeyRow("transformer.ln_f.bias", "norm.b", "D -> D"),
         ]
         rows += hub.of_layers(
-            over,
+            layers,
             ("attn.c_proj.weight", "attn.o.w", "(N H) D -> N H D"),
             ("attn.c_proj.bias", "attn.o.b", "D -> D"),
             ("mlp.c_fc.weight", "mlp.up.w", "D F -> D F"),

@@ -19,16 +19,16 @@ class GptOssHub:
     }
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        over = range(self.layers)
+        layers = range(self.layers)
 
-        def both(theirs: str, kind: str, how: str) -> KeyRow:
+        def both(theirs: str, kind: str, reading: str) -> KeyRow:
             """A row for gate and up, which are interleaved."""
-            return KeyRow(hub.LAYER + theirs, (f"layers.{{l}}.mlp.gate.{kind}", f"layers.{{l}}.mlp.up.{kind}"), how, over)
+            return KeyRow(hub.LAYER + theirs, (f"layers.{{l}}.mlp.gate.{kind}", f"layers.{{l}}.mlp.up.{kind}"), reading, layers)
 
-        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
-        rows += hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
+        rows = hub.attention_key_rows(layers, bias=self.attention_bias, out_bias=self.attention_bias)
+        rows += hub.norms(layers, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
         rows += hub.of_layers(
-            over,
+            layers,
             ("self_attn.sinks", "attn.sinks", "N -> N"),
             ("mlp.router.weight", "mlp.router.w", "E D -> D E"),
             ("mlp.router.bias", "mlp.router.b", "E -> E"),

@@ -15,9 +15,9 @@ class LlamaHub:
     hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral")
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        over = range(self.layers)
-        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
-        rows += hub.glu(over, bias=self.mlp_bias) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
+        layers = range(self.layers)
+        rows = hub.attention_key_rows(layers, bias=self.attention_bias, out_bias=self.attention_bias)
+        rows += hub.glu(layers, bias=self.mlp_bias) + hub.norms(layers, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
         return rows, self.dims
 
     @classmethod

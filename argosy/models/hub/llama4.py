@@ -6,7 +6,7 @@ from argosy.core.errors import BadInput
 from argosy.core.keymap import KeyRow
 from argosy.models.base.language import shortest_pattern
 from argosy.models.hub import rows as hub
-from argosy.models.hub.config import SIZES, ConfigTable, read_rope, text_of, write_rope
+from argosy.models.hub.config import SIZES, ConfigTable, read_rope, text_config, write_rope
 from argosy.models.settings import Rope, Temper
 
 
@@ -18,10 +18,10 @@ class Llama4Hub:
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_model.*", "multi_modal_projector.*")
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        over = range(self.layers)
-        dense, sparse = ([i for i in over if self.kinds[i] == kind] for kind in ("dense", "experts"))
-        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
-        rows += hub.norms(over, hub.PRE_NORMS) + (hub.glu(dense, "feed_forward") if dense else [])
+        layers = range(self.layers)
+        dense, sparse = ([i for i in layers if self.kinds[i] == kind] for kind in ("dense", "experts"))
+        rows = hub.attention_key_rows(layers, bias=self.attention_bias, out_bias=self.attention_bias)
+        rows += hub.norms(layers, hub.PRE_NORMS) + (hub.glu(dense, "feed_forward") if dense else [])
         both = ("layers.{l}.mlp.gate.w", "layers.{l}.mlp.up.w")
         rows.append(KeyRow(f"{hub.LAYER}feed_forward.experts.gate_up_proj", both, "E D (M|M) -> E D M, E D M", sparse))
         rows += hub.of_layers(
@@ -35,7 +35,7 @@ class Llama4Hub:
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Llama 4 is published with a vision tower; `text_config` describes the text model."""
-        return text_of(config, "llama4", ARCHITECTURE)
+        return text_config(config, "llama4", ARCHITECTURE)
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:

@@ -14,10 +14,10 @@ class MixtralHub:
     hub_types: ClassVar[tuple[str, ...]] = ("mixtral",)
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        over = range(self.layers)
-        rows = hub.attention(over) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
+        layers = range(self.layers)
+        rows = hub.attention_key_rows(layers) + hub.norms(layers, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
         rows += hub.of_layers(
-            over,
+            layers,
             ("block_sparse_moe.gate.weight", "mlp.router.w", "E D -> D E"),
             ("block_sparse_moe.experts.{e}.w1.weight", "mlp.gate.w", "M D -> E D M"),
             ("block_sparse_moe.experts.{e}.w3.weight", "mlp.up.w", "M D -> E D M"),

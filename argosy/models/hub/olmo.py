@@ -14,11 +14,11 @@ class OlmoHub:
     hub_types: ClassVar[tuple[str, ...]] = ("olmo2", "olmo3")
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        over = range(self.layers)
-        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(over)
-        rows += hub.norms(over, POST_NORMS)
+        layers = range(self.layers)
+        rows = hub.attention_key_rows(layers, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(layers)
+        rows += hub.norms(layers, POST_NORMS)
         rows += hub.of_layers(
-            over,
+            layers,
             ("self_attn.q_norm.weight", "attn.q_norm.scale", "(N H) -> N H"),
             ("self_attn.k_norm.weight", "attn.k_norm.scale", "(K H) -> K H"),
         )

@@ -15,10 +15,10 @@ class PhiHub:
     hub_types: ClassVar[tuple[str, ...]] = ("phi3",)
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        over = range(self.layers)
+        layers = range(self.layers)
 
-        def fused(theirs: str, ours: tuple[str, ...], how: str) -> KeyRow:
-            return KeyRow(hub.LAYER + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), how, over)
+        def fused(theirs: str, ours: tuple[str, ...], reading: str) -> KeyRow:
+            return KeyRow(hub.LAYER + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), reading, layers)
 
         rows = [
             fused(
@@ -29,11 +29,11 @@ class PhiHub:
             fused("mlp.gate_up_proj.weight", ("mlp.gate.w", "mlp.up.w"), "(F|F) D -> D F, D F"),
         ]
         rows += hub.of_layers(
-            over,
+            layers,
             ("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> N H D"),
             ("mlp.down_proj.weight", "mlp.down.w", "D F -> F D"),
         )
-        return rows + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores), self.dims
+        return rows + hub.norms(layers, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores), self.dims
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:

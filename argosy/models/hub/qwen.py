@@ -14,10 +14,10 @@ class QwenHub:
     hub_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        over = range(self.layers)
-        dense, sparse = ([i for i in over if self.kinds[i] == kind] for kind in ("dense", "experts"))
-        rows = hub.attention(over, bias=self.qkv_bias, out_bias=self.out_bias) + hub.norms(over, hub.PRE_NORMS)
-        rows += hub.head_norms(over) if self.qk_norm else []
+        layers = range(self.layers)
+        dense, sparse = ([i for i in layers if self.kinds[i] == kind] for kind in ("dense", "experts"))
+        rows = hub.attention_key_rows(layers, bias=self.qkv_bias, out_bias=self.out_bias) + hub.norms(layers, hub.PRE_NORMS)
+        rows += hub.head_norms(layers) if self.qk_norm else []
         rows += hub.glu(dense) if dense else []
         if self.moe is not None:
             rows += hub.of_layers(sparse, ("mlp.gate.weight", "mlp.router.w", "E D -> D E")) + hub.experts(sparse)

@@ -19,10 +19,10 @@ class Qwen3NextHub:
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         """Small letters in the rows are sizes of the delta net."""
-        over = range(self.layers)
-        recurrent, full = ([i for i in over if self.spans[i] == span] for span in "RG")
-        dense, sparse = ([i for i in over if (i in self.dense) == told] for told in (True, False))
-        rows = hub.norms(over, hub.PRE_NORMS) + _attention(full, self.attention_bias) + _delta_net(recurrent)
+        layers = range(self.layers)
+        recurrent, full = ([i for i in layers if self.spans[i] == span] for span in "RG")
+        dense, sparse = ([i for i in layers if (i in self.dense) == told] for told in (True, False))
+        rows = hub.norms(layers, hub.PRE_NORMS) + _attention(full, self.attention_bias) + _delta_net(recurrent)
         rows += hub.glu(dense) + hub.experts(sparse) + hub.glu(sparse, "mlp.shared_expert", "mlp.shared", "shared")
         rows += hub.of_layers(
             sparse,
@@ -68,22 +68,22 @@ def _spans(config: dict[str, Any], layers: int) -> str:
     return "".join(KINDS[kind] for kind in kinds)
 
 
-def _attention(over: list[int], bias: bool) -> list[KeyRow]:
+def _attention(layers: list[int], bias: bool) -> list[KeyRow]:
     """Rows of gated attention; each query head is followed by its output gate."""
 
-    def both(theirs: str, kind: str, how: str) -> KeyRow:
-        return KeyRow(hub.LAYER + theirs, (f"layers.{{l}}.attn.q.{kind}", f"layers.{{l}}.attn.gate.{kind}"), how, over)
+    def both(theirs: str, kind: str, reading: str) -> KeyRow:
+        return KeyRow(hub.LAYER + theirs, (f"layers.{{l}}.attn.q.{kind}", f"layers.{{l}}.attn.gate.{kind}"), reading, layers)
 
-    rows = [row for row in hub.attention(over, bias=bias, out_bias=bias) if not str(row.ours).startswith(QUERY)]
-    rows += [both("self_attn.q_proj.weight", "w", "(N (H|H)) D -> D N H, D N H"), *hub.head_norms(over)]
+    rows = [row for row in hub.attention_key_rows(layers, bias=bias, out_bias=bias) if not str(row.paths).startswith(QUERY)]
+    rows += [both("self_attn.q_proj.weight", "w", "(N (H|H)) D -> D N H, D N H"), *hub.head_norms(layers)]
     return rows + ([both("self_attn.q_proj.bias", "b", "(N (H|H)) -> N H, N H")] if bias else [])
 
 
-def _delta_net(over: list[int]) -> list[KeyRow]:
+def _delta_net(layers: list[int]) -> list[KeyRow]:
     """Rows of a delta net, fused by key head: a query, a key, and the values and gates of the value heads it serves."""
 
-    def fused(theirs: str, ours: tuple[str, ...], how: str) -> KeyRow:
-        return KeyRow(hub.LAYER + theirs, tuple(f"layers.{{l}}.attn.{name}" for name in ours), how, over)
+    def fused(theirs: str, ours: tuple[str, ...], reading: str) -> KeyRow:
+        return KeyRow(hub.LAYER + theirs, tuple(f"layers.{{l}}.attn.{name}" for name in ours), reading, layers)
 
     return [
         fused(
@@ -98,7 +98,7 @@ def _delta_net(over: list[int]) -> list[KeyRow]:
             "(k h|k h|k g u) 1 w -> k h w, k h w, k g u w",
         ),
         *hub.of_layers(
-            over,
+            layers,
             ("linear_attn.A_log", "attn.a_log", "(k g) -> k g"),
             ("linear_attn.dt_bias", "attn.dt", "(k g) -> k g"),
             ("linear_attn.norm.weight", "attn.norm.scale", "u -> u"),

@@ -8,9 +8,9 @@ from argosy.core.keymap import KeyRow, Rearrangement
 LAYER = "model.layers.{l}."
 
 
-def of_layers(over: Sequence[int], *names: tuple[str, str, str], prefix: str = LAYER) -> list[KeyRow]:
-    """The rows of each layer, from (their name, ours, how)."""
-    return [KeyRow(prefix + theirs, "layers.{l}." + ours, how, over) for theirs, ours, how in names]
+def of_layers(layers: Sequence[int], *names: tuple[str, str, str], prefix: str = LAYER) -> list[KeyRow]:
+    """The rows of each layer, from (their name, ours, reading)."""
+    return [KeyRow(prefix + theirs, "layers.{l}." + ours, reading, layers) for theirs, ours, reading in names]
 
 
 def ends(tied: bool, *, bias: bool = False, scores: int = 0) -> list[KeyRow]:
@@ -26,20 +26,20 @@ def ends(tied: bool, *, bias: bool = False, scores: int = 0) -> list[KeyRow]:
     return rows if tied else [*rows, KeyRow("lm_head.weight", "head.w", "V D -> D V")]
 
 
-def norms(over: Sequence[int], names: Mapping[str, str], *, bias: bool = False) -> list[KeyRow]:
+def norms(layers: Sequence[int], names: Mapping[str, str], *, bias: bool = False) -> list[KeyRow]:
     """Rows of norms over the model's width, {ours: theirs}; with biases for LayerNorm."""
-    rows = of_layers(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
-    more = of_layers(over, *((f"{theirs}.bias", f"{ours}.b", "D -> D") for ours, theirs in names.items()))
+    rows = of_layers(layers, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
+    more = of_layers(layers, *((f"{theirs}.bias", f"{ours}.b", "D -> D") for ours, theirs in names.items()))
     return rows + more if bias else rows
 
 
 PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def attention(over: Sequence[int], *, bias: bool = False, out_bias: bool = False) -> list[KeyRow]:
+def attention_key_rows(layers: Sequence[int], *, bias: bool = False, out_bias: bool = False) -> list[KeyRow]:
     """The rows of the four projections of attention."""
     rows = of_layers(
-        over,
+        layers,
         ("self_attn.q_proj.weight", "attn.q.w", "(N H) D -> D N H"),
         ("self_attn.k_proj.weight", "attn.k.w", "(K H) D -> D K H"),
         ("self_attn.v_proj.weight", "attn.v.w", "(K H) D -> D K H"),
@@ -47,38 +47,38 @@ def attention(over: Sequence[int], *, bias: bool = False, out_bias: bool = False
     )
     if bias:
         rows += of_layers(
-            over,
+            layers,
             ("self_attn.q_proj.bias", "attn.q.b", "(N H) -> N H"),
             ("self_attn.k_proj.bias", "attn.k.b", "(K H) -> K H"),
             ("self_attn.v_proj.bias", "attn.v.b", "(K H) -> K H"),
         )
     if out_bias:
-        rows += of_layers(over, ("self_attn.o_proj.bias", "attn.o.b", "D -> D"))
+        rows += of_layers(layers, ("self_attn.o_proj.bias", "attn.o.b", "D -> D"))
     return rows
 
 
-def head_norms(over: Sequence[int]) -> list[KeyRow]:
+def head_norms(layers: Sequence[int]) -> list[KeyRow]:
     """The rows of norms over each head of queries and keys."""
     return of_layers(
-        over,
+        layers,
         ("self_attn.q_norm.weight", "attn.q_norm.scale", "H -> H"),
         ("self_attn.k_norm.weight", "attn.k_norm.scale", "H -> H"),
     )
 
 
 def glu(
-    over: Sequence[int], theirs: str = "mlp", ours: str = "mlp", width: str = "F", *, bias: bool = False
+    layers: Sequence[int], theirs: str = "mlp", ours: str = "mlp", width: str = "F", *, bias: bool = False
 ) -> list[KeyRow]:
     """The rows of a gated feed-forward layer of this width."""
     rows = of_layers(
-        over,
+        layers,
         (f"{theirs}.gate_proj.weight", f"{ours}.gate.w", f"{width} D -> D {width}"),
         (f"{theirs}.up_proj.weight", f"{ours}.up.w", f"{width} D -> D {width}"),
         (f"{theirs}.down_proj.weight", f"{ours}.down.w", f"D {width} -> {width} D"),
     )
     if bias:
         rows += of_layers(
-            over,
+            layers,
             (f"{theirs}.gate_proj.bias", f"{ours}.gate.b", f"{width} -> {width}"),
             (f"{theirs}.up_proj.bias", f"{ours}.up.b", f"{width} -> {width}"),
             (f"{theirs}.down_proj.bias", f"{ours}.down.b", "D -> D"),
@@ -86,17 +86,17 @@ def glu(
     return rows
 
 
-def experts(over: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[KeyRow]:
+def experts(layers: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[KeyRow]:
     """The rows of routed experts: one tensor per expert on the Hub, one array per layer here."""
     return of_layers(
-        over,
+        layers,
         (f"{theirs}.gate_proj.weight", "mlp.gate.w", "M D -> E D M"),
         (f"{theirs}.up_proj.weight", "mlp.up.w", "M D -> E D M"),
         (f"{theirs}.down_proj.weight", "mlp.down.w", "D M -> E M D"),
     )
 
 
-def scaled(rows: Sequence[KeyRow], names: Collection[str], blocks: Mapping[str, str]) -> list[KeyRow]:
+def scaled_rows(rows: Sequence[KeyRow], names: Collection[str], blocks: Mapping[str, str]) -> list[KeyRow]:
     """The rows for a folder in which some weights are quantized as values and scales.
 
     Args:
@@ -105,26 +105,26 @@ def scaled(rows: Sequence[KeyRow], names: Collection[str], blocks: Mapping[str, 
     """
     out: list[KeyRow] = []
     for row in rows:
-        kinds = {layer: _scales(row, layer, names) for layer in row.over or (None,)}
+        kinds = {layer: _scales(row, layer, names) for layer in row.layers or (None,)}
         for kind in dict.fromkeys(kinds.values()):
-            over = None if row.over is None else tuple(layer for layer in row.over if kinds[layer] == kind)
-            out.append(_with_scales(replace(row, over=over), kind, blocks))
+            layers = None if row.layers is None else tuple(layer for layer in row.layers if kinds[layer] == kind)
+            out.append(_with_scales(replace(row, layers=layers), kind, blocks))
     return out
 
 
 def _scales(row: KeyRow, layer: int | None, names: Collection[str]) -> str | None:
     """How this row's tensor is quantized at a layer; for experts, the first one decides."""
-    if not isinstance(row.theirs, str) or row.scales:
+    if not isinstance(row.names, str) or row.scales:
         return None
-    name = row.theirs.replace("{l}", str(layer)).replace("{e}", "0")
-    if f"{name}_scale_inv" in names and len(Rearrangement.parse(row.how).theirs[0].axes) == 2:
+    name = row.names.replace("{l}", str(layer)).replace("{e}", "0")
+    if f"{name}_scale_inv" in names and len(Rearrangement.parse(row.reading).left[0].axes) == 2:
         return "fp8_blocks"
     return "mxfp4" if f"{name}_blocks" in names else None
 
 
 def _with_scales(row: KeyRow, kind: str | None, blocks: Mapping[str, str]) -> KeyRow:
     if kind == "fp8_blocks":
-        return replace(row, theirs=(row.theirs, f"{row.theirs}_scale_inv"), scales=kind)
-    if kind == "mxfp4" and row.how in blocks:
-        return replace(row, theirs=(f"{row.theirs}_blocks", f"{row.theirs}_scales"), how=blocks[row.how], scales=kind)
+        return replace(row, names=(row.names, f"{row.names}_scale_inv"), scales=kind)
+    if kind == "mxfp4" and row.reading in blocks:
+        return replace(row, names=(f"{row.names}_blocks", f"{row.names}_scales"), reading=blocks[row.reading], scales=kind)
     return row

@@ -18,14 +18,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from argosy.core.dims import LOOKED_UP, Legend, axes_of
+from argosy.core.dims import LOOKED_UP, Legend, named_axes
 from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
 from argosy.ops.matmul import matmul
 from argosy.ops.native.products import Panels, product
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized, round_int8
-from argosy.parallel.scope import gathered, splits
+from argosy.parallel.scope import gathered_weight, splits
 
 # The checkpoint name of every product with a weight, by which rematerialization keeps it.
 PRODUCT = "product"
@@ -34,7 +34,8 @@ PRODUCT = "product"
 class Route(NamedTuple):
     """Rows sorted by expert: how many rows each expert has, and which expert each row has.
 
-    even: every expert has the same number, known from the shape. token: the flat index of the token that each row is of.
+    even: every expert has the same number, known from the shape.
+    token: the flat index of the token that each row is of.
     """
 
     sizes: Int[Array, "E"]
@@ -182,12 +183,12 @@ class Contraction(nnx.Module):
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of the weight's axes."""
-        return axes_of(self.spec, self.legend)
+        return named_axes(self.spec, self.legend)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
         """The names of the axes that the contraction sums over."""
-        return axes_of(self.inner, self.legend)
+        return named_axes(self.inner, self.legend)
 
     @property
     def is_lookup(self) -> bool:
@@ -244,7 +245,7 @@ class Contraction(nnx.Module):
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Rows of the weight: the lookup of an embedding."""
         w = self.weight
-        return w.rows(ids) if isinstance(w, Quantized | Panels) else gathered(w, self.axes, ids)[ids]
+        return w.rows(ids) if isinstance(w, Quantized | Panels) else gathered_weight(w, self.axes, ids)[ids]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Key
 
-from argosy.core.dims import LOOKED_UP, Legend, axes_of
+from argosy.core.dims import LOOKED_UP, Legend, named_axes
 
 # Models of up to this many numbers are drawn as rows of equal length.
 SMALL = 1 << 26
@@ -54,7 +54,7 @@ class Meaning(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of all axes."""
-        return axes_of(self.letters, self.legend)
+        return named_axes(self.letters, self.legend)
 
     @property
     def is_matrix(self) -> bool:
@@ -82,7 +82,7 @@ def kept_in(v: nnx.Variable, dtype: Any) -> Any:
     return jnp.float32 if getattr(type(v), "exact", False) else dtype
 
 
-def exact(model: nnx.Module) -> set[str]:
+def float32_addresses(model: nnx.Module) -> set[str]:
     """Addresses of the weights that stay float32."""
     return {address for address, v in variables(model).items() if getattr(type(v), "exact", False)}
 
@@ -221,7 +221,10 @@ class _Kind(NamedTuple):
 
 
 class _Todo(NamedTuple):
-    """A weight to draw. hashes: of its per-layer names."""
+    """A weight to draw.
+
+    hashes: of its per-layer names.
+    """
 
     address: str
     variable: nnx.Variable
@@ -247,10 +250,10 @@ def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
 
 
 def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
-    """Draws a small model: first all normal numbers of a type, one row per tensor of a layer; then the tensors from these."""
+    """Draws a small model: first all normal numbers of a type, todo row per tensor of a layer; then the tensors from these."""
 
-    def put(one: _Todo, array: Any) -> None:
-        one.variable.set_value(jax.device_put(array, place(one.address)) if place else jnp.asarray(array))
+    def put(todo: _Todo, array: Any) -> None:
+        todo.variable.set_value(jax.device_put(array, place(todo.address)) if place else jnp.asarray(array))
 
     normal: dict[Any, list[tuple[_Kind, _Todo]]] = {}
     for kind, some in kinds.items():
@@ -290,8 +293,8 @@ def _chunks(kinds: dict[_Kind, list[_Todo]]) -> Iterator[_Chunk]:
     """The weights drawn by each program: all, or those of one kind if all are more than `AT_ONCE`. All chunks of a kind except
     its last then use the same program."""
 
-    def size(kind: _Kind, one: _Todo) -> int:
-        return len(one.hashes) * math.prod(kind.shape) * kind.dtype.itemsize
+    def size(kind: _Kind, todo: _Todo) -> int:
+        return len(todo.hashes) * math.prod(kind.shape) * kind.dtype.itemsize
 
     if sum(size(kind, one) for kind, some in kinds.items() for one in some) <= AT_ONCE:
         yield list(kinds.items())
@@ -328,5 +331,5 @@ def _flat(state: Any) -> Leaves:
     return {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)}
 
 
-def count(leaves: Leaves) -> int:
+def parameter_count(leaves: Leaves) -> int:
     return sum(math.prod(a.shape) for a in leaves.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from argosy.observe.readable import harmless
-from argosy.observe.terminal.curve import Point, binned, short, spread, ticks
+from argosy.observe.terminal.curve import Point, binned, short_number, ticks, value_range
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 66, 14, 26, 46
 # Most points of a line, about one per pixel; points in the same column are averaged.
@@ -21,8 +21,11 @@ SMOOTH_FROM = 100
 
 @dataclass(frozen=True)
 class Series:
-    """A named line, or single points if `is_dots`; x sorted, all values finite. is_exact: it has no noise and is not smoothed. band:
-    (x, lowest, highest) of an interval around the line."""
+    """A named line, or single points if `is_dots`; x sorted, all values finite.
+
+    is_exact: it has no noise and is not smoothed.
+    band: (x, lowest, highest) of an interval around the line.
+    """
 
     name: str
     points: Sequence[Point]
@@ -115,7 +118,7 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
 def _frame(series: Sequence[Series], width: int, height: int, zero: bool, levels: Sequence[float] = ()) -> Frame:
     xs = [x for s in series for x, _ in s.points]
     ys = [y for s in series for _, *own in (*s.points, *s.band) for y in own]
-    low, high = spread([*ys, *levels])
+    low, high = value_range([*ys, *levels])
     margin = (high - low) * 0.04
     low = 0.0 if zero and low >= 0 else low - margin
     return Frame((min(xs), max(xs)), (low, high + margin), width, height)
@@ -127,11 +130,11 @@ def _grid(frame: Frame, x_name: str, y_name: str) -> str:
     for y in ticks(*frame.y, 5):
         top = frame.top(y)
         out.append(f'<path class="grid" d="M{LEFT} {top:.1f}H{right}"/>')
-        out.append(f'<text class="tick y" x="{LEFT - 8}" y="{top + 4:.1f}">{short(y)}</text>')
+        out.append(f'<text class="tick y" x="{LEFT - 8}" y="{top + 4:.1f}">{short_number(y)}</text>')
     for x in ticks(*frame.x, max(2, frame.width // 110)):
         left = frame.left(x)
         out.append(f'<path class="mark" d="M{left:.1f} {bottom}v5"/>')
-        out.append(f'<text class="tick x" x="{left:.1f}" y="{bottom + 20}">{short(x)}</text>')
+        out.append(f'<text class="tick x" x="{left:.1f}" y="{bottom + 20}">{short_number(x)}</text>')
     out.append(f'<text class="name x" x="{right}" y="{frame.height - 6}">{escape(x_name)}</text>')
     out.append(f'<text class="name" x="4" y="13">{escape(y_name)}</text>')
     return "".join(out) + f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>'

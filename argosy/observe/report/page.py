@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from argosy.core.counts import plural
-from argosy.observe.faults import bad_steps, row, told
+from argosy.observe.faults import bad_steps, faults_text, row
 from argosy.observe.life import DOWN, LOST, WAITING, Account
-from argosy.observe.metrics import by_step, conversation
-from argosy.observe.readable import change, counted, decimals, flops, harmless, lasted, sized
+from argosy.observe.metrics import by_step, conversation_text
+from argosy.observe.readable import change, count_text, decimals, flops_text, harmless, lasted, sized
 from argosy.observe.report.charts import Series, bar, chart
-from argosy.observe.report.pieces import code_of, key_of, section_of, swatch_of, table_of, text_of
+from argosy.observe.report.pieces import code_of, html_table, html_text, legend_of, section_of, swatch_of
 from argosy.observe.report.style import page
 from argosy.observe.stragglers import stragglers
 from argosy.observe.terminal.curve import Point
@@ -47,8 +47,11 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What `argosy eval` found of one task. step: of the checkpoint; None: not known. numbers: metrics and their standard errors by
-    name (`acc`, `stderr`, `acc_norm`, `acc_norm_stderr`), and the number of rows, `n`."""
+    """The result of `argosy eval` on one task.
+
+    step: of the checkpoint; None: not known.
+    numbers: metrics and their standard errors by name (`acc`, `stderr`, `acc_norm`, `acc_norm_stderr`), and the number of rows, `n`.
+    """
 
     task: str
     step: int | None
@@ -57,11 +60,22 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the report shows of a run.
+    """The facts of a run that the report shows.
 
-    state: done, stopped, running. lines: of metrics.jsonl. steps: planned. settings: (key, value, who set it). facts: the run's
-    header by name: model, family, parameters, vocab, data, optimizer, device. story: what `argosy quickstart` proved with the
-    run: proof, export. environment: where it ran. command: the command that runs it again.
+    name: of the run directory.
+    state: done, stopped, running.
+    lines: of metrics.jsonl.
+    steps: planned.
+    facts: the run's header by name: model, family, parameters, vocab, data, optimizer, device.
+    settings: (key, value, who set it).
+    checkpoints: the saved ones.
+    environment: where it ran, by name.
+    command: the command that runs it again.
+    date: when the report was written; "" if unknown.
+    story: the results of `argosy quickstart` with the run: proof, export.
+    evaluations: their results.
+    answers: lines of answers.jsonl, of a run that learns from rewards.
+    devices: see `stragglers`.
     """
 
     name: str
@@ -73,23 +87,22 @@ class RunRecord:
     checkpoints: Sequence[SavedCheckpoint] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
-    made: str = ""
+    date: str = ""
     story: Mapping[str, Any] = field(default_factory=dict)
     evaluations: Sequence[Evaluated] = ()
-    # Lines of answers.jsonl, of a run that learns from rewards.
     answers: Sequence[Mapping[str, Any]] = ()
     # None of runs that kept no account of their starts.
     life: Account | None = None
 
 
-def render(record: RunRecord) -> str:
+def render_report(record: RunRecord) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[RunRecord], str]] = [
         _head, _samples, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _slow, _optimizer, _experts,
         _time, _checkpoints, _settings, _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
-    made = f" on {text_of(record.made)}" if record.made else ""
+    made = f" on {html_text(record.date)}" if record.date else ""
     return page(harmless(f"{record.name}: {record.state}"), f"{body}\n<footer>Made by Argosy{made}</footer>")
 
 
@@ -120,7 +133,7 @@ def _head(record: RunRecord) -> str:
     status = f"{record.state}, {made}" if losses else f"{record.state}; no step has been logged yet"
     facts: list[tuple[str, str, str]] = []
     if parameters := record.facts.get("parameters"):
-        facts.append(("parameters", counted(parameters), f"{parameters:,}"))
+        facts.append(("parameters", count_text(parameters), f"{parameters:,}"))
     if rewards := numbers(record.lines, "reward"):
         facts.append(("reward", f"{rewards[-1][1]:.3f}", f"{rewards[0][1]:.3f} at step {rewards[0][0]:.0f}"))
     elif losses:
@@ -140,31 +153,32 @@ def _head(record: RunRecord) -> str:
         facts.append(("bits per byte", f"{bits[-1][1]:.3f}", under))
     if tokens := numbers(record.lines, "tokens"):
         work = record.facts.get("flops_per_step")
-        facts.append(("tokens", counted(tokens[-1][1]), flops(work * step) if work else f"{tokens[-1][1]:,.0f}"))
+        facts.append(("tokens", count_text(tokens[-1][1]), flops_text(work * step) if work else f"{tokens[-1][1]:,.0f}"))
     if speed := numbers(record.lines, "tokens_per_s"):
         facts.append(("tokens/s", f"{median([y for _, y in speed]):,.0f}", "median"))
     if spent := seconds_by_cause(record.lines):
         facts.append(("time", lasted(sum(spent.values())), "all sessions"))
-    cells = "".join(f"<div><dt>{a}</dt><dd>{text_of(b)}<small>{text_of(c)}</small></dd></div>" for a, b, c in facts)
+    cells = "".join(f"<div><dt>{a}</dt><dd>{html_text(b)}<small>{html_text(c)}</small></dd></div>" for a, b, c in facts)
     device = record.facts.get("device")
     about = [str(record.facts[key]) for key in ("model", "data", "optimizer") if record.facts.get(key)]
     about += [f"{record.facts.get('devices', 1)} x {device}"] if device else []
     lines = [" · ".join(about), str(record.facts.get("corpus") or "")]
-    line = "".join(f'<p class="soft">{text_of(one)}</p>' for one in lines if one)
+    line = "".join(f'<p class="soft">{html_text(one)}</p>' for one in lines if one)
     return (
-        f"<header><h1>{text_of(record.name)}</h1><p class=lead>{text_of(sentence(record))}</p><p>{text_of(status)}</p>{line}"
+        f"<header><h1>{html_text(record.name)}</h1>"
+        f"<p class=lead>{html_text(summary_sentence(record))}</p><p>{html_text(status)}</p>{line}"
         f"{_checks(record)}<dl class=facts>{cells}</dl></header>"
     )
 
 
-def sentence(record: RunRecord) -> str:
+def summary_sentence(record: RunRecord) -> str:
     """What happened, in one sentence: "A 919k-parameter Llama learned to write Python in 40 s; killed at step 25 of
     40, a second run finished bit-identical."."""
     parameters, family = record.facts.get("parameters"), str(record.facts.get("family") or "model")
     family = {"gpt2": "GPT-2", "gpt_oss": "gpt-oss"}.get(
         family, family.replace("_", " ").capitalize() if family != "model" else family
     )
-    what = f"A {counted(parameters)}-parameter {family}" if parameters else f"A {family}"
+    what = f"A {count_text(parameters)}-parameter {family}" if parameters else f"A {family}"
     source = str(record.facts.get("data") or "")
     if source in PYTHON:
         learned = "write Python"
@@ -209,7 +223,7 @@ def _checks(record: RunRecord) -> str:
         text = f"Exported as a Hugging Face folder ({size}) and loaded back: largest difference of a logit {difference:g}"
         checks.append((difference < 1e-3, text))
     rows = "".join(
-        f"<li{'' if good else ' class=bad'}><b>{'✓' if good else '✗'}</b>{text_of(text)}</li>" for good, text in checks
+        f"<li{'' if good else ' class=bad'}><b>{'✓' if good else '✗'}</b>{html_text(text)}</li>" for good, text in checks
     )
     return f"<ul class=checks>{rows}</ul>" if rows else ""
 
@@ -223,7 +237,7 @@ def _losses(record: RunRecord) -> str:
         return section_of("Loss", chart(series, "loss by step", y="loss of the policy", height=240))
     if record.facts.get("objective", TOKENS) != TOKENS:
         # Of a preference or a divergence: no log-probability of a token, which guessing would give.
-        return section_of("Loss", key_of(series) + chart(series, "loss by step", y="loss", height=320))
+        return section_of("Loss", legend_of(series) + chart(series, "loss by step", y="loss", height=320))
     vocab = record.facts.get("vocab")
     level = (
         (math.log(vocab), f"guessing: ln {vocab:,} = {math.log(vocab):.2f}")
@@ -231,7 +245,7 @@ def _losses(record: RunRecord) -> str:
         else None
     )
     picture = chart(series, "loss by step", y="loss, nats per token", height=320, level=level)
-    return section_of("Loss", key_of(series) + picture)
+    return section_of("Loss", legend_of(series) + picture)
 
 
 def _bad(record: RunRecord) -> str:
@@ -239,14 +253,15 @@ def _bad(record: RunRecord) -> str:
     found = bad_steps(record.lines)
     if not found:
         return ""
-    rows = [tuple(map(text_of, row(one))) for one in found]
-    return section_of("Bad steps", f"<p>{text_of(told(found))}</p>" + table_of(("step", "batch", "found", "then"), rows, numeric=0))
+    rows = [tuple(map(html_text, row(one))) for one in found]
+    table = html_table(("step", "batch", "found", "then"), rows, numeric=0)
+    return section_of("Bad steps", f"<p>{html_text(faults_text(found))}</p>" + table)
 
 
 def _slow(record: RunRecord) -> str:
     """The processes that the others waited for."""
-    rows = [tuple(map(text_of, one)) for one in stragglers(record.lines)]
-    return section_of("Slow processes", table_of(("steps", "process", "what"), rows, numeric=0)) if rows else ""
+    rows = [tuple(map(html_text, one)) for one in stragglers(record.lines)]
+    return section_of("Slow processes", html_table(("steps", "process", "what"), rows, numeric=0)) if rows else ""
 
 
 def _rewards(record: RunRecord) -> str:
@@ -255,11 +270,11 @@ def _rewards(record: RunRecord) -> str:
     if not found:
         return ""
     series = [Series("reward", found, color=0), Series("held-out prompts, greedy", evals, is_dots=True, color=1)]
-    return section_of("Reward", key_of(series) + chart(series, "reward by step", y="mean reward", height=320))
+    return section_of("Reward", legend_of(series) + chart(series, "reward by step", y="mean reward", height=320))
 
 
 def _preferences(record: RunRecord) -> str:
-    """Of objectives that compare answers: how often the better one is found better, by how much, and what became of each."""
+    """Preference objectives: how often the chosen completion wins, by which margin, and the rewards of both."""
     drawn = (
         (("rewards/accuracy", "accuracy"), "accuracy", True), (("rewards/margin",), "margin", True),
         (("rewards/chosen", "rewards/rejected"), "reward", False), (("scores/right", "scores/wrong"), "score of a step", False),
@@ -274,7 +289,7 @@ def _preferences(record: RunRecord) -> str:
             series.append(Series(f"{name}, held out", numbers(record.lines, f"eval_{key}"), is_dots=True, color=len(series)))
         if any(one.points for one in series):
             picture = chart(series, f"{title} by step", y=title, width=420, height=240, zero=zero)
-            out += f"<div>{key_of(series)}{picture}</div>"
+            out += f"<div>{legend_of(series)}{picture}</div>"
     return section_of("Preferences", f'<div class="pair">{out}</div>') if out else ""
 
 
@@ -297,15 +312,15 @@ def _of_rollout(number: int, answers: Sequence[Mapping[str, Any]]) -> str:
     # Of distillation there are answers that nothing compares.
     rewarded = bool(names) or any(one["advantage"] for one in answers)
     scores = (lambda one: _scores(one, names)) if rewarded else lambda _: []
-    rows = [(_asked(one["prompt"]), text_of(conversation(one)[:ANSWER]), *scores(one)) for one in shown]
+    rows = [(_asked(one["prompt"]), html_text(conversation_text(one)[:ANSWER]), *scores(one)) for one in shown]
     head = ("prompt", "answer", *names, "advantage") if rewarded else ("prompt", "answer")
-    return f"<h3>rollout {number:,}</h3>{table_of(head, rows, numeric=2)}"
+    return f"<h3>rollout {number:,}</h3>{html_table(head, rows, numeric=2)}"
 
 
 def _asked(prompt: Any) -> str:
     """A prompt in a soft color: a text, or what the last message says."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
-    return f'<span class="prompt">{text_of(text[:ANSWER])}</span>'
+    return f'<span class="prompt">{html_text(text[:ANSWER])}</span>'
 
 
 def _scores(one: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -324,7 +339,7 @@ def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | Non
     return found
 
 
-def shown(value: float) -> str:
+def metric_text(value: float) -> str:
     """A metric: four decimals, or three digits where it is small and six where it is large."""
     return decimals(value) if abs(value) < 1000 else f"{value:,.6g}"
 
@@ -333,12 +348,13 @@ def _evaluations(record: RunRecord) -> str:
     rows = []
     for one in record.evaluations:
         for i, (metric, value, error) in enumerate(metrics_of(one.numbers)):
-            first = (text_of(one.task), "" if one.step is None else f"{one.step:,}") if i == 0 else ("", "")
+            first = (html_text(one.task), "" if one.step is None else f"{one.step:,}") if i == 0 else ("", "")
             n = one.numbers.get("n")
             many = f"{n:,}" if i == 0 and isinstance(n, int) else ""
-            rows.append((first[0], text_of(metric), first[1], shown(value), "" if error is None else f"± {shown(error)}", many))
+            spread = "" if error is None else f"± {metric_text(error)}"
+            rows.append((first[0], html_text(metric), first[1], metric_text(value), spread, many))
     head = ("task", "metric", "step", "value", "standard error", "rows")
-    return section_of("Evaluations", table_of(head, rows, numeric=2)) if rows else ""
+    return section_of("Evaluations", html_table(head, rows, numeric=2)) if rows else ""
 
 
 def _speed(record: RunRecord) -> str:
@@ -389,15 +405,15 @@ def _time(record: RunRecord) -> str:
     names = [*(c for c in CAUSES if c in spent), *(c for c in spent if c not in CAUSES)]
     parts = [(name, spent[name], _color(name)) for name in names]
     total = sum(spent.values())
-    rows = [(swatch_of(color) + text_of(name), f"{s:,.1f}", f"{s / total:.1%}") for name, s, color in parts]
+    rows = [(swatch_of(color) + html_text(name), f"{s:,.1f}", f"{s / total:.1%}") for name, s, color in parts]
     rows.append(("all", f"{total:,.1f}", ""))
     sessions = sum(isinstance(line.get("seconds"), Mapping) for line in record.lines)
     title = "Time by cause" + (f", {plural(sessions, 'session')}" if sessions > 1 else "")
     if life is None:
-        return section_of(title, bar(parts, "share of time by cause") + table_of(("cause", "seconds", "share"), rows, "few"))
+        return section_of(title, bar(parts, "share of time by cause") + html_table(("cause", "seconds", "share"), rows, "few"))
     title = "Time by cause" + (f", {plural(life.starts, 'start')}" if life.starts > 1 else "")
-    said = f"<p>{text_of(life.words())}</p>"
-    table = table_of(("cause", "seconds", "share"), rows, "few")
+    said = f"<p>{html_text(life.words())}</p>"
+    table = html_table(("cause", "seconds", "share"), rows, "few")
     return section_of(title, bar(parts, "share of time by cause") + said + table + _by_process(life))
 
 
@@ -411,7 +427,7 @@ def _by_process(life: Account) -> str:
         return ""
     found = [cause for cause in (*CAUSES, WAITING, LOST, DOWN) if any(s.get(cause) for s in life.by_process.values())]
     rows = [(str(process), *(f"{s.get(c, 0.0):,.1f}" for c in found)) for process, s in life.by_process.items()]
-    return f"<h3>by process, seconds</h3>{table_of(('process', *found), rows)}"
+    return f"<h3>by process, seconds</h3>{html_table(('process', *found), rows)}"
 
 
 def _samples(record: RunRecord) -> str:
@@ -431,8 +447,8 @@ def _samples(record: RunRecord) -> str:
 
 def _sample(step: int, prompt: str, text: str) -> str:
     """A sample: the prompt in a soft color, the completion in the text color."""
-    asked = f'<span class="prompt">{text_of(prompt)}</span>' if prompt else ""
-    return f"<h3>step {step:,}</h3><pre>{asked}{text_of(text.rstrip())}</pre>"
+    asked = f'<span class="prompt">{html_text(prompt)}</span>' if prompt else ""
+    return f"<h3>step {step:,}</h3><pre>{asked}{html_text(text.rstrip())}</pre>"
 
 
 def _checkpoints(record: RunRecord) -> str:
@@ -445,27 +461,27 @@ def _checkpoints(record: RunRecord) -> str:
         (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else decimals(sign * c.eval_loss))
         for c in record.checkpoints
     ]
-    return section_of("Checkpoints kept", table_of(("step", "size", name), rows, "few", numeric=0))
+    return section_of("Checkpoints kept", html_table(("step", "size", name), rows, "few", numeric=0))
 
 
 def _settings(record: RunRecord) -> str:
     if not record.settings:
         return ""
     head = ("setting", "value", "set by")
-    rows = [(f"<code>{text_of(k)}</code>", f"<code>{text_of(v)}</code>", text_of(who)) for k, v, who in record.settings]
+    rows = [(f"<code>{html_text(k)}</code>", f"<code>{html_text(v)}</code>", html_text(who)) for k, v, who in record.settings]
     chosen = [row for row, (_, _, who) in zip(rows, record.settings) if who != DEFAULT]
     chosen.sort(key=lambda row: row[2] not in TYPED)
     left = [row for row, (_, _, who) in zip(rows, record.settings) if who == DEFAULT]
-    out = table_of(head, chosen, numeric=3) if chosen else ""
+    out = html_table(head, chosen, numeric=3) if chosen else ""
     if left:
-        table = table_of(head, left, numeric=3)
+        table = html_table(head, left, numeric=3)
         out += f"<details><summary>{len(left)} left at their defaults</summary>{table}</details>"
     return section_of("Settings", out)
 
 
 def _environment(record: RunRecord) -> str:
-    rows = [(text_of(name), text_of(value)) for name, value in record.environment.items()]
-    return section_of("Environment", table_of(("", ""), rows, "few", numeric=2)) if rows else ""
+    rows = [(html_text(name), html_text(value)) for name, value in record.environment.items()]
+    return section_of("Environment", html_table(("", ""), rows, "few", numeric=2)) if rows else ""
 
 
 def _command(record: RunRecord) -> str:

@@ -37,7 +37,7 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
     """
     low_x, high_x = points[0][0], max([points[-1][0], *(x for x, _ in marks)])
     line = binned(points, 2 * width, low_x, high_x, log_x)
-    low_y, high_y = spread([y for _, y in line] + [y for _, y in marks])
+    low_y, high_y = value_range([y for _, y in line] + [y for _, y in marks])
     grid = [[0] * width for _ in range(height)]
 
     def dot(column: int, row: int) -> None:
@@ -55,10 +55,10 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
     for x, y in marks:
         rows[row_of(y) // 4][column_of(x, width, low_x, high_x, log_x)] = MARK
     finer = (ticks(low_y, high_y, about) for about in (max(2, height // 2), height, 2 * height))
-    labeled = {row_of(y) // 4: short(y) for y in next((found for found in finer if len(found) > 1), [])}
+    labeled = {row_of(y) // 4: short_number(y) for y in next((found for found in finer if len(found) > 1), [])}
     label_width = max(map(len, labeled.values()), default=0)
     labels = [f"{labeled.get(i, ''):>{label_width}} {'┤' if i in labeled else '│'}" for i in range(height)]
-    at = {column_of(x, width, low_x, high_x, log_x): short(x) for x in _x_ticks(low_x, high_x, width, log_x)}
+    at = {column_of(x, width, low_x, high_x, log_x): short_number(x) for x in _x_ticks(low_x, high_x, width, log_x)}
     axis = " " * label_width + " └" + "".join("┬" if i in at else "─" for i in range(width))
     return Plot(labels, ["".join(row) for row in rows], axis, " " * (label_width + 2) + _placed(at, width))
 
@@ -85,7 +85,7 @@ def halved(points: Sequence[Point]) -> list[Point]:
     return pairs + list(points[len(pairs) * 2 :])
 
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
+def value_range(values: Sequence[float]) -> tuple[float, float]:
     """The smallest and the largest value, moved apart a little if they are equal."""
     low, high = min(values), max(values)
     if high > low:
@@ -115,7 +115,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     return found or [low]
 
 
-def short(x: float) -> str:
+def short_number(x: float) -> str:
     """A number in few characters: 12k, 1.5M, 0.25, 3e-04."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(x) >= size:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from argosy.core.counts import plural
-from argosy.observe.readable import counted, decimals, flops, harmless, lasted, one_line, sized
+from argosy.observe.readable import count_text, decimals, flops_text, harmless, lasted, one_line, sized
 from argosy.observe.terminal import curve
 
 # Points of the curve; beyond that, neighbors are averaged.
@@ -74,7 +74,7 @@ class Picture:
     def line(self) -> str:
         """The last step in one line."""
         left = f"  {lasted(self.left_s)} left" if self.left_s else ""
-        words = "  ".join(filter(None, (stepped(self.numbers), preferred(self.numbers))))
+        words = "  ".join(filter(None, (stepped(self.numbers), preference_text(self.numbers))))
         return f"{self.place(self.now)}  {words}{left}"
 
     # ---------------------------------------------------------------- the live picture
@@ -114,7 +114,7 @@ class Picture:
     def _number_lines(self) -> list[str]:
         if not self.numbers:
             return [f"no step logged yet, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
-        lines = [stepped(self.numbers), *filter(None, [preferred(self.numbers)])]
+        lines = [stepped(self.numbers), *filter(None, [preference_text(self.numbers)])]
         if self.evals:
             step = max(list(self.evals))
             lines.append(f"{curve.MARK} {evaluated(self.evals[step])} at step {step}")
@@ -184,9 +184,9 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
     if steps:
         short["steps"] = f"{steps:,}" + (f" x {plural(tokens, 'token')}" if tokens else "")
     if work:
-        short["compute"] = f"{flops(work)} a step"
+        short["compute"] = f"{flops_text(work)} a step"
     if steps and tokens:
-        short["total"] = f"{counted(tokens * steps)} tokens" + (f", {flops(work * steps)}" if work else "")
+        short["total"] = f"{count_text(tokens * steps)} tokens" + (f", {flops_text(work * steps)}" if work else "")
     short |= {name: str(value) for name, value in facts.items()}
     cells = [f"{name:<12}{value}" for name, value in short.items()]
     pairs = [f"{left:<40}{right}".rstrip() for left, right in zip(cells[::2], [*cells[1::2], ""])]
@@ -233,7 +233,7 @@ def stepped(numbers: Mapping[str, float]) -> str:
     return "  ".join(words)
 
 
-def preferred(numbers: Mapping[str, float], before: str = "") -> str:
+def preference_text(numbers: Mapping[str, float], before: str = "") -> str:
     """The numbers of a step that compares answers, as text: `accuracy 75.0%  margin 0.12 (chosen 0.1, rejected -0.02)`. Empty for
     other steps. before: what the names begin with, `eval_` of evaluations."""
     found = {name: numbers[before + name] for name in PREFERENCES if before + name in numbers}
@@ -256,7 +256,7 @@ def evaluated(numbers: Mapping[str, float]) -> str:
         words.append(f"perplexity {numbers['eval_perplexity']:.4g}")
     if "eval_bits_per_byte" in numbers:
         words.append(f"{numbers['eval_bits_per_byte']:.3f} bits/byte")
-    words += filter(None, [preferred(numbers, "eval_")])
+    words += filter(None, [preference_text(numbers, "eval_")])
     return "  ".join(words)
 
 

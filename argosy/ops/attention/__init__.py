@@ -1,8 +1,8 @@
 """Softmax attention: which keys a query sees, how scores are computed, and several implementations of the same function.
 
-`reference` is the specification: dense, any score. `blocked` is for CPUs: causal rows in blocks that only read their prefix, with
-its own backward pass. `splash` is for TPUs, `cudnn` for NVIDIA GPUs: kernels that keep scores out of memory. All are implementations
-of the op `ATTENTION`, which takes the first of its platform that can do what is asked, otherwise the reference.
+`attention_reference` is the specification: dense, any score. `blocked` is for CPUs: causal rows in blocks that only read their prefix,
+with its own backward pass. `splash` is for TPUs, `cudnn` for NVIDIA GPUs: kernels that keep scores out of memory. All are
+implementations of the op `ATTENTION`, which takes the first of its platform that can do what is asked, otherwise the reference.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,10 @@ KEPT_PRIMITIVES = ("dot_product_attention_fwd_wrapper",)
 class Score:
     """How a query and a key make a score. It is part of the layer; an implementation that cannot compute it refuses.
 
-    window: a query sees itself and the window-1 tokens before it. chunked: of these, only those in its own chunk; sequences are
-    cut every `window` tokens (Llama 4). cap: scores become cap * tanh(score / cap). sinks: one more logit per head, which takes
-    part in the softmax and has no value (gpt-oss).
+    window: a query sees itself and the window-1 tokens before it.
+    chunked: of these, only those in its own chunk; sequences are cut every `window` tokens (Llama 4).
+    cap: scores become cap * tanh(score / cap).
+    sinks: one more logit per head, which takes part in the softmax and has no value (gpt-oss).
     """
 
     scale: float
@@ -47,7 +48,8 @@ class Score:
 class See:
     """Which keys a query sees: those of its own segment and, if causal, none after it.
 
-    aligned: queries and keys are the same tokens in the same order, at positions 0..T-1. picked: of those keys, only these.
+    aligned: queries and keys are the same tokens in the same order, at positions 0..T-1.
+    picked: of those keys, only these.
     q_prefix: a segment that the query sees as well as its own, 0: none.
     """
 
@@ -103,7 +105,7 @@ def attention(
     return ATTENTION.choose(q, k, v, see, score, lse, implementation=implementation).run(q, k, v, see, score, lse=lse)
 
 
-def reference(
+def attention_reference(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K U"],
@@ -145,7 +147,7 @@ def merged(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]
 ATTENTION = Op(
     "attention", "attention", prefer={"cpu": ("blocked",), "tpu": ("splash",), "gpu": ("cudnn",)}, always=("ring",)
 )
-ATTENTION.add("reference", Implementation(reference))
+ATTENTION.add("reference", Implementation(attention_reference))
 ATTENTION.add("blocked", "argosy.ops.attention.blocked:BLOCKED")
 ATTENTION.add("splash", "argosy.ops.attention.splash:SPLASH")
 ATTENTION.add("cudnn", "argosy.ops.attention.cudnn:CUDNN")

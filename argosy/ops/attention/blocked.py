@@ -58,7 +58,7 @@ class _Block:
         return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
 
 
-def blocks(T: int, window: int | None) -> list[_Block]:
+def query_blocks(T: int, window: int | None) -> list[_Block]:
     size = max(BLOCK, -(-T // MOST_BLOCKS))
     starts = range(0, T, size)
     return [_Block(a, min(a + size, T), 0 if window is None else max(0, a - window + 1)) for a in starts]
@@ -106,7 +106,7 @@ def _forward(q: Array, k: Array, v: Array, segments: Segments, scale: float, win
     T, N, K = q.shape[1], q.shape[2], k.shape[2]
     kt, vt = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     outs, kept = [], []
-    for block in blocks(T, window):
+    for block in query_blocks(T, window):
         rows = _rows(q * scale, K, block)
         keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
         s = _dot(rows, keys, (3, 3))
@@ -125,7 +125,7 @@ def _backward(scale: float, window: int | None, kept: Any, g: Array) -> Any:
     T, N = g.shape[1:3]
     K = kt.shape[1]
     dq, dk, dv = [], [], []
-    for block, (rows, p, z, out) in zip(blocks(T, window), saved):
+    for block, (rows, p, z, out) in zip(query_blocks(T, window), saved):
         keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
         go = (wide(_rows(g, K, block)) * z).astype(g.dtype)
         inner = jnp.sum(wide(go) * wide(out), -1, keepdims=True)

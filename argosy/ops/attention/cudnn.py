@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from argosy.ops.attention import Score, See, of_segments
-from argosy.ops.attention.split import cannot_split, split
+from argosy.ops.attention.split import cannot_split, split_over_mesh
 from argosy.ops.op import Implementation
 from argosy.parallel.scope import platform
 
@@ -47,7 +47,7 @@ def cudnn(
     segments: Any = see.q_segment
     if see.q_prefix is not None:
         segments = jnp.stack([segments, see.q_prefix], -1)
-    return split(call, q, k, v, segments, None)
+    return split_over_mesh(call, q, k, v, segments, None)
 
 
 def _call(
@@ -90,16 +90,16 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
         return "needs JAX's plugin for CUDA, which is not installed"
     if (found := _capability()) is not None and found < LEAST:
         return f"a kernel for compute capability {LEAST} (Ampere) and later; this GPU has {found}"
-    return cannot(q, k, v, see, score, lse)
+    return cudnn_refusal(q, k, v, see, score, lse)
 
 
 def _capability() -> float | None:
-    """That of the first device here; None if it is no GPU, when programs are compiled for described ones."""
+    """The compute capability of the first device; None if it is no GPU, when programs are compiled for described ones."""
     found = getattr(jax.devices()[0], "compute_capability", None)
     return None if found is None else float(found)
 
 
-def cannot(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
+def cudnn_refusal(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
     """Why the kernel cannot compute this on an NVIDIA GPU; None if it can."""
     if not see.aligned or see.picked is not None:
         return "only a pass over whole sequences, in which queries do not choose their keys"

@@ -34,7 +34,11 @@ QUERIES = 512
 
 
 class RingCall(NamedTuple):
-    """What is fixed of a call. n: devices of the ring. causal, window, scale, cap: as in `Score` and `See`."""
+    """The constants of a call.
+
+    n: devices of the ring.
+    causal, window, scale, cap: as in `Score` and `See`.
+    """
 
     n: int
     causal: bool
@@ -174,7 +178,7 @@ def _laid(rule: RingCall, mine: RingQueries, k: Array, v: Array) -> tuple[RingQu
 
 
 def _routes(n: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Of the first and of the second halves: from which device to which."""
+    """The (source, target) devices of the first halves, and of the second halves."""
     to = lambda piece: piece if piece < n else 2 * n - 1 - piece  # noqa: E731
     return [(i, to(2 * i)) for i in range(n)], [(i, to(2 * i + 1)) for i in range(n)]
 
@@ -251,7 +255,7 @@ def _merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def _round_again(rule: RingCall, mine: RingQueries, keys: Keys) -> tuple[Array, Array, Array]:
-    """The gradients of queries, keys and values. Those of keys and values travel with them, and make the whole round."""
+    """The gradients of queries, keys and values. The gradients of keys and values travel with them, the whole way round."""
     half = mine.q.shape[1] // 2
     low, high = slice(0, half), slice(half, None)
     dq, dk, dv = _gradients(rule, mine, keys)

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 
 from argosy.core.errors import Unsupported
 from argosy.ops.attention import KEPT, Score, See
-from argosy.ops.attention.splash_blocks import block_of, sizes_of
-from argosy.ops.attention.split import cannot_split, split
+from argosy.ops.attention.splash_blocks import block_of, block_sizes
+from argosy.ops.attention.split import cannot_split, split_over_mesh
 from argosy.ops.op import Implementation
 from argosy.ops.precision import wide
 from argosy.parallel.scope import device_kind, platform
@@ -52,7 +52,7 @@ def splash(
     if lse:
         q, k, v = map(_without_gradient, (q, k, v))
     call = partial(_call, score=score, causal=see.causal, lse=lse, interpret=interpret)
-    return split(call, q, k, v, see.q_segment, score.sinks, lse=lse)
+    return split_over_mesh(call, q, k, v, see.q_segment, score.sinks, lse=lse)
 
 
 @jax.custom_jvp
@@ -82,7 +82,7 @@ def _call(
     kind = kernels.FullMask if side is None and not causal else partial(_band(), window_size=(side, 0 if causal else side), offset=0)
     kernel: Any = kernels.make_splash_mha(
         kernels.MultiHeadMask([kind((length, length))] * N),
-        block_sizes=kernels.BlockSizes(**sizes_of(block)),
+        block_sizes=kernels.BlockSizes(**block_sizes(block)),
         attn_logits_soft_cap=score.cap,
         head_shards=1,
         q_seq_shards=1,
@@ -132,10 +132,10 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
         return f"a kernel for TPUs; this program is for {platform()}"
     if device_kind() in OLD:
         return f"a kernel for TPU v4 and later; this program is for a {device_kind()}"
-    return cannot(q, k, v, see, score, lse)
+    return splash_refusal(q, k, v, see, score, lse)
 
 
-def cannot(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
+def splash_refusal(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
     """Why the kernels cannot compute this on a TPU; None if they can."""
     if not see.aligned or see.picked is not None:
         return "only a pass over whole sequences, in which queries do not choose their keys"

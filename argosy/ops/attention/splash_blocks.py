@@ -47,7 +47,7 @@ def computed(n: int, side: int, window: int | None, causal: bool) -> int:
     return n + below * (1 if causal else 2)
 
 
-def sizes_of(side: int) -> dict[str, Any]:
+def block_sizes(side: int) -> dict[str, Any]:
     """The arguments of JAX's `BlockSizes`."""
     blocks: dict[str, Any] = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), side)
     return blocks | dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), min(side, AT_ONCE))

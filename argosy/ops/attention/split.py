@@ -19,7 +19,7 @@ from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, on_sever
 Kernel = Callable[[Array, Array, Array, Array | None, Array | None], Any]
 
 
-def split(
+def split_over_mesh(
     kernel: Kernel,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

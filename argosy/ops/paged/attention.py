@@ -1,6 +1,6 @@
 """Attention over pages: each row's keys and values are scattered over a pool (Kwon et al. 2023, arXiv:2309.06180).
 
-`reference` gathers the pages and then attends; it is the specification. Kernels that read pages in place register beside it.
+`paged_reference` gathers the pages and then attends; it is the specification. Kernels that read pages in place register beside it.
 
 Pools come in two layouts: one of keys [pages page K H] and one of values [pages page K U], or a joined one [pages page 2K H] in
 which each key head is followed by its value head. TPU kernels read the joined one.
@@ -45,7 +45,7 @@ def paged_attention(
     return PAGED_ATTENTION.choose(q, pools, table, lengths, score, lse).run(q, pools, table, lengths, at, score, lse=lse)
 
 
-def reference(
+def paged_reference(
     q: Array,
     pools: Pools,
     table: Int[Array, "B P"],
@@ -56,23 +56,23 @@ def reference(
     lse: bool = False,
 ) -> Any:
     """Gathers the pages of each row, then computes plain attention."""
-    keys, values = apart(gathered(pool, table, lengths).astype(q.dtype) for pool in pools)
+    keys, values = keys_and_values(gather_pages(pool, table, lengths).astype(q.dtype) for pool in pools)
     k_at = token_positions(table, lengths, *pools[0].shape[:2])
     return attention(q, keys, values, See(at, k_at), score, lse=lse)
 
 
-def joined(keys: Float[Array, "*B K H"], values: Float[Array, "*B K H"]) -> Float[Array, "*B 2*K H"]:
+def join_heads(keys: Float[Array, "*B K H"], values: Float[Array, "*B K H"]) -> Float[Array, "*B 2*K H"]:
     """Keys and values as a joined pool holds them."""
     return jnp.stack([keys, values], -2).reshape(*keys.shape[:-2], -1, keys.shape[-1])
 
 
-def apart(pools: Iterable[Array]) -> tuple[Array, Array]:
+def keys_and_values(pools: Iterable[Array]) -> tuple[Array, Array]:
     """Keys and values of pools in either layout, or of what was gathered from them."""
     first, *rest = pools
     return (first, rest[0]) if rest else (first[..., 0::2, :], first[..., 1::2, :])
 
 
-def gathered(pool: Float[Array, "pages page *rest"] | Narrow, table: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Array:
+def gather_pages(pool: Float[Array, "pages page *rest"] | Narrow, table: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Array:
     """The tokens of each row in order, [B P*page *rest]; of a quantized pool in float32. Other entries are zero: a recycled page may
     contain NaN, and zero times NaN is NaN."""
     pages, page = pool.shape[:2]
@@ -89,14 +89,14 @@ def token_positions(table: Int[Array, "B P"], lengths: Int[Array, "B"], pages: i
     return jnp.where(valid & (at < lengths[:, None]), at, NOWHERE)
 
 
-# What to try first on each platform. `blocked` reads only the pages in use, and is `reference` for tables of one block; `rows` does
-# so for decoding rows, faster on a CPU; `native` is faster still, where its library is loaded (`ops.native.library`).
+# What to try first on each platform. `blocked` reads only the pages in use, and is `paged_reference` for tables of one block; `rows`
+# does so for decoding rows, faster on a CPU; `native` is faster still, where its library is loaded (`ops.native.library`).
 PAGED_ATTENTION = Op(
     "paged_attention",
     "paged attention",
     prefer={"cpu": ("native", "rows", "blocked"), "gpu": ("triton", "blocked"), "tpu": ("ragged", "blocked")},
 )
-PAGED_ATTENTION.add("reference", Implementation(reference))
+PAGED_ATTENTION.add("reference", Implementation(paged_reference))
 PAGED_ATTENTION.add("blocked", "argosy.ops.paged.blocked:BLOCKED")
 PAGED_ATTENTION.add("rows", "argosy.ops.paged.rows:ROWS")
 PAGED_ATTENTION.add("native", "argosy.ops.native.paged:NATIVE")

@@ -1,8 +1,8 @@
 """Paged attention in a loop over blocks of pages, which ends with the longest row.
 
 Its cost depends on the number of tokens in the rows, not on the width of the table, and one program serves every length. The
-blocks' results are merged by their log-sum-exp. Blocks before the window of every row are skipped. Of a quantized pool one block at a
-time is widened. Forward only: JAX does not differentiate a loop whose length is not known when it is traced.
+blocks' results are merged by their log-sum-exp. Blocks before the window of every row are skipped. A quantized pool is widened one
+block at a time. Forward only: JAX does not differentiate a loop whose length is not known when it is traced.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,11 +34,11 @@ def blocked(
 ) -> tuple[Array, Array] | Array:
     """As `paged_attention`."""
     if fits_one_block(table, pools[0].shape[1]):
-        return paged.reference(q, pools, table, lengths, at, score, lse=lse)
+        return paged.paged_reference(q, pools, table, lengths, at, score, lse=lse)
     plain = replace(score, sinks=None)
 
-    def met(held: dict[str, Array], see: See) -> tuple[Array, Array]:
-        keys, values = paged.apart(held[name].astype(q.dtype) for name in sorted(held))
+    def met(entries: dict[str, Array], see: See) -> tuple[Array, Array]:
+        keys, values = paged.keys_and_values(entries[name].astype(q.dtype) for name in sorted(entries))
         return attention(q, keys, values, see, plain, lse=True)
 
     y, total = over_blocks(met, {str(i): pool for i, pool in enumerate(pools)}, table, lengths, at, score)
@@ -75,7 +75,7 @@ def over_blocks(
         left = lengths - i * size
         k_at = paged.token_positions(mine, left, pages, page)
         k_at = jnp.where(k_at < NOWHERE, k_at + i * size, NOWHERE)
-        y, own = met({name: paged.gathered(pool, mine, left) for name, pool in pools.items()}, See(at, k_at))
+        y, own = met({name: paged.gather_pages(pool, mine, left) for name, pool in pools.items()}, See(at, k_at))
         return wide(y), own
 
     shapes = jax.eval_shape(lambda: block(0))

@@ -96,7 +96,7 @@ def _blocks(pool: Array, tokens: int, pages: int) -> dict[str, int]:
     return {"num_kv_pages_per_block": max(1, min(pages, BUFFERS // (2 * one))), "num_queries_per_block": min(tokens, 32)}
 
 
-def cannot_hold(heads: int, size: int, dtype: Any) -> str | None:
+def ragged_refusal(heads: int, size: int, dtype: Any) -> str | None:
     """Why the kernel cannot read a joined pool of so many key heads of this size; None if it can."""
     if size % 128:
         return f"heads of {size}, not a multiple of 128"
@@ -109,7 +109,7 @@ def cannot_hold(heads: int, size: int, dtype: Any) -> str | None:
 
 def reads_joined(heads: int, size: int, dtype: Any) -> bool:
     """Whether layers on this platform should keep keys and values of these heads in joined pools."""
-    return (PAGED_ATTENTION.requested or PAGED_ATTENTION.preferred[0]) == "ragged" and cannot_hold(heads, size, dtype) is None
+    return (PAGED_ATTENTION.requested or PAGED_ATTENTION.preferred[0]) == "ragged" and ragged_refusal(heads, size, dtype) is None
 
 
 def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, lse: bool) -> str | None:
@@ -128,7 +128,7 @@ def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, l
         return "needs key heads that the devices share"
     if score.sinks is not None or score.chunked:
         return "has neither sinks nor chunks"
-    return cannot_hold(pool.shape[2] // 2 // _shares(pool), q.shape[-1], pool.dtype)
+    return ragged_refusal(pool.shape[2] // 2 // _shares(pool), q.shape[-1], pool.dtype)
 
 
 def _shares(pool: Array) -> int:

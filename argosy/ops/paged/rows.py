@@ -35,18 +35,18 @@ def by_rows(
 ) -> tuple[Array, Array] | Array:
     """As `paged_attention`, of one query a row."""
 
-    def some(given: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, table, lengths, at = given
+    def some(rows: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, table, lengths, at = rows
 
-        def met(held: dict[str, Array], see: See) -> tuple[Array, Array]:
-            keys, values = paged.apart(held[name].astype(q.dtype) for name in sorted(held))
+        def met(entries: dict[str, Array], see: See) -> tuple[Array, Array]:
+            keys, values = paged.keys_and_values(entries[name].astype(q.dtype) for name in sorted(entries))
             return as_one_product(q, keys, values, see, score)
 
         named = {str(i): pool for i, pool in enumerate(pools)}
         if not fits_one_block(table, pools[0].shape[1]):
             return over_blocks(met, named, table, lengths, at, score)
         see = See(at, paged.token_positions(table, lengths, *pools[0].shape[:2]))
-        y, total = met({name: paged.gathered(pool, table, lengths) for name, pool in named.items()}, see)
+        y, total = met({name: paged.gather_pages(pool, table, lengths) for name, pool in named.items()}, see)
         return with_sinks(wide(y), total, score)
 
     B, given, each = len(q), (q, table, lengths, at), rows_together(pools, table)

@@ -162,10 +162,10 @@ def _is_power(n: int) -> bool:
 def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, lse: bool) -> str | None:
     if platform() != "gpu":
         return "is for NVIDIA GPUs"
-    return cannot(q, pools, score)
+    return triton_refusal(q, pools, score)
 
 
-def cannot(q: Array, pools: Pools, score: Score) -> str | None:
+def triton_refusal(q: Array, pools: Pools, score: Score) -> str | None:
     """Why the kernel cannot compute this; None if it can."""
     if score.chunked:
         return "has no windows that are chunks"

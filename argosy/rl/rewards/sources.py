@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import BadInput, Unsupported, UserError, nearest, refuse
+from argosy.core.errors import BadInput, Unsupported, UserError, nearest, raise_mistakes
 from argosy.core.registry import Registry
 from argosy.rl.rewards.settings import RewardSettings
 from argosy.rl.sandbox import available
@@ -118,7 +118,7 @@ def check_functions(sources: Sequence[dict[str, Any]], about: Sequence[dict[str,
             mistakes.append(_not_usable(source, known["wrong"]))
         elif wrong := lacking(source["of"], known, columns):
             mistakes.append(wrong)
-    refuse(mistakes)
+    raise_mistakes(mistakes)
 
 
 def _not_usable(source: dict[str, Any], wrong: dict[str, Any]) -> UserError:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from argosy.core.errors import BadInput, UserError, refuse
+from argosy.core.errors import BadInput, UserError, raise_mistakes
 from argosy.data.rows.prompts import Prompt
 from argosy.rl.rollouts.packing import PartShape
 from argosy.rl.rollouts.records import PromptsExhausted
@@ -71,4 +71,4 @@ def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None
     if most is not None and most < asked:
         what = f"data.epochs: {most} prompts are fewer than the {asked} of a rollout"
         mistakes.append(BadInput(what, hint="raise data.epochs, or lower data.batch"))
-    refuse(mistakes)
+    raise_mistakes(mistakes)

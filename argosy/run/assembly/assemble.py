@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from argosy.core.errors import mistakes_of, refuse
+from argosy.core.errors import mistakes_of, raise_mistakes
 from argosy.rl.policy.critic import PREFIX
 from argosy.run.assembly import diloco as replicas
 from argosy.run.assembly.assembly import Assembly, scheduled_steps
@@ -28,9 +28,9 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     Raises:
         UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
     """
-    refuse(list(violated(Situation(run, jax.process_count(), backend()))))
+    raise_mistakes(list(violated(Situation(run, jax.process_count(), backend()))))
     checked: dict[str, Any] = {}
-    refuse(
+    raise_mistakes(
         mistakes_of(
             lambda: check_implementations(run.execution),
             lambda: checked.update(mesh=mesh_of(run)),

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from argosy.data.batch import Batches
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.models.parts.stack import layer_addresses
-from argosy.models.parts.weight import count, fill
+from argosy.models.parts.weight import fill, parameter_count
 from argosy.ops.op import implementations
 from argosy.parallel.place import batch_sharding, on_devices, place_batch
 from argosy.parallel.scope import scope
@@ -219,8 +219,8 @@ class Assembly:
     def parameters(self) -> int:
         """The parameters of the model and of its adapters; those of a quantized base count as before."""
         if self.adapters.base:
-            return self.run.model.parameters() + count(self._factors)
-        return count(self.shapes.params) + count(self.shapes.rest)
+            return self.run.model.parameters() + parameter_count(self._factors)
+        return parameter_count(self.shapes.params) + parameter_count(self.shapes.rest)
 
     @property
     def flops_per_step(self) -> int:
@@ -232,7 +232,7 @@ class Assembly:
         weights = model.flops(tokens) - model.mixing_flops(tokens)
         meanings = meanings_of(self.model)
         whole = sum(math.prod(self.shapes.params[a].shape) for a in self.adapters.retrained if meanings[a][0].inner)
-        row = model.training_flops(tokens) - weights + tokens * (6 * count(self._factors) + 2 * whole)
+        row = model.training_flops(tokens) - weights + tokens * (6 * parameter_count(self._factors) + 2 * whole)
         return self.run.data.batch * row
 
     @property

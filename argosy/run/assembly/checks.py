@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput, mistakes_of, refuse
+from argosy.core.errors import BadInput, mistakes_of, raise_mistakes
 from argosy.core.settings import Choice
 from argosy.data import pipeline
 from argosy.data.sources import RowSource
@@ -27,7 +27,7 @@ def check_implementations(execution: Any) -> None:
         UserError: one does not.
     """
     named = ((ATTENTION, execution.attention), (GROUPED_MATMUL, execution.experts), (MATMUL, execution.products))
-    refuse(mistakes_of(*(partial(registry.__getitem__, name) for registry, name in named if name is not None)))
+    raise_mistakes(mistakes_of(*(partial(registry.__getitem__, name) for registry, name in named if name is not None)))
 
 
 def mesh_of(run: Run) -> Mesh:

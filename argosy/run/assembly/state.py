@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from argosy.core.errors import BadInput
 from argosy.models.parts.weight import abstract, logical
-from argosy.parallel.gather import Once
+from argosy.parallel.gather import GatherOnce
 from argosy.parallel.place import like_weights
 from argosy.parallel.rules import shardings
 from argosy.rl.policy.critic import PREFIX
@@ -62,7 +62,7 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
     places = like_weights(state, weights, shapes, mesh)
     if offloads:
         places = _offloaded(run, model, state, places)
-    if run.execution.gather == "once" and not Once(weights).gathers:
+    if run.execution.gather == "once" and not GatherOnce(weights).gathers:
         what = "no weight is split over mesh.fsdp, so there is nothing to gather once"
         raise BadInput(what, where="set by execution.gather")
     if run.diloco.every:

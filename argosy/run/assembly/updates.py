@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from argosy.parallel.gather import Once
+from argosy.parallel.gather import GatherOnce
 from argosy.run.assembly.assembly import Assembly
 from argosy.run.frozen.role import Role
 from argosy.train import diloco
@@ -39,7 +39,7 @@ class BatchUpdates:
             precision=a.decided.precision,
             accumulate=run.accumulate,
             roles=_graphs(a),
-            once=Once(a.places.params | a.places.rest) if run.execution.gather == "once" else None,
+            once=GatherOnce(a.places.params | a.places.rest) if run.execution.gather == "once" else None,
             stays=stays if run.execution.offload != "none" else None,
         )
         step = guarded(diloco.alone(step), run.guard) if run.diloco.every else guarded(step, run.guard)

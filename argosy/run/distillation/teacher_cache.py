@@ -25,7 +25,7 @@ from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.weight import Leaves
 from argosy.observe.readable import sized
 from argosy.ops.cross_entropy import by_chunks
-from argosy.ops.divergence import Top, over, top
+from argosy.ops.divergence import Top, resize_vocab, top
 from argosy.parallel.place import batch_sharding
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.frozen.visits import passes, visited
@@ -120,7 +120,7 @@ def _compiled(assembly: Any, leaves: Leaves, rows: int) -> Any:
         x, _, _ = model.hidden(batch["tokens"], Packed(batch["segments"]))
 
         def of(x: Any) -> Top:
-            return top(over(model.unembed(x), vocab), how.top, how.temperature)
+            return top(resize_vocab(model.unembed(x), vocab), how.top, how.temperature)
 
         if not in_chunks(how, {"teacher": model}, batch["tokens"].size):
             return of(x)

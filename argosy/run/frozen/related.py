@@ -21,7 +21,7 @@ def layers_told(config: Any) -> list[LayerArrays]:
 
     def told(weights: Any, tokens: Any) -> list[LayerArrays]:
         model = merge(graph, weights)
-        return model.layers.told(model.hidden(tokens, WatchedAttend(Packed(jnp.ones_like(tokens)), heads=True))[2])[0]
+        return model.layers.layer_aux(model.hidden(tokens, WatchedAttend(Packed(jnp.ones_like(tokens)), heads=True))[2])[0]
 
     return jax.eval_shape(told, abstract(model), jax.ShapeDtypeStruct((1, 1), jnp.int32))
 

@@ -43,7 +43,7 @@ class Evaluation:
         if is_stopping(now, self.steps):
             return
         if self._program is None:
-            program = processes.together("evaluation compiled", partial(compile_evaluation, self.assembly))
+            program = processes.run_together("evaluation compiled", partial(compile_evaluation, self.assembly))
             self._program = self.assembly.with_frozen(program)
         numbers = self.evaluate(now.state, (lambda: False) if now.last else self.interrupted)
         if numbers is None:

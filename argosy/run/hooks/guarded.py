@@ -37,7 +37,7 @@ class Guarded:
         self.went_back = went_back
         self.training, self.saver, self.metrics, self.how = training, saver, metrics, training.settings.guard
         self.directory, self.view = training.directory, training.view
-        self.rolled: list[dict[str, Any]] = processes.told("rollbacks", self.directory.rollbacks)
+        self.rolled: list[dict[str, Any]] = processes.broadcast("rollbacks", self.directory.rollbacks)
         saver.rollbacks = self.rolled
         self.batches = Numbered(training.assembly.batches, [(one["first"], one["last"]) for one in self.rolled])
         a = training.assembly
@@ -65,7 +65,8 @@ class Guarded:
             self.state, metrics = self.replay(update, state, batch, self.batches.steps)
             return self.state, metrics
 
-        if "rollback" in self.how.actions and not processes.told("any checkpoint", lambda: bool(self.directory.checkpoints.steps())):
+        saved = lambda: bool(self.directory.checkpoints.steps())  # noqa: E731
+        if "rollback" in self.how.actions and not processes.broadcast("any checkpoint", saved):
             # There must be something to go back to.
             with self.training.clock("checkpoint"):
                 self.saver(Now(int(state.step), state, self.batches, False))
@@ -94,7 +95,7 @@ class Guarded:
             try:
                 self.check(step, sums)
             except Corrupted as error:
-                processes.together("corrupted", lambda error=error: raised(error))
+                processes.run_together("corrupted", lambda error=error: raised(error))
         return self._watch(step, left)
 
     def skipped(self, bad: Bad) -> None:
@@ -109,7 +110,7 @@ class Guarded:
         Raises:
             Diverged: there is none.
         """
-        seen = processes.collected("bad step", [bad.step, bad.kind])
+        seen = processes.all_gather("bad step", [bad.step, bad.kind])
         if any(one != seen[0] for one in seen):
             raise ArgosyError(f"processes disagree on which step was bad: {', '.join(map(str, seen))}")
         action = self.how.spike if bad.kind == SPIKE else self.how.nonfinite
@@ -128,7 +129,7 @@ class Guarded:
         if before is not None:
             self.saver(Now(step, unhalted(self.state), before, True))
             checkpoints.wait()
-        newest = processes.told("newest", lambda: max(checkpoints.steps(), default=None))
+        newest = processes.broadcast("newest", lambda: max(checkpoints.steps(), default=None))
         kept = "no checkpoint is saved" if newest is None else f"checkpoint {newest} is good"
         seen = f"loss {bad.numbers['loss']:.6g}, grad_norm {bad.numbers['grad_norm']:.6g}, batch {number}"
         place = "" if before is None else f" at {before.position()}"
@@ -137,7 +138,7 @@ class Guarded:
             what = f"{bad.what} at step {bad.step}" + (f": {why}" if why else "")
             raise Diverged(what, where=f"{seen}{place}; {kept}", hint=START_LOWER if why else GO_ON)
 
-        return processes.together("bad step", fail)
+        return processes.run_together("bad step", fail)
 
     def roll_back(self, bad: Bad) -> Any:
         """The state of the newest good checkpoint, after which the batches up to the bad one are left out."""
@@ -157,7 +158,7 @@ class Guarded:
         self.batches.begin(good)
         first, last = self.batches.number + 1, number + self.how.beyond
         self.rolled.append({"step": bad.step, "restored": good, "first": first, "last": last, "what": bad.what})
-        processes.together("rollback", lambda: self.directory.write_rollbacks(self.rolled))
+        processes.run_together("rollback", lambda: self.directory.write_rollbacks(self.rolled))
         self.batches.leave_out(first, last)
         self._write(bad, "rollback", batch=number, restored=good, first=first, last=last)
         self.view.say(

@@ -54,8 +54,8 @@ class PaceMeter:
         # CPU devices share their processors, so one stands for all.
         self.probe = Probe(devices[:1] if devices[0].platform == "cpu" else devices)
         self.compare = Comparison(how.every, how.ratio, how.windows)
-        self.several = processes.count() > 1
-        self.pause = max(SAY_S, processes.count() / MOST_A_SECOND)
+        self.several = processes.process_count() > 1
+        self.pause = max(SAY_S, processes.process_count() / MOST_A_SECOND)
         self.host = socket.gethostname()
         # A CPU that stands still computes nothing; other devices have a step queued.
         self.computes_itself = self.probe.devices[0].platform == "cpu"
@@ -164,7 +164,7 @@ class PaceMeter:
         elif processes.leads():
             self._board.say(vars(now) | {"spacing": self.spacing})
             every = self._board.all()
-            if len(every) == processes.count():
+            if len(every) == processes.process_count():
                 self._new += self.compare({p: _pace_words(one) for p, one in sorted(every.items())})
                 self.spacing = self.spaced()
         else:
@@ -189,7 +189,7 @@ def _pace_words(document: dict[str, Any]) -> ProcessTimes:
 def paced(how: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any) -> Iterator[Callable[[Update], Update]]:
     """Measures steps where there is something to compare: several processes, or several devices that do not share processors. more:
     what else `PaceMeter` takes."""
-    if not how.every or (processes.count() == 1 and (len(devices) == 1 or devices[0].platform == "cpu")):
+    if not how.every or (processes.process_count() == 1 and (len(devices) == 1 or devices[0].platform == "cpu")):
         yield lambda update: update
         return
     with clock("compile"):

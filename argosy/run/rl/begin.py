@@ -11,7 +11,7 @@ from typing import Any
 
 from argosy.core.progress import Say
 from argosy.observe.goodput import Clock
-from argosy.observe.metrics import Metrics, conversation
+from argosy.observe.metrics import Metrics, conversation_text
 from argosy.observe.readable import one_line
 from argosy.rl.rollouts.records import TrajectoryRecord
 from argosy.rl.rollouts.settings import Rollout
@@ -104,7 +104,7 @@ def completion_recorder(lines: Metrics, view: View) -> Callable[[Sequence[Trajec
         if best.rollout % SHOWN == 1:
             prompt = best.prompt if isinstance(best.prompt, str) else str(best.prompt[-1].get("content", ""))
             rewards = f", rewards {_rewards_text(best.rewards)}" if best.rewards else ""
-            view.say(f"rollout {best.rollout}{rewards}: {one_line(prompt)} -> {one_line(conversation(asdict(best)))}")
+            view.say(f"rollout {best.rollout}{rewards}: {one_line(prompt)} -> {one_line(conversation_text(asdict(best)))}")
 
     return record
 

@@ -287,7 +287,7 @@ def key_meant(key: str) -> str:
     names = compose(Run, "tiny").names
     if key in names.known:
         return key
-    hint = mistakes.unknown(key, None, names).hint or ""
+    hint = mistakes.unknown_key(key, None, names).hint or ""
     meant = re.match(r"did you mean `([^`]+)`\?", hint)
     return meant[1] if meant else key
 

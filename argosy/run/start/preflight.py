@@ -10,7 +10,7 @@ from typing import Any
 
 from argosy.checkpoint.run_directory import RunDirectory, is_run_directory
 from argosy.core.addresses import is_address, local_path
-from argosy.core.errors import BadInput, SettingsError, UserError, mistakes_of, problems_of, refuse
+from argosy.core.errors import BadInput, SettingsError, UserError, mistakes_of, problems_of, raise_mistakes
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.settings.words import CALL
 from argosy.data.settings import DataSettings
@@ -48,7 +48,7 @@ def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) 
         del values["init"]
     checks = inputs(values) if made < reading.value.steps else []
     mistakes = mistakes_of(*checks, lambda: RunDirectory(directory_of(reading, recipe)).admit(reading))
-    refuse([*violated(Situation(reading.value)), *mistakes])
+    raise_mistakes([*violated(Situation(reading.value)), *mistakes])
     return reading
 
 

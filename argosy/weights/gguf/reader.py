@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import BadInput, Unsupported, complaint, nearest
-from argosy.core.formats import TensorReader, TensorView, listed
+from argosy.core.formats import TensorReader, TensorView, problem_list
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap
 from argosy.models.base.language import LanguageConfig
@@ -56,7 +56,7 @@ def _model(read: Callable[[Metadata], Described], meta: Metadata) -> Described:
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         problems = meta.problems or [complaint(error)]
     if model is None or problems:
-        raise BadInput(f"the metadata do not describe a model: {listed(problems, 8)}", where=str(meta.file.path))
+        raise BadInput(f"the metadata do not describe a model: {problem_list(problems, 8)}", where=str(meta.file.path))
     return model
 
 

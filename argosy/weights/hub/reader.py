@@ -125,15 +125,15 @@ def check_vocabulary(rows: list[KeyRow], sizes: Mapping[str, int], tensors: Tens
         BadInput: gives both numbers, and what to write.
     """
     for row in rows:
-        if row.ours != "embed.w" or not isinstance(row.theirs, str) or row.theirs not in tensors.names:
+        if row.paths != "embed.w" or not isinstance(row.names, str) or row.names not in tensors.names:
             continue
-        axes, shape = Rearrangement.parse(row.how).theirs[0].axes, tensors.shape(row.theirs)
+        axes, shape = Rearrangement.parse(row.reading).left[0].axes, tensors.shape(row.names)
         if ("V",) not in axes or len(shape) != len(axes):
             continue
         found = shape[axes.index(("V",))]
         if found != sizes["V"]:
             raise BadInput(
-                f"config.json says `vocab_size` is {sizes['V']}, and `{row.theirs}` has {plural(found, 'row')}",
+                f"config.json says `vocab_size` is {sizes['V']}, and `{row.names}` has {plural(found, 'row')}",
                 where=f"in {where}",
                 hint=f'if the vocabulary was padded or extended, write "vocab_size": {found} into config.json',
             )
@@ -149,5 +149,5 @@ def check_tied_head(stored: OpenedModel) -> None:
     if stored.kind != "hub" or not isinstance(stored.weights, MappedTensors):
         return
     for row in stored.config.hub_rows()[0]:
-        if {row.tied_to, *row.copies} & set(stored.weights.reader.names) and isinstance(row.ours, str):
-            stored.weights.read(row.ours)
+        if {row.tied_to, *row.copies} & set(stored.weights.reader.names) and isinstance(row.paths, str):
+            stored.weights.read(row.paths)

@@ -15,7 +15,7 @@ from argosy.core.keymap import KeyMap
 from argosy.data.tokenizers.load import matching
 from argosy.models.base.config import SCORING
 from argosy.models.base.language import LanguageConfig
-from argosy.models.parts.weight import exact
+from argosy.models.parts.weight import float32_addresses
 from argosy.weights.hub.config import config_from, without_quantization
 from argosy.weights.model import COMPANIONS
 
@@ -81,7 +81,7 @@ def cast_weights(config: LanguageConfig, weights: TensorReader, dtype: Any) -> T
     if dtype is None:
         return weights
     kinds = dtype if isinstance(dtype, Mapping) else dict.fromkeys(weights.names, dtype)
-    dtypes = {name: np.dtype(kinds[name]) for name in set(kinds) - exact(config.build())}
+    dtypes = {name: np.dtype(kinds[name]) for name in set(kinds) - float32_addresses(config.build())}
     return TensorView(weights, dtypes=dtypes)
 
 

@@ -97,7 +97,7 @@ def sites(config: Any) -> list[Site]:
     """Every module of the Hub's model that a low-rank adapter fits."""
     out = []
     for module, names, row, weights in modules_of(config):
-        if not weights[0].chooses and (hows := _hows(row.how, weights)) is not None:
+        if not weights[0].chooses and (hows := _hows(row.reading, weights)) is not None:
             out.append(Site(module, names, *hows, table=weights[0].is_lookup))
     return out
 
@@ -106,13 +106,13 @@ def modules_of(config: Any) -> Iterator[tuple[str, tuple[str, ...], KeyRow, list
     """The Hub's modules that hold the weights of our contractions: their names, how they are read, and the contractions."""
     specs = contractions(config)
     for row in config.hub_rows()[0]:
-        ours = (row.ours,) if isinstance(row.ours, str) else row.ours
-        if not isinstance(row.theirs, str) or not all(path.endswith(".w") for path in ours):
+        ours = (row.paths,) if isinstance(row.paths, str) else row.paths
+        if not isinstance(row.names, str) or not all(path.endswith(".w") for path in ours):
             continue
-        for layer in (None,) if row.over is None else row.over:
+        for layer in (None,) if row.layers is None else row.layers:
             names = tuple(path.removesuffix(".w").replace("{l}", str(layer)) for path in ours)
             yield (
-                row.theirs.removesuffix(".weight").replace("{l}", str(layer)),
+                row.names.removesuffix(".weight").replace("{l}", str(layer)),
                 names,
                 row,
                 [specs[name] for name in names],
@@ -160,8 +160,8 @@ def _axes(side: str) -> list[str]:
 def tied_names(config: Any) -> Iterator[tuple[str, str]]:
     """The names of the embedding and of the head on the Hub, where one weight is both."""
     for row in config.hub_rows()[0]:
-        if row.ours == "embed.w" and row.tied_to is not None:
-            yield row.theirs, row.tied_to
+        if row.paths == "embed.w" and row.tied_to is not None:
+            yield row.names, row.tied_to
 
 
 def check_tied_adapter(site: Site, config: Any) -> None:

@@ -141,12 +141,12 @@ def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.
     """The weights of modules that were trained in full, by their name on the Hub. A head that is tied is written too, because PEFT
     copies the embedding and not what is tied to it."""
     rows, sizes = config.hub_rows()
-    mine = [_at(row, layer) for row in rows for layer in (None,) if row.over is None]
-    mine += [_at(row, layer) for row in rows for layer in row.over or ()]
+    mine = [_at(row, layer) for row in rows for layer in (None,) if row.layers is None]
+    mine += [_at(row, layer) for row in rows for layer in row.layers or ()]
     mine = [row for row in mine if any(path in whole for path in _paths(row))]
     for row in mine:
         if lost := [path for path in _paths(row) if path not in whole]:
-            what = f"`{row.theirs}` is one weight for the PEFT library, of which {some(lost)} was not trained in full"
+            what = f"`{row.names}` is one weight for the PEFT library, of which {some(lost)} was not trained in full"
             raise Unsupported(what, hint="adapter.train=... for all of them, or merge instead")
     out = {}
     for entry in KeyMap(mine, sizes).inverse(Arrays(whole)):
@@ -155,7 +155,7 @@ def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.
 
 
 def _paths(row: KeyRow) -> tuple[str, ...]:
-    return (row.ours,) if isinstance(row.ours, str) else row.ours
+    return (row.paths,) if isinstance(row.paths, str) else row.paths
 
 
 def _at(row: KeyRow, layer: int | None) -> KeyRow:
@@ -166,7 +166,7 @@ def _at(row: KeyRow, layer: int | None) -> KeyRow:
         return names.replace("{l}", str(layer)) if one else tuple(name.replace("{l}", str(layer)) for name in names)
 
     # The library's model has no modules that predict further tokens, which hold copies.
-    return replace(row, theirs=filled(row.theirs), ours=filled(row.ours), over=None, copies=())
+    return replace(row, names=filled(row.names), paths=filled(row.paths), layers=None, copies=())
 
 
 def _theirs(
@@ -190,7 +190,7 @@ def _theirs(
         axis = 1 if "{e}" in site.module else 0
         bs, start = [], 0
         for i, part in enumerate(parts):
-            shape = list(part.b.shape if part else Rearrangement.parse(site.how_b).ours[i].shape(dict(sizes) | {"r": 0}))
+            shape = list(part.b.shape if part else Rearrangement.parse(site.how_b).right[i].shape(dict(sizes) | {"r": 0}))
             shape[axis] = a.shape[-1]
             b = np.zeros(shape, np.float32)
             if part is not None:

@@ -72,10 +72,10 @@ class MistralNotation(MarkedNotation):
         for message in messages:
             fitted = dict(message)
             if isinstance(message.get("tool_call_id"), str):
-                fitted["tool_call_id"] = call_id(message["tool_call_id"])
+                fitted["tool_call_id"] = mistral_call_id(message["tool_call_id"])
             if calls := message.get("tool_calls"):
                 fitted["tool_calls"] = [
-                    dict(call) | ({"id": call_id(call["id"])} if isinstance(call.get("id"), str) else {}) for call in calls
+                    dict(call) | ({"id": mistral_call_id(call["id"])} if isinstance(call.get("id"), str) else {}) for call in calls
                 ]
             found.append(fitted)
         return found
@@ -98,6 +98,6 @@ class MistralNotation(MarkedNotation):
         return f'{json.dumps(opening)} arguments_{place} {given} "}}"'
 
 
-def call_id(id: str) -> str:
+def mistral_call_id(id: str) -> str:
     """An id that templates take: itself, or always the same one."""
     return id if _ID.fullmatch(id) else hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:9]

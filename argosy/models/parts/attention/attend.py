@@ -2,7 +2,7 @@
 
 A layer declares what it caches, `holds() -> Spec`, and the caller allocates it (`contiguous`, `paged`). Then the layer calls
 
-    y, cache = attend(q, held, cache, read, score)       attention
+    y, cache = attend(q, entries, cache, read, score)       attention
     y, cache = attend.recur(step, inputs, cache)         recurrence: step(inputs, carry) -> y, state
 
 and reads `attend.positions` for rope. A strategy is a pytree whose arrays all have the batch as leading axis, so rows can be
@@ -32,16 +32,16 @@ from argosy.models.parts.attention.cache import (
     WINDOW,
     AttentionWindow,
     Cache,
-    beside,
     is_ring,
     is_windowed,
     nobodys,
-    states,
+    rings_with_new,
+    row_states,
     with_tokens,
 )
 from argosy.ops.attention import Score, See, attention
-from argosy.ops.narrow import written
-from argosy.ops.paged.attention import apart, gathered, joined, paged_attention, token_positions
+from argosy.ops.narrow import write_entries
+from argosy.ops.paged.attention import gather_pages, join_heads, keys_and_values, paged_attention, token_positions
 from argosy.ops.paged.blocked import fits_one_block, over_blocks
 
 # Cosines and sines of the tokens by `Rope.key`, computed once by a stack for all its layers.
@@ -52,11 +52,11 @@ Angled = dict[str, Any] | None
 class Read(Protocol):
     """How cached arrays become keys and values."""
 
-    def expand(self, held: Cache) -> tuple[Array, Array]:
+    def expand(self, entries: Cache) -> tuple[Array, Array]:
         """Keys [B S K H] and values [B S K U]."""
         ...
 
-    def absorb(self, q: Array, held: Cache) -> tuple[Array, Array, Array] | None:
+    def absorb(self, q: Array, entries: Cache) -> tuple[Array, Array, Array] | None:
         """Queries, keys and values that give the same scores in the space of the cached arrays; None: there is no such form."""
         ...
 
@@ -69,7 +69,7 @@ class Read(Protocol):
         """Whether `narrow` chooses among tokens, for which it needs all of them at once."""
         ...
 
-    def narrow(self, held: Cache, see: See, window: int | None) -> See:
+    def narrow(self, entries: Cache, see: See, window: int | None) -> See:
         """Restricts who attends to whom by the cached arrays (sparse attention)."""
         ...
 
@@ -87,16 +87,16 @@ class Heads:
 
     narrows = False
 
-    def expand(self, held: Cache) -> tuple[Array, Array]:
-        return held["k"], held["v"]
+    def expand(self, entries: Cache) -> tuple[Array, Array]:
+        return entries["k"], entries["v"]
 
-    def absorb(self, q: Array, held: Cache) -> None:
+    def absorb(self, q: Array, entries: Cache) -> None:
         return None
 
     def release(self, y: Array) -> Array:
         return y
 
-    def narrow(self, held: Cache, see: See, window: int | None) -> See:
+    def narrow(self, entries: Cache, see: See, window: int | None) -> See:
         return see
 
     def multiplications(self, T: int, S: int) -> tuple[int, int]:
@@ -149,7 +149,7 @@ class Attend(Protocol):
         ...
 
     def __call__(
-        self, q: Float[Array, "B T N H"], held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score
+        self, q: Float[Array, "B T N H"], entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score
     ) -> tuple[Float[Array, "B T N U"], Cache | None]: ...
 
     def recur(
@@ -158,28 +158,28 @@ class Attend(Protocol):
 
 
 def meet(
-    q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool | None, *, lse: bool = False
+    q: Array, entries: Cache, read: Read, score: Score, see: See, absorb: bool | None, *, lse: bool = False
 ) -> Any:
     """Attention on cached arrays, expanded or absorbed: the form with fewer multiplications, unless `absorb` says which. With
     `lse` also its log-sum-exp."""
     if score.chunked and score.window and see.q_segment is None:
         see = replace(see, q_segment=see.q_at // score.window, k_segment=see.k_at // score.window)
-    see = read.narrow(held, see, score.window)
+    see = read.narrow(entries, see, score.window)
     T, S = q.shape[1], see.k_at.shape[1]
     if absorb is None and not (isinstance(T, int) and isinstance(S, int)):
         # An export with symbolic lengths.
         absorb = False
-    if absorb is not False and (form := read.absorb(q, held)) is not None:
+    if absorb is not False and (form := read.absorb(q, entries)) is not None:
         expanded, absorbed = read.multiplications(T, S)
         if absorb or absorbed <= expanded:
             y = attention(*form, see, score, lse=lse)
             return (read.release(y[0]), y[1]) if lse else read.release(y)
-    return attention(q, *read.expand(held), see, score, lse=lse)
+    return attention(q, *read.expand(entries), see, score, lse=lse)
 
 
 def meet_ring(
     q: Array,
-    held: Cache,
+    entries: Cache,
     past: Cache,
     before: Int[Array, "B"],
     at: Int[Array, "B T"],
@@ -196,7 +196,7 @@ def meet_ring(
     size = next(iter(past.values())).shape[1]
     if score.window is None or score.window > size + 1:
         raise ValueError(f"a ring of {size} tokens cannot serve a window of {score.window}")
-    both, k_at = beside(past, held, before, at, live, q.dtype)
+    both, k_at = rings_with_new(past, entries, before, at, live, q.dtype)
     return meet(q, both, read, score, See(at, k_at), absorb)
 
 
@@ -249,10 +249,10 @@ class Packed(Recurs):
     def live(self) -> Bool[Array, "B T"]:
         return self.segments > 0
 
-    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+    def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         at, segments = _rows(self.segments), _chunks(self.segments, score)
         see = See(at, at, segments, segments, aligned=True)
-        return meet(q, held, read, score, see, self.absorb), cache
+        return meet(q, entries, read, score, see, self.absorb), cache
 
     def carry(self, cache: Cache | None) -> Carry:
         return Carry(None, _segment_starts(self.segments), self.live)
@@ -266,8 +266,9 @@ class Branched:
     """Sequences that begin alike, with what they share computed once: a tree of segments, causal along each branch. Segment 0 is
     padding (arXiv:2506.05433).
 
-    segments: of each token. prefixes: the segment that comes before the token's own, 0: none; it stands earlier in the row, and has no
-    prefix itself. at: positions, counted from the start of the prefix.
+    segments: of each token.
+    prefixes: the segment that comes before the token's own, 0: none; it stands earlier in the row, and has no prefix itself.
+    at: positions, counted from the start of the prefix.
     """
 
     segments: Int[Array, "B T"]
@@ -283,7 +284,7 @@ class Branched:
     def live(self) -> Bool[Array, "B T"]:
         return self.segments > 0
 
-    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+    def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         rows, whose = _rows(self.segments), (self.segments, self.segments)
         see = See(rows, rows, *whose, aligned=True, q_prefix=self.prefixes)
         if score.window is not None and score.window >= q.shape[1]:
@@ -293,7 +294,7 @@ class Branched:
             see = replace(see, q_at=self.at, k_at=self.at, aligned=False)
             chunk = self.at // score.window
             see = replace(see, picked=chunk[:, :, None] == chunk[:, None, :]) if score.chunked else see
-        return meet(q, held, read, score, see, None), cache
+        return meet(q, entries, read, score, see, None), cache
 
     def recur(self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
         raise Unsupported("a recurrent layer, in a row whose sequences share how they begin")
@@ -314,10 +315,10 @@ class Bidirectional(Recurs):
     def live(self) -> Bool[Array, "B T"]:
         return self.segments > 0
 
-    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+    def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         at, segments = _rows(self.segments), _chunks(self.segments, score)
         see = See(at, at, segments, segments, causal=False, aligned=True)
-        return meet(q, held, read, score, see, False), cache
+        return meet(q, entries, read, score, see, False), cache
 
     def carry(self, cache: Cache | None) -> Carry:
         return Carry(None, _segment_starts(self.segments), self.live)
@@ -345,46 +346,46 @@ class Contiguous(Recurs):
     def positions(self) -> Int[Array, "B T"]:
         return self.at
 
-    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+    def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Contiguous writes to a cache: allocate one with `contiguous`"
         B, past = len(q), cache
-        if is_ring(cache, held):
-            cache = with_tokens(cache, jnp.arange(B), held, self.at, self.live)
+        if is_ring(cache, entries):
+            cache = with_tokens(cache, jnp.arange(B), entries, self.at, self.live)
             if self.fresh:
-                return self._fresh(q, held, read, score), cache
+                return self._fresh(q, entries, read, score), cache
             before = jnp.where(self.live[:, 0], self.at[:, 0], 0)
-            rings = {n: past[RING + n] for n in held}
-            return meet_ring(q, held, rings, before, self.at, self.live, read, score, self.absorb), cache
-        row, S = jnp.arange(B)[:, None], cache[next(iter(held))].shape[1]
+            rings = {n: past[RING + n] for n in entries}
+            return meet_ring(q, entries, rings, before, self.at, self.live, read, score, self.absorb), cache
+        row, S = jnp.arange(B)[:, None], cache[next(iter(entries))].shape[1]
         where = nobodys(jnp.where(self.live, self.at, S), S)
-        written = {n: cache[n].at[row, where].set(new.astype(cache[n].dtype), mode="drop") for n, new in held.items()}
+        written = {n: cache[n].at[row, where].set(new.astype(cache[n].dtype), mode="drop") for n, new in entries.items()}
         cache = cache | written
         if self.fresh:
-            return self._fresh(q, held, read, score), cache
+            return self._fresh(q, entries, read, score), cache
         k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
         length = 1 + jnp.max(jnp.where(self.live, self.at, -1), 1, keepdims=True)
-        stored = {n: owned(cache[n], k_at < length).astype(q.dtype) for n in held}
+        stored = {n: owned(cache[n], k_at < length).astype(q.dtype) for n in entries}
         return meet(q, stored, read, score, See(self.at, k_at), self.absorb), cache
 
-    def _fresh(self, q: Array, held: Cache, read: Read, score: Score) -> Array:
-        return meet(q, held, read, score, See(self.at, self.at, aligned=True), self.absorb)
+    def _fresh(self, q: Array, entries: Cache, read: Read, score: Score) -> Array:
+        return meet(q, entries, read, score, See(self.at, self.at, aligned=True), self.absorb)
 
     def carry(self, cache: Cache | None) -> Carry:
-        return Carry(cache and states(cache), self.at == 0, self.live)
+        return Carry(cache and row_states(cache), self.at == 0, self.live)
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
         return cache and cache | {ROW + n: new.astype(cache[ROW + n].dtype) for n, new in state.items()}
 
 
-def owned(a: Array, own: Bool[Array, "B S"]) -> Array:
+def owned(a: Array, mask: Bool[Array, "B S"]) -> Array:
     """An array [B S ...] with zeros where the row has no tokens: a previous owner may have left NaN there, and zero times NaN is
     NaN."""
-    return jnp.where(own.reshape(*own.shape, *(1,) * (a.ndim - 2)), a, jnp.zeros((), a.dtype))
+    return jnp.where(mask.reshape(*mask.shape, *(1,) * (a.ndim - 2)), a, jnp.zeros((), a.dtype))
 
 
-def _parted(held: Cache) -> Cache:
+def _parted(entries: Cache) -> Cache:
     """What was gathered from pools, by the layer's own names."""
-    return dict(zip("kv", apart([held[JOINED]]))) if JOINED in held else held
+    return dict(zip("kv", keys_and_values([entries[JOINED]]))) if JOINED in entries else entries
 
 
 @_strategy("absorb")
@@ -419,45 +420,45 @@ class Paged(Recurs):
     def live(self) -> Bool[Array, "B T"]:
         return self.t < self.new[:, None]
 
-    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+    def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Paged writes to a pool: allocate one with `paged`"
         at = self.positions
-        if is_ring(cache, held):
-            rings = {n: jnp.take(cache[RING + n], self.slots, axis=0, mode="clip") for n in held}
-            y = meet_ring(q, held, rings, self.lengths, at, self.live, read, score, self.absorb)
-            return y, with_tokens(cache, self.slots, held, at, self.live)
-        cache = self.write(held, cache, score)
-        return self.attend(q, held, cache, read, score), cache
+        if is_ring(cache, entries):
+            rings = {n: jnp.take(cache[RING + n], self.slots, axis=0, mode="clip") for n in entries}
+            y = meet_ring(q, entries, rings, self.lengths, at, self.live, read, score, self.absorb)
+            return y, with_tokens(cache, self.slots, entries, at, self.live)
+        cache = self.write(entries, cache, score)
+        return self.attend(q, entries, cache, read, score), cache
 
-    def write(self, held: Cache, cache: Cache, score: Score) -> Cache:
+    def write(self, entries: Cache, cache: Cache, score: Score) -> Cache:
         """The pools with the tokens of this call. Not for rings."""
-        own, prefix, pools = self._pools(held, cache, score)
+        own, prefix, pools = self._pools(entries, cache, score)
         if JOINED in pools:
-            held = {JOINED: joined(held["k"], held["v"])}
+            entries = {JOINED: join_heads(entries["k"], entries["v"])}
         where = own._places(*next(iter(pools.values())).shape[:2])
-        return cache | {prefix + n: written(pools[n], where, new) for n, new in held.items()}
+        return cache | {prefix + n: write_entries(pools[n], where, new) for n, new in entries.items()}
 
-    def attend(self, q: Array, held: Cache, cache: Cache, read: Read, score: Score) -> Array:
+    def attend(self, q: Array, entries: Cache, cache: Cache, read: Read, score: Score) -> Array:
         """Attention over pools to which the tokens of this call were written.
 
         Args:
-            held: for its names.
+            entries: for its names.
         """
-        own, _, pools = self._pools(held, cache, score)
+        own, _, pools = self._pools(entries, cache, score)
         total = own.lengths + own.new
         if read is HEADS and not score.chunked:
             both = (pools[JOINED],) if JOINED in pools else (pools["k"], pools["v"])
             return paged_attention(q, both, own.table, total, own.positions, score)
         return own._met(q, pools, total, read, score)
 
-    def _pools(self, held: Cache, cache: Cache, score: Score) -> tuple["Paged", str, Cache]:
+    def _pools(self, entries: Cache, cache: Cache, score: Score) -> tuple["Paged", str, Cache]:
         """The strategy for a layer's pools, what their names in the cache begin with, and the pools by plain name."""
         own, prefix = self, ""
-        if is_windowed(cache, held):
+        if is_windowed(cache, entries):
             prefix = WINDOW
             page = next(a for name, a in cache.items() if name.startswith(WINDOW)).shape[1]
             own = self._in_window(score, page)
-        names = (JOINED,) if prefix + JOINED in cache else tuple(held)
+        names = (JOINED,) if prefix + JOINED in cache else tuple(entries)
         return own, prefix, {name: cache[prefix + name] for name in names}
 
     def _in_window(self, score: Score, page: int) -> "Paged":
@@ -473,13 +474,13 @@ class Paged(Recurs):
         at = self.positions
         pages, page = next(iter(pools.values())).shape[:2]
         if read.narrows or fits_one_block(self.table, page):
-            mine = {n: gathered(pool, self.table, total).astype(q.dtype) for n, pool in pools.items()}
+            mine = {n: gather_pages(pool, self.table, total).astype(q.dtype) for n, pool in pools.items()}
             return meet(q, _parted(mine), read, score, See(at, token_positions(self.table, total, pages, page)), self.absorb)
         plain = replace(score, sinks=None)
 
-        def met(held: Cache, see: See) -> tuple[Array, Array]:
-            held = {n: a.astype(q.dtype) for n, a in held.items()}
-            return meet(q, _parted(held), read, plain, see, self.absorb, lse=True)
+        def met(entries: Cache, see: See) -> tuple[Array, Array]:
+            entries = {n: a.astype(q.dtype) for n, a in entries.items()}
+            return meet(q, _parted(entries), read, plain, see, self.absorb, lse=True)
 
         return over_blocks(met, pools, self.table, total, at, score)[0].astype(q.dtype)
 
@@ -492,7 +493,7 @@ class Paged(Recurs):
         return jnp.where(mine, nobodys(own, pages), pages), self.positions % page
 
     def carry(self, cache: Cache | None) -> Carry:
-        state = cache and {n: jnp.take(p, self.slots, axis=0, mode="clip") for n, p in states(cache).items()}
+        state = cache and {n: jnp.take(p, self.slots, axis=0, mode="clip") for n, p in row_states(cache).items()}
         return Carry(state, self.positions == 0, self.live)
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:

@@ -46,7 +46,9 @@ JOINED = "kv"
 class CacheEntry(NamedTuple):
     """One array that a layer caches: its name, the shape for one token or sequence, and its kind.
 
-    dtype: None: the type of the whole cache. size: of a ring, in tokens. scales: as in `Spec`.
+    dtype: None: the type of the whole cache.
+    size: of a ring, in tokens.
+    scales: as in `Spec`.
     """
 
     name: str
@@ -63,8 +65,11 @@ class CacheEntry(NamedTuple):
 
 
 class AttentionWindow(NamedTuple):
-    """How far back a layer attends: to the last `tokens` tokens, the query's own included; chunked: of these, to those of its own
-    chunk, where sequences are cut every `tokens` tokens."""
+    """How far back a layer attends: to the last `tokens` tokens, the query's own included.
+
+    tokens: their number.
+    chunked: only to tokens of the query's own chunk; sequences are cut every `tokens` tokens.
+    """
 
     tokens: int
     chunked: bool = False
@@ -200,7 +205,7 @@ def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, Any]]:
         """Each head's scales are where the head is."""
         return replace(a, bits=spec, scale=PartitionSpec(*spec[:-1], None))
 
-    def one(key: str, shape: tuple[int, ...], letters: Mapping[str, str], heads: int) -> PartitionSpec:
+    def layout(key: str, shape: tuple[int, ...], letters: Mapping[str, str], heads: int) -> PartitionSpec:
         name = key.split(".")[-1]
         named = letters.get("k" if name == JOINED else name, "").split()
         whole = (None,) * (len(shape) - len(named))
@@ -211,7 +216,7 @@ def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, Any]]:
     def of(spec: Spec, cache: Mapping[str, Any]) -> dict[str, Any]:
         letters, shapes = dict(spec.letters), dict(spec.token)
         heads = shapes["k"][0] if "k" in shapes else 0
-        places = {key: one(key, a.shape, letters, heads) for key, a in cache.items()}
+        places = {key: layout(key, a.shape, letters, heads) for key, a in cache.items()}
         return {key: narrow(places[key], a) if isinstance(a, Narrow) else places[key] for key, a in cache.items()}
 
     return {name: of(specs[name][0], cache) for name, cache in caches.items()}
@@ -222,17 +227,17 @@ def laid_out(specs: Specs, caches: Caches) -> Caches:
     return jax.tree.map(jax.lax.with_sharding_constraint, caches, layouts(specs, caches))
 
 
-def is_ring(cache: Cache, held: Cache) -> bool:
+def is_ring(cache: Cache, entries: Cache) -> bool:
     """Whether the arrays per token are kept in rings."""
-    return all(RING + name in cache for name in held)
+    return all(RING + name in cache for name in entries)
 
 
-def is_windowed(cache: Cache, held: Cache) -> bool:
+def is_windowed(cache: Cache, entries: Cache) -> bool:
     """Whether the arrays per token are kept in pages of a window."""
-    return any(WINDOW + name in cache for name in (*held, JOINED))
+    return any(WINDOW + name in cache for name in (*entries, JOINED))
 
 
-def states(cache: Cache) -> Cache:
+def row_states(cache: Cache) -> Cache:
     """The entries per sequence, by plain name."""
     return {key.removeprefix(ROW): a for key, a in cache.items() if key.startswith(ROW)}
 
@@ -247,7 +252,7 @@ def snapshot(specs: Specs, caches: Caches, rows: Int[Array, "B"]) -> Caches:
         rows: rows of a buffer or slots of a pool; for values out of range, including -1, the copies have no meaning.
     """
 
-    def one(name: str, cache: Cache) -> Cache:
+    def copied(name: str, cache: Cache) -> Cache:
         axis = int(specs[name][1] is not None)
         return {
             key: jnp.take(a, jnp.clip(rows, 0, a.shape[axis] - 1), axis)
@@ -255,7 +260,7 @@ def snapshot(specs: Specs, caches: Caches, rows: Int[Array, "B"]) -> Caches:
             if key.startswith((RING, ROW))
         }
 
-    return {name: one(name, cache) for name, cache in caches.items()}
+    return {name: copied(name, cache) for name, cache in caches.items()}
 
 
 def restore(specs: Specs, caches: Caches, copies: Caches, rows: Int[Array, "B"]) -> Caches:
@@ -266,7 +271,7 @@ def restore(specs: Specs, caches: Caches, copies: Caches, rows: Int[Array, "B"])
         rows: where they go; a copy for a row out of range, including -1, is dropped.
     """
 
-    def one(name: str, cache: Cache) -> Cache:
+    def restored(name: str, cache: Cache) -> Cache:
         stacked = specs[name][1] is not None
         out = dict(cache)
         for key, copy in copies[name].items():
@@ -275,7 +280,7 @@ def restore(specs: Specs, caches: Caches, copies: Caches, rows: Int[Array, "B"])
             out[key] = (a.at[:, where] if stacked else a.at[where]).set(copy.astype(a.dtype), mode="drop")
         return out
 
-    return {name: one(name, cache) for name, cache in caches.items()}
+    return {name: restored(name, cache) for name, cache in caches.items()}
 
 
 def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: Int[Array, "B"]) -> Caches:
@@ -285,7 +290,7 @@ def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: 
         to: the page that each is copied to; one that is out of range, including -1, is dropped.
     """
 
-    def one(name: str, cache: Cache) -> Cache:
+    def with_copies(name: str, cache: Cache) -> Cache:
         stacked = specs[name][1] is not None
 
         def copied(a: Array) -> Array:
@@ -296,7 +301,7 @@ def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: 
 
         return jax.tree.map(copied, cache)
 
-    made = {name: one(name, cache) for name, cache in caches.items()}
+    made = {name: with_copies(name, cache) for name, cache in caches.items()}
     return laid_out(specs, made) if on_several_devices() else made
 
 
@@ -310,11 +315,11 @@ def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
 
 
 def with_tokens(
-    cache: Cache, rows: Int[Array, "B"], held: Cache, at: Int[Array, "B T"], live: Bool[Array, "B T"]
+    cache: Cache, rows: Int[Array, "B"], entries: Cache, at: Int[Array, "B T"], live: Bool[Array, "B T"]
 ) -> Cache:
-    """The rings with the last of these tokens written. Of a chunk longer than the ring, only its end is written."""
+    """The rings with the last of these tokens written. A chunk longer than the ring leaves only its end there."""
     out = dict(cache)
-    for name, new in held.items():
+    for name, new in entries.items():
         ring = cache[RING + name]
         size = ring.shape[1]
         last = jnp.max(jnp.where(live, at, -1), 1, keepdims=True)
@@ -323,8 +328,8 @@ def with_tokens(
     return out
 
 
-def beside(
-    past: Cache, held: Cache, before: Int[Array, "B"], at: Int[Array, "B T"], live: Bool[Array, "B T"], dtype: Any
+def rings_with_new(
+    past: Cache, entries: Cache, before: Int[Array, "B"], at: Int[Array, "B T"], live: Bool[Array, "B T"], dtype: Any
 ) -> tuple[Cache, Int[Array, "B S"]]:
     """The rings after `before` tokens concatenated with the new tokens, and the position of each entry: so a chunk may have any
     length, and the ring need not be larger than the window. Entries of no token are zero, whatever they contained.
@@ -341,11 +346,11 @@ def beside(
     def joined(name: str) -> Array:
         own = (old >= 0).reshape(*old.shape, *(1,) * (past[name].ndim - 2))
         kept = jnp.where(own, past[name], jnp.zeros((), past[name].dtype))
-        return jnp.concatenate([kept.astype(dtype), held[name].astype(dtype)], 1)
+        return jnp.concatenate([kept.astype(dtype), entries[name].astype(dtype)], 1)
 
-    return {name: joined(name) for name in held}, k_at
+    return {name: joined(name) for name in entries}, k_at
 
 
-def bytes_of(caches: Any) -> int:
+def bytes_of_caches(caches: Any) -> int:
     """Bytes of all arrays of some caches, or of their shapes."""
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches))

@@ -53,7 +53,7 @@ class Attention(nnx.Module):
         sinks: bool = False,
     ):
         N, K, H = dims["N"], dims["K"], dims["H"]
-        self.scale, self.cap, self.held = H**-0.5 if scale is None else scale, cap, (K, H)
+        self.scale, self.cap, self.kv_shape = H**-0.5 if scale is None else scale, cap, (K, H)
         self.q = Einsum("BTD,DNH->BTNH", dims, bias=bias)
         self.k = Einsum("BTD,DKH->BTKH", dims, bias=bias)
         self.v = Einsum("BTD,DKH->BTKH", dims, bias=bias)
@@ -64,10 +64,10 @@ class Attention(nnx.Module):
 
     def holds(self, each: Reach) -> Spec:
         letters = (("k", "K H"), ("v", "K H"))
-        return Spec(token=(("k", self.held), ("v", self.held)), span=each.window, chunked=each.chunked, letters=letters)
+        return Spec(token=(("k", self.kv_shape), ("v", self.kv_shape)), span=each.window, chunked=each.chunked, letters=letters)
 
     def turns(self, each: Reach) -> Turns:
-        return () if each.rope is None else ((each.rope, each.rope.turned(self.held[1])),)
+        return () if each.rope is None else ((each.rope, each.rope.turned(self.kv_shape[1])),)
 
     def __call__(
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend

@@ -80,34 +80,34 @@ class Indexer(nnx.Module):
         first = turned(x[..., : self.turns], Reach(rope=halves), attend)
         return jnp.concatenate([first, x[..., self.turns :]], -1)
 
-    def pick(self, asked: IndexQuery, keys: Float[Array, "B S J"], see: See, window: int | None) -> See:
+    def pick(self, query: IndexQuery, keys: Float[Array, "B S J"], see: See, window: int | None) -> See:
         """Restricts each query to the tokens with the best scores among those it may attend to."""
         if isinstance(keys.shape[1], int) and keys.shape[1] <= self.topk:
             # There are no more than topk tokens: all are selected.
             return see
         seen = see.dense(window)
-        scores = summed(asked, wide(keys))
-        return replace(see, picked=seen & largest(jnp.where(seen, scores, -jnp.inf), self.topk))
+        scores = summed(query, wide(keys))
+        return replace(see, picked=seen & top_k_mask(jnp.where(seen, scores, -jnp.inf), self.topk))
 
 
-def summed(asked: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
+def summed(query: IndexQuery, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
     """The scores summed over heads. For long sequences one head at a time: 64 heads of 8,192 by 8,192 tokens would be 17 GB."""
 
-    def one(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:
+    def head_sum(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:
         with jax.default_matmul_precision("highest"):
             met = jnp.einsum("BTIJ,BSJ->BTIS", wide(q), keys)
             return jnp.einsum("BTIS,BTI->BTS", jax.nn.relu(met), weights)
 
-    B, T, I, _ = asked.q.shape
+    B, T, I, _ = query.q.shape
     sizes = (B, T, I, keys.shape[1])
     if not all(isinstance(size, int) for size in sizes) or math.prod(sizes) <= AT_ONCE:
-        return one(*asked)
+        return head_sum(*query)
     first = jnp.zeros((B, T, keys.shape[1]), keys.dtype)
-    heads = tuple(jnp.moveaxis(a[:, :, :, None], 2, 0) for a in asked)
-    return jax.lax.scan(lambda total, head: (total + one(*head), None), first, heads)[0]
+    heads = tuple(jnp.moveaxis(a[:, :, :, None], 2, 0) for a in query)
+    return jax.lax.scan(lambda total, head: (total + head_sum(*head), None), first, heads)[0]
 
 
-def largest(scores: Float[Array, "B T S"], k: int) -> Bool[Array, "B T S"]:
+def top_k_mask(scores: Float[Array, "B T S"], k: int) -> Bool[Array, "B T S"]:
     """Marks the k largest of each row; of equal ones the first."""
     S = scores.shape[-1]
     # With symbolic sizes, S may turn out to be less than k.

@@ -92,37 +92,37 @@ class LatentAttention(nnx.Module):
         rope = turned(self.k_rope(x)[:, :, None], each, attend)[:, :, 0]
         # Keys and values of the heads are made of the latent, which is shorter.
         q = checkpoint_name(q, "qkv")
-        held = {"latent": checkpoint_name(jnp.concatenate([self.kv_norm(self.kv_down(x)), rope], -1), "qkv")}
-        asked = None
+        entries = {"latent": checkpoint_name(jnp.concatenate([self.kv_norm(self.kv_down(x)), rope], -1), "qkv")}
+        query = None
         if self.index is not None:
-            asked, held["index"] = self.index(x, source, each, attend)
-        y, cache = attend(q, held, cache, Latent(self, asked), score=Score(self.scale, each.window))
+            query, entries["index"] = self.index(x, source, each, attend)
+        y, cache = attend(q, entries, cache, Latent(self, query), score=Score(self.scale, each.window))
         return checkpoint_name(self.o(checkpoint_name(y, "attention")), "attention_out"), cache
 
 
 class Latent:
-    """An `attend.Read` for the cache of latent attention. `asked`: what the indexer looks for, for these tokens."""
+    """An `attend.Read` for the cache of latent attention. `query`: what the indexer looks for, for these tokens."""
 
-    def __init__(self, layer: LatentAttention, asked: IndexQuery | None = None):
-        self.layer, self.asked = layer, asked
+    def __init__(self, layer: LatentAttention, query: IndexQuery | None = None):
+        self.layer, self.query = layer, query
 
-    def expand(self, held: Cache) -> tuple[Array, Array]:
-        latent, rope = jnp.split(held["latent"], [self.layer.rank], -1)
+    def expand(self, entries: Cache) -> tuple[Array, Array]:
+        latent, rope = jnp.split(entries["latent"], [self.layer.rank], -1)
         k = self.layer.k_up(latent)
         shared = jnp.broadcast_to(rope[:, :, None], (*k.shape[:3], rope.shape[-1]))
         return jnp.concatenate([k, shared], -1), self.layer.v_up(latent)
 
-    def absorb(self, q: Array, held: Cache) -> tuple[Array, Array, Array]:
+    def absorb(self, q: Array, entries: Cache) -> tuple[Array, Array, Array]:
         H = self.layer.plain
-        k = held["latent"][:, :, None]
+        k = entries["latent"][:, :, None]
         q = jnp.concatenate([self.layer.k_up.via("BTNH,RNH->BTNR", q[..., :H]), q[..., H:]], -1)
         return q, k, k[..., : self.layer.rank]
 
     def release(self, y: Array) -> Array:
         return self.layer.v_up.via("BTNR,RNU->BTNU", y)
 
-    def narrow(self, held: Cache, see: See, window: int | None) -> See:
-        return see if self.asked is None else self.layer.index.pick(self.asked, held["index"], see, window)
+    def narrow(self, entries: Cache, see: See, window: int | None) -> See:
+        return see if self.query is None else self.layer.index.pick(self.query, entries["index"], see, window)
 
     def multiplications(self, T: int, S: int) -> tuple[int, int]:
         R, N, H, U, P = self._sizes()
@@ -132,10 +132,10 @@ class Latent:
 
     @property
     def narrows(self) -> bool:
-        return self.asked is not None
+        return self.query is not None
 
     def of_rows(self, cut: Callable[[Array], Array]) -> "Latent":
-        return self if self.asked is None else Latent(self.layer, IndexQuery(*map(cut, self.asked)))
+        return self if self.query is None else Latent(self.layer, IndexQuery(*map(cut, self.query)))
 
     def _sizes(self) -> tuple[int, int, int, int, int]:
         sizes: dict[str, Any] = self.layer.k_up.sizes | self.layer.v_up.sizes | self.layer.k_rope.sizes

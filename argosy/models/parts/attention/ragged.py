@@ -54,12 +54,12 @@ class Ragged:
         """The inverse of `split`."""
         return jnp.concatenate([part.reshape(1, -1, *part.shape[2:]) for part in parts], 1)
 
-    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        queries, new = self.split(q), {name: self.split(a) for name, a in held.items()}
+    def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        queries, new = self.split(q), {name: self.split(a) for name, a in entries.items()}
         reads = [read.of_rows(lambda a, i=i: self.split(a)[i]) for i in range(len(self.groups))]
         parts = [{name: a[i] for name, a in new.items()} for i in range(len(self.groups))]
         out = []
-        if cache is None or is_ring(cache, held):
+        if cache is None or is_ring(cache, entries):
             for group, mine, own, part in zip(self.groups, queries, reads, parts):
                 y, cache = group(mine, part, cache, own, score=score)
                 out.append(y)

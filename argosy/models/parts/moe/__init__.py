@@ -33,7 +33,7 @@ from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, constrai
 
 
 def choose(
-    logits: Float[Array, "B T E"], how: Experts, bias: Float[Array, "E"] | None = None
+    logits: Float[Array, "B T E"], settings: Experts, bias: Float[Array, "E"] | None = None
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """Weights and indexes of the experts of each token, best first.
 
@@ -41,26 +41,26 @@ def choose(
     bias the logits are compared instead of the scores: they have the same order, and stay distinct where a sigmoid is 1, in
     float32 from 17 on.
     """
-    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax_chosen": lambda s: s}[how.score](logits)
+    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax_chosen": lambda s: s}[settings.score](logits)
     rank = scores if bias is None else scores + bias
-    if how.groups == 1 and bias is None:
+    if settings.groups == 1 and bias is None:
         rank = logits
-    elif how.groups > 1:
-        rank = jnp.where(_looked_at(rank, how), rank, -jnp.inf)
-    chosen = jax.lax.top_k(rank, how.active)[1]
+    elif settings.groups > 1:
+        rank = jnp.where(_looked_at(rank, settings), rank, -jnp.inf)
+    chosen = jax.lax.top_k(rank, settings.active)[1]
     weights = jnp.take_along_axis(scores, chosen, -1)
-    if how.score == "softmax_chosen":
+    if settings.score == "softmax_chosen":
         weights = jax.nn.softmax(weights)
-    elif how.normalized:
+    elif settings.normalized:
         weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
-    return weights * how.scale, chosen
+    return weights * settings.scale, chosen
 
 
-def _looked_at(rank: Float[Array, "B T E"], how: Experts) -> Bool[Array, "B T E"]:
-    groups = rank.reshape(*rank.shape[:-1], how.groups, -1)
-    strength = groups.max(-1) if how.group_strength == "max" else jax.lax.top_k(groups, 2)[0].sum(-1)
-    best = jax.lax.top_k(strength, how.kept_groups)[1]
-    kept = jnp.any(best[..., None] == jnp.arange(how.groups), -2)
+def _looked_at(rank: Float[Array, "B T E"], settings: Experts) -> Bool[Array, "B T E"]:
+    groups = rank.reshape(*rank.shape[:-1], settings.groups, -1)
+    strength = groups.max(-1) if settings.group_strength == "max" else jax.lax.top_k(groups, 2)[0].sum(-1)
+    best = jax.lax.top_k(strength, settings.kept_groups)[1]
+    kept = jnp.any(best[..., None] == jnp.arange(settings.groups), -2)
     return jnp.repeat(kept, groups.shape[-1], -1)
 
 
@@ -80,22 +80,22 @@ class MoE(nnx.Module):
     def __init__(
         self,
         dims: dict[str, int],
-        how: Experts,
+        settings: Experts,
         activation: Activation = "silu",
         *,
         act: Act | None = None,
         bias: bool = False,
     ):
-        sizes = dims | {"E": how.count, "M": how.ffn, "F": how.shared}
-        self.how, self.activation, self.act = how, activation, act
+        sizes = dims | {"E": settings.count, "M": settings.ffn, "F": settings.shared}
+        self.settings, self.activation, self.act = settings, activation, act
         self.dispatch: Dispatch = Sorted()
         self.router = Einsum("BTD,DE->BTE", sizes, bias=bias)
-        self.bias = weight((how.count,), Meaning("E"), Draw("constant", 0.0), Moved) if how.bias else None
+        self.bias = weight((settings.count,), Meaning("E"), Draw("constant", 0.0), Moved) if settings.bias else None
         self.gate = Einsum("XD,EDM->XM", sizes, bias=bias)
         self.up = Einsum("XD,EDM->XM", sizes, bias=bias)
         self.down = Einsum("XM,EMD->XD", sizes, bias=bias)
-        self.shared = GLU(sizes, activation) if how.shared else None
-        self.shared_gate = Einsum("BTD,DO->BTO", sizes | {"O": 1}) if how.shared_gate else None
+        self.shared = GLU(sizes, activation) if settings.shared else None
+        self.shared_gate = Einsum("BTD,DO->BTO", sizes | {"O": 1}) if settings.shared_gate else None
 
     def __call__(
         self, x: Float[Array, "B T D"], live: Bool[Array, "B T"]
@@ -106,23 +106,23 @@ class MoE(nnx.Module):
         with jax.default_matmul_precision("highest"):
             logits = constrain(self.router(wide(x)), "B T E")
         weights, chosen = self.choices(logits)
-        chosen = jnp.where(live[..., None], chosen, self.how.count)
+        chosen = jnp.where(live[..., None], chosen, self.settings.count)
         y, passed = self.dispatched(x, weights, chosen)
         if self.shared is not None:
             z = self.shared(x)
             y = y + (z if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * z)
-        return y, passed | router_aux(logits, chosen, live, self.how)
+        return y, passed | router_aux(logits, chosen, live, self.settings)
 
     def choices(self, logits: Float[Array, "B T E"]) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
         """`choose` on the devices of the tokens: XLA gathers the rows of all devices for a `top_k`."""
         bias = () if self.bias is None else (self.bias[...],)
         rows = activation_spec("B T", logits.shape[:2])
         if not axes_in(rows):
-            return choose(logits, self.how, *bias)
+            return choose(logits, self.settings, *bias)
         three = PartitionSpec(*rows, None)
         specs = (three, *(PartitionSpec() for _ in bias))
         return jax.shard_map(
-            lambda logits, *bias: choose(logits, self.how, *bias), in_specs=specs, out_specs=three, check_vma=False
+            lambda logits, *bias: choose(logits, self.settings, *bias), in_specs=specs, out_specs=three, check_vma=False
         )(logits, *bias)
 
     def dispatched(
@@ -135,7 +135,7 @@ class MoE(nnx.Module):
         mine = axes_in(rows)
         over = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
         if not over:
-            return self.dispatch(LocalExperts(self.gate, self.up, self.down, self.how, self.acted), x, weights, chosen)
+            return self.dispatch(LocalExperts(self.gate, self.up, self.down, self.settings, self.acted), x, weights, chosen)
         apart = {name: getattr(self, name).before_split() for name in ("gate", "up", "down")}
         specs = {name: expert_specs(part, over, mine) for name, part in apart.items()}
         graphs, leaves = {}, {}
@@ -145,7 +145,7 @@ class MoE(nnx.Module):
 
         def local(leaves: Any, x: Array, weights: Array, chosen: Array) -> Any:
             gate, up, down = (merge(graphs[name], leaves[name]) for name in ("gate", "up", "down"))
-            part = LocalExperts(gate, up, down, self.how, self.acted, features, axis, axis is not None and axis not in mine)
+            part = LocalExperts(gate, up, down, self.settings, self.acted, features, axis, axis is not None and axis not in mine)
             y, passed = self.dispatch(part, x, weights, chosen)
             return (y if features is None else jax.lax.psum(y, features)), passed
 
@@ -159,13 +159,13 @@ class MoE(nnx.Module):
         return ACTIVATIONS[self.activation](gate) * up if self.act is None else self.act(gate, up)
 
 
-def expert_specs(module: nnx.Module, over: frozenset[str], rows: frozenset[str]) -> dict[str, PartitionSpec]:
-    """How the arrays of one contraction over experts are split over the mesh axes `over`, by address: along the experts E, and
+def expert_specs(module: nnx.Module, mesh_axes: frozenset[str], rows: frozenset[str]) -> dict[str, PartitionSpec]:
+    """How the arrays of one contraction over experts are split over the mesh axes `mesh_axes`, by address: along the experts E, and
     along their features M where the axis does not split rows. A device has all of D of its rows."""
     out = {}
     for address, v in variables(module).items():
         names = v.get_metadata()["meaning"].axes
-        spec = weight_spec(names, tuple(v.shape), over)
+        spec = weight_spec(names, tuple(v.shape), mesh_axes)
         axes = [*spec, *[None] * (len(names) - len(spec))]
         split = (name == "experts" or (name == "expert_ffn" and axis not in rows) for name, axis in zip(names, axes))
         kept = (axis if is_split else None for axis, is_split in zip(axes, split))
@@ -176,29 +176,29 @@ def expert_specs(module: nnx.Module, over: frozenset[str], rows: frozenset[str])
 def with_capacity(model: nnx.Module) -> nnx.Module:
     """The model with the capacity of its settings, if they have one, in effect: for the training step."""
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, MoE) and module.how.capacity is not None:
-            module.dispatch = Capacity(module.how.capacity)
+        if isinstance(module, MoE) and module.settings.capacity is not None:
+            module.dispatch = Capacity(module.settings.capacity)
     return model
 
 
 def router_aux(
-    logits: Float[Array, "B T E"], chosen: Int[Array, "B T k"], live: Bool[Array, "B T"], how: Experts
+    logits: Float[Array, "B T E"], chosen: Int[Array, "B T k"], live: Bool[Array, "B T"], settings: Experts
 ) -> dict[str, Array]:
     """Load and aux losses of one layer, over its live tokens."""
     real = live.astype(logits.dtype)
-    counts = jnp.sum((chosen[..., None] == jnp.arange(how.count)).astype(logits.dtype), (1, 2))  # [B E]; nothing is kept of it
-    scores = jax.nn.sigmoid(logits) if how.score == "sigmoid" else jax.nn.softmax(logits)
+    counts = jnp.sum((chosen[..., None] == jnp.arange(settings.count)).astype(logits.dtype), (1, 2))  # [B E]; nothing is kept of it
+    scores = jax.nn.sigmoid(logits) if settings.score == "sigmoid" else jax.nn.softmax(logits)
     shares = jnp.sum(real[..., None] * scores / jnp.sum(scores, -1, keepdims=True), 1)  # [B E]
     tokens = jnp.sum(real, 1, keepdims=True)  # [B 1]
     lse = jax.nn.logsumexp(logits, -1)
     f, P = counts, shares
-    if how.balance_over == "batch":
+    if settings.balance_over == "batch":
         f, P, over = jnp.sum(counts, 0, keepdims=True), jnp.sum(shares, 0, keepdims=True), jnp.sum(tokens)
     else:
         over = tokens
     over = jnp.maximum(over, 1.0)
     return {
         "load": jnp.sum(counts, 0),
-        "balance": jnp.broadcast_to(how.count * jnp.sum(f / over * (P / over), 1), real.shape[:1]),
+        "balance": jnp.broadcast_to(settings.count * jnp.sum(f / over * (P / over), 1), real.shape[:1]),
         "router_z": jnp.sum(real * lse * lse, 1) / jnp.maximum(tokens[:, 0], 1.0),
     }

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.einsum import Contraction, Route
 from argosy.models.parts.moe.exchange import exchanged, exchanged_in_rounds
-from argosy.models.parts.moe.sorting import gathered, inverse, sorted_by
+from argosy.models.parts.moe.sorting import inverse, sorted_by, weighted_rows
 from argosy.models.settings import Experts
 
 Act = Callable[[Array, Array], Array]
@@ -32,15 +32,16 @@ Act = Callable[[Array, Array], Array]
 class LocalExperts(NamedTuple):
     """The experts as one device has them.
 
-    features: the mesh axis that splits their M features; their output must then be summed over it, and biases are added on its
-    first device only. axis: the mesh axis that splits the experts; each of its devices has as many, one after the other.
+    features: the mesh axis that splits their M features; their output must then be summed over it, and biases are added on its first
+        device only.
+    axis: the mesh axis that splits the experts; each of its devices has as many, one after the other.
     together: its devices have the same rows.
     """
 
     gate: Contraction
     up: Contraction
     down: Contraction
-    how: Experts
+    settings: Experts
     acted: Act
     features: str | None = None
     axis: str | None = None
@@ -59,19 +60,21 @@ class LocalExperts(NamedTuple):
         return 1 if self.axis is None else jax.lax.axis_size(self.axis)
 
     @property
-    def held(self) -> int:
+    def local_experts(self) -> int:
         """The number of experts here."""
-        return self.how.count // self.shares
+        return self.settings.count // self.shares
 
     @property
     def first(self) -> Any:
         """The index of the first expert here."""
-        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.held
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.local_experts
 
 
 class Dispatch(Protocol):
-    """How rows get to their experts: a frozen dataclass. `chosen` is E where a token goes to no expert. Also returns aux outputs
-    [B]. whole: whether it needs whole sequences, where they are split over devices."""
+    """How rows get to their experts: a frozen dataclass. `chosen` is E where a token goes to no expert. Also returns aux outputs [B].
+
+    whole: whether it needs whole sequences, where they are split over devices.
+    """
 
     @property
     def whole(self) -> bool: ...
@@ -96,14 +99,14 @@ class Sorted:
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
         k, D = chosen.shape[-1], x.shape[-1]
         apart = experts.axis is not None and not experts.together
-        E = experts.how.count if apart else experts.held
+        E = experts.settings.count if apart else experts.local_experts
         if experts.together:
             here = (chosen >= experts.first) & (chosen < experts.first + E)
             chosen = jnp.where(here, chosen - experts.first, E)
         flat, weights = chosen.reshape(-1), weights.reshape(-1, k)
         order = sorted_by(flat, E)
         sizes = jnp.bincount(flat, length=E).astype(jnp.int32)
-        scales = weights.reshape(-1) if experts.how.weigh == "input" else None
+        scales = weights.reshape(-1) if experts.settings.weigh == "input" else None
         if scales is not None:
             weights = jnp.ones_like(weights)
         if apart:
@@ -115,7 +118,7 @@ class Sorted:
                 rows = rows * scales[order, None].astype(x.dtype)
             y = experts(rows, Route(sizes, jnp.minimum(flat[order], E - 1), token=token))
         weights = jnp.where(chosen.reshape(-1, k) < E, weights, 0.0)
-        y = gathered(y, weights.astype(y.dtype), order, inverse(order).reshape(-1, k)).reshape(x.shape)
+        y = weighted_rows(y, weights.astype(y.dtype), order, inverse(order).reshape(-1, k)).reshape(x.shape)
         return (jax.lax.psum(y, experts.axis) if experts.together else y), {}
 
 
@@ -126,15 +129,15 @@ class Capacity:
     factor: float
     whole = True
 
-    def places(self, tokens: int, how: Experts) -> int:
+    def places(self, tokens: int, settings: Experts) -> int:
         """The most tokens of a sequence that an expert processes. A token counts once per expert."""
-        return min(tokens, math.ceil(self.factor * tokens * how.active / how.count))
+        return min(tokens, math.ceil(self.factor * tokens * settings.active / settings.count))
 
     def __call__(
         self, experts: LocalExperts, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
-        (B, T, k), E = chosen.shape, experts.how.count
-        places = self.places(T, experts.how)
+        (B, T, k), E = chosen.shape, experts.settings.count
+        places = self.places(T, experts.settings)
         # First choices come first.
         ranked = chosen.swapaxes(1, 2).reshape(B, k * T)
         order = jax.vmap(lambda row: sorted_by(row, E))(ranked)
@@ -149,7 +152,7 @@ class Capacity:
         filled = p < sizes[:, :, None]  # [B E places]
         source = jnp.take_along_axis(order, jnp.where(filled, starts[:, :, None] + p, 0).reshape(B, -1), 1)
         rows = jnp.take_along_axis(x, (source % T)[:, :, None], 1)
-        if experts.how.weigh == "input":
+        if experts.settings.weigh == "input":
             scales = jnp.take_along_axis(weights.swapaxes(1, 2).reshape(B, k * T), source, 1)
             rows, weights = rows * scales[:, :, None].astype(x.dtype), jnp.ones_like(weights)
         rows = jnp.where(filled.reshape(B, -1, 1), rows, 0).reshape(B, E, places, -1).swapaxes(0, 1)

@@ -1,4 +1,4 @@
-"""Rows of tokens sent to the devices of their experts, and what these make of them sent back, inside a `shard_map`.
+"""Sends the rows of tokens to the devices of their experts, and the outputs back, inside a `shard_map`.
 
 Each of the n devices along `experts.axis` has its own rows, and E / n experts. Shapes are static, so how many rows a device may
 send to another is fixed when the program is compiled:
@@ -31,7 +31,7 @@ ROOM = 1.25
 def exchanged(experts: Any, rows: Float[Array, "E R D"]) -> Float[Array, "E R D"]:
     """R rows of each expert through it. Where the devices have the same rows, each computes those of its experts, and gives zeros
     for the others."""
-    (E, R, D), own = rows.shape, experts.held
+    (E, R, D), own = rows.shape, experts.local_experts
     if experts.axis is None:
         return _evenly(experts, rows)
     if experts.together:
@@ -69,7 +69,7 @@ def exchanged_in_rounds(
         expert: of each assignment; E for none.
         sizes: the number of assignments of each expert.
     """
-    n, own = experts.shares, experts.held
+    n, own = experts.shares, experts.local_experts
     A, k = len(expert), len(expert) // len(x)
     counts = jnp.sum(sizes.reshape(n, own), 1)
     starts = jnp.cumsum(counts) - counts
@@ -113,7 +113,7 @@ def exchanged_in_rounds(
         # The same number everywhere, over axes that do not split the experts too: a device must not wait alone.
         busiest = jax.lax.pmax(jnp.max(counts), tuple(jax.sharding.get_abstract_mesh().axis_names))
         rounds = (busiest + places - 1) // places
-    return in_rounds(work, where, args, (A, x.shape[-1]), rounds, once=most_rounds == 1)
+    return in_rounds(work, where, args, (A, x.shape[-1]), rounds, single=most_rounds == 1)
 
 
 def in_rounds(
@@ -123,14 +123,14 @@ def in_rounds(
     shape: tuple[int, int],
     rounds: Int[Array, ""],
     *,
-    once: bool,
+    single: bool,
 ) -> Float[Array, "A D"]:
     """Zeros of this shape, with the rows `where(i, args)` replaced by `work(i, args)` for each i below `rounds`, at least one; no
-    row twice. The backward pass keeps what it needs of the first round and computes the others again. Of the arguments, those of
-    integers have no gradient.
+    row twice. The backward pass keeps what it needs of the first round and computes the others again. Arguments
+    of integers have no gradient.
 
     Args:
-        once: there is one round, whatever `rounds` says.
+        single: there is one round, whatever `rounds` says.
     """
     flat, tree = jax.tree.flatten(args)
     moved = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.inexact)]
@@ -145,7 +145,7 @@ def in_rounds(
     def added(flat: list[Array], first: Array, rounds: Array) -> Array:
         args = jax.tree.unflatten(tree, flat)
         y = jnp.zeros(shape, first.dtype).at[where(0, args)].set(first, mode="drop")
-        if once:
+        if single:
             return y
         return jax.lax.fori_loop(1, rounds, lambda i, y: y.at[where(i, args)].set(work(i, args), mode="drop"), y)
 
@@ -169,7 +169,7 @@ def in_rounds(
             return [a + b for a, b in zip(sums, own)]
 
         (sums,) = pull(of(0))
-        sums = sums if once else jax.lax.fori_loop(1, rounds, step, sums)
+        sums = sums if single else jax.lax.fori_loop(1, rounds, step, sums)
         out = {i: np.zeros(a.shape, jax.dtypes.float0) for i, a in enumerate(flat)} | dict(zip(moved, sums))
         return [out[i] for i in range(len(flat))], np.zeros(rounds.shape, jax.dtypes.float0)
 

@@ -43,7 +43,7 @@ permuted.defvjp(_permuted, _unpermuted)
 
 
 @jax.custom_vjp
-def gathered(
+def weighted_rows(
     y: Float[Array, "A D"], weights: Float[Array, "X k"], order: Int[Array, "A"], back: Int[Array, "X k"]
 ) -> Float[Array, "X D"]:
     """The weighted sum of each token's k rows. Row a of y is assignment order[a], and assignment i of token x is at back[x, i]:
@@ -53,7 +53,7 @@ def gathered(
 
 
 def _gathered(y: Array, weights: Array, order: Array, back: Array) -> tuple[Array, tuple[Array, ...]]:
-    return gathered(y, weights, order, back), (y, weights, order, back)
+    return weighted_rows(y, weights, order, back), (y, weights, order, back)
 
 
 def _spread(kept: tuple[Array, ...], g: Float[Array, "X D"]) -> tuple[Any, ...]:
@@ -64,4 +64,4 @@ def _spread(kept: tuple[Array, ...], g: Float[Array, "X D"]) -> tuple[Any, ...]:
     return rows * weights.reshape(-1)[order, None], dweights, *nothing
 
 
-gathered.defvjp(_gathered, _spread)
+weighted_rows.defvjp(_gathered, _spread)

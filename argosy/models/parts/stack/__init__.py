@@ -161,14 +161,14 @@ class Scan:
         first: Counter[str] = Counter()
         aux = []
         for group in stack.groups:
-            graphs, leaves = parts_of(stack, group)
+            graphs, leaves = group_parts(stack, group)
             names = [stack.cache_name(layer) for layer in group.layers]
             at = {name: jnp.asarray(first[name], jnp.int32) for name in dict.fromkeys(names)} if caches else {}
             x, caches, told = run_group(group, graphs, leaves, x, attend, self.remat, caches, names, at, condition=condition)
             aux.append(told)
             for name in names:
                 first[name] += group.repeats
-        return x, caches, joined(aux)
+        return x, caches, join_groups(aux)
 
 
 def stored_as(decided: Mapping[str, Any]) -> Execution:
@@ -176,7 +176,7 @@ def stored_as(decided: Mapping[str, Any]) -> Execution:
     return Scan(rounds=decided.get("rounds", 1)) if decided["layers"] == "scan" else Unroll()
 
 
-def parts_of(stack: "Stack", group: "LayerGroup") -> tuple[dict[str, Any], dict[str, Leaves]]:
+def group_parts(stack: "Stack", group: "LayerGroup") -> tuple[dict[str, Any], dict[str, Leaves]]:
     """The graphs and stored weights of a group of scanned layers, by kind."""
     apart = {kind: split(getattr(stack, name)) for kind, name in group.names.items()}
     return {kind: graph for kind, (graph, _) in apart.items()}, {kind: leaves for kind, (_, leaves) in apart.items()}
@@ -234,8 +234,12 @@ def run_group(
 
 
 class LayerGroup(NamedTuple):
-    """Consecutive layers that run as one loop: `layers`, repeated. names: for each kind, the stack's name for its weights.
-    start: index of the first layer in the plan. round: which of the rounds of a longer group this is."""
+    """Consecutive layers that run as one loop: `layers`, repeated.
+
+    names: for each kind, the stack's name for its weights.
+    start: index of the first layer in the plan.
+    round: which of the rounds of a longer group this is.
+    """
 
     start: int
     layers: tuple[Layer, ...]
@@ -362,7 +366,7 @@ class Stack(nnx.Module):
         """
         return self.run(self, constrained(x), caches, self.with_angles(attend, positions), condition)
 
-    def told(self, aux: Aux) -> tuple[list[dict[str, Array]], Aux]:
+    def layer_aux(self, aux: Aux) -> tuple[list[dict[str, Array]], Aux]:
         """What every layer of the plan told (`parts.stack.watch`), and the other aux outputs."""
         places, found = self.indexes(), dict[int, dict[str, Array]]()
         for kind, own in aux.items():
@@ -499,7 +503,7 @@ def _stack_trees(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *a: jnp.stack(a), *trees)
 
 
-def joined(parts: list[Any]) -> Any:
+def join_groups(parts: list[Any]) -> Any:
     """The outputs of the groups, one after the other."""
     out: dict[str, list[Any]] = {}
     for part in parts:

@@ -1,7 +1,7 @@
 """Weights of layers that lie in the host's memory: each layer brings its own to the device as it runs, and again in the backward pass.
 
-The gradient of what is brought belongs on the device, but the transpose of a copy to the device is a copy to the host. So a weight
-whose gradient is wanted comes with a slot: zeros on the device, which no program reads, of which the gradient is taken instead.
+The gradient of a weight on the host is wanted on the device, but the transpose of a copy to the device is a copy to the host. So such a
+weight comes with a slot: zeros on the device, which no program reads. The gradient is taken of the slot.
 """
 
 from collections.abc import Collection

@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.attention.cache import Caches
-from argosy.models.parts.stack import Aux, LayerGroup, Scan, Stack, Streams, joined, parts_of, run_group
+from argosy.models.parts.stack import Aux, LayerGroup, Scan, Stack, Streams, group_parts, join_groups, run_group
 from argosy.models.parts.stack.remat import Remat, on_picked_weights
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform
 
@@ -62,7 +62,7 @@ class Pipeline:
             raise ValueError(f"{rows} rows do not divide into {self.microbatches} microbatches")
         aux, groups = [], list(stack.groups)
         while groups:
-            group, graphs, leaves = groups[0], *parts_of(stack, groups[0])
+            group, graphs, leaves = groups[0], *group_parts(stack, groups[0])
             if group.repeats % self.stages:
                 groups, (x, _, told) = groups[1:], run_group(
                     group, graphs, leaves, x, attend, self.remat, condition=condition
@@ -70,19 +70,19 @@ class Pipeline:
             else:
                 # The rounds of a group follow each other.
                 more = list(takewhile(lambda other: other.round, groups[1:]))
-                all_leaves = [leaves, *(parts_of(stack, other)[1] for other in more)]
+                all_leaves = [leaves, *(group_parts(stack, other)[1] for other in more)]
                 groups, (x, told) = groups[1 + len(more) :], self.staged(group, graphs, all_leaves, x, (attend, condition))
             aux.append(told)
-        return x, caches, joined(aux)
+        return x, caches, join_groups(aux)
 
     def staged(
-        self, group: LayerGroup, graphs: Any, leaves: list[Any], x: Streams, beside: tuple[Attend, Any]
+        self, group: LayerGroup, graphs: Any, leaves: list[Any], x: Streams, context: tuple[Attend, Any]
     ) -> tuple[Streams, Aux]:
         """A group of layers over the stages.
 
         Args:
             leaves: the weights of each round.
-            beside: the strategy of attention and the condition, whose arrays all lead with the batch.
+            context: the strategy of attention and the condition, whose arrays all lead with the batch.
         """
         S, M, R = self.stages, self.microbatches, len(leaves)
         mine = group._replace(repeats=group.repeats // S)
@@ -102,7 +102,7 @@ class Pipeline:
         def whole(a: Array) -> Array:
             return a.reshape(-1, *a.shape[2:])
 
-        strategy, form = jax.tree.flatten(beside)
+        strategy, form = jax.tree.flatten(context)
         # Where the last stage sends to: the first one takes up what has rounds left.
         ring = [(i, (i + 1) % S) for i in range(S)][: S if R > 1 else S - 1]
 
@@ -120,7 +120,7 @@ class Pipeline:
                 return jax.tree.map(lambda a: lax.ppermute(a, AXIS, ring), y)
 
             def step(came: Streams, t: Array) -> tuple[Streams, tuple[Streams, Aux]]:
-                # Before its first and after its last microbatch a stage computes on rows that are there anyway, and nobody reads it.
+                # A stage without a microbatch, before its first and after its last, computes on some rows. Nothing reads the result.
                 here = entering(s == 0, jnp.minimum(t, M - 1), came)
                 attend, condition = jax.tree.unflatten(form, [of(a, jnp.clip(t - s, 0, M - 1)) for a in strategy])
                 y, _, told = run_group(mine, graphs, leaves[0], here, attend, self.remat, condition=condition)
@@ -134,9 +134,9 @@ class Pipeline:
                 y, told = picked(stacked, r, here, jax.tree.unflatten(form, [of(a, m) for a in strategy]))
                 return sent(y), (y, told)
 
-            def run(stacked: Any, r: Array, here: Streams, beside: tuple[Attend, Any]) -> tuple[Streams, Aux]:
+            def run(stacked: Any, r: Array, here: Streams, context: tuple[Attend, Any]) -> tuple[Streams, Aux]:
                 own = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, r, keepdims=False), stacked)
-                attend, condition = beside
+                attend, condition = context
                 y, _, told = run_group(
                     mine, graphs, own, here, attend, self.remat, marked=True, condition=condition
                 )
@@ -161,7 +161,7 @@ class Pipeline:
             return jnp.moveaxis(a.reshape(M // S, R, S, *a.shape[1:]), 1, 0).reshape(R, M, *a.shape[1:])
 
         def last(a: Array) -> Array:
-            """Of [M R ...] in the order of the steps, those of the last round."""
+            """The outputs of the last round, from [M R ...] in the order of the steps."""
             return a if R == 1 else by_round(a)[-1]
 
         def together(name: str, a: Array) -> Array:

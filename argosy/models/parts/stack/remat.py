@@ -107,18 +107,18 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
             incoming, shape = jax.tree.flatten(gradient)
             moving = [i for i, leaf in enumerate(incoming) if leaf.dtype != jax.dtypes.float0]
 
-            def taken(pull: Any, given: list[Array]) -> Any:
+            def taken(pull: Any, leaves: list[Array]) -> Any:
                 all_inputs = list(incoming)
-                for i, leaf in zip(moving, given):
+                for i, leaf in zip(moving, leaves):
                     all_inputs[i] = leaf
                 return pull(jax.tree.unflatten(shape, all_inputs))[0]
 
-            def never(pull: Any, given: list[Array]) -> Any:
+            def never(pull: Any, leaves: list[Array]) -> Any:
                 return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in floats_like]
 
-            given = [incoming[i] for i in moving]
-            floats_like = jax.eval_shape(taken, pull, given)
-            return jax.lax.cond(_always(given[0]), taken, never, pull, given), None
+            leaves = [incoming[i] for i in moving]
+            floats_like = jax.eval_shape(taken, pull, leaves)
+            return jax.lax.cond(_always(leaves[0]), taken, never, pull, leaves), None
 
         run.defvjp(forward, backward)
         return run(floats, others)

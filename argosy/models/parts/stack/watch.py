@@ -1,10 +1,10 @@
 """A strategy that tells what passes through the layers: their outputs, and the queries, keys and values of their attention.
 
     model.hidden(tokens, Watched(Packed(segments), heads=True)) -> x, cache, aux
-    model.layers.told(aux) -> what each layer told, and the other aux outputs
+    model.layers.layer_aux(aux) -> what each layer told, and the other aux outputs
 
-What a layer tells is among its aux outputs, so that it leaves scanned and rematerialized layers as those do. That of all layers exists
-at once where layers are scanned; of unrolled ones, XLA keeps what is used.
+Watched values are aux outputs of a layer, so they leave scanned and rematerialized layers as those do. Scanned layers keep the values
+of all layers in memory at once; of unrolled layers XLA keeps the values that are used.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class WatchedAttend:
     def live(self) -> Bool[Array, "B T"]:
         return self.of.live
 
-    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        return self.of(q, held, cache, read, score=score)
+    def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        return self.of(q, entries, cache, read, score=score)
 
     def recur(self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
         return self.of.recur(step, inputs, cache)
@@ -63,13 +63,13 @@ class Listening:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.of, name)
 
-    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+    def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         if self.of.heads:
             if self.told:
                 raise ValueError("a layer attends twice: its queries cannot be told apart")
-            k, v = read.expand(held)
+            k, v = read.expand(entries)
             self.told |= {QUERIES: q, KEYS: k, VALUES: v}
-        return self.of(q, held, cache, read, score=score)
+        return self.of(q, entries, cache, read, score=score)
 
     def recur(self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
         return self.of.recur(step, inputs, cache)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.core.counts import plural
-from argosy.core.errors import BadInput, UserError, mistakes_of, refuse
+from argosy.core.errors import BadInput, UserError, mistakes_of, raise_mistakes
 from argosy.core.progress import Say
 from argosy.data.order import picked
 from argosy.data.rows.prompts import Prompts
@@ -68,7 +68,7 @@ class RewardSignal(Signal):
         self.policy, self.judge, self.table = policy, judge, table
         sizes = batch, rollout, shape, prompts.most, batch // rollout.completions
         checks = lambda: check_sizes(*sizes), lambda: check_comparison(policy, rollout), lambda: check_credit(policy, table)
-        refuse(mistakes_of(*checks))
+        raise_mistakes(mistakes_of(*checks))
         self.sampler = RewardSampler(self, policy, judge, table)
         self.identity = {"rewards": list(judge.names), "weights": list(judge.weights)}
         self.identity |= {} if table is None else {"environment": table.identity}
@@ -275,4 +275,4 @@ def check_comparison(policy: Policy, rollout: Rollout) -> None:
         what = f"objective.loss=reinforce is for one update a rollout, and there are {rollout.updates}"
         hint = "objective.loss=ppo weighs answers of older weights; or rollout.epochs=1 rollout.minibatches=1"
         mistakes.append(BadInput(what, hint=hint))
-    refuse(mistakes)
+    raise_mistakes(mistakes)

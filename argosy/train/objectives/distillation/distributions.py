@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.data.batch import Field, Fields
 from argosy.ops.cross_entropy import by_chunks
-from argosy.ops.divergence import DIVERGENCES, Top, coarse, forward, log_probs, over
+from argosy.ops.divergence import DIVERGENCES, Top, coarse, forward, log_probs, resize_vocab
 from argosy.ops.precision import wide
 from argosy.parallel.scope import axis_sizes
 from argosy.train.beside import PROJECTION
@@ -106,7 +106,7 @@ def of_logits(
     settings: DivergenceObjective, student: Float[Array, "*R V"], teacher: Float[Array, "*R U"], targets: Int[Array, "*R"]
 ) -> TargetTerms:
     """Compares with a teacher's logits."""
-    teacher = over(teacher, student.shape[-1])
+    teacher = resize_vocab(teacher, student.shape[-1])
     logps, teacher_logps = log_probs(student, settings.temperature), log_probs(teacher, settings.temperature)
     return _between(settings, logps, teacher_logps) | _of_labels(student, targets, jnp.argmax(teacher, -1))
 

@@ -85,4 +85,4 @@ def layer_states(
         x, _, aux = model.hidden(batch["tokens"], attend)
         return x, [], aux
     x, _, aux = model.hidden(batch["tokens"], WatchedAttend(attend, outputs, heads))
-    return x, *model.layers.told(aux)
+    return x, *model.layers.layer_aux(aux)
