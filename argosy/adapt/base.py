@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from argosy.adapt.lora import Fixed, LoRA
-from argosy.adapt.quant import QuantizedEinsum
+from argosy.adapt.quant import PARTS, QuantizedEinsum
 from argosy.adapt.surgery import at, find, inside, put_at
 from argosy.core.errors import BadInput
 from argosy.models.parts.stack import layer_addresses
@@ -137,8 +137,9 @@ def fill_base(
             of, below = of.of, f"{below}.of"
         if isinstance(of, QuantizedEinsum) and leaf == "w":
             codes = of.codes(array)
-            keep(f"{below}.values", codes.values)
-            keep(f"{below}.scale", codes.scale)
+            for part in PARTS:
+                if (value := getattr(codes, part)) is not None:
+                    keep(f"{below}.{part}", value)
             array = np.asarray(codes.dequantized()) if adapted and fresh else array
         else:
             there = f"{below}.{leaf}"

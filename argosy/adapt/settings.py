@@ -202,7 +202,7 @@ class Qlora(LowRank):
         Also("load_in_4bit", "bnb_4bit_quant_type", "quantization_bit", note="nf4, the default, is bitsandbytes' 4 bit"),
         Also("load_in_8bit", note="adapter.format=int8"),
     ] = "nf4"
-    """Number format of the base. nf4: 16 levels that are equally likely for normal weights, in blocks; int4: 15 evenly spaced
+    """Number format of the base. nf4: 16 levels that are equally likely for normal weights, in blocks; int4: 16 evenly spaced
     levels, in blocks; int8: one scale for each output channel."""
     block: Annotated[int, Also("bnb_4bit_blocksize", "quant_block_size")] = Field(64, gt=0)
     """Most weights that share a scale in nf4 and int4, along the summed axis; the largest divisor of that axis up to this."""
@@ -210,6 +210,7 @@ class Qlora(LowRank):
     """The contractions to quantize, as in `where`. None: every matrix of the layers except routers and heads."""
 
     def quantize(self, model: Any) -> list[str]:
-        from argosy.adapt.quant import quantized
+        from argosy.adapt.quant import Scheme, quantized
 
-        return self._swap(model, "quantize_where", self.quantize_where, lambda of: quantized(of, self.format, self.block))
+        scheme = Scheme(self.format, None if self.format == "int8" else self.block)
+        return self._swap(model, "quantize_where", self.quantize_where, lambda of: quantized(of, scheme))

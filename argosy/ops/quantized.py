@@ -1,16 +1,17 @@
 """A quantized array: values in few bits, and the numbers that turn them back into floats.
 
-    w = (values - zero) * scale        or, with levels,        w = levels[values] * scale
+    w = (values - zero) * scale - minimum        or, with levels,        w = levels[values] * scale - minimum
 
-`scale` and `zero` have as many axes as the values. Along each axis they have the full size (one scale per index), 1 (shared) or a
-divisor of the size (one scale per block). So this one type covers scales per output channel, per input channel, per row of an
-embedding and per block, in any number format. Codes of four bits lie two in a byte, because jax gives each element of an int4 array
-its own byte on CPUs. `x_scale` says how activations are rounded before the product (W8A8).
+`scale` and `minimum` have as many axes as the values. Along each axis they have the full size (one scale per index), 1 (shared) or a
+divisor of the size (one scale per block). So this one type covers scales per tensor, output channel, input channel, row of an
+embedding, block and tile, in any number format. Scales may be kept in eight bits themselves (MX, NVFP4); `outer` then has the second
+level, a number for each weight. Codes of four or two bits lie in bytes together, because jax gives each element of an int4 array its
+own byte on CPUs. `activations` says how data is rounded before the product (W8A8).
 `models.parts.einsum.contract` multiplies such an array with data.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,70 +21,82 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from argosy.ops.native.products import Panels
 
-# The 16 levels of NormalFloat4: quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (arXiv:2305.14314,
-# appendix E).
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-# Evenly spaced, and without -8, so that the levels are symmetric.
-INT4 = tuple(level / 7 for level in range(-7, 8))
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """values: integers or small floats; or packed ones, on a CPU (`ops.native.products`). scale, zero: float32, as described above.
-    x_scale: the calibrated number by which activations are divided before they are rounded to int8.
+    """A quantized weight. In a tree of the same structure, shapes may stand for the arrays.
 
-    levels: the floats that values are indexes of. packed: the axis, counted from the end, along which two values of four bits share
-    a byte; the array has half its size there. 0: none.
+    values: integers, floats of eight bits, or codes; or packed ones, on a CPU (`ops.native.products`).
+    scale: float32, float8_e8m0fnu or float8_e4m3fn.
+    minimum: float32, as `scale`; None: 0.
+    outer: float32, what scales are multiplied by; None: 1.
+    x_scale: the calibrated number by which activations are divided before they are rounded; None: each token's own.
+    levels: the floats that values are indexes of.
+    packed: the axis, counted from the end, along which several values share a byte; the array is smaller there. 0: none.
+    bits: of each packed value, 4 or 2.
+    zero: what is subtracted from values.
+    activations: rounds the data of a product (`adapt.formats.activations`); None: it is not rounded.
     """
 
-    # Arrays; in a tree of the same structure, their shapes.
     values: Any
     scale: Any
-    zero: Any = None
+    minimum: Any = None
+    outer: Any = None
     x_scale: Any = None
     levels: tuple[float, ...] | None = field(default=None, metadata={"static": True})
     packed: int = field(default=0, metadata={"static": True})
+    bits: int = field(default=4, metadata={"static": True})
+    zero: int = field(default=0, metadata={"static": True})
+    activations: Any = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight."""
-        return unpacked_shape(self.values.shape, self.packed)
+        return unpacked_shape(self.values.shape, self.packed, self.bits)
 
     @property
     def is_linear(self) -> bool:
         """Whether the values themselves can be multiplied, and scaled afterwards."""
-        return self.levels is None and not self.packed
+        return self.levels is None and not self.packed and self.zero == 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(np.prod(a.shape)) * np.dtype(a.dtype).itemsize for a in jax.tree.leaves(self))
+
+    @property
+    def scales(self) -> Float[Array, "..."]:
+        """The scales, float32, both levels multiplied."""
+        scale = self.scale.astype(jnp.float32)
+        return scale if self.outer is None else scale * self.outer
 
     def dequantized(self, dtype: Any = jnp.float32) -> Array:
         """The floats, computed in float32."""
-        values = unpacked(self.values, self.packed) if self.packed else self.values
+        values = unpacked(self.values, self.packed, self.bits) if self.packed else self.values
         values = values.dense() if isinstance(values, Panels) else values
         if self.levels is None:
             w = values.astype(jnp.float32)
         else:
             w = jnp.asarray(np.asarray(self.levels, np.float32))[values.astype(jnp.int32)]
-        if self.zero is not None:
-            w = w - spread(self.zero, w.shape)
-        return (w * spread(self.scale, w.shape)).astype(dtype)
+        w = w - self.zero if self.zero else w
+        w = w * spread(self.scales, w.shape)
+        return (w if self.minimum is None else w - spread(self.minimum, w.shape)).astype(dtype)
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Rows along the first axis, float32: the lookup of an embedding."""
-
-        def picked(a: Array) -> Array:
-            n, size = a.shape[0], self.values.shape[0]
-            return a[ids // (size // n)] if n > 1 else jnp.broadcast_to(a[0], (*ids.shape, *a.shape[1:]))
-
-        zero = None if self.zero is None else picked(self.zero)
         values, packed = self.values, self.packed
         if packed == -len(values.shape):
-            values, packed = unpacked(values, packed), 0
+            values, packed = unpacked(values, packed, self.bits), 0
+        size = values.shape[0]
+
+        def picked(a: Array | None) -> Array | None:
+            if a is None:
+                return None
+            return a[ids // (size // a.shape[0])] if a.shape[0] > 1 else jnp.broadcast_to(a[0], (*ids.shape, *a.shape[1:]))
+
         values = values.rows(ids) if isinstance(values, Panels) else values[ids]
-        return Quantized(values, picked(self.scale), zero, levels=self.levels, packed=packed).dequantized()
+        own: Any = {name: picked(getattr(self, name)) for name in ("scale", "minimum", "outer")}
+        return replace(self, values=values, **own, packed=packed).dequantized()
 
 
 def spread(a: Array, shape: tuple[int, ...]) -> Array:
@@ -94,35 +107,30 @@ def spread(a: Array, shape: tuple[int, ...]) -> Array:
     return a
 
 
-def unpacked_shape(shape: Sequence[int], packed: int) -> tuple[int, ...]:
+def unpacked_shape(shape: Sequence[int], packed: int, bits: int = 4) -> tuple[int, ...]:
     """The shape of a weight from that of its values."""
     out = list(shape)
     if packed:
-        out[packed] *= 2
+        out[packed] *= 8 // bits
     return tuple(out)
 
 
-def packed_pairs(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
-    """Codes of four bits, two in a byte along an axis of even size, counted from the end: the first of each pair in the low bits."""
-    pairs = codes.reshape(*codes.shape[: codes.ndim + axis], codes.shape[axis] // 2, 2, *_after(codes.shape, axis))
-    first, second = (jnp.take(pairs, i, codes.ndim + axis + 1) for i in (0, 1))
-    return first | (second << 4)
+def packed_codes(codes: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[Array, "..."]:
+    """Codes of few bits, several in a byte along an axis, counted from the end, whose size is a multiple of their number: the first in
+    the lowest bits."""
+    count, at = 8 // bits, codes.ndim + axis
+    parts = codes.reshape(*codes.shape[:at], codes.shape[axis] // count, count, *_after(codes.shape, axis))
+    out = jnp.take(parts, 0, at + 1)
+    for i in range(1, count):
+        out = out | (jnp.take(parts, i, at + 1) << (bits * i))
+    return out
 
 
-def unpacked(pairs: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
+def unpacked(values: UInt8[Array, "..."], axis: int, bits: int = 4) -> UInt8[Array, "..."]:
     """The codes again."""
-    both = jnp.stack([pairs & 15, pairs >> 4], pairs.ndim + axis + 1)
-    return both.reshape(unpacked_shape(pairs.shape, axis))
+    parts = [values >> (bits * i) & ((1 << bits) - 1) for i in range(8 // bits)]
+    return jnp.stack(parts, values.ndim + axis + 1).reshape(unpacked_shape(values.shape, axis, bits))
 
 
 def _after(shape: Sequence[int], axis: int) -> Sequence[int]:
     return shape[len(shape) + axis + 1 :]
-
-
-def round_int8(x: Float[Array, "... K"], scale: Array | None = None) -> tuple[Int[Array, "... K"], Array]:
-    """x as int8, and its scale: the given one, otherwise one per row, from the row's largest magnitude."""
-    y = x.astype(jnp.float32)
-    if scale is None:
-        top = jnp.max(jnp.abs(y), -1, keepdims=True)
-        scale = jnp.where(top == 0, 1.0, top / 127)
-    return jnp.clip(jnp.round(y / scale), -127, 127).astype(jnp.int8), scale

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import relative
 
+from argosy.adapt.formats.activations import Activations
 from argosy.models.parts.einsum import Einsum, Route, contract
 from argosy.models.parts.weight import fill
 from argosy.ops.quantized import Quantized
@@ -21,8 +22,8 @@ def array(letters):
 def quantized(spec, scale_shape, zero=False):
     shape = [SIZES[a] for a in spec]
     scale = jnp.asarray(RNG.uniform(0.5, 2, scale_shape), jnp.float32)
-    offset = jnp.asarray(RNG.integers(-5, 5, scale_shape), jnp.float32) if zero else None
-    return Quantized(jnp.asarray(RNG.integers(-127, 128, shape), jnp.int8), scale, offset)
+    minimum = jnp.asarray(RNG.uniform(-5, 5, scale_shape), jnp.float32) if zero else None
+    return Quantized(jnp.asarray(RNG.integers(-127, 128, shape), jnp.int8), scale, minimum)
 
 
 DENSE = {
@@ -68,7 +69,7 @@ def test_rows_of_a_quantized_embedding():
 
 
 def test_activations_are_rounded_by_their_scale():
-    w = Quantized(jnp.ones((8, 4), jnp.int8), jnp.ones((1, 4)), x_scale=jnp.float32(0.5))
+    w = Quantized(jnp.ones((8, 4), jnp.int8), jnp.ones((1, 4)), x_scale=jnp.float32(0.5), activations=Activations("int8"))
     x = jnp.full((1, 1, 8), 0.6)
     assert (contract("BTD,DM->BTM", x, w) == 8 * 0.5).all()
 

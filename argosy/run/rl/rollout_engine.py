@@ -108,9 +108,7 @@ class RolloutEngine:
             return self._lm
         names = {f"{name}.w" for name in self._rounded}
         for name, of in self._rounded.items():
-            codes = of.codes(weights[f"{name}.w"])
-            of.values.set_value(codes.values)
-            of.scale.set_value(codes.scale)
+            of.put(of.codes(weights[f"{name}.w"]))
         put(self._lm.module, {a: leaf for a, leaf in weights.items() if a not in names})
         return self._lm
 

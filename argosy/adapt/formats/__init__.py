@@ -1,0 +1,1 @@
+"""Number formats: what each stores, and how floats are rounded to it."""

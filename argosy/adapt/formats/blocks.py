@@ -1,0 +1,73 @@
+"""Which weights share a scale.
+
+Granularities are written as the field does: `tensor`, `channel`, a number of weights along the summed axes (32, 128), or a tile
+of the weight as a matrix, rows of the summed axes first (128x128).
+"""
+
+from collections.abc import Sequence
+
+from argosy.models.parts.einsum import Contraction
+
+Granularity = str | int | None
+
+
+def along(sizes: Sequence[int], block: int | None) -> list[int]:
+    """How a block of neighboring numbers lies on several axes that are read as one, the last fastest. Where a block does not divide
+    them, the largest smaller one that does.
+
+    Args:
+        block: None: all numbers.
+    """
+    if block is None:
+        return list(sizes)
+    out, rest = list[int](), block
+    for size in reversed(sizes):
+        each = size if rest >= size else next(n for n in range(rest, 0, -1) if size % n == 0)
+        out.append(each)
+        # A block that ends within this axis has one entry of those before it.
+        rest = rest // size if rest >= size else 1
+    return out[::-1]
+
+
+def block_of(of: Contraction, granularity: Granularity, default: int | None = None) -> tuple[int, ...]:
+    """How many weights of a contraction share a scale along each axis of its weight, one for stacked layers and for experts.
+
+    Args:
+        granularity: None: the format's own, `default`, or a channel where it has none.
+
+    Raises:
+        ValueError: it is no granularity.
+    """
+    tile = granularity_of(granularity, default)
+    summed = of.kept if of.is_lookup else of.inner
+    kept = "".join(letter for letter in of.spec if letter not in summed + of.group)
+    sizes = of.sizes
+    shared = dict.fromkeys(of.spec, 1)
+    for letters, block in ((summed, tile[0]), (kept, tile[1])):
+        # In the order of the weight's own axes.
+        letters = "".join(letter for letter in of.spec if letter in letters)
+        shared |= dict(zip(letters, along([sizes[letter] for letter in letters], block), strict=True))
+    return (*(1,) * of.stacked, *(shared[letter] for letter in of.spec))
+
+
+def granularity_of(granularity: Granularity, default: int | None = None) -> tuple[int | None, int | None]:
+    """The weights that share a scale along the summed and along the kept axes; None: all.
+
+    Raises:
+        ValueError: it is no granularity.
+    """
+    if granularity is None:
+        return default, 1
+    text = str(granularity)
+    if text in ("tensor", "channel"):
+        return None, None if text == "tensor" else 1
+    parts = text.split("x")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"granularity `{text}`: tensor, channel, a number such as 128, or a tile such as 128x128")
+    return int(parts[0]), int(parts[1]) if len(parts) == 2 else 1
+
+
+def pack_axis(of: Contraction) -> int:
+    """The axis, counted from the end, along which small codes share bytes: the last of those along which blocks lie."""
+    summed = of.kept if of.is_lookup else of.inner
+    return max(i for i, letter in enumerate(of.spec) if letter in summed) - len(of.spec)

@@ -1,0 +1,252 @@
+"""A number format, and rounding to it.
+
+A format is data: the elements that a weight is rounded to, how many weights share a scale, and how scales are stored.
+
+    scale = largest |w| of a block / the largest element        (`absmax`)
+    w ~ element * scale - minimum
+
+Scales of MX formats are powers of two: 2^(floor(log2(largest |w|)) - the largest element's exponent), and elements above the largest
+saturate (OCP Microscaling Formats 1.0, section 6.3; arXiv:2310.10537). NVFP4 has scales in e4m3 and a second, float32, for the whole
+weight (NVIDIA, arXiv:2509.25149).
+
+Garbage is defined for every format. A block with NaN or an infinity decodes to NaN, so a fault stays visible. A block of zeros, or one
+whose scale would be no normal float32, decodes to zeros.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from argosy.ops.quantized import Quantized, packed_codes, spread
+
+Weight = Float[Array | np.ndarray, "..."]
+TINY = float(np.finfo(np.float32).tiny)
+
+
+class Limits(NamedTuple):
+    """The range of each block that is represented, float32, shaped as scales: from `low` to `high`; from -high to high where `low` is
+    None."""
+
+    high: Array
+    low: Array | None = None
+
+
+class Integers(NamedTuple):
+    """Whole numbers in two's complement.
+
+    bits: 8, 4 or 2.
+    """
+
+    bits: int
+
+
+class Minifloats(NamedTuple):
+    """Floats of few bits, as a table: `magnitudes` by their code without the sign, which is the highest bit. Ties go to the even code, as
+    IEEE 754 rounds."""
+
+    bits: int
+    magnitudes: tuple[float, ...]
+
+
+class Levels(NamedTuple):
+    """Any numbers, ascending; values are rounded to the nearest."""
+
+    bits: int
+    levels: tuple[float, ...]
+
+
+class Floats(NamedTuple):
+    """Floats that jax has a type for."""
+
+    dtype: Any
+    bits: int = 8
+
+
+Elements = Integers | Minifloats | Levels | Floats
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    name: as settings and files say it.
+    elements: what a weight is rounded to.
+    block: how many weights share a scale, along the summed axes, where nothing else is asked for; None: a whole channel.
+    scales: how scales are stored.
+    source: where it is defined.
+    """
+
+    name: str
+    elements: Elements
+    block: int | None = None
+    scales: Literal["float32", "e8m0", "e4m3"] = "float32"
+    source: str = ""
+
+    @property
+    def bits(self) -> int:
+        """Of each element."""
+        return self.elements.bits
+
+    @property
+    def is_integer(self) -> bool:
+        return isinstance(self.elements, Integers)
+
+    @property
+    def largest(self) -> float:
+        """The element that the largest magnitude of a block is mapped to. Of integers half of the range, 127.5 or 7.5, so that rounding
+        uses the most negative one too."""
+        match self.elements:
+            case Integers(bits):
+                return (2**bits - 1) / 2
+            case Minifloats(_, magnitudes):
+                return magnitudes[-1]
+            case Levels(_, levels):
+                return max(map(abs, levels))
+            case Floats(dtype, _):
+                return float(jnp.finfo(dtype).max)
+
+    def bits_each(self, block: int, *, minima: bool = False) -> float:
+        """The bits of a weight with its share of the scales of its block."""
+        return self.bits + ((32 if self.scales == "float32" else 8) + (32 if minima else 0)) / block
+
+    def quantize(
+        self, w: Weight, block: Sequence[int], calibration: str = "absmax", *, lead: int = 0, pack: int = 0
+    ) -> Quantized:
+        """Rounds a weight to nearest.
+
+        Args:
+            block: how many weights share a scale along each axis; each divides its size.
+            calibration: the range that is represented. absmax: symmetric, as wide as the largest magnitude; minmax: from the smallest to
+                the largest, with a minimum, of integers alone; rms:K: K root mean squares; fixed:X: X.
+            lead: the number of leading axes, of layers and experts, each entry of which is a weight of its own.
+            pack: the axis, counted from the end, along which codes of four or two bits share bytes; 0: none does.
+        """
+        return _quantized(self, jnp.asarray(w), tuple(block), calibration, lead, pack)
+
+    def rounded(self, w: Weight, block: Sequence[int], limits: Limits, *, lead: int = 0, pack: int = 0) -> Quantized:
+        """Rounds a weight within given limits. Arguments as `quantize`."""
+        return _rounded(self, jnp.asarray(w), tuple(block), limits, lead, pack)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))
+def _quantized(format: Format, w: Array, block: tuple[int, ...], calibration: str, lead: int, pack: int) -> Quantized:
+    return _rounded(format, w, block, limits_of(w, block, calibration), lead, pack)
+
+
+def limits_of(w: Weight, block: Sequence[int], calibration: str) -> Limits:
+    """The range of each block.
+
+    Raises:
+        ValueError: there is no such calibration.
+    """
+    tiles, axes = in_blocks(jnp.asarray(w, jnp.float32), block)
+    kind, _, number = calibration.partition(":")
+    largest = jnp.max(jnp.abs(tiles), axes)
+    if calibration == "absmax":
+        return Limits(largest)
+    if calibration == "minmax":
+        # Zero is always represented.
+        return Limits(jnp.maximum(jnp.max(tiles, axes), 0), jnp.minimum(jnp.min(tiles, axes), 0))
+    if kind == "rms":
+        return Limits(float(number) * jnp.sqrt(jnp.mean(jnp.square(tiles), axes)))
+    if kind == "fixed":
+        return Limits(jnp.where(jnp.isfinite(largest), float(number), jnp.nan))
+    raise ValueError(f"calibration `{calibration}`: absmax, minmax, rms:K or fixed:X")
+
+
+def in_blocks(w: Array, block: Sequence[int]) -> tuple[Array, tuple[int, ...]]:
+    """A weight with two axes for each of its own, blocks and places in a block, and the numbers of the latter."""
+    shape = [n for size, each in zip(w.shape, block, strict=True) for n in (size // each, each)]
+    return w.reshape(shape), tuple(range(1, len(shape), 2))
+
+
+def _rounded(format: Format, w: Array, block: tuple[int, ...], limits: Limits, lead: int, pack: int) -> Quantized:
+    high = limits.high.astype(jnp.float32)
+    if limits.low is not None:
+        return _asymmetric(format, w, high, limits.low.astype(jnp.float32), pack)
+    scale, outer = _scales(format, high, lead)
+    whole = scale if outer is None else scale * outer
+    finite = jnp.isfinite(high)
+    used = finite & (whole >= TINY)
+    x = jnp.where(spread(used, w.shape), w.astype(jnp.float32), 0.0) / spread(jnp.where(used, whole, 1.0), w.shape)
+    scale = jnp.where(used, scale, jnp.where(finite, 1.0, jnp.nan)).astype(_SCALES[format.scales])
+    values: Any = {"levels": None}
+    match format.elements:
+        case Integers(8):
+            return Quantized(jnp.clip(jnp.round(x), -128, 127).astype(jnp.int8), scale, outer=outer)
+        case Integers(bits):
+            half = 1 << (bits - 1)
+            codes = (jnp.clip(jnp.round(x), -half, half - 1) + half).astype(jnp.uint8)
+            values = {"zero": half}
+        case Minifloats(bits, magnitudes):
+            codes = _nearest(jnp.abs(x), magnitudes, to_even=True) | (jnp.signbit(x).astype(jnp.uint8) << (bits - 1))
+            values = {"levels": (*magnitudes, *(-m for m in magnitudes))}
+        case Levels(_, levels):
+            codes, values = _nearest(x, levels), {"levels": levels}
+        case Floats(dtype, _):
+            most = format.largest
+            return Quantized(jnp.clip(x, -most, most).astype(dtype), scale, outer=outer)
+    codes, packing = _packed(codes, format.bits, pack)
+    return Quantized(codes, scale, outer=outer, **packing, **values)
+
+
+def _asymmetric(format: Format, w: Array, high: Array, low: Array, pack: int) -> Quantized:
+    """Rounds to integers from the smallest to the largest weight; the code of 0 is a whole number, so that 0 stays 0 (Jacob et al. 2017,
+    arXiv:1712.05877, section 2.1)."""
+    if not isinstance(format.elements, Integers):
+        raise ValueError(f"{format.name} has no minimum: minmax is for integers")
+    bits = format.bits
+    scale = (high - low) / (2**bits - 1)
+    finite = jnp.isfinite(scale)
+    used = finite & (scale >= TINY)
+    divisor = jnp.where(used, scale, 1.0)
+    origin = jnp.where(used, jnp.round(-low / divisor), 0.0)
+    x = jnp.where(spread(used, w.shape), w.astype(jnp.float32), 0.0) / spread(divisor, w.shape)
+    codes = jnp.clip(jnp.round(x + spread(origin, w.shape)), 0, 2**bits - 1)
+    scale = jnp.where(used, scale, jnp.where(finite, 1.0, jnp.nan))
+    if bits == 8:
+        return Quantized((codes - 128).astype(jnp.int8), scale, jnp.where(used, origin - 128, -128) * scale)
+    codes, packing = _packed(codes.astype(jnp.uint8), bits, pack)
+    return Quantized(codes, scale, origin * scale, **packing)
+
+
+_SCALES: dict[str, Any] = {"float32": jnp.float32, "e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
+
+
+def _scales(format: Format, high: Array, lead: int) -> tuple[Array, Array | None]:
+    """The scales, float32 but rounded as they are stored, and the second level."""
+    if format.scales == "e8m0":
+        # Both exponents are those of frexp: of a fraction from 0.5 to 1.
+        exponent = jnp.frexp(high)[1] - int(np.frexp(format.largest)[1])
+        return jnp.where(high > 0, jnp.exp2(jnp.clip(exponent, -126, 127).astype(jnp.float32)), high), None
+    if format.scales == "e4m3":
+        axes = tuple(range(lead, high.ndim))
+        top = jnp.max(jnp.where(jnp.isfinite(high), high, 0.0), axes, keepdims=True)
+        most = format.largest * float(jnp.finfo(jnp.float8_e4m3fn).max)
+        outer = jnp.where(top > 0, top / most, 1.0)
+        scale = jnp.where(jnp.isfinite(high), high, 0.0) / format.largest / outer
+        return scale.astype(jnp.float8_e4m3fn).astype(jnp.float32), outer
+    return high / format.largest, None
+
+
+def _nearest(x: Array, levels: Sequence[float], *, to_even: bool = False) -> Array:
+    """The index of the nearest level, which is the number of midpoints below x; of two equally near the lower, or the even index."""
+    between = (np.asarray(levels[1:], np.float32) + np.asarray(levels[:-1], np.float32)) / 2
+    out = jnp.zeros(x.shape, jnp.uint8)
+    for i, midpoint in enumerate(between):
+        above = x >= midpoint if to_even and i % 2 else x > midpoint
+        out = out + above.astype(jnp.uint8)
+    return out
+
+
+def _packed(codes: Array, bits: int, pack: int) -> tuple[Array, dict[str, Any]]:
+    """Codes packed along an axis where bits and its size allow."""
+    if not pack or bits not in (2, 4) or codes.shape[pack] % (8 // bits):
+        return codes, {}
+    return packed_codes(codes, pack, bits), {"packed": pack, "bits": bits}
