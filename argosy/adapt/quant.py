@@ -5,6 +5,7 @@ On a CPU the engine packs weights of whole numbers (`infer.cpu.panels`); other f
 `score`, are slower than float32 there, because XLA first widens them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +15,10 @@ from flax import nnx
 from argosy.adapt.formats.activations import activations_of
 from argosy.adapt.formats.blocks import Granularity, block_of, pack_axis
 from argosy.adapt.formats.table import FORMATS
-from argosy.core.errors import BadInput
+from argosy.adapt.surgery import find, put_at
+from argosy.core.errors import BadInput, Unsupported
 from argosy.models.parts.einsum import Contraction, Einsum
+from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import Codes, Draw, Meaning
 from argosy.ops.native.products import Panels
 from argosy.ops.quantized import Quantized, unpacked_shape
@@ -42,6 +45,12 @@ class Scheme:
     activations: str | None = None
     activation_block: int | None = None
     static: bool = False
+
+    def check(self) -> None:
+        """Raises ValueError if there is no such format."""
+        for name in (self.weights, self.activations):
+            if name is not None and name not in FORMATS:
+                raise ValueError(f"no number format `{name}`")
 
     def block(self, of: Contraction) -> tuple[int, ...]:
         """How many weights share a scale along each axis of the weight."""
@@ -89,11 +98,13 @@ class QuantizedEinsum(Contraction):
         self.activations = w.activations
 
     @property
+    def fixed(self) -> dict[str, Any]:
+        """What the weight has beside its arrays."""
+        return {name: getattr(self, name) for name in ("levels", "packed", "bits", "zero", "activations")}
+
+    @property
     def weight(self) -> Quantized:
-        arrays = {name: None if (part := getattr(self, name)) is None else part[...] for name in PARTS}
-        return Quantized(
-            **arrays, levels=self.levels, packed=self.packed, bits=self.bits, zero=self.zero, activations=self.activations
-        )
+        return Quantized(**{name: None if (part := getattr(self, name)) is None else part[...] for name in PARTS}, **self.fixed)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -141,6 +152,45 @@ def quantized(of: Contraction, scheme: Scheme) -> QuantizedEinsum:
     if isinstance(w, jax.ShapeDtypeStruct):
         return QuantizedEinsum(of, jax.eval_shape(lambda w: scheme.quantize(of, w), w), scheme)
     return QuantizedEinsum(of, scheme.quantize(of, w), scheme)
+
+
+def apply_schemes(model: nnx.Module, schemes: Mapping[str, Scheme]) -> list[str]:
+    """Quantizes contractions of a model, which may be a description. Returns their names in the model's layout.
+
+    Args:
+        schemes: by the per-layer name of the contraction.
+
+    Raises:
+        Unsupported: layers that are stacked differ.
+    """
+    names, out, known = layer_addresses(model), list[str](), set[str]()
+    for name, of in find(model, ".*").items():
+        layers = [address.removesuffix(".w") for address in names(f"{name}.w")]
+        own = [schemes.get(layer) for layer in layers]
+        if all(one is None for one in own):
+            continue
+        first = next(one for one in own if one is not None)
+        if any(one != first for one in own):
+            raise Unsupported(f"the layers of {name} are quantized in different ways, and stacked", hint="execution.layers=unroll")
+        put_at(model, name, quantized(of, first))
+        out.append(name)
+        known |= set(layers)
+    if missing := schemes.keys() - known:
+        raise BadInput(f"the model has no {', '.join(sorted(missing)[:3])}", hint="do the model's settings belong to these weights?")
+    return out
+
+
+def by_layer(model: nnx.Module, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """Schemes by the per-layer names of contractions, from their names in the model's layout."""
+    names = layer_addresses(model)
+    return {address.removesuffix(".w"): one for name, one in schemes.items() for address in names(f"{name}.w")}
+
+
+def are_alike(model: nnx.Module, schemes: Mapping[str, Scheme]) -> bool:
+    """Whether the layers that are stacked in a model are quantized in the same way."""
+    names = layer_addresses(model)
+    groups = [[schemes.get(address.removesuffix(".w")) for address in names(f"{name}.w")] for name in find(model, ".*")]
+    return all(len(set(group)) == 1 for group in groups)
 
 
 def is_quantized(model: nnx.Module) -> bool:

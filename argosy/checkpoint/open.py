@@ -29,6 +29,7 @@ from argosy.weights.adapted import open_peft, peft_base
 from argosy.weights.gguf.reader import open_gguf
 from argosy.weights.hub.reader import open_folder
 from argosy.weights.model import COMPANIONS, OpenedModel, config_of
+from argosy.weights.quantized import DequantizedTensors, QuantizedWeights, quantized_model, read_schemes
 
 
 def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -> OpenedModel:
@@ -154,6 +155,11 @@ def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Op
     if "base" in meta:
         adapted = open_adapted(folder, config, meta, open_base(meta["base"], warn))
         return OpenedModel(folder, "argosy", config, adapted.weights, companions, meta.get("hub", {}), adapted)
-    return OpenedModel(
-        folder, "argosy", config, StepReader(folder, config, stored_as(meta["decided"])), companions, meta.get("hub", {})
-    )
+    hub = meta.get("hub", {})
+    if "quantization" in meta:
+        schemes = read_schemes(meta["quantization"], str(folder / META))
+        quantized = QuantizedWeights(schemes, StepReader(folder, quantized_model(config, schemes)))
+        return OpenedModel(
+            folder, "argosy", config, DequantizedTensors(config, quantized), companions, hub, quantized=quantized
+        )
+    return OpenedModel(folder, "argosy", config, StepReader(folder, config.build(stored_as(meta["decided"]))), companions, hub)

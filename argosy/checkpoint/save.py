@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from flax import nnx
 
+from argosy.adapt.quant import Scheme
 from argosy.checkpoint.step.layout import META, array_by_array
 from argosy.core.errors import BadInput
 from argosy.core.formats import TensorEntry, TensorReader, is_apart, read_part
@@ -27,6 +28,7 @@ from argosy.weights.build import as_dtype
 from argosy.weights.fill import check_fit, model_weights
 from argosy.weights.hub.writer import cast_weights, companion_files, hub_files
 from argosy.weights.peft.writer import contents_of, write_adapter
+from argosy.weights.quantized import describe_schemes, quantized_model
 from argosy.weights.staging import StagedFolder, is_occupied
 from argosy.weights.stream import in_order
 
@@ -94,6 +96,7 @@ def write_model_folder(
     shard_bytes: float = 5e9,
     identity: Mapping[str, Any] | None = None,
     progress: Progress = lambda new, all, kept: None,
+    schemes: Mapping[str, Scheme] | None = None,
 ) -> None:
     """Writes a model from its per-layer weights, with a slab of one tensor in memory at a time.
 
@@ -101,6 +104,7 @@ def write_model_folder(
         shard_bytes: size of the files of a Hub folder.
         identity: what identifies this conversion; a process with the same identity resumes one that was killed.
         progress: called with bytes as they are written.
+        schemes: how contractions are quantized, by per-layer name; `weights` are those of the quantized model.
 
     Raises:
         BadInput: the folder is not empty, the weights are not those of the plain model (adapters, int8), the disk is too small,
@@ -110,12 +114,12 @@ def write_model_folder(
         raise BadInput(f"unknown format `{format}`", hint="hub, argosy or peft")
     if is_occupied(folder):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
-    check_fit(config.build(), weights)
+    check_fit(quantized_model(config, schemes or {}), weights)
     hub = _with_ids(hub, tokenizer)
     if format == "hub":
         files = hub_files(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes)
     else:
-        files = _checkpoint_of(config, weights, hub, dtype)
+        files = _checkpoint_of(config, weights, hub, dtype, schemes)
     files += companion_files(companions)
     all_bytes = sum(file.bytes for file in files)
     with StagedFolder(folder, identity) as part:
@@ -138,12 +142,16 @@ def _with_ids(hub: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     return {k: v for k, v in ids.items() if v is not None} | hub
 
 
-def _checkpoint_of(config: Any, weights: TensorReader, hub: dict[str, Any], dtype: Any) -> list[File]:
+def _checkpoint_of(
+    config: Any, weights: TensorReader, hub: dict[str, Any], dtype: Any, schemes: Mapping[str, Scheme] | None
+) -> list[File]:
     """The files of one checkpoint without a run: weights by layer, and settings."""
     weights = cast_weights(config, weights, dtype)
     entries = [_entry(weights, name) for name in weights.names]
     family = Choice(FAMILIES, tag="family").name_of(config)
     meta = {"model": {"family": family} | dump(config), "decided": {"layers": "unroll"}, "hub": hub}
+    if schemes:
+        meta["quantization"] = describe_schemes(schemes)
     return [*array_by_array(entries), of_text(META, json.dumps(meta, indent=1))]
 
 

@@ -16,6 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from argosy.adapt.base import FACTORS, fill_base
+from argosy.adapt.quant import apply_schemes, are_alike, by_layer
+from argosy.adapt.rules import Rule, schemes_of
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, OverlaidTensors
 from argosy.models.base.language import LanguageConfig
@@ -24,7 +26,7 @@ from argosy.models.parts.weight import fill, kept_in, logical, put, variables
 from argosy.observe.environment import check_fits
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
-from argosy.weights.fill import stored_arrays
+from argosy.weights.fill import read_into, stored_arrays
 from argosy.weights.gguf.blocks import BlockedWeights, BlockRows, Origin
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.hub.reader import MappedTensors
@@ -69,6 +71,7 @@ def load_model(
     context: int | None = None,
     tensor: int = 1,
     forms: Forms | None = None,
+    rules: Sequence[Rule] | None = None,
 ) -> LoadedModel:
     """Builds an opened model and reads its weights.
 
@@ -82,6 +85,7 @@ def load_model(
         tensor: number of devices that share heads, feed-forward features and vocabulary (arXiv:1909.08053).
         forms: of a plain GGUF file's weights on one CPU device, in float32: those that it names and the file has in blocks stay in
             them (`weights.gguf.blocks`). Layers are then unrolled.
+        rules: quantize the weights as they are read (`adapt.rules`).
 
     Raises:
         BadInput: there is no model, its family is not built, it does not fit into memory, or it cannot be shared by so many devices.
@@ -99,15 +103,26 @@ def load_model(
     adapters = contents.adapters
     blocks = None if adapter is not None or tensor > 1 or run is not None or dtype != np.float32 or forms is None else stored.blocks
     layout = Unroll() if adapters or blocks is not None else run or default_run(config)
+    stored_quantized = stored.quantized if rules is None else None
+    if stored_quantized is not None and not are_alike(config.build(layout), stored_quantized.schemes):
+        layout = Unroll()
     model, plain = config.build(layout), config.build(layout)
     is_quantized = stored.adapted is not None and bool(stored.adapted.settings.quantize(model))
+    if stored_quantized is not None:
+        apply_schemes(model, stored_quantized.schemes)
+    elif rules is not None:
+        apply_schemes(model, by_layer(model, schemes_of(model, list(rules))))
     rows = {} if blocks is None or forms is None else in_blocks(blocks, forms(plain))
-    check_memory(config, np.int8 if is_quantized else dtype, rows)
+    if stored_quantized is None and rules is None:
+        check_memory(config, np.int8 if is_quantized else dtype, rows)
     base = OverlaidTensors(stored.adapted.base.weights if stored.adapted else stored.weights, Arrays(contents.whole))
     place = None if tensor == 1 else tensor_shardings(model, tensor).__getitem__
     for address, one in rows.items():
         put(model, {address: one.packed()})
-    fill_base(model, stored_arrays(plain, base, dtype=dtype, without=rows), dtype=dtype, place=place)
+    if stored_quantized is not None:
+        read_into(model, OverlaidTensors(stored_quantized.reader, Arrays(contents.whole)), dtype=dtype, place=place)
+    else:
+        fill_base(model, stored_arrays(plain, base, dtype=dtype, without=rows), dtype=dtype, place=place)
     if adapters:
         names = put_adapter(model, adapters, contents.dropout)
         mark_retrained(model, contents.whole)

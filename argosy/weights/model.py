@@ -16,6 +16,7 @@ from argosy.models.base.language import LanguageConfig
 if TYPE_CHECKING:
     from argosy.weights.adapted import AdaptedModel
     from argosy.weights.gguf.blocks import BlockedWeights
+    from argosy.weights.quantized import QuantizedWeights
 
 COMPANIONS = (
     *VOCABULARIES,
@@ -40,6 +41,7 @@ class OpenedModel:
     hub: its config.json.
     adapted: the base and the adapters of a run that trained adapters, or of a PEFT folder.
     blocks: the weights of a GGUF file as they lie there.
+    quantized: the arrays of weights that are stored quantized; `weights` has their floats.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class OpenedModel:
     hub: dict[str, Any] = field(default_factory=dict)
     adapted: "AdaptedModel | None" = None
     blocks: "BlockedWeights | None" = None
+    quantized: "QuantizedWeights | None" = None
 
 
 def config_of(dumped: dict[str, Any]) -> LanguageConfig:

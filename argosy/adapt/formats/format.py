@@ -175,7 +175,7 @@ def _rounded(format: Format, w: Array, block: tuple[int, ...], limits: Limits, l
     finite = jnp.isfinite(high)
     used = finite & (whole >= TINY)
     x = jnp.where(spread(used, w.shape), w.astype(jnp.float32), 0.0) / spread(jnp.where(used, whole, 1.0), w.shape)
-    scale = jnp.where(used, scale, jnp.where(finite, 1.0, jnp.nan)).astype(_SCALES[format.scales])
+    scale = _stored(format, jnp.where(used, scale, jnp.where(finite, 1.0, jnp.nan)))
     values: Any = {"levels": None}
     match format.elements:
         case Integers(8):
@@ -216,7 +216,12 @@ def _asymmetric(format: Format, w: Array, high: Array, low: Array, pack: int) ->
     return Quantized(codes, scale, origin * scale, **packing)
 
 
-_SCALES: dict[str, Any] = {"float32": jnp.float32, "e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
+def _stored(format: Format, scale: Array) -> Array:
+    """Scales in the type in which they are stored."""
+    if format.scales == "e8m0":
+        exponents = jax.lax.bitcast_convert_type(scale, jnp.int32) >> 23
+        return jnp.where(jnp.isnan(scale), 255, exponents).astype(jnp.uint8)
+    return scale.astype(jnp.float8_e4m3fn) if format.scales == "e4m3" else scale
 
 
 def _scales(format: Format, high: Array, lead: int) -> tuple[Array, Array | None]:

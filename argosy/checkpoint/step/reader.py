@@ -8,6 +8,7 @@ from collections.abc import Iterator, KeysView
 from pathlib import Path
 
 import numpy as np
+from flax import nnx
 
 from argosy.checkpoint.step.layout import WEIGHTS
 from argosy.checkpoint.step.load import stored_shapes
@@ -17,8 +18,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Shape
 from argosy.core.formats.zarr import map_array
-from argosy.models.base.language import LanguageConfig
-from argosy.models.parts.stack import Execution, stored_addresses
+from argosy.models.parts.stack import stored_addresses
 from argosy.weights.pages import MappedPages, map_of
 
 
@@ -27,20 +27,20 @@ class StepReader:
 
     Args:
         folder: of the checkpoint.
-        layers: the layout it was written in (`models.parts.stack.stored_as`).
+        model: a description, in the layout it was written in (`models.parts.stack.stored_as`).
 
     Raises:
         BadInput: the checkpoint is gone, or lacks weights of its model.
         Damaged: it cannot be read.
     """
 
-    def __init__(self, folder: Path, config: LanguageConfig, layers: Execution):
+    def __init__(self, folder: Path, model: nnx.Module):
         try:
             self._lock = ReadLock(folder)
         except FileNotFoundError:
             raise BadInput(f"no checkpoint at {folder}") from None
         self.folder, self._pages = folder, MappedPages()
-        self._where = stored_addresses(config.build(layers))
+        self._where = stored_addresses(model)
         self._shapes = stored_shapes(folder)
         self._last: tuple[str, np.ndarray] | None = None
         absent = {address for address, _ in self._where.values()} - set(self._shapes)

@@ -13,6 +13,7 @@ VERBS = {
     "run-batch": ("argosy.cli.verbs.batch", "answer a file of OpenAI-style requests; killed, it resumes"),
     "bench": ("argosy.cli.verbs.bench", "measure the speed of a running server"),
     "convert": ("argosy.cli.verbs.convert", "convert between Hub folder, GGUF (in) and Argosy checkpoint"),
+    "quantize": ("argosy.cli.verbs.quantize", "write a model in few bits"),
     "data": ("argosy.cli.verbs.data", "tokenize a corpus, look at training rows, train a tokenizer"),
     "models": ("argosy.cli.verbs.models", "list model families and presets: sizes, memory, FLOPs"),
     "runs": ("argosy.cli.verbs.runs", "list, show and compare runs"),

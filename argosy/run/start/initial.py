@@ -152,7 +152,7 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
     with alone(assembly.model):
         read_into(
             assembly.model,
-            StepReader(path, config, stored_as(meta["decided"])),
+            StepReader(path, config.build(stored_as(meta["decided"]))),
             place=(assembly.places.params | assembly.places.rest).__getitem__,
         )
     # What a guard keeps is of the other run's losses.
@@ -186,7 +186,7 @@ def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, A
         _fill_from(assembly, open_model(init.weights, say))
     elif init.state:
         path, meta = _step_of(init.state, say)
-        reader = StepReader(path, config_of(meta["model"]), stored_as(meta["decided"]))
+        reader = StepReader(path, config_of(meta["model"]).build(stored_as(meta["decided"])))
         read_into(assembly.model, reader, place=places.__getitem__)
     else:
         assembly.draw()

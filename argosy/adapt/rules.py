@@ -1,0 +1,142 @@
+"""Which contractions of a model are quantized, and how: an ordered list of rules, or a preset. The settings import no jax, so mistakes
+are reported at once.
+
+The first rule that matches a contraction decides. What no rule matches stays as it is. Rules name modules as adapters do: a regular
+expression that matches the whole path, such as `layers\\..*\\.mlp\\..*`. Tied embeddings, heads and routers stay as they are unless a
+rule names them.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
+
+from argosy.adapt.settings import LAYERS, WAY_OUT
+from argosy.core.errors import BadInput, nearest
+from argosy.core.settings import Also, Settings
+
+if TYPE_CHECKING:
+    from argosy.adapt.quant import Scheme
+
+# As `adapt.formats.table` has them; that module imports jax.
+NAMES = (
+    "int8", "int4", "int2", "nf4", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4",
+)  # fmt: skip
+ACTIVATIONS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
+
+
+class Rule(Settings):
+    """How the contractions that match are quantized."""
+
+    where: Annotated[str, Also("module_path", "targets", "pattern")] = LAYERS
+    """A regular expression that matches the whole path of a contraction, as `argosy models show` prints it. By default every matrix of the
+    layers except routers."""
+    weights: Annotated[str | None, Also("weight_qtype", "weight_dtype", "qtype")] = None
+    """Number format of the weights. None: they stay as they are, whatever later rules say."""
+    granularity: Annotated[str | int | None, Also("group_size", "tile_size", "q_group_size", "strategy", "block_size")] = None
+    """Which weights share a scale: `tensor`, `channel`, a number along the summed axes such as 128, or a tile such as 128x128. None: as the
+    format is used: a channel for int8 and fp8, 64 for int4 and nf4, 32 for MX, 16 for NVFP4."""
+    calibration: Annotated[str, Also("weight_calibration_method", "observer")] = "absmax"
+    """The range of each block: `absmax`, `minmax` (with a minimum, of integers), `rms:K` (K root mean squares) or `fixed:X`."""
+    activations: Annotated[str | None, Also("act_qtype", "input_activations", "activation_dtype")] = None
+    """Number format to which the data of the product is rounded. None: it stays as it is."""
+    activation_block: int | None = Field(None, gt=0)
+    """How many numbers of data share a scale, along the summed axes. None: a whole token, or the block of an MX format."""
+
+    @model_validator(mode="after")
+    def _known(self) -> "Rule":
+        for key, names in (("weights", NAMES), ("activations", ACTIVATIONS)):
+            name = getattr(self, key)
+            if name is not None and name not in names:
+                raise ValueError(f"{key}: no number format `{name}`; {nearest(name, names)}")
+        if self.weights is None and (self.activations or self.granularity or self.calibration != "absmax"):
+            raise ValueError("weights = null keeps a module as it is, so nothing else can be set beside it")
+        kind, _, number = self.calibration.partition(":")
+        if self.calibration not in ("absmax", "minmax") and not (kind in ("rms", "fixed") and _is_positive(number)):
+            raise ValueError(f"calibration `{self.calibration}`: absmax, minmax, rms:K or fixed:X")
+        if self.calibration == "minmax" and self.weights not in ("int8", "int4", "int2"):
+            raise ValueError(f"{self.weights} has no minimum: calibration=minmax is for int8, int4 and int2")
+        text = str(self.granularity)
+        if self.granularity is not None and text not in ("tensor", "channel") and not all(
+            part.isdecimal() and int(part) > 0 for part in text.split("x", 1)
+        ):
+            raise ValueError(f"granularity `{text}`: tensor, channel, a number such as 128, or a tile such as 128x128")
+        return self
+
+    def scheme(self) -> "Scheme | None":
+        """What the rule says of a contraction; None: it stays as it is."""
+        from argosy.adapt.quant import Scheme
+
+        if self.weights is None:
+            return None
+        return Scheme(self.weights, self.granularity, self.calibration, self.activations, self.activation_block)
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "w8": {"weights": "int8"},
+    "w8a8": {"weights": "int8", "activations": "int8"},
+    "w4": {"weights": "int4"},
+    "w4a8": {"weights": "int4", "activations": "int8"},
+    "w4a4": {"weights": "int4", "granularity": 32, "activations": "int4", "activation_block": 32},
+    "w2": {"weights": "int2", "calibration": "minmax"},
+    "nf4": {"weights": "nf4"},
+    "fp8": {"weights": "fp8_e4m3", "activations": "fp8_e4m3"},
+    "fp8-blocks": {"weights": "fp8_e4m3", "granularity": "128x128", "activations": "fp8_e4m3", "activation_block": 128},
+    "mxfp8": {"weights": "mxfp8", "activations": "mxfp8"},
+    "mxfp6": {"weights": "mxfp6_e2m3"},
+    "mxfp4": {"weights": "mxfp4"},
+    "nvfp4": {"weights": "nvfp4"},
+}
+"""One rule over every matrix of the layers except routers."""
+
+ALIASES = {
+    "int8": "w8", "w8a16": "w8", "int8_w8a8": "w8a8", "w4a16": "w4", "int4": "w4", "q4": "w4", "q8": "w8", "fp8_dynamic": "fp8",
+    "fp8_block": "fp8-blocks", "nvfp4a16": "nvfp4", "mxfp4a16": "mxfp4", "bnb-nf4": "nf4",
+}  # fmt: skip
+"""What other tools call these presets: compressed-tensors, torchao, bitsandbytes, MLX."""
+
+
+def preset_rules(name: str) -> list[Rule]:
+    """The rules of a preset.
+
+    Raises:
+        BadInput: there is none of this name.
+    """
+    known = name if name in PRESETS else ALIASES.get(name.lower(), "")
+    if known not in PRESETS:
+        raise BadInput(f"no preset `{name}`", where="set by preset", hint=nearest(name, [*PRESETS, *ALIASES]))
+    return [Rule(**PRESETS[known])]
+
+
+def schemes_of(model: Any, rules: list[Rule]) -> dict[str, "Scheme"]:
+    """How each contraction of a model is quantized, by its name in the model's layout, at least one.
+
+    Args:
+        model: with weights that may be descriptions.
+
+    Raises:
+        BadInput: a rule matches nothing that an earlier one leaves, or there are no rules, or every rule keeps what it matches.
+    """
+    from argosy.adapt.surgery import find
+
+    out: dict[str, Scheme | None] = {}
+    for number, rule in enumerate(rules, 1):
+        try:
+            found = find(model, rule.where)
+        except BadInput as error:
+            raise BadInput(f"rule {number}: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
+        new = [name for name in found if name not in out]
+        if not new:
+            hint = "the first rule that matches decides: put the narrow ones first"
+            raise BadInput(f"rule {number}: everything that `{rule.where}` matches has an earlier rule", hint=hint)
+        out |= dict.fromkeys(new, rule.scheme())
+    chosen = {name: scheme for name, scheme in out.items() if scheme is not None}
+    if not chosen:
+        raise BadInput("no rule quantizes anything", hint="preset=w8, or a rule with `weights`")
+    return chosen

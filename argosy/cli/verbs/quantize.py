@@ -1,0 +1,107 @@
+"""`argosy quantize MODEL OUT preset=w4`."""
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+
+from argosy.adapt.rules import PRESETS, Rule, preset_rules
+from argosy.cli.verbs.convert import ConversionProgress
+from argosy.cli.output import conclude
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.core.settings.words import SettingsLayer
+from argosy.observe.readable import columns, lasted
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+class Quantize(Settings):
+    """How to quantize."""
+
+    preset: str | None = None
+    """One rule by name: w8, w8a8, w4, w4a8, w4a4, nf4, fp8, fp8-blocks, mxfp8, mxfp4, nvfp4 and so on. `w` is followed by the bits of the
+    weights, `a` by those of the data; without it data stays as it is."""
+    rules: str | None = None
+    """A YAML file with a list of rules, the first that matches a module decides."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights that are not quantized. None: as they are in the source."""
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)],
+    target: Annotated[str | None, typer.Argument(metavar="OUT", help="a new folder", show_default=False)] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="preset=" + "|".join(PRESETS) + " [rules=FILE.yml] [dtype=...]", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> None:
+    """Writes a model in few bits: a folder that every verb takes, and a table of what became what. After a kill, the same command
+    resumes."""
+    if target is None or "=" in target:
+        raise BadInput("no target", hint="`argosy quantize MODEL OUT preset=w4`")
+    settings = read_settings(Quantize, words_layer(words or [])).value
+    rules = rules_of(settings)
+    # No accelerator is needed, and another program may be using it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from argosy.jobs.quantize import quantize as job
+
+    with ConversionProgress("written") as progress:
+        result = job(model, Path(target), rules, dtype=settings.dtype, say=progress.say, progress=progress)
+    conclude(described(result), result, as_json)
+
+
+def rules_of(settings: Quantize) -> list[Rule]:
+    """The rules of a preset or a file.
+
+    Raises:
+        BadInput: neither or both are given, or the file holds something else.
+    """
+    if (settings.preset is None) == (settings.rules is None):
+        what = "neither a preset nor rules are" if settings.preset is None else "both a preset and rules are"
+        raise BadInput(f"{what} given", hint=f"preset={'|'.join(PRESETS)}, or rules=FILE.yml")
+    return preset_rules(settings.preset) if settings.preset is not None else read_rules(Path(str(settings.rules)))
+
+
+def read_rules(path: Path) -> list[Rule]:
+    """Rules from a YAML file: a list, or a list under `rules`.
+
+    Raises:
+        UserError: there is no such file, or it holds something else; every mistake of every rule is named.
+    """
+    if not path.is_file():
+        raise BadInput(f"no file {path}", where="set by rules")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise BadInput(f"{path} is not YAML: {str(error).splitlines()[0]}", where="set by rules") from None
+    found = found.get("rules") if isinstance(found, dict) else found
+    if not isinstance(found, list) or not found or not all(isinstance(rule, dict) for rule in found):
+        hint = "- {where: 'layers\\..*\\.mlp\\..*', weights: int4, granularity: 128}"
+        raise BadInput(f"{path} holds no list of rules", where="set by rules", hint=hint)
+    return [read_settings(Rule, SettingsLayer(f"{path}, rule {i}", rule)).value for i, rule in enumerate(found, 1)]
+
+
+def described(result: dict[str, Any]) -> str:
+    """The table: a line for each kind of module."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in result["weights"]:
+        kind = ".".join(part for part in row["name"].split(".") if not part.isdecimal())
+        data = "" if row["activations"] is None else row["activations"]
+        groups[kind, row["weights"], str(row["granularity"] or ""), data].append(row)
+    lines = []
+    for key, rows in groups.items():
+        numbers, size = (sum(row[name] for row in rows) for name in ("numbers", "bytes"))
+        errors = [row["error"] for row in rows]
+        lines.append([*key, str(len(rows)), f"{8 * size / numbers:.2f}", f"{size / 1e6:.1f}", f"{max(errors):.4f}"])
+    head = ("module", "weights", "scales for", "data", "layers", "bits", "MB", "largest error")
+    kept = result["kept"]
+    rest = f"{plural(kept['tensors'], 'tensor')} kept ({kept['bytes'] / 1e6:.1f} MB), such as {', '.join(kept['largest'])}"
+    written = f"{result['target']}: {result['bytes'] / 1e6:.1f} MB in {lasted(result['seconds'])}"
+    return "\n".join([columns(head, lines, figures=(4, 5, 6, 7)), rest, written])

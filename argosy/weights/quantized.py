@@ -1,0 +1,172 @@
+"""Models at rest whose weights are quantized: the arrays of each weight by name, and how they become floats.
+
+A quantized contraction "layers.3.attn.q" has, in place of "layers.3.attn.q.w", the arrays "layers.3.attn.q.values", "....scale" and
+so on (`adapt.quant.PARTS`). Whoever knows only floats reads them as such, one weight at a time.
+"""
+
+from collections.abc import Callable, Iterator, KeysView, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from argosy.adapt.quant import PARTS, QuantizedEinsum, Scheme, apply_schemes
+from argosy.adapt.surgery import find
+from argosy.core.errors import BadInput
+from argosy.core.formats import Shape, TensorReader
+from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import Leaves, variables
+from argosy.ops.quantized import Quantized
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """The weights of a quantized model.
+
+    schemes: by the per-layer name of the contraction.
+    reader: the arrays, by per-layer name.
+    """
+
+    schemes: Mapping[str, Scheme]
+    reader: TensorReader
+
+
+def quantized_model(config: Any, schemes: Mapping[str, Scheme]) -> nnx.Module:
+    """The description of a quantized model, with a name for each layer."""
+    model = config.build(Unroll())
+    apply_schemes(model, schemes)
+    return model
+
+
+class DequantizedTensors:
+    """The weights of a quantized model as floats, under the names of the plain model. Quantized ones become float32."""
+
+    def __init__(self, config: Any, quantized: QuantizedWeights):
+        self.reader = quantized.reader
+        self.contractions: dict[str, QuantizedEinsum] = {
+            f"{name}.w": of for name, of in find(quantized_model(config, quantized.schemes), ".*").items() if name in quantized.schemes
+        }
+        shapes = {name: tuple(v.shape) for name, v in variables(config.build(Unroll())).items()}
+        here = {name: i for i, name in enumerate(self.reader.names)}
+
+        def order(name: str) -> int:
+            return here[f"{name.removesuffix('.w')}.values" if name in self.contractions else name]
+
+        # In the order of the files.
+        self._shapes = {name: shapes[name] for name in sorted(shapes, key=order)}
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._shapes.keys()
+
+    def shape(self, name: str) -> Shape:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(np.float32) if name in self.contractions else self.reader.dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        if (of := self.contractions.get(name)) is None:
+            return self.reader.read(name)
+        return np.asarray(read_quantized(self.reader, name.removesuffix(".w"), of).dequantized())
+
+
+def read_quantized(reader: TensorReader, name: str, of: QuantizedEinsum) -> Quantized:
+    """The weight of a contraction of this name."""
+    arrays = {part: reader.read(f"{name}.{part}") for part in PARTS if getattr(of, part) is not None}
+    return Quantized(**dict.fromkeys(PARTS) | arrays, **of.fixed)
+
+
+class RoundedTensors:
+    """The weights of a plain model, quantized as they are read: a `TensorReader` of the quantized model.
+
+    Args:
+        quantize: gives the quantized weight of a contraction: its per-layer name, itself, and its weight.
+        seen: called once with each quantized weight.
+
+    Raises:
+        BadInput: on reading, if a weight is not finite.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        weights: TensorReader,
+        schemes: Mapping[str, Scheme],
+        quantize: Callable[[str, Contraction, np.ndarray], Quantized],
+        seen: Callable[[str, Contraction, np.ndarray, Quantized], None] = lambda *_: None,
+    ):
+        self.weights, self.quantize, self.seen, self._told = weights, quantize, seen, set[str]()
+        model = quantized_model(config, schemes)
+        self.contractions = {name: of for name, of in find(model, ".*").items() if name in schemes}
+        self._shapes: Leaves = dict(self._in_order(variables(model)))
+        self._last: tuple[str, Quantized] | None = None
+
+    def _in_order(self, own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The names, in the order in which the weights are stored."""
+        for name in self.weights.names:
+            module = name.removesuffix(".w")
+            parts = [f"{module}.{part}" for part in PARTS] if module in self.contractions and name.endswith(".w") else [name]
+            yield from ((part, own[part]) for part in parts if part in own)
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._shapes.keys()
+
+    def shape(self, name: str) -> Shape:
+        return tuple(self._shapes[name].shape)
+
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(self._shapes[name].dtype) if self._module(name) else self.weights.dtype(name)
+
+    def _module(self, name: str) -> str | None:
+        module, _, part = name.rpartition(".")
+        return module if module in self.contractions and part in PARTS else None
+
+    def read(self, name: str) -> np.ndarray:
+        module = self._module(name)
+        if module is None:
+            return self.weights.read(name)
+        if self._last is None or self._last[0] != module:
+            # Frees the arrays before the next weight is read.
+            self._last = None
+            of, w = self.contractions[module], np.asarray(self.weights.read(f"{module}.w"), np.float32)
+            if not np.isfinite(w).all():
+                raise BadInput(f"`{module}.w` has numbers that are not finite", hint="the source is damaged: nothing was written")
+            quantized = self.quantize(module, of, w)
+            if module not in self._told:
+                self._told.add(module)
+                self.seen(module, of, w, quantized)
+            self._last = module, quantized
+        return np.asarray(getattr(self._last[1], name.rpartition(".")[2]))
+
+
+# ---------------------------------------------------------------- as JSON
+
+
+def describe_schemes(schemes: Mapping[str, Scheme]) -> list[dict[str, Any]]:
+    """Schemes as JSON: each once, with the names of the contractions that have it."""
+    out: dict[Scheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        out.setdefault(scheme, []).append(name)
+    return [asdict(scheme) | {"modules": names} for scheme, names in out.items()]
+
+
+def read_schemes(described: list[dict[str, Any]], where: str) -> dict[str, Scheme]:
+    """Schemes that `describe_schemes` wrote.
+
+    Raises:
+        BadInput: a format that this version does not have.
+    """
+    out = {}
+    for one in described:
+        one = dict(one)
+        try:
+            names, scheme = one.pop("modules"), Scheme(**one)
+            scheme.check()
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInput(f"weights are quantized in a way that is not known here: {error}", where=where) from None
+        out |= dict.fromkeys(names, scheme)
+    return out
