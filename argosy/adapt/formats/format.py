@@ -227,9 +227,10 @@ def _stored(format: Format, scale: Array) -> Array:
 def _scales(format: Format, high: Array, lead: int) -> tuple[Array, Array | None]:
     """The scales, float32 but rounded as they are stored, and the second level."""
     if format.scales == "e8m0":
-        # Both exponents are those of frexp: of a fraction from 0.5 to 1.
-        exponent = jnp.frexp(high)[1] - int(np.frexp(format.largest)[1])
-        return jnp.where(high > 0, jnp.exp2(jnp.clip(exponent, -126, 127).astype(jnp.float32)), high), None
+        # By the bits of floats: a logarithm of one may round up to the next, and XLA's powers of two are not exact.
+        exponent = (jax.lax.bitcast_convert_type(high, jnp.int32) >> 23) - 127 - (int(np.frexp(format.largest)[1]) - 1)
+        power = jax.lax.bitcast_convert_type((jnp.clip(exponent, -126, 127) + 127) << 23, jnp.float32)
+        return jnp.where(high > 0, power, high), None
     if format.scales == "e4m3":
         axes = tuple(range(lead, high.ndim))
         top = jnp.max(jnp.where(jnp.isfinite(high), high, 0.0), axes, keepdims=True)
