@@ -6,13 +6,14 @@ expression that matches the whole path, such as `layers\\..*\\.mlp\\..*`. Tied e
 rule names them.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
 from argosy.adapt.settings import LAYERS, WAY_OUT
 from argosy.core.errors import BadInput, nearest
-from argosy.core.settings import Also, Settings
+from argosy.core.settings import Also, Repeats, Settings, read_settings, yaml_layer
 
 if TYPE_CHECKING:
     from argosy.adapt.quant import Scheme
@@ -71,6 +72,13 @@ class Rule(Settings):
         return Scheme(self.weights, self.granularity, self.calibration, self.activations, self.activation_block)
 
 
+class RuleFile(Settings):
+    """A file of rules."""
+
+    rules: Annotated[list[Rule], Repeats()] = Field(default_factory=list)
+    """In order: the first that matches a contraction decides."""
+
+
 def _is_positive(text: str) -> bool:
     try:
         return float(text) > 0
@@ -112,6 +120,28 @@ def preset_rules(name: str) -> list[Rule]:
     if known not in PRESETS:
         raise BadInput(f"no preset `{name}`", where="set by preset", hint=nearest(name, [*PRESETS, *ALIASES]))
     return [Rule(**PRESETS[known])]
+
+
+def read_rules(path: Path) -> list[Rule]:
+    """The rules of a YAML file, under `rules`.
+
+    Raises:
+        UserError: there is no such file, or it holds something else; every mistake is named, with its line.
+    """
+    rules = read_settings(RuleFile, yaml_layer(path)).value.rules
+    if not rules:
+        hint = "rules: a list such as [{where: 'layers\\..*\\.mlp\\..*', weights: int4, granularity: 128}]"
+        raise BadInput(f"{path} holds no rules", where="set by rules", hint=hint)
+    return rules
+
+
+def rules_named(name: str) -> list[Rule]:
+    """The rules of a preset, or of a YAML file: the meaning of `quantization=`.
+
+    Raises:
+        UserError: as `preset_rules` and `read_rules`.
+    """
+    return read_rules(Path(name)) if name.endswith((".yml", ".yaml")) else preset_rules(name)
 
 
 def schemes_of(model: Any, rules: list[Rule]) -> dict[str, "Scheme"]:

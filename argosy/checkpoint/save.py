@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from flax import nnx
-
-from argosy.adapt.quant import Scheme
+from argosy.adapt.quant import QuantizedEinsum, Scheme, by_layer
+from argosy.adapt.surgery import find
 from argosy.checkpoint.step.layout import META, array_by_array
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats import TensorEntry, TensorReader, is_apart, read_part
 from argosy.core.formats.files import File, of_text
@@ -20,7 +20,7 @@ from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
 from argosy.data.tokenizers.load import is_vocabulary
 from argosy.models import FAMILIES
-from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.weight import variables
 from argosy.ops.native.products import Panels
 from argosy.weights import manifest
@@ -71,16 +71,20 @@ def save_model(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"]
         contents = contents_of(lm.module)
         write_adapter(folder, lm.config, contents.adapters, base, contents.whole, contents.dropout)
         return
-    wrapped = {type(m).__name__ for _, m in nnx.iter_modules(lm.module) if isinstance(m, Contraction)} - {"Einsum"}
-    if wrapped:
+    own = find(lm.module, ".*")
+    if adapted := [name for name, of in own.items() if not isinstance(of, Einsum | QuantizedEinsum)]:
         hint = 'lm.merge() first, or format="peft" for the adapters alone'
-        raise BadInput(f"the model has {' and '.join(sorted(wrapped))}", hint=hint if "LoRA" in wrapped else None)
+        raise BadInput(f"the model has adapters, such as on {adapted[0]}", hint=hint)
+    schemes = by_layer(lm.module, {name: of.scheme for name, of in own.items() if isinstance(of, QuantizedEinsum)})
+    if schemes and format == "hub":
+        hint = 'format="argosy" keeps them quantized'
+        raise BadInput(f"{plural(len(schemes), 'weight is', 'weights are')} quantized, which a Hub folder has no place for", hint=hint)
     dtype = None if dtype is None else as_dtype(dtype)
     came_in = lm.hub.get("dtype") or lm.hub.get("torch_dtype")
     weights = model_weights(lm.module)
     if dtype is None and came_in is not None:
         dtype = {name: lm.dtypes.get(name, came_in) for name in weights.names}
-    write_model_folder(folder, format, lm.config, weights, dict(lm.hub), lm.companions, dtype, lm.tokenizer)
+    write_model_folder(folder, format, lm.config, weights, dict(lm.hub), lm.companions, dtype, lm.tokenizer, schemes=schemes)
 
 
 def write_model_folder(

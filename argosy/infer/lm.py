@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from argosy.adapt.quant import quantized
+from argosy.adapt.rules import Rule, rules_named, schemes_of
+from argosy.adapt.surgery import at, put_at
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
@@ -332,6 +335,20 @@ class LM:
         return self._held.adapted(self._parts)[1].get(name)
 
     # ---------------------------------------------------------------- files
+
+    def quantize(self, rules: str | Sequence[Rule]) -> list[str]:
+        """Quantizes weights in place, by a preset of `argosy quantize`, such as "w4", a YAML file of rules, or rules. Returns the names of
+        the contractions, at least one.
+
+        Raises:
+            UserError: there is no such preset or file, a rule matches nothing, or a weight is quantized already or has an adapter.
+        """
+        schemes = schemes_of(self.module, rules_named(rules) if isinstance(rules, str) else list(rules))
+        modules = {name: quantized(at(self.module, name), scheme) for name, scheme in schemes.items()}
+        for name, module in modules.items():
+            put_at(self.module, name, module)
+        self.forget()
+        return list(modules)
 
     def merge(self, *, keep: bool = False) -> list[str]:
         """Merges adapters into the weights, in the weights' type. Returns the names of the contractions that had one.

@@ -1,11 +1,12 @@
 """Loads an `LM` from a MODEL argument; `weights.build` builds its pieces."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from argosy.adapt.rules import Rule
 from argosy.checkpoint.open import open_model
 from argosy.infer.cpu.panels import block_forms
 from argosy.infer.lm import LM
@@ -30,6 +31,7 @@ def load_lm(
     engine: EngineSettings = DEFAULT,
     draft: LM | None = None,
     blocks: bool = False,
+    rules: Sequence[Rule] | None = None,
 ) -> LM:
     """Loads a language model from a Hub folder, a GGUF file, a run directory or one checkpoint. Arguments and errors are those of
     `weights.build.load_model`.
@@ -41,7 +43,8 @@ def load_lm(
             answers; it is neither trained, changed nor saved.
     """
     forms = block_forms if blocks and jax.default_backend() == "cpu" and not library.load() else None
-    how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor, "forms": forms}
+    how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor}
+    how |= {"forms": forms, "rules": rules}
     return LM(**vars(build.load_model(open_model(path, warn), **how)), engine_settings=engine, draft=draft)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from argosy.adapt.rules import rules_named
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, SettingsLayer, dump, read_settings
 from argosy.core.settings.scalars import yaml_line
@@ -30,6 +31,7 @@ def load(
     tensor: int = 1,
     engine: EngineSettings | Mapping[str, Any] | None = None,
     blocks: bool | Literal["auto"] = False,
+    quantization: str | None = None,
 ) -> "LM":
     """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
     instead of `.logits` and `.generate`.
@@ -51,6 +53,8 @@ def load(
         blocks: on a CPU, keep the weights of a .gguf file as they are there, in blocks of 4 to 8 bits, which takes a third of the
             memory or less and gives the same answers. Such a model is neither trained, changed nor saved. Where nothing can be kept
             so, that is said; "auto": it is not.
+        quantization: a preset of `argosy quantize`, such as "w8" or "w4", or a YAML file of rules: weights are quantized as they are
+            read.
 
     Raises:
         UnknownName, BadInput, SettingsError, Damaged: there is no such model, it is not one, so many devices cannot share it, or the
@@ -60,6 +64,8 @@ def load(
         raise BadInput(
             "an adapter needs the weights it was trained on", hint="give the folder of that model instead of `random`"
         )
+    if random is not None and quantization is not None:
+        raise BadInput("random weights are not quantized as they are drawn", hint="lm.quantize(...) does it afterwards")
     if random is not None and tensor != 1:
         raise BadInput("random weights are on one device", hint="leave out `tensor`")
     how = (
@@ -79,7 +85,10 @@ def load(
         return _checked(lm)
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
-    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "blocks": bool(blocks)}
+    rules = None if quantization is None else rules_named(quantization)
+    if rules is not None and blocks is True:
+        raise BadInput("`quantization` and `blocks` each say how weights are kept", hint="leave one out")
+    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "blocks": bool(blocks) and rules is None, "rules": rules}
     lm = loading.load_lm(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more)
     if blocks is True and not lm.in_blocks:
         _say(f"{model}: no weight is kept in blocks: that is for .gguf files with blocks, in float32, on one CPU device with kernels")

@@ -101,9 +101,13 @@ def load_model(
         contents = read_contents(adapter, config)
         check_base(contents, stored.weights)
     adapters = contents.adapters
+    if rules is not None and stored.quantized is not None:
+        raise BadInput(f"{stored.path} is quantized already", hint="leave out `quantization`, or load the model it came from")
+    if rules is not None and stored.adapted is not None:
+        raise BadInput(f"{stored.path} has adapters", hint="merge them first: argosy convert; or leave out `quantization`")
     blocks = None if adapter is not None or tensor > 1 or run is not None or dtype != np.float32 or forms is None else stored.blocks
     layout = Unroll() if adapters or blocks is not None else run or default_run(config)
-    stored_quantized = stored.quantized if rules is None else None
+    stored_quantized = stored.quantized
     if stored_quantized is not None and not are_alike(config.build(layout), stored_quantized.schemes):
         layout = Unroll()
     model, plain = config.build(layout), config.build(layout)

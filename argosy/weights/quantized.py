@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -75,7 +76,7 @@ class DequantizedTensors:
 
 def read_quantized(reader: TensorReader, name: str, of: QuantizedEinsum) -> Quantized:
     """The weight of a contraction of this name."""
-    arrays = {part: reader.read(f"{name}.{part}") for part in PARTS if getattr(of, part) is not None}
+    arrays = {part: jnp.asarray(reader.read(f"{name}.{part}")) for part in PARTS if getattr(of, part) is not None}
     return Quantized(**dict.fromkeys(PARTS) | arrays, **of.fixed)
 
 

@@ -106,7 +106,7 @@ def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession,
         from argosy.serve.settings import ServerLimits, ServeSettings
 
         doing(f"loading {model}")
-        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.context, blocks="auto")
+        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.context, blocks="auto", quantization=settings.quantization)
         plain = settings.plain or not getattr(lm.tokenizer, "chat_templates", None)
         context = settings.context or min(lm.config.context, CONTEXT)
         engine = EngineSettings(slots=1, context=context, speculative=settings.engine.speculative)

@@ -46,7 +46,7 @@ def evaluates(
         from argosy.jobs.api import load
 
         doing(f"loading {model}")
-        lm = load(model, dtype=settings.dtype, adapter=settings.adapter)
+        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, quantization=settings.quantization)
         lm.say = doing
         check_evaluable(lm, settings)
         doing.done()

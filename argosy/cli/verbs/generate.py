@@ -68,6 +68,9 @@ class Generate(Settings):
     """Adds the log-probability of each token; needs --json."""
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
+    quantization: str | None = None
+    """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules: weights are quantized as they are read. None: as they are
+    stored."""
     adapter: str | None = None
     """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
     engine: PlainEngineSettings = PlainEngineSettings()
@@ -106,7 +109,7 @@ def generate(
         from argosy.jobs.api import load
 
         doing(f"loading {model}")
-        lm = load(model, dtype=how.dtype, adapter=how.adapter, engine=with_adapters(how.engine), blocks="auto")
+        lm = load(model, dtype=how.dtype, adapter=how.adapter, quantization=how.quantization, engine=with_adapters(how.engine), blocks="auto")
     lm.check_predicts()
     sampling = chosen_sampling(how, lm.generation)
     if how.n > 1 and not sampling.get("temperature"):

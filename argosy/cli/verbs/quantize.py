@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-import yaml
 
-from argosy.adapt.rules import PRESETS, Rule, preset_rules
+from argosy.adapt.rules import PRESETS, Rule, preset_rules, read_rules
 from argosy.cli.verbs.convert import ConversionProgress
 from argosy.cli.output import conclude
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
-from argosy.core.settings.words import SettingsLayer
 from argosy.observe.readable import columns, lasted
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -61,31 +59,12 @@ def rules_of(settings: Quantize) -> list[Rule]:
     """The rules of a preset or a file.
 
     Raises:
-        BadInput: neither or both are given, or the file holds something else.
+        BadInput: neither or both are given, or as `read_rules`.
     """
     if (settings.preset is None) == (settings.rules is None):
         what = "neither a preset nor rules are" if settings.preset is None else "both a preset and rules are"
         raise BadInput(f"{what} given", hint=f"preset={'|'.join(PRESETS)}, or rules=FILE.yml")
     return preset_rules(settings.preset) if settings.preset is not None else read_rules(Path(str(settings.rules)))
-
-
-def read_rules(path: Path) -> list[Rule]:
-    """Rules from a YAML file: a list, or a list under `rules`.
-
-    Raises:
-        UserError: there is no such file, or it holds something else; every mistake of every rule is named.
-    """
-    if not path.is_file():
-        raise BadInput(f"no file {path}", where="set by rules")
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise BadInput(f"{path} is not YAML: {str(error).splitlines()[0]}", where="set by rules") from None
-    found = found.get("rules") if isinstance(found, dict) else found
-    if not isinstance(found, list) or not found or not all(isinstance(rule, dict) for rule in found):
-        hint = "- {where: 'layers\\..*\\.mlp\\..*', weights: int4, granularity: 128}"
-        raise BadInput(f"{path} holds no list of rules", where="set by rules", hint=hint)
-    return [read_settings(Rule, SettingsLayer(f"{path}, rule {i}", rule)).value for i, rule in enumerate(found, 1)]
 
 
 def described(result: dict[str, Any]) -> str:

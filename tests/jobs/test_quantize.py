@@ -1,0 +1,157 @@
+"""`argosy quantize`: what it writes loads as what was rounded in memory, in every layout, and bad input leaves nothing."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative, shared
+from laws.families import CASES, STRUCTURES, built
+
+import argosy
+from argosy.adapt.quant import QuantizedEinsum
+from argosy.adapt.rules import PRESETS, Rule, preset_rules, read_rules, rules_named, schemes_of
+from argosy.adapt.surgery import find
+from argosy.checkpoint.open import open_model
+from argosy.core.errors import BadInput, UserError
+from argosy.infer.lm import LM
+from argosy.infer.load import load_lm
+from argosy.jobs.convert import convert
+from argosy.jobs.quantize import quantize
+from argosy.models.parts.stack import Scan, Unroll
+
+TOKENS = [[5, 9, 100, 23, 7, 60]]
+
+
+def saved(config, folder: Path) -> LM:
+    lm = LM(config, built(config, Unroll()), None)
+    lm.save(folder, format="argosy")
+    return lm
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_written_model_is_the_one_rounded_in_memory(name, tmp_path):
+    """In both layouts, experts and latent attention too."""
+    config = CASES[name]
+    saved(config, tmp_path / "plain")
+    rules = [Rule(weights="int4", granularity=8, activations="int8")]
+    quantize(str(tmp_path / "plain"), tmp_path / "w4", rules)
+    expected = load_lm(tmp_path / "plain", rules=rules)
+    exact = expected.logits(TOKENS) if config.causal else None
+    for run in (Unroll(), Scan()):
+        got = load_lm(tmp_path / "w4", run=run)
+        some = [of for of in find(got.module, ".*").values() if isinstance(of, QuantizedEinsum)]
+        assert some
+        assert all(of.values.dtype in (jnp.uint8, jnp.int8) for of in some)
+        if exact is not None:
+            assert relative(got.logits(TOKENS), exact) < 1e-5
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_writes_what_every_verb_reads(preset, tmp_path):
+    source = shared("models/stories260k")
+    result = quantize(str(source), tmp_path / "out", preset_rules(preset))
+    assert len(result["weights"]) == 35
+    assert all(0 < row["error"] < 0.7 for row in result["weights"])
+    lm = argosy.load(tmp_path / "out")
+    inline = argosy.load(source, quantization=preset)
+    later = argosy.load(source)
+    assert len(later.quantize(preset)) == 35
+    prompt = lm.tokenizer.encode("Once upon a time")
+    logits = lm.logits([prompt])
+    assert np.array_equal(logits, inline.logits([prompt]))
+    assert np.array_equal(logits, later.logits([prompt]))
+    text = lm.generate(["Once upon a time"], max_tokens=8)[0].text
+    if preset != "w2":
+        assert text.startswith(", there was a little")
+    # Floats of it are the same model.
+    convert(str(tmp_path / "out"), tmp_path / "floats", "hub", None)
+    exact = relative(argosy.load(tmp_path / "floats").logits([prompt]), logits)
+    assert exact < (1e-5 if PRESETS[preset].get("activations") is None else 0.5)
+
+
+def test_rules_of_which_the_first_that_matches_decides(tmp_path):
+    file = tmp_path / "rules.yml"
+    file.write_text(
+        "rules:\n  - {where: 'layers\\..*\\.mlp\\.down', weights: int8}\n  - {where: 'layers\\.0\\..*'}\n"
+        "  - {where: 'layers\\..*\\.mlp\\..*', weights: mxfp4, activations: mxfp8}\n  - {where: embed, weights: int4}\n"
+    )
+    config = CASES["llama-plain"]
+    model = built(config, Unroll())
+    schemes = schemes_of(model, read_rules(file))
+    assert schemes["layers.0.mlp.down"].weights == "int8"
+    assert "layers.0.mlp.up" not in schemes
+    assert "layers.1.attn.q" not in schemes
+    assert schemes["layers.1.mlp.up"].activations == "mxfp8"
+    assert schemes["embed"].weights == "int4"
+    # Layers that differ cannot be stacked: the model is loaded unrolled.
+    saved(config, tmp_path / "plain")
+    quantize(str(tmp_path / "plain"), tmp_path / "mixed", read_rules(file))
+    lm = load_lm(tmp_path / "mixed", run=Scan())
+    assert relative(lm.logits(TOKENS), load_lm(tmp_path / "plain", rules=read_rules(file), run=Unroll()).logits(TOKENS)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rules: [{weights: int9}]", "did you mean `int8`"),
+        ("rules: [{weights: mxfp4, calibration: minmax}]", "has no minimum"),
+        ("rules: [{weights: int4, granularity: rows}]", "granularity"),
+        ("rules: [{weights: int4, calibration: median}]", "absmax, minmax"),
+        ("rules: [{activations: int8}]", "keeps a module"),
+        ("rules: [{weights: int8, group_size: 4}]", "granularity"),
+        ("rules: []", "holds no rules"),
+        ("other: 3", "other"),
+    ],
+)
+def test_wrong_rules_are_refused_with_the_right_words(text, said, tmp_path):
+    (tmp_path / "rules.yml").write_text(text)
+    with pytest.raises(UserError, match=said):
+        rules_named(str(tmp_path / "rules.yml"))
+
+
+def test_what_matches_nothing_is_refused():
+    model = built(CASES["llama-plain"], Unroll())
+    with pytest.raises(BadInput, match="rule 1: nothing in the model matches"):
+        schemes_of(model, [Rule(where="layers.*.atn.*", weights="int8")])
+    with pytest.raises(BadInput, match="rule 2: everything that"):
+        schemes_of(model, [Rule(weights="int8"), Rule(where=r"layers\..*\.mlp\..*", weights="int4")])
+    with pytest.raises(BadInput, match="no rule quantizes"):
+        schemes_of(model, [Rule()])
+    with pytest.raises(BadInput, match="no preset `w9`"):
+        preset_rules("w9")
+
+
+def test_nothing_is_written_for_a_model_that_cannot_be_quantized(tmp_path):
+    config = CASES["llama-plain"]
+    saved(config, tmp_path / "plain")
+    quantize(str(tmp_path / "plain"), tmp_path / "w8", preset_rules("w8"))
+    with pytest.raises(BadInput, match="quantized already"):
+        quantize(str(tmp_path / "w8"), tmp_path / "again", preset_rules("w8"))
+    with pytest.raises(BadInput, match="quantized already"):
+        load_lm(tmp_path / "w8", rules=preset_rules("w8"))
+    with pytest.raises(BadInput, match="no place"):
+        load_lm(tmp_path / "w8").save(tmp_path / "hub")
+    assert not (tmp_path / "again").exists()
+    # A folder of a format that this version lacks.
+    meta = json.loads((tmp_path / "w8" / "meta.json").read_text())
+    assert meta["quantization"][0]["weights"] == "int8"
+    lm = saved(config, tmp_path / "other")
+    w = lm.module.layers
+    first = getattr(w, "0").attn.q.w
+    first.set_value(first.get_value().at[0, 0].set(jnp.nan))
+    lm.save(tmp_path / "damaged", format="argosy")
+    with pytest.raises(BadInput, match="not finite"):
+        quantize(str(tmp_path / "damaged"), tmp_path / "out", preset_rules("w4"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_quantized_model_saves_as_it_is(tmp_path):
+    config = CASES["llama-plain"]
+    lm = saved(config, tmp_path / "plain")
+    lm.quantize("nvfp4")
+    lm.save(tmp_path / "nvfp4", format="argosy")
+    again = load_lm(tmp_path / "nvfp4")
+    assert relative(again.logits(TOKENS), lm.logits(TOKENS)) < 1e-6
+    assert open_model(tmp_path / "nvfp4").quantized is not None
