@@ -84,9 +84,9 @@ class QuantizedEinsum(Contraction):
     outer: Codes | None
     x_scale: Codes | None
 
-    def __init__(self, of: Contraction, w: Quantized, scheme: Scheme):
+    def __init__(self, of: Einsum, w: Quantized, scheme: Scheme):
         self.eq, self.legend, self.b, self.several, self.scheme = of.eq, of.legend, of.b, of.several, scheme
-        meaning = of.w.get_metadata()["meaning"] if isinstance(of, Einsum) else of.values.get_metadata()["meaning"]
+        meaning = of.w.get_metadata()["meaning"]
         # Scales have every letter of the weight, and size 1 along shared axes.
         scales = Meaning(meaning.letters, "", meaning.group, meaning.legend)
         meanings = {"values": meaning, "x_scale": Meaning("")}

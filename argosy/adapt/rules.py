@@ -29,13 +29,13 @@ class Rule(Settings):
     """How the contractions that match are quantized."""
 
     where: Annotated[str, Also("module_path", "targets", "pattern")] = LAYERS
-    """A regular expression that matches the whole path of a contraction, as `argosy models show` prints it. By default every matrix of the
-    layers except routers."""
+    """A regular expression that matches the whole path of a contraction, as `argosy models show` prints it. By default every matrix of
+    the layers except routers."""
     weights: Annotated[str | None, Also("weight_qtype", "weight_dtype", "qtype")] = None
     """Number format of the weights. None: they stay as they are, whatever later rules say."""
     granularity: Annotated[str | int | None, Also("group_size", "tile_size", "q_group_size", "strategy", "block_size")] = None
-    """Which weights share a scale: `tensor`, `channel`, a number along the summed axes such as 128, or a tile such as 128x128. None: as the
-    format is used: a channel for int8 and fp8, 64 for int4 and nf4, 32 for MX, 16 for NVFP4."""
+    """Which weights share a scale: `tensor`, `channel`, a number along the summed axes such as 128, or a tile such as 128x128. None: as
+    the format is used: a channel for int8 and fp8, 64 for int4 and nf4, 32 for MX, 16 for NVFP4."""
     calibration: Annotated[str, Also("weight_calibration_method", "observer")] = "absmax"
     """The range of each block: `absmax`, `minmax` (with a minimum, of integers), `rms:K` (K root mean squares) or `fixed:X`."""
     activations: Annotated[str | None, Also("act_qtype", "input_activations", "activation_dtype")] = None

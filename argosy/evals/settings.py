@@ -36,8 +36,8 @@ class EvalSettings(Settings):
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     quantization: str | None = None
-    """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules: weights are quantized as they are read. None: as they are
-    stored."""
+    """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules, by which weights are quantized as they are read. None:
+    they stay as they are stored."""
     adapter: str | None = None
     """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
     rows: str | None = None

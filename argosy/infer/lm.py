@@ -337,8 +337,8 @@ class LM:
     # ---------------------------------------------------------------- files
 
     def quantize(self, rules: str | Sequence[Rule]) -> list[str]:
-        """Quantizes weights in place, by a preset of `argosy quantize`, such as "w4", a YAML file of rules, or rules. Returns the names of
-        the contractions, at least one.
+        """Quantizes weights in place, by a preset of `argosy quantize`, such as "w4", a YAML file of rules, or rules. Returns the names
+        of the contractions, at least one.
 
         Raises:
             UserError: there is no such preset or file, a rule matches nothing, or a weight is quantized already or has an adapter.

@@ -88,7 +88,8 @@ def load(
     rules = None if quantization is None else rules_named(quantization)
     if rules is not None and blocks is True:
         raise BadInput("`quantization` and `blocks` each say how weights are kept", hint="leave one out")
-    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "blocks": bool(blocks) and rules is None, "rules": rules}
+    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "rules": rules}
+    more["blocks"] = bool(blocks) and rules is None
     lm = loading.load_lm(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more)
     if blocks is True and not lm.in_blocks:
         _say(f"{model}: no weight is kept in blocks: that is for .gguf files with blocks, in float32, on one CPU device with kernels")

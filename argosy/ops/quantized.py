@@ -100,7 +100,7 @@ class Quantized:
 
 
 def powers_of_two(exponents: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """2^(e - 127) in float32, and NaN for 255: the type E8M0 of OCP Microscaling Formats 1.0. XLA:CPU and files of arrays do not know it."""
+    """2^(e - 127) in float32, and NaN for 255: the type E8M0 of OCP Microscaling Formats 1.0, which files of arrays do not know."""
     # The bits of a float32; 0 is half of its smallest normal number.
     bits = jnp.where(exponents == 0, 1 << 22, exponents.astype(jnp.int32) << 23)
     return jnp.where(exponents == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))

@@ -8,6 +8,7 @@ from flax import nnx
 from helpers import LOGIT_ROUNDING, relative
 from laws.families import CASES, built, forward, tokens_of
 
+from argosy.adapt.formats.table import NF4
 from argosy.adapt.lora import DoRA, LoRA
 from argosy.adapt.quant import Scheme, int8, quantized
 from argosy.adapt.surgery import find, freeze, graft, swap, thaw
@@ -16,7 +17,6 @@ from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.einsum import Einsum, Route
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, merge, split, undrawn, variables
-from argosy.adapt.formats.table import NF4
 
 CONFIG = CASES["llama-plain"]
 

@@ -47,8 +47,8 @@ class Integers(NamedTuple):
 
 
 class Minifloats(NamedTuple):
-    """Floats of few bits, as a table: `magnitudes` by their code without the sign, which is the highest bit. Ties go to the even code, as
-    IEEE 754 rounds."""
+    """Floats of few bits, as a table: `magnitudes` by their code without the sign, which is the highest bit. Ties go to the even code,
+    as IEEE 754 rounds."""
 
     bits: int
     magnitudes: tuple[float, ...]
@@ -122,8 +122,8 @@ class Format:
 
         Args:
             block: how many weights share a scale along each axis; each divides its size.
-            calibration: the range that is represented. absmax: symmetric, as wide as the largest magnitude; minmax: from the smallest to
-                the largest, with a minimum, of integers alone; rms:K: K root mean squares; fixed:X: X.
+            calibration: the range that is represented. absmax: symmetric, as wide as the largest magnitude; minmax: from the smallest
+                to the largest, with a minimum, of integers alone; rms:K: K root mean squares; fixed:X: X.
             lead: the number of leading axes, of layers and experts, each entry of which is a weight of its own.
             pack: the axis, counted from the end, along which codes of four or two bits share bytes; 0: none does.
         """
@@ -197,8 +197,8 @@ def _rounded(format: Format, w: Array, block: tuple[int, ...], limits: Limits, l
 
 
 def _asymmetric(format: Format, w: Array, high: Array, low: Array, pack: int) -> Quantized:
-    """Rounds to integers from the smallest to the largest weight; the code of 0 is a whole number, so that 0 stays 0 (Jacob et al. 2017,
-    arXiv:1712.05877, section 2.1)."""
+    """Rounds to integers from the smallest to the largest weight; the code of 0 is a whole number, so that 0 stays 0 (Jacob et al.
+    2017, arXiv:1712.05877, section 2.1)."""
     if not isinstance(format.elements, Integers):
         raise ValueError(f"{format.name} has no minimum: minmax is for integers")
     bits = format.bits

@@ -119,7 +119,8 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[ClientTrans
         from argosy.serve.settings import ServerLimits, ServeSettings
 
         doing(f"loading {model}")
-        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.engine.context, blocks="auto", quantization=settings.quantization)
+        stored: Any = {name: getattr(settings, name) for name in ("dtype", "adapter", "quantization")}
+        lm = load(model, **stored, context=settings.engine.context, blocks="auto")
         limits = ServerLimits(queue=NO_LIMIT, queue_tokens=2**62, seconds=NO_LIMIT)
         how = ServeSettings(
             engine=settings.engine, limits=limits, warm_up=False, seed=settings.seed, lora_modules=settings.lora_modules

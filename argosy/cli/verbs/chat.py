@@ -106,7 +106,8 @@ def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession,
         from argosy.serve.settings import ServerLimits, ServeSettings
 
         doing(f"loading {model}")
-        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.context, blocks="auto", quantization=settings.quantization)
+        stored: Any = {name: getattr(settings, name) for name in ("dtype", "adapter", "quantization")}
+        lm = load(model, **stored, context=settings.context, blocks="auto")
         plain = settings.plain or not getattr(lm.tokenizer, "chat_templates", None)
         context = settings.context or min(lm.config.context, CONTEXT)
         engine = EngineSettings(slots=1, context=context, speculative=settings.engine.speculative)

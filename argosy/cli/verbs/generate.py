@@ -69,8 +69,8 @@ class Generate(Settings):
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     quantization: str | None = None
-    """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules: weights are quantized as they are read. None: as they are
-    stored."""
+    """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules, by which weights are quantized as they are read. None:
+    they stay as they are stored."""
     adapter: str | None = None
     """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
     engine: PlainEngineSettings = PlainEngineSettings()
@@ -109,7 +109,8 @@ def generate(
         from argosy.jobs.api import load
 
         doing(f"loading {model}")
-        lm = load(model, dtype=how.dtype, adapter=how.adapter, quantization=how.quantization, engine=with_adapters(how.engine), blocks="auto")
+        stored: Any = {name: getattr(how, name) for name in ("dtype", "adapter", "quantization")}
+        lm = load(model, **stored, engine=with_adapters(how.engine), blocks="auto")
     lm.check_predicts()
     sampling = chosen_sampling(how, lm.generation)
     if how.n > 1 and not sampling.get("temperature"):

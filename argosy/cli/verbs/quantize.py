@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from argosy.adapt.rules import PRESETS, Rule, preset_rules, read_rules
-from argosy.cli.verbs.convert import ConversionProgress
 from argosy.cli.output import conclude
+from argosy.cli.verbs.convert import ConversionProgress
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
@@ -22,8 +22,8 @@ class Quantize(Settings):
     """How to quantize."""
 
     preset: str | None = None
-    """One rule by name: w8, w8a8, w4, w4a8, w4a4, nf4, fp8, fp8-blocks, mxfp8, mxfp4, nvfp4 and so on. `w` is followed by the bits of the
-    weights, `a` by those of the data; without it data stays as it is."""
+    """One rule by name: w8, w8a8, w4, w4a8, w4a4, nf4, fp8, fp8-blocks, mxfp8, mxfp4, nvfp4 and so on. `w` is followed by the bits of
+    the weights, `a` by those of the data; without it data stays as it is."""
     rules: str | None = None
     """A YAML file with a list of rules, the first that matches a module decides."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -64,7 +64,7 @@ def serve(
         run.check_server(settings)
         listener, admin_listener = run.bound_socket(settings), run.admin_socket(settings)
         doing(f"loading {model}")
-        how: Any = {"dtype": settings.dtype, "adapter": settings.adapter, "tensor": settings.tensor, "quantization": settings.quantization}
+        how: Any = {name: getattr(settings, name) for name in ("dtype", "adapter", "tensor", "quantization")}
         # Copies share the memory of their weights, which packed ones cannot.
         how["blocks"] = "auto" if settings.copies == 1 else False
         lm = load(model, **how, context=settings.engine.context)
