@@ -777,23 +777,23 @@ EDITS = [
     # ---------------------------------------------------------------- int8 and adapters
     Edit(
         "int8 scale on the wrong axis",
-        "argosy/adapt/quant.py",
-        "if letter not in of.scaled)",
-        "if letter in of.scaled)",
+        "argosy/adapt/formats/blocks.py",
+        "sizes = of.sizes",
+        "summed, kept, sizes = kept, summed, of.sizes",
         (f"{SURGERY}int8_is_off_by_half_a_step_at_most", f"{LAWS}int8_stays_near[unroll-llama-pattern]"),
     ),
     Edit(
         "int8 scales in bfloat16",
-        "argosy/adapt/quant.py",
-        "return Quantized(jnp.round(wide / scale).astype(jnp.int8), scale)",
-        "return Quantized(jnp.round(wide / scale).astype(jnp.int8), scale.astype(jnp.bfloat16))",
+        "argosy/adapt/formats/format.py",
+        "return Quantized(jnp.clip(jnp.round(x), -128, 127).astype(jnp.int8), scale, outer=outer)",
+        "return Quantized(jnp.clip(jnp.round(x), -128, 127).astype(jnp.int8), scale.astype(jnp.bfloat16), outer=outer)",
         (f"{SURGERY}int8_is_off_by_half_a_step_at_most",),
     ),
     Edit(
         "an embedding's scale for each feature",
-        "argosy/models/parts/einsum.py",
-        "return self.inner if self.is_lookup else self.kept",
-        "return self.kept",
+        "argosy/adapt/formats/blocks.py",
+        "summed = of.kept if of.is_lookup else of.inner\n    kept",
+        "summed = of.inner\n    kept",
         (f"{SURGERY}an_outlier_word_of_an_embedding_costs_the_others_nothing",),
     ),
     Edit(
@@ -938,8 +938,8 @@ EDITS = [
     Edit(
         "weights of the engine rounded once",
         "argosy/run/rl/rollout_engine.py",
-        "codes = of.codes(weights[f\"{name}.w\"])",
-        "codes = of.weight",
+        "of.put(of.codes(weights[f\"{name}.w\"]))",
+        "of.put(of.weight)",
         ("tests/run/test_rollout_engine.py::test_weights_are_rounded_anew_for_each_rollout",),
     ),
     Edit(

@@ -302,12 +302,6 @@ class Contraction(nnx.Module):
         return "".join(a for a in spec if a not in inner)
 
     @property
-    def scaled(self) -> str:
-        """The letters along which quantization has separate scales: each output channel of a contraction, or each row of an
-        embedding. With a scale per feature of an embedding, one outlier word would round the others away."""
-        return self.inner if self.is_lookup else self.kept
-
-    @property
     def stacked(self) -> int:
         """1 if the weight has all layers of a kind on a leading axis, otherwise 0."""
         return len(self.shape) - len(self.spec)
