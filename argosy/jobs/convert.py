@@ -76,7 +76,7 @@ def convert(
     if dtype is None and isinstance(stored.weights, MappedTensors) and (scaled := stored.weights.scaled):
         many = f"{plural(len(scaled), 'tensor', 'is', 'are')} stored in blocks with scales (fp8, mxfp4)"
         say(f"{many} and become float32; dtype=bfloat16 halves their size")
-    identity = _identity_of(stored, to, dtype, shard_gb)
+    identity = identity_of(stored, to, dtype, shard_gb)
     if adapter is not None:
         config = config_for(adapter, stored.config)
         contents = read_contents(adapter, config)
@@ -161,7 +161,7 @@ def open_source(source: str, say: Say = lambda _: None) -> OpenedModel:
     return stored
 
 
-def _identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
+def identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
     """What identifies a conversion: the names, sizes and times of the source's files, and how they are written."""
     if stored.kind == "argosy":
         digest = hashlib.sha256((stored.path / manifest.NAME).read_bytes())

@@ -17,7 +17,7 @@ from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.errors import BadInput
 from argosy.core.process.signals import before_leaving
 from argosy.core.settings import dump
-from argosy.jobs.convert import DTYPES, identity_of, opened
+from argosy.jobs.convert import DTYPES, identity_of, open_source
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll
 from argosy.ops.quantized import Quantized
@@ -46,7 +46,7 @@ def quantize(
         BadInput: the source is no model or quantized already, the target exists, or a rule matches nothing; nothing is written.
     """
     start = time.monotonic()
-    stored = opened(source, say)
+    stored = open_source(source, say)
     if stored.quantized is not None:
         raise BadInput(f"{source} is quantized already", hint="quantize the model it came from; or `argosy convert` makes floats of it")
     model = stored.config.build(Unroll())
