@@ -26,6 +26,7 @@ from argosy.ops.native.products import Panels
 from argosy.weights import manifest
 from argosy.weights.build import as_dtype
 from argosy.weights.fill import check_fit, model_weights
+from argosy.weights.hub.quantized.writer import compressed_files
 from argosy.weights.hub.writer import cast_weights, companion_files, hub_files
 from argosy.weights.peft.writer import contents_of, write_adapter
 from argosy.weights.quantized import describe_schemes, quantized_model
@@ -114,14 +115,16 @@ def write_model_folder(
         BadInput: the folder is not empty, the weights are not those of the plain model (adapters, int8), the disk is too small,
             or an unfinished folder belongs to another conversion.
     """
-    if format not in ("hub", "argosy"):
-        raise BadInput(f"unknown format `{format}`", hint="hub, argosy or peft")
+    if format not in ("hub", "argosy", "compressed-tensors"):
+        raise BadInput(f"unknown format `{format}`", hint="hub, argosy, compressed-tensors or peft")
     if is_occupied(folder):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
     check_fit(quantized_model(config, schemes or {}), weights)
     hub = _with_ids(hub, tokenizer)
     if format == "hub":
         files = hub_files(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes)
+    elif format == "compressed-tensors":
+        files = compressed_files(config, weights, schemes or {}, hub=hub, dtype=dtype, shard_bytes=shard_bytes)
     else:
         files = _checkpoint_of(config, weights, hub, dtype, schemes)
     files += companion_files(companions)

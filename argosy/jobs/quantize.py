@@ -33,6 +33,7 @@ def quantize(
     rules: Sequence[Rule],
     *,
     dtype: str | None = None,
+    to: str = "argosy",
     say: Say = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
@@ -41,9 +42,11 @@ def quantize(
     Args:
         target: a new folder.
         dtype: the type of the weights that are not quantized; None keeps each one's.
+        to: argosy, or compressed-tensors: a Hub folder.
 
     Raises:
         BadInput: the source is no model or quantized already, the target exists, or a rule matches nothing; nothing is written.
+        Unsupported: the layout cannot say a rule; nothing is written.
     """
     start = time.monotonic()
     stored = open_source(source, say)
@@ -53,7 +56,7 @@ def quantize(
     schemes = by_layer(model, schemes_of(model, list(rules)))
     table = LayerTable()
     weights = RoundedTensors(stored.config, stored.weights, schemes, lambda name, of, w: schemes[name].quantize(of, w), table.add)
-    identity = identity_of(stored, "argosy", dtype, 0) | {"rules": [dump(rule) for rule in rules]}
+    identity = identity_of(stored, to, dtype, 0) | {"rules": [dump(rule) for rule in rules]}
     written = Written(progress)
 
     def stopped() -> None:
@@ -61,7 +64,7 @@ def quantize(
 
     with before_leaving(stopped):
         write_model_folder(
-            *(target, "argosy", stored.config, weights, stored.hub, stored.companions),
+            *(target, to, stored.config, weights, stored.hub, stored.companions),
             DTYPES[dtype] if dtype else None,
             stored_tokenizer(stored),
             identity=identity,

@@ -142,10 +142,9 @@ def test_scales_without_a_word_of_them_have_no_place(deepseek, tmp_path: Path):
 @pytest.mark.parametrize(
     ("told", "complaint"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "`gptq`"),
-        ({"quant_method": "awq"}, "`awq`"),
+        ({"quant_method": "hqq", "bits": 4}, "`hqq`"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "`bitsandbytes`"),
-        ({"quant_method": "compressed-tensors"}, "`compressed-tensors`"),
+        ({"quant_method": "compressed-tensors"}, "no object of groups"),
         ({"quant_method": "fp8"}, "`fp8` in blocks of None"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"`fp8` in blocks of \[64, 64\]"),
     ],

@@ -1,4 +1,4 @@
-"""`argosy quantize MODEL OUT preset=w4`."""
+"""`argosy quantize MODEL OUT preset=w4 [to=compressed-tensors]`."""
 
 import os
 from collections import defaultdict
@@ -26,6 +26,8 @@ class Quantize(Settings):
     the weights, `a` by those of the data; without it data stays as it is."""
     rules: str | None = None
     """A YAML file with a list of rules, the first that matches a module decides."""
+    to: Literal["argosy", "compressed-tensors"] = "argosy"
+    """Layout. compressed-tensors: a Hub folder that transformers and vLLM read, with int8, int4, fp8, NVFP4 or MXFP4."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights that are not quantized. None: as they are in the source."""
 
@@ -36,7 +38,7 @@ def quantize(
     target: Annotated[str | None, typer.Argument(metavar="OUT", help="a new folder", show_default=False)] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="preset=" + "|".join(PRESETS) + " [rules=FILE.yml] [dtype=...]", show_default=False),
+        typer.Argument(metavar="preset=" + "|".join(PRESETS) + " [rules=FILE.yml] [to=...] [dtype=...]", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
@@ -51,7 +53,7 @@ def quantize(
     from argosy.jobs.quantize import quantize as job
 
     with ConversionProgress("written") as progress:
-        result = job(model, Path(target), rules, dtype=settings.dtype, say=progress.say, progress=progress)
+        result = job(model, Path(target), rules, dtype=settings.dtype, to=settings.to, say=progress.say, progress=progress)
     conclude(described(result), result, as_json)
 
 

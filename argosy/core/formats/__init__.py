@@ -95,21 +95,22 @@ class TensorView:
         return self.reader.names if self._names is None else self._names.keys()
 
     def shape(self, name: str) -> Shape:
-        return self.reader.shape(self._there(name))
+        return self.reader.shape(self.source(name))
 
     def dtype(self, name: str) -> np.dtype:
-        return self.dtypes.get(name) or self.reader.dtype(self._there(name))
+        return self.dtypes.get(name) or self.reader.dtype(self.source(name))
 
     def read(self, name: str) -> np.ndarray:
-        return self._changed(name, lambda: self.reader.read(self._there(name)), None)
+        return self._changed(name, lambda: self.reader.read(self.source(name)), None)
 
     def read_part(self, name: str, i: int) -> np.ndarray:
-        return self._changed(name, lambda: read_part(self.reader, self._there(name), i), i)
+        return self._changed(name, lambda: read_part(self.reader, self.source(name), i), i)
 
     def is_apart(self, name: str) -> bool:
-        return is_apart(self.reader, self._there(name))
+        return is_apart(self.reader, self.source(name))
 
-    def _there(self, name: str) -> str:
+    def source(self, name: str) -> str:
+        """The name there."""
         return name if self._names is None else self._names[name]
 
     def _changed(self, name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:

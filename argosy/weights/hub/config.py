@@ -13,6 +13,7 @@ from argosy.core.formats.quants import FP8_BLOCK
 from argosy.models import FAMILIES
 from argosy.models.base.config import with_scores
 from argosy.models.base.language import LanguageConfig
+from argosy.weights.hub.quantized.settings import METHODS, check_layout
 
 CONFIG_BYTES = 16 << 20
 # The deepest published model has 126.
@@ -84,7 +85,8 @@ def by_hub_type() -> dict[str, type[LanguageConfig]]:
 
 
 def check_quantised(hub: dict[str, Any], where: str) -> None:
-    """Checks that weights are plain, or in blocks with scales as DeepSeek-V3 and gpt-oss are published.
+    """Checks that weights are plain, in blocks with scales as DeepSeek-V3 and gpt-oss are published, or in a layout of
+    `weights.hub.quantized`.
 
     Raises:
         BadInput: they are quantized in another way.
@@ -96,10 +98,17 @@ def check_quantised(hub: dict[str, Any], where: str) -> None:
     blocks = quantization.get("weight_block_size")
     if method == "mxfp4" or (method == "fp8" and blocks == [FP8_BLOCK, FP8_BLOCK]):
         return
+    if method in METHODS:
+        return check_layout(quantization, where)
     how = f"`{method}`" + (f" in blocks of {str(blocks)[:40]}" if method == "fp8" else "")
-    raise BadInput(
-        f"weights quantized by {how} are not supported", where=where, hint="take the original weights, or a GGUF file"
-    )
+    known = f"{', '.join(METHODS)}, mxfp4, and fp8 in blocks of {FP8_BLOCK}"
+    hint = f"supported are {known}; or take the original weights, or a GGUF file"
+    raise BadInput(f"weights quantized by {how} are not supported", where=where, hint=hint)
+
+
+def is_packed(hub: dict[str, Any]) -> bool:
+    """Whether a folder is in a layout of `weights.hub.quantized`."""
+    return (hub.get("quantization_config") or {}).get("quant_method") in METHODS
 
 
 def without_quantization(hub: dict[str, Any] | None) -> dict[str, Any]:

@@ -16,8 +16,14 @@ from argosy.core.errors import BadInput
 from argosy.core.formats import TensorReader, TensorView
 from argosy.core.formats.safetensors import SafetensorsFolder
 from argosy.core.keymap import IGNORED, KeyMap, KeyRow, Rearrangement
-from argosy.weights.hub.config import config_from, read_json_object
+from argosy.models.base.language import LanguageConfig
+from argosy.weights.hub.config import config_from, is_packed, read_json_object
+from argosy.weights.hub.quantized.model import quantized_weights
+from argosy.weights.hub.quantized.module import PackedModule
+from argosy.weights.hub.quantized.reader import PackedTensors
+from argosy.weights.hub.quantized.settings import packed_modules
 from argosy.weights.model import OpenedModel
+from argosy.weights.quantized import QuantizedWeights
 
 
 def with_expected_names(reader: TensorReader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> TensorReader:
@@ -93,6 +99,10 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> O
     hub = read_json_object(folder / "config.json")
     config = config_from(hub, str(folder / "config.json"))
     tensors: TensorReader = SafetensorsFolder.open(folder)
+    packed = None
+    if is_packed(hub):
+        modules = packed_modules(hub["quantization_config"], tensors, str(folder))
+        tensors = packed = PackedTensors(tensors, modules)
     if config.hub_prefixes or config.hub_old_ends:
         tensors = with_expected_names(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
     declared, config = config, config.fitted(tensors.names)
@@ -106,11 +116,27 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> O
         warn(f"{folder}: {many} ignored because the model does not use them: {_patterns(left_out)}")
     hub = type(config).hub_text(hub)
     rows, sizes = config.hub_rows()
-    if hub.get("quantization_config"):
+    if hub.get("quantization_config") and packed is None:
         rows = config.hub_scaled(rows, tensors.names)
     table = KeyMap(rows, sizes, ignore=(*IGNORED, *config.hub_ignore, *config.hub_left_out))
     check_vocabulary(rows, sizes, tensors, str(folder))
-    return OpenedModel(folder, "hub", config, MappedTensors(table, tensors, str(folder)), folder, hub)
+    weights = MappedTensors(table, tensors, str(folder))
+    quantized = None if packed is None else _quantized_weights(config, weights, packed, warn)
+    return OpenedModel(folder, "hub", config, weights, folder, hub, quantized=quantized)
+
+
+def _quantized_weights(
+    config: LanguageConfig, weights: MappedTensors, packed: PackedTensors, warn: Callable[[str], None]
+) -> QuantizedWeights | None:
+    """The weights that a packed folder keeps in few bits."""
+    names = {n: weights.reader.source(n) if isinstance(weights.reader, TensorView) else n for n in weights.reader.names}
+    sources: dict[str, list[PackedModule | None]] = {}
+    for name, paths in weights.table.ours_of(n for n in weights.table.names if n in names).items():
+        for path in paths:
+            sources.setdefault(path, []).append(packed.modules.get(names[name]))
+    return quantized_weights(
+        config, lambda part: weights.with_reader(TensorView(packed.with_part(part), names=names)), sources, packed.tensors, warn
+    )
 
 
 def _patterns(names: list[str]) -> str:

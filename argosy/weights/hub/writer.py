@@ -40,8 +40,19 @@ def hub_files(
     """
     entries = list(KeyMap(*config.hub_rows()).inverse(cast_weights(config, weights, dtype)))
     kind = Counter(str(entry.dtype) for entry in entries).most_common(1)[0][0]
-    written = without_quantization(hub) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind}
-    return [*folder_files(entries, shard_bytes), of_text("config.json", json.dumps(written, indent=2) + "\n")]
+    return [*folder_files(entries, shard_bytes), hub_config_file(config, hub, kind)]
+
+
+def hub_config_file(config: LanguageConfig, hub: dict[str, Any] | None, kind: str, **more: Any) -> File:
+    """The config.json of a Hub folder.
+
+    Args:
+        hub: as in `hub_files`.
+        kind: the name of the type of most tensors.
+        more: further keys.
+    """
+    written = without_quantization(hub) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind} | more
+    return of_text("config.json", json.dumps(written, indent=2) + "\n")
 
 
 def save_folder(

@@ -1,0 +1,157 @@
+"""The weights of a quantized Hub folder as `QuantizedWeights`: its own codes, not rounded again, in the axes of our models.
+
+A weight keeps its codes where its scales are the same for the blocks of a `Scheme` in our axes. Others are read as floats: columns in
+the order of activations (GPTQ), tensors that are fused across blocks, or parts with second levels that differ.
+"""
+
+import re
+from collections.abc import Callable, KeysView, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.adapt.quant import PARTS, QuantizedEinsum, Scheme
+from argosy.adapt.surgery import find
+from argosy.core.counts import plural
+from argosy.core.formats import Shape, TensorReader
+from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import variables
+from argosy.ops.quantized import packed_codes
+from argosy.weights.hub.quantized.module import PackedModule
+from argosy.weights.quantized import QuantizedWeights, quantized_model
+
+# Gives the folder's tensors by our per-layer names, with a part in place of packed weights (`reader.Part`).
+PartReader = Callable[[Any], Any]
+
+
+def quantized_weights(
+    config: Any,
+    read: PartReader,
+    sources: Mapping[str, Sequence[PackedModule | None]],
+    tensors: TensorReader,
+    warn: Callable[[str], None],
+) -> QuantizedWeights | None:
+    """The weights that keep their codes, and the rest as it is; None: none does.
+
+    Args:
+        sources: by per-layer name, the tensors that a weight is made from, in the order of its row; None: one that is not packed.
+        tensors: the folder's own.
+        warn: called with a sentence about packed weights that are read as floats.
+    """
+    schemes, floats, known, blocks = {}, list[str](), dict[Any, Any](), read("blocks")
+    for name, of in find(config.build(Unroll()), ".*").items():
+        modules = sources.get(f"{name}.w", ())
+        if all(module is None for module in modules):
+            continue
+        scheme = None
+        if not any(module is None for module in modules):
+            scheme = _scheme(name, of, [module for module in modules if module is not None], blocks, tensors, known)
+        if scheme is None:
+            floats.append(name)
+        else:
+            schemes[name] = scheme
+    if floats:
+        are = "has scales" if len(floats) == 1 else "have scales"
+        why = "that are not those of blocks here: computed as floats"
+        warn(f"{plural(len(floats), 'packed weight')} {are} {why}, such as {floats[0]}")
+    if not schemes:
+        return None
+    return QuantizedWeights(schemes, PackedArrays(config, schemes, read))
+
+
+def _scheme(
+    name: str, of: Contraction, modules: list[PackedModule], blocks: Any, tensors: TensorReader, known: dict[Any, Any]
+) -> Scheme | None:
+    """How a weight is quantized that is made from these modules; None: in no way that a scheme says."""
+    kinds = {(m.format, m.minima, m.activations, m.activation_block) for m in modules}
+    if len(kinds) > 1 or (modules[0].is_two_level and not _are_equal_outer(of, modules, tensors)):
+        return None
+    format, minima, activations, activation_block = kinds.pop()
+    kind = (re.sub(r"\d+", "", name), tuple(sorted({(m.format, m.shape, m.block) for m in modules})), len(modules))
+    if all(m.columns is None for m in modules) and kind in known:
+        granularity = known[kind]
+    else:
+        granularity = known[kind] = _granularity(f"{name}.w", of, modules[0], blocks)
+        if any(m.columns is not None for m in modules):
+            del known[kind]
+    if granularity is None:
+        return None
+    return Scheme(format, granularity, "minmax" if minima else "absmax", activations, activation_block)
+
+
+def _are_equal_outer(of: Contraction, modules: list[PackedModule], tensors: TensorReader) -> bool:
+    """Whether a weight, of each expert, has one second level."""
+    numbers = np.concatenate([module.outer(tensors) for module in modules])
+    experts = of.sizes[of.group] if of.group else 1
+    return len(numbers) % experts == 0 and bool((numbers.reshape(-1, experts) == numbers[:experts]).all())
+
+
+def _granularity(path: str, of: Contraction, module: PackedModule, blocks: Any) -> str | int | None:
+    """The widest granularity whose blocks, in our axes, lie within theirs."""
+    # Experts are packed alike.
+    one = blocks.is_apart(path)
+    numbers = blocks.read_part(path, 0) if one else blocks.read(path)
+    for granularity in _granularities(module):
+        block = Scheme(module.format, granularity).block(of)[int(one) :]
+        if all(size % each == 0 for size, each in zip(numbers.shape, block, strict=True)):
+            tiles = numbers.reshape([n for size, each in zip(numbers.shape, block, strict=True) for n in (size // each, each)])
+            axes = tuple(range(1, tiles.ndim, 2))
+            if (tiles.max(axes) == tiles.min(axes)).all():
+                return granularity
+    return None
+
+
+def _granularities(module: PackedModule) -> list[str | int]:
+    """Those that may say a module's blocks, the widest first."""
+    rows, columns = module.block
+    if module.block == module.shape:
+        return ["tensor", "channel"]
+    if rows == 1:
+        # Smaller ones where an axis of ours ends within a block.
+        smaller = [n for n in (columns >> i for i in range(4)) if n >= 8 or n == columns]
+        return ["channel", *smaller] if columns == module.shape[1] else list(smaller)
+    return [f"{columns >> i}x{rows >> i}" for i in range(4) if min(columns, rows) >> i >= 16]
+
+
+class PackedArrays:
+    """The arrays of the quantized model: a `TensorReader`, as `RoundedTensors` is, with the codes of the folder."""
+
+    def __init__(self, config: Any, schemes: Mapping[str, Scheme], read: PartReader):
+        model = quantized_model(config, schemes)
+        self.contractions: dict[str, QuantizedEinsum] = {
+            name: of for name, of in find(model, ".*").items() if name in schemes and isinstance(of, QuantizedEinsum)
+        }
+        self._parts = {part: read(part) for part in ("floats", "values", "scale", "minimum", "outer")}
+        own = variables(model)
+        self._shapes: dict[str, Any] = {}
+        for name in self._parts["floats"].names:
+            module = name.removesuffix(".w")
+            quantized = module in self.contractions and name.endswith(".w")
+            names = [f"{module}.{part}" for part in PARTS] if quantized else [name]
+            self._shapes |= {each: own[each] for each in names if each in own}
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._shapes.keys()
+
+    def shape(self, name: str) -> Shape:
+        return tuple(self._shapes[name].shape)
+
+    def dtype(self, name: str) -> np.dtype:
+        module, _, part = name.rpartition(".")
+        is_code = module in self.contractions and part in PARTS
+        return np.dtype(self._shapes[name].dtype) if is_code else self._parts["floats"].dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        module, _, part = name.rpartition(".")
+        if module not in self.contractions or part not in PARTS:
+            return self._parts["floats"].read(name)
+        of, whole = self.contractions[module], self._parts[part].read(f"{module}.w")
+        if part == "values":
+            return np.asarray(packed_codes(jnp.asarray(whole), of.packed, of.bits)) if of.packed else np.ascontiguousarray(whole)
+        # The first of each block.
+        first = tuple(slice(None, None, size // count) for size, count in zip(whole.shape, self.shape(name), strict=True))
+        return np.ascontiguousarray(whole[first]).astype(self.dtype(name), copy=False)
+

@@ -1,0 +1,179 @@
+"""A module of a Hub folder whose weight is packed: what every layout says of it.
+
+    w[o, i] = (values[o, i] - zero) * scale[o, i] - minimum[o, i]
+
+A weight has two axes, outputs by inputs. Scales are for blocks of it, in rows and columns; blocks at the edges may be partial.
+Values are the codes of `adapt.formats`: whole numbers of eight bits are signed, of fewer they begin at 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from argosy.adapt.formats.format import Integers
+from argosy.adapt.formats.table import E2M1, FORMATS
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.formats import Shape, TensorReader, quoted
+
+FLOATS = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
+INT32, UINT8 = (np.dtype(np.int32),), (np.dtype(np.uint8),)
+LEVELS = np.asarray((*E2M1, *(-m for m in E2M1)), np.float32)
+
+
+@dataclass(frozen=True)
+class PackedModule:
+    """One packed module.
+
+    name: its path; the weight it stands for is "NAME.weight".
+    tensors: what the folder has in place of that weight.
+    format: a key of `FORMATS`.
+    shape: of the weight.
+    block: the rows and columns that share a scale.
+    minima: whether there are zero points.
+    activations, activation_block: as in `adapt.quant.Scheme`.
+    columns: the block of each column, where columns of a block are not neighbors; None: they are.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    format: str
+    shape: Shape
+    block: tuple[int, int]
+    minima: bool = False
+    activations: str | None = None
+    activation_block: int | None = None
+    columns: Any = None
+
+    layout: ClassVar[str] = ""
+
+    def values(self, tensors: TensorReader) -> np.ndarray:
+        """The codes, of the weight's shape."""
+        raise NotImplementedError
+
+    def scale(self, tensors: TensorReader) -> np.ndarray:
+        """The scale of each block, as the format stores it.
+
+        Raises:
+            Damaged: one is no number.
+        """
+        raise NotImplementedError
+
+    def minimum(self, tensors: TensorReader) -> np.ndarray:
+        """What is subtracted in each block, float32."""
+        raise NotImplementedError
+
+    def outer(self, tensors: TensorReader) -> np.ndarray:
+        """The second level of scales, one number of float32."""
+        raise NotImplementedError
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """How many blocks there are, in rows and columns."""
+        rows, columns = (-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
+        return rows, columns
+
+    @property
+    def is_two_level(self) -> bool:
+        return FORMATS[self.format].scales == "e4m3"
+
+    def whole(self, blocks: np.ndarray) -> np.ndarray:
+        """Numbers of blocks, repeated to the shape of the weight."""
+        rows = np.repeat(blocks, self.block[0], 0)[: self.shape[0]]
+        if self.columns is not None:
+            return rows[:, self.columns]
+        return np.repeat(rows, self.block[1], 1)[:, : self.shape[1]]
+
+    def floats(self, tensors: TensorReader) -> np.ndarray:
+        """The weight, float32."""
+        values, scale = self.values(tensors), self.scale(tensors)
+        elements = FORMATS[self.format].elements
+        if isinstance(elements, Integers):
+            w = values.astype(np.float32)
+            if elements.bits < 8 and not self.minima:
+                w -= 1 << (elements.bits - 1)
+        else:
+            w = LEVELS[values] if elements.bits == 4 else values.astype(np.float32)
+        if scale.dtype == np.uint8:
+            scale = np.ldexp(np.float32(1), scale.astype(np.int32) - 127)
+        elif self.is_two_level:
+            scale = scale.astype(np.float32) * self.outer(tensors)
+        w *= self.whole(scale)
+        if self.minima:
+            w -= self.whole(self.minimum(tensors))
+        return w
+
+
+def check_tensor(tensors: TensorReader, name: str, kinds: Sequence[np.dtype], shape: Shape | None = None) -> Shape:
+    """Checks a tensor of a packed module without reading it, and returns its shape.
+
+    Args:
+        shape: what it must be; None: any of two axes.
+
+    Raises:
+        BadInput: it is missing, or has another shape.
+        Damaged: it has another type.
+    """
+    if name not in tensors.names:
+        raise BadInput(f"{quoted(name)} is missing", hint="a packed weight needs its scales: is the folder complete?")
+    if tensors.dtype(name) not in kinds:
+        raise Damaged(f"{quoted(name)} is stored as {tensors.dtype(name)}, expected {' or '.join(map(str, kinds))}")
+    got = tuple(tensors.shape(name))
+    if got != shape if shape is not None else len(got) != 2:
+        expected = "two axes" if shape is None else str(list(shape))
+        hint = "is config.json the one that belongs to these weights?"
+        raise BadInput(f"{quoted(name)} is {list(got)}, expected {expected}", hint=hint)
+    return got
+
+
+def finite_scales(tensors: TensorReader, name: str) -> np.ndarray:
+    """Scales as float32.
+
+    Raises:
+        Damaged: one is not finite.
+    """
+    scale = np.asarray(tensors.read(name), np.float32)
+    if not np.isfinite(scale).all():
+        raise Damaged(f"{quoted(name)}: a scale is not finite")
+    return scale
+
+
+def group_of(size: Any, columns: int, where: str) -> int:
+    """How many columns share a scale, from `group_size`; -1 and None: all.
+
+    Raises:
+        BadInput: no such number, or it does not divide the columns.
+    """
+    if size is None or size == -1:
+        return columns
+    if type(size) is not int or size < 1 or columns % size:
+        raise BadInput(f"{quoted(where)}: groups of {str(size)[:20]} do not divide {columns} columns")
+    return size
+
+
+def unpacked_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """The numbers that lie in words of 32 bits along an axis, uint8, the first in the lowest bits."""
+    words = np.moveaxis(words, axis, -1).view(np.uint32)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    numbers = (words[..., None] >> shifts & np.uint32((1 << bits) - 1)).astype(np.uint8)
+    return np.moveaxis(numbers.reshape(*words.shape[:-1], -1), -1, axis)
+
+
+def packed_words(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """Numbers of few bits in words of 32, int32, the first in the lowest bits; the last word is filled up with zeros."""
+    codes, count = np.moveaxis(codes, axis, -1), 32 // bits
+    codes = np.pad(codes, [*[(0, 0)] * (codes.ndim - 1), (0, -codes.shape[-1] % count)])
+    parts = codes.reshape(*codes.shape[:-1], -1, count).astype(np.uint32) << np.arange(0, 32, bits, dtype=np.uint32)
+    words = np.bitwise_or.reduce(parts, -1).view(np.int32)
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis))
+
+
+INTEGERS = {2: "int2", 4: "int4", 8: "int8"}
+"""The format of whole numbers by their bits."""
+
+
+def signed_if_eight(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes that begin at 0, as the formats have them: those of eight bits are signed."""
+    return (codes.astype(np.int16) - 128).astype(np.int8) if bits == 8 else codes

@@ -1,0 +1,72 @@
+"""compressed-tensors' `int-quantized`, `float-quantized` and `naive-quantized`: a number of eight bits for each weight.
+
+    NAME.weight              int8 or fp8 e4m3 [outputs, inputs]
+    NAME.weight_scale        [1] for a tensor, [outputs, 1] for channels, [outputs, groups], or one for each tile
+    NAME.weight_zero_point   int8 as the scales, of asymmetric modules
+
+(compressed-tensors 0.20, compressors/naive_quantized.)
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.core.formats import TensorReader, quoted
+from argosy.weights.hub.quantized.module import FLOATS, PackedModule, check_tensor, finite_scales, group_of
+
+KINDS = {"int": ("int8", np.dtype(np.int8)), "float": ("fp8_e4m3", np.dtype(ml_dtypes.float8_e4m3fn))}
+
+
+@dataclass(frozen=True)
+class NaiveQuantized(PackedModule):
+    """A module of this layout."""
+
+    layout = "int-quantized"
+
+    @staticmethod
+    def of(name: str, tensors: TensorReader, args: dict[str, Any], **activations: Any) -> "NaiveQuantized":
+        """Checks the tensors of a module; arguments and errors as `PackQuantized.of`."""
+        bits, kind = args.get("num_bits", 8), str(args.get("type", "int"))
+        if bits != 8 or kind not in KINDS:
+            raise BadInput(f"{quoted(name)}: {kind[:20]} of {str(bits)[:20]} bits, unpacked, is not supported", hint="int8 or fp8")
+        format, dtype = KINDS[kind]
+        shape = check_tensor(tensors, f"{name}.weight", (dtype,))
+        block = _block(args, shape, name)
+        counts = tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+        # Of one number for the tensor, [1], [1, 1] and [] are all written.
+        stored = tuple(tensors.shape(f"{name}.weight_scale")) if f"{name}.weight_scale" in tensors.names else counts
+        check_tensor(tensors, f"{name}.weight_scale", FLOATS, stored if counts == (1, 1) and stored in ((), (1,)) else counts)
+        names, minima = ["weight", "weight_scale"], not args.get("symmetric", True)
+        if minima:
+            names.append("weight_zero_point")
+            check_tensor(tensors, f"{name}.weight_zero_point", (np.dtype(np.int8),), stored)
+        return NaiveQuantized(name, tuple(f"{name}.{end}" for end in names), format, shape, block, minima, **activations)
+
+    def values(self, tensors: TensorReader) -> np.ndarray:
+        return tensors.read(f"{self.name}.weight")
+
+    def scale(self, tensors: TensorReader) -> np.ndarray:
+        return finite_scales(tensors, f"{self.name}.weight_scale").reshape(self.blocks)
+
+    def minimum(self, tensors: TensorReader) -> np.ndarray:
+        zeros = tensors.read(f"{self.name}.weight_zero_point")
+        return np.asarray(zeros, np.float32).reshape(self.blocks) * self.scale(tensors)
+
+
+def _block(args: dict[str, Any], shape: tuple[int, ...], name: str) -> tuple[int, int]:
+    """The rows and columns that share a scale."""
+    strategy = args.get("strategy")
+    if strategy == "tensor":
+        return shape[0], shape[1]
+    if strategy == "channel":
+        return 1, shape[1]
+    if strategy == "group":
+        return 1, group_of(args.get("group_size"), shape[1], name)
+    sides = args.get("block_structure")
+    if strategy == "block" and isinstance(sides, list) and len(sides) == 2 and all(type(n) is int and n > 0 for n in sides):
+        return sides[0], sides[1]
+    what = f"{quoted(name)}: scales by the strategy `{str(strategy)[:40]}` are not supported"
+    raise BadInput(what, hint="tensor, channel, group and block are")

@@ -1,0 +1,351 @@
+"""Writes a quantized model as a Hub folder in the layouts of compressed-tensors 0.20, which transformers and vLLM read.
+
+    int8 with data in int8                      int-quantized
+    int4, and int8 with data as it is           pack-quantized: what vLLM multiplies so
+    fp8: a tensor, channels, tiles              float-quantized
+    NVFP4, MXFP4                                nvfp4-pack-quantized, mxfp4-pack-quantized
+
+Codes and scales are moved to their axes by the family's `KeyMap`, as floats are. What a layout cannot say is an error before anything
+is written.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, KeysView, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from argosy.adapt.quant import QuantizedEinsum, Scheme
+from argosy.adapt.surgery import find
+from argosy.core.errors import Unsupported
+from argosy.core.formats import Shape, TensorEntry, TensorReader
+from argosy.core.formats.files import File
+from argosy.core.formats.safetensors import folder_files
+from argosy.core.keymap import KeyMap
+from argosy.models.base.language import LanguageConfig
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import variables
+from argosy.ops.quantized import spread, unpacked
+from argosy.weights.hub.quantized.module import INTEGERS, packed_words
+from argosy.weights.hub.writer import cast_weights, hub_config_file
+from argosy.weights.quantized import quantized_model
+
+BITS = {format: bits for bits, format in INTEGERS.items() if bits != 2}
+FP4_COLUMNS = {"nvfp4": 16, "mxfp4": 32}
+# The bits and the type of data, by the formats of weights and of data.
+PRODUCTS = {
+    ("int8", "int8"): (8, "int"),
+    ("int4", "int8"): (8, "int"),
+    ("fp8_e4m3", "fp8_e4m3"): (8, "float"),
+    ("mxfp4", "mxfp4"): (4, "float"),
+}
+# Stands for the type of tensors that are not written as they are.
+PACKED = np.dtype(bool)
+WAY_OUT = "to=argosy takes every format; or rules that leave the weight as it is"
+
+
+@dataclass(frozen=True)
+class WrittenModule:
+    """How a module is written.
+
+    layout: of compressed-tensors.
+    block: the rows and columns that share a scale.
+    weights, data: the arguments of the quantization of weights and of data, as JSON.
+    """
+
+    layout: str
+    block: tuple[int, int]
+    weights: dict[str, Any]
+    data: dict[str, Any] | None
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        return self.layout, str(self.weights), str(self.data)
+
+
+def compressed_files(
+    config: LanguageConfig,
+    weights: TensorReader,
+    schemes: Mapping[str, Scheme],
+    *,
+    hub: dict[str, Any] | None = None,
+    dtype: Any = None,
+    shard_bytes: float = 5e9,
+) -> list[File]:
+    """The files of a Hub folder for a quantized model. Arguments as `hub_files`, and
+
+    Args:
+        weights: of the quantized model, by per-layer name.
+        schemes: by the per-layer name of the contraction.
+
+    Raises:
+        Unsupported: the layout has no place for a scheme, or for the way in which the family stores a weight.
+    """
+    model = quantized_model(config, schemes)
+    contractions = {n: of for n, of in find(model, ".*").items() if n in schemes and isinstance(of, QuantizedEinsum)}
+    table = KeyMap(*config.hub_rows())
+    for name, paths in table.ours_of(table.names).items():
+        _check_parts(name, paths, contractions)
+    parts = ("plain", "values", "scale", "minimum", "outer", "blocks")
+    whole = {part: _WholeWeights(config, weights, contractions, part) for part in parts}
+    kinds = {name: dtype for name in whole["plain"].names if not _is_code(name, contractions)} if dtype is not None else None
+    plain = list(table.inverse(cast_weights(config, whole["plain"], kinds)))
+    entries = {part: {e.name: e for e in table.inverse(whole[part])} for part in whole if part != "plain"}
+    modules: dict[str, WrittenModule] = {}
+    known: dict[Any, WrittenModule] = {}
+    out: list[TensorEntry] = []
+    for entry in plain:
+        paths = table.ours_of([entry.name]).get(entry.name, ())
+        names = [path.removesuffix(".w") for path in paths if _is_code(path, contractions)]
+        if not names and entry.dtype != PACKED:
+            out.append(entry)
+            continue
+        if not names or not entry.name.endswith(".weight") or len(entry.shape) != 2:
+            what = f"`{entry.name}`: compressed-tensors has no place for experts that are fused into one tensor"
+            raise Unsupported(what, hint=WAY_OUT)
+        scheme, of = schemes[names[0]], contractions[names[0]]
+        key = re.sub(r"\d+", "", entry.name), entry.shape, scheme
+        if key not in known:
+            known[key] = _written_module(names[0], scheme, of, entry.shape, entries["blocks"][entry.name])
+        modules[entry.name.removesuffix(".weight")] = known[key]
+        out += _packed_entries(entry.name.removesuffix(".weight"), known[key], {part: entries[part][entry.name] for part in entries})
+    kept = [entry.name for entry in plain if entry.dtype != PACKED]
+    kind = Counter(str(entry.dtype) for entry in plain if entry.dtype != PACKED).most_common(1)[0][0]
+    linear = {f"{name}.w" for name, of in find(config.build(Unroll()), ".*").items() if not of.is_lookup}
+    left = [name for name in kept if set(table.ours_of([name]).get(name, ())) & linear]
+    return [
+        *folder_files(out, shard_bytes),
+        hub_config_file(config, hub, kind, quantization_config=_described(modules, [n.removesuffix(".weight") for n in left])),
+    ]
+
+
+def _is_code(path: str, contractions: Mapping[str, QuantizedEinsum]) -> bool:
+    return path.endswith(".w") and path.removesuffix(".w") in contractions
+
+
+def _check_parts(name: str, paths: Sequence[str], contractions: Mapping[str, QuantizedEinsum]) -> None:
+    """Checks that a tensor of theirs is made of weights that are quantized alike.
+
+    Raises:
+        Unsupported: it is not.
+    """
+    names = [path.removesuffix(".w") for path in paths if _is_code(path, contractions)]
+    if names and (len(names) < len(paths) or len({contractions[n].scheme for n in names}) != 1):
+        what = f"`{name}` is one tensor on the Hub, and its parts are quantized in different ways: {', '.join(paths)}"
+        raise Unsupported(what, hint="one rule for all of them")
+    if any(contractions[n].is_lookup for n in names):
+        raise Unsupported(f"`{names[0]}`: compressed-tensors packs matrices of layers, not embeddings", hint=WAY_OUT)
+
+
+# ---------------------------------------------------------------- what a module becomes
+
+
+def _written_module(name: str, scheme: Scheme, of: QuantizedEinsum, shape: Shape, blocks: TensorEntry) -> WrittenModule:
+    """How a module is written.
+
+    Args:
+        shape: of their matrix.
+        blocks: their matrix, with the number of the block of each weight.
+
+    Raises:
+        Unsupported: in no way that keeps its numbers.
+    """
+    each = dict(zip(of.spec, scheme.block(of)[of.stacked :], strict=True))
+    columns = math.prod(each[letter] for letter in of.inner)
+    columns = shape[1] if columns == math.prod(of.sizes[letter] for letter in of.inner) else columns
+    kept = [letter for letter in of.spec if letter not in of.inner + of.group]
+    is_tensor = columns == shape[1] and all(each[letter] == of.sizes[letter] for letter in kept)
+    symmetric = scheme.calibration != "minmax"
+    args: dict[str, Any] = {"symmetric": symmetric, "dynamic": False, "group_size": None}
+    where = f"`{name}` in {scheme.weights}"
+    if scheme.weights in BITS:
+        args |= {"num_bits": BITS[scheme.weights], "type": "int"}
+        layout = "int-quantized" if scheme.weights == scheme.activations == "int8" else "pack-quantized"
+        block = 1, columns
+    elif scheme.weights == "fp8_e4m3":
+        args |= {"num_bits": 8, "type": "float"}
+        layout, block = "float-quantized", shape if is_tensor else (1, columns) if columns == shape[1] else _tile(scheme, where)
+    elif scheme.weights in FP4_COLUMNS:
+        args |= {"num_bits": 4, "type": "float", "scale_dtype": "torch.float8_e4m3fn" if scheme.weights == "nvfp4" else "torch.uint8"}
+        layout, block = f"{scheme.weights}-pack-quantized", (1, FP4_COLUMNS[scheme.weights])
+        if columns < block[1]:
+            raise Unsupported(f"{where}: blocks of {block[1]} do not divide its {shape[1]} inputs", hint=WAY_OUT)
+    else:
+        raise Unsupported(f"{where}: compressed-tensors has no such format", hint=f"int8, int4, fp8_e4m3, nvfp4, mxfp4; {WAY_OUT}")
+    args |= _strategy(scheme.weights, block, shape)
+    if not _divides(blocks, block) or (block[0] == 1 and shape[1] % block[1]):
+        tile = f"{block[0]} x {block[1]}"
+        raise Unsupported(f"{where}: its scales are not those of blocks of {tile} in the Hub's layout", hint=WAY_OUT)
+    return WrittenModule(layout, (block[0], block[1]), args, _data(scheme, where))
+
+
+def _tile(scheme: Scheme, where: str) -> tuple[int, int]:
+    """The rows and columns of a tile."""
+    parts = str(scheme.granularity).split("x")
+    if len(parts) != 2:
+        raise Unsupported(f"{where}: fp8 has scales for a tensor, channels or tiles there, not for groups", hint="granularity: 128x128")
+    return int(parts[1]), int(parts[0])
+
+
+def _strategy(format: str, block: Shape, shape: Shape) -> dict[str, Any]:
+    """The strategy of the scales, and its sizes."""
+    if format in FP4_COLUMNS:
+        return {"strategy": "tensor_group" if format == "nvfp4" else "group", "group_size": block[1]}
+    if tuple(block) == tuple(shape):
+        return {"strategy": "tensor"}
+    if block[0] == 1:
+        return {"strategy": "channel"} if block[1] == shape[1] else {"strategy": "group", "group_size": block[1]}
+    return {"strategy": "block", "block_structure": list(block)}
+
+
+def _data(scheme: Scheme, where: str) -> dict[str, Any] | None:
+    """The arguments of the quantization of data."""
+    if scheme.activations is None:
+        return None
+    args = {"symmetric": True, "dynamic": True, "group_size": None}
+    kind = PRODUCTS.get((scheme.weights, scheme.activations))
+    if kind is None:
+        what = f"{where}, with data in {scheme.activations}: transformers and vLLM do not multiply these"
+        raise Unsupported(what, hint="int8 with int8 or int4, fp8_e4m3 with fp8_e4m3; or leave out `activations`")
+    args |= {"num_bits": kind[0], "type": kind[1]}
+    if scheme.activations == "mxfp4":
+        return args | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    block = scheme.activation_block
+    return args | ({"strategy": "token"} if block is None else {"strategy": "group", "group_size": block})
+
+
+def _divides(blocks: TensorEntry, block: Shape) -> bool:
+    """Whether all weights of each of their blocks have one number."""
+    numbers = blocks.make()
+    rows, columns = (np.arange(0, size, each) for size, each in zip(numbers.shape, block, strict=True))
+
+    def of_tiles(reduce: Any) -> np.ndarray:
+        return reduce.reduceat(reduce.reduceat(numbers, rows, 0), columns, 1)
+
+    return bool((of_tiles(np.maximum) == of_tiles(np.minimum)).all())
+
+
+def _described(modules: Mapping[str, WrittenModule], left: list[str]) -> dict[str, Any]:
+    """`quantization_config`."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, module in modules.items():
+        groups.setdefault(module.kind, []).append(name)
+    layouts = sorted({module.layout for module in modules.values()})
+    described = {}
+    for i, names in enumerate(groups.values()):
+        module = modules[names[0]]
+        described[f"group_{i}"] = {
+            "targets": names if len(groups) > 1 else ["Linear"],
+            "weights": module.weights,
+            "input_activations": module.data,
+            "output_activations": None,
+            "format": module.layout,
+        }
+    # A tied head is a module, and no tensor.
+    ignored = [*left, *(["lm_head"] if "lm_head" not in [*modules, *left] else [])]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layouts[0] if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": ignored,
+        "config_groups": described,
+    }
+
+
+# ---------------------------------------------------------------- tensors
+
+
+class _WholeWeights:
+    """The weights of a quantized model under the names of the plain one: a part of each quantized weight, repeated to its shape.
+
+    Args:
+        part: values, scale, minimum, outer; `blocks` numbers the blocks that share a scale; `plain` reads only the rest.
+    """
+
+    def __init__(self, config: LanguageConfig, weights: TensorReader, contractions: Mapping[str, QuantizedEinsum], part: str):
+        self.weights, self.contractions, self.part = weights, contractions, part
+        self._shapes = {name: tuple(v.shape) for name, v in variables(config.build(Unroll())).items()}
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._shapes.keys()
+
+    def shape(self, name: str) -> Shape:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> np.dtype:
+        if not _is_code(name, self.contractions):
+            return self.weights.dtype(name)
+        if self.part in ("plain", "blocks"):
+            return PACKED if self.part == "plain" else np.dtype(np.uint32)
+        path = f"{name.removesuffix('.w')}.{self.part}"
+        return self.weights.dtype(path) if path in self.weights.names else np.dtype(np.float32)
+
+    def read(self, name: str) -> np.ndarray:
+        if not _is_code(name, self.contractions):
+            return self.weights.read(name)
+        of, shape = self.contractions[name.removesuffix(".w")], self._shapes[name]
+        if self.part == "blocks":
+            # From the file's name on: the parts of one matrix must not have the same.
+            first = list(self.contractions).index(name.removesuffix(".w")) % 15 << 28
+            counts = tuple(size // each for size, each in zip(shape, of.scheme.block(of), strict=True))
+            numbers = np.arange(first, first + math.prod(counts), dtype=np.uint32).reshape(counts)
+            return np.asarray(spread(jnp.asarray(numbers), shape)) + np.zeros(shape, np.uint32)
+        array = jnp.asarray(self.weights.read(f"{name.removesuffix('.w')}.{self.part}"))
+        if self.part == "values":
+            return np.asarray(unpacked(array, of.packed, of.bits) if of.packed else array)
+        return np.broadcast_to(np.asarray(spread(array, shape)), shape)
+
+
+def _packed_entries(name: str, module: WrittenModule, whole: Mapping[str, TensorEntry]) -> Iterator[TensorEntry]:
+    """The tensors of a module.
+
+    Args:
+        whole: its parts, each of the shape of its weight.
+    """
+    shape, args = whole["values"].shape, module.weights
+    bits, counts = args["num_bits"], tuple(-(-size // each) for size, each in zip(shape, module.block, strict=True))
+    symmetric = args["symmetric"]
+
+    def values() -> np.ndarray:
+        return whole["values"].make()
+
+    def blocks(part: str) -> np.ndarray:
+        return np.ascontiguousarray(whole[part].make()[:: module.block[0], :: module.block[1]])
+
+    def zeros() -> np.ndarray:
+        return np.rint(blocks("minimum") / blocks("scale")).astype(np.int16)
+
+    def entry(end: str, shape: Shape, dtype: Any, make: Any) -> TensorEntry:
+        return TensorEntry(f"{name}.{end}", tuple(shape), np.dtype(dtype), make)
+
+    scales = np.float32
+    if module.layout == "pack-quantized":
+        # Of eight bits our codes are signed, of fewer they begin at 0.
+        shift, count = (128 if bits == 8 else 0), 32 // bits
+        make = lambda: packed_words((values().astype(np.int16) + shift).astype(np.uint8), bits, 1)  # noqa: E731
+        yield entry("weight_packed", (shape[0], -(-shape[1] // count)), np.int32, make)
+        yield entry("weight_shape", (2,), np.int64, partial(np.asarray, shape, np.int64))
+        if not symmetric:
+            make = lambda: packed_words((zeros() + shift).astype(np.uint8), bits, 0)  # noqa: E731
+            yield entry("weight_zero_point", (-(-shape[0] // count), counts[1]), np.int32, make)
+    elif module.layout.endswith("fp4-pack-quantized"):
+        yield entry("weight_packed", (shape[0], shape[1] // 2), np.uint8, lambda: (codes := values())[:, ::2] | codes[:, 1::2] << 4)
+        scales = whole["scale"].dtype
+        if args["strategy"] == "tensor_group":
+            yield entry("weight_global_scale", (1,), np.float32, lambda: np.float32(1) / whole["outer"].make()[0, :1])
+    else:
+        yield entry("weight", shape, np.int8 if args["type"] == "int" else ml_dtypes.float8_e4m3fn, values)
+        if not symmetric:
+            yield entry("weight_zero_point", counts, np.int8, lambda: zeros().astype(np.int8))
+    if args["strategy"] == "tensor":
+        yield entry("weight_scale", (1,), scales, lambda: blocks("scale").reshape(1))
+    else:
+        yield entry("weight_scale", counts, scales, lambda: blocks("scale"))
