@@ -99,8 +99,8 @@ def test_an_architecture_that_is_not_built_is_named(folder: Path):
 
 
 def test_quantised_weights_are_refused(folder: Path):
-    with pytest.raises(BadInput, match="quantized by `gptq`"):
-        open_model(configured(folder, quantization_config={"quant_method": "gptq", "bits": 4}))
+    with pytest.raises(BadInput, match="quantized by `hqq`"):
+        open_model(configured(folder, quantization_config={"quant_method": "hqq", "bits": 4}))
 
 
 def test_auto_map_imports_nothing(folder: Path):
