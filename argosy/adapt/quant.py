@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from argosy.adapt.formats.activations import activations_of
+from argosy.adapt.formats.activations import Activations
 from argosy.adapt.formats.blocks import Granularity, block_of, pack_axis
 from argosy.adapt.formats.table import FORMATS
 from argosy.adapt.surgery import find, put_at
@@ -63,10 +63,13 @@ class Scheme:
         out = FORMATS[self.weights].quantize(w, block, self.calibration, lead=lead + len(of.group), pack=pack_axis(of))
         return self.completed(out)
 
+    def rounding(self) -> Activations | None:
+        """How data is rounded; None: it is not."""
+        return None if self.activations is None else Activations(self.activations, self.activation_block)
+
     def completed(self, w: Quantized) -> Quantized:
         """The weight, which says how data is rounded."""
-        rounding = activations_of(self.activations, self.activation_block)
-        return replace(w, activations=rounding)
+        return replace(w, activations=self.rounding())
 
 
 class QuantizedEinsum(Contraction):

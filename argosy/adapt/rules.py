@@ -7,7 +7,7 @@ rule names them.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -77,6 +77,48 @@ class RuleFile(Settings):
 
     rules: Annotated[list[Rule], Repeats()] = Field(default_factory=list)
     """In order: the first that matches a contraction decides."""
+
+
+class QuantizedTraining(Settings):
+    """Training in few bits."""
+
+    train: Literal["none", "qat", "int8", "fp8"] = "none"
+    """none: products in `precision`. qat: weights, and data where the rules say so, are rounded in the forward pass, and gradients pass
+    straight through, so that `argosy quantize` by the same rules loses less. int8, fp8: both factors of every product are rounded, in the
+    backward pass too."""
+    preset: Annotated[str | None, Also("scheme")] = None
+    """What qat rounds to: a preset of `argosy quantize`, such as w4a4."""
+    rules: str | None = None
+    """A YAML file of rules in place of a preset."""
+    where: str = LAYERS
+    """The contractions that int8 and fp8 compute: a regular expression that matches their whole path. By default every matrix of the
+    layers except routers."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "QuantizedTraining":
+        given = [name for name in ("preset", "rules") if getattr(self, name) is not None]
+        if self.train == "qat" and len(given) != 1:
+            raise ValueError("train=qat needs either a preset or rules")
+        if self.train != "qat" and given:
+            raise ValueError(f"{given[0]} is for train=qat")
+        if self.train in ("none", "qat") and self.where != LAYERS:
+            raise ValueError("where is for train=int8 and train=fp8; qat takes it from its rules")
+        return self
+
+    def put_on(self, model: Any) -> list[str]:
+        """Changes how a model computes. Returns the names of the contractions that are trained in few bits.
+
+        Raises:
+            UserError: there is no such preset or file, nothing matches, or a weight has an adapter or is quantized.
+        """
+        if self.train == "none":
+            return []
+        from argosy.adapt.training import train_in_few_bits, train_quantization_aware
+
+        if self.train != "qat":
+            return train_in_few_bits(model, self.where, self.train)
+        rules = preset_rules(self.preset) if self.preset is not None else read_rules(Path(str(self.rules)))
+        return train_quantization_aware(model, schemes_of(model, rules))
 
 
 def _is_positive(text: str) -> bool:

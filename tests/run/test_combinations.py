@@ -39,6 +39,7 @@ WORDS: dict[str, list[str]] = {
     "other_objective": ["objective=dpo"],
     "adapter": ["adapter=lora", "init.weights=x"],
     "dropout": ["adapter=lora", "adapter.dropout=0.1", "init.weights=x"],
+    "quantized_training": ["quant.train=int8"],
     "accumulate": ["accumulate=2"],
     "gather_once": ["execution.gather=once", "accumulate=2"],
     "offload": ["execution.offload=optimizer"],

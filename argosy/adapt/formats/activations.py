@@ -7,7 +7,6 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -52,8 +51,3 @@ class Activations:
 
     def __str__(self) -> str:
         return self.format if self.block is None else f"{self.format}/{self.block}"
-
-
-def activations_of(format: str | None, block: int | None = None) -> Any:
-    """The rounding of a format's name; None for none."""
-    return None if format is None else Activations(format, block)

@@ -52,6 +52,7 @@ def build_model(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer | N
     check_kept(model, run.execution.keep)
     replicas.check_model(run, model, steps)
     _check_trained(run, model)
+    run.quant.put_on(model)
     adapters = AdapterParts() if run.adapter.trains_base else _put_adapters(run, decided, model)
     if CRITIC in run.objective.trained_parts:
         attach_critic(model, run.model, layers)

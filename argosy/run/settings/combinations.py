@@ -81,6 +81,7 @@ FEATURES: dict[str, Feature] = {
         "another objective than next_token", _of_run(lambda run: type(run.objective).__name__ != "NextToken")
     ),
     "adapter": Feature("an adapter", _of_run(lambda run: not run.adapter.trains_base)),
+    "quantized_training": Feature("quant.train", _of_run(lambda run: run.quant.train != "none")),
     "dropout": Feature(
         "adapter.dropout", _of_run(lambda run: not run.adapter.trains_base and getattr(run.adapter, "dropout", 0))
     ),
@@ -123,6 +124,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         for other in ("rollouts", "other_objective", "adapter", "init_state", "stage", "expert", "gather_once")
     ),
     Conflict("adapter", "init_state", NOT_BUILT, "model=FOLDER or init.weights=FOLDER names the model to put the adapter on"),
+    Conflict("quantized_training", "adapter", NOT_BUILT, "adapter=qlora trains adapters on a quantized base"),
+    *(Conflict("quantized_training", other, NOT_BUILT, "quant.train=none") for other in ("rollout_int8", "offload_weights")),
     Conflict(
         "rollouts", "rollback", "rollouts depend on the weights, so a position alone does not bring them back", "guard: skip or stop"
     ),

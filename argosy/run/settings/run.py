@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from argosy.adapt.rules import QuantizedTraining
 from argosy.adapt.settings import ADAPTERS
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.settings import Also, BrokenRules, Choice, MayChange, Repeats, Settings
@@ -223,6 +224,8 @@ class Run(Settings):
     """The data to train on."""
     adapter: Annotated[Any, Choice(ADAPTERS), Also("peft_config", "use_peft", "finetuning_type", "use_lora", "lora")] = "none"
     """What is trained beside a frozen base model. none: nothing, every weight of the model is trained."""
+    quant: QuantizedTraining = QuantizedTraining()
+    """Training in few bits."""
     objective: Annotated[Any, Choice(OBJECTIVES), Also("loss", "loss_fn", "loss_type", "criterion")] = "next_token"
     """The loss to minimize."""
     rollout: Rollout | None = None

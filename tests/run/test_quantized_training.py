@@ -1,0 +1,64 @@
+"""Runs in few bits: their losses stay near those of floats, they resume bit for bit, and what does not combine is said first."""
+
+from pathlib import Path
+
+import pytest
+from campaign_kill import SMALL
+
+from argosy.core.errors import UserError
+from argosy.core.storage import Store
+from argosy.jobs.quickstart.proof import digest
+from argosy.jobs.train import Quiet, train
+from argosy.observe.metrics import by_step, read
+
+STEPS = 12
+WORDS = [*SMALL, "checkpoint.every=6"]
+KINDS = {
+    "int8": ["quant.train=int8"],
+    "fp8": ["quant.train=fp8"],
+    "qat": ["quant.train=qat", "quant.preset=w4a8"],
+}
+
+
+def losses(run: Path) -> dict[int, float]:
+    return by_step(read(Store(run)), "loss")
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    run = tmp_path_factory.mktemp("floats") / "run"
+    train("tiny", [*WORDS, f"dir={run}", f"steps={STEPS}"], Quiet())
+    return losses(run)
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow), "qat"])
+def test_a_run_in_few_bits_learns_as_floats_do_and_resumes_bit_for_bit(kind: str, floats: dict[int, float], tmp_path: Path):
+    words = [*WORDS, *KINDS[kind]]
+    train("tiny", [*words, f"dir={tmp_path / 'alone'}", f"steps={STEPS}"], Quiet())
+    for steps in (6, STEPS):
+        train("tiny", [*words, f"dir={tmp_path / 'resumed'}", f"steps={steps}"], Quiet())
+    alone, resumed = losses(tmp_path / "alone"), losses(tmp_path / "resumed")
+    assert alone == resumed
+    assert digest(tmp_path / "alone", STEPS) == digest(tmp_path / "resumed", STEPS)
+    assert alone != floats
+    # Within 1 % of the loss of float32 at equal steps.
+    assert alone[STEPS] == pytest.approx(floats[STEPS], rel=0.01)
+    # The number format is part of the run.
+    with pytest.raises(UserError, match="quant"):
+        train("tiny", [*WORDS, f"dir={tmp_path / 'alone'}", f"steps={STEPS + 1}"], Quiet())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["quant.train=qat"], "preset or rules"),
+        (["quant.train=qat", "quant.preset=w5"], "no preset `w5`"),
+        (["quant.train=int8", "quant.where=layers.*.atn.*"], "nothing in the model matches"),
+        (["quant.train=int4"], "quant.train"),
+        (["quant.train=int8", "execution.offload=weights"], "quant.train"),
+    ],
+)
+def test_mistakes_are_said_before_a_file_is_written(words: list[str], said: str, tmp_path: Path):
+    with pytest.raises(UserError, match=said):
+        train("tiny", [*WORDS, *words, f"dir={tmp_path / 'run'}", "steps=2"], Quiet())
+    assert not (tmp_path / "run").exists()
