@@ -84,8 +84,8 @@ class QuantizedTraining(Settings):
 
     train: Literal["none", "qat", "int8", "fp8"] = "none"
     """none: products in `precision`. qat: weights, and data where the rules say so, are rounded in the forward pass, and gradients pass
-    straight through, so that `argosy quantize` by the same rules loses less. int8, fp8: both factors of every product are rounded, in the
-    backward pass too."""
+    straight through, so that `argosy quantize` by the same rules loses less. int8, fp8: both factors of every product are rounded, in
+    the backward pass too."""
     preset: Annotated[str | None, Also("scheme")] = None
     """What qat rounds to: a preset of `argosy quantize`, such as w4a4."""
     rules: str | None = None

@@ -95,7 +95,7 @@ class FakeQuantEinsum(TrainedEinsum):
         def product(x: Array, w: Array) -> Array:
             w = _straight_through(lambda w: self.scheme.quantize(self, w).dequantized(w.dtype), w)
             if rounding is not None:
-                x = _straight_through(lambda x: rounding.quantize(x, summed).dequantized(x.dtype), x)
+                x = _straight_through(lambda x, rounding=rounding: rounding.quantize(x, summed).dequantized(x.dtype), x)
             return contract(eq, x, w, route, dtype=dtype)
 
         return product(x, self.w[...])
@@ -122,7 +122,7 @@ class LowPrecisionEinsum(TrainedEinsum):
             x = _straight_through(lambda x: _by_row(name, x, summed).dequantized(x.dtype), x)
             w = _straight_through(lambda w: Scheme(name, "channel").quantize(self, w).dequantized(w.dtype), self.w[...])
             return contract(eq, x, w, route, dtype=dtype)
-        y = low_precision_product(eq, self.kind, x, self.w[...].astype(x.dtype))
+        y: Array = low_precision_product(eq, self.kind, x, self.w[...].astype(x.dtype))
         return checkpoint_name(y.astype(dtype or x.dtype), PRODUCT)
 
 
