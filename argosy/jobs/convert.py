@@ -25,6 +25,8 @@ from argosy.observe import memory
 from argosy.run.settings.compose import no_model
 from argosy.weights import manifest
 from argosy.weights.build import stored_tokenizer
+from argosy.weights.gguf.mixtures import MIXTURES, Mixture
+from argosy.weights.gguf.writer import GGUFContent, gguf_content
 from argosy.weights.hub.reader import MappedTensors, check_tied_head
 from argosy.weights.model import COMPANIONS, OpenedModel
 from argosy.weights.peft.merge import merged_weights
@@ -34,6 +36,7 @@ from argosy.weights.peft.writer import write_adapter
 from argosy.weights.stream import largest_tensor, streamed
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+MIXTURE_OF = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 # The interpreter with its libraries takes 210 MB of it, slabs being written 130 MB.
 REST_BYTES = 500_000_000
 
@@ -51,10 +54,11 @@ def convert(
     say: Say = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
-    """Writes `source` to the new folder `target`. Returns what was written. A run that trained adapters is merged with its base.
+    """Writes `source` to the new folder `target`, or a GGUF file. Returns what was written. A run that trained adapters is merged with
+    its base.
 
     Args:
-        to: hub or argosy; or peft, for the adapters of a run alone, unmerged.
+        to: hub, argosy or gguf; or peft, for the adapters of a run alone, unmerged. A target that ends in .gguf is a GGUF file.
         dtype: float32, float16 or bfloat16; None keeps each tensor's type.
         shard_gb: the largest file of a Hub folder, in 1e9 bytes.
         adapter: a PEFT folder to merge during the conversion.
@@ -63,8 +67,7 @@ def convert(
     Raises:
         BadInput, Damaged: the source is not a model, the target exists, or the disk is too small; nothing is written.
     """
-    if target.suffix == ".gguf":
-        raise BadInput(f"{target}: GGUF can be read but not written", hint="name a new folder")
+    to = target_format(target, to)
     start = time.monotonic()
     original = stored = open_source(source, say)
     if to == "peft":
@@ -90,18 +93,21 @@ def convert(
     count = _Count(progress)
 
     def stopped() -> None:
-        if count.all:
+        if count.all and to != "gguf":
             say(f"stopped; complete files are kept in {target}.part, and the same command resumes from there")
 
     with before_leaving(stopped):
-        write_model_folder(
-            *(target, to, stored.config, stored.weights, stored.hub, stored.companions),
-            DTYPES[dtype] if dtype else None,
-            tokenizer,
-            shard_bytes=shard_gb * 1e9,
-            identity=identity,
-            progress=count,
-        )
+        if to == "gguf":
+            write_gguf(stored, target, MIXTURES[MIXTURE_OF[dtype]] if dtype else None, tokenizer, identity, say, count)
+        else:
+            write_model_folder(
+                *(target, to, stored.config, stored.weights, stored.hub, stored.companions),
+                DTYPES[dtype] if dtype else None,
+                tokenizer,
+                shard_bytes=shard_gb * 1e9,
+                identity=identity,
+                progress=count,
+            )
     seconds = time.monotonic() - start
     weights = stored.weights
     parameters = sum(math.prod(weights.shape(n)) for n in weights.names)
@@ -116,6 +122,34 @@ def convert(
         "seconds": seconds,
         "memory": memory_used([original]),
     }
+
+
+def target_format(target: Path, to: str) -> str:
+    """The format of a target: gguf if its name ends so, and `to` names no other.
+
+    Raises:
+        BadInput: the name and `to` do not belong together.
+    """
+    is_gguf = target.suffix == ".gguf"
+    if (to == "gguf") != is_gguf and to != "hub":
+        hint = "name a file that ends in .gguf" if to == "gguf" else "name a new folder"
+        raise BadInput(f"{target} and to={to}", hint=hint)
+    return "gguf" if is_gguf else to
+
+
+def write_gguf(
+    stored: OpenedModel,
+    target: Path,
+    how: Mixture | None,
+    tokenizer: Any,
+    identity: dict[str, Any],
+    say: Say,
+    progress: Progress,
+) -> GGUFContent:
+    """Writes a GGUF file, completely or not at all. Arguments and errors as `gguf_content` and its `write`."""
+    content = gguf_content(stored.config, stored.weights, how, tokenizer=tokenizer, hub=stored.hub, name=target.stem, say=say)
+    content.write(target, identity, progress)
+    return content
 
 
 def adapters_alone(

@@ -191,7 +191,43 @@ class StagedFolder:
         self.done[file.name] = found
 
 
+class StagedFile(StagedFolder):
+    """As `StagedFolder`, for one file of the target's name: the folder beside it holds the file until it is complete."""
+
+    def __init__(self, target: Path, identity: Identity | None, progress: Callable[[int], None] = lambda _: None):
+        if target.exists() or target.is_symlink():
+            _remove_rest(target.with_name(target.name + ".part"))
+            raise BadInput(f"{target} exists", hint="name a new file; nothing is ever overwritten")
+        super().__init__(target, identity, progress)
+        self._is_begun = False
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._is_begun = True
+
+    def __exit__(self, kind: Any, *rest: object) -> None:
+        super().__exit__(kind, *rest)
+        # The part of a file that an error left is of no use.
+        if kind is not None and self._is_begun and not self.done:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def commit(self) -> None:
+        """Renames the file to its target once it is on disk."""
+        with _refused(self.folder):
+            file = self.folder / self.target.name
+            sync(file)
+            file.rename(self.target)
+            sync(self.target.absolute().parent)
+            _remove_rest(self.folder)
+
+
 # ---------------------------------------------------------------- helpers
+
+
+def _remove_rest(folder: Path) -> None:
+    """Removes a folder that holds nothing but a journal: that of a file which has been renamed to its target."""
+    if folder.is_dir() and [path.name for path in folder.iterdir()] == [JOURNAL]:
+        shutil.rmtree(folder)
 
 
 def is_occupied(target: Path) -> bool:

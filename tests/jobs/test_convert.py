@@ -348,8 +348,10 @@ def test_words_that_make_no_sense(source, capsys):
     assert "no target" in capsys.readouterr().err
     assert main(["convert", str(source), str(source), "--check", str(source)]) == 2
     assert "and --check" in capsys.readouterr().err
-    assert main(["convert", str(source), "x.gguf"]) == 2
-    assert "GGUF can be read but not written" in capsys.readouterr().err
+    assert main(["convert", str(source), "x.gguf", "to=argosy"]) == 2
+    assert "x.gguf and to=argosy" in capsys.readouterr().err
+    assert main(["convert", str(source), "x", "to=gguf"]) == 2
+    assert "name a file that ends in .gguf" in capsys.readouterr().err
     assert main(["convert", str(source), "x", "shard_gb=0"]) == 2
     assert main(["convert", str(source), "--check", str(source), "tolerence=1"]) == 2
     assert "`tolerance`" in capsys.readouterr().err

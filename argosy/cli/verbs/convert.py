@@ -1,4 +1,4 @@
-"""`argosy convert SOURCE TARGET [to=hub, argosy or peft] [dtype=...]`, and `argosy convert A --check B`."""
+"""`argosy convert SOURCE TARGET [to=hub, argosy, gguf or peft] [dtype=...]`, and `argosy convert A --check B`."""
 
 import os
 import sys
@@ -27,9 +27,9 @@ MOST_LISTED = 20
 class Convert(Settings):
     """What to write."""
 
-    to: Literal["hub", "argosy", "peft"] = "hub"
-    """Format to write: a Hub folder or an Argosy checkpoint, into which adapters are merged; or the adapters of a run alone, as a
-    folder of the PEFT library."""
+    to: Literal["hub", "argosy", "gguf", "peft"] = "hub"
+    """Format to write: a Hub folder, an Argosy checkpoint or a GGUF file, into which adapters are merged; or the adapters of a run
+    alone, as a folder of the PEFT library. A target that ends in .gguf is a GGUF file."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the tensors. None: as they are in the source."""
     adapter: str | None = None
@@ -50,10 +50,10 @@ def convert(
     source: Annotated[
         str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)
     ],
-    target: Annotated[str | None, typer.Argument(help="a new folder", show_default=False)] = None,
+    target: Annotated[str | None, typer.Argument(help="a new folder, or a new file that ends in .gguf", show_default=False)] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[to=hub|argosy|peft] [dtype=...] [adapter=FOLDER] [shard_gb=5]", show_default=False),
+        typer.Argument(metavar="[to=hub|argosy|gguf|peft] [dtype=...] [adapter=FOLDER] [shard_gb=5]", show_default=False),
     ] = None,
     check: Annotated[
         str | None, typer.Option("--check", metavar="OTHER", help="compare with this model; write nothing [tolerance=]")
@@ -80,7 +80,7 @@ def convert(
             say=progress.say,
             progress=progress,
         )
-    text = f"{target}: {result['tensors']} tensors, {result['parameters']:,} parameters, {how.to} format\n"
+    text = f"{target}: {result['tensors']} tensors, {result['parameters']:,} parameters, {result['format']} format\n"
     rate = (result["bytes"] - result["kept_bytes"]) / max(result["seconds"], 1e-9)
     kept = f", {_size(result['kept_bytes'])} of them kept from before" if result["kept_bytes"] else ""
     text += f"{_size(result['bytes'])} in {lasted(result['seconds'])}{kept}, {_size(rate)}/s; {memory(result['memory'])}"

@@ -1,4 +1,4 @@
-"""`argosy quantize MODEL OUT preset=w4 [to=compressed-tensors]`."""
+"""`argosy quantize MODEL OUT preset=w4 [to=compressed-tensors]`, and `argosy quantize MODEL OUT.gguf preset=q4_k_m`."""
 
 import os
 from collections import defaultdict
@@ -14,6 +14,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
 from argosy.observe.readable import columns, lasted
+from argosy.weights.gguf.mixtures import MIXTURES
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -23,11 +24,13 @@ class Quantize(Settings):
 
     preset: str | None = None
     """One rule by name: w8, w8a8, w4, w4a8, w4a4, nf4, fp8, fp8-blocks, mxfp8, mxfp4, nvfp4 and so on. `w` is followed by the bits of
-    the weights, `a` by those of the data; without it data stays as it is."""
+    the weights, `a` by those of the data; without it data stays as it is. Of a GGUF file: q8_0, q6_k, q5_k_m, q4_k_m, q4_1, q4_0, f16,
+    bf16."""
     rules: str | None = None
     """A YAML file with a list of rules, the first that matches a module decides."""
-    to: Literal["argosy", "compressed-tensors"] = "argosy"
-    """Layout. compressed-tensors: a Hub folder that transformers and vLLM read, with int8, int4, fp8, NVFP4 or MXFP4."""
+    to: Literal["argosy", "compressed-tensors", "gguf"] | None = None
+    """Layout. compressed-tensors: a Hub folder that transformers and vLLM read, with int8, int4, fp8, NVFP4 or MXFP4; gguf: a file for
+    llama.cpp. None: gguf if the target's name ends so, otherwise argosy."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights that are not quantized. None: as they are in the source."""
 
@@ -35,26 +38,50 @@ class Quantize(Settings):
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)],
-    target: Annotated[str | None, typer.Argument(metavar="OUT", help="a new folder", show_default=False)] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="OUT", help="a new folder, or a file that ends in .gguf", show_default=False)
+    ] = None,
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="preset=" + "|".join(PRESETS) + " [rules=FILE.yml] [to=...] [dtype=...]", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
-    """Writes a model in few bits: a folder that every verb takes, and a table of what became what. After a kill, the same command
-    resumes."""
+    """Writes a model in few bits: a folder that every verb takes, or a GGUF file; and a table of what became what. After a kill, the
+    same command resumes."""
     if target is None or "=" in target:
         raise BadInput("no target", hint="`argosy quantize MODEL OUT preset=w4`")
     settings = read_settings(Quantize, words_layer(words or [])).value
-    rules = rules_of(settings)
+    is_gguf = target.endswith(".gguf") or settings.to == "gguf"
+    check_target(settings, target, is_gguf)
+    rules = [] if is_gguf else rules_of(settings)
     # No accelerator is needed, and another program may be using it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from argosy.jobs.quantize import quantize as job
+    from argosy.jobs.quantize_gguf import quantize_gguf
 
     with ConversionProgress("written") as progress:
-        result = job(model, Path(target), rules, dtype=settings.dtype, to=settings.to, say=progress.say, progress=progress)
+        if is_gguf:
+            result = quantize_gguf(model, Path(target), str(settings.preset), say=progress.say, progress=progress)
+        else:
+            to = settings.to or "argosy"
+            result = job(model, Path(target), rules, dtype=settings.dtype, to=to, say=progress.say, progress=progress)
     conclude(described(result), result, as_json)
+
+
+def check_target(settings: Quantize, target: str, is_gguf: bool) -> None:
+    """Checks that the settings belong to the target.
+
+    Raises:
+        BadInput: one that has no meaning there.
+    """
+    presets = "preset=" + "|".join(MIXTURES)
+    if not is_gguf and str(settings.preset).lower() in MIXTURES:
+        raise BadInput(f"preset={settings.preset} is for GGUF files", hint=f"`argosy quantize MODEL OUT.gguf preset={settings.preset}`")
+    if is_gguf and (settings.to not in (None, "gguf") or not target.endswith(".gguf")):
+        raise BadInput(f"{target} and to={settings.to}", hint="a GGUF file ends in .gguf, and nothing else does")
+    if is_gguf and (settings.preset is None or settings.rules is not None or settings.dtype is not None):
+        raise BadInput("a GGUF file has a preset, and neither rules nor a dtype", hint=presets)
 
 
 def rules_of(settings: Quantize) -> list[Rule]:
@@ -85,4 +112,6 @@ def described(result: dict[str, Any]) -> str:
     kept = result["kept"]
     rest = f"{plural(kept['tensors'], 'tensor')} kept ({kept['bytes'] / 1e6:.1f} MB), such as {', '.join(kept['largest'])}"
     written = f"{result['target']}: {result['bytes'] / 1e6:.1f} MB in {lasted(result['seconds'])}"
+    if narrow := result.get("narrow"):
+        rest += f"\nrows of {plural(len(narrow), 'tensor')} are no whole number of blocks, which have another type, such as {narrow[0]}"
     return "\n".join([columns(head, lines, figures=(4, 5, 6, 7)), rest, written])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
@@ -85,10 +86,15 @@ class FastTokenizer(Tokenizer):
         (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
         self.config.save(folder, self.adds_bos)
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """The tokenizer.json."""
+        # The library accepts some text that is not JSON.
+        return parse_object(self._text, self._path)
+
     def identity(self) -> bytes:
         """The content, independent of the order of keys, of blanks, and of how merges are written."""
-        # The library accepts some text that is not JSON.
-        content = parse_object(self._text, self._path)
+        content = self.content
         model = content["model"]
         model["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or []]
         parts = [content.get("added_tokens"), content.get("normalizer"), content.get("pre_tokenizer"), model]

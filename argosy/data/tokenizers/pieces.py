@@ -21,7 +21,17 @@ from argosy.core.errors import Unsupported
 from argosy.data.tokenizers import Span, Tokenizer, well_formed
 from argosy.data.tokenizers.config import TokenizerConfig, damaged
 from argosy.data.tokenizers.decoders import EACH_BYTE
-from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, PREFIX, UNKNOWN, fields, read_model
+from argosy.data.tokenizers.proto import (
+    BYTE,
+    CONTROL,
+    NO_PREFIX,
+    PREFIX,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    fields,
+    read_model,
+)
 
 SPACE = "\u2581"
 # Classes on the Hub that add `bos` by default.
@@ -41,15 +51,15 @@ class PieceTokenizer(Tokenizer):
             Unsupported: it changes text after decoding.
         """
         self._data, self._path = data, path
-        self._model = read_model(data, path)
-        if self._model.denormalizes:
+        self.model = read_model(data, path)
+        if self.model.denormalizes:
             raise Unsupported("a SentencePiece model with a denormalizer", where=f"in {path}")
         self._library = _processor(data, path)
         super().__init__(with_roles(config, self._library))
-        size = len(self._model.pieces)
+        size = len(self.model.pieces)
         self._added = {number: str(told["content"]) for number, told in config.added.items() if number >= size}
         self.vocab = max([size, *(number + 1 for number in self._added)])
-        self.lasting, self.puts_space = self._model.trims, self._model.prefix or self._model.trims
+        self.lasting, self.puts_space = self.model.trims, self.model.prefix or self.model.trims
         self.unknown = self._library.unk_id()
         self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
         self.adds_bos = self.bos is not None and (self._begins(config) if config.adds_bos is None else config.adds_bos)
@@ -114,25 +124,33 @@ class PieceTokenizer(Tokenizer):
     def _continuing(self, text: str) -> SentencePieceProcessor:
         """The processor of a text that continues another one. A model that trims takes away the space that the text begins
         with, so that space is the one which the processor puts in front; a line break may count as a space too."""
-        if self._model.trims and not self._library.encode(text[:1]):
+        if self.model.trims and not self._library.encode(text[:1]):
             return self._with_space
         return self._without_space
 
     def piece(self, token: int, first: bool) -> bytes:
         if token in self._added:
             return self._added[token].encode()
-        if not 0 <= token < len(self._model.pieces):
+        if not 0 <= token < len(self.model.pieces):
             return b""
-        text, kind = self._model.pieces[token]
+        text, kind = self.model.pieces[token]
         if kind == BYTE:
             return bytes([int(text[3:5], 16)])
         if kind == CONTROL:
             return text.encode()
         if kind == UNKNOWN:
-            return self._model.unknown.encode()
-        if first and (self._model.prefix or self._model.trims):
+            return self.model.unknown.encode()
+        if first and (self.model.prefix or self.model.trims):
             text = text.removeprefix(SPACE)
         return text.replace(SPACE, " ").encode()
+
+    def scored_pieces(self) -> list[tuple[str, int, float]]:
+        """Text, kind and score of each id, added tokens too; a gap is a piece without text."""
+        pieces = [(text, kind, score) for (text, kind), score in zip(self.model.pieces, self.model.scores, strict=True)]
+        for number in range(len(pieces), self.vocab):
+            kind = UNUSED if number not in self._added else CONTROL if number in self.hidden else USER_DEFINED
+            pieces.append((self._added.get(number, ""), kind, 0.0))
+        return pieces
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -147,7 +165,7 @@ class PieceTokenizer(Tokenizer):
     @cached_property
     def _special(self) -> dict[str, int]:
         """Text and id of special tokens: control pieces and added tokens."""
-        control = {text: number for number, (text, kind) in enumerate(self._model.pieces) if kind == CONTROL and text}
+        control = {text: number for number, (text, kind) in enumerate(self.model.pieces) if kind == CONTROL and text}
         return control | {text: number for number, text in self._added.items()}
 
     @cached_property
@@ -167,7 +185,7 @@ class PieceTokenizer(Tokenizer):
 
     def _id(self, role: str) -> int | None:
         text = self.special.get(role)
-        numbers = {text: number for number, (text, _) in enumerate(self._model.pieces)} | {
+        numbers = {text: number for number, (text, _) in enumerate(self.model.pieces)} | {
             text: number for number, text in self._added.items()
         }
         return numbers.get(text) if text is not None else None
@@ -175,7 +193,7 @@ class PieceTokenizer(Tokenizer):
     def _begins(self, config: TokenizerConfig) -> bool:
         """The convention: Llama's kind (BPE) begins with `bos`, T5's (unigram) does not, unless its class does."""
         kind = config.raw.get("tokenizer_class")
-        return kind.startswith(BEGINNING) if isinstance(kind, str) else self._model.bpe
+        return kind.startswith(BEGINNING) if isinstance(kind, str) else self.model.bpe
 
 
 def _aligned(answer: bytes, text: str, path: Path) -> list[tuple[int, int, int]]:

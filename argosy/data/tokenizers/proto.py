@@ -23,10 +23,11 @@ _PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5  # fields of the model
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """pieces: text and kind of each. prefix: a space is put in front of a text. trims: runs of spaces become one, those at
-    the ends none. unknown: what an unknown piece decodes to. denormalizes: text is changed again after decoding."""
+    """pieces: text and kind of each. scores: theirs. prefix: a space is put in front of a text. trims: runs of spaces become one,
+    those at the ends none. unknown: what an unknown piece decodes to. denormalizes: text is changed again after decoding."""
 
     pieces: list[tuple[str, int]]
+    scores: list[float]
     bpe: bool
     prefix: bool
     trims: bool
@@ -40,7 +41,7 @@ def read_model(data: bytes, path: Path) -> SentencePieceModel:
     Raises:
         Damaged: they are not a SentencePiece model.
     """
-    pieces, trainer, normalizer, denormalizes = [], {}, {}, False
+    pieces, scores, trainer, normalizer, denormalizes = [], [], {}, {}, False
     for number, value in fields(data, path):
         if number not in (_PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER):
             continue
@@ -49,6 +50,7 @@ def read_model(data: bytes, path: Path) -> SentencePieceModel:
         part = dict(fields(value, path))
         if number == _PIECE:
             pieces.append(piece_of(part, path))
+            scores.append(_score_of(part))
         elif number == _TRAINER:
             trainer |= part
         elif number == _NORMALIZER:
@@ -59,7 +61,7 @@ def read_model(data: bytes, path: Path) -> SentencePieceModel:
         raise damaged(path, "it has no pieces")
     unknown = _text_of(trainer.get(44, " \u2047 ".encode()), path)
     prefix, trims = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
-    return SentencePieceModel(pieces, trainer.get(3, 1) == BPE, prefix, trims, unknown, denormalizes)
+    return SentencePieceModel(pieces, scores, trainer.get(3, 1) == BPE, prefix, trims, unknown, denormalizes)
 
 
 def piece_of(fields: dict[int, int | bytes], path: Path) -> tuple[str, int]:
@@ -70,6 +72,11 @@ def piece_of(fields: dict[int, int | bytes], path: Path) -> tuple[str, int]:
     if kind == BYTE and not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
         raise damaged(path, "a piece for a byte names none")
     return text, kind
+
+
+def _score_of(fields: dict[int, int | bytes]) -> float:
+    score = fields.get(2, b"")
+    return struct.unpack("<f", score)[0] if isinstance(score, bytes) and len(score) == 4 else 0.0
 
 
 def _text_of(value: int | bytes, path: Path) -> str:

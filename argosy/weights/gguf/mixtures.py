@@ -1,0 +1,97 @@
+"""Which tensor of a GGUF file is stored in which type: llama.cpp's mixtures, by the names of its quantizer.
+
+The output matrix, which is the embedding where they are tied, is in Q6_K, or Q8_0 in `q8_0`. In `q4_k_m` and `q5_k_m` values and down
+projections of the first and last eighth of the layers, and of every third one between, are in Q6_K. Norms, biases and routers are
+float32. Rows that are not a whole number of blocks of 256 take a type with blocks of 32, and of others float16. Source: llama.cpp's
+src/llama-quant.cpp at b11434, without importances.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from argosy.core.errors import BadInput, nearest
+from argosy.core.formats import Shape
+from argosy.core.formats.quants import BY_NAME
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """type: of most matrices. number: the file's type in `general.file_type`. more: values and down projections of some layers
+    have more bits."""
+
+    type: str
+    number: int
+    more: bool = False
+
+
+MIXTURES = {
+    "f32": Mixture("F32", 0),
+    "f16": Mixture("F16", 1),
+    "bf16": Mixture("BF16", 32),
+    "q8_0": Mixture("Q8_0", 7),
+    "q6_k": Mixture("Q6_K", 18),
+    "q5_k_m": Mixture("Q5_K", 17, more=True),
+    "q4_k_m": Mixture("Q4_K", 15, more=True),
+    "q4_1": Mixture("Q4_1", 3),
+    "q4_0": Mixture("Q4_0", 2),
+}
+# Of types with blocks of 256, those with blocks of 32 that take their place.
+NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+
+def mixture(name: str) -> Mixture:
+    """The mixture of a name.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if name.lower() not in MIXTURES:
+        raise BadInput(f"no preset `{name}` of GGUF files", where="set by preset", hint=nearest(name, MIXTURES))
+    return MIXTURES[name.lower()]
+
+
+def is_float32(name: str, shape: Shape) -> bool:
+    """Whether a tensor is float32 in every file."""
+    return len(shape) < 2 or not name.endswith(".weight") or name.endswith("_norm.weight") or "ffn_gate_inp" in name
+
+
+def type_of(name: str, shape: Shape, how: Mixture, config: Any, architecture: str) -> str:
+    """The type of a tensor, by its name in the file."""
+    if is_float32(name, shape):
+        return "F32"
+    if BY_NAME[how.type].dtype is not None:
+        return how.type
+    return _fitting(usual_type(name, shape, how, config, architecture), shape[-1])
+
+
+def usual_type(name: str, shape: Shape, how: Mixture, config: Any, architecture: str) -> str:
+    """The type of a matrix if its rows are whole numbers of blocks."""
+    if name == "output.weight" or (name == "token_embd.weight" and config.tied):
+        return "Q8_0" if how.type == "Q8_0" or shape[-1] % BY_NAME[how.type].values else "Q6_K"
+    eight = config.experts is not None and config.experts.count == 8
+    if re.search(r"attn_(v|qkv)\.weight", name):
+        wanted = "Q6_K" if how.more and _has_more_bits(name, config.layers) else how.type
+        # Llama 2 and 3 and Qwen 2 of 70B: eight query heads share a value head.
+        if wanted == "Q4_K" and config.layers == 80 and config.heads > config.K and architecture in ("llama", "qwen2"):
+            wanted = "Q5_K"
+        return "Q8_0" if eight else wanted
+    if "attn_k.weight" in name and eight:
+        return "Q8_0"
+    if "ffn_down" in name and how.more and _has_more_bits(name, config.layers):
+        return "Q6_K"
+    if "attn_output" in name and eight and how.type == "Q4_K":
+        return "Q5_K"
+    return how.type
+
+
+def _has_more_bits(name: str, layers: int) -> bool:
+    layer = int(name.split(".")[1])
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def _fitting(name: str, width: int) -> str:
+    """The type, or the one that takes its place in rows of this width."""
+    if width % BY_NAME[name].values:
+        name = NARROWER.get(name, name)
+    return "F16" if width % BY_NAME[name].values else name
