@@ -10,7 +10,7 @@ from argosy.cli.output import answer, conclude, say
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import Settings, diff, dump, flatten
 from argosy.core.settings.explain import annotated, explain, settings_reference, value_text
-from argosy.run.settings.compose import compose, editor_schema
+from argosy.run.settings.compose import compose, editor_schema, recipes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -52,13 +52,22 @@ def explain_key(
 ) -> None:
     """Explains a setting: its meaning, its default, its value in this run (by default the recipe `tiny`), and who set it."""
     recipe, words = split_recipe(words or [])
+    if recipe is not None and key in recipes() and recipe not in recipes():
+        raise BadInput(f"`{key}` is a recipe", hint=f"the key comes first: argosy config explain {recipe} {key}")
     try:
-        reading = compose(root(), recipe, words)
+        reading = compose(root(), recipe, words, with_examples=True)
     except SettingsError:
         if recipe is not None or words:
             raise
         reading = compose(root(), "tiny", words)  # no run is complete without a recipe
-    text = explain(reading, key)
+    try:
+        text = explain(reading, key)
+    except BadInput as error:
+        group = key.split(".")[0]
+        if recipe is None and group in root().model_fields and getattr(reading.value, group) is None:
+            hint = f"a recipe that has it comes after the key: `argosy config explain {key} grpo`"
+            raise BadInput(f"`tiny` has no {group}", hint=hint) from None
+        raise
     document = [
         {"key": name, "value": value, "set_by": reading.origin[name], "tried": _tried(reading.tried.get(name, []))}
         for name, value in flatten(reading.value).items()

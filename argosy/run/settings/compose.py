@@ -57,6 +57,8 @@ OR = " or "
 # What a reward may be, for who has named none.
 REWARDS = "reward=maths compares with the column `answer`; FILE.py has `def FUNCTION(completions, **columns)`, a number for each"
 # ORGANIZATION/NAME of a model on the Hugging Face Hub.
+# The preset by which settings are explained that need a model.
+EXAMPLE = "llama3.2-1b"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -66,6 +68,8 @@ def compose(
     words: Iterable[str] = (),
     configs: Path = CONFIGS,
     origin: str = COMMAND_LINE,
+    *,
+    with_examples: bool = False,
 ) -> Reading[T]:
     """The settings of a run.
 
@@ -75,6 +79,7 @@ def compose(
         words: `key=value`, as typed.
         configs: the folder of base.yml, models/ and recipes/.
         origin: who gave the words.
+        with_examples: what the recipe needs and nobody sets gets an example, so that its settings can be explained.
 
     Raises:
         UnknownName: no such recipe or preset.
@@ -89,6 +94,8 @@ def compose(
     if "model" not in schema.model_fields:
         return read_settings(schema, *layers)
     layers = with_folders(layers)
+    if with_examples:
+        layers = [_examples_of(needs, layers, configs), *layers]
     check_needs(schema, str(recipe), layers, needs)
     try:
         layers = with_preset(layers, configs, _families(schema))
@@ -183,6 +190,23 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
         said = ("`model`", "model ", *(f"{one} is missing" for one in ones), *(f"`{one}` is required" for one in ones))
         errors += [p for p in problems_of(also) if not p.what.startswith(said)]
     raise SettingsError(errors) from None
+
+
+def _examples_of(needs: Mapping[str, Any], layers: list[SettingsLayer], configs: Path) -> SettingsLayer:
+    """A layer with an example for everything that a recipe needs and no layer gives; for a model, a preset as if it had weights."""
+    values: dict[str, Any] = {}
+    for key, example in needs.items():
+        names = key.split(OR)
+        if any(_gives(layer.values, name) for layer in layers for name in names):
+            continue
+        group = values
+        *above, last = names[0].split(".")
+        for name in above:
+            group = group.setdefault(name, {})
+        group[last] = EXAMPLE if names[0] == "model" else example
+        if names[0] == "model":
+            values["init"] = {"weights": example}
+    return SettingsLayer("an example", values)
 
 
 def _gives(values: Mapping[str, Any], key: str) -> bool:
