@@ -85,9 +85,19 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
         "state_bytes": STATE_BYTES * sum(k.layers * k.row for k in kept),
         "window": next((k.span for k in kept if k.span), None),
         "block": _block(model),
+        "modules": modules(config),
         "training_bytes": training_bytes(config, tokens) if config.causal else None,
         "recipes": used_by(name) if config.causal else None,
     }
+
+
+def modules(config: Any) -> list[str]:
+    """The paths by which rules name the contractions of a model (`adapter.where`, `quantize`): those of a kind of layer for all of its
+    layers."""
+    from argosy.adapt.surgery import find
+    from argosy.models.parts.stack import Scan
+
+    return list(find(config.build(Scan()), ".*"))
 
 
 def config_named(name: str) -> Any:

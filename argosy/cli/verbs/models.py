@@ -72,6 +72,7 @@ def _text_of(found: dict[str, Any]) -> str:
         " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",
         "training": training_text(found["training_bytes"], at),
         "recipes": recipes_text(found["recipes"]),
+        "modules": ", ".join(found["modules"]),
     }
     lines = [f"  {name:<12}{value}".rstrip() for name, value in facts.items() if value]
     return "\n".join([f"{found['name']}: {found['family']}", "", found["block"], "", *lines])

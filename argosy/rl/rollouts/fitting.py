@@ -67,7 +67,8 @@ def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None
         mistakes.append(BadInput(what, hint=f"make it a multiple of {n * rollout.minibatches}"))
     if shape.sequence <= rollout.tokens:
         what = f"data.sequence = {shape.sequence} has no room for a prompt before an answer of {rollout.tokens} tokens"
-        mistakes.append(BadInput(what, where="rollout.tokens", hint="raise data.sequence, or lower rollout.tokens"))
+        hint = f"rollout.tokens={max(1, shape.sequence // 2)}, or a longer data.sequence, at most the model's context"
+        mistakes.append(BadInput(what, where="rollout.tokens", hint=hint))
     if most is not None and most < asked:
         what = f"data.epochs: {most} prompts are fewer than the {asked} of a rollout"
         mistakes.append(BadInput(what, hint="raise data.epochs, or lower data.batch"))
