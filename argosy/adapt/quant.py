@@ -161,7 +161,7 @@ def apply_schemes(model: nnx.Module, schemes: Mapping[str, Scheme]) -> list[str]
     """Quantizes contractions of a model, which may be a description. Returns their names in the model's layout.
 
     Args:
-        schemes: by the per-layer name of the contraction.
+        schemes: how each contraction is quantized, by its per-layer name, such as layers.3.attn.q.
 
     Raises:
         Unsupported: layers that are stacked differ.

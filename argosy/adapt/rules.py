@@ -160,7 +160,7 @@ def preset_rules(name: str) -> list[Rule]:
     """
     known = name if name in PRESETS else ALIASES.get(name.lower(), "")
     if known not in PRESETS:
-        raise BadInput(f"no preset `{name}`", where="set by preset", hint=nearest(name, [*PRESETS, *ALIASES]))
+        raise BadInput(f"no preset `{name}`", hint=nearest(name, PRESETS, len(PRESETS)))
     return [Rule(**PRESETS[known])]
 
 

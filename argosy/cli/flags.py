@@ -17,10 +17,13 @@ OURS = {*ServeSettings.model_fields, *BatchSettings.model_fields}
 class Flags:
     """The flags of one command.
 
-    settings: flag -> our setting. switches: flags without a value -> words. choices: flag -> value -> words. several: those of
-    `settings` with any number of values, which become one. objects: flag with a JSON object -> the group of settings, and its keys in
-    vLLM -> ours. named: flags with values such as `name=path` -> our setting, which is a map. answers: flags without a meaning here ->
-    what to do.
+    settings: flag -> our setting.
+    switches: flag without a value -> words.
+    choices: flag -> value -> words.
+    several: flags of `settings` that take any number of values, which become one.
+    objects: flag with a JSON object -> our group of settings, and vLLM's keys -> ours.
+    named: flag with values such as `name=path` -> our setting, which is a map.
+    answers: flag without a meaning here -> what to do instead.
     """
 
     settings: Mapping[str, str]

@@ -235,7 +235,7 @@ class KeyMap:
         return {name: self._by_name[name].paths for name in names if name in self._by_name}
 
     def plan(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Shape]:
-        """The paths of ours that these tensors of theirs fill, with their shapes.
+        """The weights of ours that these tensors of theirs fill, by path, with their shapes.
 
         Raises:
             BadInput: lists everything missing, unexpected and of the wrong shape.

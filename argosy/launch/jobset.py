@@ -28,7 +28,7 @@ def launch(command: Command, settings: JobSet, say: Say) -> int:
     """Prints or writes the manifest.
 
     Raises:
-        BadInput: pods would not see the recipe or keep the run directory, or the file to write holds something else.
+        BadInput: the recipe is not visible in pods, the run directory would be lost with them, or the file to write holds something else.
     """
     deliver(yaml_document(render(command, settings)), settings.write, say, "kubectl apply -f FILE")
     return 0
@@ -77,7 +77,7 @@ def render(command: Command, settings: JobSet) -> dict[str, Any]:
     """The manifest.
 
     Raises:
-        BadInput: pods would not see the recipe, or not keep the run directory; or `program` is no command.
+        BadInput: the recipe is not visible in pods, the run directory would be lost with them, or `program` is no command.
     """
     for check in checks(command, settings):
         check.run()

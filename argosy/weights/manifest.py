@@ -74,7 +74,7 @@ def compare_files(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyErr
     def one(name: str) -> ArgosyError | None:
         path = folder / name
         try:
-            _compare(path, files[name])
+            _compare(path, name, files[name])
         except OSError as error:
             return _unread(path, error)
         except Damaged as damage:
@@ -94,13 +94,13 @@ def _unread(path: Path, error: OSError) -> ArgosyError:
     return kind(f"{path.name} cannot be read: {error.strerror}", where=str(path))
 
 
-def _compare(path: Path, expected: dict[str, Any]) -> None:
+def _compare(path: Path, name: str, expected: dict[str, Any]) -> None:
     if not path.is_file():
-        raise Damaged(f"{path.name} is missing", where=str(path))
+        raise Damaged(f"{name} is missing", where=str(path))
     if path.stat().st_size != expected["bytes"]:
-        raise Damaged(f"{path.name} has {plural(path.stat().st_size, 'byte')}, not {expected['bytes']}", where=str(path))
+        raise Damaged(f"{name} has {plural(path.stat().st_size, 'byte')}, not {expected['bytes']}", where=str(path))
     if hash_file(path) != expected:
-        raise Damaged(f"{path.name} differs from what was written: its SHA-256 is another", where=str(path))
+        raise Damaged(f"{name} differs from what was written: its SHA-256 is another", where=str(path))
 
 
 def read_manifest(folder: Path) -> Files:

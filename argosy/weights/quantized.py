@@ -26,7 +26,7 @@ from argosy.ops.quantized import Quantized
 class QuantizedWeights:
     """The weights of a quantized model.
 
-    schemes: by the per-layer name of the contraction.
+    schemes: how each contraction is quantized, by its per-layer name, such as layers.3.attn.q.
     reader: the arrays, by per-layer name.
     """
 

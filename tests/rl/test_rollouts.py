@@ -427,7 +427,7 @@ def test_a_run_ends_with_the_epochs_of_its_prompts(lm: LM):
 
 
 def test_no_reward_at_all_is_an_error(lm: LM):
-    with pytest.raises(ArgosyError, match="no answer of rollout 0 has a reward"):
+    with pytest.raises(ArgosyError, match="no answer of rollout 1 has a reward"):
         rollouts(lm, OwnJudge(lambda *_: float("nan"))).advance(None)
 
 

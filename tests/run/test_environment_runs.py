@@ -209,7 +209,7 @@ def test_environments_that_fail(data: Path, base: Path, tmp_path: Path):
     assert "KeyError: '1:'" in said
     assert numbers(run, "rewards/missing")[1] == pytest.approx(0.1), "functions give none to them either"
     assert numbers(run, "environment/raised")[1] == 4
-    with pytest.raises(ArgosyError, match=r"no answer of rollout 0 has a reward .environment."):
+    with pytest.raises(ArgosyError, match=r"no answer of rollout 1 has a reward .environment."):
         fit("grpo", data, tmp_path / "no", f"environment={data / 'own.py'}:Broken", f"init.weights={base}", TURNS, steps=1)
 
 

@@ -246,7 +246,7 @@ def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path:
     assert numbers(run, "rewards/missing")[1] == pytest.approx(0.6)
     assert numbers(run, "rewards/odd/not_finite")[1] == 12
     assert numbers(run, "answers/left_out")[1] == pytest.approx(0.6)
-    with pytest.raises(ArgosyError, match="no answer of rollout 0 has a reward"):
+    with pytest.raises(ArgosyError, match="no answer of rollout 1 has a reward"):
         fit("grpo", data, tmp_path / "no", f"reward={data / 'functions.py'}:broken", f"init.weights={base}", steps=1)
 
 

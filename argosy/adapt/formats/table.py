@@ -39,4 +39,3 @@ FORMATS = {
         Format("nvfp4", Minifloats(4, E2M1), 16, "e4m3", NVIDIA),
     )
 }
-"""GGUF's formats stand in `adapt.formats.ggml`."""

@@ -51,8 +51,8 @@ Items = Mapping[str, Mapping[str, ShardedArray]]
 
 
 def copy_shards(items: Mapping[str, Mapping[str, Any]], copies: HostCopies, leads: bool, replicas: bool = False) -> Items:
-    """Copies the shards that this process writes off its devices. Of equal shards one process writes the first; an array of the host,
-    which all processes have, is written by the leader.
+    """Copies the shards that this process writes off its devices. Of equal shards only the first is written, by one process. Arrays
+    on the host, which all processes have, are written by the leader.
 
     Args:
         replicas: every process writes each shard that its devices hold.

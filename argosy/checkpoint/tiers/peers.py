@@ -180,7 +180,7 @@ def is_there(address: Address) -> bool:
 
 
 def connect(address: Address, name: str) -> socket.socket:
-    """A connection to a peer that has got the token and a name.
+    """Connects to a peer, and sends it the token and a name.
 
     Raises:
         OSError: it cannot be reached.

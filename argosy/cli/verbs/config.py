@@ -62,7 +62,7 @@ def explain_key(
         reading = compose(root(), "tiny", words)  # no run is complete without a recipe
     try:
         text = explain(reading, key)
-    except BadInput as error:
+    except BadInput:
         group = key.split(".")[0]
         if recipe is None and group in root().model_fields and getattr(reading.value, group) is None:
             hint = f"a recipe that has it comes after the key: `argosy config explain {key} grpo`"

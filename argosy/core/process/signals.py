@@ -73,7 +73,7 @@ def take_over() -> None:
 
 
 def end_command(code: int) -> None:
-    """The command has ended with this exit code, which no signal changes any more. Other threads and exit functions are still waited
+    """Fixes the exit code of a command that has ended; signals no longer change it. Other threads and exit functions are still waited
     for; the interpreter's teardown is skipped."""
     if _State.taken_over:
         _State.code = code

@@ -73,10 +73,10 @@ def check_complete(
 
 
 class Marks:
-    """Marks that a text does not have. Each says what it is put behind, as messages name it.
+    """Makes marks that do not occur in a text, and remembers what each was put behind.
 
     Args:
-        text: no mark is in it.
+        text: the text without marks.
     """
 
     def __init__(self, text: str):

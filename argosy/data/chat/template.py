@@ -96,6 +96,12 @@ def cut(text: str, content: str) -> str:
     return text[:at] if text[at:].startswith(MARK) else text[:at].rstrip()
 
 
+NO_TEMPLATE = (
+    "a folder with a chat template (chat_template.jinja), or plain text: /v1/completions of a server, generate without --chat, "
+    "data.template=FILE.jinja in training"
+)
+
+
 def choose_template(templates: Mapping[str, str], *, name: str | None = None, tools: bool = False) -> str:
     """One of a tokenizer's chat templates: the named one; else `tool_use` where tools are given; else the default.
 
@@ -103,7 +109,7 @@ def choose_template(templates: Mapping[str, str], *, name: str | None = None, to
         BadInput: there is none, or none of that name.
     """
     if not templates:
-        raise BadInput("this tokenizer has no chat template", hint="give messages as one text, or a template")
+        raise BadInput("this tokenizer has no chat template", hint=NO_TEMPLATE)
     chosen = name or ("tool_use" if tools and "tool_use" in templates else "default")
     if chosen not in templates:
         raise BadInput(f"no chat template `{chosen}`", hint=nearest(chosen, templates))
@@ -192,7 +198,7 @@ def request_of(job: RenderJob, number: int, special: Mapping[str, str]) -> dict[
 
 
 def refusal(kind: str, message: str) -> BadInput:
-    """The error for a failure inside a template, whose words go to a terminal: nothing in them may steer it."""
+    """The error for a failure inside a template. Control characters of its message are replaced, because it is printed to a terminal."""
     message = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in message)
     if kind == "TemplateSyntaxError":
         return BadInput(f"the chat template is not Jinja: {message}")

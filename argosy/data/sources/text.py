@@ -127,7 +127,7 @@ def array_of(path: Path, invalid: str) -> list[Any]:
     """The values of a file that is one JSON array.
 
     Raises:
-        BadInput: it is larger than is read at once, or anything else.
+        BadInput: it is too large to be read at once, or is no JSON array.
     """
     with _opened(path) as stream:
         data = stream.read(ARRAY_BYTES + 1)

@@ -182,7 +182,7 @@ def bytes_on_each(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) 
 
 
 def allocate_caches(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
-    """Empty caches, at home."""
+    """Empty caches on their devices."""
     if home is None:
         return empty()
     if (mesh := home_mesh(home)) is not None:

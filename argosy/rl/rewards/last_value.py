@@ -63,7 +63,7 @@ class _Run(NamedTuple):
 
 
 def last_value(text: str) -> str | None:
-    """The last number or expression of a text; None if there is none, or it is not whole."""
+    """The last number or expression of a text; None if there is none, or it is cut off."""
     found = [run for run in _runs(text) if any(token.kind in ("number", "command") for token in run.tokens)]
     return _value(text, found[-1]) if found else None
 

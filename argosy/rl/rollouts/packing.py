@@ -142,7 +142,8 @@ def rows_of_groups(asked: Prompts, said: np.ndarray, room: int) -> list[list[int
 
 
 def rows_in_order(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
-    """The same, each row filled to its end: a group goes on in the next row, with another copy of its prompt."""
+    """The answers of each row, in order: each row is filled to its end, and a group goes on in the next one, with another copy of its
+    prompt. Arguments as `rows_of_groups`."""
     rows, left = list[list[int]](), 0
     for prompt, own in by_prompt(asked).items():
         begun = False

@@ -232,5 +232,5 @@ class RewardSampler:
             ArgosyError: none has.
         """
         if not np.isfinite(made.found.rewards[:, : len(self.scored)]).any():
-            hint = "what they said is above; nothing was learned from this rollout, and earlier checkpoints are good"
-            raise ArgosyError(f"no answer of rollout {made.number} has a reward ({', '.join(self.scored)})", hint=hint)
+            hint = "what they said is above; nothing was learned from this rollout, and what was saved before is good"
+            raise ArgosyError(f"no answer of rollout {made.number + 1} has a reward ({', '.join(self.scored)})", hint=hint)

@@ -1,7 +1,7 @@
 """Which features of a run do not combine: one table, from which every violated row is reported at once, and a page is generated.
 
 A row says that two features were not built together, or cannot work together, and what to do instead. Rules about sizes that must
-divide, and files that must exist, stand where those are known (`run.settings.run`, `run.assemble`). No jax here.
+divide, and files that must exist, stand where those are known (`run.settings.run`, `run.assembly`). No jax here.
 """
 
 from collections.abc import Callable, Iterator

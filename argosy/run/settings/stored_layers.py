@@ -21,7 +21,7 @@ def with_folders(layers: list[SettingsLayer]) -> list[SettingsLayer]:
     and tokenizer, and `init.weights=FOLDER` and `init.state=RUN` its architecture and tokenizer. What the same or a later layer sets
     for the model overrides the folder. A layer that contains the complete model, such as a run's settings.yml, needs no folder.
 
-    Of `init.weights` and `init.state` a later layer's replaces an earlier one's."""
+    Where layers give both `init.weights` and `init.state`, the later layer decides."""
     out: list[SettingsLayer] = []
     for layer in map(spelt_out, layers):
         model = layer.values.get("model")

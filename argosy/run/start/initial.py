@@ -57,6 +57,8 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
             say(f"its own adapters on {plural(len(stored.adapted.adapters), 'weight')} {how}")
     else:
         say(f"weights from {model}")
+    if stored.quantized is not None:
+        say(f"its {plural(len(stored.quantized.schemes), 'quantized weight')} became floats")
     if _fill_from(assembly, stored):
         say("a head of scores takes the place of the language model's: drawn from the random seed")
     theirs, ours = stored_tokenizer(stored), assembly.tokenizer

@@ -21,7 +21,7 @@ from argosy.serve.settings import ServeSettings
 def build_front(
     lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
 ) -> Front | ReplicaFront:
-    """The front of a model, its threads started. Arguments and errors are those of `run.service_of`."""
+    """The front of a model, its threads started. Arguments and errors are those of `serve.run.build_service`."""
     engines = build_engines(lm, settings, say, draft)
     fronts = [Front(engine, settings.limits, EngineMetrics(name, engine, i)) for i, engine in enumerate(engines)]
     _compile_all(fronts, settings, programs)

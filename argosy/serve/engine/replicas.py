@@ -98,7 +98,7 @@ class RequestParts:
             part.abort()
 
     def fail(self, error: ApiError) -> None:
-        """As `Answers.fail`."""
+        """Ends every part with this error."""
         for part in self.parts:
             part.fail(error)
 

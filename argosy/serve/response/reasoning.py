@@ -46,7 +46,7 @@ def thinks(parser: Parser, template: str) -> bool:
 
 
 def thought_start(parser: Parser, tokenizer: Any, prompt: Sequence[int], continued: str | None) -> Start:
-    """Where the answer to a prompt starts.
+    """Whether the answer to a prompt starts inside of a thought, after one, or may open one itself.
 
     Args:
         continued: content of the last message, if the answer continues that message.

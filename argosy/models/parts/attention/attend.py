@@ -66,7 +66,7 @@ class Read(Protocol):
 
     @property
     def narrows(self) -> bool:
-        """Whether `narrow` chooses among tokens, for which it needs all of them at once."""
+        """Whether `narrow` picks some of the tokens. If so, it needs all of them at once."""
         ...
 
     def narrow(self, entries: Cache, see: See, window: int | None) -> See:

@@ -88,11 +88,11 @@ class Spec:
     """What one layer caches: (name, shape) of the arrays per token and per sequence, and how many tokens back it attends,
     including the token itself (None: all of them). States are float32 at least, because they sum over thousands of tokens.
 
-    chunked: of these tokens, only to those of its own chunk of `span`.
+    chunked: a token attends only within its own chunk of `span` tokens.
     letters: of the shapes, such as ("k", "K H"), for the rules that split arrays over devices. An array without letters is whole on
     every device.
-    scales: in a quantized cache, the number of blocks of an entry's last axis with a scale each: 1 unless it is named here. 0: it keeps
-    its type.
+    scales: by entry, how many scales its last axis has in a quantized cache. Entries that are not named have 1; with 0 an entry is not
+        quantized.
     """
 
     token: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -306,8 +306,7 @@ def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: 
 
 
 def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
-    """Moves indexes that are out of range past the end, where `mode="drop"` drops them; negative ones would otherwise wrap
-    around."""
+    """Indexes, with `size` in place of those that are out of range: `mode="drop"` drops these, while negative ones would wrap around."""
     return jnp.where((index >= 0) & (index < size), index, size)
 
 

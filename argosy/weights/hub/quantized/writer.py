@@ -82,7 +82,7 @@ def compressed_files(
 
     Args:
         weights: of the quantized model, by per-layer name.
-        schemes: by the per-layer name of the contraction.
+        schemes: how each contraction is quantized, by its per-layer name, such as layers.3.attn.q.
 
     Raises:
         Unsupported: the layout has no place for a scheme, or for the way in which the family stores a weight.
