@@ -28,7 +28,7 @@ def launch(command: Command, settings: JobSet, say: Say) -> int:
     """Prints or writes the manifest.
 
     Raises:
-        BadInput: the recipe is not visible in pods, the run directory would be lost with them, or the file to write holds something else.
+        BadInput: the recipe is not visible in pods, the run directory would be lost, or the file to write holds something else.
     """
     deliver(yaml_document(render(command, settings)), settings.write, say, "kubectl apply -f FILE")
     return 0

@@ -23,7 +23,7 @@ def launch(command: Command, settings: SkyPilot, say: Say) -> int:
     """Prints or writes the task.
 
     Raises:
-        BadInput: the recipe is not visible on the machines, the run directory would be lost with them, or the file to write holds something else.
+        BadInput: the recipe is not visible on the machines, the run directory would be lost, or the file to write holds something else.
     """
     deliver(yaml_document(render(command, settings)), settings.write, say, "sky jobs launch FILE")
     return 0

@@ -198,7 +198,7 @@ def request_of(job: RenderJob, number: int, special: Mapping[str, str]) -> dict[
 
 
 def refusal(kind: str, message: str) -> BadInput:
-    """The error for a failure inside a template. Control characters of its message are replaced, because it is printed to a terminal."""
+    """The error for a failure inside a template. Control characters of its message are replaced: it is printed to a terminal."""
     message = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in message)
     if kind == "TemplateSyntaxError":
         return BadInput(f"the chat template is not Jinja: {message}")

@@ -287,8 +287,8 @@ def missing(path: Path) -> BadInput:
     """The error for a source that is neither a name nor a file, with the nearest of both."""
     if not path.parent.is_dir():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.suffix:
-            hint = f"nothing is downloaded: `hf download {path} --repo-type dataset --local-dir {path.name}`, then data.source={path.name}/FILE"
-            return BadInput(f"no folder `{path}`", hint=hint)
+            fetched = f"`hf download {path} --repo-type dataset --local-dir {path.name}`"
+            return BadInput(f"no folder `{path}`", hint=f"nothing is downloaded: {fetched}, then data.source={path.name}/FILE")
         return BadInput(f"no such data source: `{path}`", hint=f"there is no folder `{path.parent}`")
     # Names alone: with their folder in front, any two of its files are alike.
     beside = {child.name: str(path.with_name(child.name)) for child in path.parent.iterdir() if child.name[0] != "."}

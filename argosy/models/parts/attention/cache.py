@@ -306,7 +306,7 @@ def with_pages_copied(specs: Specs, caches: Caches, pages: Int[Array, "B"], to: 
 
 
 def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
-    """Indexes, with `size` in place of those that are out of range: `mode="drop"` drops these, while negative ones would wrap around."""
+    """Indexes, with `size` in place of those that are out of range: `mode="drop"` drops these; negative ones would wrap around."""
     return jnp.where((index >= 0) & (index < size), index, size)
 
 
