@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,6 +158,31 @@ def test_rooms_import_upwards_and_libraries_have_doors():
         found += [f"{path.relative_to(ROOT)}:{fault}" for fault in faults(parts[1], names)]
     assert seen > 300
     assert not found, "\n".join(found)
+
+
+def imported_files(path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of the package that a file imports, also inside functions; names in text, as registries have them, are none."""
+    reader = Reader(".".join(path.relative_to(ROOT).parts[:-1]), public_names())
+    reader.visit_Constant = lambda node: None  # type: ignore[method-assign]
+    reader.visit(ast.parse(path.read_text(encoding="utf-8")))
+    out = set()
+    for module, _, _ in reader.found:
+        while module and module not in modules:
+            module = module.rpartition(".")[0]
+        out.add(module)
+    return out - {""}
+
+
+def test_no_files_import_each_other_in_a_circle():
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {name: imported_files(path, modules) - {name, "argosy"} for name, path in modules.items() if name != "argosy"}
+    assert sum(map(len, graph.values())) > 2000
+    TopologicalSorter(graph).prepare()
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph | {"argosy.core.errors": {"argosy.cli"}}).prepare()
 
 
 def test_every_folder_is_a_room():
