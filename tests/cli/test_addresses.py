@@ -59,7 +59,7 @@ def test_a_report_of_an_address_shows_what_that_of_its_folder_does(tmp_path: Pat
     (folder / "evaluations.jsonl").write_text('{"step": 20, "tasks": {"arc": {"accuracy": 0.5}}}\n')
     address = sent(folder, scheme)
     here, there = record(folder), record(address)
-    assert replace(there, made=here.made, command=here.command) == here
+    assert replace(there, date=here.date, command=here.command) == here
     assert [saved.step for saved in there.checkpoints] == [10, 20]
     assert f"train {address} dir=" in there.command
     assert ask(capsys, "report", address) == {"report": f"{address}/report.html"}

@@ -484,7 +484,7 @@ def test_adapters_are_merged_before_a_model_is_saved(tmp_path):
     with pytest.raises(BadInput, match="no adapters"):
         lm.merge()
     swap(lm.module, r"layers\..*", lambda of: LoRA(of, 2, 2.0))
-    with pytest.raises(BadInput, match="the model has LoRA"):
+    with pytest.raises(BadInput, match="the model has adapters, such as on layers"):
         lm.save(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 

@@ -326,7 +326,7 @@ def test_what_goes_wrong_ahead_is_raised_when_its_turn_comes(lm: LM):
     next(made)
     assert made.position()["ahead"] == []
     assert made.position()["place"] == 4
-    with pytest.raises(ArgosyError, match="no answer of rollout 1 has a reward"):
+    with pytest.raises(ArgosyError, match="no answer of rollout 2 has a reward"):
         made.advance(1)
     made.close()
 

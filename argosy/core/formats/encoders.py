@@ -9,7 +9,6 @@ decode to the same number whatever they are, are 0.
 A block with a number that is not finite becomes NaN; so does one whose scale is beyond float16. Blocks of zeros become zeros.
 """
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from argosy.core.formats.quants import BY_NAME, CHUNK
+from argosy.core.process.cores import core_count
 
 # No type has a scale for numbers from here on, and their squares are still finite.
 _BEYOND = np.float32(1e9)
@@ -48,7 +48,7 @@ def encode(name: str, w: np.ndarray) -> np.ndarray:
         for start in starts:
             one(start)
     else:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(core_count()) as pool:
             list(pool.map(one, starts))
     return out.reshape(*w.shape[:-1], w.shape[-1] // kind.values * kind.bytes)
 
