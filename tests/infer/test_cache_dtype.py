@@ -21,6 +21,7 @@ from argosy.infer.engine import cache
 from argosy.infer.engine.cache import CacheSize, cache_needs
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Request
+from argosy.infer.engine.runner import Runner
 from argosy.infer.programs.placement import home_mesh
 from argosy.infer.sampling.sampler import sample
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
@@ -79,19 +80,17 @@ def module_of(family: str, example: str) -> Any:
     return module
 
 
-class Float64Engine(Engine):
-    """An engine whose model computes in float64 and whose sampler gets float32, because it compares the 32 bits of logits."""
+@pytest.fixture(autouse=True)
+def _sampler_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler compares the 32 bits of logits, also where the model computes in float64."""
+    run = Runner.run
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        run = self.runner.run
+    def rounded(self: Runner, label: str, program: Any, sizes: tuple[Any, ...], *arguments: Any) -> Any:
+        if program in (sample, verify):
+            arguments = (arguments[0], arguments[1].astype(jnp.float32), *arguments[2:])
+        return run(self, label, program, sizes, *arguments)
 
-        def rounded(label: str, program: Any, sizes: tuple[Any, ...], *arguments: Any) -> Any:
-            if program in (sample, verify):
-                arguments = (arguments[0], arguments[1].astype(jnp.float32), *arguments[2:])
-            return run(label, program, sizes, *arguments)
-
-        self.runner.run = rounded
+    monkeypatch.setattr(Runner, "run", rounded)
 
 
 def page_bytes(specs: Any, page: int, dtype: Any, form: str | None, mesh: Any = None, longest: int = 96) -> int:
@@ -176,7 +175,7 @@ def test_the_engine_answers_as_the_whole_sequence_with_rounded_keys_and_values(f
         eight, exact = whole(module, rounding(module, form)), whole(module, lambda *a: a[-1])
         given = prompts(module.config.vocab, (5, 43, 6, 17, 9))
         given.append([*given[1][:40], 3, 4, 5])
-        engine = Float64Engine(module, quantized(form))
+        engine = Engine(module, quantized(form))
         found = scores(engine, [Request(p, MOST) for p in given])
         assert engine.scheduler.preemptions
         assert bool(engine.scheduler.pools) == (family in ("gemma", "gpt_oss")), "pools of windows"
@@ -255,11 +254,11 @@ def test_a_former_owner_and_a_broken_row_reach_nobody_else():
         module = module_of("llama", "plain")
         given = [[token for token in p if token != 7] for p in prompts(module.config.vocab, (9, 30, 17, 24))]
         settings = quantized("int8", reuse=False)
-        expected = [scores(Float64Engine(module, settings), [Request(p, 9)])[0] for p in given]
+        expected = [scores(Engine(module, settings), [Request(p, 9)])[0] for p in given]
         broken = module_of("llama", "plain")
         address = next(a for a in split(broken)[1] if "embed" in a)
         put(broken, {address: split(broken)[1][address].at[7].set(jnp.nan)})
-        engine = Float64Engine(broken, settings)
+        engine = Engine(broken, settings)
         engine.runner.caches = jax.tree.map(lambda a: jnp.full_like(a, 0xFF if a.dtype == jnp.uint8 else jnp.nan), engine.runner.caches)
         found = scores(engine, [Request(p, 9) for p in (given[0], [5, 7, 9, *given[1]], given[1], given[2])])
         assert [found[0], found[2], found[3]] == expected[:3]
@@ -301,8 +300,8 @@ def test_drafts_change_no_answer_and_their_own_cache_is_quantized_too(family: st
     with float64():
         module = module_of(family, example)
         requests = [Request(p, MOST) for p in prompts(module.config.vocab, (5, 33, 17))]
-        plain = scores(Float64Engine(module, quantized("int8")), requests)
-        engine = Float64Engine(module, quantized("int8", speculative=method), draft=module if isinstance(method, DraftModel) else None)
+        plain = scores(Engine(module, quantized("int8")), requests)
+        engine = Engine(module, quantized("int8", speculative=method), draft=module if isinstance(method, DraftModel) else None)
         found = scores(engine, requests)
         assert [[token for token, _ in one] for one in found] == [[token for token, _ in one] for one in plain]
         drafter = engine.speculation.drafter
