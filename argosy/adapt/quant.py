@@ -14,6 +14,7 @@ from flax import nnx
 
 from argosy.adapt.formats.activations import Activations
 from argosy.adapt.formats.blocks import Granularity, block_of, pack_axis
+from argosy.adapt.formats.format import Format
 from argosy.adapt.formats.table import FORMATS
 from argosy.adapt.surgery import find, put_at
 from argosy.core.errors import BadInput, Unsupported
@@ -36,7 +37,6 @@ class Scheme:
     calibration: the range of each block, as in `Format.quantize`.
     activations: the number format of data; None: data is not rounded.
     activation_block: how many numbers of data share a scale; None: a whole row, or as the format has it.
-    static: data has one scale, found by calibration.
     """
 
     weights: str = "int8"
@@ -44,7 +44,6 @@ class Scheme:
     calibration: str = "absmax"
     activations: str | None = None
     activation_block: int | None = None
-    static: bool = False
 
     def check(self) -> None:
         """Raises ValueError if there is no such format."""
@@ -52,15 +51,20 @@ class Scheme:
             if name is not None and name not in FORMATS:
                 raise ValueError(f"no number format `{name}`")
 
+    @property
+    def format(self) -> Format:
+        """The number format of the weights."""
+        return FORMATS[self.weights]
+
     def block(self, of: Contraction) -> tuple[int, ...]:
         """How many weights share a scale along each axis of the weight."""
-        return block_of(of, self.granularity, FORMATS[self.weights].block)
+        return block_of(of, self.granularity, self.format.block)
 
     def quantize(self, of: Contraction, w: Any) -> Quantized:
         """A weight in this format; w may be one layer or one expert of it, on a leading axis of size 1."""
         lead = w.ndim - len(of.spec)
         block = (*(1,) * lead, *self.block(of)[of.stacked :])
-        out = FORMATS[self.weights].quantize(w, block, self.calibration, lead=lead + len(of.group), pack=pack_axis(of))
+        out = self.format.quantize(w, block, self.calibration, lead=lead + len(of.group), pack=pack_axis(of))
         return self.completed(out)
 
     def rounding(self) -> Activations | None:

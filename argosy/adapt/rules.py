@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from argosy.adapt.formats.blocks import granularity_of
 from argosy.adapt.settings import LAYERS, WAY_OUT
 from argosy.core.errors import BadInput, nearest
 from argosy.core.settings import Also, Repeats, Settings, read_settings, yaml_layer
@@ -56,11 +57,7 @@ class Rule(Settings):
             raise ValueError(f"calibration `{self.calibration}`: absmax, minmax, rms:K or fixed:X")
         if self.calibration == "minmax" and self.weights not in ("int8", "int4", "int2"):
             raise ValueError(f"{self.weights} has no minimum: calibration=minmax is for int8, int4 and int2")
-        text = str(self.granularity)
-        if self.granularity is not None and text not in ("tensor", "channel") and not all(
-            part.isdecimal() and int(part) > 0 for part in text.split("x", 1)
-        ):
-            raise ValueError(f"granularity `{text}`: tensor, channel, a number such as 128, or a tile such as 128x128")
+        granularity_of(self.granularity)
         return self
 
     def scheme(self) -> "Scheme | None":

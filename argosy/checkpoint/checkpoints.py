@@ -159,7 +159,7 @@ class Checkpoints(Tier):
     # ---------------------------------------------------------------- read
 
     def path(self, step: int) -> Path:
-        """The folder of a step on this machine. Of several processes, each has what describes the step there, and what it prepared."""
+        """The folder of a step on this machine. Each of several processes has there what describes the step, and what it prepared."""
         return self.medium.local(step, is_description) if self._group.process_count() > 1 else self.medium.local(step)
 
     def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:

@@ -79,7 +79,7 @@ class Unsupported(ArgosyError):
 class Busy(ArgosyError):
     """Another process holds a file or directory that this one needs.
 
-    Those that were started again keep trying: the process that holds it may be one of their own, which is about to end.
+    Commands that were started again keep trying: the process that holds it may be one of their own, which is about to end.
     """
 
     @property

@@ -19,7 +19,7 @@ class CorpusSummary:
     epochs asked for are over.  special_documents: hold the name of a special token, which trains as plain text.
     special_names: some of those names.
 
-    Of records: format, and rendered: how they became text.  learn: which tokens count.  targets, learned: tokens that are predicted
+    For records: format, and rendered: how they became text.  learn: which tokens count.  targets, learned: tokens that are predicted
     in one epoch, and those that count.  packing: how they became rows; chosen_packing: because it was not set.  unanswered: left
     out because nothing in them is learned.  too_long: what happens to documents longer than a row; cut, dropped: how many it
     happened to; unlearned: left out because no answer is within the row.  parted: continue in another row.  ignored: columns.

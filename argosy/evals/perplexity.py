@@ -1,7 +1,7 @@
 """The loss of text, in nats a token.
 
-A text is read in windows of `window` tokens, each `stride` after the one before. Of every window but the first only the last `stride`
-tokens count, so each token of the text counts once, and sees at least window - stride tokens before it. With stride = window (the
+A text is read in windows of `window` tokens, each `stride` after the one before. Only the last `stride` tokens of every window but the
+first count, so each token of the text counts once, and sees at least window - stride tokens before it. With stride = window (the
 default) windows share nothing but the token before their first, from which that one is predicted.
 
 The first token is predicted from the beginning-of-sequence token where the tokenizer adds one; otherwise it is not scored, because

@@ -50,7 +50,7 @@ def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> Mea
 
 
 def means(rows: Sequence[RowScores]) -> dict[str, MeanWithError]:
-    """Of every metric of these rows."""
+    """The result of every metric of these rows."""
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     return {name: mean([r.values[name] for r in rows], [r.weight(name) for r in rows]) for name in names}
 

@@ -90,7 +90,7 @@ def convert(
     tokenizer = stored_tokenizer(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
         say(f"the tokenizer has {tokenizer.vocab} tokens, the model {stored.config.vocab}: do they belong together?")
-    count = _Count(progress)
+    count = CountedProgress(progress)
 
     def stopped() -> None:
         if count.all and to != "gguf":
@@ -226,7 +226,7 @@ def memory_used(models: list[OpenedModel]) -> dict[str, Any]:
     }
 
 
-class _Count:
+class CountedProgress:
     """Passes progress on and keeps the totals."""
 
     def __init__(self, progress: Progress):

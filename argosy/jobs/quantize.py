@@ -17,7 +17,7 @@ from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.errors import BadInput
 from argosy.core.process.signals import before_leaving
 from argosy.core.settings import dump
-from argosy.jobs.convert import DTYPES, identity_of, open_source
+from argosy.jobs.convert import DTYPES, CountedProgress, identity_of, open_source
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll
 from argosy.ops.quantized import Quantized
@@ -50,6 +50,7 @@ def quantize(
     """
     start = time.monotonic()
     stored = open_source(source, say)
+    order = {name.removesuffix(".w"): i for i, name in enumerate(stored.weights.names)}
     if stored.quantized is not None:
         raise BadInput(f"{source} is quantized already", hint="quantize the model it came from; or `argosy convert` makes floats of it")
     model = stored.config.build(Unroll())
@@ -57,7 +58,7 @@ def quantize(
     table = LayerTable()
     weights = RoundedTensors(stored.config, stored.weights, schemes, lambda name, of, w: schemes[name].quantize(of, w), table.add)
     identity = identity_of(stored, to, dtype, 0) | {"rules": [dump(rule) for rule in rules]}
-    written = Written(progress)
+    written = CountedProgress(progress)
 
     def stopped() -> None:
         say(f"stopped; complete files are kept in {target}.part, and the same command resumes from there")
@@ -71,12 +72,14 @@ def quantize(
             progress=written,
             schemes=schemes,
         )
+    # What a killed process had written was not quantized again.
+    weights.see_all()
     kept = [name for name in stored.weights.names if name.removesuffix(".w") not in schemes]
     bytes_kept = sum(int(np.prod(stored.weights.shape(name))) * weights.dtype(name).itemsize for name in kept)
     return {
         "source": source,
         "target": str(target),
-        "weights": table.rows,
+        "weights": sorted(table.rows, key=lambda row: order[row["name"]]),
         "kept": {"tensors": len(kept), "bytes": bytes_kept, "largest": largest(stored.weights, kept)},
         "bytes": written.all,
         "seconds": time.monotonic() - start,
@@ -86,17 +89,6 @@ def quantize(
 def largest(weights: Any, names: Sequence[str]) -> list[str]:
     """The largest of the weights that were kept, at most three."""
     return sorted(names, key=lambda name: -int(np.prod(weights.shape(name))))[:3]
-
-
-class Written:
-    """Passes progress on and keeps the total."""
-
-    def __init__(self, progress: Progress):
-        self.progress, self.all = progress, 0
-
-    def __call__(self, new: int, all: int, kept: int) -> None:
-        self.all = all
-        self.progress(new, all, kept)
 
 
 class LayerTable:
@@ -113,7 +105,7 @@ class LayerTable:
         scheme: Scheme = of.scheme  # type: ignore[attr-defined]
         change = float(np.linalg.norm((np.asarray(quantized.dequantized()) - w).ravel()))
         size = float(np.linalg.norm(w.ravel()))
-        self.rows.append(
-            {"name": name, **asdict(scheme), "numbers": w.size, "bytes": quantized.nbytes}
-            | {"bits": 8 * quantized.nbytes / w.size, "error": change / size if size else 0.0}
-        )
+        granularity = scheme.granularity or scheme.format.block or "channel"
+        sizes = {"numbers": w.size, "bytes": quantized.nbytes, "bits": 8 * quantized.nbytes / w.size}
+        error = change / size if size else 0.0
+        self.rows.append({"name": name, **asdict(scheme), "granularity": granularity, **sizes, "error": error})

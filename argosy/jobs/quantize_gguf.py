@@ -12,8 +12,7 @@ from argosy.checkpoint.save import Progress
 from argosy.core.errors import BadInput
 from argosy.core.formats.gguf_writer import EncodedTensor
 from argosy.core.formats.quants import CODES
-from argosy.jobs.convert import Say, identity_of, open_source, write_gguf
-from argosy.jobs.quantize import Written
+from argosy.jobs.convert import CountedProgress, Say, identity_of, open_source, write_gguf
 from argosy.weights.build import stored_tokenizer
 from argosy.weights.gguf.metadata import KIND
 from argosy.weights.gguf.mixtures import Mixture, mixture, usual_type
@@ -42,7 +41,7 @@ def quantize_gguf(
     start, how = time.monotonic(), mixture(preset)
     stored = open_source(source, say)
     _check_plain(stored, source, say)
-    written = Written(progress)
+    written = CountedProgress(progress)
     identity = identity_of(stored, "gguf", None, 0) | {"preset": preset}
     content = write_gguf(stored, target, how, stored_tokenizer(stored), identity, say, written)
     kept = [tensor for tensor in content.tensors if tensor.type == "F32"]

@@ -193,7 +193,7 @@ class LocalGang:
         return ProcessEnding(_as_exit(first.code or 0) if first else 0, first, self._stacks(), silent, places)
 
     def _by_end(self) -> list[LocalProcess]:
-        """Those that ended, first those that did not merely lose another, then in the order of their ends."""
+        """The processes that ended: first those that did not merely lose another, then in the order of their ends."""
         over = [member for member in self.members if member.code is not None]
         return sorted(over, key=lambda member: (member.lost_another, member.ended))
 

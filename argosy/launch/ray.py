@@ -56,7 +56,7 @@ class Host:
         self._stacks = Path(tempfile.mkdtemp(prefix="argosy-"), "stacks")
 
     def address(self) -> tuple[str, int]:
-        """Of this machine, and a port that this actor holds."""
+        """The address of this machine, and a port that this actor holds."""
         self._port = self._port or HeldPort("")
         return ray().util.get_node_ip_address(), self._port.number
 

@@ -143,7 +143,7 @@ class Account:
 def account(store: Store) -> Account | None:
     """The life of the run in a directory, by its first process; None if nothing is written.
 
-    Of several processes, a step takes as long in all of them. One that waited for another in it shows a longer `step`, and the other a
+    A step takes as long in all of several processes. One that waited for another in it shows a longer `step`, and the other a
     longer cause of its own: what exceeds the shortest `step` of those that made a start together is `waiting` in `by_process`.
     """
     every = {int(name.partition(".")[0]): _read(store, name) for name in store.list(FOLDER) if name.partition(".")[0].isdecimal()}

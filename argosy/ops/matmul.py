@@ -30,7 +30,7 @@ def matmul(
     """a times b. Differentiable in both (reverse mode only for `amx`); sums are float32 at least.
 
     Args:
-        a: [M K], or [K M] with a_summed = 0. b: [K N], or [N K] with b_summed = 1. Of one type.
+        a: [M K], or [K M] with a_summed = 0. b: [K N], or [N K] with b_summed = 1. Both have one type.
         a_summed, b_summed: which axis of each is summed.
         dtype: of the output; that of `a` unless given.
 

@@ -107,24 +107,27 @@ def load_model(
         raise BadInput(f"{stored.path} has adapters", hint="merge them first: argosy convert; or leave out `quantization`")
     blocks = None if adapter is not None or tensor > 1 or run is not None or dtype != np.float32 or forms is None else stored.blocks
     layout = Unroll() if adapters or blocks is not None else run or default_run(config)
-    stored_quantized = stored.quantized
-    if stored_quantized is not None and not are_alike(config.build(layout), stored_quantized.schemes):
+    schemes = {} if stored.quantized is None else stored.quantized.schemes
+    if rules is not None:
+        # By layer, since a rule may name one.
+        single = config.build(Unroll())
+        schemes = by_layer(single, schemes_of(single, list(rules)))
+    if not are_alike(config.build(layout), schemes):
         layout = Unroll()
     model, plain = config.build(layout), config.build(layout)
     is_quantized = stored.adapted is not None and bool(stored.adapted.settings.quantize(model))
-    if stored_quantized is not None:
-        apply_schemes(model, stored_quantized.schemes)
-    elif rules is not None:
-        apply_schemes(model, by_layer(model, schemes_of(model, list(rules))))
+    apply_schemes(model, schemes)
     rows = {} if blocks is None or forms is None else in_blocks(blocks, forms(plain))
-    if stored_quantized is None and rules is None:
-        check_memory(config, np.int8 if is_quantized else dtype, rows)
+    if schemes or is_quantized:
+        check_quantized_memory(model, dtype)
+    else:
+        check_memory(config, dtype, rows)
     base = OverlaidTensors(stored.adapted.base.weights if stored.adapted else stored.weights, Arrays(contents.whole))
     place = None if tensor == 1 else tensor_shardings(model, tensor).__getitem__
     for address, one in rows.items():
         put(model, {address: one.packed()})
-    if stored_quantized is not None:
-        read_into(model, OverlaidTensors(stored_quantized.reader, Arrays(contents.whole)), dtype=dtype, place=place)
+    if stored.quantized is not None:
+        read_into(model, OverlaidTensors(stored.quantized.reader, Arrays(contents.whole)), dtype=dtype, place=place)
     else:
         fill_base(model, stored_arrays(plain, base, dtype=dtype, without=rows), dtype=dtype, place=place)
     if adapters:
@@ -216,6 +219,18 @@ def check_memory(config: LanguageConfig, dtype: Any, rows: Mapping[str, BlockRow
         apart = sum(math.prod(one.shape) for one in rows.values())
         needed = (count - apart) * kind.itemsize + sum(one.nbytes for one in rows.values())
         check_fits(needed, f"{count:,} weights in {kind.name}{' and the blocks of the file' if rows else ''}")
+
+
+def check_quantized_memory(model: Any, dtype: Any) -> None:
+    """As `check_memory`, for the description of a model some of whose weights are quantized.
+
+    Raises:
+        BadInput: they do not fit.
+    """
+    if jax.default_backend() == "cpu":
+        own = variables(model).values()
+        needed = sum(math.prod(v.shape) * np.dtype(kept_in(v, dtype)).itemsize for v in own)
+        check_fits(needed, f"{model.config.parameters():,} weights, quantized")
 
 
 def as_dtype(dtype: Any) -> Any:

@@ -99,7 +99,7 @@ class RoundedTensors:
         quantize: Callable[[str, Contraction, np.ndarray], Quantized],
         seen: Callable[[str, Contraction, np.ndarray, Quantized], None] = lambda *_: None,
     ):
-        self.weights, self.quantize, self.seen, self._told = weights, quantize, seen, set[str]()
+        self.weights, self.quantize, self.seen, self._seen = weights, quantize, seen, set[str]()
         model = quantized_model(config, schemes)
         self.contractions = {name: of for name, of in find(model, ".*").items() if name in schemes}
         self._shapes: Leaves = dict(self._in_order(variables(model)))
@@ -135,13 +135,19 @@ class RoundedTensors:
             self._last = None
             of, w = self.contractions[module], np.asarray(self.weights.read(f"{module}.w"), np.float32)
             if not np.isfinite(w).all():
-                raise BadInput(f"`{module}.w` has numbers that are not finite", hint="the source is damaged: nothing was written")
+                raise BadInput(f"`{module}.w` has numbers that are not finite", hint="is the source damaged? copy or download it again")
             quantized = self.quantize(module, of, w)
-            if module not in self._told:
-                self._told.add(module)
+            if module not in self._seen:
+                self._seen.add(module)
                 self.seen(module, of, w, quantized)
             self._last = module, quantized
         return np.asarray(getattr(self._last[1], name.rpartition(".")[2]))
+
+    def see_all(self) -> None:
+        """Calls `seen` with the quantized weights that nobody has read."""
+        for module in self.contractions:
+            if module not in self._seen:
+                self.read(f"{module}.values")
 
 
 # ---------------------------------------------------------------- as JSON

@@ -10,8 +10,9 @@ from helpers import relative, shared
 from laws.families import CASES, STRUCTURES, built
 
 import argosy
+from argosy.adapt.formats.table import FORMATS
 from argosy.adapt.quant import QuantizedEinsum
-from argosy.adapt.rules import PRESETS, Rule, preset_rules, read_rules, rules_named, schemes_of
+from argosy.adapt.rules import ACTIVATIONS, NAMES, PRESETS, Rule, preset_rules, read_rules, rules_named, schemes_of
 from argosy.adapt.surgery import find
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, UserError
@@ -145,6 +146,57 @@ def test_nothing_is_written_for_a_model_that_cannot_be_quantized(tmp_path):
     with pytest.raises(BadInput, match="not finite"):
         quantize(str(tmp_path / "damaged"), tmp_path / "out", preset_rules("w4"))
     assert not (tmp_path / "out").exists()
+
+
+def test_names_of_formats_in_settings_are_those_of_the_table():
+    assert set(NAMES) == set(FORMATS)
+    assert set(ACTIVATIONS) <= set(FORMATS)
+
+
+def test_after_a_kill_the_table_has_every_weight(tmp_path, monkeypatch):
+    """Files that were complete are not written again, and their weights are in the table all the same."""
+    saved(CASES["llama-plain"], tmp_path / "plain")
+    source = str(tmp_path / "plain")
+    expected = quantize(source, tmp_path / "whole", preset_rules("w4"))["weights"]
+
+    def stop(new: int, all: int, kept: int) -> None:
+        if new and all > 0 and len(list((tmp_path / "w4.part").rglob("zarr.json"))) > 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, tmp_path / "w4", preset_rules("w4"), progress=stop)
+    kept = []
+    result = quantize(source, tmp_path / "w4", preset_rules("w4"), progress=lambda new, all, old: kept.append(old))
+    assert kept[0] > 0
+    assert result["weights"] == expected
+
+
+def test_rules_of_single_layers_hold_while_loading_too(tmp_path):
+    """Also where layers would be stacked."""
+    saved(CASES["llama-plain"], tmp_path / "plain")
+    rules = [Rule(where=r"layers\.0\..*", weights="int8"), Rule(weights="int4")]
+    quantize(str(tmp_path / "plain"), tmp_path / "mixed", rules)
+    exact = load_lm(tmp_path / "mixed").logits(TOKENS)
+    assert relative(load_lm(tmp_path / "plain", rules=rules, run=Scan()).logits(TOKENS), exact) < 1e-5
+
+
+@pytest.mark.parametrize("preset", ["w8", "w4", "nvfp4"])
+def test_devices_share_a_quantized_model(preset, tmp_path):
+    saved(CASES["llama-plain"], tmp_path / "plain")
+    quantize(str(tmp_path / "plain"), tmp_path / "out", preset_rules(preset))
+    assert relative(load_lm(tmp_path / "out", tensor=2).logits(TOKENS), load_lm(tmp_path / "out").logits(TOKENS)) < 1e-5
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path, monkeypatch):
+    """By its bytes in few bits, not in floats."""
+    saved(CASES["llama-plain"], tmp_path / "plain")
+    quantize(str(tmp_path / "plain"), tmp_path / "w4", preset_rules("w4"))
+    needs = []
+    monkeypatch.setattr("argosy.weights.build.check_fits", lambda needed, what: needs.append(needed))
+    for how in ({}, {"rules": preset_rules("w4")}):
+        load_lm(tmp_path / ("plain" if how else "w4"), **how)
+    load_lm(tmp_path / "plain")
+    assert needs[0] == needs[1] < needs[2]
 
 
 def test_a_quantized_model_saves_as_it_is(tmp_path):

@@ -48,6 +48,19 @@ def test_a_run_in_few_bits_learns_as_floats_do_and_resumes_bit_for_bit(kind: str
         train("tiny", [*WORDS, f"dir={tmp_path / 'alone'}", f"steps={STEPS + 1}"], Quiet())
 
 
+@pytest.mark.parametrize("kind", ["int8", "qat"])
+@pytest.mark.usefixtures("one_device")
+def test_devices_change_a_loss_by_rounding_alone(kind: str, tmp_path: Path):
+    """Scales are of whole rows and blocks, however these are split. Sums in another order move a few numbers over a tie."""
+    found = []
+    for name, mesh in (("one", ["mesh.data=1", "mesh.fsdp=1"]), ("eight", ["mesh.data=2", "mesh.fsdp=4"])):
+        words = [*WORDS, *KINDS[kind], *mesh, "data.batch=8", f"dir={tmp_path / name}", "steps=4"]
+        train("tiny", words, Quiet())
+        found.append(losses(tmp_path / name))
+    assert found[0].keys() == found[1].keys()
+    assert [found[1][step] for step in found[0]] == pytest.approx([found[0][step] for step in found[0]], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -215,7 +215,7 @@ def test_weights_of_the_engine_in_int8_are_another_policy(data: Path, base: Path
     found = numbers(run, "sampler/difference_max")
     assert all(1e-5 < found[step] < 0.5 for step in (1, 2, 3)), found
     assert all(0.9 < share < 1 for share in numbers(run, "sampler/effective").values())
-    with pytest.raises(UserError, match="rollout.weights=int8 and an adapter do not combine"):
+    with pytest.raises(UserError, match=r"rollout\.weights=int8 and an adapter do not combine"):
         fit("grpo", data, tmp_path / "none", "rollout.weights=int8", f"init.weights={base}", "adapter=lora", steps=1)
 
 

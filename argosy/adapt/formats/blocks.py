@@ -1,12 +1,14 @@
 """Which weights share a scale.
 
 Granularities are written as the field does: `tensor`, `channel`, a number of weights along the summed axes (32, 128), or a tile
-of the weight as a matrix, rows of the summed axes first (128x128).
+of the weight as a matrix, rows of the summed axes first (128x128). No jax here: settings are checked by it.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from argosy.models.parts.einsum import Contraction
+if TYPE_CHECKING:
+    from argosy.models.parts.einsum import Contraction
 
 Granularity = str | int | None
 
@@ -29,7 +31,7 @@ def along(sizes: Sequence[int], block: int | None) -> list[int]:
     return out[::-1]
 
 
-def block_of(of: Contraction, granularity: Granularity, default: int | None = None) -> tuple[int, ...]:
+def block_of(of: "Contraction", granularity: Granularity, default: int | None = None) -> tuple[int, ...]:
     """How many weights of a contraction share a scale along each axis of its weight, one for stacked layers and for experts.
 
     Args:
@@ -67,7 +69,7 @@ def granularity_of(granularity: Granularity, default: int | None = None) -> tupl
     return int(parts[0]), int(parts[1]) if len(parts) == 2 else 1
 
 
-def pack_axis(of: Contraction) -> int:
+def pack_axis(of: "Contraction") -> int:
     """The axis, counted from the end, along which small codes share bytes: the last of those along which blocks lie."""
     summed = of.kept if of.is_lookup else of.inner
     return max(i for i, letter in enumerate(of.spec) if letter in summed) - len(of.spec)

@@ -90,7 +90,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of each element."""
+        """The bits of each element."""
         return self.elements.bits
 
     @property
@@ -99,8 +99,8 @@ class Format:
 
     @property
     def largest(self) -> float:
-        """The element that the largest magnitude of a block is mapped to. Of integers half of the range, 127.5 or 7.5, so that rounding
-        uses the most negative one too."""
+        """The element that the largest magnitude of a block is mapped to. Integers have half of their range, 127.5 or 7.5, so that
+        rounding uses the most negative one too."""
         match self.elements:
             case Integers(bits):
                 return (2**bits - 1) / 2
@@ -110,10 +110,6 @@ class Format:
                 return max(map(abs, levels))
             case Floats(dtype, _):
                 return float(jnp.finfo(dtype).max)
-
-    def bits_each(self, block: int, *, minima: bool = False) -> float:
-        """The bits of a weight with its share of the scales of its block."""
-        return self.bits + ((32 if self.scales == "float32" else 8) + (32 if minima else 0)) / block
 
     def quantize(
         self, w: Weight, block: Sequence[int], calibration: str = "absmax", *, lead: int = 0, pack: int = 0

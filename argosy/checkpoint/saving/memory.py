@@ -84,7 +84,7 @@ class HostMemory:
 
 
 class HostCopies:
-    """The copies of one save. Those that are never released, since the save failed, are freed with it."""
+    """The copies of one save. Copies that are never released, since the save failed, are freed with it."""
 
     def __init__(self, memory: HostMemory):
         self._memory = memory

@@ -51,7 +51,7 @@ Items = Mapping[str, Mapping[str, ShardedArray]]
 
 
 def copy_shards(items: Mapping[str, Mapping[str, Any]], copies: HostCopies, leads: bool, replicas: bool = False) -> Items:
-    """Copies the shards that this process writes off its devices. Of equal shards only the first is written, by one process. Arrays
+    """Copies the shards that this process writes off its devices. Only the first of equal shards is written, by one process. Arrays
     on the host, which all processes have, are written by the leader.
 
     Args:

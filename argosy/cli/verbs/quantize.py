@@ -24,8 +24,8 @@ class Quantize(Settings):
 
     preset: str | None = None
     """One rule by name: w8, w8a8, w4, w4a8, w4a4, nf4, fp8, fp8-blocks, mxfp8, mxfp4, nvfp4 and so on. `w` is followed by the bits of
-    the weights, `a` by those of the data; without it data stays as it is. Of a GGUF file: q8_0, q6_k, q5_k_m, q4_k_m, q4_1, q4_0, f16,
-    bf16."""
+    the weights, `a` by those of the data; without it data stays as it is. GGUF files have presets of their own: q8_0, q6_k, q5_k_m,
+    q4_k_m, q4_1, q4_0, f16, bf16."""
     rules: str | None = None
     """A YAML file with a list of rules, the first that matches a module decides."""
     to: Literal["argosy", "compressed-tensors", "gguf"] | None = None
@@ -108,7 +108,7 @@ def described(result: dict[str, Any]) -> str:
         numbers, size = (sum(row[name] for row in rows) for name in ("numbers", "bytes"))
         errors = [row["error"] for row in rows]
         lines.append([*key, str(len(rows)), f"{8 * size / numbers:.2f}", f"{size / 1e6:.1f}", f"{max(errors):.4f}"])
-    head = ("module", "weights", "scales for", "data", "layers", "bits", "MB", "largest error")
+    head = ("module", "weights", "scales for", "data", "layers", "bits", "MB", "largest RMS error")
     kept = result["kept"]
     rest = f"{plural(kept['tensors'], 'tensor')} kept ({kept['bytes'] / 1e6:.1f} MB), such as {', '.join(kept['largest'])}"
     written = f"{result['target']}: {result['bytes'] / 1e6:.1f} MB in {lasted(result['seconds'])}"

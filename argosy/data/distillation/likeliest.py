@@ -71,7 +71,7 @@ class Likeliest:
             self.begins[row] = UNKNOWN
 
     def missing(self, rows: np.ndarray) -> np.ndarray:
-        """Those of these rows that are not known."""
+        """The ones of these rows that are not known."""
         return rows[self.begins[rows] < 0]
 
     def read(self, row: int) -> TopTokens:

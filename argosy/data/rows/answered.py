@@ -1,6 +1,6 @@
 """Prompts with the answers that the data has, for training that may answer them anew: fine-tuning data, or prompts alone.
 
-A record becomes tokens as in fine-tuning. Of a conversation the answer is the last turn that is learned, with the token that ends it;
+A record becomes tokens as in fine-tuning. The answer of a conversation is the last turn that is learned, with the token that ends it;
 what is before it is the prompt, exactly as inference feeds it, and what is after it is left out. Records are held in memory and
 rendered as they are used.
 """

@@ -60,7 +60,7 @@ class StandardLibrary(Source):
 
     @cached_property
     def sha256(self) -> str:
-        """Of every file: Linux distributions patch theirs without changing the version."""
+        """For every file: Linux distributions patch theirs without changing the version."""
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(path.relative_to(self.root).as_posix().encode() + b"\0" + path.read_bytes())

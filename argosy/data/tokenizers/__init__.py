@@ -168,7 +168,7 @@ class Tokenizer(ABC):
         return self._cut_patterns[special]
 
     def blanks(self, special: bool) -> str:
-        """Those of space and line break that no token has after a letter or digit. special: special tokens count too."""
+        """The space and the line break, if no token has them after a letter or digit. special: special tokens count too."""
         ids = (token for token in range(self.vocab) if token != self.unknown and (special or token not in self.hidden))
         pieces = [self.piece(token, False).decode(errors="replace") for token in ids]
         return "".join(blank for blank in " \n" if not any(re.search(rf"[^\W_]{blank}", text) for text in pieces))

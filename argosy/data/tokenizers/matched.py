@@ -28,7 +28,7 @@ class Matched:
 
 
 def matched(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
-    """The tokens that both have. Of special tokens only the ends match, whatever they are called."""
+    """The tokens that both have. Among special tokens only those that end a text match, whatever they are called."""
     ours, theirs = by_bytes(student), by_bytes(teacher)
     pairs = [(token, theirs[piece]) for piece, token in ours.items() if piece in theirs]
     if student.eos is not None and teacher.eos is not None:

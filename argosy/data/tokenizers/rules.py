@@ -103,7 +103,7 @@ RULES = {
     **for_names("bloom poro-chat gpt3-finnish", SplitRule((BLOOM,))),
     **for_names("viking", SplitRule((BLOOM, DIGIT))),
 }
-"""Those of llama.cpp's table that are expressions. Left out, and so refused: rules written in C++ (afmoe, superbpe), and
+"""The rules of llama.cpp's table that are expressions. Left out, and so refused: rules written in C++ (afmoe, superbpe), and
 vocabularies that are not of bytes (gemma4, sarvam-moe, whitespace)."""
 
 

@@ -200,7 +200,7 @@ class WorkerGang:
         return self._assembled(source.skeleton, source.leaves[0], number, wanted)
 
     def values(self, number: int) -> list[Any]:
-        """What each process has.
+        """The values of each process.
 
         Raises:
             BadInput: an array is not whole in each process.

@@ -101,7 +101,7 @@ def codes(values: Array) -> Array:
 
 
 def _some_codes(values: Array, panel: Array, column: Array) -> Array:
-    """Those of one column of each of these panels, [... summed]."""
+    """The codes of one column of each of these panels, [... summed]."""
     if values.shape[2] == PANEL:
         return values[panel, :, column] ^ 128
     both = values[panel, :, column % (PANEL // 2)]

@@ -60,7 +60,7 @@ class Groups(NamedTuple):
 
     @property
     def std(self) -> Float[Array, "g 1"]:
-        """Of a sample (divided by size - 1); 0 where fewer than two rewards are there."""
+        """The standard deviation of a sample (divided by size - 1); 0 where fewer than two rewards are there."""
         return deviation(jnp.where(self.scored, self.rewards - self.mean, 0.0), self.size, 1)
 
     def advantages(self, values: Float[Array, "g n"]) -> Advantages:

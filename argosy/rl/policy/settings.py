@@ -53,9 +53,9 @@ class Credit(Settings):
     token of their turn. mixed: every turn is credited with the outcome, which is the reward of the last turn and those of functions,
     and each turn before the last also with its own reward (MT-GRPO, arXiv:2505.11821)."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Of `to_go`: discount of a reward for each turn that it is away. Below 1 a turn is credited less with what comes late."""
+    """For `to_go`: discount of a reward for each turn that it is away. Below 1 a turn is credited less with what comes late."""
     weight: Annotated[float, Also("turn_advantage_coef", "step_advantage_w")] = Field(1.0, gt=0)
-    """Of `mixed`: weight of the turn's own advantage beside that of the outcome."""
+    """For `mixed`: weight of the turn's own advantage beside that of the outcome."""
 
     @model_validator(mode="after")
     def _apply(self) -> "Credit":
@@ -72,7 +72,7 @@ class Critic(Settings):
     """Discount of a reward for each token that it is away. 1: a reward at the end is worth as much to a long answer as to a short
     one."""
     lam: Annotated[float, Also("gae_lambda")] = Field(0.95, ge=0, le=1)
-    """Of generalized advantage estimation (arXiv:1506.02438): 1 trusts the rewards, 0 the critic. 0.95 as in PPO's paper and TRL."""
+    """For generalized advantage estimation (arXiv:1506.02438): 1 trusts the rewards, 0 the critic. 0.95 as in PPO's paper and TRL."""
     weight: Annotated[float, Also("vf_coef", "value_loss_coef")] = Field(0.1, gt=0)
     """Weight of the critic's loss. With Adam it decides only the share of the gradient's norm that clipping sees; 0.1 as in TRL."""
     rate: float = Field(10.0, gt=0)
@@ -97,16 +97,16 @@ class Policy(TokenObjective):
     """What `advantages: grpo` are divided by: the standard deviation of the group's rewards, of all rewards of the rollout, or
     nothing."""
     normalize: Annotated[Literal["sum", "each"], Also("multi_objective_aggregation")] = "sum"
-    """Of several rewards: sum adds them by weight, then compares; each compares every reward with its group first, then adds
+    """For several rewards: sum adds them by weight, then compares; each compares every reward with its group first, then adds
     (GDPO, arXiv:2601.05242), so that a reward of small range counts too. `each` is for `advantages: grpo` only."""
     loss: Annotated[LossName, Also("importance_sampling_level")] = "ppo"
     """The loss of a token (`rl.algorithms`). ppo: clipped ratio; gspo: clipped ratio of the whole answer, which moves less (`low` 3e-4,
     `high` 4e-4); cispo: REINFORCE with bounded weights (`low` 0, `high` 5); reinforce: no ratio, for one update a rollout; or
     FILE.py:FUNCTION."""
     low: Annotated[float, Also("epsilon", "clip_ratio", "clip_ratio_low")] = Field(0.2, ge=0)
-    """Lower clip: the ratio stops mattering below 1 - low. Of `cispo` the lower bound of the weight itself."""
+    """Lower clip: the ratio stops mattering below 1 - low. For `cispo` it is the lower bound of the weight itself."""
     high: Annotated[float, Also("epsilon_high", "clip_ratio_high")] = Field(0.2, ge=0)
-    """Upper clip: the ratio stops mattering above 1 + high. Of `cispo` the upper bound of the weight itself."""
+    """Upper clip: the ratio stops mattering above 1 + high. For `cispo` it is the upper bound of the weight itself."""
     dual: Annotated[float | None, Also("delta", "clip_ratio_c")] = Field(None, gt=1)
     """Bounds the loss of bad tokens whose ratio has exploded (dual-clip PPO, arXiv:1912.09729, uses 3). None: off, as in the papers."""
     average: Annotated[Average, Also("loss_agg_mode", "loss_type")] = "answers"
@@ -126,7 +126,7 @@ class Policy(TokenObjective):
     correction: Correction = Correction()
     """For the difference between engine and trainer."""
     credit: Credit = Credit()
-    """Of answers with several turns: which turns a reward is credited to."""
+    """For answers with several turns: which turns a reward is credited to."""
 
     critic: Critic | None = None
     """The critic. None: advantages compare rewards alone."""

@@ -51,8 +51,8 @@ def maths(
     finish_reasons: Sequence[str] | None = None,
     thinking_prompts: Sequence[bool] | None = None,
 ) -> list[float | None]:
-    """1 where a completion ends with the right answer to a question of mathematics (`argosy.rl.rewards.maths`); 0 elsewhere. Of one
-    that was cut, only an answer that it finished counts."""
+    """1 where a completion ends with the right answer to a question of mathematics (`argosy.rl.rewards.maths`); 0 elsewhere. If
+    one was cut, only an answer that it finished counts."""
     return _graded(completions, answer, finish_reasons, thinking_prompts, strict=False)
 
 

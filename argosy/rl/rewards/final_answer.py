@@ -2,7 +2,7 @@ r"""The answer that a text to a question of mathematics ends with.
 
 It is what stands, in this order, in the last \boxed{} or \fbox{}; behind the last ####, as in GSM8K (arXiv:2110.14168); in the last
 <answer> </answer>; behind the last `answer is`; otherwise the last number or expression (`last_value`). Strictly, only a box or four
-hashes count. Of a text that was cut, an answer counts only if it was finished: the 4 at its end may be the beginning of 42.
+hashes count. If a text was cut, an answer in it counts only if it was finished: the 4 at its end may be the beginning of 42.
 """
 
 import re

@@ -83,8 +83,8 @@ class Rollout(Settings):
     that have not learned from the last so many rollouts, which `objective.correction` weighs. 0: every rollout is sampled with the
     latest weights."""
     weights: Annotated[Literal["same", "int8"], Also("rollout_quantization", note="rollout.weights=int8")] = "same"
-    """Of the engine. same: the trainer's; int8: rounded to 8 bits for each rollout, which halves what a decoding step reads beside
-    bfloat16. `objective.correction` weighs the difference, which is logged."""
+    """The engine's weights. same: the trainer's; int8: rounded to 8 bits for each rollout, which halves what a decoding step reads
+    beside bfloat16. `objective.correction` weighs the difference, which is logged."""
     workers: Annotated[int | None, MayChange()] = Field(None, gt=0)
     """Processes for reward functions. None: one for each core, at most 8."""
 

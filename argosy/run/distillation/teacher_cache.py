@@ -62,7 +62,7 @@ def fill_teacher_cache(assembly: Any, described: dict[str, Any], stored: Any, sa
     """Fills the cache for the rows that a run visits, and gives it to its batches.
 
     Args:
-        described: the teacher, as `checkpoint.base.describe_base` does. stored: the same, opened. Of a served one there is neither.
+        described: the teacher, as `checkpoint.base.describe_base` does. stored: the same, opened. A served one has neither.
 
     Raises:
         ArgosyError: the teacher gives probabilities that are not finite.

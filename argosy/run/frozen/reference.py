@@ -149,7 +149,7 @@ def _table_of(
 
 
 def _missing(rows: Any, groups: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Those of the groups of rows with a document that the table lacks."""
+    """The groups of rows with a document that the table lacks."""
     lacking = np.any(np.isnan(table).reshape(-1, rows.per_group), axis=1).reshape(-1)
     return np.array([g for g in groups.tolist() if lacking[rows.order[rows.offsets[g] : rows.offsets[g + 1]]].any()], np.int64)
 

@@ -181,7 +181,7 @@ class PaceMeter:
 
 
 def _pace_words(document: dict[str, Any]) -> ProcessTimes:
-    """Of what a process said."""
+    """The times that a process said."""
     return ProcessTimes(**{name: value for name, value in document.items() if name in ProcessTimes.__dataclass_fields__})
 
 

@@ -69,7 +69,7 @@ def describe_gpt_oss(config: GptOssConfig) -> tuple[str, Keys]:
 
 
 def _sizes(config: Any) -> Keys:
-    """Of every decoder."""
+    """Keys of every decoder."""
     keys = {
         "vocab_size": config.vocab,
         "context_length": config.context,

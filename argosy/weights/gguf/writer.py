@@ -210,7 +210,7 @@ def _kept(entry: TensorEntry) -> str:
 
 
 def _file_type(tensors: list[EncodedTensor]) -> int:
-    """Of a file in whose matrices no numbers are rounded."""
+    """The mixture of a file in whose matrices no numbers are rounded."""
     kinds = [tensor.type for tensor in tensors if len(tensor.entry.shape) > 1]
     return {"F32": 0, "F16": 1, "BF16": 32}[max(set(kinds), key=kinds.count)]
 

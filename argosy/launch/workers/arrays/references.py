@@ -81,7 +81,7 @@ class Ref:
         return self.wait()._there().value(self.number)
 
     def values(self) -> list[Any]:
-        """What each process of the group returned, by rank.
+        """The results of the processes of the group, by rank.
 
         Raises:
             BadInput: an array is one of all processes, or it holds something else than arrays and plain values.

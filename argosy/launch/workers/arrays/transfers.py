@@ -115,7 +115,7 @@ def _say(peer: socket.socket, error: str) -> None:
 
 @dataclass
 class ShardPiece:
-    """Of an array, from a process of the source into a buffer of this one."""
+    """A piece of an array, on its way from a process of the source into a buffer of this one."""
 
     leaf: int
     box: Box

@@ -140,7 +140,7 @@ def _apart_from(array: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def _bytes_of(array: jax.Array) -> int:
-    """Of all its shards, alike ones once."""
+    """The bytes of all its shards; those that are alike count once."""
     boxes = {str(index): shard for shard in array.addressable_shards for index in [shard.index]}
     return sum(one.data.nbytes for one in boxes.values())
 

@@ -35,7 +35,7 @@ class Keeper:
         self._some = threading.Condition()
 
     def address(self) -> tuple[str, int]:
-        """Of this machine, and a port that this actor holds."""
+        """The address of this machine, and a port that this actor holds."""
         self._port = self._port or HeldPort("")
         return engine.ray().util.get_node_ip_address(), self._port.number
 

@@ -1,7 +1,7 @@
 """Numbers of whole sequences from numbers of their tokens: what objectives over preferences and labels share.
 
-A row holds up to s sequences, one in each slot: tokens of segment k belong to slot k - 1. Unpacked rows have one slot. Of a pair,
-the chosen sequence is in an even row and the rejected one in the same slot of the row after it. Sums are taken slot by slot, so
+A row holds up to s sequences, one in each slot: tokens of segment k belong to slot k - 1. Unpacked rows have one slot. The
+chosen sequence of a pair is in an even row, and the rejected one in the same slot of the row after it. Sums are taken slot by slot, so
 packing, padding and the order of rows change no sequence's number, and a sequence's mean divides by its own length.
 
     tokens, targets, segments, mask   [B T] as in language modeling; the mask is 1 on targets of completions

@@ -104,7 +104,7 @@ def _granularity(path: str, of: Contraction, module: PackedModule, blocks: Any) 
 
 
 def _granularities(module: PackedModule) -> list[str | int]:
-    """Those that may say a module's blocks, the widest first."""
+    """The granularities that may say a module's blocks, the widest first."""
     rows, columns = module.block
     if module.block == module.shape:
         return ["tensor", "channel"]
