@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from argosy.adapt.quant import quantized
-from argosy.adapt.rules import Rule, rules_named, schemes_of
+from argosy.adapt.qwix import as_rules
+from argosy.adapt.rules import schemes_of
 from argosy.adapt.surgery import at, put_at
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
@@ -336,14 +337,14 @@ class LM:
 
     # ---------------------------------------------------------------- files
 
-    def quantize(self, rules: str | Sequence[Rule]) -> list[str]:
-        """Quantizes weights in place, by a preset of `argosy quantize`, such as "w4", a YAML file of rules, or rules. Returns the names
-        of the contractions, at least one.
+    def quantize(self, rules: str | Sequence[Any]) -> list[str]:
+        """Quantizes weights in place, by a preset of `argosy quantize`, such as "w4", a YAML file of rules, or rules: those of this
+        house, mappings with their keys, or `qwix.QuantizationRule`s. Returns the names of the contractions, at least one.
 
         Raises:
             UserError: there is no such preset or file, a rule matches nothing, or a weight is quantized already or has an adapter.
         """
-        schemes = schemes_of(self.module, rules_named(rules) if isinstance(rules, str) else list(rules))
+        schemes = schemes_of(self.module, as_rules(rules))
         modules = {name: quantized(at(self.module, name), scheme) for name, scheme in schemes.items()}
         for name, module in modules.items():
             put_at(self.module, name, module)

@@ -2,11 +2,11 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from argosy.adapt.rules import rules_named
+from argosy.adapt.qwix import as_rules
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, SettingsLayer, dump, read_settings
 from argosy.core.settings.scalars import yaml_line
@@ -31,7 +31,7 @@ def load(
     tensor: int = 1,
     engine: EngineSettings | Mapping[str, Any] | None = None,
     blocks: bool | Literal["auto"] = False,
-    quantization: str | None = None,
+    quantization: str | Sequence[Any] | None = None,
 ) -> "LM":
     """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
     instead of `.logits` and `.generate`.
@@ -53,8 +53,8 @@ def load(
         blocks: on a CPU, keep the weights of a .gguf file as they are there, in blocks of 4 to 8 bits, which takes a third of the
             memory or less and gives the same answers. Such a model is neither trained, changed nor saved. Where nothing can be kept
             so, that is said; "auto": it is not.
-        quantization: a preset of `argosy quantize`, such as "w8" or "w4", or a YAML file of rules: weights are quantized as they are
-            read.
+        quantization: a preset of `argosy quantize`, such as "w8" or "w4", a YAML file of rules, or a list of rules, of mappings with
+            their keys, or of `qwix.QuantizationRule`s: weights are quantized as they are read.
 
     Raises:
         UnknownName, BadInput, SettingsError, Damaged: there is no such model, it is not one, so many devices cannot share it, or the
@@ -85,7 +85,7 @@ def load(
         return _checked(lm)
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
-    rules = None if quantization is None else rules_named(quantization)
+    rules = None if quantization is None else as_rules(quantization)
     if rules is not None and blocks is True:
         raise BadInput("`quantization` and `blocks` each say how weights are kept", hint="leave one out")
     more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "rules": rules}

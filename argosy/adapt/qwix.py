@@ -1,0 +1,151 @@
+"""Rules that were written for Qwix, as rules of this house.
+
+    lm.quantize([qwix.QuantizationRule(module_path="layers/.*", weight_qtype=jnp.int4, tile_size=64)])
+
+Nothing of Qwix (an optional package) is imported: a rule is recognized by its fields, those of `qwix.QuantizationRule` 0.1.8. A field
+that cannot be said here is an error that names it, and never dropped. Where the same rule means another thing:
+
+- Qwix matches the module that calls an operation, and also rounds products of data with data in it, such as those of attention. A
+  rule here matches a contraction with a weight, and those products stay as they are.
+- `tile_size` counts along all summed axes, the last fastest. Where a contraction sums over two (heads and head size), Qwix tiles the
+  last alone and shares each scale along the other.
+- Tables that are looked up keep floats in Qwix. Here a rule that names an embedding quantizes it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from argosy.adapt.rules import Rule, RuleFile, rules_named
+from argosy.core.errors import BadInput
+from argosy.core.settings import SettingsLayer, read_settings
+
+# The types and words of Qwix.
+FORMAT_NAMES = {
+    **{name: name for name in ("int8", "int4", "int2", "nf4", "mxfp8", "mxfp4", "nvfp4")},
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+}
+# What a rule of this house says too; every other field must have its default.
+FIELDS = {"module_path", "op_names", "weight_qtype", "act_qtype", "tile_size", "weight_calibration_method"}
+DEFAULTS = {"act_static_scale": (None, False), "act_calibration_method": (None, "absmax")}
+CONTRACTIONS = {"dot_general", "einsum"}
+
+
+def as_rules(given: "str | Sequence[Any]") -> list[Rule]:
+    """Rules, from what Python users give: a preset or a YAML file by name, or a list of rules, of mappings with a rule's keys, and of
+    rules of Qwix.
+
+    Raises:
+        UserError: there is no such preset or file, or a rule says what cannot be said here.
+    """
+    if isinstance(given, str):
+        return rules_named(given)
+    return [_as_rule(one, number) for number, one in enumerate(given, 1)]
+
+
+def _as_rule(one: Any, number: int) -> Rule:
+    if isinstance(one, Rule):
+        return one
+    where = f"rule {number}"
+    try:
+        if isinstance(one, dict):
+            return read_settings(RuleFile, SettingsLayer("rules", {"rules": [one]})).value.rules[0]
+        if hasattr(one, "module_path") and hasattr(one, "weight_qtype"):
+            return rule_of_qwix(one)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error.what}", hint=error.hint) from None
+    except ValueError as error:
+        raise BadInput(f"{where}: {_first_line(error)}", hint="docs/guides/quantization.md lists the keys of a rule") from None
+    hint = "a preset by name, or a list of argosy.adapt.rules.Rule, of mappings, or of qwix.QuantizationRule"
+    raise BadInput(f"{where} is a {type(one).__name__}, and no rule", hint=hint)
+
+
+def rule_of_qwix(rule: Any) -> Rule:
+    """A `qwix.QuantizationRule`, or one of its subclasses, as a rule of this house.
+
+    Raises:
+        BadInput: a field that cannot be said here; it is named.
+    """
+    for name, default in _others(rule).items():
+        if (value := getattr(rule, name)) not in default:
+            raise _unknown(name, value, f"leave it at {default[0]!r}")
+    ops = set(rule.op_names)
+    if ops and not ops >= CONTRACTIONS:
+        hint = "a product with a weight is dot_general or einsum as the device likes: name both, or leave op_names empty"
+        raise _unknown("op_names", rule.op_names, hint)
+    said: dict[str, Any] = {"where": dotted(rule.module_path)}
+    weights = _format("weight_qtype", rule.weight_qtype)
+    activations = _format("act_qtype", rule.act_qtype)
+    tile = rule.tile_size
+    if weights is None:
+        if activations is not None:
+            raise _unknown("act_qtype", rule.act_qtype, "it has an effect only with weight_qtype, in Qwix too")
+        return Rule(**said)
+    if tile is not None and (isinstance(tile, float) or tile < 1):
+        raise _unknown("tile_size", tile, "a number of weights, such as 32")
+    said |= {"weights": weights, "calibration": _calibration(rule.weight_calibration_method)}
+    if tile is not None:
+        said["granularity"] = tile
+    elif not weights.startswith(("mx", "nv")):
+        # Formats here have blocks of their own, and Qwix gives a channel one scale.
+        said["granularity"] = "channel"
+    if activations is not None:
+        said |= {"activations": activations, "activation_block": tile}
+    try:
+        return Rule(**said)
+    except ValueError as error:
+        raise BadInput(_first_line(error), hint="a rule of Qwix that no rule here can say") from None
+
+
+def dotted(module_path: str) -> str:
+    """A regular expression over paths such as layers/0/mlp as one over layers.0.mlp."""
+    return module_path.replace(r"\/", "/").replace("[^/]", r"[^.]").replace("/", r"\.")
+
+
+def _others(rule: Any) -> dict[str, tuple[Any, ...]]:
+    """The fields that must have one of these values."""
+    if not is_dataclass(rule):
+        return DEFAULTS
+    out = dict[str, tuple[Any, ...]]()
+    for one in fields(rule):
+        if one.name in FIELDS:
+            continue
+        if one.default is MISSING:
+            raise _unknown(one.name, getattr(rule, one.name), "only rules that quantize weights and data are taken")
+        out[one.name] = DEFAULTS.get(one.name, (one.default,))
+    return out
+
+
+def _format(field: str, kind: Any) -> str | None:
+    if kind is None:
+        return None
+    name = kind if isinstance(kind, str) else np.dtype(kind).name
+    if name not in FORMAT_NAMES:
+        raise _unknown(field, name, ", ".join(FORMAT_NAMES))
+    return FORMAT_NAMES[name]
+
+
+def _calibration(method: str) -> str:
+    """`absmax`, `minmax`, `rms,7` and `fixed,-3,3` in the words of rules."""
+    name, *numbers = method.replace(" ", "").split(",")
+    if name in ("absmax", "minmax") and not numbers:
+        return name
+    if name == "rms" and len(numbers) == 1:
+        return f"rms:{numbers[0]}"
+    if name == "fixed" and len(numbers) == 2 and float(numbers[0]) == -float(numbers[1]):
+        return f"fixed:{numbers[1]}"
+    raise _unknown("weight_calibration_method", method, "absmax, minmax, rms,K, or fixed,-X,X")
+
+
+def _unknown(field: str, value: Any, hint: str) -> BadInput:
+    return BadInput(f"{field} = {value!r} of a Qwix rule cannot be said here", hint=hint)
+
+
+def _first_line(error: ValueError) -> str:
+    """What a settings class says, without the frame that its library puts around it."""
+    errors = getattr(error, "errors", None)
+    text = str(errors()[0]["msg"]) if errors is not None else str(error)
+    return text.removeprefix("Value error, ").splitlines()[0]
