@@ -1,8 +1,8 @@
 """Quantized weights: `swap(model, where, int8)`, and any other number format.
 
 A `Scheme` says how one contraction is quantized. `QuantizedEinsum` takes the place of an `Einsum`, whose bias and equation it keeps.
-On a CPU the engine packs weights of whole numbers (`infer.cpu.panels`); other formats, and all of them in training, in `logits` and in
-`score`, are slower than float32 there, because XLA first widens them.
+On a CPU the engine multiplies their codes (`infer.cpu.panels`); in training, in `logits` and in `score` they are slower than float32
+there, because XLA first widens them.
 """
 
 from collections.abc import Mapping
@@ -111,7 +111,11 @@ class QuantizedEinsum(Contraction):
 
     @property
     def weight(self) -> Quantized:
-        return Quantized(**{name: None if (part := getattr(self, name)) is None else part[...] for name in PARTS}, **self.fixed)
+        return self.with_parts({name: None if (part := getattr(self, name)) is None else part[...] for name in PARTS})
+
+    def with_parts(self, parts: Mapping[str, Any]) -> Quantized:
+        """A weight of this format with these arrays, by the names of `PARTS`."""
+        return Quantized(**parts, **self.fixed)
 
     @property
     def shape(self) -> tuple[int, ...]:

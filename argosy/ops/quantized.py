@@ -27,7 +27,7 @@ from argosy.ops.native.products import Panels
 class Quantized:
     """A quantized weight. In a tree of the same structure, shapes may stand for the arrays.
 
-    values: integers, floats of eight bits, or codes; or packed ones, on a CPU (`ops.native.products`).
+    values: integers, floats of eight bits, or codes; on a CPU perhaps the whole weight in panels, scales included (`ops.native`).
     scale: float32, float8_e4m3fn, or uint8: the exponents of powers of two (`powers_of_two`).
     minimum: float32, as `scale`; None: 0.
     outer: float32, what scales are multiplied by; None: 1.
@@ -72,8 +72,9 @@ class Quantized:
 
     def dequantized(self, dtype: Any = jnp.float32) -> Array:
         """The floats, computed in float32."""
+        if isinstance(self.values, Panels):
+            return self.values.dense().astype(dtype)
         values = unpacked(self.values, self.packed, self.bits) if self.packed else self.values
-        values = values.dense() if isinstance(values, Panels) else values
         if self.levels is None:
             w = values.astype(jnp.float32)
         else:
@@ -85,6 +86,8 @@ class Quantized:
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Rows along the first axis, float32: the lookup of an embedding."""
         values, packed = self.values, self.packed
+        if isinstance(values, Panels):
+            return values.rows(ids)
         if packed == -len(values.shape):
             values, packed = unpacked(values, packed, self.bits), 0
         size = values.shape[0]
@@ -94,9 +97,8 @@ class Quantized:
                 return None
             return a[ids // (size // a.shape[0])] if a.shape[0] > 1 else jnp.broadcast_to(a[0], (*ids.shape, *a.shape[1:]))
 
-        values = values.rows(ids) if isinstance(values, Panels) else values[ids]
         own: Any = {name: picked(getattr(self, name)) for name in ("scale", "minimum", "outer")}
-        return replace(self, values=values, **own, packed=packed).dequantized()
+        return replace(self, values=values[ids], **own, packed=packed).dequantized()
 
 
 def powers_of_two(exponents: UInt8[Array, "..."]) -> Float[Array, "..."]:

@@ -2,6 +2,7 @@
 
 A serving engine is the only user of its model, so there each weight is packed in place, and memory holds it once. Elsewhere packed
 weights are a copy, made only if it takes at most a quarter of the free memory. Weights that a GGUF file has in blocks may come packed.
+Quantized weights are packed as their codes, whatever the format. Their scales, which are small, stay beside them, too.
 """
 
 import math
@@ -12,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from argosy.adapt.quant import QuantizedEinsum
+from argosy.adapt.quant import PARTS, QuantizedEinsum
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.weight import Leaves, variables
 from argosy.observe.environment import memory_bytes
 from argosy.ops.native import library
+from argosy.ops.native.blocks import packed_quantized
 from argosy.ops.native.products import SMALLEST, Panels, packed
-from argosy.ops.quantized import Quantized
 from argosy.weights.gguf.blocks import BlockRows, Origin
 
 # The most of the free memory that a copy may take.
@@ -39,22 +40,33 @@ class PanelPacker:
 
     def __init__(self, model: nnx.Module, replace: ReplaceWeight | None = None, origin: Origin | None = None):
         self.forms, self.replace, self.origin = panel_forms(model), replace, origin
+        quantized = ((path, of) for path, of in nnx.iter_modules(model) if isinstance(of, QuantizedEinsum))
+        self.quantized = {".".join(map(str, (*path, "values"))): of for path, of in quantized}
         # The packed weights, by address.
         self.panels: Leaves = {}
 
     def of(self, weights: Leaves) -> Leaves:
         """The weights, packed where that helps, until `forget` the same ones. Takes what it packs out of `weights`."""
         if not self.panels:
-            chosen = {address: form for address, form in self.forms.items() if is_packable(weights.get(address))}
+            chosen = {at: form for at, form in self.forms.items() if is_packable(weights.get(at), at in self.quantized)}
             rows = {} if self.origin is None else self._rows(self.origin, weights, chosen)
             if self.replace is None and not has_memory_for([rows.get(address, weights[address]) for address in chosen]):
                 chosen = {}
             for address, form in chosen.items():
-                weight = weights.pop(address)
-                self.panels[address] = rows[address].packed(weight) if address in rows else packed(weight, *form)
+                if (panels := self._packed(address, weights, rows.get(address), form)) is None:
+                    continue
+                del weights[address]
+                self.panels[address] = panels
                 if self.replace is not None:
-                    self.replace(address, self.panels[address])
+                    self.replace(address, panels)
         return weights | self.panels
+
+    def _packed(self, address: str, weights: Leaves, rows: BlockRows | None, form: tuple[int, bool]) -> Panels | None:
+        """A weight in panels; None for codes that have no kernel."""
+        if (of := self.quantized.get(address)) is not None:
+            name = address.removesuffix("values")
+            return packed_quantized(of.with_parts({part: weights.get(f"{name}{part}") for part in PARTS}), *form)
+        return packed(weights[address], *form) if rows is None else rows.packed(weights[address])
 
     @staticmethod
     def _rows(origin: Origin, weights: Leaves, forms: Mapping[str, tuple[int, bool]]) -> dict[str, BlockRows]:
@@ -93,8 +105,7 @@ def panel_forms(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tupl
         rest = "".join(letter for letter in node.spec if letter not in summed)
         if summed and rest and node.spec in (summed + rest, rest + summed):
             own = "w" if isinstance(node, Einsum) else "values"
-            if isinstance(node, Einsum) or scaled_letters(node, node.spec) <= set(rest):
-                out[".".join(map(str, (*path, own)))] = len(summed), node.spec.startswith(summed)
+            out[".".join(map(str, (*path, own)))] = len(summed), node.spec.startswith(summed)
     return out
 
 
@@ -110,14 +121,15 @@ def count_in_blocks(weights: Leaves) -> tuple[int, int]:
     return len(found), sum(a.nbytes for a in found)
 
 
-def scaled_letters(w: Quantized | QuantizedEinsum, letters: str) -> set[str]:
-    """The letters of a quantized weight that have scales, in blocks or not."""
-    return {letter for letter, n in zip(letters, w.scale.shape, strict=True) if n > 1}
+def is_packable(w: Any, is_quantized: bool = False) -> bool:
+    """Whether packing a weight is worth it, and possible.
 
-
-def is_packable(w: Any) -> bool:
-    """Whether packing a weight is worth it, and possible."""
-    return isinstance(w, jax.Array) and w.dtype in (jnp.float32, jnp.bfloat16, jnp.int8) and w.size >= SMALLEST
+    Args:
+        is_quantized: the array has its codes, of which a byte may have four.
+    """
+    if not isinstance(w, jax.Array):
+        return False
+    return 4 * w.size >= SMALLEST if is_quantized else w.dtype in (jnp.float32, jnp.bfloat16) and w.size >= SMALLEST
 
 
 def has_memory_for(weights: Any) -> bool:

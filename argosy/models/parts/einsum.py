@@ -22,7 +22,7 @@ from argosy.core.dims import LOOKED_UP, Legend, named_axes
 from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
 from argosy.ops.matmul import matmul
-from argosy.ops.native.products import Panels, product
+from argosy.ops.native.products import Panels, block_counts, integer_product, multiplies_integers, product
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized
 from argosy.parallel.scope import gathered_weight, platform, splits
@@ -55,7 +55,10 @@ def contract(
         dtype: of the output; that of `x` unless given. Rounding the logits of a bfloat16 head ties the best two of 3 % of tokens.
     """
     dtype = dtype or x.dtype
-    y = _requantized(eq, x, w, route) if isinstance(w, Quantized) else _plain(eq, x, w, route, dtype)
+    if isinstance(w, Quantized):
+        y = _packed_codes(eq, x, w, w.values) if isinstance(w.values, Panels) else _requantized(eq, x, w, route)
+    else:
+        y = _plain(eq, x, w, route, dtype)
     return checkpoint_name(y.astype(dtype), PRODUCT)
 
 
@@ -64,7 +67,7 @@ def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
         return grouped_matmul(x, w, route.sizes)
     if isinstance(w, Panels):
         if route is None and x.dtype == jnp.float32 and _packed_for(eq, w):
-            return product(x.reshape(-1, math.prod(x.shape[x.ndim - w.inner :])), w).reshape(*x.shape[: x.ndim - w.inner], *w.kept)
+            return product(x.reshape(-1, w.summed), w).reshape(*x.shape[: x.ndim - w.inner], *w.kept)
         w = w.dense()
     w = w.astype(x.dtype)
     if route is not None:
@@ -74,6 +77,23 @@ def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
     if (inner := _tail(eq)) is None or ("T" in eq and splits("time")):
         return jnp.einsum(eq, x, w, preferred_element_type=dtype)
     return _product(eq, x, w, inner, dtype)
+
+
+def _packed_codes(eq: str, x: Array, w: Quantized, panels: Panels) -> Float[Array, "..."]:
+    """A contraction with a quantized weight whose codes are packed. Data in int8 is multiplied as whole numbers."""
+    if w.activations is None:
+        return _plain(eq, x, panels, None, x.dtype)
+    letters, spec, out = eq.replace("->", ",").split(",")
+    data = w.activations.quantize(x, tuple(i for i, a in enumerate(letters) if a in spec and a not in out), w.x_scale)
+    if x.dtype == jnp.float32 and _packed_for(eq, panels) and data.minimum is None and data.values.dtype == jnp.int8:
+        lead = x.ndim - panels.inner
+        sizes, counts = x.shape[lead:], data.scale.shape[lead:]
+        scales = math.prod(counts)
+        if block_counts(sizes, counts) == list(counts) and multiplies_integers(panels, scales):
+            scale = jnp.broadcast_to(data.scales.reshape(*data.scale.shape[:lead], scales), (*x.shape[:lead], scales))
+            y = integer_product(data.values.reshape(-1, panels.summed), scale.reshape(-1, scales), panels)
+            return y.reshape(*x.shape[:lead], *panels.kept)
+    return _plain(eq, data.dequantized(x.dtype), panels, None, x.dtype)
 
 
 def _requantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Array, "..."]:
@@ -132,7 +152,7 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
 
 def _multiplies_integers(x: Quantized, w: Quantized) -> bool:
     """Whether the device multiplies int8 with int8: XLA:CPU does so ten times slower than float32."""
-    if platform() == "cpu" or isinstance(w.values, Panels) or x.minimum is not None:
+    if platform() == "cpu" or x.minimum is not None:
         return False
     return x.values.dtype == w.values.dtype == jnp.int8
 

@@ -1,15 +1,15 @@
-// Products with weights of few bits, as they lie in a file: blocks of whole numbers along the summed axis, each with a scale and
-// perhaps a minimum, w = scale * (code - zero) - minimum. No float32 copy is made: a row of codes becomes floats in registers, or, for more rows
-// than a tile has, a part of a panel in a buffer of the first-level cache.
+// Products of float32 data with weights of few bits (`codes.h`). No float32 copy of the weight is made: codes become floats in registers,
+// or, for more rows than a tile has, a part of a panel in a buffer of the first-level cache.
 //
-// scale * (code - zero) is exact in float32 for every type of GGUF, and no type has both a zero and a minimum. So w is rounded once
-// and has the bits of the float32 weight, and the sums have the order of `argosy_product`: the results are the same, bit for bit, for
-// finite scales.
+// scale * number and scale * zero are exact in float32 for every type of GGUF, and no type has both a zero and a minimum. So w is
+// rounded once and has the bits of the float32 weight, and the sums have the order of `argosy_product`: the results are the same, bit
+// for bit, for finite scales.
 
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 
+#include "codes.h"
 #include "parallel.h"
 #include "tiles.h"
 
@@ -17,72 +17,57 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Of the summed axis at a time in the buffer: 32 KB with the widest vectors. A multiple of every block's length.
+// Of the summed axis at a time in the buffer: 32 KB with the widest vectors.
 constexpr int64_t PART = 256;
-// Bytes of codes between the row that is multiplied and the one that is asked for.
-constexpr int64_t SOON = 2048;
+// The most rows that are multiplied from registers. Each further number of rows is a function more to compile for each format.
+constexpr int FEW = ROWS < 8 ? ROWS : 8;
 
-struct Pair {
-  Floats left, right;
-};
-
-inline Bytes some(const uint8_t* from) {
-  Bytes codes;
-  std::memcpy(&codes, from, sizeof codes);
-  return codes;
-}
-
-// A code of eight bits for each column, stored with its highest bit flipped: see `widened`.
-struct Eight {
-  static constexpr int64_t ROW = PANEL;
-  static Pair load(const uint8_t* row, int64_t c) { return {widened(some(row + c) ^ 128), widened(some(row + c + LANES) ^ 128)}; }
-};
-
-// Four bits for each: columns c and c + 16 share a byte, c in its low half.
-struct Four {
-  static constexpr int64_t HALF = PANEL / 2, ROW = HALF;
-  static Floats one(const uint8_t* row, int64_t c) {
-    const Bytes both = some(row + c % HALF);
-    return widened(c < HALF ? both & 15 : both >> 4);
-  }
-  static Pair load(const uint8_t* row, int64_t c) {
-    if constexpr (LANES == HALF) return {one(row, 0), one(row, HALF)};
-    return {one(row, c), one(row, c + LANES)};
-  }
-};
-
-// A panel of a weight: w = scale * (code - zero) - minimum. `minimum` may be null.
-struct Blocks {
-  const uint8_t* codes;
-  const float *scale, *minimum;
-  int64_t block;
-  float zero;
-};
-
-// Calls row(k, left, right) with COLUMNS floats of each of `deep` rows of a panel from row `start` and column `c` on. `start` and `deep`
-// are multiples of a block.
-template <typename Code, typename Row>
-inline void each(const Blocks& w, int64_t start, int64_t deep, int64_t c, const Row& row) {
-  for (int64_t at = 0; at < deep; at += w.block) {
-    const int64_t place = (start + at) / w.block * PANEL + c;
-    const Pair scale = {load(w.scale + place), load(w.scale + place + LANES)};
-    // Of whole numbers, so exact: what is subtracted for codes that have a zero.
-    Pair minimum = {scale.left * all(w.zero), scale.right * all(w.zero)};
-    if (w.minimum) minimum = {minimum.left + load(w.minimum + place), minimum.right + load(w.minimum + place + LANES)};
-    const uint8_t* codes = w.codes + (start + at) * Code::ROW;
-    for (int64_t k = 0; k < w.block; k++) {
-      const Pair code = Code::load(codes + k * Code::ROW, c);
-      __builtin_prefetch(codes + k * Code::ROW + SOON);
-      row(at + k, scale.left * code.left - minimum.left, scale.right * code.right - minimum.right);
+// Calls row(i, left, right) with COLUMNS floats of rows k, k + 1 ... of a panel, from column c on, for whole groups while there is
+// room for `most` rows. `k` begins a group. Returns the number of rows.
+template <int BITS, typename Number, typename Row>
+inline int64_t each(const Blocks& w, int64_t K, int64_t k, int64_t most, int64_t c, const Row& row) {
+  using Code = Group<BITS>;
+  constexpr int64_t DEPTH = Code::DEPTH;
+  const Number number(w.levels);
+  const int64_t groups = (w.block + DEPTH - 1) / DEPTH;
+  int64_t done = 0, at = k % w.block;
+  for (int64_t b = k / w.block; k + done < K; b++, at = 0) {
+    const int64_t place = b * PANEL + c;
+    const Floats scale[2] = {load(w.scale + place), load(w.scale + place + LANES)};
+    Floats minimum[2] = {scale[0] * all(w.zero), scale[1] * all(w.zero)};
+    if (w.minimum)
+      for (int i = 0; i < 2; i++) minimum[i] += load(w.minimum + place + i * LANES);
+    for (; at < w.block; at += DEPTH) {
+      const int64_t rows = std::min(DEPTH, w.block - at);
+      if (done + rows > most) return done;
+      const uint8_t* group = w.codes + (b * groups + at / DEPTH) * Code::BYTES;
+      __builtin_prefetch(group + SOON);
+      if (Code::BYTES > 64) __builtin_prefetch(group + SOON + 64);
+      auto one = [&](int64_t j) {
+        Floats found[2];
+        for (int i = 0; i < 2; i++) {
+          const Words codes = Code::four(group, c + i * LANES, int(j / 4));
+          found[i] = scale[i] * number(codes >> (8 * (j % 4)) & 255u) - minimum[i];
+        }
+        row(done + j, found[0], found[1]);
+      };
+      if (rows == DEPTH) {
+#pragma GCC unroll 8
+        for (int64_t j = 0; j < DEPTH; j++) one(j);
+      } else {
+        for (int64_t j = 0; j < rows; j++) one(j);
+      }
+      done += rows;
     }
   }
+  return done;
 }
 
 // y[M, :columns] = x[M, K] times columns c ... of a panel of K rows.
-template <int M, typename Code>
-void narrow_tile(const float* x, const Blocks& w, int64_t K, int64_t c, float* y, int64_t y_row, int64_t columns) {
+template <int M, int BITS, typename Number>
+void few_rows(const float* x, const Blocks& w, int64_t K, int64_t c, float* y, int64_t N, int64_t columns) {
   Floats sums[M][2] = {};
-  each<Code>(w, 0, K, c, [&](int64_t k, Floats left, Floats right) {
+  each<BITS, Number>(w, K, 0, K, c, [&](int64_t k, Floats left, Floats right) {
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
       const Floats a = all(x[m * K + k]);
@@ -90,25 +75,19 @@ void narrow_tile(const float* x, const Blocks& w, int64_t K, int64_t c, float* y
       sums[m][1] += a * right;
     }
   });
-  float edge[COLUMNS];
-  for (int m = 0; m < M; m++) {
-    float* to = columns < COLUMNS ? edge : y + m * y_row;
-    store(to, sums[m][0]);
-    store(to + LANES, sums[m][1]);
-    if (columns < COLUMNS) std::memcpy(y + m * y_row, edge, columns * sizeof(float));
-  }
+  for (int m = 0; m < M; m++) store_columns(y + m * N, sums[m][0], sums[m][1], columns);
 }
 
-using NarrowTile = void (*)(const float*, const Blocks&, int64_t, int64_t, float*, int64_t, int64_t);
+using FewRows = void (*)(const float*, const Blocks&, int64_t, int64_t, float*, int64_t, int64_t);
 
-template <typename Code, int... M>
-NarrowTile narrow_tile_of(int rows, std::integer_sequence<int, M...>) {
-  static constexpr NarrowTile tiles[] = {narrow_tile<M + 1, Code>...};
-  return tiles[rows - 1];
+template <int BITS, typename Number, int... M>
+FewRows few_rows_of(int64_t rows, std::integer_sequence<int, M...>) {
+  static constexpr FewRows all[] = {few_rows<M + 1, BITS, Number>...};
+  return all[rows - 1];
 }
 
 // x [M, K] times a weight of N columns, of which `panel` gives each panel: y [M, N].
-template <typename Code, typename Panel>
+template <int BITS, typename Number, typename Panel>
 ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, const Panel& panel, float* y, int64_t N) {
   const int64_t count = (N + PANEL - 1) / PANEL, share = count / (4 * pool.num_threads());
   const int64_t together = M <= ROWS ? 1 : std::max<int64_t>(1, std::min<int64_t>(8, share));
@@ -119,13 +98,12 @@ ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, 
       for (int64_t c = 0; c < PANEL; c += COLUMNS) {
         const int64_t n = p * PANEL + c, columns = std::min<int64_t>(COLUMNS, N - n);
         if (columns <= 0) continue;
-        if (M <= ROWS) {
-          narrow_tile_of<Code>(int(M), std::make_integer_sequence<int, ROWS>{})(x, w, K, c, y + n, N, columns);
+        if (M <= FEW) {
+          few_rows_of<BITS, Number>(M, std::make_integer_sequence<int, FEW>{})(x, w, K, c, y + n, N, columns);
           continue;
         }
-        for (int64_t k = 0; k < K; k += PART) {
-          const int64_t deep = std::min(PART, K - k);
-          each<Code>(w, k, deep, c, [&](int64_t i, Floats left, Floats right) {
+        for (int64_t k = 0, deep; k < K; k += deep) {
+          deep = each<BITS, Number>(w, K, k, PART, c, [&](int64_t i, Floats left, Floats right) {
             store(part + i * COLUMNS, left);
             store(part + i * COLUMNS + LANES, right);
           });
@@ -137,27 +115,33 @@ ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, 
   return ffi::Error::Success();
 }
 
-// codes [panels, K, PANEL] of eight bits or [panels, K, PANEL / 2] of twice four; scale [panels, blocks, PANEL]; minimum as scale, or
-// nothing.
+// codes [panels, groups, bytes]; scale [panels, blocks, PANEL]; minimum as scale, or nothing; levels: 16 numbers, or nothing.
+// numbers: what codes stand for: 0 whole numbers, 1 levels, 2 e4m3, 3 e5m2.
 ffi::Error blocks_product_of(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> codes, ffi::Buffer<ffi::F32> scale,
-                             ffi::Buffer<ffi::F32> minimum, ffi::ResultBuffer<ffi::F32> y, int64_t zero) {
-  const auto shape = codes.dimensions(), scales = scale.dimensions();
-  const int64_t M = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1], panels = (N + PANEL - 1) / PANEL;
-  if (shape.size() != 3 || scales.size() != 3 || shape[0] != panels || scales[0] != panels || shape[1] != K || scales[2] != PANEL ||
-      (shape[2] != PANEL && shape[2] != PANEL / 2) ||
-      scales[1] < 1 || K % scales[1] || PART % (K / scales[1]))
+                             ffi::Buffer<ffi::F32> minimum, ffi::Buffer<ffi::F32> levels, ffi::ResultBuffer<ffi::F32> y, int64_t bits,
+                             int64_t zero, int64_t numbers) {
+  const int64_t M = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
+  if (!panels_fit(codes, scale, minimum, K, N, bits) || (numbers == 1 && levels.element_count() != 16))
     return ffi::Error::InvalidArgument("the shapes of codes and scales do not fit the product");
-  if (minimum.element_count() && minimum.element_count() != scale.element_count())
-    return ffi::Error::InvalidArgument("there are as many minima as scales, or none");
-  const uint8_t* from = codes.typed_data();
-  const float *s = scale.typed_data(), *m = minimum.element_count() ? minimum.typed_data() : nullptr;
-  const int64_t width = shape[2], groups = scales[1];
-  const auto panel = [=](int64_t p) {
-    const int64_t at = p * groups * PANEL;
-    return Blocks{from + p * K * width, s + at, m ? m + at : nullptr, K / groups, float(zero)};
-  };
-  return width == PANEL ? product<Eight>(pool, x.typed_data(), M, K, panel, y->typed_data(), N)
-                        : product<Four>(pool, x.typed_data(), M, K, panel, y->typed_data(), N);
+  const auto panel = panels_of(codes, scale, minimum, levels.typed_data(), K, zero);
+  const float* from = x.typed_data();
+  float* to = y->typed_data();
+  switch (bits << 4 | numbers) {
+    case 8 << 4:
+      return product<8, Whole>(pool, from, M, K, panel, to, N);
+    case 4 << 4:
+      return product<4, Whole>(pool, from, M, K, panel, to, N);
+    case 2 << 4:
+      return product<2, Whole>(pool, from, M, K, panel, to, N);
+    case 4 << 4 | 1:
+      return product<4, Levels>(pool, from, M, K, panel, to, N);
+    case 8 << 4 | 2:
+      return product<8, E4M3>(pool, from, M, K, panel, to, N);
+    case 8 << 4 | 3:
+      return product<8, E5M2>(pool, from, M, K, panel, to, N);
+    default:
+      return ffi::Error::InvalidArgument("there are no such codes");
+  }
 }
 
 }  // namespace
@@ -169,5 +153,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(argosy_blocks_product, blocks_product_of,
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("zero"));
+                                  .Attr<int64_t>("bits")
+                                  .Attr<int64_t>("zero")
+                                  .Attr<int64_t>("numbers"));

@@ -1,20 +1,25 @@
-"""Weights whose numbers a file has in blocks, packed for a CPU's products without becoming floats.
+"""Weights of few bits, packed for a CPU's products without becoming floats.
 
-    w = scale * (code - zero) - minimum        a scale, and perhaps a minimum, for each 16 or 32 codes along the summed axis
+    w = scale * number - minimum        a scale, and perhaps a minimum, for each block of codes along the summed axis
 
-Codes of up to four bits are two in a byte, all others have one each; scales and minima are float32, because those of some types
-(Q4_K) are products of two numbers. A product has the bits of that with the float32 weight (`blocks.cc`), and reads a sixth to a third
-of its bytes. This module knows no files: what has the blocks decodes some columns at a time.
+They come from the blocks of a file (GGUF), whose products then have the bits of those with the float32 weight, or are `Quantized`
+arrays of any format: whole numbers, levels such as NF4's, floats of eight, six and four bits. Scales and minima are float32, because
+those of some types (Q4_K) are products of two numbers. A product reads a sixth to a third of the bytes of float32. This module knows no
+files: what has the blocks decodes some columns at a time.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from argosy.core.formats.quants import IntegerBlocks
-from argosy.ops.native.products import PANEL, Panels
+from argosy.ops.native.codes import PANEL, CodeFormat, group_bytes, groups_of, laid_out
+from argosy.ops.native.products import Panels, block_counts
+from argosy.ops.quantized import Quantized, unpacked
 
 # Codes that are decoded at a time: temporaries of a few megabytes.
 AT_ONCE = 1 << 20
@@ -24,7 +29,7 @@ def packed_blocks(
     read: Callable[[slice], IntegerBlocks], limits: tuple[int, int], shape: tuple[int, ...], inner: int, first: bool, *, like: Any =
     None
 ) -> Panels:
-    """A weight in panels, from its blocks.
+    """A weight in panels, from the blocks of a file.
 
     Args:
         read: the codes of these columns.
@@ -32,28 +37,13 @@ def packed_blocks(
         shape, inner, first: as in `Panels`.
         like: an array; the panels are tied to a device only if it is.
     """
-    summed = int(np.prod(shape[:inner] if first else shape[len(shape) - inner :]))
-    columns = int(np.prod(shape)) // summed
-    count, step = -(-columns // PANEL), max(1, AT_ONCE // (summed * PANEL))
-    in_pairs, zero = limits[1] - limits[0] < 16, -limits[0]
-    values = np.zeros((count, summed, PANEL // 2 if in_pairs else PANEL), np.uint8)
-    scale: np.ndarray | None = None
-    minimum: np.ndarray | None = None
-    for at in range(0, count, step):
-        panels = slice(at, min(at + step, count))
-        found = read(slice(at * PANEL, min(panels.stop * PANEL, columns)))
-        q = in_panels(found.q.view(np.uint8) + np.uint8(zero))
-        values[panels] = q[..., : PANEL // 2] | q[..., PANEL // 2 :] << 4 if in_pairs else q ^ 128
-        if scale is None:
-            scale = np.zeros((count, found.scale.shape[1], PANEL), np.float32)
-            minimum = None if found.minimum is None else np.zeros_like(scale)
-        scale[panels] = in_panels(found.scale)
-        if minimum is not None and found.minimum is not None:
-            minimum[panels] = in_panels(found.minimum)
-    place = like.sharding if isinstance(like, jax.Array) and like.committed else None
-    arrays = (None if a is None else jax.device_put(a, place, may_alias=True) for a in (values, scale, minimum))
-    values_, scale_, minimum_ = arrays
-    return Panels(values_, tuple(shape), inner, first, np.dtype(np.float32), scale_, minimum_, zero)
+    code = _code_of(limits)
+
+    def codes(columns: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        found = read(columns)
+        return found.q.view(np.uint8) + np.uint8(code.zero), found.scale, found.minimum
+
+    return _packed(codes, code, shape, inner, first, like)
 
 
 def packed_bytes(columns: int, one: IntegerBlocks, limits: tuple[int, int]) -> int:
@@ -62,14 +52,112 @@ def packed_bytes(columns: int, one: IntegerBlocks, limits: tuple[int, int]) -> i
     Args:
         one: the codes of one column.
     """
-    codes = one.q.shape[1] // 2 if limits[1] - limits[0] < 16 else one.q.shape[1]
-    scales = one.scale.shape[1] * (1 if one.minimum is None else 2)
-    return -(-columns // PANEL) * PANEL * (codes + 4 * scales)
+    bits, blocks = _code_of(limits).bits, one.scale.shape[1]
+    codes = blocks * groups_of(one.q.shape[1] // blocks, bits) * group_bytes(bits)
+    return -(-columns // PANEL) * (codes + 4 * PANEL * blocks * (1 if one.minimum is None else 2))
 
 
-def in_panels(a: np.ndarray) -> np.ndarray:
-    """[columns n] as [panels n PANEL], filled up with zeros."""
-    columns, n = a.shape
-    if rest := -columns % PANEL:
-        a = np.concatenate([a, np.zeros((rest, n), a.dtype)])
-    return a.reshape(-1, PANEL, n).transpose(0, 2, 1)
+def _code_of(limits: tuple[int, int]) -> CodeFormat:
+    return CodeFormat(4 if limits[1] - limits[0] < 16 else 8, -limits[0])
+
+
+def packed_quantized(w: Quantized, inner: int, first: bool) -> Panels | None:
+    """A quantized weight in panels, on the same device; None for codes that have no kernel.
+
+    Args:
+        w: in the memory of one CPU device.
+        inner, first: as in `Panels`.
+    """
+    if (found := _codes_of(w)) is None:
+        return None
+    codes, code = found
+    scale = np.asarray(w.scales)
+    minimum = None if w.minimum is None else np.asarray(w.minimum, np.float32)
+    summed = slice(None, inner) if first else slice(len(w.shape) - inner, None)
+    along = [max(a.shape[i] for a in (scale, minimum) if a is not None) for i in range(scale.ndim)]
+    counts = list(w.shape)
+    counts[summed] = block_counts(w.shape[summed], along[summed])
+    blocks = math.prod(counts[summed])
+
+    def by_column(a: np.ndarray, size: int) -> np.ndarray:
+        """[columns size], of an array with the axes of the weight."""
+        return a.reshape(size, -1).T if first else a.reshape(-1, size)
+
+    def spread(a: np.ndarray) -> np.ndarray:
+        for axis, count in enumerate(counts):
+            a = a if a.shape[axis] == count else np.repeat(a, count // a.shape[axis], axis)
+        return by_column(a, blocks)
+
+    flat, scale = by_column(codes, math.prod(w.shape[summed])), spread(scale)
+    minimum = None if minimum is None else spread(minimum)
+
+    def read(columns: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        return flat[columns], scale[columns], None if minimum is None else minimum[columns]
+
+    return _packed(read, code, w.shape, inner, first, w.values, w.values.shape)
+
+
+def _codes_of(w: Quantized) -> tuple[np.ndarray, CodeFormat] | None:
+    """The codes of a quantized weight, one in a byte, and what they stand for."""
+    host = np.asarray(unpacked(w.values, w.packed, w.bits) if w.packed else w.values)
+    if w.levels is not None:
+        levels = np.asarray(w.levels, np.float32)
+        if len(levels) <= 16:
+            return host, CodeFormat(4, 0, "levels", (*w.levels, *[0.0] * (16 - len(levels))))
+        # Floats of six bits are floats of eight bits, too.
+        wide = levels.astype(ml_dtypes.float8_e4m3fn)
+        return (wide.view(np.uint8)[host], CodeFormat(8, 0, "e4m3")) if (wide.astype(np.float32) == levels).all() else None
+    if host.dtype == np.int8:
+        return host.view(np.uint8) ^ np.uint8(128), CodeFormat(8, 128 + w.zero)
+    if host.dtype == np.uint8:
+        # A code of few bits that shares no byte has the same numbers.
+        bits = w.bits if w.packed else {8: 4, 2: 2}.get(w.zero, 8)
+        return host, CodeFormat(bits, w.zero)
+    for name, kind in (("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)):
+        if host.dtype == kind:
+            return host.view(np.uint8), CodeFormat(8, 0, name)  # type: ignore[arg-type]
+    return None
+
+
+def _packed(
+    read: Callable[[slice], tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+    code: CodeFormat,
+    sizes: Sequence[int],
+    inner: int,
+    first: bool,
+    like: Any,
+    shape: tuple[int, ...] | None = None,
+) -> Panels:
+    """A weight in panels.
+
+    Args:
+        read: the codes, scales and minima of these columns, [columns summed] and [columns blocks].
+    """
+    summed = math.prod(sizes[:inner] if first else sizes[len(sizes) - inner :])
+    columns = math.prod(sizes) // summed
+    count, step = -(-columns // PANEL), max(1, AT_ONCE // (summed * PANEL))
+    arrays: list[np.ndarray | None] = []
+    for at in range(0, count, step):
+        panels = slice(at, min(at + step, count))
+        codes, scale, minimum = read(slice(at * PANEL, min(panels.stop * PANEL, columns)))
+        parts = laid_out(_whole_panels(codes), scale.shape[1], code.bits), _in_panels(scale), _in_panels(minimum)
+        if not arrays:
+            arrays = [None if a is None else np.zeros((count, *a.shape[1:]), a.dtype) for a in parts]
+        for whole, part in zip(arrays, parts, strict=True):
+            if whole is not None:
+                whole[panels] = part
+    place = like.sharding if isinstance(like, jax.Array) and like.committed else None
+    values, scales, minima = (None if a is None else jax.device_put(a, place, may_alias=True) for a in arrays)
+    sizes = tuple(sizes)
+    return Panels(values, shape or sizes, inner, first, np.dtype(np.float32), scales, minima, code, sizes if shape else None)
+
+
+def _whole_panels(a: np.ndarray) -> np.ndarray:
+    """[columns n], filled up with zeros to whole panels."""
+    rest = -len(a) % PANEL
+    return np.concatenate([a, np.zeros((rest, a.shape[1]), a.dtype)]) if rest else a
+
+
+def _in_panels(a: np.ndarray | None) -> np.ndarray | None:
+    """[columns n] as [panels n PANEL]."""
+    return None if a is None else _whole_panels(a).reshape(-1, PANEL, a.shape[1]).transpose(0, 2, 1)

@@ -65,10 +65,8 @@ ffi::Error product_of(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuf
       return product(pool, x.typed_data(), M, K, static_cast<const float*>(w), y->typed_data(), N);
     case ffi::BF16:
       return product(pool, x.typed_data(), M, K, static_cast<const uint16_t*>(w), y->typed_data(), N);
-    case ffi::S8:
-      return product(pool, x.typed_data(), M, K, static_cast<const int8_t*>(w), y->typed_data(), N);
     default:
-      return ffi::Error::InvalidArgument("panels are float32, bfloat16 or int8");
+      return ffi::Error::InvalidArgument("panels are float32 or bfloat16");
   }
 }
 
@@ -126,8 +124,6 @@ inline void transpose(Floats* rows) {
   }
   if constexpr (2 * D < LANES) transpose<2 * D>(rows);
 }
-
-inline Floats pick(Ints where, Floats a, Floats b) { return (Floats)(((Ints)a & where) | ((Ints)b & ~where)); }
 
 // One query's softmax over `tokens` new scores, in place: exponentials with respect to the greatest score so far. What was summed
 // before is to be multiplied by the factor that is returned.

@@ -27,10 +27,12 @@ from pathlib import Path
 from argosy.core.caches import cache_home
 from argosy.core.progress import Say, telling
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cc", "blocks.cc", "matrix.cc"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("parallel.h", "tiles.h"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cc", "blocks.cc", "integers.cc", "matrix.cc"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("codes.h", "parallel.h", "tiles.h"))
 # XLA's names for the kernels: symbols of the library too.
-KERNELS = ("argosy_product", "argosy_blocks_product", "argosy_paged_attention", "argosy_matrix_product")
+KERNELS = (
+    "argosy_product", "argosy_blocks_product", "argosy_integer_product", "argosy_paged_attention", "argosy_matrix_product",
+)  # fmt: skip
 SWITCH = "ARGOSY_NATIVE"
 COMPILED = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno")
 LINKED = ("-shared",)

@@ -3,10 +3,11 @@
 XLA:CPU multiplies 8 rows with a weight at 54 GFLOP/s on the machine of docs/log, this at 110; a single row at the speed of memory
 in both. Columns are kept in panels of 32, in which the summed axis is the slow one, so a product reads a weight front to back once,
 whatever the number of rows. Weights that bfloat16 holds exactly (a published bfloat16 file) are kept in it: half the memory and, for
-few rows, half the time, with the same result. Blocks of few bits (`ops.native.blocks`) are kept as they are, with the same result too.
+few rows, half the time, with the same result. Weights of few bits (`ops.native.blocks`) are kept as their codes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from argosy.core.errors import Unsupported
+from argosy.ops.native.codes import NUMBERS, PANEL, CodeFormat, some_codes
 
-# Columns of a panel; `PANEL` in kernels.cc.
-PANEL = 32
 # Smaller weights stay as they are: a call costs as much as their product.
 SMALLEST = 1 << 14
+# The longest block whose sums of products of eight bits fit in 32 bits: 255 * 128 of each.
+LONGEST = 1 << 15
 
 
 @jax.tree_util.register_dataclass
@@ -29,21 +31,24 @@ SMALLEST = 1 << 14
 class Panels:
     """A weight, packed.
 
-    values: [panels, summed, PANEL] float32, bfloat16 or int8; zeros fill up the last panel. With scales they are codes in uint8, with
-        the highest bit flipped (`blocks.cc`), and [panels, summed, PANEL / 2] has two of four bits in a byte, columns c and c + 16.
-    shape: of the weight. inner: how many of its axes are summed; first: whether these come first.
-    scale, minimum: [panels, blocks, PANEL] float32 of blocks along the summed axis: w = scale * (code - zero) - minimum.
+    values: [panels, summed, PANEL] float32 or bfloat16; zeros fill up the last panel. With scales they are codes, uint8, as
+        `ops.native.codes` lays them out.
+    shape: of the array whose place it takes. inner: how many of the weight's axes are summed; first: whether these come first.
+    dtype: of the weight as it was given.
+    scale, minimum: [panels, blocks, PANEL] float32 of blocks along the summed axis: w = scale * number - minimum.
+    code: what codes stand for.
+    unpacked: the shape of the weight, where several of its codes shared an element of the array; None: `shape`.
     """
 
     values: Any
     shape: tuple[int, ...] = field(metadata={"static": True})
     inner: int = field(metadata={"static": True})
     first: bool = field(metadata={"static": True})
-    # Of the weight as it was given.
     dtype: Any = field(metadata={"static": True})
     scale: Any = None
     minimum: Any = None
-    zero: int = field(default=0, metadata={"static": True})
+    code: CodeFormat = field(default=CodeFormat(8), metadata={"static": True})
+    unpacked: tuple[int, ...] | None = field(default=None, metadata={"static": True})
 
     def __getitem__(self, index: Any) -> "Panels":
         """Itself, for `weight[...]`."""
@@ -61,58 +66,70 @@ class Panels:
         return sum(a.nbytes for a in jax.tree.leaves(self))
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.unpacked or self.shape
+
+    @property
     def kept(self) -> tuple[int, ...]:
         """The sizes of the axes that a product keeps."""
-        return self.shape[self.inner :] if self.first else self.shape[: len(self.shape) - self.inner]
+        return self.sizes[self.inner :] if self.first else self.sizes[: len(self.sizes) - self.inner]
+
+    @property
+    def summed(self) -> int:
+        """The numbers of a column."""
+        return math.prod(self.sizes) // math.prod(self.kept)
 
     def dense(self) -> Array:
         """The weight."""
-        panels, summed, _ = self.values.shape
-        flat = self._floats(slice(None), slice(None)).transpose(1, 0, 2).reshape(summed, panels * PANEL)[:, : math.prod(self.kept)]
-        return (flat if self.first else flat.T).reshape(self.shape).astype(self.dtype)
+        if self.scale is None:
+            panels, summed, _ = self.values.shape
+            flat = self.values.transpose(0, 2, 1).reshape(panels * PANEL, summed)[: math.prod(self.kept)]
+        else:
+            flat = self._columns(jnp.arange(math.prod(self.kept)))
+        return (flat.T if self.first else flat).reshape(self.sizes).astype(self.dtype)
 
     def rows(self, ids: Int[Array, "..."]) -> Shaped[Array, "... D"]:
         """Rows along the first axis of a weight [V, D] that is summed over D: the lookup of an embedding."""
-        if self.first or len(self.shape) != 2:
+        if self.first or len(self.sizes) != 2:
             return self.dense()[ids]
-        ids = jnp.clip(ids, 0, self.shape[0] - 1)
-        return self._floats(ids // PANEL, ids % PANEL).astype(self.dtype)
+        return self._columns(jnp.clip(ids, 0, self.sizes[0] - 1)).astype(self.dtype)
 
-    def _floats(self, panel: Any, column: Any) -> Array:
-        """Some columns of some panels, [... summed], or [panels summed PANEL] of all."""
+    def _columns(self, ids: Int[Array, "..."]) -> Shaped[Array, "... summed"]:
+        """Some columns."""
+        panel, column = ids // PANEL, ids % PANEL
         if self.scale is None:
             return self.values[panel, :, column]
-        found = codes(self.values)[panel, :, column] if isinstance(panel, slice) else _some_codes(self.values, panel, column)
-        axis = 1 if isinstance(panel, slice) else found.ndim - 1
-        block = self.values.shape[1] // self.scale.shape[1]
+        blocks = self.scale.shape[1]
+        block = self.summed // blocks
 
         def spread(a: Array) -> Array:
-            return jnp.repeat(a[panel, :, column], block, axis)
+            return jnp.repeat(a[panel, :, column], block, -1)
 
-        w = spread(self.scale) * (found.astype(jnp.float32) - self.zero)
+        w = self.code.decoded(some_codes(self.values, panel, column, blocks, block, self.code.bits)) * spread(self.scale)
         return w if self.minimum is None else w - spread(self.minimum)
 
 
-def codes(values: Array) -> Array:
-    """The codes of a weight in blocks, [panels, summed, PANEL]."""
-    if values.shape[2] == PANEL:
-        return values ^ 128
-    return jnp.concatenate([values & 15, values >> 4], 2)
+def block_counts(sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """How many blocks each of some neighboring axes has so that a block is contiguous when they are read as one, the last fastest:
+    each of them within one of the blocks that are given.
 
-
-def _some_codes(values: Array, panel: Array, column: Array) -> Array:
-    """The codes of one column of each of these panels, [... summed]."""
-    if values.shape[2] == PANEL:
-        return values[panel, :, column] ^ 128
-    both = values[panel, :, column % (PANEL // 2)]
-    return jnp.where((column < PANEL // 2)[..., None], both & 15, both >> 4)
+    Args:
+        counts: the blocks of each axis.
+    """
+    out, whole = list(sizes), True
+    for axis in reversed(range(len(sizes))):
+        if not whole:
+            break
+        out[axis], whole = counts[axis], counts[axis] == 1
+    return out
 
 
 def packed(w: Any, inner: int, first: bool) -> Panels:
     """A weight in panels, on the same device.
 
     Args:
-        w: float32, bfloat16 or int8, in the memory of one CPU device.
+        w: float32 or bfloat16, in the memory of one CPU device.
         inner, first: as in `Panels`.
     """
     host = np.asarray(w)
@@ -149,14 +166,46 @@ def product(x: Float[Array, "M K"], w: Panels) -> Float[Array, "M N"]:
     return _product(x, w)
 
 
+def integer_product(x: Int[Array, "M K"], scale: Float[Array, "M blocks"], w: Panels) -> Float[Array, "M N"]:
+    """Data in int8 times a packed weight of whole numbers. Within a block sums are exact.
+
+    Args:
+        scale: of the data, for blocks along the summed axis (`multiplies_integers`).
+
+    Raises:
+        Unsupported: a gradient is asked for.
+    """
+    return _integer_product(x, scale, w)
+
+
+def multiplies_integers(w: Panels, scales: int) -> bool:
+    """Whether data in int8, with so many scales a row, is multiplied as whole numbers."""
+    if w.scale is None or w.code.numbers != "whole":
+        return False
+    blocks = w.scale.shape[1]
+    return blocks % scales == 0 and w.summed // blocks <= LONGEST
+
+
 @jax.custom_vjp
 def _product(x: Array, w: Panels) -> Array:
     out = jax.ShapeDtypeStruct((x.shape[0], math.prod(w.kept)), jnp.float32)
     x = x.astype(jnp.float32)
     if w.scale is None:
         return jax.ffi.ffi_call("argosy_product", out)(x, w.values)
-    minimum = jnp.zeros(0, jnp.float32) if w.minimum is None else w.minimum
-    return jax.ffi.ffi_call("argosy_blocks_product", out)(x, w.values, w.scale, minimum, zero=np.int64(w.zero))
+    code, levels = w.code, jnp.asarray(np.asarray(w.code.levels, np.float32))
+    how = {"bits": np.int64(code.bits), "zero": np.int64(code.zero), "numbers": np.int64(NUMBERS.index(code.numbers))}
+    return jax.ffi.ffi_call("argosy_blocks_product", out)(x, w.values, w.scale, _minimum(w), levels, **how)
+
+
+@jax.custom_vjp
+def _integer_product(x: Array, scale: Array, w: Panels) -> Array:
+    out = jax.ShapeDtypeStruct((x.shape[0], math.prod(w.kept)), jnp.float32)
+    how = {"bits": np.int64(w.code.bits), "zero": np.int64(w.code.zero)}
+    return jax.ffi.ffi_call("argosy_integer_product", out)(x, scale, w.values, w.scale, _minimum(w), **how)
+
+
+def _minimum(w: Panels) -> Array:
+    return jnp.zeros(0, jnp.float32) if w.minimum is None else w.minimum
 
 
 def _forward(*_: Any) -> Any:
@@ -164,3 +213,4 @@ def _forward(*_: Any) -> Any:
 
 
 _product.defvjp(_forward, _forward)
+_integer_product.defvjp(_forward, _forward)

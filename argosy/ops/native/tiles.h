@@ -29,7 +29,6 @@ constexpr int64_t DEPTH = 2048;
 constexpr int64_t AHEAD = 64;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 template <typename T>
 struct Lanes;
@@ -53,17 +52,17 @@ inline Floats load(const uint16_t* p) {
   return (Floats)(__builtin_convertvector(half, Ints) << 16);
 }
 
-// Numbers from 0 to 255. GCC takes a conversion from one byte to a float for a loop over elements, ten times as slow, and also one of
-// bytes that come straight from memory: so there are two steps, after an operation on the bytes.
-inline Floats widened(Bytes bytes) { return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats); }
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
-inline Floats load(const int8_t* p) {
-  Bytes byte;
-  std::memcpy(&byte, p, sizeof byte);
-  return widened(byte ^ 128) - all(128.0f);
+// The first `columns` of COLUMNS numbers.
+inline void store_columns(float* p, Floats left, Floats right, int64_t columns) {
+  float edge[COLUMNS], *to = columns < COLUMNS ? edge : p;
+  store(to, left);
+  store(to + LANES, right);
+  if (columns < COLUMNS) std::memcpy(p, edge, columns * sizeof(float));
 }
 
-inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+inline Floats pick(Ints where, Floats a, Floats b) { return (Floats)(((Ints)a & where) | ((Ints)b & ~where)); }
 
 // What is asked for while a tile is computed: `step` bytes for each row of `w`, from `from` on. Nothing if there are no bytes.
 struct Later {
@@ -102,17 +101,7 @@ void tile(const float* x, int64_t x_row, const W* w, int64_t w_row, int64_t K, f
       sums[m][1] += a * right;
     }
   }
-  for (int m = 0; m < M; m++) {
-    float* to = y + m * y_row;
-    if (columns < COLUMNS) {
-      store(edge, sums[m][0]);
-      store(edge + LANES, sums[m][1]);
-      std::memcpy(to, edge, columns * sizeof(float));
-    } else {
-      store(to, sums[m][0]);
-      store(to + LANES, sums[m][1]);
-    }
-  }
+  for (int m = 0; m < M; m++) store_columns(y + m * y_row, sums[m][0], sums[m][1], columns);
 }
 
 template <typename W>

@@ -1,0 +1,173 @@
+"""Quantized weights of every format in panels: the product of `Quantized.dequantized()`, and of int8 data that of whole numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from argosy.adapt.formats.activations import Activations
+from argosy.adapt.formats.table import FORMATS
+from argosy.models.parts.einsum import contract
+from argosy.ops.native import library
+from argosy.ops.native.blocks import packed_quantized
+from argosy.ops.native.products import LONGEST, Panels, block_counts, integer_product, multiplies_integers, product
+from argosy.ops.quantized import Quantized
+
+ROWS = (1, 2, 6, 7, 9, 13, 40)
+
+
+@pytest.fixture
+def kernels() -> None:
+    if why := library.load():
+        pytest.skip(f"no kernels here: {why}")
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def quantized(name: str, summed: int, columns: int, block: int, first: bool, calibration: str = "absmax") -> tuple[Quantized, Panels]:
+    """A weight of this format, and the same in panels."""
+    w = numbers(3, *((summed, columns) if first else (columns, summed)))
+    shared = (block, 1) if first else (1, block)
+    found = FORMATS[name].quantize(w, shared, calibration, pack=-1)
+    panels = packed_quantized(found, 1, first)
+    assert panels is not None
+    return found, panels
+
+
+# Blocks of whole groups, of parts of groups, one code, and a channel.
+SHAPES = [(64, 33, 32, True), (70, 31, 7, False), (96, 64, 1, True), (530, 70, 530, False), (36, 5, 12, True), (64, 2, 2, False)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("summed", "columns", "block", "first"), SHAPES)
+@pytest.mark.usefixtures("kernels")
+def test_a_product_is_that_of_the_floats(name: str, summed: int, columns: int, block: int, first: bool):
+    w, panels = quantized(name, summed, columns, block, first)
+    dense = np.asarray(w.dequantized())
+    np.testing.assert_array_equal(np.asarray(panels.dense()), dense)
+    flat = (dense if first else dense.T).astype(np.float64)
+    for rows in ROWS:
+        x = numbers(rows, rows, summed)
+        y = np.asarray(jax.jit(product)(jnp.asarray(x), panels), np.float64)
+        assert (np.abs(y - x.astype(np.float64) @ flat) <= 1e-6 * (np.abs(x) @ np.abs(flat)) + 1e-30).all(), f"{rows} rows"
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@pytest.mark.parametrize(("summed", "columns", "block", "first"), SHAPES)
+@pytest.mark.usefixtures("kernels")
+def test_a_product_with_minima(name: str, summed: int, columns: int, block: int, first: bool):
+    w, panels = quantized(name, summed, columns, block, first, "minmax")
+    assert panels.minimum is not None
+    dense = np.asarray(w.dequantized())
+    np.testing.assert_allclose(np.asarray(panels.dense()), dense, atol=1e-6)
+    flat = (dense if first else dense.T).astype(np.float64)
+    # What is subtracted may be as large as the product.
+    for rows in ROWS:
+        x = numbers(rows, rows, summed)
+        y = np.asarray(product(jnp.asarray(x), panels), np.float64)
+        assert (np.abs(y - x.astype(np.float64) @ flat) <= 3e-6 * np.abs(x).sum(1, keepdims=True)).all(), f"{rows} rows"
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("calibration", ["absmax", "minmax"])
+@pytest.mark.parametrize(("summed", "columns", "block", "first"), SHAPES)
+@pytest.mark.usefixtures("kernels")
+def test_whole_numbers_are_multiplied_exactly(name: str, calibration: str, summed: int, columns: int, block: int, first: bool):
+    """With scales of one, the product is that of the integers, without any rounding."""
+    w, panels = quantized(name, summed, columns, block, first, calibration)
+    ones = Panels(**vars(panels) | {"scale": jnp.ones_like(panels.scale), "minimum": None})
+    codes = np.asarray(ones.dense(), np.int64)
+    for rows in ROWS:
+        x = np.random.default_rng(rows).integers(-128, 128, (rows, summed), np.int8)
+        y = np.asarray(jax.jit(integer_product)(jnp.asarray(x), jnp.ones((rows, 1)), ones))
+        np.testing.assert_array_equal(y, x.astype(np.int64) @ (codes if first else codes.T), err_msg=f"{rows} rows")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("calibration", ["absmax", "minmax"])
+@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.usefixtures("kernels")
+def test_data_in_int8_is_multiplied_as_its_floats(name: str, calibration: str, block: int | None):
+    """By the contraction, with a scale for each token or for each 32 numbers, beside the same numbers as floats."""
+    w, panels = quantized(name, 96, 40, 32, True, calibration)
+    rounded = Activations("int8", block)
+    whole = Quantized(panels, w.scale, w.minimum, activations=rounded)
+    assert multiplies_integers(panels, 3)
+    x = jnp.asarray(numbers(1, 2, 3, 96))
+    y = np.asarray(contract("BTD,DF->BTF", x, whole))
+    data = np.asarray(rounded.quantize(x, (2,)).dequantized(), np.float64)
+    dense = np.asarray(w.dequantized(), np.float64)
+    assert (np.abs(y - data @ dense) <= 2e-6 * (np.abs(data) @ np.abs(dense) + np.abs(data).sum(-1, keepdims=True))).all()
+    assert np.abs(y - np.asarray(x, np.float64) @ dense).max() > 1e-4, "data was not rounded"
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_largest_sums_fit():
+    """A block of the longest kind, with every code and every number at its end."""
+    panels = packed_quantized(Quantized(jnp.full((LONGEST, 1), 127, jnp.int8), jnp.ones((1, 1))), 1, True)
+    assert panels is not None
+    assert multiplies_integers(panels, 1)
+    for number in (-128, 127):
+        y = integer_product(jnp.full((1, LONGEST), number, jnp.int8), jnp.ones((1, 1)), panels)
+        assert float(y[0, 0]) == np.float32(127 * number * LONGEST)
+    longer = packed_quantized(Quantized(jnp.ones((2 * LONGEST, 1), jnp.int8), jnp.ones((1, 1))), 1, True)
+    assert longer is not None
+    assert not multiplies_integers(longer, 1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.usefixtures("kernels")
+def test_a_scale_that_is_not_finite_stays_visible_in_its_column(name: str):
+    w = numbers(0, 64, 40)
+    w[3, 7] = np.nan
+    w[40, 9] = np.inf
+    panels = packed_quantized(FORMATS[name].quantize(w, (32, 1)), 1, True)
+    assert panels is not None
+    for rows in (1, 20):
+        y = np.asarray(product(jnp.ones((rows, 64)), panels))
+        assert np.isnan(y[:, [7, 9]]).all()
+        assert np.isfinite(np.delete(y, [7, 9], 1)).all()
+        if multiplies_integers(panels, 1):
+            y = np.asarray(integer_product(jnp.ones((rows, 64), jnp.int8), jnp.ones((rows, 1)), panels))
+            assert np.isnan(y[:, [7, 9]]).all()
+            assert np.isfinite(np.delete(y, [7, 9], 1)).all()
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.usefixtures("kernels")
+def test_every_float_of_eight_bits(name: str):
+    """Infinities and NaN too."""
+    codes = np.arange(256, dtype=np.uint8)
+    values = codes.view(np.dtype(jnp.float8_e4m3fn if name == "fp8_e4m3" else jnp.float8_e5m2))
+    panels = packed_quantized(Quantized(jnp.asarray(values[None]), jnp.ones((1, 1))), 1, True)
+    assert panels is not None
+    y = np.asarray(product(jnp.ones((1, 1)), panels))[0]
+    np.testing.assert_array_equal(y, values.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["int4", "nf4", "mxfp8", "mxfp6_e2m3", "int2", "int8"])
+def test_rows_of_an_embedding(name: str):
+    w, panels = quantized(name, 64, 70, 32, False)
+    ids = np.asarray([[0, 15, 16], [31, 32, 69]])
+    np.testing.assert_array_equal(np.asarray(panels.rows(jnp.asarray(ids))), np.asarray(w.dequantized())[ids])
+
+
+def test_scales_of_several_axes():
+    """Weights whose blocks do not lie side by side when their axes are read as one take more scales, and the same numbers."""
+    w = numbers(5, 4, 6, 10)
+    for block in ((1, 3, 1), (2, 3, 1), (2, 6, 5), (4, 6, 10), (4, 2, 1)):
+        found = FORMATS["int8"].quantize(w, block)
+        panels = packed_quantized(found, 2, True)
+        assert panels is not None
+        np.testing.assert_array_equal(np.asarray(panels.dense()), np.asarray(found.dequantized()))
+    assert block_counts((4, 6), (4, 2)) == [4, 2]
+    assert block_counts((4, 6), (2, 1)) == [2, 1]
+    assert block_counts((4, 6), (2, 2)) == [4, 2]
+
+
+def test_codes_without_a_kernel_stay_as_they_are():
+    levels = tuple(float(i) / 3 for i in range(17))
+    w = Quantized(jnp.zeros((32, 32), jnp.uint8), jnp.ones((1, 32)), levels=levels)
+    assert packed_quantized(w, 1, True) is None
