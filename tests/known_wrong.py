@@ -103,10 +103,17 @@ EDITS = [
     ),
     Edit(
         "the two codes of a byte change places",
-        "argosy/ops/native/blocks.cc",
-        "return widened(c < HALF ? both & 15 : both >> 4);",
-        "return widened(c < HALF ? both >> 4 : both & 15);",
+        "argosy/ops/native/codes.h",
+        "codes >> (BITS * (c / WIDTH + 2 * later))",
+        "codes >> (BITS * (1 - c / WIDTH + 2 * later))",
         ("tests/ops/test_native_blocks.py::test_a_product_has_the_bits_of_that_with_the_float32_weight",),
+    ),
+    Edit(
+        "the zero of a whole block is subtracted once",
+        "argosy/ops/native/integers.cc",
+        "Ints{} - zero * x.sums[m * blocks + b]",
+        "Ints{} - zero",
+        ("tests/ops/test_native_codes.py::test_whole_numbers_are_multiplied_exactly",),
     ),
     Edit(
         "rotary rows of a file in blocks in the file's own order",

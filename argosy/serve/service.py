@@ -167,7 +167,7 @@ class Service(ServedModel[Front | ReplicaFront]):
         weights = self.front.engine.weights()
         count, size = count_in_blocks(weights)
         if count:
-            lines.insert(1, f"weights: {count} of {len(weights)} are kept in blocks, as in the file: {sized(size)}")
+            lines.insert(1, f"weights: the codes of {plural(count, 'weight')} are multiplied as they are: {sized(size)}")
         if why := library.failure():
             lines.append(f"no compiled kernels: {why}; several requests at a time take up to twice as long")
         return lines

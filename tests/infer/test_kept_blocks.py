@@ -154,7 +154,7 @@ def test_a_server_says_what_it_keeps_in_blocks(one: Path):
         service.front.close()
         kept, size = count_in_blocks(service.front.engine.weights())
         # Without `blocks` the engine packs what it multiplies, which the embedding beside a head is not.
-        assert (service.about[1], kept) == (f"weights: {count} of 21 are kept in blocks, as in the file: {sized(size)}", count)
+        assert (service.about[1], kept) == (f"weights: the codes of {count} weights are multiplied as they are: {sized(size)}", count)
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_engine import TIGHT, alone, answers, lm_of, prompts
 
-from argosy.adapt.quant import int8
+from argosy.adapt.quant import Scheme, apply_schemes, by_layer, int8
 from argosy.adapt.surgery import swap
 from argosy.infer.cpu import panels
 from argosy.infer.engine.engine import Engine
@@ -71,7 +71,28 @@ def test_int8_weights_are_packed_with_their_scales_beside_them():
     assert answers(engine, [Request(p, max_tokens=6) for p in some]) == [alone(lm, p, 6) for p in some]
     made = made_by(engine)
     assert {"embed.values", "layers.0.attn.o.values", "layers.1.mlp.down.values"} <= made.keys()
-    assert {panels.values.dtype for panels in made.values()} == {np.dtype(np.int8)}
+    assert {panels.code.bits for panels in made.values()} == {8}
+    assert {panels.values.dtype for panels in made.values()} == {np.dtype(np.uint8)}
+
+
+# A rule for each kind of code that has a kernel.
+MIXED = {
+    "attn.q": Scheme("int8", activations="int8"), "attn.k": Scheme("int4", 8), "attn.v": Scheme("nf4", 8),
+    "attn.o": Scheme("mxfp4", 16), "mlp.gate": Scheme("fp8_e4m3"), "mlp.up": Scheme("int2", 4, "minmax"),
+    "mlp.down": Scheme("int4", 8, activations="int8"),
+}  # fmt: skip
+
+
+def test_an_engine_multiplies_the_codes_of_every_format():
+    lm = lm_of("llama", "tied-biased")
+    apply_schemes(lm.module, by_layer(lm.module, {f"layers.{i}.{name}": how for i in range(2) for name, how in MIXED.items()}))
+    engine, some = Engine(lm.module, TIGHT), prompts(lm.config.vocab, (5, 40))
+    assert answers(engine, [Request(p, max_tokens=6) for p in some]) == [alone(lm, p, 6) for p in some]
+    packed = made_by(engine)
+    assert {f"layers.1.{name}.values" for name in MIXED} <= packed.keys()
+    bits = {name: packed[f"layers.1.{name}.values"].code.bits for name in MIXED}
+    assert bits == {"attn.q": 8, "attn.k": 4, "attn.v": 4, "attn.o": 4, "mlp.gate": 8, "mlp.up": 2, "mlp.down": 4}
+    assert packed["embed.w"].scale is None
 
 
 def test_a_serving_engine_holds_its_weights_once():

@@ -15,8 +15,8 @@ import pytest
 from argosy.core.errors import Unsupported
 from argosy.ops.attention import UNSEEN, Score
 from argosy.ops.native import library
-from argosy.ops.native.paged import NATIVE
 from argosy.ops.native.codes import PANEL
+from argosy.ops.native.paged import NATIVE
 from argosy.ops.native.products import Panels, fits_bfloat16, packed, product
 from argosy.ops.paged.attention import paged_reference
 
@@ -230,11 +230,13 @@ def test_it_is_built_once_and_is_the_users_own(elsewhere: Path, monkeypatch: pyt
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="flags of x86-64")
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3"])
 def test_kernels_for_narrower_vectors(tmp_path: Path, level: str):
-    """This file and those of blocks and codes again, with a library for processors without 512-bit vectors, and without 256-bit ones."""
+    """This file and those of blocks and codes again, with a library for processors without 512-bit vectors, and without 256-bit
+    ones."""
     script = f'exec {library._compiler()} "$@" -march={level}'
     how = {"CXX": compiler(tmp_path, script), "XDG_CACHE_HOME": str(tmp_path)}
     files = [__file__, *(str(Path(__file__).with_name(f"test_native_{name}.py")) for name in ("blocks", "codes"))]
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", "product or row or query or reference or multiplied or floats"]
+    tests = "product or row or query or reference or multiplied or float"
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", tests]
     done = subprocess.run(words, env=os.environ | how, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert set(done.stdout.split("[")[0].strip()) == {"."}, "nothing was skipped"

@@ -76,7 +76,7 @@ def test_a_product_with_minima(name: str, summed: int, columns: int, block: int,
 @pytest.mark.usefixtures("kernels")
 def test_whole_numbers_are_multiplied_exactly(name: str, calibration: str, summed: int, columns: int, block: int, first: bool):
     """With scales of one, the product is that of the integers, without any rounding."""
-    w, panels = quantized(name, summed, columns, block, first, calibration)
+    _, panels = quantized(name, summed, columns, block, first, calibration)
     ones = Panels(**vars(panels) | {"scale": jnp.ones_like(panels.scale), "minimum": None})
     codes = np.asarray(ones.dense(), np.int64)
     for rows in ROWS:

@@ -116,7 +116,7 @@ def block_forms(model: nnx.Module) -> dict[str, tuple[int, bool]]:
 
 
 def count_in_blocks(weights: Leaves) -> tuple[int, int]:
-    """How many of these weights are in blocks, and their bytes."""
+    """How many of these weights are packed as codes, from a file's blocks or quantized, and their bytes."""
     found = [a for a in weights.values() if isinstance(a, Panels) and a.scale is not None]
     return len(found), sum(a.nbytes for a in found)
 
