@@ -7,6 +7,7 @@ import pytest
 
 from argosy.adapt.formats.activations import Activations
 from argosy.adapt.formats.table import FORMATS
+from argosy.models.parts import einsum
 from argosy.models.parts.einsum import contract
 from argosy.ops.native import library
 from argosy.ops.native.blocks import packed_quantized
@@ -87,20 +88,23 @@ def test_whole_numbers_are_multiplied_exactly(name: str, calibration: str, summe
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("calibration", ["absmax", "minmax"])
-@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.parametrize(("data", "block"), [("int8", None), ("int8", 32), ("int4", 32)])
 @pytest.mark.usefixtures("kernels")
-def test_data_in_int8_is_multiplied_as_its_floats(name: str, calibration: str, block: int | None):
+def test_rounded_data_is_multiplied_as_its_floats(name: str, calibration: str, data: str, block: int, monkeypatch: pytest.MonkeyPatch):
     """By the contraction, with a scale for each token or for each 32 numbers, beside the same numbers as floats."""
     w, panels = quantized(name, 96, 40, 32, True, calibration)
-    rounded = Activations("int8", block)
+    rounded = Activations(data, block)
+    calls = []
+    monkeypatch.setattr(einsum, "integer_product", lambda *given: calls.append(given) or integer_product(*given))
     whole = Quantized(panels, w.scale, w.minimum, activations=rounded)
     assert multiplies_integers(panels, 3)
     x = jnp.asarray(numbers(1, 2, 3, 96))
     y = np.asarray(contract("BTD,DF->BTF", x, whole))
-    data = np.asarray(rounded.quantize(x, (2,)).dequantized(), np.float64)
+    floats = np.asarray(rounded.quantize(x, (2,)).dequantized(), np.float64)
     dense = np.asarray(w.dequantized(), np.float64)
-    assert (np.abs(y - data @ dense) <= 2e-6 * (np.abs(data) @ np.abs(dense) + np.abs(data).sum(-1, keepdims=True))).all()
+    assert (np.abs(y - floats @ dense) <= 2e-6 * (np.abs(floats) @ np.abs(dense) + np.abs(floats).sum(-1, keepdims=True))).all()
     assert np.abs(y - np.asarray(x, np.float64) @ dense).max() > 1e-4, "data was not rounded"
+    assert len(calls) == 1
 
 
 @pytest.mark.usefixtures("kernels")

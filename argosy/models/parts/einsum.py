@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -80,18 +81,20 @@ def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
 
 
 def _packed_codes(eq: str, x: Array, w: Quantized, panels: Panels) -> Float[Array, "..."]:
-    """A contraction with a quantized weight whose codes are packed. Data in int8 is multiplied as whole numbers."""
+    """A contraction with a quantized weight whose codes are packed. Data in int8, or in fewer bits, is multiplied as whole numbers."""
     if w.activations is None:
         return _plain(eq, x, panels, None, x.dtype)
     letters, spec, out = eq.replace("->", ",").split(",")
     data = w.activations.quantize(x, tuple(i for i, a in enumerate(letters) if a in spec and a not in out), w.x_scale)
-    if x.dtype == jnp.float32 and _packed_for(eq, panels) and data.minimum is None and data.values.dtype == jnp.int8:
+    is_whole = data.levels is None and data.minimum is None and jnp.issubdtype(data.values.dtype, jnp.integer)
+    if is_whole and x.dtype == jnp.float32 and _packed_for(eq, panels):
         lead = x.ndim - panels.inner
         sizes, counts = x.shape[lead:], data.scale.shape[lead:]
         scales = math.prod(counts)
         if block_counts(sizes, counts) == list(counts) and multiplies_integers(panels, scales):
             scale = jnp.broadcast_to(data.scales.reshape(*data.scale.shape[:lead], scales), (*x.shape[:lead], scales))
-            y = integer_product(data.values.reshape(-1, panels.summed), scale.reshape(-1, scales), panels)
+            codes = data.values.astype(jnp.int8) - np.int8(data.zero)
+            y = integer_product(codes.reshape(-1, panels.summed), scale.reshape(-1, scales), panels)
             return y.reshape(*x.shape[:lead], *panels.kept)
     return _plain(eq, data.dequantized(x.dtype), panels, None, x.dtype)
 
