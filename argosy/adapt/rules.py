@@ -90,6 +90,14 @@ class QuantizedTraining(Settings):
     where: str = LAYERS
     """The contractions that int8 and fp8 compute: a regular expression that matches their whole path. By default every matrix of the
     layers except routers."""
+    scaling: Annotated[Literal["dynamic", "delayed"], Also("fp8_recipe", "scaling_recipe")] = "dynamic"
+    """Where the scales of fp8 come from. dynamic: from each row of a tensor in this step. delayed: one scale for a tensor, from its
+    largest magnitude in the last `history` steps, so that no product waits for a reduction (arXiv:2209.05433)."""
+    history: Annotated[int, Also("amax_history_len", "amax_history_length")] = Field(1024, gt=0)
+    """The steps that scaling=delayed remembers. 1024, as in Transformer Engine; 12 kB for each contraction of a layer."""
+    rounding: Annotated[Literal["nearest", "stochastic"], Also("stochastic_rounding")] = "nearest"
+    """How gradients in int8 are rounded. stochastic: up with a probability equal to the fraction, from the run's seed, so that they
+    are right on average (arXiv:1502.02551)."""
 
     @model_validator(mode="after")
     def _fits(self) -> "QuantizedTraining":
@@ -100,6 +108,12 @@ class QuantizedTraining(Settings):
             raise ValueError(f"{given[0]} is for train=qat")
         if self.train in ("none", "qat") and self.where != LAYERS:
             raise ValueError("where is for train=int8 and train=fp8; qat takes it from its rules")
+        if self.train != "fp8" and self.scaling != "dynamic":
+            raise ValueError("scaling=delayed is for train=fp8")
+        if self.scaling != "delayed" and self.history != 1024:
+            raise ValueError("history is for scaling=delayed")
+        if self.train != "int8" and self.rounding != "nearest":
+            raise ValueError("rounding=stochastic is for train=int8")
         return self
 
     def put_on(self, model: Any) -> list[str]:
@@ -113,7 +127,8 @@ class QuantizedTraining(Settings):
         from argosy.adapt.training import train_in_few_bits, train_quantization_aware
 
         if self.train != "qat":
-            return train_in_few_bits(model, self.where, self.train)
+            history = self.history if self.scaling == "delayed" else 0
+            return train_in_few_bits(model, self.where, self.train, stochastic=self.rounding == "stochastic", history=history)
         rules = preset_rules(self.preset) if self.preset is not None else read_rules(Path(str(self.rules)))
         return train_quantization_aware(model, schemes_of(model, rules))
 

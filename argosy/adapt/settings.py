@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # Every matrix of the layers, except those that choose experts or weigh the shared one.
 LAYERS = r"layers\.(?!.*\.(router|shared_gate)$).*"
 HEAD = "head"
+# The attribute of a model's module that has the histories of delayed scaling (`adapt.scaling`).
+AMAX = "amax"
 WAY_OUT = "names are regular expressions over module paths: `argosy models show MODEL`, docs/adapters.md"
 
 ADAPTERS = Registry("adapter")

@@ -1,4 +1,5 @@
-"""Parts that are trained beside a model and are no part of it: the critic of PPO, the projection of distillation.
+"""Parts that are trained beside a model and are no part of it: the critic of PPO, the projection of distillation, and what delayed
+scaling remembers.
 
 Such a part is an attribute of the model's module, so its weights are placed, trained and optimized like others, under addresses that
 begin with its name. A checkpoint keeps them with the optimizer's state, apart from the weights that whoever loads the run reads. What
@@ -9,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from argosy.adapt.settings import AMAX
+
 T = TypeVar("T")
 CRITIC, PROJECTION = "critic", "projection"
-PARTS = (CRITIC, PROJECTION)
+PARTS = (CRITIC, PROJECTION, AMAX)
 
 
 def is_beside(address: str) -> bool:

@@ -16,10 +16,11 @@ import optax
 from jaxtyping import Array
 
 from argosy.adapt.lora import dropping
+from argosy.adapt.scaling import LargestMagnitude, histories_of, remembered, with_scaling
 from argosy.models.parts.stack.hosted import on_host, slots, with_slots
 from argosy.models.parts.weight import Leaves, merge
 from argosy.parallel.gather import GatherOnce
-from argosy.train.objectives.loss import Loss, Models, WeightedMean
+from argosy.train.objectives.loss import Loss, Models, RuleUpdate, WeightedMean
 from argosy.train.objectives.objective import Objective
 from argosy.train.schedule import Factor
 from argosy.train.state import TrainState
@@ -68,11 +69,11 @@ def make_step(
     models_for = _models(graph, precision, roles or {})
 
     def gradients(state: TrainState, frozen: Frozen, batch: Batch, key: Array) -> tuple[Leaves, Loss]:
-        def total(moving: Leaves) -> tuple[Array, Loss]:
-            loss = objective(models_for(with_slots(state.params, moving), state.rest, frozen, key), batch, key)
+        def total(moving: Leaves, rest: Leaves) -> tuple[Array, Loss]:
+            loss = objective(models_for(with_slots(state.params, moving), rest, frozen, key), batch, key)
             return loss.loss.total, loss
 
-        return jax.grad(total, has_aux=True)(slots(state.params))
+        return _gradients(total, slots(state.params), state.rest)
 
     def shared(state: TrainState, frozen: Frozen, parts: Batch, key: Array) -> Batch:
         """The numbers that every part reads of the whole batch."""
@@ -119,11 +120,11 @@ def make_parts(
     models_for = _models(graph, precision, roles or {})
 
     def add(params: Leaves, rest: Leaves, frozen: Frozen, part: Batch, key: Array, sums: Any = None) -> Any:
-        def total(params: Leaves) -> tuple[Array, Loss]:
+        def total(params: Leaves, rest: Leaves) -> tuple[Array, Loss]:
             loss = objective(models_for(params, rest, frozen, key), part, key)
             return loss.loss.total, loss
 
-        made = jax.grad(total, has_aux=True)(params)
+        made = _gradients(total, params, rest)
         return made if sums is None else _added(sums, made)
 
     def finish(state: TrainState, sums: Any) -> tuple[TrainState, Metrics]:
@@ -131,6 +132,15 @@ def make_parts(
         return updated(state, grads, loss, optimizer, rate)
 
     return add, finish
+
+
+def _gradients(total: Callable[[Leaves, Leaves], tuple[Array, Loss]], params: Leaves, rest: Leaves) -> tuple[Leaves, Loss]:
+    """The gradients of a loss and the loss, with updates of the histories that delayed scaling keeps among the other weights."""
+    (grads, seen), loss = jax.grad(
+        lambda params, histories: total(params, rest | histories), argnums=(0, 1), has_aux=True
+    )(params, histories_of(rest))
+    updates = {address: RuleUpdate(LargestMagnitude(one), remembered) for address, one in seen.items()}
+    return grads, loss._replace(updates=loss.updates | updates)
 
 
 def updated(
@@ -172,11 +182,12 @@ def steps_of(optimizer: Any, step: Array) -> Array:
 
 def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Callable[..., Models]:
     def models(params: Leaves, rest: Leaves, frozen: Frozen, key: Array | None = None) -> Models:
-        """key: of a training pass, from which the adapters' dropout is drawn."""
+        """key: of a training pass, from which the adapters' dropout and stochastic rounding are drawn."""
         if set(frozen) != set(roles):
             raise ValueError(f"frozen models {sorted(frozen)} given, {sorted(roles)} declared")
         others = {role: model_for(roles[role], precision, leaves) for role, leaves in frozen.items()}
         model = model_for(graph, precision, params, rest)
+        with_scaling(model, key)
         if key is not None:
             dropping(model, key)
         return {"model": model} | others

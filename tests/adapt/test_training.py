@@ -8,10 +8,11 @@ from helpers import relative
 from laws.families import CASES, STRUCTURES, built, tokens_of
 
 from argosy.adapt.formats.table import FORMATS
+from argosy.adapt.low_precision import Product, low_precision_product
 from argosy.adapt.quant import Scheme, apply_schemes, by_layer, int8
 from argosy.adapt.rules import LAYERS, QuantizedTraining, Rule, preset_rules, schemes_of
 from argosy.adapt.surgery import find, swap
-from argosy.adapt.training import LowPrecisionEinsum, low_precision_product, train_in_few_bits, train_quantization_aware
+from argosy.adapt.training import LowPrecisionEinsum, train_in_few_bits, train_quantization_aware
 from argosy.core.errors import BadInput
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, merge, split
@@ -36,7 +37,7 @@ def by_rows(name, x, summed):
 def test_all_three_products_have_rounded_factors(kind, data, gradient):
     x, w, g = array(2, 3, 8), array(8, 4, 6), array(2, 3, 4, 6)
     eq = "BTD,DNH->BTNH"
-    y, pull = jax.vjp(lambda x, w: low_precision_product(eq, kind, x, w), x, w)
+    y, pull = jax.vjp(lambda x, w: low_precision_product(Product(eq, kind), x, w), x, w)
     assert relative(y, jnp.einsum(eq, by_rows(data, x, [2]), by_rows(data, w, [0]))) < 1e-6
     dx, dw = pull(g)
     assert relative(dx, jnp.einsum("BTNH,DNH->BTD", by_rows(gradient, g, [2, 3]), by_rows(data, w, [1, 2]))) < 1e-6

@@ -40,6 +40,7 @@ WORDS: dict[str, list[str]] = {
     "adapter": ["adapter=lora", "init.weights=x"],
     "dropout": ["adapter=lora", "adapter.dropout=0.1", "init.weights=x"],
     "quantized_training": ["quant.train=int8"],
+    "delayed_scaling": ["quant.train=fp8", "quant.scaling=delayed"],
     "accumulate": ["accumulate=2"],
     "gather_once": ["execution.gather=once", "accumulate=2"],
     "offload": ["execution.offload=optimizer"],

@@ -12,12 +12,18 @@ from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
 
 STEPS = 12
-WORDS = [*SMALL, "checkpoint.every=6"]
+WORDS = [*SMALL, "checkpoint.every=6", "data.batch=16"]
 KINDS = {
     "int8": ["quant.train=int8"],
     "fp8": ["quant.train=fp8"],
     "qat": ["quant.train=qat", "quant.preset=w4a8"],
+    "int8-stochastic": ["quant.train=int8", "quant.rounding=stochastic"],
+    # Histories are also summed over parts of a batch, and scanned.
+    "fp8-delayed": ["quant.train=fp8", "quant.scaling=delayed", "quant.history=4", "accumulate=2", "execution.run=scan"],
 }
+
+# The others are these with more state.
+LONGER = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "fp8")]
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -31,7 +37,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(run)
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow), "qat"])
+@pytest.mark.parametrize("kind", [*LONGER, "int8-stochastic", "fp8-delayed", "qat"])
 def test_a_run_in_few_bits_learns_as_floats_do_and_resumes_bit_for_bit(kind: str, floats: dict[int, float], tmp_path: Path):
     words = [*WORDS, *KINDS[kind]]
     train("tiny", [*words, f"dir={tmp_path / 'alone'}", f"steps={STEPS}"], Quiet())
@@ -48,13 +54,13 @@ def test_a_run_in_few_bits_learns_as_floats_do_and_resumes_bit_for_bit(kind: str
         train("tiny", [*WORDS, f"dir={tmp_path / 'alone'}", f"steps={STEPS + 1}"], Quiet())
 
 
-@pytest.mark.parametrize("kind", ["int8", "qat"])
+@pytest.mark.parametrize("kind", [LONGER[0], "qat", "fp8-delayed"])
 @pytest.mark.usefixtures("one_device")
 def test_devices_change_a_loss_by_rounding_alone(kind: str, tmp_path: Path):
     """Scales are of whole rows and blocks, however these are split. Sums in another order move a few numbers over a tie."""
     found = []
     for name, mesh in (("one", ["mesh.data=1", "mesh.fsdp=1"]), ("eight", ["mesh.data=2", "mesh.fsdp=4"])):
-        words = [*WORDS, *KINDS[kind], *mesh, "data.batch=8", f"dir={tmp_path / name}", "steps=4"]
+        words = [*WORDS, *KINDS[kind], *mesh, f"dir={tmp_path / name}", "steps=4"]
         train("tiny", words, Quiet())
         found.append(losses(tmp_path / name))
     assert found[0].keys() == found[1].keys()
@@ -68,6 +74,10 @@ def test_devices_change_a_loss_by_rounding_alone(kind: str, tmp_path: Path):
         (["quant.train=qat", "quant.preset=w5"], "no preset `w5`"),
         (["quant.train=int8", "quant.where=layers.*.atn.*"], "nothing in the model matches"),
         (["quant.train=int4"], "quant.train"),
+        (["quant.train=int8", "quant.scaling=delayed"], "scaling=delayed is for train=fp8"),
+        (["quant.train=fp8", "quant.rounding=stochastic"], "rounding=stochastic is for train=int8"),
+        (["quant.train=fp8", "quant.history=4"], "history is for scaling=delayed"),
+        (["quant.train=fp8", "quant.scaling=delayed", "execution.offload=optimizer"], "quant.scaling=delayed"),
         (["quant.train=int8", "execution.offload=weights"], "quant.train"),
     ],
 )

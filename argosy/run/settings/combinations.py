@@ -82,6 +82,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "adapter": Feature("an adapter", _of_run(lambda run: not run.adapter.trains_base)),
     "quantized_training": Feature("quant.train", _of_run(lambda run: run.quant.train != "none")),
+    "delayed_scaling": Feature("quant.scaling=delayed", _of_run(lambda run: run.quant.scaling == "delayed")),
     "dropout": Feature(
         "adapter.dropout", _of_run(lambda run: not run.adapter.trains_base and getattr(run.adapter, "dropout", 0))
     ),
@@ -126,6 +127,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("adapter", "init_state", NOT_BUILT, "model=FOLDER or init.weights=FOLDER names the model to put the adapter on"),
     Conflict("quantized_training", "adapter", NOT_BUILT, "adapter=qlora trains adapters on a quantized base"),
     *(Conflict("quantized_training", other, NOT_BUILT, "quant.train=none") for other in ("rollout_int8", "offload_weights")),
+    *(Conflict("delayed_scaling", other, NOT_BUILT, "quant.scaling=dynamic") for other in ("stage", "diloco", "offload")),
     Conflict(
         "rollouts", "rollback", "rollouts depend on the weights, so a position alone does not bring them back", "guard: skip or stop"
     ),

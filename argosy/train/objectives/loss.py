@@ -34,12 +34,13 @@ class WeightedMean(NamedTuple):
 class RuleUpdate:
     """How a weight changes by a rule instead of a gradient.
 
-    statistic: an array (or its shape, while shapes are computed), a sum over the batch; those of the parts of a batch are added.
+    statistic: an array (or its shape, while shapes are computed), a sum over the batch; those of the parts of a batch are added. Or
+        anything with a `+` of its own, such as a maximum.
     rule: (weight, statistic of the whole batch) -> new weight.
     """
 
     statistic: Any
-    rule: Callable[[Array, Array], Array]
+    rule: Callable[[Array, Any], Array]
 
 
 jax.tree_util.register_dataclass(RuleUpdate, ["statistic"], ["rule"])

@@ -1,0 +1,102 @@
+"""What quantized training carries from step to step: the histories of delayed scaling, and random keys of stochastic rounding.
+
+Histories are a part beside the model, its attribute `amax`, so a checkpoint keeps them with the optimizer's state and whoever loads
+the model does not see them. In a pass, `with_scaling` gives each contraction its own, which also works where layers are scanned: the
+history of a stack has all layers on its leading axis. The pass gives the magnitudes of its own tensors back as the "gradient" of the
+history (`low_precision`), and the step writes them (`remembered`).
+
+    history [3, H]: data, weight, gradient; newest first
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from argosy.adapt.settings import AMAX
+from argosy.adapt.surgery import at
+from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.weight import Draw, Meaning
+
+# Folded into the key of a step, from which others draw too.
+FOLDED = 0x57
+
+
+class AmaxHistory(nnx.Variable):
+    """The largest magnitudes of a contraction's data, weight and gradient in the last steps. Always float32."""
+
+    exact = True
+
+
+class AmaxHistories(nnx.Module):
+    """The histories of a model, one attribute for each contraction, by its name with `-` for each dot."""
+
+
+class StepKey(nnx.Variable):
+    """Data of the random key of a contraction in one pass; one for each layer where layers are stacked."""
+
+
+class LargestMagnitude(NamedTuple):
+    """Magnitudes in a pass. Those of several parts of a batch add up to the larger ones."""
+
+    value: Array
+
+    def __add__(self, other: Any) -> "LargestMagnitude":
+        return LargestMagnitude(jnp.maximum(self.value, other.value))
+
+
+def attach_histories(model: Any, names: Sequence[str], length: int) -> None:
+    """Gives a model a history for each of these contractions that is not one of experts, whose gradients are not rounded. The
+    histories are not there yet; they begin as zeros."""
+    histories = AmaxHistories()
+    for name in names:
+        of = at(model, name)
+        if of.group:
+            continue
+        shape = (*of.shape[: of.stacked], 3, length)
+        # These letters stand for themselves: no axis is split over devices.
+        meaning = Meaning("abc"[: len(shape)])
+        value = jax.ShapeDtypeStruct(shape, jnp.float32)
+        setattr(histories, name.replace(".", "-"), AmaxHistory(value, meaning=meaning, draw=Draw("constant", 0.0)))
+    setattr(model, AMAX, histories)
+
+
+def with_scaling(model: Any, key: Array | None = None) -> None:
+    """Gives each contraction of a model its history, and a random key of its own where it rounds stochastically. A model without either
+    does not change, and nothing of this is traced.
+
+    Args:
+        key: of a training pass. None: gradients are not computed, or rounded to nearest.
+    """
+    histories = getattr(model, AMAX, None)
+    for name, variable in vars(histories).items() if histories is not None else ():
+        if isinstance(variable, AmaxHistory):
+            at(model, name.replace("-", ".")).history = AmaxHistory(variable[...], meaning=Meaning(""), draw=Draw())
+    if key is None:
+        return
+    names = layer_addresses(model)
+    modules: list[tuple[Any, Any]] = [*nnx.iter_modules(model)]
+    for path, module in modules:
+        if not getattr(module, "stochastic", False):
+            continue
+        own = names(".".join([*map(str, path), "w"]))
+        hashes = np.asarray([zlib.crc32(name.encode()) for name in own], np.uint32)
+        keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, FOLDED)))(hashes)
+        data = jax.random.key_data(keys)
+        module.key = StepKey(data if module.stacked else data[0], meaning=Meaning(""), draw=Draw())
+
+
+def histories_of(weights: Mapping[str, Array]) -> dict[str, Array]:
+    """Those of a model's weights that are histories."""
+    return {address: leaf for address, leaf in weights.items() if address.startswith(f"{AMAX}.")}
+
+
+def remembered(history: Array, seen: LargestMagnitude) -> Array:
+    """The next history: the magnitudes of this step, then the old ones without the oldest."""
+    return jnp.concatenate([seen.value[..., :1], history[..., :-1]], -1)
