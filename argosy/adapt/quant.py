@@ -14,7 +14,7 @@ from flax import nnx
 
 from argosy.adapt.formats.activations import Activations
 from argosy.adapt.formats.blocks import Granularity, block_of, pack_axis
-from argosy.adapt.formats.format import Format
+from argosy.adapt.formats.format import Format, Limits, limits_of
 from argosy.adapt.formats.table import FORMATS
 from argosy.adapt.surgery import find, put_at
 from argosy.core.errors import BadInput, Unsupported
@@ -66,6 +66,16 @@ class Scheme:
         block = (*(1,) * lead, *self.block(of)[of.stacked :])
         out = self.format.quantize(w, block, self.calibration, lead=lead + len(of.group), pack=pack_axis(of))
         return self.completed(out)
+
+    def limits(self, of: Contraction, w: Any) -> Limits:
+        """The range of each block of a weight, as the calibration says."""
+        return limits_of(w, (*(1,) * (w.ndim - len(of.spec)), *self.block(of)[of.stacked :]), self.calibration)
+
+    def within(self, of: Contraction, w: Any, limits: Limits) -> Quantized:
+        """A weight in this format, each block in a given range."""
+        lead = w.ndim - len(of.spec)
+        block = (*(1,) * lead, *self.block(of)[of.stacked :])
+        return self.completed(self.format.rounded(w, block, limits, lead=lead + len(of.group), pack=pack_axis(of)))
 
     def rounding(self) -> Activations | None:
         """How data is rounded; None: it is not."""

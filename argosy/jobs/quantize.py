@@ -1,30 +1,46 @@
 """`argosy quantize`: writes a model in few bits, weight by weight, without building it.
 
-Memory stays below a few times the source's largest weight. After an interruption, a kill or a full disk, the same command resumes.
+Memory stays below a few times the source's largest weight; with calibration data, near that of the largest layer and the Gram matrices
+of its inputs. After an interruption, a kill or a full disk, the same command resumes.
 """
 
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from argosy.adapt.calibration.calibrate import CalibratedWeights, calibrate
+from argosy.adapt.calibration.data import CalibrationData, calibration_data
+from argosy.adapt.calibration.folder import CalibrationFolder
+from argosy.adapt.calibration.layers import LayerRunner
+from argosy.adapt.methods.settings import METHODS, Nearest, RoundingMethod
 from argosy.adapt.quant import Scheme, by_layer
 from argosy.adapt.rules import Rule, schemes_of
 from argosy.checkpoint.save import Progress, write_model_folder
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.process.signals import before_leaving
 from argosy.core.settings import dump
+from argosy.core.settings.schema import Choice
+from argosy.data.settings import DataSettings
 from argosy.jobs.convert import DTYPES, CountedProgress, identity_of, open_source
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll
 from argosy.ops.quantized import Quantized
 from argosy.weights.build import stored_tokenizer
+from argosy.weights.hub.quantized.writer import compressed_files
+from argosy.weights.model import OpenedModel
 from argosy.weights.quantized import RoundedTensors
+from argosy.weights.staging import is_occupied
 
 Say = Callable[[str], None]
+NEAREST = Nearest()
+# Seconds between messages about layers.
+TELL_S = 10
 
 
 def quantize(
@@ -32,23 +48,33 @@ def quantize(
     target: Path,
     rules: Sequence[Rule],
     *,
+    method: RoundingMethod = NEAREST,
+    data: DataSettings | None = None,
+    samples: int = 128,
     dtype: str | None = None,
     to: str = "argosy",
     say: Say = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
-    """Quantizes a model to nearest. Returns what was written: a row for each weight, with its bytes and error.
+    """Quantizes a model. Returns what was written: a row for each weight, with its bytes and errors.
 
     Args:
         target: a new folder.
+        method: how weights are rounded.
+        data: of calibration; None: there is none.
+        samples: sequences of it.
         dtype: the type of the weights that are not quantized; None keeps each one's.
         to: argosy, or compressed-tensors: a Hub folder.
 
     Raises:
-        BadInput: the source is no model or quantized already, the target exists, or a rule matches nothing; nothing is written.
+        BadInput: the source is no model or quantized already, the target exists, a rule matches nothing, or the data has too few
+            tokens; nothing is written.
         Unsupported: the layout cannot say a rule; nothing is written.
     """
     start = time.monotonic()
+    if method.needs_data and data is None:
+        name = Choice(METHODS).name_of(method)
+        raise BadInput(f"method={name} needs calibration data", hint=f"method={name} data.source=FILE samples={samples}")
     stored = open_source(source, say)
     order = {name.removesuffix(".w"): i for i, name in enumerate(stored.weights.names)}
     if stored.quantized is not None:
@@ -56,13 +82,33 @@ def quantize(
     model = stored.config.build(Unroll())
     schemes = by_layer(model, schemes_of(model, list(rules)))
     table = LayerTable()
-    weights = RoundedTensors(stored.config, stored.weights, schemes, lambda name, of, w: schemes[name].quantize(of, w), table.add)
-    identity = identity_of(stored, to, dtype, 0) | {"rules": [dump(rule) for rule in rules]}
+    identity = identity_of(stored, to, dtype, 0) | {"rules": [dump(rule) for rule in rules], "method": described_method(method)}
     written = CountedProgress(progress)
+    kept_layers = target.with_name(f"{target.name}.calibration")
 
     def stopped() -> None:
         say(f"stopped; complete files are kept in {target}.part, and the same command resumes from there")
 
+    def calibrating() -> None:
+        say(f"stopped; complete layers are kept in {kept_layers}, and the same command resumes from there")
+
+    calibrated = None
+    if data is not None:
+        check_plan(stored, target, to, schemes)
+        tokens = calibration_data(
+            *(data, samples, stored_tokenizer(stored)), vocab=stored.config.vocab, context=stored.config.context
+        )
+        say(f"calibrating on {plural(len(tokens.tokens), 'sequence')} of {data.source}, {plural(tokens.size, 'token')}")
+        identity |= {"data": tokens.identity}
+        with before_leaving(calibrating):
+            calibrated = calibrated_layers(stored, schemes, method, tokens, kept_layers, identity, say)
+
+    def rounded(name: str, of: Contraction, w: np.ndarray) -> Quantized:
+        if calibrated is not None and name in calibrated.places:
+            return calibrated.read(name, of)  # type: ignore[arg-type]
+        return method.quantize(of, w, schemes[name], None)
+
+    weights = RoundedTensors(stored.config, stored.weights, schemes, rounded, table.add)
     with before_leaving(stopped):
         write_model_folder(
             *(target, to, stored.config, weights, stored.hub, stored.companions),
@@ -74,16 +120,65 @@ def quantize(
         )
     # What a killed process had written was not quantized again.
     weights.see_all()
+    if calibrated is not None:
+        table.add_errors(calibrated)
+        shutil.rmtree(kept_layers)
     kept = [name for name in stored.weights.names if name.removesuffix(".w") not in schemes]
     bytes_kept = sum(int(np.prod(stored.weights.shape(name))) * weights.dtype(name).itemsize for name in kept)
     return {
         "source": source,
         "target": str(target),
+        "method": Choice(METHODS).name_of(method),
+        "samples": None if data is None else samples,
         "weights": sorted(table.rows, key=lambda row: order[row["name"]]),
         "kept": {"tensors": len(kept), "bytes": bytes_kept, "largest": largest(stored.weights, kept)},
         "bytes": written.all,
         "seconds": time.monotonic() - start,
     }
+
+
+def described_method(method: RoundingMethod) -> dict[str, Any]:
+    """A method with its settings, as JSON."""
+    return {"name": Choice(METHODS).name_of(method)} | dump(method)
+
+
+def check_plan(stored: OpenedModel, target: Path, to: str, schemes: Mapping[str, Scheme]) -> None:
+    """Checks before the work of a calibration what writing would find after it.
+
+    Raises:
+        BadInput: the target exists.
+        Unsupported: the layout cannot say a scheme.
+    """
+    if is_occupied(target):
+        raise BadInput(f"{target} is not empty", hint="name a new folder; nothing is ever overwritten")
+    if to == "compressed-tensors":
+        weights = RoundedTensors(stored.config, stored.weights, schemes, lambda name, of, w: schemes[name].quantize(of, w))
+        compressed_files(stored.config, weights, schemes, hub=stored.hub)
+
+
+def calibrated_layers(
+    stored: OpenedModel,
+    schemes: Mapping[str, Scheme],
+    method: RoundingMethod,
+    data: CalibrationData,
+    path: Path,
+    identity: Mapping[str, Any],
+    say: Say,
+) -> CalibratedWeights:
+    """The quantized layers of a model, in a folder; those that an earlier process finished are kept."""
+    runner = LayerRunner(stored.config, stored.weights, schemes)
+    folder = CalibrationFolder(path, identity, (*data.tokens.shape, stored.config.width))
+    if folder.layers:
+        say(f"resuming: {plural(folder.layers, 'layer')} of {len(runner.plan)} are calibrated already")
+    told = time.monotonic()
+
+    def done(layers: int, all: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > TELL_S:
+            told = time.monotonic()
+            say(f"{layers} of {all} layers are calibrated")
+
+    return calibrate(runner, method, data, folder, done)
 
 
 def largest(weights: Any, names: Sequence[str]) -> list[str]:
@@ -95,7 +190,8 @@ class LayerTable:
     """What became of each weight.
 
     rows: name, scheme, numbers, bytes, bits of a number with its scales, and error: the root mean square of what rounding changed over
-        that of the weight.
+        that of the weight. With calibration data also output_error, the same of the output, nearest_error, that of rounding to
+        nearest, and uncalibrated, the share of experts that too few tokens reached.
     """
 
     def __init__(self) -> None:
@@ -109,3 +205,9 @@ class LayerTable:
         sizes = {"numbers": w.size, "bytes": quantized.nbytes, "bits": 8 * quantized.nbytes / w.size}
         error = change / size if size else 0.0
         self.rows.append({"name": name, **asdict(scheme), "granularity": granularity, **sizes, "error": error})
+
+    def add_errors(self, calibrated: CalibratedWeights) -> None:
+        """Adds what calibration data says of each weight."""
+        none = {"output_error": None, "nearest_error": None, "uncalibrated": 1.0}
+        for row in self.rows:
+            row |= {key: value for key, value in calibrated.rows.get(row["name"], none).items() if key in none}

@@ -237,6 +237,24 @@ def _scales(format: Format, high: Array, lead: int) -> tuple[Array, Array | None
     return high / format.largest, None
 
 
+def nearest_elements(format: Format, x: Array, *, is_asymmetric: bool = False) -> Array:
+    """The nearest elements of numbers that are divided by their scale, as float32.
+
+    is_asymmetric: whether a minimum has been added to them.
+    """
+    match format.elements:
+        case Integers(bits):
+            # Codes of eight bits are signed either way.
+            low = 0 if is_asymmetric and bits < 8 else -(1 << (bits - 1))
+            return jnp.clip(jnp.round(x), low, low + (1 << bits) - 1)
+        case Minifloats(_, magnitudes):
+            return jnp.copysign(jnp.asarray(np.asarray(magnitudes, np.float32))[_nearest(jnp.abs(x), magnitudes, to_even=True)], x)
+        case Levels(_, levels):
+            return jnp.asarray(np.asarray(levels, np.float32))[_nearest(x, levels)]
+        case Floats(dtype, _):
+            return jnp.clip(x, -format.largest, format.largest).astype(dtype).astype(jnp.float32)
+
+
 def _nearest(x: Array, levels: Sequence[float], *, to_even: bool = False) -> Array:
     """The index of the nearest level, which is the number of midpoints below x; of two equally near the lower, or the even index."""
     between = (np.asarray(levels[1:], np.float32) + np.asarray(levels[:-1], np.float32)) / 2

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import Field
 
+from argosy.adapt.methods.settings import METHODS
 from argosy.adapt.rules import PRESETS, Rule, preset_rules, read_rules
 from argosy.cli.output import conclude
 from argosy.cli.verbs.convert import ConversionProgress
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.core.settings.schema import Choice
+from argosy.data.settings import DataSettings
 from argosy.observe.readable import columns, lasted
 from argosy.weights.gguf.mixtures import MIXTURES
 
@@ -33,6 +37,12 @@ class Quantize(Settings):
     llama.cpp. None: gguf if the target's name ends so, otherwise argosy."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights that are not quantized. None: as they are in the source."""
+    method: Annotated[Any, Choice(METHODS)] = "nearest"
+    """How weights are rounded."""
+    samples: int = Field(128, gt=0)
+    """Sequences of calibration data."""
+    data: DataSettings = DataSettings()
+    """Calibration data, read as in training: `data.source=FILE` turns it on. `data.sequence` is 512 tokens unless it is set."""
 
 
 @app.command()
@@ -43,7 +53,7 @@ def quantize(
     ] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="preset=" + "|".join(PRESETS) + " [rules=FILE.yml] [to=...] [dtype=...]", show_default=False),
+        typer.Argument(metavar="preset=" + "|".join(PRESETS) + " [rules=FILE.yml] [method=...] [to=...] [...]", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
@@ -65,7 +75,9 @@ def quantize(
             result = quantize_gguf(model, Path(target), str(settings.preset), say=progress.say, progress=progress)
         else:
             to = settings.to or "argosy"
-            result = job(model, Path(target), rules, dtype=settings.dtype, to=to, say=progress.say, progress=progress)
+            data = settings.data if "source" in settings.data.model_fields_set else None
+            how: Any = {"method": settings.method, "data": data, "samples": settings.samples, "dtype": settings.dtype, "to": to}
+            result = job(model, Path(target), rules, **how, say=progress.say, progress=progress)
     conclude(described(result), result, as_json)
 
 
@@ -80,6 +92,11 @@ def check_target(settings: Quantize, target: str, is_gguf: bool) -> None:
         raise BadInput(f"preset={settings.preset} is for GGUF files", hint=f"`argosy quantize MODEL OUT.gguf preset={settings.preset}`")
     if is_gguf and (settings.to not in (None, "gguf") or not target.endswith(".gguf")):
         raise BadInput(f"{target} and to={settings.to}", hint="a GGUF file ends in .gguf, and nothing else does")
+    calibrates = bool(settings.data.model_fields_set) or "samples" in settings.model_fields_set
+    if calibrates and "source" not in settings.data.model_fields_set:
+        raise BadInput("settings of calibration data without data", hint="data.source=FILE")
+    if is_gguf and (calibrates or "method" in settings.model_fields_set):
+        raise BadInput("GGUF files are rounded as llama.cpp does, without calibration data", hint=presets)
     if is_gguf and (settings.preset is None or settings.rules is not None or settings.dtype is not None):
         raise BadInput("a GGUF file has a preset, and neither rules nor a dtype", hint=presets)
 
@@ -103,15 +120,23 @@ def described(result: dict[str, Any]) -> str:
         kind = ".".join(part for part in row["name"].split(".") if not part.isdecimal())
         data = "" if row["activations"] is None else row["activations"]
         groups[kind, row["weights"], str(row["granularity"] or ""), data].append(row)
+    is_calibrated = bool(result.get("samples"))
     lines = []
     for key, rows in groups.items():
         numbers, size = (sum(row[name] for row in rows) for name in ("numbers", "bytes"))
-        errors = [row["error"] for row in rows]
-        lines.append([*key, str(len(rows)), f"{8 * size / numbers:.2f}", f"{size / 1e6:.1f}", f"{max(errors):.4f}"])
+        errors = ["error", *(["output_error", "nearest_error"] if is_calibrated else [])]
+        found = [[row[name] for row in rows if row[name] is not None] for name in errors]
+        worst = [f"{max(some):.4f}" if some else "" for some in found]
+        lines.append([*key, str(len(rows)), f"{8 * size / numbers:.2f}", f"{size / 1e6:.1f}", *worst])
     head = ("module", "weights", "scales for", "data", "layers", "bits", "MB", "largest RMS error")
+    head += ("of the output", "by nearest") if is_calibrated else ()
     kept = result["kept"]
     rest = f"{plural(kept['tensors'], 'tensor')} kept ({kept['bytes'] / 1e6:.1f} MB), such as {', '.join(kept['largest'])}"
     written = f"{result['target']}: {result['bytes'] / 1e6:.1f} MB in {lasted(result['seconds'])}"
     if narrow := result.get("narrow"):
         rest += f"\nrows of {plural(len(narrow), 'tensor')} are no whole number of blocks, which have another type, such as {narrow[0]}"
-    return "\n".join([columns(head, lines, figures=(4, 5, 6, 7)), rest, written])
+    if scarce := [row for row in result["weights"] if row.get("uncalibrated")]:
+        share, name = max((row["uncalibrated"], row["name"]) for row in scarce)
+        rest += f"\n{plural(len(scarce), 'weight')} saw too few tokens, in whole or in part, and nearest rounding took their place: "
+        rest += f"{share:.0%} of {name}"
+    return "\n".join([columns(head, lines, figures=tuple(range(4, len(head)))), rest, written])

@@ -43,6 +43,14 @@ class TextEncoder(nnx.Module):
         self.layers = Stack(plan, make, run=run)
         self.pooler = Einsum("BD,DO->BO", config.dims, bias=True) if pooler else None
 
+    def embedded(
+        self, tokens: Int[Array, "B T"], attend: Attend, types: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """The input of the first layer. Arguments as `hidden`."""
+        x = self.embed.take(tokens) + self.positions.take(attend.positions + self.first)
+        x = x + self.types.take(jnp.zeros_like(tokens) if types is None else types)
+        return self.embed_norm(x.astype(self.dtype))
+
     def hidden(
         self,
         tokens: Int[Array, "B T"],
@@ -55,10 +63,7 @@ class TextEncoder(nnx.Module):
         Args:
             types: which of two texts a token belongs to, 0 or 1; by default 0 for all.
         """
-        x = self.embed.take(tokens) + self.positions.take(attend.positions + self.first)
-        x = x + self.types.take(jnp.zeros_like(tokens) if types is None else types)
-        x = self.embed_norm(x.astype(self.dtype))
-        x, cache, aux = self.layers(x, cache, attend)
+        x, cache, aux = self.layers(self.embedded(tokens, attend, types), cache, attend)
         return constrain(x, "B T D"), cache, aux
 
     def pooled(self, x: Float[Array, "B T D"]) -> Float[Array, "B O"]:

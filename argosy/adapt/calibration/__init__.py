@@ -1,0 +1,1 @@
+"""What calibration data tells of the inputs of contractions, layer by layer."""

@@ -1,0 +1,66 @@
+"""Calibration data: the first sequences of a data pipeline, as training would read them."""
+
+import hashlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.data.pipeline import build
+from argosy.data.settings import DataSettings
+
+if TYPE_CHECKING:
+    from argosy.data.tokenizers.load import Tokenizer
+
+# Tokens of a sequence, unless the settings say otherwise or the model has a shorter context.
+SEQUENCE = 512
+
+
+class CalibrationData(NamedTuple):
+    """Sequences of equal length, whose segments are 0 at padding."""
+
+    tokens: Int[np.ndarray, "S T"]
+    segments: Int[np.ndarray, "S T"]
+
+    @property
+    def size(self) -> int:
+        """The number of tokens without padding."""
+        return int((self.segments > 0).sum())
+
+    @property
+    def identity(self) -> str:
+        """A hash of all of it."""
+        digest = hashlib.sha256(str(self.tokens.shape).encode())
+        for array in self:
+            digest.update(np.ascontiguousarray(array, np.int32).data)
+        return digest.hexdigest()[:12]
+
+
+def calibration_data(
+    settings: DataSettings, samples: int, tokenizer: "Tokenizer | None", *, vocab: int, context: int
+) -> CalibrationData:
+    """The first sequences of the data, shuffled by its seed, which is 0 unless the settings have one.
+
+    Args:
+        samples: how many.
+        tokenizer: of the model.
+        context: of the model, in tokens.
+
+    Raises:
+        UserError: the data is missing or does not fit the model, or has fewer sequences.
+    """
+    sequence = settings.sequence if "sequence" in settings.model_fields_set else min(SEQUENCE, context)
+    if sequence > context:
+        raise BadInput(f"data.sequence={sequence} is more than the model's context of {context}", hint=f"at most {context}")
+    settings = settings.model_copy(update={"sequence": sequence, "batch": 1, "epochs": 1, "prefetch": 0})
+    batches = build(settings, tokenizer, vocab=vocab, seed=0)
+    try:
+        found = [batch for _, batch in zip(range(samples), batches)]
+    finally:
+        batches.close()
+    if len(found) < samples:
+        what = f"{settings.source} has {plural(len(found), 'sequence')} of {sequence} tokens, fewer than samples={samples}"
+        raise BadInput(what, hint=f"more data, samples={len(found)}, or a shorter data.sequence")
+    return CalibrationData(*(np.concatenate([batch[name] for batch in found]) for name in ("tokens", "segments")))

@@ -1,0 +1,127 @@
+"""One layer of a model at a time, on the outputs of the layers before it. The model is never built whole: each layer's weights are read
+when it is its turn.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from argosy.adapt.calibration.statistics import InputStatistics, InputSums, ObservedContraction, StatisticsRecorder
+from argosy.adapt.quant import QuantizedEinsum, Scheme, apply_schemes
+from argosy.adapt.surgery import at, find, put_at
+from argosy.core.formats import TensorReader
+from argosy.models.parts.attention.attend import Attend, Bidirectional, Packed
+from argosy.models.parts.stack import Layer, Unroll, run_block
+from argosy.models.parts.weight import Leaves, abstract, merge, put, split, variables
+from argosy.ops.quantized import Quantized
+
+# Modules outside the layers that their inputs do not depend on.
+AFTER = ("head.", "norm.", "pooler.", "mtp.")
+
+
+class LayerRunner:
+    """The layers of a model whose weights are at rest.
+
+    Args:
+        weights: of the plain model, by per-layer name.
+        schemes: how contractions are quantized, by per-layer name.
+    """
+
+    def __init__(self, config: Any, weights: TensorReader, schemes: Mapping[str, Scheme]):
+        self.weights, self.causal = weights, config.causal
+        self.plain, self.rounded = config.build(Unroll()), config.build(Unroll())
+        apply_schemes(self.rounded, schemes)
+        self.plan: tuple[Layer, ...] = self.plain.layers.plan
+        self.names = [tuple(self._names(i, schemes)) for i in range(len(self.plan))]
+
+    def _names(self, i: int, schemes: Mapping[str, Scheme]) -> list[str]:
+        """The contractions of a layer that are quantized, by their names in it."""
+        return [name for name in find(getattr(self.plain.layers, str(i)), ".*") if f"layers.{i}.{name}" in schemes]
+
+    def contraction(self, i: int, name: str) -> QuantizedEinsum:
+        """A quantized contraction of a layer, as a description."""
+        return at(getattr(self.rounded.layers, str(i)), name)
+
+    def read(self, i: int) -> Leaves:
+        """The weights of a layer, by their names in it."""
+        own = variables(getattr(self.plain.layers, str(i)))
+        return {name: jnp.asarray(self.weights.read(f"layers.{i}.{name}"), jnp.float32) for name in own}
+
+    def embedded(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[np.ndarray]:
+        """The inputs of the first layer.
+
+        Args:
+            batches: yields tokens [B T] and their segments.
+        """
+        model = nnx.merge(*nnx.split(self.plain))
+        inside = [a for a in abstract(model) if not a.startswith(("layers.", *AFTER))]
+        put(model, {a: jnp.asarray(self.weights.read(a), jnp.float32) for a in inside})
+        for tokens, segments in batches:
+            yield np.asarray(model.embedded(jnp.asarray(tokens), _strategy(self.causal, jnp.asarray(segments))))
+
+    def statistics(self, i: int, leaves: Leaves, batches: Iterator[tuple[Any, Any]]) -> dict[str, InputStatistics]:
+        """What the data tells of the inputs of each contraction that is quantized.
+
+        Args:
+            leaves: the weights of the layer.
+            batches: yields inputs of the layer and their segments; at least once.
+        """
+        graph, _ = split(getattr(self.plain.layers, str(i)))
+        places, run = _observed(graph, self.plan[i], self.names[i], self.causal)
+        sums: list[InputSums] | None = None
+        for x, segments in batches:
+            if sums is None:
+                shapes = jax.eval_shape(run, leaves, x, segments, None)
+                sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+            sums = run(leaves, x, segments, sums)
+        assert sums is not None
+        found = [InputStatistics.of(one) for one in sums]
+        return {name: found[places[name]] for name in self.names[i] if name in places}
+
+    def outputs(self, i: int, leaves: Leaves, quantized: Mapping[str, Quantized], x: Any, segments: Any) -> np.ndarray:
+        """The output of a layer with quantized weights."""
+        graph, own = split(getattr(self.rounded.layers, str(i)))
+        weights = {a: leaves[a] for a in own if a in leaves}
+        for name, w in quantized.items():
+            weights |= {a: getattr(w, a.removeprefix(f"{name}.")) for a in own if a.startswith(f"{name}.") and a not in leaves}
+        return np.asarray(_layer(graph, self.plan[i], self.causal)(weights, x, segments))
+
+
+def _strategy(causal: bool, segments: Array) -> Attend:
+    # Latent attention expands its latents, so that every weight is contracted by its own equation.
+    return Packed(segments, absorb=False) if causal else Bidirectional(segments)
+
+
+@lru_cache(maxsize=64)
+def _observed(graph: Any, layer: Layer, names: tuple[str, ...], causal: bool) -> tuple[dict[str, int], Any]:
+    """Where the sums of each contraction are in the outputs of a program, known once it is traced, and the program."""
+    places: dict[str, int] = {}
+
+    @partial(jax.jit, donate_argnums=3)
+    def run(weights: Leaves, x: Array, segments: Array, before: list[InputSums] | None) -> list[InputSums]:
+        block, attend = merge(graph, weights), _strategy(causal, segments)
+        recorder = StatisticsRecorder(attend.live)
+        for name in names:
+            put_at(block, name, ObservedContraction(at(block, name), name, recorder))
+        block(x, layer.each, None, attend, None)
+        places.update(recorder.places)
+        return recorder.sums if before is None else [a.added(b) for a, b in zip(before, recorder.sums, strict=True)]
+
+    return places, run
+
+
+@lru_cache(maxsize=64)
+def _layer(graph: Any, layer: Layer, causal: bool) -> Any:
+    """A program (weights, x, segments) -> x."""
+
+    @jax.jit
+    def run(weights: Leaves, x: Array, segments: Array) -> Array:
+        return run_block(graph, layer, weights, x, None, _strategy(causal, segments), "none", unrolled=True)[0]
+
+    return run

@@ -1,0 +1,163 @@
+"""Statistics of the inputs of contractions.
+
+A contraction that is replaced by an `ObservedContraction` computes as before, and a `StatisticsRecorder` keeps sums over its inputs
+while a program is traced: X'X, the sum of |x|, the largest |x| and the number of tokens; for each expert over its own tokens.
+Contractions that read the same array share their sums.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from argosy.models.parts.einsum import Contraction, Route, letters_of
+from argosy.ops.grouped import grouped_matmul
+
+# A Hessian of I channels needs at least I / SHARE tokens; experts with fewer are rounded without it.
+SHARE = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class InputSums:
+    """Sums over the inputs of a contraction; G experts, or one.
+
+    gram: X'X [G I I].
+    absolute: the sum of |x| [G I].
+    largest: the largest |x| [G I].
+    tokens: how many rows [G].
+    """
+
+    gram: Any
+    absolute: Any
+    largest: Any
+    tokens: Any
+
+    def added(self, other: "InputSums") -> "InputSums":
+        """The sums over both."""
+        largest = jnp.maximum(self.largest, other.largest)
+        return InputSums(self.gram + other.gram, self.absolute + other.absolute, largest, self.tokens + other.tokens)
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """What calibration data tells of the inputs of a contraction. Arrays of numpy, as `InputSums` has them."""
+
+    gram: Float[np.ndarray, "G I I"]
+    absolute: Float[np.ndarray, "G I"]
+    largest: Float[np.ndarray, "G I"]
+    tokens: Float[np.ndarray, " G"]
+
+    @staticmethod
+    def of(sums: InputSums) -> "InputStatistics":
+        return InputStatistics(*map(np.asarray, (sums.gram, sums.absolute, sums.largest, sums.tokens)))
+
+    @property
+    def sufficient(self) -> Bool[np.ndarray, " G"]:
+        """Which experts have enough tokens."""
+        return self.tokens * SHARE >= self.gram.shape[-1]
+
+    @property
+    def mean_squares(self) -> Float[np.ndarray, "G I"]:
+        """The mean of x^2; 1 of experts with too few tokens."""
+        means = np.diagonal(self.gram, axis1=1, axis2=2) / np.maximum(self.tokens, 1.0)[:, None]
+        return np.where(self.sufficient[:, None], means, 1.0).astype(np.float32)
+
+    @property
+    def mean_magnitudes(self) -> Float[np.ndarray, "G I"]:
+        """The mean of |x|."""
+        return (self.absolute / np.maximum(self.tokens, 1.0)[:, None]).astype(np.float32)
+
+
+class StatisticsRecorder:
+    """The sums of one layer's inputs, while a program is traced.
+
+    live: which tokens are no padding.
+    sums: of each array that contractions read.
+    places: the sums of each contraction, by its name.
+    """
+
+    def __init__(self, live: Bool[Array, "B T"]):
+        self.live = live
+        self.sums, self.places = list[InputSums](), dict[str, int]()
+        self._seen = list[tuple[Any, Any, tuple[int, ...]]]()
+
+    def add(self, name: str, of: Contraction, x: Array, route: Route | None) -> None:
+        """Adds the input of a call.
+
+        Raises:
+            ValueError: the contraction was called before, so that its calls cannot be told apart.
+        """
+        if name in self.places:
+            raise ValueError(f"{name} is called twice in a layer")
+        letters = letters_of(of.eq)
+        summed = tuple(letters.x.index(letter) for letter in of.inner)
+        for place, (other, other_route, axes) in enumerate(self._seen):
+            if other is x and other_route is (None if route is None else route.sizes) and axes == summed:
+                self.places[name] = place
+                return
+        self._seen.append((x, None if route is None else route.sizes, summed))
+        self.places[name] = len(self.sums)
+        if route is None:
+            self.sums.append(_dense(x, letters.x, summed, self.live))
+        else:
+            self.sums.append(_by_expert(x, route, len(route.sizes)))
+
+
+class ObservedContraction(Contraction):
+    """A contraction that tells a recorder what it reads. Other equations over its weight (`via`) are not recorded."""
+
+    def __init__(self, of: Contraction, name: str, recorder: StatisticsRecorder):
+        self.eq, self.legend, self.several = of.eq, of.legend, of.several
+        self.of, self.name, self.recorder = of, name, recorder
+
+    @property
+    def weight(self) -> Any:
+        return self.of.weight
+
+    @property
+    def bias(self) -> Array | None:
+        return self.of.bias
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape
+
+    def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
+        self.recorder.add(self.name, self, x, route)
+        return self.of.product(x, route, dtype=dtype)
+
+
+def _dense(x: Array, letters: str, summed: Sequence[int], live: Array) -> InputSums:
+    x = jnp.moveaxis(x, summed, range(-len(summed), 0)).astype(jnp.float32)
+    rows = x.reshape(*x.shape[: x.ndim - len(summed)], -1)
+    if letters.startswith("BT"):
+        counts = live.reshape(*live.shape, *[1] * (rows.ndim - 3))
+        counts = jnp.broadcast_to(counts, rows.shape[:-1])
+    else:
+        counts = jnp.ones(rows.shape[:-1], bool)
+    rows, counts = rows.reshape(-1, rows.shape[-1]), counts.reshape(-1)
+    # Padding may be NaN.
+    rows = jnp.where(counts[:, None], rows, 0.0)
+    gram = jnp.matmul(rows.T, rows, precision="highest")
+    size = jnp.abs(rows)
+    return InputSums(gram[None], size.sum(0)[None], size.max(0)[None], counts.astype(jnp.float32).sum()[None])
+
+
+def _by_expert(x: Array, route: Route, experts: int) -> InputSums:
+    x = x.astype(jnp.float32)
+    I = x.shape[-1]
+    used = jnp.arange(len(x)) < jnp.sum(route.sizes)
+    x = jnp.where(used[:, None], x, 0.0)
+    # X'X of each expert is the gradient of a grouped product whose other factor is X again.
+    _, gradient = jax.vjp(lambda w: grouped_matmul(x, w, route.sizes), jnp.zeros((experts, I, I), jnp.float32))
+    gram = gradient(x)[0]
+    expert = jnp.where(used, route.expert, experts)
+    size = jnp.abs(x)
+    absolute = jax.ops.segment_sum(size, expert, experts + 1)[:experts]
+    largest = jnp.maximum(jax.ops.segment_max(size, expert, experts + 1)[:experts], 0.0)
+    return InputSums(gram, absolute, largest, route.sizes.astype(jnp.float32))

@@ -1,0 +1,36 @@
+"""The weight of a contraction as matrices, one for each expert: [G I O], summed letters by kept letters."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from argosy.adapt.formats.format import Weight
+from argosy.models.parts.einsum import Contraction
+
+
+def as_matrices(of: Contraction, w: Weight) -> Float[Array, "G I O"]:
+    """A weight of one layer as matrices; one without experts."""
+    sizes = dict(zip(of.spec, w.shape, strict=True))
+    groups, inputs, outputs = _letters(of)
+    order = [of.spec.index(letter) for letter in groups + inputs + outputs]
+    shape = [math.prod(sizes[letter] for letter in letters) for letters in (groups, inputs, outputs)]
+    return jnp.transpose(w, order).reshape(shape)
+
+
+def from_matrices(of: Contraction, m: Float[Array | np.ndarray, "G I O"], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """A weight of this shape from its matrices."""
+    sizes, order = dict(zip(of.spec, shape, strict=True)), "".join(_letters(of))
+    return jnp.transpose(m.reshape([sizes[letter] for letter in order]), [order.index(letter) for letter in of.spec])
+
+
+def along_inputs(of: Contraction, a: Float[Array | np.ndarray, "G I"], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Numbers of input channels, with the axes of a weight of this shape: of size 1 along kept letters."""
+    sizes = dict(zip(of.spec, shape, strict=True)) | dict.fromkeys(_letters(of)[2], 1)
+    return from_matrices(of, a[..., None], tuple(sizes[letter] for letter in of.spec))
+
+
+def _letters(of: Contraction) -> tuple[str, str, str]:
+    """The letters of experts, of input channels and of output channels, each in the order of the weight."""
+    return of.group, of.inner, "".join(letter for letter in of.spec if letter not in of.inner + of.group)
