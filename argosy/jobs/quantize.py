@@ -19,6 +19,7 @@ from argosy.adapt.calibration.folder import CalibrationFolder
 from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.methods.settings import METHODS, Nearest, RoundingMethod
 from argosy.adapt.quant import Scheme, by_layer
+from argosy.adapt.rotation import describe_rotation, rotated_model
 from argosy.adapt.rules import Rule, schemes_of
 from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.counts import plural
@@ -51,6 +52,7 @@ def quantize(
     method: RoundingMethod = NEAREST,
     data: DataSettings | None = None,
     samples: int = 128,
+    rotate: str | None = None,
     dtype: str | None = None,
     to: str = "argosy",
     say: Say = lambda _: None,
@@ -63,26 +65,31 @@ def quantize(
         method: how weights are rounded.
         data: of calibration; None: there is none.
         samples: sequences of it.
+        rotate: hadamard: the stream and the value heads are rotated first (`adapt.rotation`); None: they are not.
         dtype: the type of the weights that are not quantized; None keeps each one's.
         to: argosy, or compressed-tensors: a Hub folder.
 
     Raises:
         BadInput: the source is no model or quantized already, the target exists, a rule matches nothing, or the data has too few
             tokens; nothing is written.
-        Unsupported: the layout cannot say a rule; nothing is written.
+        Unsupported: the layout cannot say a rule, or the model cannot be rotated; nothing is written.
     """
     start = time.monotonic()
     if method.needs_data and data is None:
         name = Choice(METHODS).name_of(method)
         raise BadInput(f"method={name} needs calibration data", hint=f"method={name} data.source=FILE samples={samples}")
     stored = open_source(source, say)
-    order = {name.removesuffix(".w"): i for i, name in enumerate(stored.weights.names)}
     if stored.quantized is not None:
         raise BadInput(f"{source} is quantized already", hint="quantize the model it came from; or `argosy convert` makes floats of it")
+    if rotate is not None:
+        stored = rotated_model(stored)
+        say(describe_rotation(stored.weights))
+    order = {name.removesuffix(".w"): i for i, name in enumerate(stored.weights.names)}
     model = stored.config.build(Unroll())
     schemes = by_layer(model, schemes_of(model, list(rules)))
     table = LayerTable()
     identity = identity_of(stored, to, dtype, 0) | {"rules": [dump(rule) for rule in rules], "method": described_method(method)}
+    identity |= {} if rotate is None else {"rotate": rotate}
     written = CountedProgress(progress)
     kept_layers = target.with_name(f"{target.name}.calibration")
 

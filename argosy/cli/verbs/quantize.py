@@ -32,6 +32,10 @@ class Quantize(Settings):
     q4_k_m, q4_1, q4_0, f16, bf16."""
     rules: str | None = None
     """A YAML file with a list of rules, the first that matches a module decides."""
+    rotate: Literal["none", "hadamard"] = "none"
+    """hadamard: rotates the model before it is quantized, so that no channel has outliers, as QuaRot (arXiv:2404.00456) does without
+    rotations while the model runs. The float model computes the same. For four bits of data; models whose norms do not allow it are
+    refused."""
     to: Literal["argosy", "compressed-tensors", "gguf"] | None = None
     """Layout. compressed-tensors: a Hub folder that transformers and vLLM read, with int8, int4, fp8, NVFP4 or MXFP4; gguf: a file for
     llama.cpp. None: gguf if the target's name ends so, otherwise argosy."""
@@ -77,6 +81,7 @@ def quantize(
             to = settings.to or "argosy"
             data = settings.data if "source" in settings.data.model_fields_set else None
             how: Any = {"method": settings.method, "data": data, "samples": settings.samples, "dtype": settings.dtype, "to": to}
+            how["rotate"] = None if settings.rotate == "none" else settings.rotate
             result = job(model, Path(target), rules, **how, say=progress.say, progress=progress)
     conclude(described(result), result, as_json)
 
@@ -97,6 +102,8 @@ def check_target(settings: Quantize, target: str, is_gguf: bool) -> None:
         raise BadInput("settings of calibration data without data", hint="data.source=FILE")
     if is_gguf and (calibrates or "method" in settings.model_fields_set):
         raise BadInput("GGUF files are rounded as llama.cpp does, without calibration data", hint=presets)
+    if is_gguf and settings.rotate != "none":
+        raise BadInput("rotate=hadamard is for folders", hint="GGUF files here have no rotated weights")
     if is_gguf and (settings.preset is None or settings.rules is not None or settings.dtype is not None):
         raise BadInput("a GGUF file has a preset, and neither rules nor a dtype", hint=presets)
 

@@ -1,0 +1,208 @@
+"""Rotates a model's residual stream and its value heads, so that no channel has outliers and fewer bits lose less. The function that
+the model computes stays the same (Ashkboos et al. 2024, QuaRot, arXiv:2404.00456; Liu et al. 2024, SpinQuant, arXiv:2405.16406).
+
+    x' = x R          RMSNorm(x R) = RMSNorm(x) R, if the norm has no weight
+    reads x:   y = RMSNorm(x) g W    becomes    y = RMSNorm(x') (R' g W)
+    writes x:  x + y W               becomes    x' + y (W R)
+    values:    v' = v Q, and W_o takes Q' v, in each head
+
+So weights of norms are first folded into the matrices that read them. A tied head then has weights of its own, because the final norm
+is folded into it alone. R and Q are Hadamard matrices with random signs from a fixed seed (`adapt.hadamard`).
+
+How it differs from the papers: nothing is rotated while the model runs, so data within the feed-forward layer, and across the heads
+that the output projection reads, has its outliers still; no rotation is learned.
+
+Weights are rotated one by one, as they are read. A block must read the stream through RMSNorm alone: a norm with a mean, a norm of what
+a sublayer adds, or one after the addition, is refused by name.
+"""
+
+from collections.abc import KeysView
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from argosy.adapt.hadamard import hadamard_rotation
+from argosy.core.errors import Unsupported
+from argosy.core.formats import Shape, TensorReader
+from argosy.models.parts.attention.heads import Attention
+from argosy.models.parts.block import Block
+from argosy.models.parts.decoder import Decoder
+from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import variables
+
+# Of the random signs: the same model is rotated in the same way.
+SEED = 0
+STREAM = "embed"
+HEAD, EMBED = "head.w", "embed.w"
+
+
+class AxisRotation(NamedTuple):
+    """What becomes of one axis of a weight.
+
+    axis: counted from the front.
+    values: whether it is the axis of value heads; otherwise that of the stream.
+    norm: the address of the norm whose weight is folded in, or "".
+    """
+
+    axis: int
+    values: bool = False
+    norm: str = ""
+
+
+class RotationPlan(NamedTuple):
+    """How the weights of a model are rotated, by per-layer name.
+
+    turns: of each weight that changes.
+    norms: the weights of norms, which are folded, with what the norm adds to its weight.
+    """
+
+    turns: dict[str, list[AxisRotation]]
+    norms: dict[str, float]
+
+
+class RotatedTensors:
+    """The weights of a rotated model: a `TensorReader`.
+
+    Args:
+        config: of the model as it is stored.
+        weights: by per-layer name.
+
+    Raises:
+        Unsupported: the structure does not allow it.
+    """
+
+    def __init__(self, config: Any, weights: TensorReader):
+        self.weights, self.plan = weights, rotation_plan(config)
+        self.unties = bool(config.tied)
+        width = config.dims["D"]
+        self.stream, self.is_hadamard = hadamard_rotation(width, SEED)
+        self.heads = hadamard_rotation(config.dims["H"], SEED + 1)[0] if "H" in config.dims else None
+        self.config = config.model_copy(update={"tied": False}) if self.unties else config
+        names = [*weights.names, *([HEAD] if self.unties else [])]
+        self._names = dict.fromkeys(names)
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._names.keys()
+
+    def shape(self, name: str) -> Shape:
+        return self.weights.shape(EMBED)[::-1] if self._is_untied(name) else self.weights.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        return self.weights.dtype(EMBED if self._is_untied(name) else name)
+
+    def _is_untied(self, name: str) -> bool:
+        return self.unties and name == HEAD
+
+    def read(self, name: str) -> np.ndarray:
+        if (offset := self.plan.norms.get(name)) is not None:
+            return np.full(self.shape(name), 1 - offset, self.dtype(name))
+        turns = self.plan.turns.get(name)
+        if turns is None:
+            return self.weights.read(name)
+        w = self.weights.read(EMBED).T if self._is_untied(name) else self.weights.read(name)
+        w = np.asarray(w, np.float32)
+        for turn in turns:
+            w = np.moveaxis(w, turn.axis, -1)
+            if turn.norm:
+                w = w * (np.asarray(self.weights.read(turn.norm), np.float32) + self.plan.norms[turn.norm])
+            matrix = self.heads if turn.values else self.stream
+            assert matrix is not None
+            w = np.moveaxis(w @ matrix.astype(np.float32), -1, turn.axis)
+        return np.ascontiguousarray(w).astype(self.dtype(name))
+
+
+def rotated_model(stored: Any) -> Any:
+    """An opened model (`weights.model.OpenedModel`), rotated as its weights are read.
+
+    Raises:
+        Unsupported: the structure does not allow it, or it has adapters.
+    """
+    if stored.adapted is not None:
+        raise Unsupported(f"{stored.path} has adapters, which read the stream as it was", hint="merge them first: argosy convert")
+    weights = RotatedTensors(stored.config, stored.weights)
+    return replace(stored, config=weights.config, weights=weights, blocks=None)
+
+
+def describe_rotation(weights: RotatedTensors) -> str:
+    """A sentence for whoever waits."""
+    kind = "a Hadamard matrix"
+    if not weights.is_hadamard:
+        kind = "an orthogonal matrix that is random in its odd part, because no Hadamard matrix of this size is known here"
+    untied = "; the tied head gets weights of its own, because the final norm is folded into it" if weights.unties else ""
+    return f"the stream of {len(weights.stream)} channels is rotated by {kind}{untied}"
+
+
+def rotation_plan(config: Any) -> RotationPlan:
+    """How the weights of a model are rotated.
+
+    Raises:
+        Unsupported: its structure does not allow it; it says why.
+    """
+    model = config.build(Unroll())
+    norms = _norms(model)
+    turns: dict[str, list[AxisRotation]] = {}
+    for path, of in nnx.iter_modules(model):
+        name = ".".join(map(str, path))
+        if not isinstance(of, Contraction) or STREAM not in of.axes:
+            continue
+        reads = STREAM in of.summed_axes
+        norm = _norm_of(name) if reads else ""
+        turns[f"{name}.w"] = [AxisRotation(of.axes.index(STREAM), norm=norm)]
+        bias = getattr(of, "b", None)
+        if bias is not None and STREAM in (axes := bias.get_metadata()["meaning"].axes):
+            turns[f"{name}.b"] = [AxisRotation(axes.index(STREAM))]
+    if model.head is None:
+        turns[HEAD] = [AxisRotation(0, norm="norm.scale")]
+    for i in range(len(model.layers.plan)):
+        attention = getattr(model.layers, str(i)).attn
+        if type(attention) is Attention:
+            # Values are summed with numbers of their head alone, so a rotation within a head passes through.
+            for part, letters in (("v.w", "DKH"), ("v.b", "KH"), ("o.w", "NHD")):
+                name = f"layers.{i}.attn.{part}"
+                if part != "v.b" or attention.v.b is not None:
+                    turns.setdefault(name, []).append(AxisRotation(letters.index("H"), values=True))
+    changed = {*turns, *norms}
+    rest = [a for a, v in variables(model).items() if STREAM in v.get_metadata()["meaning"].axes and a not in changed]
+    if rest:
+        raise _refused(f"`{rest[0]}` acts on single channels of the stream")
+    return RotationPlan(turns, norms)
+
+
+def _norm_of(name: str) -> str:
+    """The address of the norm through which a contraction reads the stream."""
+    parts = name.split(".")
+    return f"layers.{parts[1]}.{parts[2]}_norm.scale" if parts[0] == "layers" else "norm.scale"
+
+
+def _norms(model: Any) -> dict[str, float]:
+    """The weights of the norms that read the stream, with their offsets."""
+    if not isinstance(model, Decoder) or getattr(model, "mtp", None) is not None:
+        raise _refused(f"it is a {type(model).__name__}, not tokens, layers and a head")
+    out: dict[str, Any] = {"norm": model.norm}
+    for i in range(len(model.layers.plan)):
+        block = getattr(model.layers, str(i))
+        if type(block) is not Block:
+            raise _refused(f"layer {i} is a {type(block).__name__}")
+        if block.norm_after:
+            raise _refused(f"layer {i} has norms after its additions")
+        for part in ("attn", "mlp"):
+            if getattr(block, part) is None:
+                continue
+            if getattr(block, f"post_{part}_norm") is not None:
+                raise _refused(f"`layers.{i}.post_{part}_norm` norms what is added to the stream")
+            if getattr(block, f"{part}_norm") is None:
+                raise _refused(f"layer {i} reads the stream without a norm")
+            out[f"layers.{i}.{part}_norm"] = getattr(block, f"{part}_norm")
+    wrong = next((name for name, norm in out.items() if not isinstance(norm, RMSNorm)), None)
+    if wrong is not None:
+        raise _refused(f"`{wrong}` is a {type(out[wrong]).__name__}, which subtracts a mean or does more than RMSNorm")
+    return {f"{name}.scale": norm.offset for name, norm in out.items()}
+
+
+def _refused(why: str) -> Unsupported:
+    return Unsupported(f"rotate=hadamard: {why}", hint="leave out `rotate`: other methods need no such structure")
