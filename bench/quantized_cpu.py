@@ -2,8 +2,9 @@
 
     ./run python bench/quantized_cpu.py MODEL [PRESET ...] [rows=1,8,32] [turns=20]
 
-MODEL has float weights; `float32` stands for these. A .gguf file in place of a preset is another model, whose blocks are kept. Rows
-hold 150 tokens. Wall time is the median and the least of all turns; CPU time is that of the process, since machines are shared.
+MODEL has float weights; `float32` stands for these. A .gguf file in place of a preset is another model, whose blocks are kept. After
+`int8:` data is rounded to int8 (engine.activations). Rows hold 150 tokens. Wall time is the median and the least of all turns; CPU time
+is that of the process, since machines are shared.
 """
 
 import sys
@@ -33,7 +34,9 @@ def main(model: str, *words: str) -> None:
     rows, turns = [int(n) for n in how.get("rows", "1,8,32").split(",")], int(how.get("turns", 20))
     engines, weights = {}, {}
     for name in [word for word in words if "=" not in word] or PRESETS:
-        engines[name] = Engine(loaded(model, name).module, EngineSettings(slots=32, context=2048, pages=512), exclusive=True)
+        activations, _, source = name.rpartition(":")
+        settings = EngineSettings(slots=32, context=2048, pages=512, activations=activations or None)
+        engines[name] = Engine(loaded(model, source).module, settings, exclusive=True)
         weights[name] = engines[name].runner.forward.prepared(engines[name].weights())
     size = {name: sum(a.nbytes for a in jax.tree.leaves(own)) / 1e6 for name, own in weights.items()}
     print("| weights | MB | rows | tokens/s | ms | least | CPU ms |\n|---|---|---|---|---|---|---|", flush=True)

@@ -1,6 +1,6 @@
-"""The server on a CPU, beside llama.cpp's: 128 tokens in, 64 out, at 1, 8 and 32 clients, float32. Linux only.
+"""The server on a CPU, beside llama.cpp's: 128 tokens in, 64 out, at 1, 8 and 32 clients. Linux only.
 
-    ./run python bench/serve_cpu.py MODEL [LLAMA_SERVER GGUF]
+    ./run python bench/serve_cpu.py MODEL [LLAMA_SERVER GGUF] [serve setting=value ...]
 
 Each server has the machine for itself, and the order is A B B A; `argosy bench serve` is the client of both. Tokens a second are those
 of the answers, over all of the time; TTFT is the median time to the first token, TPOT the median time of each further one. CPU: of the
@@ -79,9 +79,11 @@ def measured(words: list[str], turn: int) -> dict[int, dict[str, float]]:
     return found
 
 
-def main(model: str, llama: str | None = None, gguf: str | None = None) -> None:
-    servers = {"argosy": [sys.executable, "-m", "argosy", "serve", model, f"port={PORT}", "name=model"]}
-    if llama and gguf:
+def main(model: str, *words: str) -> None:
+    settings, others = [word for word in words if "=" in word], [word for word in words if "=" not in word]
+    servers = {"argosy": [sys.executable, "-m", "argosy", "serve", model, f"port={PORT}", "name=model", *settings]}
+    if others:
+        llama, gguf = others
         how = ["-t", str(os.cpu_count()), "-c", str(32 * 512), "-np", "32", "--alias", "model"]
         servers["llama.cpp"] = [llama, "-m", gguf, "--port", str(PORT), *how]
     order = [*servers, *reversed(servers)] if len(servers) > 1 else [*servers, *servers]

@@ -100,6 +100,11 @@ class PlainEngineSettings(Settings):
     are near them. int8 is the most exact of the three. Recurrent states and the keys of a sparse-attention indexer keep their type.
     Refused where it saves no memory. On TPUs the kernel that reads pages in place takes no such scales; the portable loop over blocks
     of pages stands in."""
+    activations: Literal["int8"] | None = None
+    """Rounds data to int8 before it is multiplied with weights of whole numbers: those that a GGUF file keeps in blocks, and
+    quantized ones (`w8`, `w4`) whose rule leaves data as it is. As many numbers share a scale as of the weight, 32 at least, which is
+    llama.cpp's way with such files. On CPUs with compiled kernels alone. 32 rows of SmolLM2 135M in Q4_0 take 0.6 of the time, and
+    completions differ from those of the weights. None: data is rounded where the weights' own rule says so."""
     context: int | None = Field(None, gt=0)
     """Longest sequence in tokens, prompt and completion; by default the model's context."""
     budget: int = Field(512, ge=ROW)
@@ -130,6 +135,8 @@ class PlainEngineSettings(Settings):
     def _one_way_to_several_tokens(self) -> "PlainEngineSettings":
         if self.steps > 1 and self.speculative is not None:
             raise ValueError(f"steps = {self.steps} does not go with `speculative`, which needs the tokens of each step")
+        if self.steps > 1 and self.activations is not None:
+            raise ValueError(f"steps = {self.steps} computes without the kernels that `activations` needs")
         return self
 
 

@@ -253,3 +253,31 @@ def test_a_file_that_has_changed_is_not_read_again(one: Path, tmp_path: Path):
     engine = Engine(lm.module, TIGHT, origin=lm.origin)
     assert answers(engine, requests(lm)) == answers(Engine(load_lm(one).module, TIGHT), requests(lm))
     assert all(a.scale is None for a in made_by(engine).values())
+
+
+def test_an_engine_rounds_data_to_int8_if_told(one: Path):
+    """As llama.cpp does with such files; the file's own answers stay near."""
+    lm = load_lm(one, blocks=True)
+    found = {}
+    for activations in (None, "int8"):
+        engine = Engine(lm.module, TIGHT.model_copy(update={"activations": activations}))
+        weights = engine.runner.forward.preparation(engine.weights())
+        rounding = {at: w.activations for at, w in weights.items() if isinstance(w, Panels) and w.scale is not None}
+        assert len(rounding) == 16
+        assert {str(how) for how in rounding.values()} == {"None" if activations is None else "int8/32"}
+        asked = [Request(p, max_tokens=4, top=1) for p in prompts(lm.config.vocab, (5, 40))]
+        found[activations] = [[event.logprob for event in events] for events in engine.generate(asked)]
+    np.testing.assert_allclose(found["int8"], found[None], atol=0.1)
+    assert found["int8"] != found[None]
+
+
+def test_data_of_no_weight_is_not_rounded(one: Path, monkeypatch: pytest.MonkeyPatch):
+    how = TIGHT.model_copy(update={"activations": "int8"})
+    lm = load_lm(one)
+    with pytest.raises(BadInput, match="no weight of this model is whole numbers"):
+        Engine(lm.module, how)
+    swap(lm.module, r"layers\..*", int8)
+    assert Engine(lm.module, how)
+    monkeypatch.setattr(library, "_reason", "they are turned off")
+    with pytest.raises(BadInput, match="compiled kernels: they are turned off"):
+        Engine(lm.module, how)

@@ -7,6 +7,7 @@ import pytest
 
 from argosy.adapt.formats.activations import Activations
 from argosy.adapt.formats.table import FORMATS
+from argosy.infer.cpu.panels import rounding_data
 from argosy.models.parts import einsum
 from argosy.models.parts.einsum import contract
 from argosy.ops.native import library
@@ -25,6 +26,12 @@ def kernels() -> None:
 
 def numbers(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def peaked(x: np.ndarray, block: int) -> np.ndarray:
+    """Data whose largest magnitudes are positive: negative ones are ties, which XLA rounds either way."""
+    parts = x.reshape(*x.shape[:-1], -1, block)
+    return np.where(np.abs(parts) == np.abs(parts).max(-1, keepdims=True), np.abs(parts), parts).reshape(x.shape)
 
 
 def quantized(name: str, summed: int, columns: int, block: int, first: bool, calibration: str = "absmax") -> tuple[Quantized, Panels]:
@@ -81,9 +88,9 @@ def test_whole_numbers_are_multiplied_exactly(name: str, calibration: str, summe
     ones = Panels(**vars(panels) | {"scale": jnp.ones_like(panels.scale), "minimum": None})
     codes = np.asarray(ones.dense(), np.int64)
     for rows in ROWS:
-        x = np.random.default_rng(rows).integers(-128, 128, (rows, summed), np.int8)
-        y = np.asarray(jax.jit(integer_product)(jnp.asarray(x), jnp.ones((rows, 1)), ones))
-        np.testing.assert_array_equal(y, x.astype(np.int64) @ (codes if first else codes.T), err_msg=f"{rows} rows")
+        x = np.random.default_rng(rows).integers(-128, 128, (rows, summed))
+        y = np.asarray(jax.jit(integer_product, static_argnums=(2, 3))(jnp.asarray(x, jnp.float32), ones, 8, 1, jnp.ones(1)))
+        np.testing.assert_array_equal(y, x @ (codes if first else codes.T), err_msg=f"{rows} rows")
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2"])
@@ -98,7 +105,7 @@ def test_rounded_data_is_multiplied_as_its_floats(name: str, calibration: str, d
     monkeypatch.setattr(einsum, "integer_product", lambda *given: calls.append(given) or integer_product(*given))
     whole = Quantized(panels, w.scale, w.minimum, activations=rounded)
     assert multiplies_integers(panels, 3)
-    x = jnp.asarray(numbers(1, 2, 3, 96))
+    x = jnp.asarray(peaked(numbers(1, 2, 3, 96), block or 96))
     y = np.asarray(contract("BTD,DF->BTF", x, whole))
     floats = np.asarray(rounded.quantize(x, (2,)).dequantized(), np.float64)
     dense = np.asarray(w.dequantized(), np.float64)
@@ -114,7 +121,7 @@ def test_the_largest_sums_fit():
     assert panels is not None
     assert multiplies_integers(panels, 1)
     for number in (-128, 127):
-        y = integer_product(jnp.full((1, LONGEST), number, jnp.int8), jnp.ones((1, 1)), panels)
+        y = integer_product(jnp.full((1, LONGEST), float(number)), panels, 8, 1, jnp.ones(1))
         assert float(y[0, 0]) == np.float32(127 * number * LONGEST)
     longer = packed_quantized(Quantized(jnp.ones((2 * LONGEST, 1), jnp.int8), jnp.ones((1, 1))), 1, True)
     assert longer is not None
@@ -134,7 +141,7 @@ def test_a_scale_that_is_not_finite_stays_visible_in_its_column(name: str):
         assert np.isnan(y[:, [7, 9]]).all()
         assert np.isfinite(np.delete(y, [7, 9], 1)).all()
         if multiplies_integers(panels, 1):
-            y = np.asarray(integer_product(jnp.ones((rows, 64), jnp.int8), jnp.ones((rows, 1)), panels))
+            y = np.asarray(integer_product(jnp.ones((rows, 64)), panels, 8))
             assert np.isnan(y[:, [7, 9]]).all()
             assert np.isfinite(np.delete(y, [7, 9], 1)).all()
 
@@ -175,3 +182,51 @@ def test_codes_without_a_kernel_stay_as_they_are():
     levels = tuple(float(i) / 3 for i in range(17))
     w = Quantized(jnp.zeros((32, 32), jnp.uint8), jnp.ones((1, 32)), levels=levels)
     assert packed_quantized(w, 1, True) is None
+
+
+@pytest.mark.parametrize(("data", "block"), [("int8", None), ("int8", 32), ("int8", 24), ("int4", 32)])
+@pytest.mark.usefixtures("kernels")
+def test_data_is_rounded_as_its_format_rounds(data: str, block: int | None):
+    """A weight that is the identity gives the rounded data: with zeros, tiny and large numbers, ties, and what is not finite."""
+    panels = packed_quantized(Quantized(jnp.eye(96, dtype=jnp.int8), jnp.ones((96 // (block or 96), 96))), 1, True)
+    assert panels is not None
+    x = numbers(4, 12, 96) * np.float32(10.0) ** np.arange(-20, 4, 2, dtype=np.float32)[:, None]
+    x[0], x[1, :32], x[2, ::2] = 0, 1e-39, 0
+    x[3] = np.linspace(-127, 127.5, 96)
+    x = peaked(x, block or 96)
+    x[4, 5], x[5, 70], x[6, 0] = np.nan, np.inf, 1e4
+    rounding = Activations(data, block)
+    how = rounding.whole_numbers((96,), is_static=False)
+    assert how is not None
+    y = np.asarray(integer_product(jnp.asarray(x), panels, *how))
+    expected = np.asarray(rounding.quantize(jnp.asarray(x), (1,)).dequantized())
+    # A column's other blocks are zeros of the weight, which NaN spoils too.
+    finite = np.isfinite(x).all(1)
+    np.testing.assert_array_equal(y[finite], expected[finite])
+    assert np.isnan(y[~finite]).all()
+    assert np.isnan(expected[~finite]).any(1).all()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_calibrated_scale():
+    w, panels = quantized("int8", 96, 40, 96, True)
+    rounding, x, scale = Activations("int8"), jnp.asarray(numbers(1, 5, 96)), jnp.asarray(0.01)
+    y = np.asarray(contract("BD,DF->BF", x, Quantized(panels, w.scale, x_scale=scale, activations=rounding)))
+    data = np.clip(np.round(np.asarray(x) / np.float32(0.01)), -128, 127) * np.float32(0.01)
+    np.testing.assert_allclose(y, data @ np.asarray(w.dequantized()), rtol=1e-4, atol=1e-5)
+    assert np.abs(np.asarray(x)).max() > 1.28, "some are beyond"
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_packed_weight_that_rounds_data():
+    """Of a file's blocks: the product of the rounded data with the floats, near that with the data."""
+    w, panels = quantized("int4", 96, 40, 32, True)
+    x = jnp.asarray(peaked(numbers(1, 5, 96), 32))
+    y = np.asarray(contract("BD,DF->BF", x, rounding_data(panels, "int8")))
+    dense = np.asarray(w.dequantized(), np.float64)
+    data = np.asarray(Activations("int8", 32).quantize(x, (1,)).dequantized(), np.float64)
+    assert (np.abs(y - data @ dense) <= 2e-6 * (np.abs(data) @ np.abs(dense))).all()
+    difference = np.abs(y - np.asarray(contract("BD,DF->BF", x, panels)))
+    assert 1e-4 < difference.max() < 0.2
+    levels = quantized("nf4", 96, 40, 32, True)[1]
+    assert rounding_data(levels, "int8") is levels

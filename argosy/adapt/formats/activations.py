@@ -6,7 +6,10 @@
 `models.parts.einsum` calls this object, which a `Quantized` weight carries, and knows no formats.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -14,7 +17,19 @@ from jaxtyping import Array, Float
 from argosy.adapt.formats.blocks import along
 from argosy.adapt.formats.format import Limits
 from argosy.adapt.formats.table import FORMATS
+from argosy.ops.native.products import block_counts
 from argosy.ops.quantized import Quantized
+
+
+class WholeNumbers(NamedTuple):
+    """Data as whole numbers.
+
+    bits: of each number.
+    scales: of a row, for blocks of equal length.
+    """
+
+    bits: int
+    scales: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,21 @@ class Activations:
         block = x.shape
         high = jnp.broadcast_to(scale.astype(jnp.float32) * format.largest, (1,) * x.ndim)
         return format.rounded(x, block, Limits(high))
+
+    def whole_numbers(self, sizes: Sequence[int], *, is_static: bool) -> WholeNumbers | None:
+        """How data is rounded to whole numbers; None if it is not, or if blocks are not contiguous.
+
+        Args:
+            sizes: of the summed axes.
+            is_static: whether all data has one scale, which is given.
+        """
+        format = FORMATS[self.format]
+        if not format.is_integer or format.scales != "float32":
+            return None
+        if is_static:
+            return WholeNumbers(format.bits, 1)
+        counts = [size // each for size, each in zip(sizes, along(sizes, self.block or format.block), strict=True)]
+        return WholeNumbers(format.bits, math.prod(counts)) if block_counts(sizes, counts) == counts else None
 
     def __str__(self) -> str:
         return self.format if self.block is None else f"{self.format}/{self.block}"

@@ -7,13 +7,16 @@ Quantized weights are packed as their codes, whatever the format. Their scales, 
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from argosy.adapt.formats.activations import Activations
 from argosy.adapt.quant import PARTS, QuantizedEinsum
+from argosy.core.errors import BadInput
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.weight import Leaves, variables
 from argosy.observe.environment import memory_bytes
@@ -22,6 +25,8 @@ from argosy.ops.native.blocks import packed_quantized
 from argosy.ops.native.products import SMALLEST, Panels, packed
 from argosy.weights.gguf.blocks import BlockRows, Origin
 
+# The fewest numbers of data that share a scale: llama.cpp's block.
+SHARED = 32
 # The most of the free memory that a copy may take.
 SHARE = 0.25
 
@@ -36,10 +41,17 @@ class PanelPacker:
         model: unrolled.
         replace: called with each packed weight, so that nothing else need hold the weight itself; None: they are copies.
         origin: the blocks that weights were read from, which are packed in their place.
+        activations: the number format to which data of products with whole numbers is rounded; None: as the weights say.
     """
 
-    def __init__(self, model: nnx.Module, replace: ReplaceWeight | None = None, origin: Origin | None = None):
-        self.forms, self.replace, self.origin = panel_forms(model), replace, origin
+    def __init__(
+        self,
+        model: nnx.Module,
+        replace: ReplaceWeight | None = None,
+        origin: Origin | None = None,
+        activations: str | None = None,
+    ):
+        self.forms, self.replace, self.origin, self.activations = panel_forms(model), replace, origin, activations
         quantized = ((path, of) for path, of in nnx.iter_modules(model) if isinstance(of, QuantizedEinsum))
         self.quantized = {".".join(map(str, (*path, "values"))): of for path, of in quantized}
         # The packed weights, by address.
@@ -59,7 +71,8 @@ class PanelPacker:
                 self.panels[address] = panels
                 if self.replace is not None:
                     self.replace(address, panels)
-        return weights | self.panels
+        weights = weights | self.panels
+        return weights if self.activations is None else {at: rounding_data(w, self.activations) for at, w in weights.items()}
 
     def _packed(self, address: str, weights: Leaves, rows: BlockRows | None, form: tuple[int, bool]) -> Panels | None:
         """A weight in panels; None for codes that have no kernel."""
@@ -79,9 +92,40 @@ class PanelPacker:
         self.panels = {}
 
 
-def packer_of(model: Any, replace: ReplaceWeight | None = None, origin: Origin | None = None) -> PanelPacker | None:
-    """The packer of a model's weights; None if it does not compute in float32, or there are no kernels for packed weights."""
-    return None if model.dtype != jnp.float32 or library.unavailable() else PanelPacker(model, replace, origin)
+def packer_of(model: Any, *options: Any) -> PanelPacker | None:
+    """The packer of a model's weights; None if it does not compute in float32, or there are no kernels for packed weights.
+
+    Args:
+        options: of `PanelPacker`.
+    """
+    return None if model.dtype != jnp.float32 or library.unavailable() else PanelPacker(model, *options)
+
+
+def rounding_data(w: Any, format: str) -> Any:
+    """A weight, which rounds the data of its products to this format if it is packed whole numbers."""
+    if not has_whole_numbers(w):
+        return w
+    return replace(w, activations=Activations(format, max(w.summed // w.scale.shape[1], SHARED)))
+
+
+def has_whole_numbers(w: Any) -> bool:
+    """Whether a weight is packed whole numbers."""
+    return isinstance(w, Panels) and w.scale is not None and w.code.numbers == "whole"
+
+
+def check_rounds_data(model: Any, weights: Leaves, origin: Origin | None) -> None:
+    """Checks that a model has weights whose data an engine can round.
+
+    Raises:
+        BadInput: it computes in another type, there are no kernels, or no weight is whole numbers.
+    """
+    what = "engine.activations"
+    if why := library.unavailable() or ("" if model.dtype == jnp.float32 else f"the model computes in {jnp.dtype(model.dtype)}"):
+        raise BadInput(f"{what} is for products in compiled kernels: {why}", hint="leave it out")
+    quantized = (of.scheme.format.is_integer for _, of in nnx.iter_modules(model) if isinstance(of, QuantizedEinsum))
+    if origin is None and not any(map(has_whole_numbers, weights.values())) and not any(quantized):
+        hint = "load a GGUF file that is in blocks, or quantization=w8 or w4"
+        raise BadInput(f"{what}: no weight of this model is whole numbers, so no data would be rounded", hint=hint)
 
 
 def panel_forms(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tuple[int, bool]]:

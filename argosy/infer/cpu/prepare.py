@@ -17,6 +17,7 @@ class WeightPreparation:
         replace: called with each packed weight, by the address in the model, so that nothing else need hold the weight itself; None:
             packed weights are copies.
         origin: the blocks of the file that weights were read from, which are packed in their place.
+        activations: as in `PanelPacker`.
 
     model: the model that runs: `model` itself, or unrolled.
     """
@@ -29,12 +30,14 @@ class WeightPreparation:
         panels: bool = False,
         replace: ReplaceWeight | None = None,
         origin: Origin | None = None,
+        activations: str | None = None,
     ):
         self.views = LayerViews(model) if views else None
         self.model = model if self.views is None else self.views.model
         self.packer: PanelPacker | None = None
         if panels:
-            self.packer = packer_of(model, replace, origin) if self.views is None else packer_of(self.model)
+            given = (replace, origin) if self.views is None else (None, None)
+            self.packer = packer_of(self.model, *given, activations)
 
     def __call__(self, weights: Leaves) -> Leaves:
         """The weights of `self.model`. May take some out of `weights`."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.progress import Say, telling
+from argosy.infer.cpu.panels import check_rounds_data
 from argosy.infer.cpu.views import is_on_one_cpu
 from argosy.infer.engine.adapters import Adapters
 from argosy.infer.engine.batch import BatchBuilder, StepBatch, sampler_rows
@@ -83,12 +84,14 @@ class Runner:
         self.home, self.on_cpu = weights_home(weights), is_on_one_cpu(weights)
         if self.on_cpu:
             library.load(say)
+        if settings.activations is not None:
+            check_rounds_data(model, weights, origin)
         self.stats = EngineStats()
         self.programs = Programs(self.on_mesh, self._count_compilation)
         with self.on_mesh():
             # Copies share the memory of their weights; packed, each would have its own.
             replace = self._replace if exclusive and copies == 1 else None
-            options: Any = {"hidden": isinstance(speculative, MTP), "run": self.programs}
+            options: Any = {"hidden": isinstance(speculative, MTP), "run": self.programs, "activations": settings.activations}
             self.forward = forward_of(
                 model, weights, adapters, whole=settings.steps > 1, replace=replace, origin=origin, **options
             )

@@ -270,18 +270,20 @@ def forward_of(
     whole: bool = False,
     replace: Any = None,
     origin: Any = None,
+    activations: str | None = None,
     **options: Any,
 ) -> Forward:
     """The forward pass of an engine, for where these weights are.
 
     Args:
         whole: whether it is one program wherever they are.
-        replace, origin: as in `WeightPreparation`.
+        replace, origin, activations: as in `WeightPreparation`.
         options: of `Forward`.
     """
     if whole or not is_on_one_cpu(weights):
         return OneProgram(model, adapters, **options)
-    prepares = WeightPreparation(model, views=model.layers.run.stacked, panels=True, replace=replace, origin=origin)
+    how: Any = {"replace": replace, "origin": origin, "activations": activations}
+    prepares = WeightPreparation(model, views=model.layers.run.stacked, panels=True, **how)
     return ByLayer(model, adapters, preparation=prepares, **options)
 
 

@@ -9,12 +9,12 @@ this file knows none of them.
 """
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -23,7 +23,7 @@ from argosy.core.dims import LOOKED_UP, Legend, named_axes
 from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
 from argosy.ops.matmul import matmul
-from argosy.ops.native.products import Panels, block_counts, integer_product, multiplies_integers, product
+from argosy.ops.native.products import Panels, integer_product, multiplies_integers, product
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized
 from argosy.parallel.scope import gathered_weight, platform, splits
@@ -56,10 +56,14 @@ def contract(
         dtype: of the output; that of `x` unless given. Rounding the logits of a bfloat16 head ties the best two of 3 % of tokens.
     """
     dtype = dtype or x.dtype
-    if isinstance(w, Quantized):
-        y = _packed_codes(eq, x, w, w.values) if isinstance(w.values, Panels) else _requantized(eq, x, w, route)
+    activations, x_scale = (w.activations, w.x_scale) if isinstance(w, Quantized) else (None, None)
+    panels = w.values if isinstance(w, Quantized) else w
+    if isinstance(panels, Panels) and (activations := activations or panels.activations) is not None:
+        y = _packed_codes(eq, x, panels, activations, x_scale)
+    elif isinstance(w, Quantized) and not isinstance(panels, Panels):
+        y = _requantized(eq, x, w, route)
     else:
-        y = _plain(eq, x, w, route, dtype)
+        y = _plain(eq, x, panels, route, dtype)
     return checkpoint_name(y.astype(dtype), PRODUCT)
 
 
@@ -80,23 +84,21 @@ def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
     return _product(eq, x, w, inner, dtype)
 
 
-def _packed_codes(eq: str, x: Array, w: Quantized, panels: Panels) -> Float[Array, "..."]:
-    """A contraction with a quantized weight whose codes are packed. Data in int8, or in fewer bits, is multiplied as whole numbers."""
-    if w.activations is None:
-        return _plain(eq, x, panels, None, x.dtype)
+def _packed_codes(eq: str, x: Array, w: Panels, activations: Any, x_scale: Array | None) -> Float[Array, "..."]:
+    """A contraction of data that is rounded with a packed weight. The kernels round it to whole numbers themselves.
+
+    Args:
+        activations, x_scale: as in `Quantized`.
+    """
+    lead = x.ndim - w.inner
+    if x.dtype == jnp.float32 and _packed_for(eq, w):
+        whole = activations.whole_numbers(x.shape[lead:], is_static=x_scale is not None)
+        if whole is not None and multiplies_integers(w, whole.scales):
+            y = integer_product(x.reshape(-1, w.summed), w, whole.bits, whole.scales, x_scale)
+            return y.reshape(*x.shape[:lead], *w.kept)
     letters, spec, out = eq.replace("->", ",").split(",")
-    data = w.activations.quantize(x, tuple(i for i, a in enumerate(letters) if a in spec and a not in out), w.x_scale)
-    is_whole = data.levels is None and data.minimum is None and jnp.issubdtype(data.values.dtype, jnp.integer)
-    if is_whole and x.dtype == jnp.float32 and _packed_for(eq, panels):
-        lead = x.ndim - panels.inner
-        sizes, counts = x.shape[lead:], data.scale.shape[lead:]
-        scales = math.prod(counts)
-        if block_counts(sizes, counts) == list(counts) and multiplies_integers(panels, scales):
-            scale = jnp.broadcast_to(data.scales.reshape(*data.scale.shape[:lead], scales), (*x.shape[:lead], scales))
-            codes = data.values.astype(jnp.int8) - np.int8(data.zero)
-            y = integer_product(codes.reshape(-1, panels.summed), scale.reshape(-1, scales), panels)
-            return y.reshape(*x.shape[:lead], *panels.kept)
-    return _plain(eq, data.dequantized(x.dtype), panels, None, x.dtype)
+    data = activations.quantize(x, tuple(i for i, a in enumerate(letters) if a in spec and a not in out), x_scale)
+    return _plain(eq, data.dequantized(x.dtype), replace(w, activations=None), None, x.dtype)
 
 
 def _requantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Array, "..."]:

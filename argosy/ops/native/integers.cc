@@ -1,14 +1,18 @@
-// Products of data in int8 with weights of whole numbers of 8, 4 or 2 bits (`codes.h`):
+// Products of data that is rounded to whole numbers of at most eight bits with weights of whole numbers of 8, 4 or 2 (`codes.h`):
 //
-//     y[m, n] = sum over blocks of  x_scale[m] * (scale[n] * sum(x * (code - zero)) - minimum[n] * sum(x))
+//     q = round(x / x_scale)        x_scale = the largest magnitude of a block / half of the range, as `adapt.formats` rounds
+//     y[m, n] = sum over blocks of  x_scale[m] * (scale[n] * sum(q * (code - zero)) - minimum[n] * sum(q))
 //
 // The inner sums are of whole numbers, and exact: AVX512-VNNI and AVX-VNNI multiply four pairs and add them at once, AVX2 takes four
 // instructions, and other processors a loop. All give the same integers, and a block's float32 arithmetic is one multiplication and one
 // multiply-add, so the results are equal bit for bit where the processor has those.
 
 #include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -23,6 +27,8 @@
 namespace ffi = xla::ffi;
 
 namespace {
+
+typedef int8_t SmallInts __attribute__((vector_size(LANES)));
 
 // Rows of a tile, each with two vectors of whole numbers and two of floats.
 constexpr int TILE = LANES == 16 ? 6 : 3;
@@ -46,7 +52,7 @@ inline Ints dot(Ints sums, Words codes, int32_t x) {
 #endif
 }
 
-// Data in int8, each row in groups as the weight's codes are.
+// Rounded data, each row in groups as the weight's codes are.
 struct Data {
   const int8_t* codes;
   // Scales [M, scales], and the sums of each block of the weight [M, blocks].
@@ -55,6 +61,45 @@ struct Data {
   // Bytes of a row, scales of a row, and blocks that share one.
   int64_t row, scales, shared;
 };
+
+inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
+
+// The largest magnitude of n numbers; NaN if one is not finite.
+inline float largest(const float* x, int64_t n) {
+  Floats most = {};
+  Ints finite = Ints{} - 1;
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    const Floats size = magnitude(load(x + i));
+    finite &= size <= all(FLT_MAX);
+    most = pick(size > most, size, most);
+  }
+  float top = 0;
+  bool good = true;
+  for (int j = 0; j < LANES; j++) top = std::max(top, most[j]), good &= finite[j] != 0;
+  for (; i < n; i++) top = std::max(top, std::fabs(x[i])), good &= std::isfinite(x[i]);
+  return good ? top : std::numeric_limits<float>::quiet_NaN();
+}
+
+// Rounds n numbers to nearest, ties to even, within the range of `half`. Returns their sum.
+inline int32_t rounded(const float* x, int64_t n, float scale, int half, int8_t* codes) {
+  const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+  const Floats low = all(float(-half)), high = all(float(half - 1));
+  Ints sums = {};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    Floats q = load(x + i) / all(scale);
+    q = pick(q > high, high, pick(q < low, low, q));
+    const Ints whole = __builtin_convertvector((q + all(shifter)) - all(shifter), Ints);
+    sums += whole;
+    const auto bytes = __builtin_convertvector(whole, SmallInts);
+    std::memcpy(codes + i, &bytes, sizeof bytes);
+  }
+  int32_t sum = 0;
+  for (int j = 0; j < LANES; j++) sum += sums[j];
+  for (; i < n; i++) sum += codes[i] = int8_t(std::nearbyint(std::clamp(x[i] / scale, float(-half), float(half - 1))));
+  return sum;
+}
 
 // y[M, :columns] = x[M] times columns c ... of a panel.
 template <int M, int BITS>
@@ -105,19 +150,34 @@ IntegerTile integer_tile_of(int64_t rows, std::integer_sequence<int, M...>) {
   return tiles[rows - 1];
 }
 
+// x [M, K], with `scales` scales a row, or the one that is `given`; `half` of the range of its whole numbers.
 template <int BITS, typename Panel>
-ffi::Error product(ffi::ThreadPool& pool, const int8_t* x, const float* x_scale, int64_t M, int64_t K, int64_t scales,
+ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, int64_t scales, const float* given, int half,
                    const Panel& panel, float* y, int64_t N) {
-  const int64_t block = panel(0).block, blocks = K / block, depth = Group<BITS>::DEPTH;
-  const int64_t wide = (block + depth - 1) / depth * depth, row = blocks * wide;
-  std::vector<int32_t> sums(M * blocks);
-  for (int64_t i = 0; i < M * blocks; i++)
-    for (int64_t k = 0; k < block; k++) sums[i] += x[i * block + k];
+  const int64_t block = panel(0).block, blocks = K / block, shared = blocks / scales, depth = Group<BITS>::DEPTH;
   // Blocks that are no whole number of groups end in zeros.
-  std::vector<int8_t> padded(wide == block ? 0 : M * row);
-  if (wide != block)
-    for (int64_t i = 0; i < M * blocks; i++) std::memcpy(padded.data() + i * wide, x + i * block, block);
-  const Data data = {wide == block ? x : padded.data(), x_scale, sums.data(), row, scales, blocks / scales};
+  const int64_t wide = (block + depth - 1) / depth * depth, row = blocks * wide;
+  std::vector<int8_t> codes(M * row);
+  std::vector<float> own(M * scales);
+  std::vector<int32_t> sums(M * blocks);
+  // XLA compiles the division of `adapt.formats` as this product. The largest magnitude is a tie between two whole numbers if it is
+  // negative, and XLA may round it either way.
+  const float steps = 1 / (half - 0.5f);
+  const auto round = [&](int64_t m) {
+    for (int64_t s = 0; s < scales; s++) {
+      const float* from = x + m * K + s * shared * block;
+      const float most = given ? *given : largest(from, shared * block), scale = given ? *given : most * steps;
+      const bool used = scale >= FLT_MIN;
+      own[m * scales + s] = used ? scale : most == most ? 1.0f : most;
+      if (used)
+        for (int64_t b = s * shared; b < (s + 1) * shared; b++, from += block)
+          sums[m * blocks + b] = rounded(from, block, scale, half, codes.data() + m * row + b * wide);
+    }
+  };
+  if (M > TILE)
+    parallel(pool, M, round);
+  else
+    for (int64_t m = 0; m < M; m++) round(m);
   const int64_t count = (N + PANEL - 1) / PANEL, tiles = (M + TILE - 1) / TILE;
   parallel(pool, count, [&](int64_t p) {
     const Blocks w = panel(p);
@@ -126,7 +186,7 @@ ffi::Error product(ffi::ThreadPool& pool, const int8_t* x, const float* x_scale,
       if (columns <= 0) continue;
       for (int64_t i = 0, m = 0; i < tiles; i++) {
         const int64_t rows = (M - m) / (tiles - i);
-        const Data some = {data.codes + m * row, data.scale + m * scales, data.sums + m * blocks, row, scales, data.shared};
+        const Data some = {codes.data() + m * row, own.data() + m * scales, sums.data() + m * blocks, row, scales, shared};
         integer_tile_of<BITS>(rows, std::make_integer_sequence<int, TILE>{})(some, w, blocks, c, y + m * N + n, N, columns);
         m += rows;
       }
@@ -135,26 +195,24 @@ ffi::Error product(ffi::ThreadPool& pool, const int8_t* x, const float* x_scale,
   return ffi::Error::Success();
 }
 
-// x [M, K] and x_scale [M, scales], of whole blocks of the weight; the weight as in `blocks.cc`.
-ffi::Error integer_product_of(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> x, ffi::Buffer<ffi::F32> x_scale, ffi::Buffer<ffi::U8> codes,
+// x [M, K]; given: a scale of x, or nothing; the weight as in `blocks.cc`. scales: of a row of x. x_bits: of its whole numbers.
+ffi::Error integer_product_of(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> given, ffi::Buffer<ffi::U8> codes,
                               ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> minimum, ffi::ResultBuffer<ffi::F32> y, int64_t bits,
-                              int64_t zero) {
+                              int64_t zero, int64_t scales, int64_t x_bits) {
   const int64_t M = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
-  const auto scales = x_scale.dimensions();
-  if (!panels_fit(codes, scale, minimum, K, N, bits) || scales.size() != 2 || scales[0] != M || scales[1] < 1 ||
-      scale.dimensions()[1] % scales[1])
+  if (!panels_fit(codes, scale, minimum, K, N, bits) || scales < 1 || scale.dimensions()[1] % scales || x_bits < 2 || x_bits > 8)
     return ffi::Error::InvalidArgument("the shapes of codes and scales do not fit the product");
   const auto panel = panels_of(codes, scale, minimum, nullptr, K, zero);
-  const int8_t* from = x.typed_data();
-  const float* own = x_scale.typed_data();
+  const float *from = x.typed_data(), *own = given.element_count() ? given.typed_data() : nullptr;
+  const int half = 1 << (x_bits - 1);
   float* to = y->typed_data();
   switch (bits) {
     case 8:
-      return product<8>(pool, from, own, M, K, scales[1], panel, to, N);
+      return product<8>(pool, from, M, K, scales, own, half, panel, to, N);
     case 4:
-      return product<4>(pool, from, own, M, K, scales[1], panel, to, N);
+      return product<4>(pool, from, M, K, scales, own, half, panel, to, N);
     default:
-      return product<2>(pool, from, own, M, K, scales[1], panel, to, N);
+      return product<2>(pool, from, M, K, scales, own, half, panel, to, N);
   }
 }
 
@@ -163,11 +221,13 @@ ffi::Error integer_product_of(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> x, ffi:
 XLA_FFI_DEFINE_HANDLER_SYMBOL(argosy_integer_product, integer_product_of,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("zero"));
+                                  .Attr<int64_t>("zero")
+                                  .Attr<int64_t>("scales")
+                                  .Attr<int64_t>("x_bits"));

@@ -9,6 +9,7 @@ few rows, half the time, with the same result. Weights of few bits (`ops.native.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ class Panels:
     dtype: of the weight as it was given.
     scale, minimum: [panels, blocks, PANEL] float32 of blocks along the summed axis: w = scale * number - minimum.
     code: what codes stand for.
+    activations: rounds the data of a product (`adapt.formats.activations`); None: it is not rounded, or as its owner says.
     unpacked: the shape of the weight, where several of its codes shared an element of the array; None: `shape`.
     """
 
@@ -49,6 +51,7 @@ class Panels:
     minimum: Any = None
     code: CodeFormat = field(default=CodeFormat(8), metadata={"static": True})
     unpacked: tuple[int, ...] | None = field(default=None, metadata={"static": True})
+    activations: Any = field(default=None, metadata={"static": True})
 
     def __getitem__(self, index: Any) -> "Panels":
         """Itself, for `weight[...]`."""
@@ -166,20 +169,24 @@ def product(x: Float[Array, "M K"], w: Panels) -> Float[Array, "M N"]:
     return _product(x, w)
 
 
-def integer_product(x: Int[Array, "M K"], scale: Float[Array, "M blocks"], w: Panels) -> Float[Array, "M N"]:
-    """Data in int8 times a packed weight of whole numbers. Within a block sums are exact.
+def integer_product(
+    x: Float[Array, "M K"], w: Panels, bits: int, scales: int = 1, scale: Float[Array, "..."] | None = None
+) -> Float[Array, "M N"]:
+    """Data, rounded to whole numbers of at most eight bits, times a packed weight of whole numbers. Within a block sums are exact.
 
     Args:
-        scale: of the data, for blocks along the summed axis (`multiplies_integers`).
+        bits: of the numbers that data is rounded to, as `adapt.formats` does.
+        scales: how many scales a row of data has, each from the largest magnitude (`multiplies_integers`).
+        scale: one for all data, in their place.
 
     Raises:
         Unsupported: a gradient is asked for.
     """
-    return _integer_product(x, scale, w)
+    return _integer_product(x, w, jnp.zeros(0, jnp.float32) if scale is None else scale.astype(jnp.float32).reshape(1), bits, scales)
 
 
 def multiplies_integers(w: Panels, scales: int) -> bool:
-    """Whether data in int8, with so many scales a row, is multiplied as whole numbers."""
+    """Whether data with so many scales a row is multiplied as whole numbers."""
     if w.scale is None or w.code.numbers != "whole":
         return False
     blocks = w.scale.shape[1]
@@ -197,11 +204,12 @@ def _product(x: Array, w: Panels) -> Array:
     return jax.ffi.ffi_call("argosy_blocks_product", out)(x, w.values, w.scale, _minimum(w), levels, **how)
 
 
-@jax.custom_vjp
-def _integer_product(x: Array, scale: Array, w: Panels) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _integer_product(x: Array, w: Panels, scale: Array, bits: int, scales: int) -> Array:
     out = jax.ShapeDtypeStruct((x.shape[0], math.prod(w.kept)), jnp.float32)
-    how = {"bits": np.int64(w.code.bits), "zero": np.int64(w.code.zero)}
-    return jax.ffi.ffi_call("argosy_integer_product", out)(x, scale, w.values, w.scale, _minimum(w), **how)
+    how = {"bits": w.code.bits, "zero": w.code.zero, "scales": scales, "x_bits": bits}
+    call = jax.ffi.ffi_call("argosy_integer_product", out)
+    return call(x, scale, w.values, w.scale, _minimum(w), **{name: np.int64(value) for name, value in how.items()})
 
 
 def _minimum(w: Panels) -> Array:
