@@ -24,6 +24,7 @@ from argosy.adapt.rules import Rule, schemes_of
 from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.core.formats import TensorReader
 from argosy.core.process.signals import before_leaving
 from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
@@ -140,6 +141,7 @@ def quantize(
         "weights": sorted(table.rows, key=lambda row: order[row["name"]]),
         "kept": {"tensors": len(kept), "bytes": bytes_kept, "largest": largest(stored.weights, kept)},
         "bytes": written.all,
+        "source_bytes": stored_bytes(stored.weights),
         "seconds": time.monotonic() - start,
     }
 
@@ -186,6 +188,11 @@ def calibrated_layers(
             say(f"{layers} of {all} layers are calibrated")
 
     return calibrate(runner, method, data, folder, done)
+
+
+def stored_bytes(weights: TensorReader) -> int:
+    """The bytes of all weights of a model, in the types in which they are stored."""
+    return sum(int(np.prod(weights.shape(name))) * weights.dtype(name).itemsize for name in weights.names)
 
 
 def largest(weights: Any, names: Sequence[str]) -> list[str]:

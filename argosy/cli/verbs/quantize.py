@@ -1,6 +1,7 @@
 """`argosy quantize MODEL OUT preset=w4 [to=compressed-tensors]`, and `argosy quantize MODEL OUT.gguf preset=q4_k_m`."""
 
 import os
+import shlex
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from argosy.adapt.methods.settings import METHODS
 from argosy.adapt.rules import PRESETS, Rule, preset_rules, read_rules
 from argosy.cli.output import conclude
 from argosy.cli.verbs.convert import ConversionProgress
+from argosy.core.command import command_name
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
@@ -36,6 +38,12 @@ class Quantize(Settings):
     """hadamard: rotates the model before it is quantized, so that no channel has outliers, as QuaRot (arXiv:2404.00456) does without
     rotations while the model runs. The float model computes the same. For four bits of data; models whose norms do not allow it are
     refused."""
+    report: str | None = None
+    """An HTML file for a page about the result: what became what, errors, sizes, and a recommendation."""
+    text: str | None = None
+    """A text whose perplexity is measured before and after. Not the calibration data, on which a model looks better than it is."""
+    windows: int = Field(20, gt=0)
+    """How many windows of the text are measured."""
     to: Literal["argosy", "compressed-tensors", "gguf"] | None = None
     """Layout. compressed-tensors: a Hub folder that transformers and vLLM read, with int8, int4, fp8, NVFP4 or MXFP4; gguf: a file for
     llama.cpp. None: gguf if the target's name ends so, otherwise argosy."""
@@ -71,9 +79,13 @@ def quantize(
     rules = [] if is_gguf else rules_of(settings)
     # No accelerator is needed, and another program may be using it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from argosy.jobs import quantize_report as reports
     from argosy.jobs.quantize import quantize as job
     from argosy.jobs.quantize_gguf import quantize_gguf
 
+    if settings.report is not None:
+        reports.check_report(settings.report)
+    measured = None if settings.text is None else reports.planned_text(model, settings.text, settings.windows)
     with ConversionProgress("written") as progress:
         if is_gguf:
             result = quantize_gguf(model, Path(target), str(settings.preset), say=progress.say, progress=progress)
@@ -83,6 +95,11 @@ def quantize(
             how: Any = {"method": settings.method, "data": data, "samples": settings.samples, "dtype": settings.dtype, "to": to}
             how["rotate"] = None if settings.rotate == "none" else settings.rotate
             result = job(model, Path(target), rules, **how, say=progress.say, progress=progress)
+        if measured is not None:
+            result["perplexity"] = reports.measure_change(model, target, *measured, progress.say)
+    if settings.report is not None:
+        command = shlex.join([*command_name().split(), "quantize", model, target, *(words or [])])
+        reports.write_quantization_report(settings.report, result, command)
     conclude(described(result), result, as_json)
 
 
@@ -102,6 +119,8 @@ def check_target(settings: Quantize, target: str, is_gguf: bool) -> None:
         raise BadInput("settings of calibration data without data", hint="data.source=FILE")
     if is_gguf and (calibrates or "method" in settings.model_fields_set):
         raise BadInput("GGUF files are rounded as llama.cpp does, without calibration data", hint=presets)
+    if settings.text is None and "windows" in settings.model_fields_set:
+        raise BadInput("windows is for text", hint="text=FILE")
     if is_gguf and settings.rotate != "none":
         raise BadInput("rotate=hadamard is for folders", hint="GGUF files here have no rotated weights")
     if is_gguf and (settings.preset is None or settings.rules is not None or settings.dtype is not None):
@@ -140,6 +159,8 @@ def described(result: dict[str, Any]) -> str:
     kept = result["kept"]
     rest = f"{plural(kept['tensors'], 'tensor')} kept ({kept['bytes'] / 1e6:.1f} MB), such as {', '.join(kept['largest'])}"
     written = f"{result['target']}: {result['bytes'] / 1e6:.1f} MB in {lasted(result['seconds'])}"
+    if change := result.get("perplexity"):
+        written += f"\nperplexity {change['before']:.4g} before, {change['after']:.4g} after, over {change['tokens']:,.0f} tokens"
     if narrow := result.get("narrow"):
         rest += f"\nrows of {plural(len(narrow), 'tensor')} are no whole number of blocks, which have another type, such as {narrow[0]}"
     if scarce := [row for row in result["weights"] if row.get("uncalibrated")]:
