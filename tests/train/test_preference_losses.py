@@ -11,9 +11,13 @@ import pytest
 from helpers import relative
 from laws.families import CASES, built
 
+from argosy.adapt.quant import apply_schemes, by_layer
+from argosy.adapt.rules import preset_rules, schemes_of
+from argosy.adapt.training import train_quantization_aware
 from argosy.core.errors import SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.weight import merge
 from argosy.train.objectives.preferences.cpo import CPO, cpo
 from argosy.train.objectives.preferences.dpo import DPO, LOSSES, dpo
 from argosy.train.objectives.preferences.dpo import LOSSES as DPO_LOSSES
@@ -359,3 +363,24 @@ def test_weights_of_losses_are_given_by_name():
 def test_objectives_say_what_they_train_on():
     assert {one.needs.formats for one in (DPO, SimPO, CPO, ORPO, RewardModel)} == {("preference",)}
     assert (KTO.needs.formats, ProcessReward.needs.formats) == (("kto",), ("stepwise",))
+
+
+@pytest.mark.parametrize("name", ["orpo", *(pytest.param(name, marks=pytest.mark.slow) for name in OBJECTIVES if name != "orpo")])
+def test_objectives_train_models_that_round(name):
+    """Quantization-aware training is part of the model, so an objective does not know of it: finite gradients reach every weight, and
+    the loss is that of the model that `argosy quantize` writes."""
+    objective, model, rounded = OBJECTIVES[name], built(CASE, Unroll()), built(CASE, Unroll())
+    schemes = schemes_of(model, preset_rules("w4a8"))
+    names = train_quantization_aware(model, schemes)
+    apply_schemes(rounded, by_layer(rounded, schemes))
+    batch = batch_of(4, 12, *reads(objective))
+    graph, params, rest = trained(model)
+
+    def total(params):
+        return objective({"model": merge(graph, params, rest)}, batch, KEY).loss.total
+
+    loss, grads = jax.value_and_grad(total)(params)
+    expected = objective({"model": rounded}, batch, KEY).loss.total
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+    assert all(np.isfinite(g).all() for g in grads.values())
+    assert all(np.abs(grads[f"{name}.w"]).max() > 0 for name in names)
