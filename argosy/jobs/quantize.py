@@ -116,7 +116,8 @@ def quantize(
             return calibrated.read(name, of)  # type: ignore[arg-type]
         return method.quantize(of, w, schemes[name], None)
 
-    weights = RoundedTensors(stored.config, stored.weights, schemes, rounded, table.add)
+    plain = stored.weights if calibrated is None else calibrated.changed(stored.weights)
+    weights = RoundedTensors(stored.config, plain, schemes, rounded, table.add)
     with before_leaving(stopped):
         write_model_folder(
             *(target, to, stored.config, weights, stored.hub, stored.companions),
@@ -222,6 +223,6 @@ class LayerTable:
 
     def add_errors(self, calibrated: CalibratedWeights) -> None:
         """Adds what calibration data says of each weight."""
-        none = {"output_error": None, "nearest_error": None, "uncalibrated": 1.0}
+        none = {"output_error": None, "nearest_error": None, "uncalibrated": 1.0, "balanced": False}
         for row in self.rows:
-            row |= {key: value for key, value in calibrated.rows.get(row["name"], none).items() if key in none}
+            row |= none | {key: value for key, value in calibrated.rows.get(row["name"], {}).items() if key != "name"}

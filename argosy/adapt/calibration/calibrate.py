@@ -21,27 +21,49 @@ from argosy.adapt.calibration.data import CalibrationData
 from argosy.adapt.calibration.folder import CalibrationFolder, Row
 from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.calibration.statistics import InputStatistics
+from argosy.adapt.methods.awq import BalancedReader
+from argosy.adapt.methods.balance import divided_inputs, folded, reader_scales
 from argosy.adapt.methods.gptq import output_error
-from argosy.adapt.methods.settings import RoundingMethod
+from argosy.adapt.methods.settings import BalancingMethod, RoundingMethod
 from argosy.adapt.quant import PARTS, QuantizedEinsum
 from argosy.core.errors import BadInput
+from argosy.core.formats import TensorReader, TensorView
+from argosy.models.parts.weight import Leaves
 from argosy.ops.quantized import Quantized
 
+# What the names of weights begin with, in the files of layers, that balancing changes and no rule quantizes.
+CHANGED = "changed:"
 # Tokens of one call of a layer.
-BATCH = 4096
+BATCH = 2048
 
 
 @dataclass(frozen=True)
 class CalibratedWeights:
     """The quantized weights of the layers.
 
-    rows: what the data says of each weight, by its per-layer name: `output_error`, that of `nearest`, and `uncalibrated`, the share
-        of its experts that too few tokens reached.
+    rows: what the data says of each weight, by its per-layer name: `error`, `output_error`, that of `nearest`, `uncalibrated`, the
+        share of its experts that too few tokens reached, and `balanced`, whether its inputs were scaled.
     """
 
     folder: CalibrationFolder
     places: Mapping[str, tuple[int, str]]
     rows: Mapping[str, Row]
+
+    def changed(self, weights: TensorReader) -> TensorReader:
+        """The weights of the model, with what balancing changed in those that are not quantized, in float32."""
+        places = dict[str, tuple[int, str]]()
+        for i in range(self.folder.layers):
+            names = self.folder.read_layer(i)[0].names
+            places |= {f"layers.{i}.{own}": (i, name) for name in names if (own := name.removeprefix(CHANGED)) != name}
+
+        def change(name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
+            if name not in places:
+                return read()
+            layer, own = places[name]
+            array = self.folder.read_layer(layer)[0].read(own)
+            return array if part is None else array[part]
+
+        return TensorView(weights, dtypes=dict.fromkeys(places, np.dtype(np.float32)), change=change)
 
     def read(self, name: str, of: QuantizedEinsum) -> Quantized:
         """A weight that was quantized, by its per-layer name."""
@@ -99,11 +121,14 @@ def _calibrate_layer(
     table: list[Row] = []
     quantized: dict[str, Quantized] = {}
     statistics = runner.statistics(i, leaves, batches()) if runner.names[i] else {}
+    changed, balanced = _balanced(runner, i, leaves, statistics, method, next(batches()))
     for name in runner.names[i]:
         of, inputs = runner.contraction(i, name), statistics.get(name)
-        quantized[name], row = _round(of, leaves[f"{name}.w"], method, inputs)
-        table.append({"name": name} | row)
+        original = (leaves[f"{name}.w"], balanced.get(name))
+        quantized[name], row = _round(of, (leaves | changed)[f"{name}.w"], method, inputs, original)
+        table.append({"name": name} | row | {"balanced": name in balanced})
     del statistics
+    leaves = leaves | changed
     if i + 1 < len(runner.plan):
         folder.write_inputs(i + 1, (runner.outputs(i, leaves, quantized, x, segments) for x, segments in batches()))
     arrays = {
@@ -112,19 +137,61 @@ def _calibrate_layer(
         for part in PARTS
         if (array := getattr(w, part)) is not None
     }
-    folder.write_layer(i, arrays, table)
+    kept = {name: w for name, w in changed.items() if name.removesuffix(".w") not in quantized}
+    folder.write_layer(i, arrays | {f"{CHANGED}{name}": np.asarray(w) for name, w in kept.items()}, table)
 
 
-def _round(of: QuantizedEinsum, w: Any, method: RoundingMethod, inputs: InputStatistics | None) -> tuple[Quantized, Row]:
-    """A weight in few bits, and what the data says of it."""
+def _balanced(
+    runner: LayerRunner,
+    i: int,
+    leaves: Leaves,
+    statistics: dict[str, InputStatistics],
+    method: RoundingMethod,
+    batch: tuple[Any, Any],
+) -> tuple[Leaves, dict[str, np.ndarray]]:
+    """The weights that a method balances, and the scales of the inputs of contractions. Statistics become those of scaled inputs."""
+    changed: Leaves = {}
+    scales: dict[str, np.ndarray] = {}
+    if not isinstance(method, BalancingMethod):
+        return changed, scales
+    block, contractions = runner.block(i), runner.contractions(i)
+    for pair in runner.balanced_pairs(i, leaves, *batch):
+        now = leaves | changed
+        names = [name for name in pair.readers if name in statistics and statistics[name].sufficient.any()]
+        if not names:
+            continue
+        own = {name: runner.contraction(i, name) for name in names}
+        readers = [BalancedReader(of, now[f"{name}.w"], of.scheme, statistics[name]) for name, of in own.items()]
+        source = contractions.get(pair.source)
+        s = method.channel_scales(pair, readers, source.sizes[source.group] if source is not None and source.group else 1)
+        changed |= folded(block, now, contractions, pair, s)
+        for name in names:
+            scales[name] = reader_scales(contractions[name], pair, s)
+            statistics[name] = divided_inputs(statistics[name], scales[name])
+    return changed, scales
+
+
+def _round(
+    of: QuantizedEinsum,
+    w: Any,
+    method: RoundingMethod,
+    inputs: InputStatistics | None,
+    original: tuple[Any, np.ndarray | None],
+) -> tuple[Quantized, Row]:
+    """A weight in few bits, and what the data says of it.
+
+    Args:
+        original: the weight before balancing, and the scales of its inputs.
+    """
     usable = None if inputs is None or not inputs.sufficient.any() else inputs
     quantized = method.quantize(of, w, of.scheme, usable)
+    rounded = quantized.dequantized()
+    size = float(jnp.linalg.norm(w))
+    row: Row = {"error": float(jnp.linalg.norm(rounded - w)) / size if size else 0.0}
     if inputs is None:
-        return quantized, {"output_error": None, "nearest_error": None, "uncalibrated": 1.0}
-    nearest = of.scheme.quantize(of, w).dequantized()
-    errors = [output_error(of, w, rounded, inputs) for rounded in (quantized.dequantized(), nearest)]
-    return quantized, {
-        "output_error": errors[0],
-        "nearest_error": errors[1],
-        "uncalibrated": float(1 - inputs.sufficient.mean()),
-    }
+        return quantized, row | {"output_error": None, "nearest_error": None, "uncalibrated": 1.0}
+    before, scales = original
+    plain = inputs if scales is None else divided_inputs(inputs, 1 / scales)
+    nearest = output_error(of, before, of.scheme.quantize(of, before).dequantized(), plain)
+    row |= {"output_error": output_error(of, w, rounded, inputs), "nearest_error": nearest}
+    return quantized, row | {"uncalibrated": float(1 - inputs.sufficient.mean())}

@@ -13,10 +13,12 @@ from flax import nnx
 from jaxtyping import Array
 
 from argosy.adapt.calibration.statistics import InputStatistics, InputSums, ObservedContraction, StatisticsRecorder
+from argosy.adapt.methods.balance import BalancedPair, candidate_pairs, folded, is_same, random_scales, source_size
 from argosy.adapt.quant import QuantizedEinsum, Scheme, apply_schemes
 from argosy.adapt.surgery import at, find, put_at
 from argosy.core.formats import TensorReader
 from argosy.models.parts.attention.attend import Attend, Bidirectional, Packed
+from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Layer, Unroll, run_block
 from argosy.models.parts.weight import Leaves, abstract, merge, put, split, variables
 from argosy.ops.quantized import Quantized
@@ -38,11 +40,12 @@ class LayerRunner:
         self.plain, self.rounded = config.build(Unroll()), config.build(Unroll())
         apply_schemes(self.rounded, schemes)
         self.plan: tuple[Layer, ...] = self.plain.layers.plan
+        self._pairs: dict[Any, list[BalancedPair]] = {}
         self.names = [tuple(self._names(i, schemes)) for i in range(len(self.plan))]
 
     def _names(self, i: int, schemes: Mapping[str, Scheme]) -> list[str]:
         """The contractions of a layer that are quantized, by their names in it."""
-        return [name for name in find(getattr(self.plain.layers, str(i)), ".*") if f"layers.{i}.{name}" in schemes]
+        return [name for name in find(self.block(i), ".*") if f"layers.{i}.{name}" in schemes]
 
     def contraction(self, i: int, name: str) -> QuantizedEinsum:
         """A quantized contraction of a layer, as a description."""
@@ -50,7 +53,7 @@ class LayerRunner:
 
     def read(self, i: int) -> Leaves:
         """The weights of a layer, by their names in it."""
-        own = variables(getattr(self.plain.layers, str(i)))
+        own = variables(self.block(i))
         return {name: jnp.asarray(self.weights.read(f"layers.{i}.{name}"), jnp.float32) for name in own}
 
     def embedded(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[np.ndarray]:
@@ -72,7 +75,7 @@ class LayerRunner:
             leaves: the weights of the layer.
             batches: yields inputs of the layer and their segments; at least once.
         """
-        graph, _ = split(getattr(self.plain.layers, str(i)))
+        graph, _ = split(self.block(i))
         places, run = _observed(graph, self.plan[i], self.names[i], self.causal)
         sums: list[InputSums] | None = None
         for x, segments in batches:
@@ -83,6 +86,30 @@ class LayerRunner:
         assert sums is not None
         found = [InputStatistics.of(one) for one in sums]
         return {name: found[places[name]] for name in self.names[i] if name in places}
+
+    def contractions(self, i: int) -> dict[str, Contraction]:
+        """All contractions of a layer as descriptions, by their names in it, those that only select something too."""
+        modules = nnx.iter_modules(self.block(i))
+        return {".".join(map(str, path)): module for path, module in modules if isinstance(module, Contraction)}
+
+    def block(self, i: int) -> Any:
+        """A layer of the plain model, as a description."""
+        return getattr(self.plain.layers, str(i))
+
+    def balanced_pairs(self, i: int, leaves: Leaves, x: Any, segments: Any) -> list[BalancedPair]:
+        """The pairs of a layer that can be balanced: random scales change its output on these inputs by rounding alone. Layers of one
+        structure are tried once."""
+        block, contractions = self.block(i), self.contractions(i)
+        graph, _ = split(block)
+        if (kind := (graph, self.plan[i])) not in self._pairs:
+            run = _layer(graph, self.plan[i], self.causal)
+            exact, found = run(leaves, x, segments), list[BalancedPair]()
+            for pair in candidate_pairs(block, contractions):
+                s = random_scales(contractions.get(pair.source), source_size(pair, contractions))
+                if is_same(exact, run(leaves | folded(block, leaves, contractions, pair, s), x, segments)):
+                    found.append(pair)
+            self._pairs[kind] = found
+        return self._pairs[kind]
 
     def outputs(self, i: int, leaves: Leaves, quantized: Mapping[str, Quantized], x: Any, segments: Any) -> np.ndarray:
         """The output of a layer with quantized weights."""

@@ -31,6 +31,12 @@ def along_inputs(of: Contraction, a: Float[Array | np.ndarray, "G I"], shape: tu
     return from_matrices(of, a[..., None], tuple(sizes[letter] for letter in of.spec))
 
 
+def along_outputs(of: Contraction, a: Float[Array | np.ndarray, "G O"], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Numbers of output channels, with the axes of a weight of this shape: of size 1 along summed letters."""
+    sizes = dict(zip(of.spec, shape, strict=True)) | dict.fromkeys(of.inner, 1)
+    return from_matrices(of, a[:, None], tuple(sizes[letter] for letter in of.spec))
+
+
 def _letters(of: Contraction) -> tuple[str, str, str]:
     """The letters of experts, of input channels and of output channels, each in the order of the weight."""
     return of.group, of.inner, "".join(letter for letter in of.spec if letter not in of.inner + of.group)

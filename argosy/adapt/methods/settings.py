@@ -12,7 +12,13 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Also, Settings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
     from argosy.adapt.calibration.statistics import InputStatistics
+    from argosy.adapt.methods.awq import BalancedReader
+    from argosy.adapt.methods.balance import BalancedPair
     from argosy.adapt.quant import Scheme
     from argosy.models.parts.einsum import Contraction
     from argosy.ops.quantized import Quantized
@@ -21,6 +27,8 @@ METHODS = Registry("method")
 METHODS.add("nearest", "argosy.adapt.methods.settings:Nearest")
 METHODS.add("mse", "argosy.adapt.methods.settings:ScaleSearch")
 METHODS.add("gptq", "argosy.adapt.methods.settings:GPTQ")
+METHODS.add("awq", "argosy.adapt.methods.settings:AWQ")
+METHODS.add("smoothquant", "argosy.adapt.methods.settings:SmoothQuant")
 
 
 class RoundingMethod(Settings):
@@ -82,3 +90,55 @@ class GPTQ(RoundingMethod):
         limits = searched(of, w, scheme, inputs) if self.scales == "mse" else scheme.limits(of, w)
         w = compensated(of, w, scheme, limits, inputs, damping=self.damping, by_activation=self.order == "activation")
         return scheme.within(of, w, limits)
+
+
+class BalancingMethod(RoundingMethod):
+    """A method that moves scales between neighboring weights first, so that the layer computes the same (`methods.balance`)."""
+
+    needs_data: ClassVar[bool] = True
+
+    def channel_scales(self, pair: "BalancedPair", readers: "Sequence[BalancedReader]", groups: int) -> "np.ndarray":
+        """The scales of the producer's channels, [groups C].
+
+        Args:
+            readers: the contractions that are quantized; at least one.
+            groups: how many experts the producer has; 1 if none.
+        """
+        raise NotImplementedError
+
+
+class AWQ(BalancingMethod):
+    """Input channels with large inputs are scaled up before rounding, and what produces them is scaled down. Lin et al. 2023
+    (arXiv:2306.00978)."""
+
+    steps: Annotated[int, Also("n_grid")] = Field(20, gt=0)
+    """How many exponents between 0 and 1 are tried."""
+    clip: Annotated[bool, Also("apply_clip")] = True
+    """Searches the range of each block afterwards, as `method=mse` does."""
+
+    def channel_scales(self, pair: "BalancedPair", readers: "Sequence[BalancedReader]", groups: int) -> "np.ndarray":
+        from argosy.adapt.methods.awq import awq_scales
+
+        return awq_scales(pair, readers, groups, self.steps)
+
+    def quantize(self, of: "Contraction", w: Any, scheme: "Scheme", inputs: "InputStatistics | None") -> "Quantized":
+        if not self.clip:
+            return scheme.quantize(of, w)
+        return ScaleSearch().quantize(of, w, scheme, inputs)
+
+
+class SmoothQuant(BalancingMethod):
+    """Outliers of the data move into the weights, for rules that round data too. Xiao et al. 2022 (arXiv:2211.10438)."""
+
+    alpha: Annotated[float, Also("smoothing_strength", "migration_strength")] = Field(0.5, ge=0, le=1)
+    """How much of the range of the data moves into the weights. More for data with larger outliers."""
+    rounding: Literal["nearest", "mse", "gptq"] = "nearest"
+    """How the scaled weights are rounded: the methods of these names."""
+
+    def channel_scales(self, pair: "BalancedPair", readers: "Sequence[BalancedReader]", groups: int) -> "np.ndarray":
+        from argosy.adapt.methods.smoothquant import smooth_scales
+
+        return smooth_scales(pair, readers, groups, self.alpha)
+
+    def quantize(self, of: "Contraction", w: Any, scheme: "Scheme", inputs: "InputStatistics | None") -> "Quantized":
+        return METHODS[self.rounding]().quantize(of, w, scheme, inputs)

@@ -167,4 +167,6 @@ def described(result: dict[str, Any]) -> str:
         share, name = max((row["uncalibrated"], row["name"]) for row in scarce)
         rest += f"\n{plural(len(scarce), 'weight')} saw too few tokens, in whole or in part, and nearest rounding took their place: "
         rest += f"{share:.0%} of {name}"
+    if any(row.get("balanced") for row in result["weights"]) and (rigid := [r for r in result["weights"] if not r["balanced"]]):
+        rest += f"\n{plural(len(rigid), 'weight')} have inputs that cannot be scaled exactly, such as {rigid[0]['name']}"
     return "\n".join([columns(head, lines, figures=tuple(range(4, len(head)))), rest, written])

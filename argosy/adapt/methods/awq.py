@@ -1,0 +1,67 @@
+"""AWQ: channels with large inputs are scaled up before rounding. Lin et al. 2023 (arXiv:2306.00978).
+
+    s = mean|x|^alpha / sqrt(max s min s)        alpha in 0, 0.05 ... 0.95: the one with the smallest error of the output
+    y = Q(W s) (x / s)
+
+The error of a weight is at most half a step of its block, whatever its size; scaled by s > 1 it is divided by s. The clipping of the
+paper's section 3 is the search of scales of `methods.mse`, which runs afterwards.
+
+Differences from the paper: the error is that of the outputs of the matrices themselves, from X'X, not that of the whole attention or
+feed-forward part; clipping is searched by the mean squares of the inputs, not by products of blocks with them; pairs are those that
+`methods.balance` finds exact, values and outputs of grouped queries among them.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from argosy.adapt.methods.balance import BalancedPair, divided_inputs, producer_channels, reader_scales
+from argosy.adapt.methods.gptq import output_error
+from argosy.adapt.quant import Scheme
+from argosy.models.parts.einsum import Contraction
+
+if TYPE_CHECKING:
+    from argosy.adapt.calibration.statistics import InputStatistics
+
+STEPS = 20
+
+
+class BalancedReader(NamedTuple):
+    """A contraction that is quantized and reads balanced channels."""
+
+    of: Contraction
+    w: Array
+    scheme: Scheme
+    inputs: "InputStatistics"
+
+
+def awq_scales(pair: BalancedPair, readers: Sequence[BalancedReader], groups: int, steps: int = STEPS) -> Float[np.ndarray, "G C"]:
+    """The scales with the smallest error of the outputs; 1 where none is better."""
+    magnitudes = np.mean([mean_magnitudes(pair, reader, groups) for reader in readers], 0)
+    best, chosen = np.inf, np.ones_like(magnitudes)
+    for step in range(steps):
+        s = np.maximum(magnitudes, 1e-4) ** (step / steps)
+        s = (s / np.sqrt(s.max(1, keepdims=True) * s.min(1, keepdims=True))).astype(np.float32)
+        error = sum(_error(pair, reader, s) for reader in readers)
+        if error < best:
+            best, chosen = error, s
+    return chosen
+
+
+def mean_magnitudes(pair: BalancedPair, reader: BalancedReader, groups: int) -> Float[np.ndarray, "G C"]:
+    """The mean |x| of the producer's channels: of each expert, or of all its tokens."""
+    found = reader.inputs.absolute if groups > 1 else reader.inputs.absolute.sum(0, keepdims=True)
+    tokens = reader.inputs.tokens if groups > 1 else reader.inputs.tokens.sum(keepdims=True)
+    return producer_channels(reader.of, pair, found / np.maximum(tokens, 1.0)[:, None], largest=False)
+
+
+def _error(pair: BalancedPair, reader: BalancedReader, s: Float[np.ndarray, "G C"]) -> float:
+    from argosy.adapt.methods.matrices import along_inputs
+
+    of, w, scheme, inputs = reader
+    own = reader_scales(of, pair, s)
+    scaled = w * along_inputs(of, jnp.asarray(own), w.shape)
+    return output_error(of, scaled, scheme.quantize(of, scaled).dequantized(), divided_inputs(inputs, own)) ** 2

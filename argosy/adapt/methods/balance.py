@@ -1,0 +1,130 @@
+"""Balancing: input channels of matrices are multiplied by s, and what produces them is divided by s. The layer computes the same, and
+its weights, or its data, are easier to round. `awq` and `smoothquant` choose s.
+
+    x = norm(h) or W_1 h,  y = W_2 x        becomes        x' = norm(h) / s,  y = (W_2 s) x'
+
+The division goes into the norm's scale, or into the rows of W_1 and its bias. Candidates follow from the modules of a block. Each is
+tried with random s on calibration data, and a pair that changes the output of the layer is left out: there is a nonlinearity between
+the two, or another reader of the norm.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from argosy.adapt.calibration.statistics import InputStatistics
+from argosy.adapt.methods.matrices import along_inputs, along_outputs
+from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.weight import Leaves
+
+# The largest relative change of a layer's output that is rounding.
+SAME = 1e-4
+
+
+@dataclass(frozen=True)
+class BalancedPair:
+    """What produces channels, and the contractions that read them, by their names in the layer.
+
+    heads: how many consecutive heads of the readers share one of the producer (grouped queries).
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    heads: int = 1
+
+
+def candidate_pairs(block: Any, contractions: Mapping[str, Contraction]) -> Iterator[BalancedPair]:
+    """The pairs of a block that may be balanced, those nearest to the input first.
+
+    Args:
+        contractions: all of the block, those that only select too.
+    """
+    for part in ("attn", "mlp"):
+        if getattr(block, f"{part}_norm", None) is not None:
+            readers = tuple(name for name, of in contractions.items() if name.startswith(f"{part}.") and of.inner == "D")
+            yield BalancedPair(f"{part}_norm", readers)
+    if "attn.k_up" in contractions:
+        yield BalancedPair("attn.kv_norm", ("attn.k_up", "attn.v_up"))
+    for source, reader in (("attn.v", "attn.o"), ("attn.v_up", "attn.o"), ("mlp.up", "mlp.down"), ("mlp.shared.up", "mlp.shared.down")):
+        if source in contractions and reader in contractions:
+            outputs, inputs = (_channels(contractions[name], side) for name, side in ((source, "kept"), (reader, "inner")))
+            if inputs % outputs == 0:
+                yield BalancedPair(source, (reader,), inputs // outputs)
+
+
+def folded(
+    block: Any, leaves: Leaves, contractions: Mapping[str, Contraction], pair: BalancedPair, s: Float[np.ndarray, "G C"]
+) -> Leaves:
+    """The weights that balancing changes, by their names in the layer.
+
+    Args:
+        s: of each channel of the producer; G experts, or one.
+    """
+    out: Leaves = {}
+    for name in pair.readers:
+        of, w = contractions[name], leaves[f"{name}.w"]
+        out[f"{name}.w"] = w * along_inputs(of, jnp.asarray(reader_scales(of, pair, s)), w.shape)
+    if (of := contractions.get(pair.source)) is not None:
+        w = leaves[f"{pair.source}.w"]
+        out[f"{pair.source}.w"] = w / along_outputs(of, jnp.asarray(s), w.shape)
+        if (b := leaves.get(f"{pair.source}.b")) is not None:
+            out[f"{pair.source}.b"] = b / jnp.asarray(s).reshape(b.shape)
+        return out
+    norm: Any = block
+    for step in pair.source.split("."):
+        norm = getattr(norm, step)
+    offset = norm.offset if isinstance(norm, RMSNorm) else 0.0
+    out[f"{pair.source}.scale"] = (leaves[f"{pair.source}.scale"] + offset) / s[0] - offset
+    if f"{pair.source}.b" in leaves:
+        out[f"{pair.source}.b"] = leaves[f"{pair.source}.b"] / s[0]
+    return out
+
+
+def reader_scales(of: Contraction, pair: BalancedPair, s: Float[np.ndarray, "G C"]) -> Float[np.ndarray, "E I"]:
+    """The scales of the input channels of a reader."""
+    if pair.heads > 1:
+        size = of.sizes[of.inner[-1]]
+        s = np.repeat(s.reshape(len(s), -1, size), pair.heads, 1).reshape(len(s), -1)
+    return np.broadcast_to(s, (of.sizes[of.group] if of.group else 1, s.shape[1]))
+
+
+def producer_channels(of: Contraction, pair: BalancedPair, a: Float[np.ndarray, "E I"], largest: bool) -> Float[np.ndarray, "E C"]:
+    """Numbers of a reader's input channels, for the channels of the producer: their mean, or the largest, over the heads that share."""
+    if pair.heads == 1:
+        return a
+    size = of.sizes[of.inner[-1]]
+    parts = a.reshape(len(a), -1, pair.heads, size)
+    return (parts.max(2) if largest else parts.mean(2)).reshape(len(a), -1)
+
+
+def divided_inputs(inputs: InputStatistics, s: Float[np.ndarray, "E I"]) -> InputStatistics:
+    """The statistics of inputs that are divided by s."""
+    gram = inputs.gram / (s[:, :, None] * s[:, None, :])
+    return InputStatistics(gram.astype(np.float32), inputs.absolute / s, inputs.largest / s, inputs.tokens)
+
+
+def random_scales(source: Contraction | None, size: int) -> Float[np.ndarray, "G C"]:
+    """Scales by which a pair is tried."""
+    groups = source.sizes[source.group] if source is not None and source.group else 1
+    return np.exp(np.random.default_rng(0).uniform(-0.5, 0.5, (groups, size))).astype(np.float32)
+
+
+def source_size(pair: BalancedPair, contractions: Mapping[str, Contraction]) -> int:
+    """The number of channels of the producer."""
+    return _channels(contractions[pair.readers[0]], "inner") // pair.heads
+
+
+def is_same(one: Array | np.ndarray, other: Array | np.ndarray) -> bool:
+    """Whether two outputs of a layer differ by rounding alone."""
+    one, other = np.asarray(one), np.asarray(other)
+    return float(np.abs(one - other).max()) <= SAME * max(float(np.abs(one).max()), 1e-30)
+
+
+def _channels(of: Contraction, side: str) -> int:
+    letters = of.inner if side == "inner" else "".join(letter for letter in of.spec if letter not in of.inner + of.group)
+    return int(np.prod([of.sizes[letter] for letter in letters]))

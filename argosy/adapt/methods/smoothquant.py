@@ -1,0 +1,37 @@
+"""SmoothQuant: outliers of the data move into the weights. Xiao et al. 2022 (arXiv:2211.10438).
+
+    s = max|x|^alpha / max|w|^(1 - alpha)        over tokens, and over the output channels of all readers
+    y = (W s) (x / s)
+
+It is for rules that round data too. With alpha = 1/2 both have the same largest magnitude in every channel.
+
+Differences from the paper: pairs are those that `methods.balance` finds exact, which adds values and outputs of attention, and the
+matrices of feed-forward parts, to the norms of the paper; scales have the geometric mean 1.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+
+from argosy.adapt.methods.balance import BalancedPair, producer_channels
+from argosy.adapt.methods.matrices import as_matrices
+
+if TYPE_CHECKING:
+    from argosy.adapt.methods.awq import BalancedReader
+
+LEAST = 1e-5
+
+
+def smooth_scales(pair: BalancedPair, readers: "Sequence[BalancedReader]", groups: int, alpha: float) -> Float[np.ndarray, "G C"]:
+    """The scales of the producer's channels."""
+    data, weights = list[np.ndarray](), list[np.ndarray]()
+    for reader in readers:
+        rows = np.asarray(abs(as_matrices(reader.of, reader.w)).max(2))
+        for found, into in ((reader.inputs.largest, data), (rows, weights)):
+            own = found if groups > 1 else found.max(0, keepdims=True)
+            into.append(producer_channels(reader.of, pair, own, largest=True))
+    x, w = (np.maximum(np.max(found, 0), LEAST) for found in (data, weights))
+    s = x**alpha / w ** (1 - alpha)
+    return (s / np.exp(np.log(s).mean(1, keepdims=True))).astype(np.float32)
