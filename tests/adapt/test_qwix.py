@@ -1,4 +1,5 @@
-"""Rules of Qwix. The golden holds what Qwix 0.1.8 computes by them and the fields of its classes (tests/reference/qwix_rules.py)."""
+"""Rules of Qwix, and its trees of parameters. The golden holds what Qwix 0.1.8 computes and the fields of its classes
+(tests/reference/qwix_rules.py); that it reads what we write is checked by tests/reference/qwix_check.py."""
 
 import json
 from dataclasses import field, make_dataclass
@@ -7,14 +8,16 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import relative
-from laws.families import CASES, built
+from laws.families import CASES, built, tokens_of
 
-from argosy.adapt.quant import QuantizedEinsum, quantized
+from argosy.adapt.quant import QuantizedEinsum, apply_schemes, by_layer, quantized
 from argosy.adapt.qwix import as_rules, dotted, rule_of_qwix
+from argosy.adapt.qwix_params import put_qwix_params, qwix_params
 from argosy.adapt.rules import Rule, preset_rules, schemes_of
 from argosy.adapt.surgery import find
-from argosy.core.errors import BadInput, UserError
+from argosy.core.errors import ArgosyError, BadInput, UserError
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.stack import Unroll
 
@@ -36,7 +39,7 @@ def kind_of(name):
 QuantizationRule, QtRule, LoraRule = map(kind_of, ("QuantizationRule", "QtRule", "LoraRule"))
 
 
-@pytest.mark.parametrize("key", [key for key in GOLDEN.files if "." in key and key[-2:] not in (".w", ".x")])
+@pytest.mark.parametrize("key", [key for key in GOLDEN.files if key.split(".")[0] in EQUATIONS and key[-2:] not in (".w", ".x")])
 def test_products_are_those_of_qwix(key):
     name, rule = key.split(".")
     eq, w, x = EQUATIONS[name], GOLDEN[f"{name}.w"], GOLDEN[f"{name}.x"]
@@ -125,3 +128,72 @@ def test_a_model_in_place_is_quantized_by_them():
     names = LM.quantize(lm, [QuantizationRule(module_path="layers/.*/mlp/.*", weight_qtype="int8")])
     assert len(names) == 9
     assert all(isinstance(one, QuantizedEinsum) == (name in names) for name, one in find(model, ".*").items())
+
+
+# ---- trees of parameters
+
+
+ARRAYS = sorted({key.split(".")[1] for key in GOLDEN.files if key.startswith("array.") and key.count(".") == 2})
+
+
+class Alone(nnx.Module):
+    """A model of one contraction."""
+
+    def __init__(self):
+        self.up = Einsum("BTD,DF->BTF", {"D": 64, "F": 24})
+
+
+def parts_of(name):
+    kind = jnp.dtype(str(GOLDEN[f"array.{name}.type"]))
+    parts = {part: GOLDEN[f"array.{name}.{part}"] for part in ("qvalue", "scale", "zero_point") if f"array.{name}.{part}" in GOLDEN}
+    return {part: jnp.asarray(a) if part == "scale" else jnp.asarray(a).astype(kind) for part, a in parts.items()}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("boxed", [True, False])
+def test_arrays_of_qwix_are_read_and_written(name, boxed):
+    """The floats are those that Qwix makes of its array, and what is written is that array again, in its types."""
+    model, parts = Alone(), parts_of(name)
+    assert put_qwix_params(model, {"up": {"w": {"array": parts} if boxed else parts}}) == ["up"]
+    np.testing.assert_allclose(model.up.weight.dequantized(), GOLDEN[f"array.{name}.dense"], rtol=1e-6, atol=1e-7)
+    again = qwix_params(model)["up"]["w"]["array"]
+    assert again.keys() == parts.keys()
+    for part, array in parts.items():
+        assert again[part].dtype == array.dtype, part
+        np.testing.assert_array_equal(np.asarray(again[part], np.float32), np.asarray(array, np.float32))
+    # What is quantized here by the scheme that was read is the same array.
+    if "fp8" not in name:
+        fresh = model.up.scheme.quantize(model.up, jnp.asarray(GOLDEN["array.w"]))
+        assert fresh.scale.shape == model.up.weight.scale.shape
+        assert fresh.values.shape == model.up.weight.values.shape
+
+
+def test_a_whole_model_goes_out_and_in():
+    config = CASES["llama-tied-biased"]
+    model, other = built(config, Unroll()), config.build(Unroll())
+    rules = [Rule(where=r"layers\..*\.mlp\..*", weights="int4", granularity=2), Rule(weights="int8")]
+    names = apply_schemes(model, by_layer(model, schemes_of(model, rules)))
+    assert put_qwix_params(other, qwix_params(model)) == names
+    tokens = tokens_of(config)
+    expected, got = (one(tokens, config.attend(jnp.ones_like(tokens)))[0] for one in (model, other))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_trees_that_do_not_fit_are_refused():
+    good = parts_of("int8")
+    for tree, said in (
+        ({"up": {"w": GOLDEN["array.w"]}}, "no quantized parameter"),
+        ({"up": {"w": good}, "down": {"w": good}}, "does not have"),
+        ({}, "no parameter `up.w`"),
+        ({"up": {"w": good | {"qvalue": good["qvalue"][:32]}}}, "qvalue is"),
+        ({"up": {"w": good | {"qvalue": good["qvalue"].astype(jnp.int16)}}}, "int16"),
+        ({"up": {"w": good | {"sparsity": good["scale"]}}}, "sparsity"),
+        ({"up": {"w": good | {"scale": jnp.ones((1, 12))}}}, "cannot be said"),
+    ):
+        with pytest.raises(ArgosyError, match=said):
+            put_qwix_params(Alone(), tree)
+    model = Alone()
+    model.up.w.set_value(jnp.asarray(GOLDEN["array.w"]))
+    model.up = quantized(model.up, Rule(weights="mxfp4").scheme())
+    with pytest.raises(ArgosyError, match="mxfp4"):
+        qwix_params(model)

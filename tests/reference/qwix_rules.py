@@ -28,6 +28,11 @@ RULES = {
     "fp8-e5m2": {"weight_qtype": "float8_e5m2"},
 }
 
+ARRAYS = {
+    "int8": ("int8", 64, "absmax"), "int8-minmax": ("int8", 32, "minmax"), "int4": ("int4", 32, "absmax"),
+    "int4-minmax": ("int4", 16, "minmax"), "nf4": ("nf4", 16, "absmax"), "fp8": ("float8_e4m3fn", 64, "absmax"),
+}  # fmt: skip
+
 
 class Product(nnx.Module):
     def __init__(self, eq: str, w: np.ndarray):
@@ -69,6 +74,14 @@ def main() -> None:
             rules = [qwix.QuantizationRule(module_path=".*", **how)]
             model = qwix.quantize_model(model, qwix.PtqProvider(rules), jnp.asarray(x))
             arrays[f"{name}.{rule}"] = np.asarray(model(jnp.asarray(x)))
+    w = without_ties(rng.standard_normal((64, 24)).astype(np.float32), 0)
+    arrays["array.w"] = w
+    for name, (kind, tile, method) in ARRAYS.items():
+        one = qwix.quantize(jnp.asarray(w), kind, channelwise_axes=(1,), tiled_axes={0: tile}, calibration_method=method)
+        parts = {"qvalue": one.qvalue, "scale": one.scale, "zero_point": one.zero_point, "dense": qwix.dequantize(one)}
+        # NumPy's files know no types of four and eight bits.
+        wide = {part: np.asarray(a, np.float32) for part, a in parts.items() if a is not None}
+        arrays |= {f"array.{name}.{part}": a for part, a in wide.items()} | {f"array.{name}.type": str(one.qvalue.dtype)}
     np.savez_compressed(GOLDEN, facts=json.dumps({"version": qwix.__version__, "kinds": kinds, "rules": RULES}), **arrays)
 
 
