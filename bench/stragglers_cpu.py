@@ -20,9 +20,9 @@ def main(words: list[str]) -> None:
     if "ARGOSY_RANK" not in os.environ:
         supervise(int(given["processes"]), words)
         return
-    from argosy.launch.cluster import found, join
+    from argosy.launch.cluster import detect_place, join
 
-    place = found(os.environ)
+    place = detect_place(os.environ)
     assert place is not None
     join(place)
     measure(int(given["steps"]), float(given["seconds"]))

@@ -1212,7 +1212,7 @@ EDITS = [
     Edit(
         "every turn draws from the same random stream",
         "argosy/rl/rollouts/episodes/trajectories.py",
-        "(*self.seed, play.played.made)",
+        "(*self.seed, play.played.turn_count)",
         "(*self.seed, 0)",
         (f"{PLAYS}turns_of_a_text_are_joined_token_by_token",),
     ),

@@ -123,6 +123,6 @@ def whole_numbers(position: dict[str, Any], names: tuple[str, ...]) -> dict[str,
     return found
 
 
-def picked(made: Batch, fields: Fields) -> Batch:
+def picked(batch: Batch, fields: Fields) -> Batch:
     """The fields that were asked for, in the types that were asked for."""
-    return {name: made[name].astype(field.dtype, copy=False) for name, field in fields.items()}
+    return {name: batch[name].astype(field.dtype, copy=False) for name, field in fields.items()}

@@ -58,7 +58,7 @@ class Corpus:
         return {**LANGUAGE_MODELING, **{name: Field("B T", column.dtype) for name, column in self.columns.items()}}
 
     @property
-    def beside(self) -> dict[str, np.ndarray]:
+    def target_arrays(self) -> dict[str, np.ndarray]:
         """Every array that goes with the targets: the columns, and the weights as `mask`."""
         return dict(self.columns) | ({} if self.weights is None else {"mask": self.weights})
 
@@ -110,7 +110,7 @@ class SplitRows:
         tokens, starts, width = self.corpus.tokens, self.corpus.starts, self.sequence + 1
         first = rows.astype(np.int64) * self.sequence
         last = np.minimum(first + width, len(tokens))
-        beside = self.corpus.beside
+        beside = self.corpus.target_arrays
         blank = Blank(len(rows), width, {name: self.fields[name].dtype for name in beside})
         cuts = zip(np.searchsorted(starts, first, side="right"), np.searchsorted(starts, last, side="left"))
         for row, (start, stop, (low, high)) in enumerate(zip(first.tolist(), last.tolist(), cuts)):
@@ -224,7 +224,7 @@ def place(batch: Batch, where: tuple[int, slice], corpus: Corpus, begin: int, si
     batch["targets"][where] = corpus.tokens[begin + 1 : begin + size + 1]
     batch["segments"][where] = segment
     batch["mask"][where] = 1
-    for name, column in corpus.beside.items():
+    for name, column in corpus.target_arrays.items():
         batch[name][where] = column[begin + 1 : begin + size + 1]
 
 

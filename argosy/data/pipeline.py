@@ -128,9 +128,9 @@ def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> sl
     return slice(process * each, (process + 1) * each)
 
 
-def ungrouped(wanted: int, found: int) -> BadInput:
+def ungrouped(wanted: int, rows: int) -> BadInput:
     """The error for data whose rows do not come in the groups that the objective expects."""
-    has, reads = (f"groups of {count} rows" if count > 1 else "single rows" for count in (found, wanted))
+    has, reads = (f"groups of {count} rows" if count > 1 else "single rows" for count in (rows, wanted))
     return BadInput(f"the objective reads {reads}, and this data has {has}")
 
 

@@ -192,7 +192,7 @@ def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: i
     if len(corpus.tokens) and int(corpus.tokens.max()) >= vocab:
         raise BadInput(f"token {corpus.tokens.max()} is outside the model's vocabulary of {vocab}")
     digest = hashlib.sha256()
-    for name, array in {"tokens": corpus.tokens, "starts": corpus.starts, **corpus.beside}.items():
+    for name, array in {"tokens": corpus.tokens, "starts": corpus.starts, **corpus.target_arrays}.items():
         digest.update(f"{name} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
     identity: Fingerprint = {"source": "corpus in memory", "source.sha256": digest.hexdigest()}
     rows = _needed(packed(corpus, settings, identity), split, settings)

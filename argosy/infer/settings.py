@@ -109,7 +109,7 @@ class PlainEngineSettings(Settings):
     """Longest sequence in tokens, prompt and completion; by default the model's context."""
     budget: int = Field(512, ge=ROW)
     """Prompt tokens per step, if no sequence decodes."""
-    beside: int = Field(128, ge=ROW)
+    budget_decoding: int = Field(128, ge=ROW)
     """Prompt tokens per step, if sequences decode too. A lower value shortens the time between tokens, a higher one the time to
     the first token."""
     reuse: bool = True

@@ -103,11 +103,11 @@ def _checked(lm: "LM") -> "LM":
     return lm
 
 
-def draft_of(how: EngineSettings, dtype: Any = None, tensor: int = 1) -> "LM | None":
+def draft_of(settings: EngineSettings, dtype: Any = None, tensor: int = 1) -> "LM | None":
     """The draft model that the engine's settings name. Arguments and errors are those of `load`."""
-    if not isinstance(how.speculative, DraftModel):
+    if not isinstance(settings.speculative, DraftModel):
         return None
-    return load(how.speculative.model, dtype=dtype, context=how.context, tensor=tensor)
+    return load(settings.speculative.model, dtype=dtype, context=settings.context, tensor=tensor)
 
 
 def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> Outcome:

@@ -63,14 +63,14 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.device_facts) ->
 # ---------------------------------------------------------------- checks
 
 
-def check_packages(found: Mapping[str, Any]) -> list[Finding]:
-    absent = [name for name, v in found["versions"].items() if v == "not installed" and name != "argosy"]
+def check_packages(facts: Mapping[str, Any]) -> list[Finding]:
+    absent = [name for name, v in facts["versions"].items() if v == "not installed" and name != "argosy"]
     hint = "install argosy again, from its checkout: pip install ."
     return [Finding(BROKEN, f"not installed: {', '.join(absent)}", hint)] if absent else []
 
 
-def check_devices(found: Mapping[str, Any]) -> list[Finding]:
-    answer, variables = found["jax"], found["variables"]
+def check_devices(facts: Mapping[str, Any]) -> list[Finding]:
+    answer, variables = facts["jax"], facts["variables"]
     platforms = variables.get("JAX_PLATFORMS")
     if error := answer.get("error"):
         hint = "try again without XLA_FLAGS and JAX_* variables" if variables else "install jax again"
@@ -81,21 +81,21 @@ def check_devices(found: Mapping[str, Any]) -> list[Finding]:
         return [Finding(BROKEN, f"jax has no device: {error}", hint)]
     if answer["backend"] != "cpu":
         return []
-    if found["gpus"] and "cpu" in (platforms or ""):
-        return [Finding(NOTE, f"{len(found['gpus'])} GPUs, unused: JAX_PLATFORMS={platforms}", "unset JAX_PLATFORMS")]
-    if found["gpus"]:
+    if facts["gpus"] and "cpu" in (platforms or ""):
+        return [Finding(NOTE, f"{len(facts['gpus'])} GPUs, unused: JAX_PLATFORMS={platforms}", "unset JAX_PLATFORMS")]
+    if facts["gpus"]:
         hint = "`./run --gpu VERB` makes an environment with CUDA; by hand: pip install '.[gpu]'"
         if not variables.get("CUDA_VISIBLE_DEVICES", "all").strip("-1 "):
             hint = "CUDA_VISIBLE_DEVICES hides them: unset it"
-        return [Finding(WARNING, f"{len(found['gpus'])} GPUs ({found['gpus'][0]}), but jax only sees the CPU", hint)]
+        return [Finding(WARNING, f"{len(facts['gpus'])} GPUs ({facts['gpus'][0]}), but jax only sees the CPU", hint)]
     if Path("/dev/accel0").exists():
         hint = "`./run --tpu VERB` makes an environment with libtpu; by hand: pip install '.[tpu]'"
         return [Finding(WARNING, "there is a TPU, but jax only sees the CPU", hint)]
     return []
 
 
-def check_variables(found: Mapping[str, Any]) -> list[Finding]:
-    variables = found["variables"]
+def check_variables(facts: Mapping[str, Any]) -> list[Finding]:
+    variables = facts["variables"]
     wrong = {
         "JAX_DISABLE_JIT": "nothing is compiled: a hundred times slower",
         "JAX_DEBUG_NANS": "every operation is checked for NaN: several times slower",
@@ -128,8 +128,8 @@ def _check_disk(found: Mapping[str, Any]) -> list[Finding]:
     return out
 
 
-def check_cache(found: Mapping[str, Any]) -> list[Finding]:
-    cache = found["cache"]
+def check_cache(facts: Mapping[str, Any]) -> list[Finding]:
+    cache = facts["cache"]
     if not cache["writable"]:
         hint = f"fix the permissions of the home directory, or {machine.CACHE_HINT}"
         return [Finding(WARNING, f"compiled programs cannot be kept in {cache['folder']}", hint)]
@@ -139,26 +139,26 @@ def check_cache(found: Mapping[str, Any]) -> list[Finding]:
     return []
 
 
-def check_machine(found: Mapping[str, Any]) -> list[Finding]:
-    about, out = found["machine"], []
+def check_machine(facts: Mapping[str, Any]) -> list[Finding]:
+    about, out = facts["machine"], []
     if about["memory_free_bytes"] is not None and about["memory_free_bytes"] < GIB:
         what = f"{sized(about['memory_free_bytes'])} of memory free"
         out.append(Finding(WARNING, what, "end other programs: the system kills a process that runs out of memory"))
     if about["load"] is not None and about["load"] > 1.5 * about["cores"]:
         what = f"load {about['load']:g} on {about['cores']:g} core{'s' * (about['cores'] != 1)}: other programs are computing too"
         out.append(Finding(NOTE, what, "times and tokens/s will be worse than this machine can do"))
-    if found["open_files"] is not None and found["open_files"] < 1024:
-        what = f"{found['open_files']} open files allowed"
+    if facts["open_files"] is not None and facts["open_files"] < 1024:
+        what = f"{facts['open_files']} open files allowed"
         out.append(Finding(WARNING, what, "ulimit -n 4096, or checkpoints may fail"))
-    if found["clock_behind_s"] > 86400:
-        what = f"the clock is {lasted(found['clock_behind_s'])} behind this program's own files"
+    if facts["clock_behind_s"] > 86400:
+        what = f"the clock is {lasted(facts['clock_behind_s'])} behind this program's own files"
         out.append(Finding(WARNING, what, "set the clock: the newest run is found by it, and certificates are checked by it"))
     return out
 
 
-def check_huge_pages(found: Mapping[str, Any]) -> list[Finding]:
-    state = found["huge_pages"]["state"]
-    if found["jax"].get("backend", "cpu") != "cpu" or state == "asked for":
+def check_huge_pages(facts: Mapping[str, Any]) -> list[Finding]:
+    state = facts["huge_pages"]["state"]
+    if facts["jax"].get("backend", "cpu") != "cpu" or state == "asked for":
         return []
     hints = {
         "off in the system": "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
@@ -169,8 +169,8 @@ def check_huge_pages(found: Mapping[str, Any]) -> list[Finding]:
     return [Finding(NOTE, what, hints[state])] if state in hints else []
 
 
-def check_kernels(found: Mapping[str, Any]) -> list[Finding]:
-    if not (why := found["kernels"]["why_not"]) or found["jax"].get("backend", "cpu") != "cpu":
+def check_kernels(facts: Mapping[str, Any]) -> list[Finding]:
+    if not (why := facts["kernels"]["why_not"]) or facts["jax"].get("backend", "cpu") != "cpu":
         return []
     what = f"no compiled kernels: {why}; on this CPU, answering several requests takes up to twice as long"
     hint = f"unset {library.SWITCH}" if library.SWITCH in why else "they need a C++17 compiler, such as the package g++; $CXX names one"

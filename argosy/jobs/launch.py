@@ -120,7 +120,7 @@ def read_engine(engine: KnownEngine, words: Sequence[str]) -> None:
     raise_mistakes(found)
 
 
-def read_verb(what: Verb, words: Sequence[str], sees_files: bool) -> None:
+def read_verb(verb: Verb, words: Sequence[str], sees_files: bool) -> None:
     """Reads a verb with the settings of its run.
 
     Args:
@@ -145,22 +145,22 @@ def read_verb(what: Verb, words: Sequence[str], sees_files: bool) -> None:
     is_file = recipe not in recipes() and not is_address(recipe) and Path(recipe).exists()
     own = Path(recipe) if is_file else None
     try:
-        what.run = settled(recipe, settings) if sees_files else compose(Run, recipe, settings)
+        verb.run = settled(recipe, settings) if sees_files else compose(Run, recipe, settings)
     except UserError as error:
-        what.good = error.good
-        if sees_files and not what.good:
+        verb.good = error.good
+        if sees_files and not verb.good:
             # The settings may be right, and what they name is not.
             with suppress(UserError):
-                what.good = values_of(compose(Run, recipe, settings))
+                verb.good = values_of(compose(Run, recipe, settings))
         named = [word.partition("=")[2] for word in settings if word.startswith("dir=")]
         if not named and is_run_directory(recipe):
             named = [recipe]
         # Where not even the recipe can be read, it may be the recipe that names the directory.
-        folder = named[-1] if named else (what.good.get("dir") or run_folder(recipe)) if what.good else ""
-        what.command = Command(tuple(words), folder, own)
+        folder = named[-1] if named else (verb.good.get("dir") or run_folder(recipe)) if verb.good else ""
+        verb.command = Command(tuple(words), folder, own)
         raise
-    what.good = values_of(what.run)
-    what.command = Command(tuple(words), directory_of(what.run, recipe), own)
+    verb.good = values_of(verb.run)
+    verb.command = Command(tuple(words), directory_of(verb.run, recipe), own)
 
 
 def values_of(reading: Reading[Run]) -> dict[str, Any]:

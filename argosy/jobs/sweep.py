@@ -22,7 +22,7 @@ OPEN, CLOSE, QUOTES = "[{", "]}", "\"'"
 class Combination:
     """One run of a sweep: the words that only it has, all its words, and its directory."""
 
-    own: tuple[str, ...]
+    changes: tuple[str, ...]
     words: tuple[str, ...]
     dir: str
 
@@ -64,7 +64,7 @@ def sweep(runs: Sequence[Combination], train: Callable[[Combination], int], say:
     """
     worst = 0
     for number, one in enumerate(runs, 1):
-        say(f"\nrun {number} of {len(runs)}: {' '.join(one.own)}")
+        say(f"\nrun {number} of {len(runs)}: {' '.join(one.changes)}")
         try:
             code = train(one)
         except UserError:

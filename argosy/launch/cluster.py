@@ -59,7 +59,7 @@ class ProcessPlace:
 Environment = Mapping[str, str]
 
 
-def found(environment: Environment) -> ProcessPlace | None:
+def detect_place(environment: Environment) -> ProcessPlace | None:
     """The place that the environment describes; None where there is one process.
 
     Raises:

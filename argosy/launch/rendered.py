@@ -64,7 +64,7 @@ def as_argument(program: str) -> list[str]:
     return words
 
 
-def check_inside(command: Command, mount: str, what: str) -> None:
+def check_inside(command: Command, mount: str, label: str) -> None:
     """Checks that a run directory lies where all machines see it.
 
     Raises:
@@ -72,7 +72,7 @@ def check_inside(command: Command, mount: str, what: str) -> None:
     """
     folder = PurePosixPath(command.folder)
     if ".." in folder.parts or not folder.is_relative_to(mount):
-        raise BadInput(f"the run directory {command.folder} is not in {mount}, {what}", hint=f"add dir={mount}/NAME to the command")
+        raise BadInput(f"the run directory {command.folder} is not in {mount}, {label}", hint=f"add dir={mount}/NAME to the command")
 
 
 def deliver(text: str, path: str | None, say: Say, then: str | None = None) -> None:

@@ -64,7 +64,7 @@ class StragglerVerdict:
     times: its time over the median of the others'; None if theirs is 0.
     seconds: its time beyond the others', each step; None for a device.
     device: number of the slow device among its own; None: the process as a whole.
-    over: it is no longer slow.
+    is_recovered: it is no longer slow.
     """
 
     process: int
@@ -73,13 +73,13 @@ class StragglerVerdict:
     times: float | None = None
     seconds: float | None = None
     device: int | None = None
-    over: bool = False
+    is_recovered: bool = False
 
     def words(self) -> str:
         """ "process 3 on host a is slow: its data takes 4.1 times the others', 0.8 s a step" """
         whose = f" (its device {self.device})" if self.device is not None else ""
         who = f"process {self.process} on host {self.host}{whose}"
-        return f"{who} is as fast as the others again" if self.over else f"{who} is slow: {self.finding()}"
+        return f"{who} is as fast as the others again" if self.is_recovered else f"{who} is slow: {self.finding()}"
 
     def finding(self) -> str:
         """ "its data takes 4.1 times the others', 0.8 s a step more" """
@@ -191,7 +191,7 @@ class Comparison:
         for p, unit in list(self.named.items()):
             if self._fine[unit] >= self.windows:
                 del self.named[p]
-                new.append(StragglerVerdict(p, told[p].host, unit[1], device=_of_several(unit, told), over=True))
+                new.append(StragglerVerdict(p, told[p].host, unit[1], device=_of_several(unit, told), is_recovered=True))
         for p in sorted(told):
             # Of several causes, the one for which the others wait longest.
             slow = [(one.share, unit, one) for unit, one in seen.items() if unit[0] == p and self._slow[unit] >= self.windows]
@@ -239,7 +239,7 @@ def stragglers(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]
         its = line.get(KEY)
         if not isinstance(its, Mapping):
             continue
-        if not its.get("over"):
+        if not its.get("is_recovered"):
             verdict = StragglerVerdict(**its)
             found.append([line["step"], None, verdict.process, verdict])
             continue

@@ -181,21 +181,21 @@ def _traced_bytes(
 
 
 def batch_shapes(
-    objective: Any, rows: int, tokens: int, place: Any = None, own: Mapping[str, int] = MappingProxyType({})
+    objective: Any, rows: int, tokens: int, place: Any = None, axis_sizes: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays of a batch that an objective reads: {name: shape and type}, with this sharding.
 
     Args:
-        own: sizes of axes that are fields' own, by letter; 1 for others.
+        axis_sizes: sizes of axes that are fields' own, by letter; 1 for others.
     """
-    return shapes_of(objective.reads(), rows, tokens, objective.needs.rows_per_group, own, place)
+    return shapes_of(objective.reads(), rows, tokens, objective.needs.rows_per_group, axis_sizes, place)
 
 
 def shapes_of(
-    fields: Any, rows: int, tokens: int, per_group: int, own: Mapping[str, int], place: Any = None
+    fields: Any, rows: int, tokens: int, per_group: int, axis_sizes: Mapping[str, int], place: Any = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays of these fields, as in `batch_shapes`."""
-    sizes, out = {"B": rows, "T": tokens, **own}, {}
+    sizes, out = {"B": rows, "T": tokens, **axis_sizes}, {}
     for name, field in fields.items():
         shape = [sizes.get(letter, 1) for letter in field.axes.split()]
         shape[0] //= per_group if field.per == "group" else 1

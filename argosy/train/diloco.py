@@ -38,7 +38,7 @@ INNER, REPLICAS, MOMENTUM, APART, MOVED = "inner", "replicas", "momentum", "repl
 OF_EACH = (INNER, REPLICAS)
 
 
-def around(optimizer: optax.GradientTransformation, replicas: int) -> optax.GradientTransformation:
+def replicated_optimizer(optimizer: optax.GradientTransformation, replicas: int) -> optax.GradientTransformation:
     """The inner optimizer with the state of a run of so many replicas, which begin alike; its update is that of one replica."""
 
     def init(params: Any) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def around(optimizer: optax.GradientTransformation, replicas: int) -> optax.Grad
 
 
 def places(optimizer: Mapping[str, Any], weights: Mapping[str, NamedSharding], shapes: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Shardings for a state of `around`, from its shapes: what each replica has is split over `data`, and within it as weights are."""
+    """Shardings for a state of `replicated_optimizer`, from its shapes: what each replica has is split over `data`, and within it as
+    weights are."""
     each = {name: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), optimizer[name]) for name in OF_EACH}
     within = like_weights(dict(optimizer) | each, weights, shapes, mesh)
     return within | {n: jax.tree.map(lambda place: NamedSharding(mesh, P(AXIS, *place.spec)), within[n]) for n in OF_EACH}

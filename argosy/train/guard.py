@@ -135,7 +135,7 @@ class Bad:
     numbers: Mapping[str, float]
 
     @property
-    def what(self) -> str:
+    def cause(self) -> str:
         """ "loss is nan", "loss jumped to 9.1"."""
         if self.kind == SPIKE:
             return f"loss jumped to {self.numbers['loss']:.6g}"
@@ -145,7 +145,7 @@ class Bad:
     @property
     def other(self) -> str:
         """The number that `what` does not name: "grad_norm 3.1"."""
-        name = "loss" if self.what.startswith("grad_norm") else "grad_norm"
+        name = "loss" if self.cause.startswith("grad_norm") else "grad_norm"
         return f"{name} {self.numbers[name]:.4g}"
 
 
@@ -153,7 +153,7 @@ class Halted(Exception):
     """The state halted at a bad step. Caught by whoever runs the loop."""
 
     def __init__(self, bad: Bad):
-        super().__init__(bad.what)
+        super().__init__(bad.cause)
         self.bad = bad
 
 

@@ -51,7 +51,7 @@ def make_step(
     precision: Precision = "float32",
     accumulate: int = 1,
     roles: Mapping[str, Any] | None = None,
-    once: GatherOnce | None = None,
+    gather: GatherOnce | None = None,
     stays: Stays | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Makes the update `(state, batch, frozen={}) -> state, metrics`, to be jitted with its state donated.
@@ -63,7 +63,7 @@ def make_step(
         graph: of the trained model.
         accumulate: number of parts of a batch, computed one after the other; groups of rows are not split.
         roles: graphs of the frozen models that the objective reads, by role; their weights are in `frozen`.
-        once: gathers the weights once for all parts. None: each part gathers them.
+        gather: gathers the weights once for all parts. None: each part gathers them.
         stays: for an optimizer whose state is in the host's memory: whether it stays as it is.
     """
     models_for = _models(graph, precision, roles or {})
@@ -87,13 +87,13 @@ def make_step(
             grads, loss = gradients(state, frozen or {}, batch, key)
         else:
             parts, held = in_parts(batch, accumulate, objective), state
-            if once is not None:
-                held = replace(state, params=once.whole(state.params), rest=once.whole(state.rest))
+            if gather is not None:
+                held = replace(state, params=gather.whole(state.params), rest=gather.whole(state.rest))
             known = shared(held, frozen or {}, parts, key)
 
             def of_part(part: Batch, key: Array) -> tuple[Leaves, Loss]:
                 grads, loss = gradients(held, frozen or {}, part | known, key)
-                return grads if once is None else once.shares(grads), loss
+                return grads if gather is None else gather.shares(grads), loss
 
             grads, loss = _summed(of_part, parts, key)
         return updated(state, grads, loss, optimizer, rate, stays)

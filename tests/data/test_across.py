@@ -94,7 +94,7 @@ def test_rows_have_the_groups_of_all_documents_and_what_is_too_long_is_told():
         "segments": np.array([[1, 1, 1, 1, 2, 2, 2, 0]], np.int32),
         "mask": np.array([[0, 1, 1, 0, 1, 1, 0, 0]], np.float32),
     }
-    made = one.beside(batch)
+    made = one.aligned_batch(batch)
     assert made["teacher_tokens"][0].tolist() == [*b"abcd", *b"xyz", 0, 0]
     assert made["teacher_segments"][0].tolist() == [1, 1, 1, 1, 2, 2, 2, 0, 0]
     assert made["group"][0].tolist() == [0, 1, 2, 0, 3, 4, 0, 0]
@@ -103,7 +103,7 @@ def test_rows_have_the_groups_of_all_documents_and_what_is_too_long_is_told():
     assert made["teacher_last"][0].tolist() == [0, 1, 2, 0, 4, 5, 0, 0]
     assert not said
     short = BothTokenizers(Inner(), Across(student, teacher), 6, said.append)  # type: ignore[arg-type]
-    cut = short.beside(batch)
+    cut = short.aligned_batch(batch)
     assert cut["group"][0].tolist() == [0, 1, 2, 0, 3, 0, 0, 0]
     assert "more than 6 (one document has 3)" in said[0]
 

@@ -197,7 +197,7 @@ def test_a_conversation_that_kills_its_process_does_not_harm_its_neighbors():
     first, dead, last = chat.all_rendered(jobs, {}, None, Mortal())
     assert (first[0]["text"], last[0]["text"]) == ("a", "b")
     with pytest.raises(BadInput, match="costs too much"):
-        chat.told(dead[0])
+        chat.checked_answer(dead[0])
 
 
 # ---- what is refused, left out and counted

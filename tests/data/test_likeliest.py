@@ -50,7 +50,7 @@ def test_a_batch_has_them_where_its_mask_says(tmp_path: Path):
     kept = filled(tmp_path / "a.npy")
     mask = np.zeros((3, 6), np.float32)
     mask[0, [0, 2, 5]], mask[2, [1, 2, 3, 4]] = 1, 0.5
-    made = kept.beside(mask, np.array([3, -1, 4]))
+    made = kept.with_top_tokens(mask, np.array([3, -1, 4]))
     np.testing.assert_array_equal(made["teacher_ids"][0, [0, 2, 5]], row(3, 3).ids)
     np.testing.assert_array_equal(made["teacher_rest"][2, 1:5], row(4, 4).rest)
     assert not made["teacher_ids"][mask == 0].any()

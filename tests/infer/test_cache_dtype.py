@@ -36,7 +36,7 @@ from argosy.ops.narrow import FORMS, Narrow
 from argosy.weights.build import random_model, tensor_shardings
 
 # 13 pages of 8 tokens hold no four of the sequences here.
-TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)
+TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, budget_decoding=32)
 LONG = 64  # tokens of a prompt and its answer, at most
 MOST = 20
 

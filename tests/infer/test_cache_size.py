@@ -26,7 +26,7 @@ from argosy.observe.memory import resident_bytes
 def needs(family: str, example: str, window: int | None = None) -> CacheNeeds:
     change = {} if window is None else {"window": window}
     config = FAMILIES[family].examples()[example].model_copy(update=change)
-    return cache_needs(config.build(Unroll()).layers.holds(), EngineSettings(page=4, budget=32, beside=32), jnp.float32, 640)
+    return cache_needs(config.build(Unroll()).layers.holds(), EngineSettings(page=4, budget=32, budget_decoding=32), jnp.float32, 640)
 
 
 @pytest.mark.parametrize("sequences", [1.3, 1.9, 2.5, 7.2])

@@ -28,7 +28,7 @@ from argosy.models.parts.weight import put, split
 from argosy.weights.build import random_model
 
 LENGTHS = (5, 40, 17, 3, 64, 33, 2, 21)
-TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)
+TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, budget_decoding=32)
 
 
 def lm_of(family: str, example: str) -> LM:
@@ -115,7 +115,7 @@ def test_layers_with_windows_give_pages_back_and_answers_stay(family: str, examp
     """With prompts computed in pieces, preemption, and beginnings found in the prefix cache."""
     config = FAMILIES[family].examples()[example].model_copy(update={"window": window})
     lm = LM(config, random_model(config, 0).module)
-    engine = Engine(lm.module, EngineSettings(slots=4, page=4, context=96, pages=38, budget=32, beside=32))
+    engine = Engine(lm.module, EngineSettings(slots=4, page=4, context=96, pages=38, budget=32, budget_decoding=32))
     ((which, pages),) = [(pool.window.tokens, pool.pages.count) for pool in engine.scheduler.pools]
     assert (which, pages < engine.pages.count) == (window, True)
     given = prompts(lm.config.vocab, (5, 70, 17, 40, 33))
@@ -153,7 +153,7 @@ def test_what_a_request_asks_for_compiles_nothing(lm: LM, engine: Engine):
 @pytest.mark.parametrize("family, example", [("llama", "plain"), pytest.param("qwen3_next", "mixed", marks=pytest.mark.slow)])
 def test_after_warming_up_no_request_compiles_anything(family: str, example: str):
     lm = lm_of(family, example)
-    engine = Engine(lm.module, EngineSettings(slots=5, page=8, context=96, pages=40, budget=64, beside=32))
+    engine = Engine(lm.module, EngineSettings(slots=5, page=8, context=96, pages=40, budget=64, budget_decoding=32))
     number = engine.warm_up()
     assert number == engine.stats.compilations > 5
     assert engine.pages.used == 0
@@ -189,7 +189,7 @@ def test_a_common_beginning_is_computed_once(lm: LM, engine: Engine):
     assert [second] == first == [other]
 
 
-TOGETHER = EngineSettings(slots=9, page=8, context=96, pages=100, budget=64, beside=32)
+TOGETHER = EngineSettings(slots=9, page=8, context=96, pages=100, budget=64, budget_decoding=32)
 
 
 def test_pages_that_an_interrupted_step_was_to_compute_are_not_found(lm: LM, monkeypatch: pytest.MonkeyPatch):

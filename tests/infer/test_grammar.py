@@ -35,7 +35,7 @@ from argosy.weights.build import random_model
 
 EOS = frozenset({ByteTokenizer.eos})
 VOCAB = 258
-SIZES = EngineSettings(slots=4, page=8, context=128, pages=24, budget=64, beside=32)
+SIZES = EngineSettings(slots=4, page=8, context=128, pages=24, budget=64, budget_decoding=32)
 
 
 @pytest.fixture(scope="module")
@@ -426,7 +426,7 @@ def test_an_answer_in_a_grammar_is_the_same_in_any_company(lm: LM, engine: Engin
 
 @pytest.mark.slow
 def test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner(lm: LM):
-    engine = Engine(lm.module, EngineSettings(slots=4, page=8, context=64, pages=11, budget=64, beside=32))
+    engine = Engine(lm.module, EngineSettings(slots=4, page=8, context=64, pages=11, budget=64, budget_decoding=32))
     wanted = ["(ab|cd){20}", "[ab]{40}"]  # another mask for each token, and the same for all
     both = [lm.grammar({"regex": regex}) for regex in wanted]
     asked = [Request([5, i], 50, Sampling(temperature=1.0), EOS, row=i, grammar=both[i % 2]) for i in range(4)]
@@ -512,7 +512,7 @@ def test_min_tokens_hold_the_end_back_while_the_grammar_allows_more(lm: LM, engi
 
 @pytest.mark.slow
 def test_nothing_compiles_after_warming_up(lm: LM):
-    engine = Engine(lm.module, EngineSettings(slots=3, page=8, context=64, pages=24, budget=64, beside=32))
+    engine = Engine(lm.module, EngineSettings(slots=3, page=8, context=64, pages=24, budget=64, budget_decoding=32))
     number = engine.warm_up()
     found = [lm.grammar({"json": schema}) for schema in SCHEMAS[:6]]
     sizes = [program.compilations for program in (sampler.write_slot, sampler.write_masks, sampler.sample)]

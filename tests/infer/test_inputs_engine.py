@@ -31,7 +31,7 @@ PLACE = 7  # the id at which a vector of the tower stands
 SIZES: dict[str, Any] = {"vocab": 31, "width": 24, "layers": 3, "ffn": 40, "heads": 2, "kv_heads": 1, "context": 96}
 CONFIG = LlamaConfig(**SIZES, rope=Rope(sections=(2, 3, 1)))
 # A prompt of 50 tokens is computed in two steps; 13 pages of 8 tokens do not hold three such sequences.
-TIGHT = EngineSettings(slots=3, page=8, context=80, pages=13, budget=32, beside=32)
+TIGHT = EngineSettings(slots=3, page=8, context=80, pages=13, budget=32, budget_decoding=32)
 
 
 class Tower(nnx.Module):

@@ -506,7 +506,7 @@ def test_the_programs_of_every_family_have_names_which_other_processes_give_them
 
 # ---------------------------------------------------------------- an engine
 
-SMALLEST = EngineSettings(slots=1, page=8, context=32, pages=8, budget=32, beside=32)
+SMALLEST = EngineSettings(slots=1, page=8, context=32, pages=8, budget=32, budget_decoding=32)
 
 
 def test_an_engine_that_reads_its_programs_traces_nothing_and_answers_alike(store: ProgramStore, traced: list[str]):

@@ -33,7 +33,7 @@ from argosy.models.parts.weight import merge, put, split
 from argosy.weights.build import random_model
 
 # 13 pages of 8 tokens hold no four answers of 28 tokens.
-TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)
+TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, budget_decoding=32)
 # At 0.9 the sum of the likeliest tokens once came within 2e-7 of it: rounding then decided which tokens are left. Here 3e-5 is nearest.
 SAMPLED = {"temperature": 0.8, "top_p": 0.85, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
 MANNERS = [{}, SAMPLED, {"temperature": 1.0}, {"temperature": 1.0, "logit_bias": {7: 3.0}, "presence_penalty": 0.5}]
@@ -384,7 +384,7 @@ METHODS = [
 def test_after_warming_up_no_request_compiles_anything(family: str, example: str, changes: dict[str, Any], method: Any):
     lm = lm_of(family, example, **changes)
     draft = lm.module if isinstance(method, how.DraftModel) else None
-    engine = Engine(lm.module, with_(method, slots=3, beside=32, budget=32, pages=24), draft=draft)
+    engine = Engine(lm.module, with_(method, slots=3, budget_decoding=32, budget=32, pages=24), draft=draft)
     number = engine.warm_up()
     assert number == engine.stats.compilations > 5
     chance = np.random.default_rng(0)

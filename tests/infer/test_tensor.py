@@ -23,7 +23,7 @@ from argosy.models import FAMILIES
 from argosy.models.parts.weight import put, split
 from argosy.weights import build as loading
 
-SMALL = EngineSettings(slots=3, page=8, context=64, pages=20, budget=64, beside=32)
+SMALL = EngineSettings(slots=3, page=8, context=64, pages=20, budget=64, budget_decoding=32)
 PROMPTS = [[(7 * i + k) % 90 for i in range(n)] for k, n in enumerate((5, 40, 17, 3, 21))]
 STRUCTURES = [("llama", "plain"), ("qwen3_next", "mixed"), ("deepseek", "3.2"), ("gpt_oss", "plain"), ("gemma", "3")]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from argosy.core.errors import BadInput
-from argosy.launch.cluster import ProcessPlace, first_host, found, with_port
+from argosy.launch.cluster import ProcessPlace, detect_place, first_host, with_port
 
 # Slurm's own names and values: srun(1), "output environment variables". JobSet's: the labels of its pods. SkyPilot's: its docs on
 # distributed jobs. TPU's: what GKE and Cloud TPU set on every host.
@@ -73,12 +73,12 @@ ENVIRONMENTS = [
 
 @pytest.mark.parametrize(("environment", "place"), ENVIRONMENTS)
 def test_the_environment_says_which_process_this_is(environment: dict[str, str], place: ProcessPlace | None):
-    assert found(environment) == place
+    assert detect_place(environment) == place
 
 
 def test_what_argosy_launch_sets_goes_before_what_is_around_it():
     around = ENVIRONMENTS[5][0]
-    assert found(around | ENVIRONMENTS[2][0]) == ENVIRONMENTS[2][1]
+    assert detect_place(around | ENVIRONMENTS[2][0]) == ENVIRONMENTS[2][1]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_argosy_launch_sets_goes_before_what_is_around_it():
 )
 def test_half_an_environment_is_an_error(environment: dict[str, str], what: str):
     with pytest.raises(BadInput, match=what):
-        found(environment)
+        detect_place(environment)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.core.settings.scalars import yaml_document
 from argosy.launch import jobset
-from argosy.launch.cluster import ProcessPlace, found
+from argosy.launch.cluster import ProcessPlace, detect_place
 from argosy.launch.rendered import Command
 from argosy.launch.settings import JobSet
 
@@ -55,7 +55,7 @@ def test_pods_find_each_other(nodes: int):
     for index in range(nodes):
         variables = variables_of(made, 0, index)
         # Pods are named JOBSET-REPLICATEDJOB-JOBINDEX-PODINDEX, in the service named as the JobSet.
-        assert found(variables) == ProcessPlace("jobset", f"my-run-{job['name']}-0-0.my-run:8476", nodes, index, 2)
+        assert detect_place(variables) == ProcessPlace("jobset", f"my-run-{job['name']}-0-0.my-run:8476", nodes, index, 2)
     assert made["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
 
 
@@ -74,7 +74,7 @@ def test_pods_of_several_slices_find_each_other(monkeypatch: pytest.MonkeyPatch)
     made = manifest(**SLICES, name="my-run")
     (job,) = made["spec"]["replicatedJobs"]
     assert (job["replicas"], job["template"]["spec"]["completions"]) == (3, 4)
-    places = [(found(variables_of(made, job, index)), variables_of(made, job, index)) for job in range(3) for index in range(4)]
+    places = [(detect_place(variables_of(made, job, index)), variables_of(made, job, index)) for job in range(3) for index in range(4)]
     leader = "my-run-workers-0-0.my-run:8476"
     assert [place for place, _ in places] == [ProcessPlace("jobset", leader, 12, rank, 2) for rank in range(12)]
     for place, variables in places:
@@ -84,7 +84,7 @@ def test_pods_of_several_slices_find_each_other(monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setenv(name, value)
         assert place is not None
         assert (GkeTpuCluster.get_process_id(), GkeTpuCluster.get_process_count()) == (place.rank, 12)
-        assert found(gke) == ProcessPlace("tpu", place.coordinator, 12, place.rank)
+        assert detect_place(gke) == ProcessPlace("tpu", place.coordinator, 12, place.rank)
     assert made["metadata"]["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 
 

@@ -12,7 +12,7 @@ from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.core.settings.scalars import yaml_document
 from argosy.launch import skypilot
-from argosy.launch.cluster import ProcessPlace, found
+from argosy.launch.cluster import ProcessPlace, detect_place
 from argosy.launch.rendered import Command
 from argosy.launch.settings import SkyPilot
 
@@ -57,7 +57,7 @@ def test_words_arrive_as_they_were_typed_and_the_processes_find_each_other(tmp_p
         seen = (tmp_path / f"out-{rank}").read_text().split("\0")
         assert tuple(seen[: len(ODD)]) == ODD
         variables = dict(one.split("=", 1) for one in seen[len(ODD) :] if "=" in one)
-        assert found(variables) == ProcessPlace("skypilot", "10.0.0.4:8476", 2, rank)
+        assert detect_place(variables) == ProcessPlace("skypilot", "10.0.0.4:8476", 2, rank)
 
 
 @pytest.mark.parametrize(

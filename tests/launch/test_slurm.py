@@ -15,7 +15,7 @@ from helpers import python_script
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.launch import slurm
-from argosy.launch.cluster import ProcessPlace, found
+from argosy.launch.cluster import ProcessPlace, detect_place
 from argosy.launch.rendered import Command
 from argosy.launch.settings import Slurm, seconds_of
 
@@ -121,7 +121,7 @@ def test_words_arrive_as_they_were_typed_and_the_processes_find_each_other(tmp_p
         task = job.task(0, rank)
         assert task["words"] == ["train", "tiny", *ODD]
         assert task["folder"] == str(folder)
-        assert found(task["variables"]) == ProcessPlace("slurm", "gpu03:61441", 2, rank)
+        assert detect_place(task["variables"]) == ProcessPlace("slurm", "gpu03:61441", 2, rank)
     assert not (folder / "pwned").exists()
 
 
@@ -131,7 +131,7 @@ def test_gpus_of_a_machine_are_shared_out(tmp_path: Path):
     seen = [job.task(0, rank)["variables"]["CUDA_VISIBLE_DEVICES"] for rank in range(4)]
     assert seen == ["0,1,2,3", "4,5,6,7", "0,1,2,3", "4,5,6,7"]
     assert job.task(0, 3)["words"] == ["train", "tiny", *ODD]
-    assert found(job.task(0, 3)["variables"]) == ProcessPlace("slurm", "gpu03:61441", 4, 3)
+    assert detect_place(job.task(0, 3)["variables"]) == ProcessPlace("slurm", "gpu03:61441", 4, 3)
 
 
 @pytest.mark.parametrize(("code", "its"), [(2, 2), (130, 130), (143, 143), (65, 1)])
@@ -148,7 +148,7 @@ def test_a_failure_starts_all_again_and_restarts_without_progress_end(tmp_path: 
     assert code == 75
     assert job.starts() == 3
     assert "it failed 3 times without a new checkpoint, and restarts=2" in said
-    assert [found(job.task(start, 1)["variables"]).attempt for start in range(3)] == [4, 5, 6]
+    assert [detect_place(job.task(start, 1)["variables"]).attempt for start in range(3)] == [4, 5, 6]
 
 
 def test_restarts_with_progress_go_on(tmp_path: Path):

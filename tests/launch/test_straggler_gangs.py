@@ -84,11 +84,12 @@ def test_slow_data_is_named_and_its_recovery_too(tmp_path: Path, clock: Clock):
         slow.touch()
         first = max(line["step"] for line in gang.lines())
         with clock("noticed"):
-            gang.until(lambda: any(one["process"] == 1 and one["cause"] == "data" and not one["over"] for one in gang.verdicts()))
+            slow_data = {"process": 1, "cause": "data", "is_recovered": False}
+            gang.until(lambda: any(one | slow_data == one for one in gang.verdicts()))
         named = next(line["step"] for line in gang.lines() if line.get("straggler", {}).get("cause") == "data")
         slow.unlink()
         with clock("over"):
-            gang.until(lambda: any(one["over"] and one["cause"] == "data" for one in gang.verdicts()))
+            gang.until(lambda: any(one["is_recovered"] and one["cause"] == "data" for one in gang.verdicts()))
         assert gang.stop() == [143, 143], gang.said()
     finally:
         gang.kill()
@@ -120,7 +121,7 @@ def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path: Path, cloc
         gang.until(lambda: len(gang.lines()) > 30)
         thread.start()
         with clock("noticed"):
-            gang.until(lambda: any(one["process"] == 1 and not one["over"] for one in gang.verdicts()))
+            gang.until(lambda: any(one["process"] == 1 and not one["is_recovered"] for one in gang.verdicts()))
         over.set()
         thread.join()
         assert gang.stop() == [143, 143], gang.said()

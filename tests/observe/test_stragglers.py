@@ -54,7 +54,7 @@ def test_slow_data_is_named_after_three_windows_and_said_again_when_over():
     assert gang.window(SLOW) == gang.window(SLOW) == []
     (one,) = gang.window(SLOW)
     # The median of 0.2, 0.3 and 0.1 is 0.2.
-    assert (one.process, one.host, one.cause, one.device, one.over) == (2, "host-2", DATA, None, False)
+    assert (one.process, one.host, one.cause, one.device, one.is_recovered) == (2, "host-2", DATA, None, False)
     assert (one.times, one.seconds) == (pytest.approx(4.0), pytest.approx(0.6))
     assert one.words() == "process 2 on host host-2 is slow: its data takes 4.0 times the others', 0.6 s a step more"
     assert gang.window(SLOW) == []
@@ -62,7 +62,7 @@ def test_slow_data_is_named_after_three_windows_and_said_again_when_over():
     # One good window between bad ones is no recovery.
     assert gang.window(fine) == gang.window(fine) == gang.window(SLOW) == gang.window(fine) == gang.window(fine) == []
     (over,) = gang.window(fine)
-    assert over.over
+    assert over.is_recovered
     assert over.words() == "process 2 on host host-2 is as fast as the others again"
     # And the next time.
     assert [len(gang.window(SLOW)) for _ in range(3)] == [0, 0, 1]
@@ -117,7 +117,7 @@ def test_the_cause_that_costs_most_is_said_and_one_at_a_time():
     assert found[2][0].words() == "process 1 on host host-1 is slow: it stands still for 0.5 s of each step, longer than the others"
     # The rest is left: it is said once the first is over.
     found = [gang.window({(1, DATA): 0.3}) for _ in range(4)]
-    assert [(one.cause, one.over) for new in found for one in new] == [(STALLS, True), (DATA, False)]
+    assert [(one.cause, one.is_recovered) for new in found for one in new] == [(STALLS, True), (DATA, False)]
 
 
 def test_devices_are_compared_where_all_were_timed():
@@ -184,7 +184,7 @@ def test_a_thousand_windows_of_noise_raise_no_alarm():
 
 def test_the_report_pairs_beginnings_with_ends():
     def line(step: int, process: int, over: bool = False) -> dict:
-        verdict = StragglerVerdict(process, f"host-{process}", DATA, 4.0, 0.6, over=over)
+        verdict = StragglerVerdict(process, f"host-{process}", DATA, 4.0, 0.6, is_recovered=over)
         return {"step": step, KEY: verdict.document()}
 
     lines = [{"step": 0, "header": {}}, line(20, 1), {"step": 30, "loss": 2.0}, line(40, 1, over=True), line(50, 2)]

@@ -99,4 +99,4 @@ def test_a_real_environment_and_its_wrappers(lm: LM, tmp_path: Path):
     assert answer.played.reward == (2 if answer.said[0] == "a" else 0)
     assert answer.ended
     limited = played(lm, tmp_path, REAL, "limited", ["b\n"])
-    assert (limited.ended, limited.played.made) == (False, 1)
+    assert (limited.ended, limited.played.turn_count) == (False, 1)

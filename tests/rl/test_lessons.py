@@ -62,7 +62,7 @@ def learned(part: Any) -> list[list[int]]:
 
 def test_the_answers_of_the_data_are_learned_with_their_end_cut_at_the_limit(lm: LM):
     said: list[str] = []
-    made = lessons(lm, own=0)
+    made = lessons(lm, student_fraction=0)
     made.signal.say = said.append
     made.advance(None)
     one = next(made)
@@ -86,7 +86,7 @@ def test_of_a_conversation_the_last_answer_is_learned_after_the_prompt_of_infere
     found = AnsweredPrompts(of, ConversationEncoder(Encoding(tokenizer)))(0, 1)[0]
     assert isinstance(found, Answered)
     assert bytes(found.prompt.tokens) == b"<u>hi</><a>yes</><u>so</><a>"
-    assert list(found.prompt.asked) == asked, "without the answer"
+    assert list(found.prompt.content) == asked, "without the answer"
     assert bytes(found.answer or ()).startswith(b"no")
     alone = Prompts([SourceRecord(where="line 1", messages=asked, asked=3)], Encoding(tokenizer), Order(1, None), {})(0, 1)[0]
     assert list(found.prompt.tokens) == list(alone.tokens)
@@ -94,44 +94,44 @@ def test_of_a_conversation_the_last_answer_is_learned_after_the_prompt_of_infere
     encoding = Encoding(tokenizer)
     found = AnsweredPrompts(Prompts([unlearned], encoding, Order(1, None), {}), ConversationEncoder(encoding))(0, 1)[0]
     assert isinstance(found, Answered)
-    assert list(found.prompt.asked) == asked[:1]
+    assert list(found.prompt.content) == asked[:1]
     assert bytes(found.prompt.tokens) == b"<u>hi</><a>"
     assert found.prompt.tools == [{"name": "f"}], "what another template reads beside messages"
 
 
 def test_the_student_answers_with_its_end_and_every_token_is_learned(lm: LM):
-    made = lessons(lm, own=1, ignore_eos=True)
+    made = lessons(lm, student_fraction=1, ignore_eos=True)
     made.advance(None)
     one = next(made)
     assert one.numbers["own"] == 1
     assert [len(ids) for part in one.parts for ids in learned(part)] == [TOKENS] * 4
-    again = lessons(lm, own=1, ignore_eos=True)
+    again = lessons(lm, student_fraction=1, ignore_eos=True)
     again.advance(None)
     assert [learned(part) for part in next(again).parts] == [learned(part) for part in one.parts]
 
 
 def test_the_share_of_batches_is_drawn_from_the_seed(lm: LM):
-    made = lessons(lm, own=0.3)
+    made = lessons(lm, student_fraction=0.3)
     drawn = [made.signal.whose(number) for number in range(4000)]
     assert np.mean([one == "own" for one in drawn]) == pytest.approx(0.3, abs=0.03)
     assert {made.signal.whose(n) for n in range(100)} == {"own", "data"}
     made.signal.seed = 8
     assert [made.signal.whose(number) for number in range(4000)] != drawn
-    assert {lessons(lm, own=1).signal.whose(n) for n in range(100)} == {"own"}
-    assert {lessons(lm, own=0, others="teacher").signal.whose(n) for n in range(100)} == {"teacher"}
+    assert {lessons(lm, student_fraction=1).signal.whose(n) for n in range(100)} == {"own"}
+    assert {lessons(lm, student_fraction=0, others="teacher").signal.whose(n) for n in range(100)} == {"teacher"}
 
 
 def test_a_position_between_the_updates_of_a_rollout_goes_on_alike(lm: LM):
-    whole = lessons(lm, own=0.5, epochs=2, minibatches=2)
+    whole = lessons(lm, student_fraction=0.5, epochs=2, minibatches=2)
     steps = []
     for _ in range(12):
         whole.advance(None)
         steps.append(next(whole))
-    first = lessons(lm, own=0.5, epochs=2, minibatches=2)
+    first = lessons(lm, student_fraction=0.5, epochs=2, minibatches=2)
     for _ in range(5):
         first.advance(None)
         next(first)
-    second = lessons(lm, own=0.5, epochs=2, minibatches=2)
+    second = lessons(lm, student_fraction=0.5, epochs=2, minibatches=2)
     second.restore(first.state(), first.arrays())
     for step in steps[5:]:
         second.advance(None)
@@ -144,11 +144,11 @@ def test_a_position_between_the_updates_of_a_rollout_goes_on_alike(lm: LM):
 
 
 def test_epochs_end_where_too_few_prompts_are_left(lm: LM):
-    made = lessons(lm, prompts(lm, most=20, alone=True), own=1)
+    made = lessons(lm, prompts(lm, most=20, alone=True), student_fraction=1)
     assert made.summary().ends_after == 5
     assert made.summary(2).epochs == 1
     assert (made.summary().tail_rows, made.summary(2).tail_rows) == (0, 0)
-    short = lessons(lm, prompts(lm, most=18, alone=True), own=1).summary(100)
+    short = lessons(lm, prompts(lm, most=18, alone=True), student_fraction=1).summary(100)
     assert (short.ends_after, short.tail_rows) == (4, 2)
     count = 0
     while True:
@@ -158,13 +158,13 @@ def test_epochs_end_where_too_few_prompts_are_left(lm: LM):
         count += 1
     assert count == 5
     # The data has one answer to a prompt, the student gives two.
-    mixed = lessons(lm, prompts(lm, most=20), own=0.5, completions=2)
+    mixed = lessons(lm, prompts(lm, most=20), student_fraction=0.5, completions=2)
     asked = [2 if mixed.signal.whose(n) == "own" else 4 for n in range(20)]
     assert mixed.summary().ends_after == int(np.sum(np.cumsum(asked) <= 20))
 
 
 def test_the_teachers_tokens_must_be_the_students(lm: LM):
-    made = lessons(lm, own=0, others="teacher")
+    made = lessons(lm, student_fraction=0, others="teacher")
     made.signal.vocab = 3
     with pytest.raises(ArgosyError, match="the teacher answered with token"):
         made.advance(None)
@@ -195,4 +195,4 @@ def test_settings_that_fit_nothing_are_refused(lm: LM, how: dict[str, Any], said
 def test_records_that_never_fit_are_an_error(lm: LM):
     long = [SourceRecord(where="line 1", prompt="x" * 30, completion="y"), SourceRecord(where="line 2", prompt="a", completion="")]
     with pytest.raises(BadInput, match="no prompt to learn from has at most 19 tokens"):
-        lessons(lm, prompts(lm, long), own=0).advance(None)
+        lessons(lm, prompts(lm, long), student_fraction=0).advance(None)

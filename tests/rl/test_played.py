@@ -226,11 +226,11 @@ def test_rollouts_that_were_sampled_ahead_come_back_with_their_turns(lm: LM, tmp
         made.close()
     arrays, told = stored_rollouts([one])
     (again,) = restored_rollouts(arrays, json.loads(json.dumps(told)), asked)
-    for mine, theirs in zip(one.found.answers, again.found.answers, strict=True):
+    for mine, theirs in zip(one.trajectories.answers, again.trajectories.answers, strict=True):
         assert (mine.prompt, mine.tokens, mine.live, mine.said) == (theirs.prompt, theirs.tokens, theirs.live, theirs.said)
         for name in ("turns", "reward", "rewards", "starts", "said", "counts", "made", "why", "failure"):
             assert getattr(mine.played, name) == getattr(theirs.played, name), name
-    assert one.found.answers[0].prompt.tokens != asked(0, 1)[0].tokens
+    assert one.trajectories.answers[0].prompt.tokens != asked(0, 1)[0].tokens
 
 
 def test_the_greedy_answer_of_remax_is_played_too(lm: LM, tmp_path):
@@ -250,9 +250,9 @@ def test_numbers_of_answers():
     def one(tokens: int, **how: Any) -> Trajectory:
         return Trajectory(Prompt("a", [1], {}, ""), [1] * tokens, [True] * tokens, [0.0] * tokens, True, "", Episode(**how))
 
-    some = [one(3, reward=1.5, rewards=[0.5, 1.0], made=2, why="done", counts={"tools/calls": 2.0}),
+    some = [one(3, reward=1.5, rewards=[0.5, 1.0], turn_count=2, why="done", counts={"tools/calls": 2.0}),
             one(0, failure=("timed out", "late"), why="failed"),
-            one(2, made=1, why="room", observed=4, cut=1, counts={"tools/calls": 1.0})]  # fmt: skip
+            one(2, turn_count=1, why="room", observed=4, cut=1, counts={"tools/calls": 1.0})]  # fmt: skip
     found = episode_numbers(some)
     assert np.array_equal(environment_rewards(some), np.array([[1.5], [np.nan], [np.nan]], np.float32), equal_nan=True)
     assert failed_episodes(some).tolist() == [False, True, False]

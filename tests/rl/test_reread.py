@@ -115,15 +115,15 @@ def test_rows_have_room_for_the_teachers_tokens_of_all_their_answers():
     student, teacher = tokenizer("models/stories260k"), tokenizer("byte")
     texts = [f"once upon a time there was a girl {i}" for i in range(6)]
     answers = [answer(student, text, student.encode(" and a boy"), True) for text in texts]
-    shape, said = PartShape(2, 64, 16, beside=96), []
-    reread = TeacherTokens(Across(student, teacher), shape.beside, None)
+    shape, said = PartShape(2, 64, 16, teacher_sequence=96), []
+    reread = TeacherTokens(Across(student, teacher), shape.teacher_sequence, None)
     found = reread(answers)
     room = reread.room(answers, found, shape.sequence)
     parts = pack_trajectories(answers, range(6), shape, room)
     assert len(parts) > len(pack_trajectories(answers, range(6), shape)), "fewer answers a row"
     seen = []
     for part in parts:
-        batch = reread.beside(with_mask(part, answers), part, found, said.append)
+        batch = reread.aligned_batch(with_mask(part, answers), part, found, said.append)
         assert ((batch["group"] > 0) == (batch["mask"] > 0)).all(), "everything is aligned"
         for row in batch["teacher_tokens"]:
             seen += [text for text in bytes(token if token < 256 else 10 for token in row[row > 0]).decode().split("\n") if text]
@@ -140,6 +140,6 @@ def test_rows_have_room_for_the_teachers_tokens_of_all_their_answers():
     assert not said
     crowded = TeacherTokens(Across(student, teacher), 20, None)
     (part, *_) = pack_trajectories(answers, range(6), shape, crowded.room(answers, found, shape.sequence))
-    cut = crowded.beside(with_mask(part, answers), part, found, said.append)
+    cut = crowded.aligned_batch(with_mask(part, answers), part, found, said.append)
     assert not (cut["group"] > 0).any()
     assert "are more than 20" in said[0]

@@ -71,7 +71,7 @@ def test_turns_of_a_text_are_joined_token_by_token(play):
     assert (answer.ended, answer.text, answer.said) == (True, "ab\n[ab\n]c", "ab\n[ab\n]c")
     played = answer.played
     assert played is not None
-    assert (played.reward, played.made, played.observed, played.why, played.counts) == (3, 2, 5, "done", {"own/steps": 2})
+    assert (played.reward, played.turn_count, played.observed, played.why, played.counts) == (3, 2, 5, "done", {"own/steps": 2})
     assert [one["content"] for one in played.turns] == ["ab\n", "[ab\n]", "c"]
     assert (played.rewards, played.starts, played.said) == ([1.5, 1.5], [0, 8], [0, 2])
     first, second = play.engine.requests
@@ -320,7 +320,7 @@ def test_the_same_run_gives_the_same_answers_whatever_time_environments_take(pla
         assert np.array_equal(a.logprobs, b.logprobs, equal_nan=True), "bit for bit"
     other = play(SLEEPY, asked, most=40, longest=60, stop="\ufffd", wait=wait, seed=(2,))
     assert [a.tokens for a in first] != [a.tokens for a in other]
-    assert sum(one.played.made for one in first) > 8
+    assert sum(one.played.turn_count for one in first) > 8
 
 
 def test_what_is_computed_together_follows_from_no_clock(play):
@@ -382,7 +382,7 @@ def test_environments_of_a_group_have_one_seed(lm: LM):
 def test_log_probabilities_are_those_of_the_conversation_in_one_go(play, lm: LM):
     """Turns continue in the prefix cache; what they drew is what the model says of the whole text."""
     answers = play(ECHO, [USER, "say:"], most=80, longest=140, turns=4, args={"turns": 4}, observation=20)
-    assert max(one.played.made for one in answers) >= 1
+    assert max(one.played.turn_count for one in answers) >= 1
     for answer in answers:
         scores = lm.score([[*answer.prompt.tokens, *answer.tokens]])[0][len(answer.prompt.tokens) - 1 :]
         own = np.asarray(answer.live)
@@ -392,7 +392,7 @@ def test_log_probabilities_are_those_of_the_conversation_in_one_go(play, lm: LM)
 
 def test_the_prefix_cache_is_hit(play, lm: LM):
     answers = play(ECHO, ["say something:"], most=100, longest=140, stop="\ufffd", turns=4, args={"turns": 4}, seed=(3,))
-    made = answers[0].played.made
+    made = answers[0].played.turn_count
     assert made > 1, "several turns"
     stats = lm.engine([140]).stats
     assert stats.reused_tokens >= (made - 1) * len("say something:") // 4 * 4

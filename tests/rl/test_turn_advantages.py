@@ -138,7 +138,7 @@ def answer(turns: list[tuple[int, float | None]], observed: int = 2, **how) -> T
         live += [True] * tokens
     given = [reward for _, reward in turns]
     there = [reward for reward in given if reward is not None]
-    played = Episode(rewards=given, starts=starts, made=len(turns), reward=sum(there) if there else None, **how)
+    played = Episode(rewards=given, starts=starts, turn_count=len(turns), reward=sum(there) if there else None, **how)
     return Trajectory(Prompt("a", [1], {}, ""), [1] * len(live), live, [0.0] * len(live), True, "", played)
 
 
@@ -159,7 +159,7 @@ def judgment(functions: bool = True) -> RolloutRewards:
 
 def test_turns_of_tokens():
     turns = episode_turns(ANSWERS, K, L)
-    assert turns.made.tolist() == [3, 1, 2, 2]
+    assert turns.turn_count.tolist() == [3, 1, 2, 2]
     assert turns.rewards[:, :3].tolist() == [[1, 0, 0.5], [0, 0, 0], [0.5, 2, 0], [1, 1, 0]]
     assert turns.given[:2, :3].tolist() == [[True, False, True], [True, False, False]]
     live = judgment().live
@@ -217,7 +217,7 @@ def test_a_penalty_is_one_of_its_turn():
     of = judgment()
     penalty = np.random.default_rng(4).normal(0, 1, of.live.shape).astype(np.float32)
     less = of.turns.sums(np.where(of.live > 0, penalty, 0)) / 2
-    taken = of._replace(turns=type(of.turns)(of.turns.rewards - less, of.turns.given, of.turns.made, of.turns.number))
+    taken = of._replace(turns=type(of.turns)(of.turns.rewards - less, of.turns.given, of.turns.turn_count, of.turns.number))
     how = GRPO(credit={"by": "to_go"}, kl=0.1, kl_in="reward")
     found, same = rollout_advantages(how, of._replace(penalty=penalty)), rollout_advantages(how, taken)
     np.testing.assert_allclose(found.values, same.values, rtol=1e-4, atol=1e-5)

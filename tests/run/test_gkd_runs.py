@@ -51,7 +51,7 @@ def teacher(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_student_comes_near_its_teacher_at_its_own_answers(data: Path, teacher: Path, tmp_path: Path):
     run = tmp_path / "run"
-    how = [f"objective.teacher={teacher}", "objective.own=1", "objective.divergence=forward", "eval.every=12"]
+    how = [f"objective.teacher={teacher}", "objective.student_fraction=1", "objective.divergence=forward", "eval.every=12"]
     fit("gkd", data, run, *how, steps=24)
     kl = numbers(run, "kl")
     assert np.mean([kl[s] for s in (23, 24)]) < 0.6 * kl[1]
@@ -72,14 +72,14 @@ def test_a_student_comes_near_its_teacher_at_its_own_answers(data: Path, teacher
 @pytest.fixture(scope="module")
 def base(data: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("base") / "run"
-    fit("gkd", data, run, f"objective.teacher={teacher}", "objective.own=1", steps=1)
+    fit("gkd", data, run, f"objective.teacher={teacher}", "objective.student_fraction=1", steps=1)
     return run
 
 
 HOW = {
-    "mixed": ["objective.own=0.5", "rollout.epochs=2", "seed=2"],
-    "teacher": ["objective.own=0.5", "objective.others=teacher", "rollout.minibatches=2", "seed=2"],
-    "adapters": ["objective.own=1", "rollout.epochs=2", "adapter=lora", "adapter.rank=2"],
+    "mixed": ["objective.student_fraction=0.5", "rollout.epochs=2", "seed=2"],
+    "teacher": ["objective.student_fraction=0.5", "objective.others=teacher", "rollout.minibatches=2", "seed=2"],
+    "adapters": ["objective.student_fraction=1", "rollout.epochs=2", "adapter=lora", "adapter.rank=2"],
 }
 
 
@@ -105,7 +105,7 @@ def test_batches_of_the_data_are_those_of_offline_distillation(data: Path, teach
     path.write_text("".join(json.dumps({"prompt": f"{i} {i}:", "completion": f" {i}."}) + "\n" for i in range(8)))
     same = [f"objective.teacher={teacher}", f"init.weights={base}", "objective.divergence=reverse", "data.held_out=0"]
     same += ["data.sequence=10"]
-    fit("gkd", path, tmp_path / "gkd", *same, "objective.own=0", "rollout.tokens=5", steps=1)
+    fit("gkd", path, tmp_path / "gkd", *same, "objective.student_fraction=0", "rollout.tokens=5", steps=1)
     fit("distill", path, tmp_path / "offline", *same, "objective.cross_entropy=0", "data.epochs=1", steps=1)
     for metric in ("loss", "kl", "cross_entropy", "agreement", "targets"):
         assert numbers(tmp_path / "gkd", metric)[1] == pytest.approx(numbers(tmp_path / "offline", metric)[1], rel=1e-5), metric
@@ -115,7 +115,7 @@ def test_batches_of_the_data_are_those_of_offline_distillation(data: Path, teach
 @pytest.mark.slow
 def test_eight_devices_learn_as_one(data: Path, teacher: Path, base: Path, tmp_path: Path):
     """Also where four of them sample."""
-    how = [f"init.weights={base}", "rollout.rows=8", f"objective.teacher={teacher}", "objective.own=0.5", "seed=2"]
+    how = [f"init.weights={base}", "rollout.rows=8", f"objective.teacher={teacher}", "objective.student_fraction=0.5", "seed=2"]
     eight = ["mesh.data=-1", "mesh.fsdp=4", "objective.head=chunks"]
     apart = ["mesh.data=-1", "mesh.fsdp=2", "rollout.devices=4"]
     for name, mesh in {"one": [], "eight": eight, "apart": apart}.items():
@@ -132,9 +132,9 @@ def test_eight_devices_learn_as_one(data: Path, teacher: Path, base: Path, tmp_p
         (["reward=x.py:f"], "this one learns from its teacher"),
         (["accumulate=2"], "rollouts and accumulate do not combine"),
         (["environment=x.py:Game"], "environment is for objectives that learn from rewards"),
-        (["objective.own=1.5"], "own"),
+        (["objective.student_fraction=1.5"], "own"),
         (["objective.lmbda=1"], "objective.own"),
-        (["objective.own=1", "objective.others=teacher"], "every batch has the student's own"),
+        (["objective.student_fraction=1", "objective.others=teacher"], "every batch has the student's own"),
         (["objective.cross_entropy=0.5"], "cross_entropy"),
         (["objective.divergence=forward", "objective.beta=0.3"], "only jsd reads it"),
         (["data.packing=fit"], "rows of given answers"),
@@ -159,7 +159,7 @@ def test_prompts_alone_are_for_own_answers_alone(data: Path, teacher: Path, tmp_
         fit("gkd", data, tmp_path / "run", *how, steps=1)
     with pytest.raises(UserError, match="this data has prompts alone"):
         fit("gkd", data, tmp_path / "run", *how, "data.format=prompt", steps=1)
-    fit("gkd", data, tmp_path / "run", *how, "data.format=prompt", "objective.own=1", steps=1)
+    fit("gkd", data, tmp_path / "run", *how, "data.format=prompt", "objective.student_fraction=1", steps=1)
     assert numbers(tmp_path / "run", "targets")[1] > 0
 
 
@@ -177,7 +177,7 @@ def test_stories260k_comes_near_a_tuned_copy_of_itself(tmp_path: Path):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     how = [f"model={model}", f"objective.teacher={tmp_path / 'teacher'}", f"data.source={data}", "data.sequence=192"]
     how += ["data.held_out=0.1", "data.batch=16", "rollout.tokens=32", "eval.batches=2", "optimizer.learning_rate=5e-4"]
-    how += ["mesh.data=1", "mesh.fsdp=1", "objective.own=1", "schedule.warmup=0"]
+    how += ["mesh.data=1", "mesh.fsdp=1", "objective.student_fraction=1", "schedule.warmup=0"]
     first = [*how, "optimizer.learning_rate=1e-12", f"dir={tmp_path / 'untouched'}"]
     argosy.fit("gkd", *first, view=Quiet(), steps=1)
     argosy.fit("gkd", *how, "eval.every=99", f"dir={tmp_path / 'run'}", view=Quiet(), steps=30)

@@ -55,7 +55,8 @@ def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_student_learns_from_its_own_answers_and_from_given_ones(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
-    how = ["objective.own=0.5", "objective.hybrid=true", "optimizer.learning_rate=3e-3", "eval.every=12", f"init.weights={base}"]
+    how = ["objective.student_fraction=0.5", "objective.hybrid=true", "optimizer.learning_rate=3e-3", "eval.every=12"]
+    how += [f"init.weights={base}"]
     said = fit("gold", data, run, *how, "seed=2", steps=24)
     assert "of the teacher's 512 tokens are the student's too" in said
     uld, loss, aligned, own = (numbers(run, name) for name in ("uld", "loss", "aligned", "own"))
@@ -76,8 +77,8 @@ def test_a_student_learns_from_its_own_answers_and_from_given_ones(data: Path, b
 
 
 HOW = {
-    "mixed": ["objective.own=0.5", "rollout.epochs=2", "seed=2", "objective.cross_entropy=0.5"],
-    "adapters": ["objective.own=1", "rollout.epochs=2", "adapter=lora", "adapter.rank=2"],
+    "mixed": ["objective.student_fraction=0.5", "rollout.epochs=2", "seed=2", "objective.cross_entropy=0.5"],
+    "adapters": ["objective.student_fraction=1", "rollout.epochs=2", "adapter=lora", "adapter.rank=2"],
 }
 
 
@@ -102,7 +103,7 @@ def test_batches_of_the_data_are_those_of_offline_distillation(data: Path, base:
     path = tmp_path / "even.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"A girl {i}:", "completion": f" She was {i}."}) + "\n" for i in range(8)))
     same = [f"init.weights={base}", "data.held_out=0", "objective.cross_entropy=0.5", "objective.weight=1.5", "data.sequence=32"]
-    fit("gold", path, tmp_path / "gold", *same, "objective.own=0", "rollout.tokens=12", steps=1)
+    fit("gold", path, tmp_path / "gold", *same, "objective.student_fraction=0", "rollout.tokens=12", steps=1)
     fit("distill", path, tmp_path / "offline", *same, "objective=uld", "data.epochs=1", steps=1)
     for metric in ("loss", "uld", "cross_entropy", "aligned", "targets"):
         assert numbers(tmp_path / "gold", metric)[1] == pytest.approx(numbers(tmp_path / "offline", metric)[1], rel=1e-5), metric
@@ -112,7 +113,7 @@ def test_batches_of_the_data_are_those_of_offline_distillation(data: Path, base:
 
 @pytest.mark.slow
 def test_eight_devices_learn_as_one(data: Path, base: Path, tmp_path: Path):
-    how = [f"init.weights={base}", "rollout.rows=8", "objective.own=0.5", "seed=2"]
+    how = [f"init.weights={base}", "rollout.rows=8", "objective.student_fraction=0.5", "seed=2"]
     eight = ["mesh.data=-1", "mesh.fsdp=4", "objective.chunk=7"]
     for name, mesh in {"one": [], "eight": eight}.items():
         fit("gold", data, tmp_path / name, *how, *mesh, steps=3)
@@ -137,7 +138,7 @@ def test_a_teacher_is_asked_by_its_own_template(chats: tuple[Path, Path], tmp_pa
     data, ours = chats
     teacher = tmp_path / "teacher"
     shutil.copytree(shared("models/stories260k"), teacher)
-    how = [f"data.template={ours}", f"objective.teacher={teacher}", "objective.own=0"]
+    how = [f"data.template={ours}", f"objective.teacher={teacher}", "objective.student_fraction=0"]
     with pytest.raises(UserError, match="comes without a chat template") as caught:
         fit("gold", data, tmp_path / "run", *how, steps=1)
     assert "objective.template=student" in str(caught.value)
@@ -152,7 +153,7 @@ def test_a_teacher_is_asked_by_its_own_template(chats: tuple[Path, Path], tmp_pa
 
 @pytest.mark.slow
 def test_the_same_tokenizer_works_and_is_told(data: Path, tmp_path: Path):
-    same = [f"data.tokenizer={shared('models/stories260k')}", "model.vocab=512", "objective.own=0"]
+    same = [f"data.tokenizer={shared('models/stories260k')}", "model.vocab=512", "objective.student_fraction=0"]
     assert "objective=gkd compares token by token" in fit("gold", data, tmp_path / "run", *same, steps=1)
     assert numbers(tmp_path / "run", "aligned")[1] == 1
 
@@ -161,7 +162,7 @@ def test_the_same_tokenizer_works_and_is_told(data: Path, tmp_path: Path):
     ("words", "said"),
     [
         (["objective.others=teacher"], "not built across tokenizers"),
-        (["objective.own=1", "objective.cross_entropy=1"], "no answer is the data's"),
+        (["objective.student_fraction=1", "objective.cross_entropy=1"], "no answer is the data's"),
         (["objective.template=student"], "objective.template is for conversations"),
         (["objective.teacher_sequence=1024"], "longer than the teacher's context of 512"),
         (["objective.lmbda=1"], "objective.own"),
@@ -185,7 +186,7 @@ def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str
 
 @pytest.mark.slow
 def test_answers_of_another_process_are_the_same(data: Path, tmp_path: Path):
-    fit("gold", data, tmp_path / "one", "objective.own=1", steps=3)
-    fit("gold", data, tmp_path / "apart", "objective.own=1", "rollout.processes=1", steps=3)
+    fit("gold", data, tmp_path / "one", "objective.student_fraction=1", steps=3)
+    fit("gold", data, tmp_path / "apart", "objective.student_fraction=1", "rollout.processes=1", steps=3)
     assert digest(tmp_path / "one", 3) == digest(tmp_path / "apart", 3)
     assert numbers(tmp_path / "one", "loss") == numbers(tmp_path / "apart", "loss")

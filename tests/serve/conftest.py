@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 EOS = frozenset({ByteTokenizer.eos})
-SIZES = EngineSettings(slots=4, page=8, context=128, pages=64, budget=64, beside=32)
+SIZES = EngineSettings(slots=4, page=8, context=128, pages=64, budget=64, budget_decoding=32)
 LIMITS = ServerLimits(
     body=20_000, headers=20, answers=16, stops=4, stop_length=20, logprobs=5, prompt_logprobs_tokens=64,
     schema_bytes=3_000, schema_depth=12,

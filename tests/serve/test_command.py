@@ -267,7 +267,7 @@ def test_the_command_says_when_it_is_ready_and_drains_on_sigterm():
 @pytest.mark.slow
 def test_a_second_start_of_the_command_compiles_nothing_and_answers_alike(tmp_path: Path):
     words = [sys.executable, "-P", "-m", "argosy", "serve", str(shared("models/stories260k")), "--port", "0"]
-    words += ["engine.slots=1", "engine.context=64", "engine.budget=32", "engine.beside=32"]
+    words += ["engine.slots=1", "engine.context=64", "engine.budget=32", "engine.budget_decoding=32"]
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_LOG_COMPILES": "1"}
     answers, compiled = [], []
     for _ in range(2):

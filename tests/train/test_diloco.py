@@ -85,7 +85,7 @@ class Over:
         self.mesh = settings.build(jax.devices()[: math.prod(sizes)])
         shapes = abstract(made.model)
         weights = shardings(logical(made.model), {a: s.shape for a, s in shapes.items()}, settings.table(), self.mesh)
-        self.state = made.state(diloco.around(made.optimizer, self.mesh.shape["data"]))
+        self.state = made.state(diloco.replicated_optimizer(made.optimizer, self.mesh.shape["data"]))
         self.places = like_weights(self.state, weights, shapes, self.mesh)
         own = diloco.places(self.state.optimizer, weights, shapes, self.mesh)
         self.places = TrainState(

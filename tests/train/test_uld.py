@@ -51,7 +51,7 @@ def batch_of(ids, others, groups, places):
     rows = {"tokens": ids, "targets": [*ids[1:], 0], "segments": [1] * n}
     rows["mask"] = [float(PROMPT - 1 <= i < n - 1) for i in range(n)]
     batch = {name: np.asarray([row], np.float32 if name == "mask" else np.int32) for name, row in rows.items()}
-    return made.beside(batch)
+    return made.aligned_batch(batch)
 
 
 @pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: f"{case['name']}-{case['temperature']}-{case['hybrid']}")

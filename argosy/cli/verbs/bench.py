@@ -96,20 +96,20 @@ def address(words: list[str]) -> tuple[str, list[str]]:
     raise BadInput("which server?", hint="its address is the first word, such as http://127.0.0.1:8000")
 
 
-def api_key_of(given: str | None) -> str | None:
+def api_key_of(api_key: str | None) -> str | None:
     """The key for a server: the one that was given, or that of the environment."""
-    return given or next((value for name in KEYS if (value := os.environ.get(name))), None)
+    return api_key or next((value for name in KEYS if (value := os.environ.get(name))), None)
 
 
-def warn(one: Any, found: dict[str, Any], settings: BenchSettings) -> None:
+def warn(result: Any, summary: dict[str, Any], settings: BenchSettings) -> None:
     """Warns about failures, short answers and a client that was too busy."""
-    if found["failed"]:
-        say(f"{found['failed']:,} of {found['num_prompts']:,} requests to {one.url} failed, the first: {found['first_error']}")
-    short = sum(o.error is None and o.output_len < o.max_tokens for o in one.outcomes)
+    if summary["failed"]:
+        say(f"{summary['failed']:,} of {summary['num_prompts']:,} requests to {result.url} failed, the first: {summary['first_error']}")
+    short = sum(o.error is None and o.output_len < o.max_tokens for o in result.outcomes)
     if short and (settings.ignore_eos or (settings.ignore_eos is None and settings.data == "random")):
-        say(f"{short:,} answers of {one.url} are shorter than requested: it may not support `ignore_eos`")
-    if found["client_cpu"] > BUSY:
-        say(f"this client was busy for {found['client_cpu']:.0%} of the time of a core: the figures of {one.url} may be its own")
+        say(f"{short:,} answers of {result.url} are shorter than requested: it may not support `ignore_eos`")
+    if summary["client_cpu"] > BUSY:
+        say(f"this client was busy for {summary['client_cpu']:.0%} of the time of a core: the figures of {result.url} may be its own")
 
 
 def save(path: Path, document: dict[str, Any], rounds: list[dict[str, list[Any]]]) -> None:

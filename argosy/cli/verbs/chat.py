@@ -199,10 +199,10 @@ class Session:
 
     # ---------------------------------------------------------------- asking
 
-    def progress(self, what: str) -> None:
+    def progress(self, stage: str) -> None:
         """Shows what the engine is doing until the answer begins: later, a line that replaces itself would erase text."""
         if self.waits:
-            self.doing(what)
+            self.doing(stage)
 
     def ask(self, text: str) -> int | None:
         """Streams the answer to stdout, and says its speed on stderr."""

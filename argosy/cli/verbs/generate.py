@@ -184,14 +184,14 @@ def _read_text(path: str) -> str:
         raise BadInput(f"cannot read {path}: {(error.strerror or '').lower()}") from None
 
 
-def structured_of(how: Generate) -> dict[str, Any] | None:
+def structured_of(settings: Generate) -> dict[str, Any] | None:
     """What the completion must match, as `lm.generate(structured=)` takes it.
 
     Raises:
         BadInput: several of them, or a file that cannot be read.
     """
     names = ("json_schema", "json_object", "regex", "choice", "grammar")
-    given = {name: value for name in names if (value := getattr(how, name)) not in (None, False, ())}
+    given = {name: value for name in names if (value := getattr(settings, name)) not in (None, False, ())}
     if len(given) > 1:
         raise BadInput(f"{' and '.join(given)} exclude each other", hint="give one of them")
     files = {name: _read_text(given[name]) for name in ("json_schema", "grammar") if name in given}
@@ -208,13 +208,13 @@ def start_of(lm: Any) -> list[int]:
     raise BadInput("an empty prompt, and the model has no token to begin with", hint="give some text")
 
 
-def chosen_sampling(how: Generate, generation: Any) -> dict[str, Any]:
+def chosen_sampling(settings: Generate, generation: Any) -> dict[str, Any]:
     """The sampling settings: given on the command line, otherwise the model's generation config (which is printed), otherwise
     greedy."""
     filters = ("temperature", "top_k", "top_p", "min_p", "typical_p")
     names = (*filters, "repetition_penalty", "presence_penalty", "frequency_penalty")
-    given = {name: getattr(how, name) for name in names if getattr(how, name) is not None}
-    given |= {name: value for name in ("logit_bias", "bad_words", "min_tokens") if (value := getattr(how, name))}
+    given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+    given |= {name: value for name in ("logit_bias", "bad_words", "min_tokens") if (value := getattr(settings, name))}
     draws = bool(generation.get("do_sample"))
     ours = names if draws else names[len(filters) :]  # penalties also apply to greedy decoding
     own = {name: generation[name] for name in ours if generation.get(name) is not None}

@@ -75,14 +75,14 @@ def compare(
     answer(comparison(found), found, as_json)
 
 
-def comparison(found: dict[str, Any]) -> str:
+def comparison(result: dict[str, Any]) -> str:
     """What `runs.compare` found, as two tables: a column a run, or a row a run where that is too wide."""
     from argosy.jobs.history import listing as runs
 
-    rows = {name: ["-" if v is None else _end(v) for v in values] for name, values in found["numbers"].items()}
-    differ = {key: list(map(runs.shown, values)) for key, values in found["settings"].items()}
-    numbers = by_run("", found["runs"], rows)
-    return f"{numbers}\n\n{by_run('setting', found['runs'], differ) if differ else 'no setting differs'}"
+    rows = {name: ["-" if v is None else _end(v) for v in values] for name, values in result["numbers"].items()}
+    differ = {key: list(map(runs.shown, values)) for key, values in result["settings"].items()}
+    numbers = by_run("", result["runs"], rows)
+    return f"{numbers}\n\n{by_run('setting', result['runs'], differ) if differ else 'no setting differs'}"
 
 
 # Characters of a line of a table of runs.

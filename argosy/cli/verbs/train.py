@@ -10,7 +10,7 @@ from argosy.cli.output import as_typed, conclude, say
 from argosy.core.counts import plural
 from argosy.core.process.signals import before_leaving
 from argosy.jobs import machine
-from argosy.launch.cluster import found, join, lost_peers
+from argosy.launch.cluster import detect_place, join, lost_peers
 from argosy.run.settings.compose import about, recipes
 from argosy.run.view import Quiet
 
@@ -48,7 +48,7 @@ def train(
     from argosy.run.start.preflight import directory_of, settled
 
     counts_from_process_start()
-    place = found(os.environ)
+    place = detect_place(os.environ)
     # A mistake is answered before jax is imported, which takes seconds.
     reading = settled(recipe, words or [])
     where = directory_of(reading, recipe)

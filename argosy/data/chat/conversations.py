@@ -133,9 +133,9 @@ class ConversationEncoder(DocumentEncoder):
         self._look_for_names(prompt + answer, ends=True)
         return encoded(self.tokenizer, prompt + answer, span, special=self.special)
 
-    def finished(self, found: Ids, is_chat: bool, ends: bool = True) -> Encoded:
+    def finished(self, token_ids: Ids, is_chat: bool, ends: bool = True) -> Encoded:
         """Ids with what begins a document and, where it `ends`, ends it, and what is learned of them."""
-        ids, mask = found
+        ids, mask = token_ids
         if not ids or (self.learn == "answers" and not any(mask)):
             self.unanswered += 1
             return NOTHING

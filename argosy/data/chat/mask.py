@@ -25,9 +25,9 @@ from argosy.data.chat.template import (
     Part,
     RenderJob,
     all_rendered,
+    checked_answer,
     children,
     choose_template,
-    told,
 )
 from argosy.data.tokenizers import Span, Tokenizer
 
@@ -274,7 +274,7 @@ class Renders:
     def of(self, count: int, prompt: bool = False) -> str:
         """The first `count` messages."""
         known = self.known.get((count, prompt))
-        return self.once(self.messages, count, prompt) if known is None else told(known)["text"]
+        return self.render_once(self.messages, count, prompt) if known is None else checked_answer(known)["text"]
 
     def attempt(self, count: int, prompt: bool = False) -> str | None:
         """`of`; None where the template refuses to render a part of the conversation, such as one without a question."""
@@ -283,16 +283,16 @@ class Renders:
         except BadInput:
             return None
 
-    def once(self, messages: Sequence[Message], count: int, prompt: bool = False) -> str:
+    def render_once(self, messages: Sequence[Message], count: int, prompt: bool = False) -> str:
         job = RenderJob(self.job.template, messages, [(count, prompt)], self.job.variables)
-        return told(all_rendered([job], self.special, self.now, self.child)[0][0])["text"]
+        return checked_answer(all_rendered([job], self.special, self.now, self.child)[0][0])["text"]
 
     def turns(self, ends: Collection[str]) -> dict[int, Span]:
         """The span of each message of the assistant that is not empty, by the message's place. Where the template's own marks are
         not one for each of these messages, the keys are -1, -2, ..."""
         places = [place for place, message in enumerate(self.messages) if message.get("role") == "assistant"]
         if TAG.search(self.job.template):
-            spans = [(start, stop) for start, stop in told(self.known[len(self.messages), False])["spans"]]
+            spans = [(start, stop) for start, stop in checked_answer(self.known[len(self.messages), False])["spans"]]
             if len(spans) != len(places):
                 places = [-1 - number for number in range(len(spans))]
         else:
@@ -342,7 +342,7 @@ class Renders:
             raise self.unclear(place)
         other = {**self.messages[place], "content": PROBE}
         try:
-            return self.once([*self.messages[:place], other, *self.messages[place + 1 :]], len(self.messages))
+            return self.render_once([*self.messages[:place], other, *self.messages[place + 1 :]], len(self.messages))
         except BadInput:
             raise self.unclear(place) from None
 
@@ -376,7 +376,7 @@ class Renders:
         """A question as text, and what the template puts behind it to open an answer."""
         question = [{"role": "user", "content": PROBE}]
         try:
-            asked, opened = self.once(question, 1), self.once(question, 1, prompt=True)
+            asked, opened = self.render_once(question, 1), self.render_once(question, 1, prompt=True)
         except BadInput:
             raise self.unclear(place) from None
         if not opened.startswith(asked):

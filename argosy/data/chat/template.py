@@ -137,10 +137,10 @@ def rendered(
     rest = {name: value for name, value in variables.items() if name != "add_generation_prompt"}
     part = len(messages), bool(variables.get("add_generation_prompt"))
     with free_child() as child:
-        return told(all_rendered([RenderJob(template, messages, [part], rest)], special, now, child)[0][0])
+        return checked_answer(all_rendered([RenderJob(template, messages, [part], rest)], special, now, child)[0][0])
 
 
-def told(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
+def checked_answer(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
     """An answer that is not a failure.
 
     Raises:
@@ -156,7 +156,7 @@ def told(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
 def all_rendered(
     jobs: Sequence[RenderJob], special: Mapping[str, str], now: datetime | None, child: "Child"
 ) -> list[list[dict[str, Any] | BadInput]]:
-    """The answers to every part of some jobs, which one process renders in one request; `told` opens each.
+    """The answers to every part of some jobs, which one process renders in one request; `checked_answer` opens each.
 
     A job that is refused, or that its process dies of, does not harm the others: those are rendered again without it.
     """

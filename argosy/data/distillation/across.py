@@ -103,17 +103,17 @@ class Across:
         self.follow(out, ids, 0)
         return out
 
-    def answer(self, prompt: Sequence[int], answer: Sequence[int], own: TeacherPrompt | None = None) -> Aligned:
+    def answer(self, prompt: Sequence[int], answer: Sequence[int], teacher_prompt: TeacherPrompt | None = None) -> Aligned:
         """An answer after its prompt, both of the student's tokens. The groups are those of the answer, counted from the prompt's
         beginning.
 
         The teacher's tokens of the prompt are those that it would be fed to answer itself, so none of them reaches into the answer.
 
         Args:
-            own: the prompt as the teacher is fed it; None: the student's text.
+            teacher_prompt: the prompt as the teacher is fed it; None: the student's text.
         """
-        out = Aligned(list(own.tokens if own is not None else self(prompt).teacher))
-        self.follow(out, [*prompt, *answer], len(prompt), own.end if own is not None else None)
+        out = Aligned(list(teacher_prompt.tokens if teacher_prompt is not None else self(prompt).teacher))
+        self.follow(out, [*prompt, *answer], len(prompt), teacher_prompt.end if teacher_prompt is not None else None)
         return out
 
     def follow(self, out: Aligned, ids: Sequence[int], at: int, ends: int | None = None) -> None:
@@ -213,11 +213,11 @@ class BothTokenizers(BatchWrapper):
         self.sizes = {**inner.sizes, "U": places}
 
     def __next__(self) -> Batch:
-        return self.beside(dict(next(self.inner)))
+        return self.aligned_batch(dict(next(self.inner)))
 
-    def beside(self, batch: Batch) -> Batch:
+    def aligned_batch(self, batch: Batch) -> Batch:
         """A batch of language modeling with the fields above."""
-        return beside(batch, self.places, lambda row, places: self.across(_document(batch, row, places)), self.complain)
+        return aligned_fields(batch, self.places, lambda row, places: self.across(_document(batch, row, places)), self.complain)
 
     def complain(self, tokens: int) -> None:
         if not self.complained:
@@ -239,7 +239,7 @@ def _document(batch: Batch, row: int, places: np.ndarray) -> list[int]:
     return [*ids, int(batch["targets"][row, places[-1]])] if batch["mask"][row, places[-1]] > 0 else ids
 
 
-def beside(
+def aligned_fields(
     batch: Batch, places: int, aligned: Callable[[int, np.ndarray], Aligned], cut: Callable[[int], None]
 ) -> Batch:
     """A batch of language modeling with the fields above.

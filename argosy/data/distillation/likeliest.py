@@ -96,7 +96,7 @@ class Likeliest:
         """The number of targets of the row that begins there."""
         return int.from_bytes(self.records[at : at + 8].tobytes(), "little")
 
-    def beside(self, mask: np.ndarray, rows: np.ndarray) -> Batch:
+    def with_top_tokens(self, mask: np.ndarray, rows: np.ndarray) -> Batch:
         """The arrays of a batch whose targets count where the mask is above 0; zeros elsewhere, and in rows below 0."""
         ids, logps = np.zeros((*mask.shape, self.k), np.int32), np.zeros((*mask.shape, self.k), np.float32)
         rest = np.zeros(mask.shape, np.float32)
@@ -129,13 +129,13 @@ class Writer:
         self.file = of.path.with_suffix(".bin").open("ab")
         self.made: dict[int, int] = {}
 
-    def add(self, row: int, found: TopTokens) -> None:
+    def add(self, row: int, top: TopTokens) -> None:
         at, of = self.file.tell(), self.of
-        self.file.write(len(found.ids).to_bytes(8, "little"))
-        self.file.write(np.ascontiguousarray(found.ids, of.ids).tobytes())
-        self.file.write(np.ascontiguousarray(found.logps, np.float16).tobytes())
-        self.file.write(np.ascontiguousarray(found.rest, np.float32).tobytes())
-        self.made[row], self.targets = at, self.targets + len(found.ids)
+        self.file.write(len(top.ids).to_bytes(8, "little"))
+        self.file.write(np.ascontiguousarray(top.ids, of.ids).tobytes())
+        self.file.write(np.ascontiguousarray(top.logps, np.float16).tobytes())
+        self.file.write(np.ascontiguousarray(top.rest, np.float32).tobytes())
+        self.made[row], self.targets = at, self.targets + len(top.ids)
 
     def flush(self) -> None:
         """What was added is on disk, and then known."""

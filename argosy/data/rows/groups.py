@@ -135,21 +135,21 @@ class Examples(RowSource):
         return {"source": "examples", "source.sha256": digest.hexdigest()}
 
 
-def stacked(given: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False) -> dict[str, np.ndarray]:
+def stacked(items: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False) -> dict[str, np.ndarray]:
     """One array for each name, from mappings that must have the same names; of columns of tokens, an empty one of their type and of
     the shape of one entry.
 
     Raises:
         BadInput: names or shapes that differ.
     """
-    names = list(given[0]) if given else []
-    for number, one in enumerate(given):
+    names = list(items[0]) if items else []
+    for number, one in enumerate(items):
         if set(one) != set(names):
             lacking = ", ".join(f"`{name}`" for name in sorted(set(one) ^ set(names)))
             raise BadInput(f"only some have the {noun} {lacking}", where=f"number 0 and number {number} differ")
     tables = {}
     for name in names:
-        arrays = [number_array(one[name]) for one in given]
+        arrays = [number_array(one[name]) for one in items]
         if tokens:
             if len({array.shape[1:] for array in arrays}) > 1:
                 raise BadInput(f"the {noun} `{name}` has entries of different shapes")

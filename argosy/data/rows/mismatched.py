@@ -90,4 +90,4 @@ def is_chat(record: SourceRecord) -> bool:
 
 def prompt_key(record: SourceRecord) -> Any:
     """What a record asks, to tell whether two ask the same."""
-    return list(record.messages[: record.asked]) if record.messages is not None else record.prompt
+    return list(record.messages[: record.prompt_messages]) if record.messages is not None else record.prompt

@@ -37,11 +37,11 @@ LOOKED_AT = 64
 class Prompt:
     """One prompt as a policy reads it.
 
-    asked: the text or the messages, as in the file. tokens: what the model is fed, ready for an answer. columns: the other columns.
+    content: the text or the messages, as in the file. tokens: what the model is fed, ready for an answer. columns: the other columns.
     place: in the order of the prompts. tools, variables: what the template reads beside messages.
     """
 
-    asked: str | Sequence[Mapping[str, Any]]
+    content: str | Sequence[Mapping[str, Any]]
     tokens: Sequence[int]
     columns: Mapping[str, Any]
     where: str

@@ -118,11 +118,11 @@ class SequenceEncoder(ConversationEncoder):
             mask[int(np.searchsorted(begins, stop)) - 1] = True
         return ids, mask
 
-    def sequence(self, record: SourceRecord, found: Any) -> Encoded:
+    def sequence(self, record: SourceRecord, content: Any) -> Encoded:
         """One sequence with what is learned of it."""
         if not record.steps:
-            return self.finished(found, self.is_chat(record))
-        made, right = self.finished(found, False, ends=False), np.zeros(0, np.float32)
+            return self.finished(content, self.is_chat(record))
+        made, right = self.finished(content, False, ends=False), np.zeros(0, np.float32)
         if made.weights is not None:
             right = np.zeros(len(made.tokens), np.float32)
             right[np.flatnonzero(made.weights)] = [label for _, label in record.steps]
@@ -137,8 +137,8 @@ def answered_by(record: SourceRecord, other: SourceRecord) -> SourceRecord:
     """A record's prompt with another record's answer."""
     if record.messages is None:
         return SourceRecord(where=record.where, prompt=record.prompt, completion=other.completion)
-    messages = [*record.messages[: record.asked], *(other.messages or ())[other.asked :]]
-    learned = (*[False] * record.asked, *(other.learned or ())[other.asked :])
+    messages = [*record.messages[: record.prompt_messages], *(other.messages or ())[other.prompt_messages :]]
+    learned = (*[False] * record.prompt_messages, *(other.learned or ())[other.prompt_messages :])
     return replace(record, messages=messages, learned=learned, values={})
 
 
@@ -257,7 +257,7 @@ class SequenceRows:
         batch["tokens"][inputs], batch["targets"][targets] = tokens, tokens[1:]
         batch["segments"][inputs] = slot + 1
         batch["mask"][targets] = 1
-        for name, column in corpus.beside.items():
+        for name, column in corpus.target_arrays.items():
             batch[name][targets] = column[begin + 1 : begin + size]
         batch["live"][row, slot], batch["document"][row, slot] = 1, document
         for name, values in corpus.values.items():

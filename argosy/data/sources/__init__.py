@@ -48,7 +48,7 @@ class SourceRecord:
 
     where: the file and line, for errors. learned: for each message, whether it counts where it is an assistant's; None: all do.
     tools: JSON schemas of functions. variables: of the template.
-    others: what belongs together with it, such as the rejected answer of a pair. asked: how many messages are the prompt of a
+    others: what belongs together with it, such as the rejected answer of a pair. prompt_messages: how many messages are the prompt of a
     completion. values: numbers of the record. steps: texts of a completion, and whether each is right. columns: what else the file says
     of a prompt, under its own names.
     """
@@ -61,7 +61,7 @@ class SourceRecord:
     prompt: str | None = None
     completion: str | None = None
     others: "tuple[SourceRecord, ...]" = ()
-    asked: int = 0
+    prompt_messages: int = 0
     values: Mapping[str, float] = field(default_factory=dict)
     steps: tuple[tuple[str, bool], ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)

@@ -27,16 +27,16 @@ ASSISTANT = "\n\nAssistant:"
 HINT = 'like {"prompt": "...", "chosen": "...", "rejected": "..."}'
 
 
-def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessages, how: dict[str, Any], kind: Any) -> SourceRecord:
+def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessages, options: dict[str, Any], kind: Any) -> SourceRecord:
     """A pair: a record of the chosen answer that holds one of the rejected answer.
 
     Args:
         row, has: the columns under the format's names, and all columns of the file.
         named: a column's name in the file.
-        how: where, tools and variables of records.
+        options: where, tools and variables of records.
         kind: what a JSON value is, in words.
     """
-    where, chosen, rejected = how["where"], row["chosen"], row["rejected"]
+    where, chosen, rejected = options["where"], row["chosen"], row["rejected"]
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         what = f"a chosen answer that is {kind(chosen)}, and a rejected one that is {kind(rejected)}"
         raise BadInput(what, where=where, hint="both are texts, or both are lists of messages")
@@ -62,8 +62,8 @@ def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessag
         what = "two conversations that begin with no common prompt"
         raise BadInput(what, where=where, hint="give the prompt: `prompt`, or the same messages at the start of both")
     made = [
-        SourceRecord(messages=messages, learned=(*[False] * common, *learned[common:]), asked=common, **how) for messages, learned in
-        both
+        SourceRecord(messages=messages, learned=(*[False] * common, *learned[common:]), prompt_messages=common, **options)
+        for messages, learned in both
     ]
     return replace(made[0], others=(made[1],), values=values)
 
@@ -71,7 +71,7 @@ def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessag
 def instructed(row: Row, alpaca: Callable[[Row, str], SourceRecord], where: str, kind: Any) -> SourceRecord:
     """A pair of answers to an instruction, each as an Alpaca record."""
     one, other = (alpaca({**row, "output": row[name]}, where) for name in ("chosen", "rejected"))
-    one, other = (replace(record, asked=len(record.messages or ()) - 1) for record in (one, other))
+    one, other = (replace(record, prompt_messages=len(record.messages or ()) - 1) for record in (one, other))
     return replace(one, others=(other,), values={"margin": margin_of(row.get("margin"), where, kind)})
 
 
@@ -82,11 +82,11 @@ def _conversation(asked: list[dict[str, Any]], said: list[dict[str, Any]], taugh
     return [*asked, *said], [*[False] * len(asked), *taught]
 
 
-def starts(messages: Sequence[Any], asked: Sequence[Any]) -> bool:
+def starts(messages: Sequence[Any], prompt: Sequence[Any]) -> bool:
     """Whether messages begin with those of a prompt. A prompt that is one text may follow a system message."""
-    begins = list(messages[: len(asked)]) == list(asked)
-    after_system = len(asked) == 1 and len(messages) > 2 and messages[0]["role"] == "system" and messages[1] == asked[0]
-    return bool(asked) and (begins or after_system)
+    begins = list(messages[: len(prompt)]) == list(prompt)
+    after_system = len(prompt) == 1 and len(messages) > 2 and messages[0]["role"] == "system" and messages[1] == prompt[0]
+    return bool(prompt) and (begins or after_system)
 
 
 def shared(both: Sequence[Sequence[Any]]) -> int:
@@ -126,12 +126,12 @@ def _apart(chosen: str, rejected: str) -> tuple[str, str, str]:
     return chosen[:common], chosen[common:], rejected[common:]
 
 
-def margin_of(given: Any, where: str, kind: Any) -> float:
-    if given is None:
+def margin_of(value: Any, where: str, kind: Any) -> float:
+    if value is None:
         return 0.0
-    if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) < float("inf"):
-        raise BadInput(f"`margin` is {kind(given)}", where=where, hint="a number: by how much chosen is better")
-    return float(given)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise BadInput(f"`margin` is {kind(value)}", where=where, hint="a number: by how much chosen is better")
+    return float(value)
 
 
 def labeled(row: Row, record: SourceRecord, where: str, kind: Any) -> SourceRecord:
@@ -140,7 +140,7 @@ def labeled(row: Row, record: SourceRecord, where: str, kind: Any) -> SourceReco
     if label not in (True, False) or isinstance(label, float):
         raise BadInput(f"`label` is {kind(label)}", where=where, hint="true for a good answer, false for a bad one")
     asked = sum(1 for learned in record.learned or () if not learned) if record.messages is not None else 0
-    return replace(record, values={"desirable": float(label)}, asked=asked)
+    return replace(record, values={"desirable": float(label)}, prompt_messages=asked)
 
 
 def stepwise(row: Row, where: str, kind: Any) -> SourceRecord:

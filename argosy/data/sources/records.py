@@ -112,14 +112,14 @@ class RecordReader:
         """A column's name in the file."""
         return self.columns.get(name, name)
 
-    def begin(self, found: Row, has: Row, where: str) -> None:
+    def begin(self, fields: Row, has: Row, where: str) -> None:
         """Decides the format by the first record.
 
         Raises:
             BadInput: it has none, or several.
         """
         for name, column in self.columns.items():
-            if name not in OF_A_MESSAGE and column not in found:
+            if name not in OF_A_MESSAGE and column not in fields:
                 raise BadInput(f"no column `{column}`", where=where, hint=f"data.columns.{name}={column}; {_listed(has)}")
         if self.format is None:
             fits = self.fitting(has)
@@ -189,18 +189,18 @@ class RecordReader:
             messages, taught = [system(row["system"], where), *messages], [True, *taught]
         return SourceRecord(messages=messages, learned=None if all(taught) else tuple(taught), **how)
 
-    def asking(self, row: Row, found: Row, how: dict[str, Any], where: str) -> SourceRecord:
+    def asking(self, row: Row, fields: Row, options: dict[str, Any], where: str) -> SourceRecord:
         """A prompt alone, with every other column of the file under its own name."""
         prompt, taken = row["prompt"], {self.named(name) for name in (*FORMATS[PROMPT][0], *FORMATS[PROMPT][1])}
-        columns = {name: value for name, value in found.items() if name not in taken}
+        columns = {name: value for name, value in fields.items() if name not in taken}
         if isinstance(prompt, str):
             return SourceRecord(where=where, prompt=prompt, columns=columns)
         if not isinstance(prompt, list):
             raise BadInput(f"a prompt that is {kind(prompt)}", where=where, hint="it is a text, or a list of messages")
         messages, _ = self.messages(prompt, self.named("prompt"), where)
-        return SourceRecord(messages=messages, asked=len(messages), columns=columns, **how)
+        return SourceRecord(messages=messages, prompt_messages=len(messages), columns=columns, **options)
 
-    def completion(self, row: Row, how: dict[str, Any], where: str) -> SourceRecord:
+    def completion(self, row: Row, options: dict[str, Any], where: str) -> SourceRecord:
         """A prompt and its completion: both texts, or both messages."""
         prompt, answer = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(answer, str):
@@ -210,15 +210,15 @@ class RecordReader:
             raise BadInput(what, where=where, hint="both are texts, or both are lists of messages")
         asked, _ = self.messages(prompt, self.named("prompt"), where)
         said, taught = self.messages(answer, self.named("completion"), where)
-        return SourceRecord(messages=[*asked, *said], learned=(*[False] * len(asked), *taught), **how)
+        return SourceRecord(messages=[*asked, *said], learned=(*[False] * len(asked), *taught), **options)
 
-    def messages(self, given: Any, column: str, where: str) -> tuple[list[dict[str, Any]], list[bool]]:
+    def messages(self, conversation: Any, column: str, where: str) -> tuple[list[dict[str, Any]], list[bool]]:
         """Messages as templates read them, and which of them are learned if an assistant's."""
-        if not isinstance(given, list) or not given:
-            what = "an empty list of messages" if given == [] else f"`{column}` is {kind(given)}, not a list of messages"
+        if not isinstance(conversation, list) or not conversation:
+            what = "an empty list of messages" if conversation == [] else f"`{column}` is {kind(conversation)}, not a list of messages"
             raise BadInput(what, where=where, hint='like [{"role": "user", "content": "..."}, ...]')
         found, taught = [], []
-        for place, message in enumerate(given):
+        for place, message in enumerate(conversation):
             at = f"{where}, {column}[{place}]"
             if not isinstance(message, dict):
                 raise BadInput(f"a message that is {kind(message)}", where=at)
@@ -296,16 +296,16 @@ def calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
     return found
 
 
-def tools_of(given: Any, where: str) -> list[Any] | None:
+def tools_of(value: Any, where: str) -> list[Any] | None:
     """The functions that a conversation may call; None where there are none."""
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = parse_json(given) if given.strip() else None
+            value = parse_json(value) if value.strip() else None
         except (ValueError, RecursionError):
             raise BadInput("`tools` is a text that is not JSON", where=where) from None
-    if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
-        raise BadInput(f"`tools` is {kind(given)}", where=where, hint="a list of JSON schemas of functions")
-    return given or None
+    if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        raise BadInput(f"`tools` is {kind(value)}", where=where, hint="a list of JSON schemas of functions")
+    return value or None
 
 
 def variables_of(row: Row, where: str) -> dict[str, Any]:

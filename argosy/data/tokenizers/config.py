@@ -186,6 +186,6 @@ def read_text(path: Path, most: int = VOCABULARY_BYTES) -> str:
         raise damaged(path, f"byte {error.start} is not UTF-8") from None
 
 
-def damaged(path: Path, what: str) -> Damaged:
+def damaged(path: Path, problem: str) -> Damaged:
     """The error for a tokenizer file that contradicts itself."""
-    return Damaged(f"`{path.name}` is damaged: {what}", where=f"in {path}", hint="copy or download it again")
+    return Damaged(f"`{path.name}` is damaged: {problem}", where=f"in {path}", hint="copy or download it again")

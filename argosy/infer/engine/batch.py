@@ -176,7 +176,7 @@ class BatchBuilder:
                 possible.setdefault(sizes._replace(steps=self.settings.steps), set()).add(sampler_rows(n))
         for n in range(int(draft_width > 1), slots):
             decodes = self._decoding_rows(n, alone=False)
-            budget = self.settings.beside if n else self.settings.budget
+            budget = self.settings.budget_decoding if n else self.settings.budget
             widths = {ROW} if self.shares else {ROW * next_power(k, 4) for k in range(1, -(-budget // ROW) + 1)}
             for rows in range(1, (budget // ROW if self.shares else 1) + 1):
                 for width in widths:

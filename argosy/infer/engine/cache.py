@@ -143,7 +143,7 @@ def cache_needs(specs: Specs, settings: EngineSettings, dtype: Any, longest: int
             values save.
     """
     page, drafts = settings.page, 0 if settings.speculative is None else settings.speculative.tokens
-    queries = 1 + drafts, max(settings.budget, settings.beside, 1 + drafts)
+    queries = 1 + drafts, max(settings.budget, settings.budget_decoding, 1 + drafts)
     found = {spec.window for spec, _ in specs.values() if spec.window and not (spec.chunked and spec.window.tokens % page)}
     windows = {window: WindowShare(*(window.pages(n, page) for n in queries)) for window in sorted(found)}
     short = {window: one for window, one in windows.items() if one.filling < -(-longest // page)}

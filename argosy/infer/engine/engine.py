@@ -93,7 +93,7 @@ class Engine:
             settings.page,
             settings.slots,
             settings.budget,
-            settings.beside,
+            settings.budget_decoding,
             ROW if shares else 1,
             None if shares else 1,
             [WindowPool(window, PagePool(n, reuse=reuse), windows[window].filling) for window, n in size.windows.items()],

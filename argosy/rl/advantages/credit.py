@@ -103,7 +103,7 @@ def turn_advantages(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, pen
     """The advantages of turns by the policy's choice. A penalty of tokens is one of their turn."""
     g, n = of.rewards.shape[:2]
     own = rewards_of_turns(of, turns) - (0.0 if penalty is None else turns.sums(np.asarray(penalty)))
-    rewarded = TurnRewards(jnp.asarray(own).reshape(g, n, -1), outcome(of), jnp.asarray(turns.made).reshape(g, n))
+    rewarded = TurnRewards(jnp.asarray(own).reshape(g, n, -1), outcome(of), jnp.asarray(turns.turn_count).reshape(g, n))
     if policy.credit.by == "mixed":
         return mixed(rewarded, weight=policy.credit.weight, scale=policy.scale)
     return to_go(rewarded, gamma=policy.credit.gamma, scale=policy.scale)

@@ -41,12 +41,16 @@ class TurnAdvantages(NamedTuple):
 
 
 class TurnRewards(NamedTuple):
-    """The rewards of answers by turn. rewards: of each turn. outcome: of the whole answer; NaN: the answer has no reward at all.
-    made: how many turns there are."""
+    """The rewards of answers by turn.
+
+    rewards: of each turn.
+    outcome: of the whole answer; NaN: the answer has no reward at all.
+    turn_count: how many turns there are.
+    """
 
     rewards: Float[Array, "g n K"]
     outcome: Float[Array, "g n"]
-    made: Int[Array, "g n"]
+    turn_count: Int[Array, "g n"]
 
     @property
     def number(self) -> Int[Array, "K"]:  # noqa: F821
@@ -59,20 +63,20 @@ class TurnRewards(NamedTuple):
     @property
     def there(self) -> Bool[Array, "g n K"]:
         """The turns of answers that have a reward."""
-        return self.scored[..., None] & (self.number < self.made[..., None])
+        return self.scored[..., None] & (self.number < self.turn_count[..., None])
 
     @property
     def last(self) -> Bool[Array, "g n K"]:
-        return self.there & (self.number == self.made[..., None] - 1)
+        return self.there & (self.number == self.turn_count[..., None] - 1)
 
     @property
-    def own(self) -> Float[Array, "g n K"]:
+    def turn_rewards(self) -> Float[Array, "g n K"]:
         """The rewards of turns, 0 where there is none."""
         return jnp.where(self.there, self.rewards, 0.0)
 
     def whole(self) -> Float[Array, "g n K"]:
         """The rewards of turns, with what rewards the whole answer at its last one."""
-        return self.own + jnp.where(self.last, self.outcome[..., None], 0.0)
+        return self.turn_rewards + jnp.where(self.last, self.outcome[..., None], 0.0)
 
 
 def to_go(of: TurnRewards, *, gamma: float = 1.0, scale: Scale = "group") -> TurnAdvantages:
@@ -104,7 +108,7 @@ def mixed(of: TurnRewards, *, weight: float = 1.0, scale: Scale = "group") -> Tu
     """
     end = jnp.sum(jnp.where(of.last, of.rewards, 0.0), -1)
     whole = grpo(of.outcome + end, scale=scale)
-    turns, useful, metrics = at_turns(of.own, of.there & ~of.last, scale)
+    turns, useful, metrics = at_turns(of.turn_rewards, of.there & ~of.last, scale)
     values = jnp.where(of.there, whole.values[..., None] + weight * turns, 0.0)
     return TurnAdvantages(values, whole.useful | jnp.any(useful, -1, keepdims=True), metrics)
 

@@ -61,19 +61,19 @@ def load_class(request):
         return None, {"wrong": error.args[0]}
 
 
-def class_requirements(made, args):
+def class_requirements(cls, args):
     """What a class needs. Nothing of it is run."""
-    if not callable(made):
-        raise user_code.Unusable({"what": f"it is a {type(made).__name__}, not a class"})
+    if not callable(cls):
+        raise user_code.Unusable({"what": f"it is a {type(cls).__name__}, not a class"})
     try:
-        inspect.signature(made).bind(**args)
+        inspect.signature(cls).bind(**args)
     except TypeError as error:
-        hint = f"it takes {inspect.signature(made)}" if inspect.isclass(made) else "environment.args are what it is called with"
+        hint = f"it takes {inspect.signature(cls)}" if inspect.isclass(cls) else "environment.args are what it is called with"
         raise user_code.Unusable({"what": f"it cannot be made of environment.args: {error}", "hint": hint}) from None
     except ValueError:
         pass
     # What is loaded once, before processes are forked. A method of objects may have this name too.
-    if inspect.ismethod(prepare := getattr(made, "prepare", None)):
+    if inspect.ismethod(prepare := getattr(cls, "prepare", None)):
         try:
             prepare(**args)
         except BaseException as error:
@@ -87,19 +87,19 @@ class EnvironmentHost:
     def __init__(self, made, one):
         self.made, self.one, self.environment = made, one, None
 
-    def answered(self, asked):
+    def answered(self, request):
         """The answer to one message of the parent."""
         try:
-            if "seed" in asked:
-                user_code.seed_generators(asked["seed"])
+            if "seed" in request:
+                user_code.seed_generators(request["seed"])
             if self.environment is None:
                 self.environment = self.made(**self.one["args"])
             own = self.environment
-            if "about" in asked:
+            if "about" in request:
                 return environment_interface(own)
-            if "reset" in asked:
-                return {"observation": observation_document(own.reset(**asked["reset"]))}
-            found = turn_document(own.step(asked["step"]))
+            if "reset" in request:
+                return {"observation": observation_document(own.reset(**request["reset"]))}
+            found = turn_document(own.step(request["step"]))
             if complaint := getattr(own, "complaint", None):
                 found["complaint"], own.complaint = str(complaint), None
             return found
@@ -127,30 +127,32 @@ def environment_interface(environment):
     return {"about": found}
 
 
-def turn_document(found):
+def turn_document(turn):
     """A turn as JSON."""
-    if not all(hasattr(found, name) for name in ("observation", "reward", "done", "cut", "counts")):
-        raise user_code.Unusable(f"`step` returned {user_code.short_repr(found)}, not a Turn")
-    reward = found.reward.item() if hasattr(found.reward, "item") else found.reward
+    if not all(hasattr(turn, name) for name in ("observation", "reward", "done", "cut", "counts")):
+        raise user_code.Unusable(f"`step` returned {user_code.short_repr(turn)}, not a Turn")
+    reward = turn.reward.item() if hasattr(turn.reward, "item") else turn.reward
     if reward is not None and not isinstance(reward, bool | int | float):
         raise user_code.Unusable(f"`step` returned the reward {user_code.short_repr(reward)}")
     reward = None if reward is None else float(reward)
     if reward is not None and not (math.isfinite(reward) and abs(reward) < 3e38):
         raise FloatingPointError(f"`step` returned the reward {reward}")
-    counts = {str(name): float(value) for name, value in dict(found.counts).items()}
-    over = {"done": bool(found.done), "cut": bool(found.cut)}
-    return {"observation": observation_document(found.observation), "reward": reward, "counts": counts, **over}
+    counts = {str(name): float(value) for name, value in dict(turn.counts).items()}
+    over = {"done": bool(turn.done), "cut": bool(turn.cut)}
+    return {"observation": observation_document(turn.observation), "reward": reward, "counts": counts, **over}
 
 
-def observation_document(found):
+def observation_document(observation):
     """A text, messages or None; a text of a megabyte is cut, and told by its length."""
-    if found is None:
+    if observation is None:
         return None
-    if isinstance(found, str):
-        return found if len(found) <= MOST_CHARACTERS else {"text": found[:MOST_CHARACTERS], "characters": len(found)}
-    if isinstance(found, list | tuple) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in found):
+    if isinstance(observation, str):
+        if len(observation) <= MOST_CHARACTERS:
+            return observation
+        return {"text": observation[:MOST_CHARACTERS], "characters": len(observation)}
+    if isinstance(observation, list | tuple) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in observation):
         out = []
-        for one in found:
+        for one in observation:
             content = one.get("content")
             if not isinstance(content, str):
                 raise user_code.Unusable(f"an observation has a message whose content is {user_code.short_repr(content)}, not a text")
@@ -158,13 +160,13 @@ def observation_document(found):
                 one = one | {"content": content[:MOST_CHARACTERS], "characters": len(content)}
             out.append(one)
         return out
-    raise user_code.Unusable(f"an observation is {user_code.short_repr(found)}, not a text, a list of messages or None")
+    raise user_code.Unusable(f"an observation is {user_code.short_repr(observation)}, not a text, a list of messages or None")
 
 
 # ---- processes
 
 
-def host_process(connection, made, one, server):
+def host_process(connection, environment, one, server):
     """The process around that of one object, on Linux. However that one ends, what it has started comes to this one, which ends it."""
     guard.end_with(server)
     if sys.platform == "linux":
@@ -179,14 +181,14 @@ def host_process(connection, made, one, server):
             return guard.kill_started(own)
         guard.end_with(own)
     try:
-        host_messages(connection, made, one)
+        host_messages(connection, environment, one)
     finally:
         os._exit(0)
 
 
-def host_messages(connection, made, one):
+def host_messages(connection, environment, one):
     """The process of one object, to its end."""
-    played = EnvironmentHost(made, one)
+    played = EnvironmentHost(environment, one)
     messages = channel.Channel(connection.fileno())
     while True:
         try:
@@ -201,7 +203,7 @@ def host_messages(connection, made, one):
         messages.send(data)
 
 
-def serve_commands(control, lifeline, made, one):
+def serve_commands(control, lifeline, environment, one):
     """Forks and ends processes until the parent is gone."""
     server, processes = os.getpid(), {}
     control.settimeout(1.0)
@@ -231,7 +233,7 @@ def serve_commands(control, lifeline, made, one):
             try:
                 control.close()
                 os.close(lifeline)
-                host_process(socket.socket(fileno=sockets[0]), made, one, server)
+                host_process(socket.socket(fileno=sockets[0]), environment, one, server)
             finally:
                 os._exit(0)
         processes[number] = pid

@@ -100,7 +100,7 @@ class EnvironmentPool:
         """JSON schemas of the tools that the model is shown."""
         return self.about["tools"]
 
-    def given(self, prompt: Any, seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def first_message(self, prompt: Any, seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The message that begins an answer: what `reset` takes of what there is."""
         everything = {**columns, "prompt": prompt, "seed": seed}
         named = everything if self.about["every"] else {name: everything[name] for name in everything if name in self.about["takes"]}

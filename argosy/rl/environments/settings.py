@@ -257,7 +257,7 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
             each.tools = made.tools
         turns = TurnCodec(prompts, settings.observation, made.about["role"], settings.stop)
         first = prompts.rendered(prompts.records[0])
-        is_text = isinstance(first.asked, str)
+        is_text = isinstance(first.content, str)
         if settings.reads not in ("either", "texts" if is_text else "messages"):
             name, kind = environment_summary(settings).partition(",")[0], "a text" if is_text else "messages"
             raise BadInput(f"environment={name} reads {settings.reads}, and the prompt is {kind}", where=first.where)

@@ -79,16 +79,16 @@ async def _awaited(found):
     return await found
 
 
-def rewards_of(found, count):
+def rewards_of(rewards, count):
     """What a function returned as a list of numbers and None."""
-    if hasattr(found, "tolist"):
-        found = found.tolist()
-    if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
-        raise user_code.Unusable(f"returned {user_code.short_repr(found)}, not a list of numbers")
-    found = list(found)
-    if len(found) != count:
-        raise user_code.Unusable(f"returned {len(found)} rewards for {count} completions")
-    return [reward_of(item) for item in found]
+    if hasattr(rewards, "tolist"):
+        rewards = rewards.tolist()
+    if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
+        raise user_code.Unusable(f"returned {user_code.short_repr(rewards)}, not a list of numbers")
+    rewards = list(rewards)
+    if len(rewards) != count:
+        raise user_code.Unusable(f"returned {len(rewards)} rewards for {count} completions")
+    return [reward_of(item) for item in rewards]
 
 
 def reward_of(item):

@@ -32,11 +32,11 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class RewardCall:
-    """One call of one function. given: its arguments, made when a process is free, so that few are in memory at once."""
+    """One call of one function. arguments: its arguments, made when a process is free, so that few are in memory at once."""
 
     function: int
     count: int
-    given: Callable[[], Mapping[str, Any]]
+    arguments: Callable[[], Mapping[str, Any]]
     timeout: float
 
 
@@ -115,7 +115,7 @@ class RewardPool:
                 continue
             call = calls[waiting[0]]
             try:
-                one.send({"function": call.function, "count": call.count, "given": call.given()})
+                one.send({"function": call.function, "count": call.count, "given": call.arguments()})
             except BrokenPipeError:
                 # It died while it had nothing to do, so the call has not begun.
                 self._replace(place)

@@ -247,9 +247,9 @@ class RolloutBatches(Batches):
         self.number, self.place = made.number + 1, made.place
         return self.signal.updates(state, made)
 
-    def collected(self, given: tuple[Any, int]) -> SampledRollout:
+    def collected(self, position: tuple[Any, int]) -> SampledRollout:
         """A rollout by these weights, which may be sampled ahead, in a thread of its own."""
-        weights, seen = given
+        weights, seen = position
         return self.signal.sample(lambda: self.trainer.engine(weights), seen)
 
     def evaluated(self, state: Any, most: int) -> dict[str, float] | None:

@@ -59,7 +59,9 @@ class RemoteSampler(Protocol):
     lost: int
     weights_s: float
 
-    def drawn(self, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool]) -> list[SampledCompletion]:
+    def drawn(
+        self, prompts: Sequence[Sequence[int]], request: SamplingRequest, interrupted: Callable[[], bool]
+    ) -> list[SampledCompletion]:
         """An answer to each prompt. Raises Interrupted, SamplersLost."""
         ...
 
@@ -70,11 +72,17 @@ class RemoteSampler(Protocol):
 class Episode:
     """How an answer of several turns went.
 
-    turns: messages of the assistant and of the environment, in order; those of a text have the environment's role. reward: the sum of
-    those that the environment gave; None: it gave none. rewards: of each turn that it replied to. starts, said: of each turn of the
-    model, the place of its first token in the answer, and its place in `turns`. made: turns of the model. failure: why the answer has
-    no reward (`raised`, `timed out`, `died`, `not rendered`), with its message. why: it is over (`done`, `environment`, `turns`,
-    `room`, `failed`). observed: tokens of the environment. cut: observations that were too long. counts: what the environment counted.
+    turns: messages of the assistant and of the environment, in order; those of a text have the environment's role.
+    reward: the sum of the environment's rewards; None: it gave none.
+    rewards: the environment's reward of each turn that it replied to.
+    starts: the place of the first token of each of the model's turns in the answer.
+    said: the place of each of the model's turns in `turns`.
+    turn_count: turns of the model.
+    failure: why the answer has no reward (`raised`, `timed out`, `died`, `not rendered`), with its message.
+    why: the reason of its end (`done`, `environment`, `turns`, `room`, `failed`).
+    observed: tokens of the environment.
+    cut: observations that were too long.
+    counts: the numbers that the environment counted.
     begun: the tokens of the prompt, if the environment spoke first.
     """
 
@@ -83,7 +91,7 @@ class Episode:
     rewards: list[float | None] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     said: list[int] = field(default_factory=list)
-    made: int = 0
+    turn_count: int = 0
     failure: tuple[str, str] | None = None
     why: str = "room"
     observed: int = 0
@@ -118,9 +126,9 @@ class Trajectory:
     @property
     def said(self) -> Any:
         """The answer as rewards read it: a text, or messages where the prompt is messages, as in TRL. With an environment all turns."""
-        if self.played is not None and not isinstance(self.prompt.asked, str):
+        if self.played is not None and not isinstance(self.prompt.content, str):
             return [{name: item for name, item in one.items() if name != "reward"} for one in self.played.turns]
-        return self.text if isinstance(self.prompt.asked, str) else [{"role": "assistant", "content": self.text}]
+        return self.text if isinstance(self.prompt.content, str) else [{"role": "assistant", "content": self.text}]
 
 
 def sample_trajectories(
@@ -155,7 +163,7 @@ def sample_trajectories(
 
 
 def sample_completions(
-    lm: LM, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool] = lambda: False, first: int = 0
+    lm: LM, prompts: Sequence[Sequence[int]], sampling: SamplingRequest, interrupted: Callable[[], bool] = lambda: False, first: int = 0
 ) -> list[SampledCompletion]:
     """One answer to each of these prompts, in token ids, by the engine of this process.
 
@@ -165,9 +173,9 @@ def sample_completions(
     Raises:
         Interrupted: it said yes, between two steps.
     """
-    ends = frozenset[int]() if how.ignore_eos else frozenset(lm.stops())
-    asked = [Request(list(one), how.most, how.sampling, ends, how.seed, row) for row, one in enumerate(prompts, first)]
-    engine = lm.engine([len(one) + how.most for one in prompts])
+    ends = frozenset[int]() if sampling.ignore_eos else frozenset(lm.stops())
+    asked = [Request(list(one), sampling.most, sampling.sampling, ends, sampling.seed, row) for row, one in enumerate(prompts, first)]
+    engine = lm.engine([len(one) + sampling.most for one in prompts])
     answers = [SampledCompletion() for _ in prompts]
     rows: dict[int, int] = {}
     try:

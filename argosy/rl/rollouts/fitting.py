@@ -50,11 +50,11 @@ def length_warning(prompt: Prompt, longest: int) -> str:
     )
 
 
-def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None, asked: int) -> None:
+def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None, prompts: int) -> None:
     """Checks that the answers of a rollout divide into groups and updates, and that there is room for a prompt before each.
 
     Args:
-        most: prompts of all epochs; None: they do not end. asked: prompts of a rollout, at most.
+        most: prompts of all epochs; None: they do not end. prompts: of a rollout, at most.
 
     Raises:
         UserError: they do not, or there is none.
@@ -69,7 +69,7 @@ def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None
         what = f"data.sequence = {shape.sequence} has no room for a prompt before an answer of {rollout.tokens} tokens"
         hint = f"rollout.tokens={max(1, shape.sequence // 2)}, or a longer data.sequence, at most the model's context"
         mistakes.append(BadInput(what, where="rollout.tokens", hint=hint))
-    if most is not None and most < asked:
-        what = f"data.epochs: {most} prompts are fewer than the {asked} of a rollout"
+    if most is not None and most < prompts:
+        what = f"data.epochs: {most} prompts are fewer than the {prompts} of a rollout"
         mistakes.append(BadInput(what, hint="raise data.epochs, or lower data.batch"))
     raise_mistakes(mistakes)

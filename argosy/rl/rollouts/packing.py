@@ -26,13 +26,19 @@ SHORTER = 8
 
 @dataclass(frozen=True)
 class PartShape:
-    """The shape of a part: rows, tokens of a row, the longest answer, and how many answers there is room for. beside: tokens of a row
-    by another tokenizer, a teacher's; 0: none reads it. shared: answers to one prompt share it."""
+    """The shape of a part of a rollout.
+
+    rows: of packed answers.
+    sequence: tokens of a row.
+    longest: tokens of the longest answer.
+    teacher_sequence: tokens of a row by another tokenizer, a teacher's; 0: none reads it.
+    shared: answers to one prompt share it.
+    """
 
     rows: int
     sequence: int
     longest: int
-    beside: int = 0
+    teacher_sequence: int = 0
     shared: bool = False
 
     @property
@@ -42,7 +48,7 @@ class PartShape:
     @property
     def sizes(self) -> dict[str, int]:
         """By the letters of the fields' axes."""
-        return {"S": self.answers, "L": self.longest} | ({"U": self.beside} if self.beside else {})
+        return {"S": self.answers, "L": self.longest} | ({"U": self.teacher_sequence} if self.teacher_sequence else {})
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,13 @@ class PackedPart:
         own = {name: np.where(there, values[self.owners], np.zeros((), values.dtype)) for name, values in columns.items()}
         return {**self.rows, **own}
 
-    def spread(self, found: np.ndarray, out: np.ndarray) -> None:
+    def spread(self, values: np.ndarray, out: np.ndarray) -> None:
         """Writes what was found for each place, [S ...], to its answer, [B ...]."""
         there = self.owners >= 0
-        out[self.owners[there]] = found[there]
+        out[self.owners[there]] = values[there]
 
 
-def per_token(answers: Sequence[Trajectory], longest: int, what: str) -> np.ndarray:
+def per_token(answers: Sequence[Trajectory], longest: int, label: str) -> np.ndarray:
     """`live` or `logprobs` of answers as [B L], 0 beyond their end.
 
     Raises:
@@ -80,7 +86,7 @@ def per_token(answers: Sequence[Trajectory], longest: int, what: str) -> np.ndar
     """
     out = np.zeros((len(answers), longest), np.float32)
     for row, answer in enumerate(answers):
-        values = getattr(answer, what)
+        values = getattr(answer, label)
         if len(values) > longest:
             raise BadInput(f"an answer of {plural(len(values), 'token')}", where=f"rollout.tokens = {longest}")
         out[row, : len(values)] = values
@@ -126,14 +132,14 @@ def best_fit_bins(sizes: np.ndarray, room: int) -> list[list[int]]:
 Prompts = Sequence[tuple[int, ...]]
 
 
-def rows_of_groups(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+def rows_of_groups(prompts: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
     """The answers of each row: groups, as many answers of each as fit beside their prompt, by best fit.
 
     Args:
-        asked: the prompt of each answer. said: the tokens of each answer.
+        prompts: that of each answer. said: the tokens of each answer.
     """
     families, sizes = list[list[int]](), list[int]()
-    for prompt, own in by_prompt(asked).items():
+    for prompt, own in by_prompt(prompts).items():
         # Each with the prompt's last token, after the others.
         for row in best_fit_bins(said[own] + 1, room - len(prompt) + 1):
             families.append([own[i] for i in row])
@@ -141,11 +147,11 @@ def rows_of_groups(asked: Prompts, said: np.ndarray, room: int) -> list[list[int
     return [[i for family in row for i in families[family]] for row in best_fit_bins(np.array(sizes, np.int64), room)]
 
 
-def rows_in_order(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
+def rows_in_order(prompts: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
     """The answers of each row, in order: each row is filled to its end, and a group goes on in the next one, with another copy of its
     prompt. Arguments as `rows_of_groups`."""
     rows, left = list[list[int]](), 0
-    for prompt, own in by_prompt(asked).items():
+    for prompt, own in by_prompt(prompts).items():
         begun = False
         for i in sorted(own, key=lambda i: -said[i]):
             size = int(said[i]) + 1 + (0 if begun else len(prompt) - 1)
@@ -157,9 +163,9 @@ def rows_in_order(asked: Prompts, said: np.ndarray, room: int) -> list[list[int]
     return rows
 
 
-def by_prompt(asked: Prompts) -> dict[tuple[int, ...], list[int]]:
+def by_prompt(prompts: Prompts) -> dict[tuple[int, ...], list[int]]:
     found: dict[tuple[int, ...], list[int]] = {}
-    for i, prompt in enumerate(asked):
+    for i, prompt in enumerate(prompts):
         found.setdefault(prompt, []).append(i)
     return found
 

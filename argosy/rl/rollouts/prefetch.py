@@ -32,14 +32,14 @@ class Prefetch(Generic[In, Out]):
         """Pieces that were submitted and not taken yet."""
         return len(self._pieces)
 
-    def submit(self, what: In) -> None:
+    def submit(self, item: In) -> None:
         if self._thread is None:
             # A second Ctrl-C ends the process without waiting for it.
             self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
             self._thread.start()
         piece: Future[Out] = Future()
         self._pieces.append(piece)
-        self._waiting.put((what, piece))
+        self._waiting.put((item, piece))
 
     def take(self) -> Out:
         """Waits for the oldest piece and hands it out.

@@ -30,7 +30,7 @@ class SampledRollout:
 
     number: int = 0
     seen: int = 0
-    found: ScoredTrajectories = field(default_factory=ScoredTrajectories)
+    trajectories: ScoredTrajectories = field(default_factory=ScoredTrajectories)
     rounds: int = 0
     place: int = 0
     failed: dict[str, float] = field(default_factory=dict)
@@ -43,7 +43,7 @@ def stored_rollouts(rollouts: Sequence[SampledRollout]) -> tuple[dict[str, np.nd
     arrays: dict[str, np.ndarray] = {}
     told: list[dict[str, Any]] = []
     for i, one in enumerate(rollouts):
-        answers, found = one.found.answers, one.found
+        answers, found = one.trajectories.answers, one.trajectories
         lengths = [len(answer.tokens) for answer in answers]
         tokens = {name: np.concatenate([np.asarray(getattr(a, name), dtype) for a in answers]) for name, dtype in OF_TOKENS.items()}
         greedy = {} if found.greedy is None else {"greedy": found.greedy}
@@ -51,22 +51,22 @@ def stored_rollouts(rollouts: Sequence[SampledRollout]) -> tuple[dict[str, np.nd
         arrays |= {f"{i}.{name}": a for name, a in own.items()}
         rest = [{f.name: getattr(a, f.name) for f in fields(a) if f.name not in OF_TOKENS} for a in answers]
         texts = [one | {"prompt": one["prompt"].place, "played": one["played"] and asdict(one["played"])} for one in rest]
-        plain = {f.name: getattr(one, f.name) for f in fields(one) if f.name not in ("found", "clock")}
+        plain = {f.name: getattr(one, f.name) for f in fields(one) if f.name not in ("trajectories", "clock")}
         told.append(plain | {"seconds": one.clock.seconds, "answers": texts})
     return arrays, told
 
 
-def restored_rollouts(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[SampledRollout]:
+def restored_rollouts(arrays: Mapping[str, np.ndarray], records: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[SampledRollout]:
     """The rollouts that `kept` gave."""
     out: list[SampledRollout] = []
-    for i, one in enumerate(told):
+    for i, one in enumerate(records):
         own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
         ends = np.cumsum(own["lengths"])[:-1]
         tokens = {name: [part.tolist() for part in np.split(own[name], ends)] for name in OF_TOKENS}
         each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(one["answers"]))]
         answers = [restored_trajectory(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
         found = ScoredTrajectories(answers, own["rewards"], own.get("greedy"))
-        made = SampledRollout(**{name: value for name, value in one.items() if name not in ("answers", "seconds")}, found=found)
+        made = SampledRollout(**{name: value for name, value in one.items() if name not in ("answers", "seconds")}, trajectories=found)
         made.clock.seconds = dict(one["seconds"])
         out.append(made)
     return out

@@ -62,7 +62,7 @@ class RewardSampler:
         if isinstance(lm, LM):
             lm.reset_prefix_cache()
         try:
-            made.found = self.rounds(lm, made)
+            made.trajectories = self.rounds(lm, made)
             if not isinstance(lm, LM):
                 made.clock.seconds["weights_s"] = lm.weights_s
                 made.failed["rollout_lost"] = float(lm.lost)
@@ -73,54 +73,56 @@ class RewardSampler:
         made.place, self.signal.number = self.signal.place, made.number + 1
         return made
 
-    def rounds(self, lm: LM | RemoteSampler, made: SampledRollout) -> ScoredTrajectories:
+    def rounds(self, lm: LM | RemoteSampler, rollout: SampledRollout) -> ScoredTrajectories:
         found = ScoredTrajectories()
         while True:
-            found = found.plus(*self.round(lm, self.groups - len(found.answers) // self.rollout.completions, made))
+            found = found.plus(*self.round(lm, self.groups - len(found.answers) // self.rollout.completions, rollout))
             useful = self.useful(found)
-            made.rounds += 1
-            if made.rounds > self.rollout.resample or len(useful) == self.groups:
+            rollout.rounds += 1
+            if rollout.rounds > self.rollout.resample or len(useful) == self.groups:
                 break
             # A useless group makes room, except in the last round.
             found = found.groups(useful, self.rollout.completions)
         return found.groups(useful, self.rollout.completions) if self.rollout.resample and useful else found
 
-    def round(self, lm: LM | RemoteSampler, count: int, made: SampledRollout) -> tuple[list[Trajectory], np.ndarray, np.ndarray | None]:
+    def round(
+        self, lm: LM | RemoteSampler, count: int, rollout: SampledRollout
+    ) -> tuple[list[Trajectory], np.ndarray, np.ndarray | None]:
         """Answers to the next `count` prompts, their rewards, and those of the greedy answers where they are compared with those."""
         each, how = self.rollout, self.policy
         prompts = self.next_prompts(count)
-        with made.clock("generate_s"):
+        with rollout.clock("generate_s"):
             several = [one for one in prompts for _ in range(each.completions)]
-            answers = self.answered(lm, several, how.temperature, made)
-            plain = self.answered(lm, prompts, 0.0, made) if how.needs_greedy else None
-        return answers, self.judged(answers, made), None if plain is None else self.judged(plain, made)
+            answers = self.answered(lm, several, how.temperature, rollout)
+            plain = self.answered(lm, prompts, 0.0, rollout) if how.needs_greedy else None
+        return answers, self.judged(answers, rollout), None if plain is None else self.judged(plain, rollout)
 
-    def answered(self, lm: LM | RemoteSampler, prompts: list[Prompt], temperature: float, made: SampledRollout) -> list[Trajectory]:
+    def answered(self, lm: LM | RemoteSampler, prompts: list[Prompt], temperature: float, rollout: SampledRollout) -> list[Trajectory]:
         how = self.rollout
         filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
-        seed = (self.seed, ROLLOUT, made.number, made.rounds)
+        seed = (self.seed, ROLLOUT, rollout.number, rollout.rounds)
         sampling = Sampling(temperature=temperature, **filters)
-        return self.sampled(lm, prompts, sampling, seed, made, how.ignore_eos)
+        return self.sampled(lm, prompts, sampling, seed, rollout, how.ignore_eos)
 
     def sampled(
         self,
         lm: LM | RemoteSampler,
         prompts: list[Prompt],
-        how: Sampling,
+        sampling: Sampling,
         seed: tuple[int, ...],
-        made: SampledRollout,
+        rollout: SampledRollout,
         ignore_eos: bool = False,
     ) -> list[Trajectory]:
         """One answer to each prompt, of one turn or of as many as its environment has."""
         most = self.rollout.tokens
         if self.table is None:
-            return sample_trajectories(lm, prompts, most, how, seed, self.signal.interrupted, ignore_eos)
+            return sample_trajectories(lm, prompts, most, sampling, seed, self.signal.interrupted, ignore_eos)
         assert isinstance(lm, LM), "several turns with an engine in another process"
-        limits = EpisodeLimits(how, most, self.longest_prompt + most, ignore_eos)
+        limits = EpisodeLimits(sampling, most, self.longest_prompt + most, ignore_eos)
         playing = EpisodeRunner(lm, prompts, limits, seed, self.table, self.signal.interrupted)
         answers = playing.run()
-        made.clock.seconds["environment_s"] = made.clock.seconds.get("environment_s", 0.0) + playing.waited_s
-        first = [one.played for one in answers if one.played is not None and one.played.made <= 1 and one.played.why == "room"]
+        rollout.clock.seconds["environment_s"] = rollout.clock.seconds.get("environment_s", 0.0) + playing.waited_s
+        first = [one.played for one in answers if one.played is not None and one.played.turn_count <= 1 and one.played.why == "room"]
         if answers and len([one for one in first if one.turns and one.turns[-1]["role"] == "assistant"]) == len(answers):
             self.complain(
                 "no answer of a rollout came to the end of its first turn, so no step of the environment was called: environment.stop "
@@ -175,21 +177,21 @@ class RewardSampler:
         own = [self.table.weight] if self.table is not None and self.table.gives else []
         return [*own, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
 
-    def judged(self, answers: list[Trajectory], made: SampledRollout) -> np.ndarray:
+    def judged(self, answers: list[Trajectory], rollout: SampledRollout) -> np.ndarray:
         """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
         columns = {name: [one.prompt.columns[name] for one in answers] for name in self.prompts.names}
         columns |= {"finish_reasons": [one.finish_reason for one in answers], "thinking_prompts": [one.thinking for one in answers]}
-        with made.clock("reward_s"):
-            found = self.judge([one.prompt.asked for one in answers], [one.said for one in answers], columns)
+        with rollout.clock("reward_s"):
+            found = self.judge([one.prompt.content for one in answers], [one.said for one in answers], columns)
         for name, kinds in found.counts.items():
             for kind, count in kinds.items():
                 key = f"rewards/{name}/{kind.replace(' ', '_')}"
-                made.failed[key] = made.failed.get(key, 0.0) + count
+                rollout.failed[key] = rollout.failed.get(key, 0.0) + count
         values = found.values
         if self.scored != list(self.judge.names):
             values = np.concatenate([environment_rewards(answers), values], 1)
         broken = failed_episodes(answers) | found.failed | self.too_large(values)
-        made.failed["rewards/failed"] = made.failed.get("rewards/failed", 0.0) + float(broken.sum())
+        rollout.failed["rewards/failed"] = rollout.failed.get("rewards/failed", 0.0) + float(broken.sum())
         # A punishment alone is no reward: the answer would count as one of 0.
         none = broken | ~np.isfinite(values).any(1)
         if self.rollout.overlong:
@@ -207,30 +209,30 @@ class RewardSampler:
             self.complain(f"{what}: answers beyond {LARGEST:g} are left out; lower the reward or its weight", "too large")
         return largest > LARGEST
 
-    def useful(self, found: ScoredTrajectories) -> list[int]:
+    def useful(self, scored: ScoredTrajectories) -> list[int]:
         """The groups that can be learned from."""
-        return np.flatnonzero(useful_groups(self.policy, self.judgment(found))).tolist()
+        return np.flatnonzero(useful_groups(self.policy, self.judgment(scored))).tolist()
 
-    def judgment(self, found: ScoredTrajectories) -> RolloutRewards:
+    def judgment(self, scored: ScoredTrajectories) -> RolloutRewards:
         """What the answers alone tell."""
-        live = per_token(found.answers, self.rollout.tokens, "live")
+        live = per_token(scored.answers, self.rollout.tokens, "live")
         turns = None
         if self.table is not None and self.policy.credit.by != "answer":
-            turns = episode_turns(found.answers, self.table.most, self.rollout.tokens)
-            if not turns.given.any():
+            turns = episode_turns(scored.answers, self.table.most, self.rollout.tokens)
+            if not turns.is_rewarded.any():
                 what = f"objective.credit.by={self.policy.credit.by}: the environment gave no turn of a rollout a reward, so that only"
                 self.complain(f"{what} those of whole answers count", "no turn rewarded")
-        return RolloutRewards(self.by_group(found.rewards), self.weights, live, found.greedy, turns=turns)
+        return RolloutRewards(self.by_group(scored.rewards), self.weights, live, scored.greedy, turns=turns)
 
     def by_group(self, rewards: np.ndarray) -> np.ndarray:
         return rewards.reshape(-1, self.rollout.completions, rewards.shape[1])
 
-    def check_rewarded(self, made: SampledRollout) -> None:
+    def check_rewarded(self, rollout: SampledRollout) -> None:
         """Checks that some answer has a reward.
 
         Raises:
             ArgosyError: none has.
         """
-        if not np.isfinite(made.found.rewards[:, : len(self.scored)]).any():
+        if not np.isfinite(rollout.trajectories.rewards[:, : len(self.scored)]).any():
             hint = "what they said is above; nothing was learned from this rollout, and what was saved before is good"
-            raise ArgosyError(f"no answer of rollout {made.number + 1} has a reward ({', '.join(self.scored)})", hint=hint)
+            raise ArgosyError(f"no answer of rollout {rollout.number + 1} has a reward ({', '.join(self.scored)})", hint=hint)

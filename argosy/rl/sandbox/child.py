@@ -217,7 +217,7 @@ def attempt(filter):
 # ---- the code
 
 
-def restrict(how):
+def restrict(limits):
     """Takes away every right but those of the code's own folder."""
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     import system_calls as filter
@@ -228,16 +228,16 @@ def restrict(how):
         ctypes.CDLL("libgcc_s.so.1")
     except OSError:
         pass
-    way, counted = count_apart(how["ways"], how["keep_fsuid"], how["folder"])
-    limit_resources(how["limits"], counted)
+    way, counted = count_apart(limits["ways"], limits["keep_fsuid"], limits["folder"])
+    limit_resources(limits["limits"], counted)
     _require(prctl(PR_SET_NO_NEW_PRIVS, 1), "it could gain rights")
     capabilities(0)
     # A change of user would undo this.
     _require(prctl(PR_SET_PDEATHSIG, SIGKILL), "it would outlive its parent")
-    if os.getppid() != how["parent"]:
+    if os.getppid() != limits["parent"]:
         os._exit(0)
-    end_at(how["last_s"])
-    landlock(how["reads"], how["lists"], how["folder"])
+    end_at(limits["last_s"])
+    landlock(limits["reads"], limits["lists"], limits["folder"])
     seccomp(filter)
     attempt(filter)
     if way == "count" and not thread_starts():

@@ -53,7 +53,7 @@ def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) 
     if CRITIC in run.objective.trained_parts:
         optimizer = scaled(optimizer, PREFIX, run.objective.critic.rate)
     if run.diloco.every:
-        optimizer = diloco.around(optimizer, mesh.shape[diloco.AXIS])
+        optimizer = diloco.replicated_optimizer(optimizer, mesh.shape[diloco.AXIS])
     state = jax.eval_shape(
         lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0, begin(run.guard)),
         {a: shapes[a] for a in params},

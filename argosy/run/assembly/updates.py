@@ -39,7 +39,7 @@ class BatchUpdates:
             precision=a.decided.precision,
             accumulate=run.accumulate,
             roles=_graphs(a),
-            once=GatherOnce(a.places.params | a.places.rest) if run.execution.gather == "once" else None,
+            gather=GatherOnce(a.places.params | a.places.rest) if run.execution.gather == "once" else None,
             stays=stays if run.execution.offload != "none" else None,
         )
         step = guarded(diloco.alone(step), run.guard) if run.diloco.every else guarded(step, run.guard)

@@ -61,7 +61,7 @@ class Endpoint:
             ArgosyError: it does not answer, or with numbers that are none.
         """
         body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
-        found = self.asked("completions", body)
+        found = self.request("completions", body)
         try:
             (choice,) = found["choices"]
             places = choice["prompt_logprobs"]
@@ -116,7 +116,7 @@ class Endpoint:
 
     # ---------------------------------------------------------------- HTTP
 
-    def asked(self, path: str, body: dict[str, Any]) -> Any:
+    def request(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON that a request is answered with. It is made again after errors that may pass, a few times.
 
         Raises:
@@ -125,7 +125,7 @@ class Endpoint:
         where, said = f"{self.url.rstrip('/')}/{path}", ""
         for wait in (*WAITS_S, None):
             try:
-                return self.once(where, body)
+                return self.request_once(where, body)
             except HTTPError as error:
                 words = self.without_key(error.read().decode("utf-8", "replace"))
                 said = f"HTTP {error.code}: {message_of(words)[:SHOWN]}"
@@ -141,7 +141,7 @@ class Endpoint:
         what = f"the teacher's server does not answer after {len(WAITS_S) + 1} tries: {said}"
         raise ArgosyError(what, hint=f"{where}; what it has said is kept, and the same command goes on")
 
-    def once(self, where: str, body: dict[str, Any]) -> Any:
+    def request_once(self, where: str, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
         if (key := _key_of()) is not None:
             headers["Authorization"] = f"Bearer {key}"
@@ -160,11 +160,11 @@ def _key_of() -> str | None:
     return next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
 
 
-def waited(asked: str | None, wait: float | None) -> float | None:
+def waited(header: str | None, wait: float | None) -> float | None:
     """Seconds before the next try: what the server asks for, within bounds. None: there is none."""
-    if wait is None or asked is None or not asked.strip().isdigit():
+    if wait is None or header is None or not header.strip().isdigit():
         return wait
-    return min(max(float(asked), wait), LONGEST_WAIT_S)
+    return min(max(float(header), wait), LONGEST_WAIT_S)
 
 
 def message_of(words: str) -> str:

@@ -47,7 +47,7 @@ def student_rollouts(run: Run, mesh: Any, tokenizer: Any) -> RolloutParts:
     reread = None
     if is_across(run.objective):
         both = Both(run, tokenizer)
-        shape = replace(shape, beside=both.places)
+        shape = replace(shape, teacher_sequence=both.places)
         reread = TeacherTokens(both.across, both.places, asking(run, both.across.teacher, prompts))
     vocab = run.model.vocab
     batches = teacher_batches(prompts, held_out, run.objective, rollout, run.data.batch, shape, run.seed, vocab, reread)
@@ -63,7 +63,7 @@ def student_rollouts(run: Run, mesh: Any, tokenizer: Any) -> RolloutParts:
 
 def _summary(run: Run) -> dict[str, str]:
     """The completions of a run, for its header."""
-    rollout, own = run.rollout, run.objective.own
+    rollout, own = run.rollout, run.objective.student_fraction
     assert rollout is not None
     whose = "the student's" if own == 1 else f"the student's in {own:.0%} of the batches, otherwise the {run.objective.others}'s"
     groups = f", {rollout.completions} to each prompt" if rollout.completions > 1 else ""

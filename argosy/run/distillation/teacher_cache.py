@@ -55,7 +55,7 @@ class WithTeacher(BatchWrapper):
         assert self.kept is not None
         batch = dict(next(self.inner))
         rows = batch.pop(ROW)
-        return batch | self.kept.beside(batch["mask"], rows)
+        return batch | self.kept.with_top_tokens(batch["mask"], rows)
 
 
 def fill_teacher_cache(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> None:

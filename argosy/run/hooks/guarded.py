@@ -102,7 +102,7 @@ class Guarded:
         """Tells of a step that was skipped."""
         number, _ = self.batches.of_step(bad.step)
         self._write(bad, "skip", batch=number)
-        self.view.say(f"step {bad.step} is skipped: {bad.what} ({bad.other}, batch {number})")
+        self.view.say(f"step {bad.step} is skipped: {bad.cause} ({bad.other}, batch {number})")
 
     def after(self, bad: Bad) -> Any:
         """The state to go on with after a step at which all halted.
@@ -135,7 +135,7 @@ class Guarded:
         place = "" if before is None else f" at {before.position()}"
 
         def fail() -> None:
-            what = f"{bad.what} at step {bad.step}" + (f": {why}" if why else "")
+            what = f"{bad.cause} at step {bad.step}" + (f": {why}" if why else "")
             raise Diverged(what, where=f"{seen}{place}; {kept}", hint=START_LOWER if why else GO_ON)
 
         return processes.run_together("bad step", fail)
@@ -157,12 +157,12 @@ class Guarded:
         self.state = None
         self.batches.begin(good)
         first, last = self.batches.number + 1, number + self.how.beyond
-        self.rolled.append({"step": bad.step, "restored": good, "first": first, "last": last, "what": bad.what})
+        self.rolled.append({"step": bad.step, "restored": good, "first": first, "last": last, "what": bad.cause})
         processes.run_together("rollback", lambda: self.directory.write_rollbacks(self.rolled))
         self.batches.leave_out(first, last)
         self._write(bad, "rollback", batch=number, restored=good, first=first, last=last)
         self.view.say(
-            f"{bad.what} at step {bad.step} ({bad.other}, batch {number}): going back to step {good}, "
+            f"{bad.cause} at step {bad.step} ({bad.other}, batch {number}): going back to step {good}, "
             f"without the batches {first} to {last}"
         )
         self.saver.newest.clear()
@@ -171,7 +171,7 @@ class Guarded:
 
     def _write(self, bad: Bad, action: str, **more: int) -> None:
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in bad.numbers.items()}
-        self.metrics.write({"step": bad.step, "bad": {"action": action, "what": bad.what} | numbers | more})
+        self.metrics.write({"step": bad.step, "bad": {"action": action, "what": bad.cause} | numbers | more})
 
 
 def raised(error: Exception) -> None:

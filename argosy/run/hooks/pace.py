@@ -186,14 +186,14 @@ def _pace_words(document: dict[str, Any]) -> ProcessTimes:
 
 
 @contextmanager
-def paced(how: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any) -> Iterator[Callable[[Update], Update]]:
+def paced(settings: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any) -> Iterator[Callable[[Update], Update]]:
     """Measures steps where there is something to compare: several processes, or several devices that do not share processors. more:
     what else `PaceMeter` takes."""
-    if not how.every or (processes.process_count() == 1 and (len(devices) == 1 or devices[0].platform == "cpu")):
+    if not settings.every or (processes.process_count() == 1 and (len(devices) == 1 or devices[0].platform == "cpu")):
         yield lambda update: update
         return
     with clock("compile"):
-        pace = PaceMeter(how, devices, clock, *more)
+        pace = PaceMeter(settings, devices, clock, *more)
     try:
         yield pace
     finally:

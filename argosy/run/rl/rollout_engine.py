@@ -29,22 +29,23 @@ from argosy.train.state import TrainState
 from argosy.weights.build import tensor_shardings
 
 
-def trainer_devices(how: Rollout | None) -> list[Any]:
+def trainer_devices(settings: Rollout | None) -> list[Any]:
     """The devices that train: all but those that sample only.
 
     Raises:
         BadInput: none is left. Unsupported: processes that sample would have to share accelerators with this one.
     """
     here = jax.devices()
-    if how is not None and how.processes is not None and here[0].platform != "cpu":
+    if settings is not None and settings.processes is not None and here[0].platform != "cpu":
         what = f"rollout.processes on {here[0].platform}: processes that sample have CPU devices, and this one has all others"
         raise Unsupported(what, hint="rollout.devices=N samples on devices of this process")
-    if how is None or how.devices is None:
+    if settings is None or settings.devices is None:
         return here
-    if how.devices >= len(here):
-        what = f"rollout.devices = {how.devices}, and this process has {len(here)} device{'s' * (len(here) > 1)}: none is left to train"
-        raise BadInput(what, hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={how.devices + 1}")
-    return here[: -how.devices]
+    if settings.devices >= len(here):
+        count = plural(len(here), "device")
+        what = f"rollout.devices = {settings.devices}, and this process has {count}: none is left to train"
+        raise BadInput(what, hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={settings.devices + 1}")
+    return here[: -settings.devices]
 
 
 def policy_weights(state: TrainState) -> Leaves:
@@ -65,7 +66,7 @@ class RolloutEngine:
     shapes: Leaves
     dtype: Any
     tokenizer: Tokenizer | None
-    how: Rollout
+    settings: Rollout
     hub: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     _lm: LM | None = field(default=None, init=False, repr=False)
@@ -79,7 +80,7 @@ class RolloutEngine:
             ArgosyError: a copy differs from its source.
         """
         own = policy_weights(state)
-        if self.how.devices is None:
+        if self.settings.devices is None:
             return own
         if self._places is None:
             self._places = self._placed(own)
@@ -97,11 +98,11 @@ class RolloutEngine:
         """The language model with these weights."""
         if self._lm is None:
             module = self._module(weights)
-            if self.how.weights == "int8":
+            if self.settings.weights == "int8":
                 for name, of in find(module, LAYERS).items():
                     self._rounded[name] = int8(of)
                     put_at(module, name, self._rounded[name])
-            settings = EngineSettings(slots=self.how.slots)
+            settings = EngineSettings(slots=self.settings.slots)
             self._lm = LM(
                 self.config, module, self.tokenizer, hub=self.hub, generation=self.generation, engine_settings=settings
             )
@@ -114,7 +115,7 @@ class RolloutEngine:
 
     def _placed(self, weights: Leaves) -> dict[str, Any]:
         """Where each weight lies on the engine's devices."""
-        count = self.how.devices
+        count = self.settings.devices
         assert count is not None
         devices = jax.devices()[-count:]
         if count == 1:

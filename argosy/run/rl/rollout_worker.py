@@ -40,12 +40,12 @@ class RolloutWorker:
         self.lm.reset_prefix_cache()
         return np.asarray(checksums([self.weights[a] for a in sorted(self.weights)]))
 
-    def answer(self, tokens: np.ndarray, lengths: np.ndarray, first: int, how: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def answer(self, tokens: np.ndarray, lengths: np.ndarray, first: int, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Answers prompts, which follow each other in `tokens`. first: the place of the first one."""
         assert self.lm is not None, "prompts before weights"
         prompts = [one.tolist() for one in np.split(tokens, np.cumsum(lengths)[:-1])]
-        sampling = Sampling.model_validate_json(how["sampling"])
-        request = SamplingRequest(how["most"], sampling, tuple(how["seed"]), how["ignore_eos"])
+        sampling = Sampling.model_validate_json(options["sampling"])
+        request = SamplingRequest(options["most"], sampling, tuple(options["seed"]), options["ignore_eos"])
         return joined_completions(sample_completions(self.lm, prompts, request, first=first))
 
     def sleep(self) -> None:
@@ -64,8 +64,8 @@ def joined_completions(answers: list[SampledCompletion]) -> dict[str, np.ndarray
     }
 
 
-def split_completions(found: Mapping[str, np.ndarray]) -> list[SampledCompletion]:
+def split_completions(arrays: Mapping[str, np.ndarray]) -> list[SampledCompletion]:
     """The answers that `flat` made arrays of."""
-    ends = np.cumsum(found["lengths"])[:-1]
-    each = zip(np.split(found["tokens"], ends), np.split(found["logprobs"], ends), found["ended"].tolist(), strict=True)
+    ends = np.cumsum(arrays["lengths"])[:-1]
+    each = zip(np.split(arrays["tokens"], ends), np.split(arrays["logprobs"], ends), arrays["ended"].tolist(), strict=True)
     return [SampledCompletion(tokens.tolist(), logprobs.tolist(), ended) for tokens, logprobs, ended in each]

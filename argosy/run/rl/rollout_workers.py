@@ -71,7 +71,7 @@ class RolloutWorkers:
     """
 
     def __init__(self, engine: RolloutEngine, say: Say):
-        self.engine, self.say, self.how = engine, say, engine.how
+        self.engine, self.say, self.how = engine, say, engine.settings
         count = self.how.processes
         assert count is not None
         shapes = {a: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for a, leaf in engine.shapes.items()}
@@ -116,7 +116,7 @@ class RolloutWorkers:
 
     # ---------------------------------------------------------------- one process
 
-    def share(self, name: str, weights: WeightVersions, ask: Ask, told: "Samplers") -> list[SampledCompletion]:
+    def share(self, name: str, weights: WeightVersions, ask: Ask, samplers: "Samplers") -> list[SampledCompletion]:
         """The answers of a process, however often it ends on the way. ask: has it answer.
 
         Raises:
@@ -125,15 +125,15 @@ class RolloutWorkers:
         with self._turns[name]:
             while True:
                 try:
-                    self.give(name, weights, told)
+                    self.give(name, weights, samplers)
                     found = split_completions(ask(self.workers[name]))
                 except WorkerLost as error:
-                    self.lost(name, error, told)
+                    self.lost(name, error, samplers)
                 else:
                     self._lost[name] = 0
                     return found
 
-    def give(self, name: str, weights: WeightVersions, told: "Samplers") -> None:
+    def give(self, name: str, weights: WeightVersions, samplers: "Samplers") -> None:
         """Gives a process the weights that it lacks.
 
         Raises:
@@ -153,9 +153,9 @@ class RolloutWorkers:
             raise ArgosyError(f"{plural(len(wrong), 'weight')} arrived changed in the process `{name}`, such as {wrong[0]}")
         has |= {a: one.number for a, one in weights.versions.items()}
         with self._counting:
-            told.weights_s = max(told.weights_s, time.monotonic() - began)
+            samplers.weights_s = max(samplers.weights_s, time.monotonic() - began)
 
-    def lost(self, name: str, error: WorkerLost, told: "Samplers") -> None:
+    def lost(self, name: str, error: WorkerLost, samplers: "Samplers") -> None:
         """Starts a process again that has ended.
 
         Raises:
@@ -165,7 +165,7 @@ class RolloutWorkers:
             self._has[name].clear()
             self._lost[name] += 1
             with self._counting:
-                told.lost += 1
+                samplers.lost += 1
             if self._lost[name] >= MOST_LOST:
                 raise ArgosyError(f"{error.what}\nThat was {MOST_LOST} times in a row without an answer.") from error
             self.say(f"`{name}` is started again, and its prompts are sampled again")
@@ -184,7 +184,9 @@ class Samplers:
         self.workers, self.given, self.tokenizer = workers, weights, workers.engine.tokenizer
         self.lost, self.weights_s = 0, 0.0
 
-    def drawn(self, prompts: Sequence[Sequence[int]], how: SamplingRequest, interrupted: Callable[[], bool]) -> list[SampledCompletion]:
+    def drawn(
+        self, prompts: Sequence[Sequence[int]], request: SamplingRequest, interrupted: Callable[[], bool]
+    ) -> list[SampledCompletion]:
         """One answer to each prompt, in their order.
 
         Raises:
@@ -193,7 +195,7 @@ class Samplers:
         names = self.workers.names
         places = np.array_split(np.arange(len(prompts)), len(names))
         asked = [
-            self.workers._threads.submit(self.workers.share, name, self.given, sampling_task(prompts, share.tolist(), how), self)
+            self.workers._threads.submit(self.workers.share, name, self.given, sampling_task(prompts, share.tolist(), request), self)
             for name, share in zip(names, places, strict=True)
             if share.size
         ]
@@ -217,17 +219,18 @@ class Samplers:
                 group.run(RolloutWorker.sleep, group.started)
 
 
-def sampling_task(prompts: Sequence[Sequence[int]], rows: Sequence[int], how: SamplingRequest) -> Ask:
+def sampling_task(prompts: Sequence[Sequence[int]], rows: Sequence[int], request: SamplingRequest) -> Ask:
     """What has a process answer the prompts in these rows, which follow each other."""
     some = [prompts[row] for row in rows]
     tokens = np.concatenate([np.asarray(one, np.int64) for one in some])
     lengths = np.array([len(one) for one in some], np.int64)
-    said = {"most": how.most, "sampling": how.sampling.model_dump_json(), "seed": how.seed, "ignore_eos": how.ignore_eos}
-    return lambda group: group.run(RolloutWorker.answer, group.started, tokens, lengths, rows[0], said).value()
+    sampling = request.sampling.model_dump_json()
+    options = {"most": request.most, "sampling": sampling, "seed": request.seed, "ignore_eos": request.ignore_eos}
+    return lambda group: group.run(RolloutWorker.answer, group.started, tokens, lengths, rows[0], options).value()
 
 
-def samplers_summary(how: Rollout, weights: Leaves) -> str:
+def samplers_summary(settings: Rollout, weights: Leaves) -> str:
     """How many processes sample, and what each holds, for a run's header."""
     size = sized(sum(leaf.size * leaf.dtype.itemsize for a, leaf in weights.items() if not a.startswith(PREFIX)))
-    who = f"{how.processes} processes, each" if how.processes != 1 else "a process of its own,"
-    return f"{who} with a copy of the weights ({size}) and the cache of at most {plural(how.slots, 'answer')}"
+    who = f"{settings.processes} processes, each" if settings.processes != 1 else "a process of its own,"
+    return f"{who} with a copy of the weights ({size}) and the cache of at most {plural(settings.slots, 'answer')}"

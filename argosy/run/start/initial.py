@@ -135,9 +135,9 @@ def on_top(assembly: Assembly) -> dict[str, Any]:
     return {a if a in own else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.adapters.stacked.items()}
 
 
-def base_described(assembly: Assembly, stored: OpenedModel | None, given: str | None) -> dict[str, Any]:
+def base_described(assembly: Assembly, stored: OpenedModel | None, name: str | None) -> dict[str, Any]:
     """What checkpoints say of the base of a run; empty for a run without adapters."""
-    return describe_base(stored, given) if assembly.adapters.base and stored is not None and given is not None else {}
+    return describe_base(stored, name) if assembly.adapters.base and stored is not None and name is not None else {}
 
 
 def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:

@@ -185,8 +185,8 @@ def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any)
         BadInput: the sharding is no prefix of the value, names an axis that the mesh lacks, or does not divide an array; or jax would
             hold fewer digits.
     """
-    def is_spec(one: Any) -> bool:
-        return one is None or isinstance(one, PartitionSpec)
+    def is_spec(leaf: Any) -> bool:
+        return leaf is None or isinstance(leaf, PartitionSpec)
 
     specs: list[Any] = [None] * len(leaves)
     try:

@@ -47,7 +47,7 @@ class Leaf:
     crc: int | None
 
 
-def apart(tree: Any, what: str, hint: str, keep: tuple[type, ...] = ()) -> tuple[Any, list[str], list[Any]]:
+def apart(tree: Any, label: str, hint: str, keep: tuple[type, ...] = ()) -> tuple[Any, list[str], list[Any]]:
     """The skeleton, and the paths and arrays of its slots. keep: other types that stay in the skeleton.
 
     Raises:
@@ -56,7 +56,7 @@ def apart(tree: Any, what: str, hint: str, keep: tuple[type, ...] = ()) -> tuple
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda one: isinstance(one, keep))
     paths, arrays, leaves = [], [], []
     for keys, leaf in found:
-        path = f"{what}{jax.tree_util.keystr(keys)}"
+        path = f"{label}{jax.tree_util.keystr(keys)}"
         if isinstance(leaf, (*PLAIN, *keep)):
             leaves.append(leaf)
             continue
@@ -148,9 +148,9 @@ def bytes_of(array: np.ndarray) -> memoryview:
     return memoryview(flat)
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def overlap(box: Box, other: Box) -> Box | None:
     """What two boxes have in common; None where that is nothing."""
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other))
     return None if any(start >= stop for start, stop in found) else found
 
 

@@ -30,19 +30,19 @@ def function_of(name: str) -> Callable[..., Any]:
     """
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        function: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         hint = "workers import what the controller's sys.path reaches"
         raise BadInput(f"`{name}`: there is no module {error.name}", hint=hint) from None
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(function, part):
             raise BadInput(f"`{name}`: {module} has no {path}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise BadInput(f"`{name}` is a {type(found).__name__}, not a function")
-    return found
+        function = getattr(function, part)
+    if not callable(function):
+        raise BadInput(f"`{name}` is a {type(function).__name__}, not a function")
+    return function
 
 
 def _failure(error: BaseException, ours: bool) -> dict[str, Any]:
@@ -101,12 +101,12 @@ class Worker:
         import jax
 
         from argosy.checkpoint.tiers.peers import Listener
-        from argosy.launch.cluster import found, join
+        from argosy.launch.cluster import detect_place, join
         from argosy.launch.workers.arrays.transfers import answer
         from argosy.launch.workers.engines.here import Here, mesh_over, settle
 
         # A process that is alone may stand in its controller's cluster, whose variables it has.
-        if self.hello["processes"] > 1 and (place := found(os.environ)) is not None:
+        if self.hello["processes"] > 1 and (place := detect_place(os.environ)) is not None:
             join(place)
         count = len(jax.local_devices())
         if count != self.hello["devices"]:
@@ -120,9 +120,9 @@ class Worker:
     def arrays(self, number: int) -> list[Any]:
         from argosy.launch.workers.arrays.trees import apart
 
-        return apart(self.held(number), "the result", "")[2]
+        return apart(self.stored(number), "the result", "")[2]
 
-    def held(self, number: int) -> Any:
+    def stored(self, number: int) -> Any:
         if number not in self.objects:
             raise BadInput(f"the group `{self.hello['group']}` does not have value {number} any more", hint="it was freed")
         return self.objects[number]
@@ -135,7 +135,7 @@ class Worker:
 
         try:
             function = function_of(said["function"])
-            words, named = unpacked(said["arguments"], self.held)
+            words, named = unpacked(said["arguments"], self.stored)
         except UserError as error:
             raise _Unknown(error.what, where=error.where, hint=error.hint) from None
         self.objects[said["number"]] = jax.block_until_ready(function(*words, **named))
@@ -143,7 +143,7 @@ class Worker:
     def describe(self, number: int) -> tuple[bytes, list[Any]]:
         from argosy.launch.workers.arrays.trees import described
 
-        return described(self.held(number), several=self.hello["processes"] > 1)
+        return described(self.stored(number), several=self.hello["processes"] > 1)
 
     def value(self, said: dict[str, Any]) -> list[tuple[int, Any, Any]]:
         """The shards of arrays that the controller wants from this process: (array, box, numpy array)."""

@@ -86,7 +86,7 @@ class Inline:
     def close(self) -> None:
         self.lose(WorkerLost("was ended by its controller", self.name, 0, meant=True))
 
-    def held(self, number: int) -> Any:
+    def stored(self, number: int) -> Any:
         self.check()
         if number not in self.objects:
             raise BadInput(f"the group `{self.name}` does not have value {number} any more", hint="it was freed")
@@ -94,7 +94,7 @@ class Inline:
 
     def call(self, number: int, function: str, arguments: bytes) -> None:
         found = function_of(function)
-        words, named = unpacked(arguments, self.held)
+        words, named = unpacked(arguments, self.stored)
         token = thread.set(Here(self.name, 0, 1, self.mesh))
         try:
             with jax.default_device(self.mesh.devices.flat[0]):
@@ -109,7 +109,7 @@ class Inline:
         self.objects[number] = out
 
     def source(self, number: int) -> Any:
-        return self.held(number)
+        return self.stored(number)
 
     def pull(self, number: int, source: Any, sharding: Any) -> int:
         _, leaves = described(source, several=False)
@@ -120,7 +120,7 @@ class Inline:
         return sum(_bytes_of(one) for one in moved)
 
     def value(self, number: int) -> Any:
-        skeleton, _, arrays = apart(self.held(number), "the result", "return arrays and plain values to bring or move them")
+        skeleton, _, arrays = apart(self.stored(number), "the result", "return arrays and plain values to bring or move them")
         return together(skeleton, [np.array(one) for one in arrays])
 
     def values(self, number: int) -> list[Any]:

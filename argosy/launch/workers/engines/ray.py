@@ -50,9 +50,9 @@ class Keeper:
         return self._process.pid
 
     def _teller(self, kind: str) -> Callable[[Any], None]:
-        def tell(what: Any) -> None:
+        def tell(message: Any) -> None:
             with self._some:
-                self._news.append((kind, what))
+                self._news.append((kind, message))
                 self._some.notify_all()
 
         return tell
@@ -64,10 +64,10 @@ class Keeper:
             news, self._news = self._news, []
         return news
 
-    def do(self, what: str, *arguments: Any) -> None:
+    def do(self, command: str, *arguments: Any) -> None:
         """Calls a method of the process."""
         if self._process is not None:
-            getattr(self._process, what)(*arguments)
+            getattr(self._process, command)(*arguments)
 
 
 class RayWorker:

@@ -151,7 +151,7 @@ class EpisodeRunner:
             assert answer.played is not None
             play = _Play(row, answer, answer.played, self.table.environments.open(), self.now + (self.table.wait or 0), self.seeds[row])
             self.open[row] = play
-            play.environment.ask(self.table.environments.given(prompt.asked, play.seed, prompt.columns))
+            play.environment.ask(self.table.environments.first_message(prompt.content, play.seed, prompt.columns))
 
     def ready(self, busy: bool) -> list[_Play]:
         """The answers that go on now. Waits for the replies of those that are due, and for some reply where the engine has nothing to
@@ -196,27 +196,27 @@ class EpisodeRunner:
                 played.turns[-1]["reward"] = reply["reward"]
             for name, value in reply["counts"].items():
                 played.counts[name] = played.counts.get(name, 0.0) + value
-            if reply["done"] or reply["cut"] or played.made == self.table.most:
+            if reply["done"] or reply["cut"] or played.turn_count == self.table.most:
                 play.answer.ended = reply["done"] and not reply["cut"]
-                return self.over(play, "done" if play.answer.ended else "environment" if reply["cut"] else "turns")
+                return self.end(play, "done" if play.answer.ended else "environment" if reply["cut"] else "turns")
         try:
             going = self.observe(play, reply["observation"])
         except HistoryRewritten as error:
             return self.failed(play, "not rendered", error.what)
         if not going:
-            return self.over(play, "room")
+            return self.end(play, "room")
         self.speak(engine, play)
 
-    def observe(self, play: _Play, given: Any) -> bool:
+    def observe(self, play: _Play, observation: Any) -> bool:
         """Appends what the environment says. Returns False if no room is left for another turn."""
         turns, answer, played = self.table.turns, play.answer, play.played
         if play.talk is None:
-            play.talk, observed = turns.begun(answer.prompt, given, self.how.longest - self.how.most)
+            play.talk, observed = turns.begun(answer.prompt, observation, self.how.longest - self.how.most)
             answer.prompt = play.talk.prompt
             played.begun = list(answer.prompt.tokens) if observed.said else None
         else:
             last = answer.tokens[-1] if answer.tokens[-1] in self.ends else None
-            observed = turns.follow(play.talk, given, last, self.ends)
+            observed = turns.follow(play.talk, observation, last, self.ends)
         if len(answer.tokens) + len(observed.tokens) >= self.how.most:
             return False
         answer.tokens += observed.tokens
@@ -229,9 +229,9 @@ class EpisodeRunner:
 
     def failed(self, play: _Play, kind: str, message: str) -> None:
         play.played.failure = kind, message
-        self.over(play, "failed")
+        self.end(play, "failed")
 
-    def over(self, play: _Play, why: str) -> None:
+    def end(self, play: _Play, why: str) -> None:
         """Ends an answer, which makes room for another one."""
         play.played.why = why
         play.due = -1
@@ -242,17 +242,17 @@ class EpisodeRunner:
         del self.open[play.row]
         answer, turns = play.answer, self.table.turns
         shown = answer.tokens[:-1] if answer.tokens and answer.tokens[-1] in self.ends else answer.tokens
-        whole = isinstance(answer.prompt.asked, str)
+        whole = isinstance(answer.prompt.content, str)
         answer.text = "".join(one["content"] for one in play.played.turns) if whole else turns.tokenizer.decode(shown)
 
     # ---------------------------------------------------------------- the model
 
     def speak(self, engine: Engine, play: _Play) -> None:
         """Asks the engine for the next turn of an answer."""
-        answer, seed = play.answer, (*self.seed, play.played.made)
+        answer, seed = play.answer, (*self.seed, play.played.turn_count)
         play.text, play.stream = "", self.table.turns.tokenizer.stream()
         play.played.starts.append(len(answer.tokens))
-        if isinstance(answer.prompt.asked, str):
+        if isinstance(answer.prompt.content, str):
             play.stream.begun()
         tokens, most = [*answer.prompt.tokens, *answer.tokens], self.how.most - len(answer.tokens)
         most = most if self.table.tokens is None else min(most, self.table.tokens)
@@ -280,9 +280,9 @@ class EpisodeRunner:
         said = self.table.turns.said(play.talk, answer.tokens[play.played.starts[-1] :], play.text, self.ends)
         play.played.said.append(len(play.played.turns))
         play.played.turns.append(dict(play.talk.messages[-1]))
-        play.played.made += 1
+        play.played.turn_count += 1
         if event.finish_reason == "length" and not stopped and len(answer.tokens) == self.how.most:
-            return self.over(play, "room")
+            return self.end(play, "room")
         play.environment.ask({"step": said})
         play.due = self.now + (self.table.wait or 0)
 

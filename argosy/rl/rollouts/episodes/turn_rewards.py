@@ -16,13 +16,15 @@ LIMITS = ("room", "turns", "environment")
 class EpisodeTurns:
     """The turns of the model in B answers of at most L tokens and K turns.
 
-    rewards: [B K], of the environment, 0 where it gave none. given: [B K], whether it gave one. made: [B], turns of each answer.
+    rewards: [B K], of the environment, 0 where it gave none.
+    is_rewarded: [B K], whether it gave one.
+    turn_count: [B], turns of each answer.
     number: [B L], of which turn each token is; where the model made none, of no meaning.
     """
 
     rewards: np.ndarray
-    given: np.ndarray
-    made: np.ndarray
+    is_rewarded: np.ndarray
+    turn_count: np.ndarray
     number: np.ndarray
 
     def sums(self, values: np.ndarray) -> np.ndarray:
@@ -81,8 +83,8 @@ def episode_numbers(answers: Sequence[Trajectory]) -> dict[str, float]:
     if not played:
         return {}
     out = {
-        "turns": float(np.mean([one.made for one in played])),
-        "turns/max": float(max(one.made for one in played)),
+        "turns": float(np.mean([one.turn_count for one in played])),
+        "turns/max": float(max(one.turn_count for one in played)),
         "observations/tokens": float(np.mean([one.observed for one in played])),
         "observations/cut": float(sum(one.cut for one in played)),
     }

@@ -82,11 +82,11 @@ class TurnCodec:
             BadInput: an observation that fits no such prompt. Rewritten: it leaves no room, or the template refuses it.
         """
         found, cut = self.observation(prompt, observation)
-        if isinstance(prompt.asked, str):
+        if isinstance(prompt.content, str):
             ids = [one for message in found for one in self.rest(message["content"], special=False)]
             talk = EpisodeConversation(replace(prompt, tokens=[*prompt.tokens, *ids]), found)
         else:
-            talk = EpisodeConversation(prompt, [*map(dict, prompt.asked), *found])
+            talk = EpisodeConversation(prompt, [*map(dict, prompt.content), *found])
             talk.text = self.rendered(talk)
             if found:
                 talk.prompt = replace(prompt, tokens=self.tokenizer.encode(talk.text, special=True))
@@ -107,7 +107,7 @@ class TurnCodec:
         Args:
             text: of the tokens, in prompts that are texts.
         """
-        if isinstance(talk.prompt.asked, str):
+        if isinstance(talk.prompt.content, str):
             talk.messages.append({"role": "assistant", "content": text})
             return text
         own = tokens[:-1] if tokens and tokens[-1] in ends else tokens
@@ -145,7 +145,7 @@ class TurnCodec:
         found, cut = self.observation(talk.prompt, observation)
         talk.messages += found
         talk.turn += 1
-        if isinstance(talk.prompt.asked, str):
+        if isinstance(talk.prompt.content, str):
             return ObservationTokens([one for message in found for one in self.rest(message["content"], special=False)], found, cut)
         before, talk.text = talk.text, self.rendered(talk, ends.values())
         end, rest = turn_end(before, talk.text, ends.values())
@@ -159,33 +159,33 @@ class TurnCodec:
         Raises:
             Rewritten: the template refuses it. What a model says may make it do so, such as arguments of a call that are a list.
         """
-        asked = len(talk.prompt.asked)
+        asked = len(talk.prompt.content)
         made = [without_names(one, ends) if one["role"] == "assistant" else one for one in talk.messages[asked:]]
         try:
             return self.prompts.text_of([*talk.messages[:asked], *made], talk.prompt.tools, talk.prompt.variables)
         except BadInput as error:
             raise HistoryRewritten(error.what) from None
 
-    def observation(self, prompt: Prompt, given: Any) -> tuple[list[dict[str, Any]], bool]:
+    def observation(self, prompt: Prompt, value: Any) -> tuple[list[dict[str, Any]], bool]:
         """An observation as messages, none longer than its share of the limit, and whether something was cut.
 
         Raises:
             BadInput: messages for a prompt that is a text.
         """
-        if given is None or given == []:
+        if value is None or value == []:
             return [], False
-        if isinstance(given, Mapping):
-            given = [{"role": self.role, "content": given["text"], "characters": given["characters"]}]
-        elif isinstance(given, str):
-            given = [{"role": self.role, "content": given}]
-        elif isinstance(prompt.asked, str):
+        if isinstance(value, Mapping):
+            value = [{"role": self.role, "content": value["text"], "characters": value["characters"]}]
+        elif isinstance(value, str):
+            value = [{"role": self.role, "content": value}]
+        elif isinstance(prompt.content, str):
             raise BadInput("an observation that is messages, for a prompt that is a text", where=prompt.where, hint="return a text")
         out, any_ = [], False
-        for one in given:
+        for one in value:
             message = {name: item for name, item in one.items() if name != "characters"}
-            if not isinstance(prompt.asked, str):
+            if not isinstance(prompt.content, str):
                 message["content"] = self.harmless(message["content"])
-            message["content"], cut = self.fitted(message["content"], max(1, self.most // len(given)), one.get("characters"))
+            message["content"], cut = self.fitted(message["content"], max(1, self.most // len(value)), one.get("characters"))
             out.append(message)
             any_ |= cut
         return out, any_
@@ -225,14 +225,14 @@ class TurnCodec:
         Raises:
             BadInput: it changes earlier turns, or writes no special token behind a turn.
         """
-        if isinstance(prompt.asked, str):
+        if isinstance(prompt.content, str):
             return
         if self.stop is not None:
             raise BadInput("environment.stop is for prompts that are texts; a turn of messages ends by its token", hint="leave it out")
         tools, variables = prompt.tools, prompt.variables
         try:
             check_turn_template(
-                lambda messages: self.prompts.text_of(messages, tools, variables), prompt.asked, self.role, tools,
+                lambda messages: self.prompts.text_of(messages, tools, variables), prompt.content, self.role, tools,
                 self.prompts.template_for(tools), self.tokenizer.special_names,
             )  # fmt: skip
         except (HistoryRewritten, BadInput) as error:
@@ -293,7 +293,7 @@ def _around(text: str, at: int) -> str:
 
 def check_turn_template(
     render: Callable[[Sequence[Mapping[str, Any]]], str],
-    asked: Sequence[Mapping[str, Any]],
+    prompt: Sequence[Mapping[str, Any]],
     role: str,
     tools: Sequence[Mapping[str, Any]] | None,
     template: str,
@@ -309,14 +309,14 @@ def check_turn_template(
     Raises:
         Rewritten, BadInput: it cannot continue conversations, changes earlier turns or drops their thoughts.
     """
-    before, messages = render(asked), list(asked)
+    before, messages = render(prompt), list(prompt)
     ways = ["none"]
     if uses_channels(template):
         ways.append("channel")
     elif CLOSE in template and not before.rstrip().endswith(CLOSE):
         ways.append("open" if before.rstrip().endswith(OPEN) else "closed")
     for thought in ways:
-        begun, messages = before, list(asked)
+        begun, messages = before, list(prompt)
         for turn in range(3):
             messages += trial_exchange(role, tools, turn, thought)
             after = render(messages)

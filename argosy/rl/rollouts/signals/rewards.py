@@ -90,7 +90,7 @@ class RewardSignal(Signal):
 
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
         """The updates of a rollout: its groups in shares, as often as there are epochs."""
-        how, found, answers = self.rollout, rollout.found, rollout.found.answers
+        how, found, answers = self.rollout, rollout.trajectories, rollout.trajectories.answers
         shares = np.array_split(np.arange(len(answers)).reshape(-1, how.completions), how.minibatches)
         parts = [pack_trajectories(answers, share.reshape(-1).tolist(), self.shape) for share in shares if share.size]
         judgment = self.sampler.judgment(found)
@@ -114,7 +114,7 @@ class RewardSignal(Signal):
         columns |= {} if by.returns is None else {"returns": by.returns}
         fields = {**self.policy.reads(), **shared_of(self.shape)}
         filled = [[picked(part.filled(columns), fields) for part in own] for own in parts]
-        self.keep(self.told(rollout, by))
+        self.keep(self.trajectory_records(rollout, by))
         told = self.numbers(rollout, by._replace(metrics=by.metrics | metrics), counted)
         if told.get("groups/useless") == 1:
             what = f"all answers to each prompt of rollout {rollout.number + 1} have the same reward, so the rewards teach nothing"
@@ -160,16 +160,16 @@ class RewardSignal(Signal):
                 part.spread(after, out["after"])
         return out
 
-    def numbers(self, made: SampledRollout, by: RolloutAdvantages, counted: np.ndarray) -> dict[str, float]:
+    def numbers(self, rollout: SampledRollout, by: RolloutAdvantages, counted: np.ndarray) -> dict[str, float]:
         """The metrics of a rollout."""
-        answers, n, names = made.found.answers, self.rollout.completions, self.sampler.names
+        answers, n, names = rollout.trajectories.answers, self.rollout.completions, self.sampler.names
         lengths = np.array([sum(one.live) for one in answers], np.float32)
         distinct = [len({tuple(one.tokens) for one in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
-        metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.sampler.by_group(made.found.rewards)), names))
+        metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.sampler.by_group(rollout.trajectories.rewards)), names))
         return metric_values(metrics) | {
-            "rollout": float(made.number + 1),
-            "rollout_age": float(made.number - made.seen),
-            "rollout_rounds": float(made.rounds),
+            "rollout": float(rollout.number + 1),
+            "rollout_age": float(rollout.number - rollout.seen),
+            "rollout_rounds": float(rollout.rounds),
             "groups": float(len(answers) // n),
             "answers/tokens": float(lengths.mean()),
             "answers/tokens_max": float(lengths.max()),
@@ -177,21 +177,21 @@ class RewardSignal(Signal):
             "answers/distinct": float(np.mean(distinct)),
             "answers/left_out": float(np.mean(~counted)),
             **episode_numbers(answers),
-            **made.clock.seconds,
-            **made.failed,
+            **rollout.clock.seconds,
+            **rollout.failed,
         }
 
-    def told(self, made: SampledRollout, by: RolloutAdvantages) -> list[TrajectoryRecord]:
+    def trajectory_records(self, rollout: SampledRollout, by: RolloutAdvantages) -> list[TrajectoryRecord]:
         """The answers of a rollout as they are kept."""
-        answers, names, number = made.found.answers, self.sampler.names, made.number + 1
+        answers, names, number = rollout.trajectories.answers, self.sampler.names, rollout.number + 1
         # That of the first token of the policy: an environment may have spoken before it.
         first = by.values[np.arange(len(answers)), [one.live.index(True) if any(one.live) else 0 for one in answers]].tolist()
         if by.turns is not None:
             first = [float(its[: max(len(one.played.said), 1)].mean()) for one, its in zip(answers, by.turns) if one.played]
         turns = [recorded_turns(one, None if by.turns is None else by.turns[row].tolist()) for row, one in enumerate(answers)]
         return [
-            TrajectoryRecord(number, one.prompt.asked, one.text, by_name(names, rewards), advantage, sum(one.live), one.ended, its)
-            for one, rewards, advantage, its in zip(answers, made.found.rewards, first, turns, strict=True)
+            TrajectoryRecord(number, one.prompt.content, one.text, by_name(names, rewards), advantage, sum(one.live), one.ended, its)
+            for one, rewards, advantage, its in zip(answers, rollout.trajectories.rewards, first, turns, strict=True)
         ]
 
     # ---------------------------------------------------------------- evaluation

@@ -68,7 +68,7 @@ class TeacherSignal(Signal):
         super().__init__(prompts, held_out, rollout, batch, shape, seed)
         check_teacher_settings(prompts, settings, rollout, batch, shape)
         self.settings, self.vocab, self.reread = settings, vocab, reread
-        self.identity = {"own": settings.own, "others": settings.others, "sampling": settings.sampling}
+        self.identity = {"own": settings.student_fraction, "others": settings.others, "sampling": settings.sampling}
         self.identity |= {} if reread is None else reread.fingerprint
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class TeacherSignal(Signal):
     def whose(self, number: int) -> str:
         """Whose answers a rollout has: `own`, or what `others` says."""
         drawn = hashlib.blake2b(f"{self.seed}/own/{number}".encode(), digest_size=8).digest()
-        return "own" if int.from_bytes(drawn, "big") / 2**64 < self.settings.own else self.settings.others
+        return "own" if int.from_bytes(drawn, "big") / 2**64 < self.settings.student_fraction else self.settings.others
 
     def records(self, number: int) -> int:
         """Records of a rollout: the data has one answer to each."""
@@ -92,23 +92,23 @@ class TeacherSignal(Signal):
         count = self.records(self.number)
         asked, place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
         with made.clock("generate_s"):
-            made.found = ScoredTrajectories(self.answers(engine, asked, made))
+            made.trajectories = ScoredTrajectories(self.answers(engine, asked, made))
         self.number, self.place, made.place = self.number + 1, place, place
         return made
 
-    def answers(self, engine: Engine, asked: Sequence[Answered], made: SampledRollout) -> list[Trajectory]:
+    def answers(self, engine: Engine, answered: Sequence[Answered], rollout: SampledRollout) -> list[Trajectory]:
         """The answers of a rollout."""
         how = self.rollout
-        if made.source == "data":
-            return self.given(asked)
-        lm, kind = (engine(), ROLLOUT) if made.source == "own" else (self.trainer.teacher(), TEACHER)
+        if rollout.source == "data":
+            return self.data_answers(answered)
+        lm, kind = (engine(), ROLLOUT) if rollout.source == "own" else (self.trainer.teacher(), TEACHER)
         sampling = Sampling(temperature=self.settings.sampling, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
-        prompts = [one.prompt for one in asked for _ in range(how.completions)]
-        seed = (self.seed, kind, made.number)
+        prompts = [one.prompt for one in answered for _ in range(how.completions)]
+        seed = (self.seed, kind, rollout.number)
         found = sample_trajectories(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
         if not isinstance(lm, LM):
-            made.clock.seconds["weights_s"] = lm.weights_s
-            made.failed["rollout_lost"] = float(lm.lost)
+            rollout.clock.seconds["weights_s"] = lm.weights_s
+            rollout.failed["rollout_lost"] = float(lm.lost)
         # The update needs the memory of its cache.
         lm.sleep()
         if (most := max(max(one.tokens) for one in found)) >= self.vocab:
@@ -116,10 +116,10 @@ class TeacherSignal(Signal):
             raise ArgosyError(what, hint="a student with a vocabulary as large as the teacher's, or objective.others=data")
         return found
 
-    def given(self, asked: Sequence[Answered]) -> list[Trajectory]:
+    def data_answers(self, answered: Sequence[Answered]) -> list[Trajectory]:
         """The data's answers; longer ones are cut and counted."""
         made = []
-        for one in asked:
+        for one in answered:
             assert one.answer is not None
             tokens = list(one.answer)[: self.rollout.tokens]
             whole = len(tokens) == len(one.answer)
@@ -129,10 +129,10 @@ class TeacherSignal(Signal):
             made.append(Trajectory(one.prompt, tokens, [True] * len(tokens), [float("nan")] * len(tokens), whole, ""))
         return made
 
-    def fitting(self, found: Sequence[Answered | str]) -> list[Answered]:
+    def fitting(self, trajectories: Sequence[Answered | str]) -> list[Answered]:
         """The records that can be learned from. Why others cannot is said once."""
         out: list[Answered] = []
-        for one in found:
+        for one in trajectories:
             if isinstance(one, str):
                 self.complain(f"{one}: a record without an answer is passed over, as are others", "empty")
             elif len(one.prompt.tokens) > self.longest_prompt:
@@ -145,7 +145,7 @@ class TeacherSignal(Signal):
 
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
         """The updates of a rollout: its groups in shares, as often as there are epochs."""
-        answers, whose, how = rollout.found.answers, rollout.source, self.rollout
+        answers, whose, how = rollout.trajectories.answers, rollout.source, self.rollout
         n = 1 if whose == "data" else how.completions
         shares = np.array_split(np.arange(len(answers)).reshape(-1, n), how.minibatches)
         read = self.reread(answers) if self.reread is not None else None
@@ -166,7 +166,7 @@ class TeacherSignal(Signal):
         if whose != "data" and numbers["answers/cut"] > 0.5:
             self.complain(f"{cut_warning(numbers['answers/cut'], number)}; raise rollout.tokens", "most cut")
         if whose != "data":
-            self.keep([TrajectoryRecord(number, one.prompt.asked, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
+            self.keep([TrajectoryRecord(number, one.prompt.content, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
         return [RolloutBatch(own, numbers) for _ in range(how.epochs) for own in made]
 
     def parts(
@@ -177,7 +177,7 @@ class TeacherSignal(Signal):
             return [picked(with_mask(part, answers), self.settings.reads()) for part in pack_trajectories(answers, numbers, self.shape)]
         made = []
         for part in pack_trajectories(answers, numbers, self.shape, self.reread.room(answers, read, self.shape.sequence)):
-            rows = self.reread.beside(with_mask(part, answers), part, read, lambda said: self.complain(said, "crowded"))
+            rows = self.reread.aligned_batch(with_mask(part, answers), part, read, lambda said: self.complain(said, "crowded"))
             made.append(picked(rows | {"labels": rows["mask"] * np.float32(given)}, self.settings.reads()))
         return made
 
@@ -197,7 +197,7 @@ class TeacherSignal(Signal):
         own = self.trainer.compare(state, self.parts(answers, every, self.reread and self.reread(answers), False))
         out = {f"eval_{name}": own[name] for name in names}
         if self.held_out.has_answers:
-            answered = self.given(fitting)
+            answered = self.data_answers(fitting)
             given = self.trainer.compare(state, self.parts(answered, every, self.reread and self.reread(answered), True))
             out |= {f"eval_given_{name}": given[name] for name in (*names, "cross_entropy")}
         return out | {"eval_answers/cut": float(np.mean([not one.ended for one in answers])), "eval_prompts": float(len(answers))}
@@ -237,15 +237,16 @@ def check_teacher_settings(prompts: AnsweredPrompts, settings: GKD | GOLD, rollo
         BadInput: they do not.
     """
     check_sizes(batch, rollout, shape, prompts.most, batch)
-    if settings.own < 1 and settings.others == "data" and not prompts.has_answers:
-        what = f"objective.own = {settings.own:g} learns from the data's answers too, and this data has prompts alone"
-        hint = "objective.own=1 learns from the student's own answers alone"
+    if settings.student_fraction < 1 and settings.others == "data" and not prompts.has_answers:
+        fraction = f"objective.student_fraction = {settings.student_fraction:g}"
+        what = f"{fraction} learns from the data's answers too, and this data has prompts alone"
+        hint = "objective.student_fraction=1 learns from the student's own answers alone"
         hint += ", objective.others=teacher samples the others" if isinstance(settings, GKD) else ""
         raise BadInput(what, where=f"data.source={prompts.source}", hint=hint)
-    if settings.own == 0 and settings.others == "data":
+    if settings.student_fraction == 0 and settings.others == "data":
         for name, default in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("ignore_eos", False), ("completions", 1)):
             if getattr(rollout, name) != default:
-                what = f"rollout.{name} with objective.own = 0: nothing is sampled"
+                what = f"rollout.{name} with objective.student_fraction = 0: nothing is sampled"
                 raise BadInput(what, hint="objective=distill learns from given answers")
     for name, of in (("resample", "dynamic sampling compares rewards"), ("overlong", "a reward"), ("workers", "their functions")):
         if getattr(rollout, name) != Rollout.model_fields[name].default:

@@ -22,7 +22,7 @@ from argosy.core.progress import Say
 from argosy.data.batch import Batch, Fingerprint
 from argosy.data.chat.conversations import CLOCK
 from argosy.data.chat.template import choose_template, render
-from argosy.data.distillation.across import Across, Aligned, AlignedSpan, TeacherPrompt, beside, full
+from argosy.data.distillation.across import Across, Aligned, AlignedSpan, TeacherPrompt, aligned_fields, full
 from argosy.data.rows.prompts import Prompt
 from argosy.rl.rollouts.completions import Trajectory
 from argosy.rl.rollouts.packing import PackedPart
@@ -54,10 +54,10 @@ class TeacherPrompts:
         self.end = self.ends()
 
     def __call__(self, prompt: Prompt) -> TeacherPrompt | None:
-        if isinstance(prompt.asked, str):
+        if isinstance(prompt.content, str):
             return None
         try:
-            text = self.text(prompt.asked, prompt.tools, prompt.variables)
+            text = self.text(prompt.content, prompt.tools, prompt.variables)
         except BadInput as error:
             raise BadInput(f"the teacher's chat template: {error.what}", where=prompt.where, hint=error.hint) from None
         return TeacherPrompt(self.tokenizer.encode(text, special=True), self.end)
@@ -94,13 +94,13 @@ class TeacherTokens:
         opened = {id(one.prompt): self.asking(one.prompt) if self.asking is not None else None for one in answers}
         return [self.across.answer(one.prompt.tokens, one.tokens, opened[id(one.prompt)]) for one in answers]
 
-    def room(self, answers: Sequence[Trajectory], found: Sequence[Aligned], sequence: int) -> np.ndarray:
+    def room(self, answers: Sequence[Trajectory], alignments: Sequence[Aligned], sequence: int) -> np.ndarray:
         """The room that each answer with its prompt takes in a row of so many of the student's tokens, so that those that share a row
         have room for the teacher's too."""
-        theirs = [-(-min(len(one.teacher), self.places) * sequence // self.places) for one in found]
+        theirs = [-(-min(len(one.teacher), self.places) * sequence // self.places) for one in alignments]
         return np.array([max(len(a.prompt.tokens) + len(a.tokens), b) for a, b in zip(answers, theirs, strict=True)], np.int64)
 
-    def beside(self, rows: Batch, part: PackedPart, found: Sequence[Aligned], say: Say) -> Batch:
+    def aligned_batch(self, rows: Batch, part: PackedPart, alignments: Sequence[Aligned], say: Say) -> Batch:
         """The rows of a part, with their mask, and the teacher's tokens of the same answers. found: of all answers, by number."""
         length = rows["tokens"].shape[1]
         # The prompt's last token has the first place of an answer.
@@ -112,24 +112,24 @@ class TeacherTokens:
         }
 
         def aligned(row: int, places: np.ndarray) -> Aligned:
-            return found[owners[row, int(rows["segments"][row, places[0]])]]
+            return alignments[owners[row, int(rows["segments"][row, places[0]])]]
 
-        return beside(rows, self.places, aligned, lambda tokens: say(full(self.places, tokens)))
+        return aligned_fields(rows, self.places, aligned, lambda tokens: say(full(self.places, tokens)))
 
-    def numbers(self, answers: Sequence[Trajectory], found: Sequence[Aligned], complain: Complain) -> dict[str, float]:
+    def numbers(self, answers: Sequence[Trajectory], alignments: Sequence[Aligned], complain: Complain) -> dict[str, float]:
         """What is counted, with a sentence for each kind that occurs."""
         hidden = self.across.student.hidden
         counted = {
-            "unreadable": [one.unreadable for one in found],
-            "rewritten": [one.rewritten for one in found],
+            "unreadable": [one.unreadable for one in alignments],
+            "rewritten": [one.rewritten for one in alignments],
             "special": [any(token in hidden for token in (a.tokens[:-1] if a.ended else a.tokens)) for a in answers],
-            "unaligned": [not any(self.learned(group) for group in one.groups) for one in found],
+            "unaligned": [not any(self.learned(group) for group in one.groups) for one in alignments],
         }
         for name, each in counted.items():
             if any(each):
                 where = answers[each.index(True)].prompt.where
                 complain(f"{where}: {TOLD[name]}; answers/{name} counts them", name)
-        counted["crowded"] = [len(one.teacher) > self.places for one in found]
+        counted["crowded"] = [len(one.teacher) > self.places for one in alignments]
         return {f"answers/{name}": float(np.mean(each)) for name, each in counted.items()}
 
     def learned(self, group: AlignedSpan) -> bool:

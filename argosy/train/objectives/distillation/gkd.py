@@ -25,7 +25,7 @@ class GKD(DivergenceObjective):
     """On-policy distillation (generalized knowledge distillation, arXiv:2306.13649): the student answers prompts, and at each token of
     its own answers its distribution goes to the teacher's. A share of the batches may have the data's answers instead."""
 
-    own: Annotated[float, Also("lmbda", "lambda")] = Field(0.5, ge=0, le=1)
+    student_fraction: Annotated[float, Also("lmbda", "lambda")] = Field(0.5, ge=0, le=1)
     """Share of the batches whose answers are the student's own, sampled with its weights of the moment. The others have those of
     `others`. Which batch is which follows from the seed. 0.5 as in TRL; 1 learns from its own answers alone, and needs prompts only."""
     others: Annotated[Literal["data", "teacher"], Also("seq_kd", note="objective.others=teacher is that")] = "data"
@@ -38,7 +38,7 @@ class GKD(DivergenceObjective):
 
     @model_validator(mode="after")
     def _others_are_read(self) -> "GKD":
-        if self.own == 1 and self.others != "data":
+        if self.student_fraction == 1 and self.others != "data":
             raise ValueError(f"others = {self.others} with own = 1: every batch has the student's own answers")
         return self
 

@@ -23,7 +23,7 @@ class GOLD(ULD):
 
     needs: ClassVar[Needs] = Needs(rollouts="teacher", metrics=("uld", "aligned"))
 
-    own: Annotated[float, Also("lmbda", "lambda")] = Field(0.5, ge=0, le=1)
+    student_fraction: Annotated[float, Also("lmbda", "lambda")] = Field(0.5, ge=0, le=1)
     """Share of the batches whose answers are the student's own, sampled with its weights of the moment. The others have the data's.
     Which batch is which follows from the seed. 1 learns from its own answers alone, and needs prompts only."""
     others: Literal["data", "teacher"] = "data"
@@ -45,7 +45,7 @@ class GOLD(ULD):
                 "others = teacher is not built across tokenizers: others=data, or have the teacher answer the prompts into a file "
                 "(`argosy run-batch`) and learn from that"
             )
-        if self.own == 1 and "cross_entropy" in self.model_fields_set and self.cross_entropy:
+        if self.student_fraction == 1 and "cross_entropy" in self.model_fields_set and self.cross_entropy:
             raise ValueError(f"cross_entropy = {self.cross_entropy:g} with own = 1: no answer is the data's, which alone have labels")
         return self
 
