@@ -144,6 +144,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="0/1", help="NUMBER/OF: these tests of the selected ones, each file's in turn")
 
 
+SLOW_CASES = frozenset(Path(__file__).with_name("slow_cases.txt").read_text(encoding="utf-8").splitlines())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The costliest tests and cases (`slow_cases.py`) are slow ones, except where files are named: these run whole."""
+    if item.nodeid in SLOW_CASES and not any(".py" in word for word in item.config.args):
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of what `-m` and `-k` left, one share."""

@@ -428,6 +428,14 @@ def test_every_command_is_in_the_index_of_its_folder(folder: str, pattern: str):
     assert all((ROOT / folder / name).is_file() for name in listed)
 
 
+def test_slow_cases_exist():
+    names = (ROOT / "tests" / "slow_cases.txt").read_text(encoding="utf-8").splitlines()
+    assert names == sorted(set(names))
+    for name in {name.partition("[")[0] for name in names}:
+        file, *_, function = name.split("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), name
+
+
 def test_the_readme_lists_every_room_in_their_order():
     tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("```\nargosy/\n")[2].partition("\ntools/")[0]
     assert re.findall(r"^  (\w+)/", tree, re.MULTILINE) == [*ROOMS, "configs"]
