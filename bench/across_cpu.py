@@ -32,15 +32,15 @@ STUDENT = [
     "model.context=256", "model.tied=true",
 ]  # fmt: skip
 RUNS = {
-    "labels": ["objective.own=0", "objective.cross_entropy=1", "objective.weight=1e-9"],
-    "given": ["objective.own=0"],
-    "given, hybrid": ["objective.own=0", "objective.hybrid=true"],
-    "own": ["objective.own=1"],
-    "own, hybrid": ["objective.own=1", "objective.hybrid=true"],
-    "own, hybrid, beta 0": ["objective.own=1", "objective.hybrid=true", "objective.beta=0"],
-    "half own": ["objective.own=0.5"],
-    "half own, hybrid": ["objective.own=0.5", "objective.hybrid=true"],
-    "half own, hybrid, labels": ["objective.own=0.5", "objective.hybrid=true", "objective.cross_entropy=1"],
+    "labels": ["objective.student_fraction=0", "objective.cross_entropy=1", "objective.weight=1e-9"],
+    "given": ["objective.student_fraction=0"],
+    "given, hybrid": ["objective.student_fraction=0", "objective.hybrid=true"],
+    "own": ["objective.student_fraction=1"],
+    "own, hybrid": ["objective.student_fraction=1", "objective.hybrid=true"],
+    "own, hybrid, beta 0": ["objective.student_fraction=1", "objective.hybrid=true", "objective.beta=0"],
+    "half own": ["objective.student_fraction=0.5"],
+    "half own, hybrid": ["objective.student_fraction=0.5", "objective.hybrid=true"],
+    "half own, hybrid, labels": ["objective.student_fraction=0.5", "objective.hybrid=true", "objective.cross_entropy=1"],
 }
 
 
@@ -84,7 +84,7 @@ def main() -> None:
         print(f"{steps} steps of 16 answers of at most 48 tokens\n\n{heads}", flush=True)
         words += ["rollout.tokens=48"]
         words += [f"objective.teacher={TEACHER}", "optimizer.learning_rate=3e-4", f"init.weights={base}"]
-        still = ["objective.own=0", "optimizer.learning_rate=1e-12", "steps=1", "eval.every=1"]
+        still = ["objective.student_fraction=0", "optimizer.learning_rate=1e-12", "steps=1", "eval.every=1"]
         words += ["objective.hybrid=false"]
         untouched = {"untouched": still, "untouched, hybrid": [*still, "objective.hybrid=true"]}
         for number, (name, how) in enumerate((untouched | chosen).items()):

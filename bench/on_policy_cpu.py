@@ -28,12 +28,12 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 MODEL, TEXT = SHARED / "models" / "stories260k", SHARED / "text" / "tinyshakespeare.txt"
 STEPS, TUNED = 100, 300
 RUNS = {
-    "given answers": ["objective.own=0"],
-    "half of the batches its own": ["objective.own=0.5"],
-    "its own answers": ["objective.own=1"],
-    "its own answers, reverse": ["objective.own=1", "objective.divergence=reverse"],
-    "its own answers, forward": ["objective.own=1", "objective.divergence=forward"],
-    "the teacher's answers": ["objective.own=0", "objective.others=teacher"],
+    "given answers": ["objective.student_fraction=0"],
+    "half of the batches its own": ["objective.student_fraction=0.5"],
+    "its own answers": ["objective.student_fraction=1"],
+    "its own answers, reverse": ["objective.student_fraction=1", "objective.divergence=reverse"],
+    "its own answers, forward": ["objective.student_fraction=1", "objective.divergence=forward"],
+    "the teacher's answers": ["objective.student_fraction=0", "objective.others=teacher"],
 }
 
 
@@ -62,14 +62,14 @@ def main() -> None:
         common += ["data.batch=32", "rollout.tokens=64", "eval.batches=4", "optimizer.learning_rate=3e-4", "checkpoint.every=100000"]
         heads = "| | own kl | own rkl | given kl | agreement | seconds |\n|---|---|---|---|---|---|"
         print(f"{steps} steps of 32 answers of at most 64 tokens\n\n{heads}", flush=True)
-        untouched = {"untouched": ["objective.own=0", "optimizer.learning_rate=1e-12", "steps=1"]}
+        untouched = {"untouched": ["objective.student_fraction=0", "optimizer.learning_rate=1e-12", "steps=1"]}
         for number, (name, words) in enumerate((untouched | RUNS).items()):
             where, began = folder / str(number), time.monotonic()
             how = [f"steps={steps}", f"eval.every={steps}", *words]
             argosy.fit("gkd", *common, *how, f"dir={where}")
             seconds = time.monotonic() - began
             # The same student once more, to be evaluated by the reverse divergence.
-            again = ["objective.own=0", "objective.divergence=reverse", "optimizer.learning_rate=1e-12", "steps=1", "eval.every=1"]
+            again = ["objective.student_fraction=0", "objective.divergence=reverse", "optimizer.learning_rate=1e-12", "steps=1", "eval.every=1"]
             argosy.fit("gkd", *common, *again, f"init.weights={where}", f"dir={where}.again")
             found = [last(where, f"eval_{name}") for name in ("kl", "given_kl", "agreement")]
             reverse = last(Path(f"{where}.again"), "eval_loss")
