@@ -85,6 +85,20 @@ def ask(capsys, *words: str) -> Any:
 # ---- runs
 
 
+def test_a_list_of_runs_has_the_reward_of_those_that_have_one(here, capsys):
+    make_run(here / "runs" / "text")
+    assert main(["runs"]) == 0
+    assert "reward" not in capsys.readouterr().out
+    folder = make_run(here / "runs" / "policy")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 20, "loss": -1e-9, "reward": 0.75}) + "\n")
+    assert main(["runs"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    policy = next(row for row in rows if "policy" in row)
+    assert dict(zip(head.replace("last write", "written").split(), policy.split()[:7]))["reward"] == "0.7500"
+    assert " 0.0000" in policy and "-0.0000" not in policy
+
+
 def test_runs_are_listed_with_what_became_of_them(here, capsys):
     make_run(here / "runs" / "whole")
     make_run(here / "runs" / "deep" / "half", steps=40)

@@ -1,7 +1,7 @@
 """`argosy runs [ROOT]`, `argosy runs show DIR`, `argosy runs compare A B ...`."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -35,8 +35,11 @@ def list_runs(
     from argosy.jobs.history import listing as runs
 
     found = [runs.summary(path) for path in runs.find(root)]
-    head = ("run", "state", "step", "loss", "eval", "tokens", "last write")
-    table = columns(head, [_row(s) for s in found], figures=(2, 3, 4, 5, 6))
+    numbers = {"loss": "loss", "reward": "reward", "eval_loss": "eval"}
+    if not any("reward" in s.numbers for s in found):
+        del numbers["reward"]
+    head = ("run", "state", "step", *numbers.values(), "tokens", "last write")
+    table = columns(head, [_row(s, numbers) for s in found], figures=range(2, len(head)))
     problems = "".join(f"\n{s.path}: {s.problem}" for s in found if s.problem)
     answer(table + problems if found else f"no run under {root}", [s.document() for s in found], as_json)
 
@@ -98,11 +101,11 @@ def by_run(corner: str, names: Sequence[str], rows: Mapping[str, Sequence[str]])
     return columns(["run", *rows], turned, figures=range(1, len(rows) + 1))
 
 
-def _row(found: Any) -> list[str]:
-    loss, evaluation, tokens = (found.numbers.get(name) for name in ("loss", "eval_loss", "tokens"))
-    numbers = [f"{x:.4f}" if x is not None else "-" for x in (loss, evaluation)]
-    tokens_text = count_text(tokens) if tokens is not None else "-"
-    return [str(found.path), found.state, _steps(found), *numbers, tokens_text, _ago(found.written_s)]
+def _row(found: Any, names: Iterable[str]) -> list[str]:
+    # A number that rounds to zero has no sign.
+    numbers = [f"{x:z.4f}" if (x := found.numbers.get(name)) is not None else "-" for name in names]
+    tokens = "-" if (count := found.numbers.get("tokens")) is None else count_text(count)
+    return [str(found.path), found.state, _steps(found), *numbers, tokens, _ago(found.written_s)]
 
 
 def _steps(found: Any) -> str:

@@ -30,7 +30,7 @@ from argosy.weights import manifest
 # Requests to a store that are under way at once.
 REQUESTS = 16
 DONE, CAN_RESUME, RUNNING, DAMAGED = "done", "can resume", "running", "damaged"
-FINAL = ("loss", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens", "tokens_per_s", "lr", "grad_norm")
+FINAL = ("loss", "reward", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens", "tokens_per_s", "lr", "grad_norm")
 
 
 @dataclass(frozen=True)
