@@ -88,7 +88,7 @@ def test_of_a_conversation_the_last_answer_is_learned_after_the_prompt_of_infere
     assert bytes(found.prompt.tokens) == b"<u>hi</><a>yes</><u>so</><a>"
     assert list(found.prompt.content) == asked, "without the answer"
     assert bytes(found.answer or ()).startswith(b"no")
-    alone = Prompts([SourceRecord(where="line 1", messages=asked, asked=3)], Encoding(tokenizer), Order(1, None), {})(0, 1)[0]
+    alone = Prompts([SourceRecord(where="line 1", messages=asked, prompt_messages=3)], Encoding(tokenizer), Order(1, None), {})(0, 1)[0]
     assert list(found.prompt.tokens) == list(alone.tokens)
     unlearned = SourceRecord(where="line 1", messages=record.messages, learned=(False, True, False, False), tools=[{"name": "f"}])
     encoding = Encoding(tokenizer)
@@ -173,12 +173,12 @@ def test_the_teachers_tokens_must_be_the_students(lm: LM):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"own": 0.5, "alone": True}, "this data has prompts alone"),
+        ({"student_fraction": 0.5, "alone": True}, "this data has prompts alone"),
         ({"tokens": 24}, "no room for a prompt"),
         ({"batch": 6, "completions": 4}, "groups of 4"),
         ({"most": 3}, "fewer than the 4"),
-        ({"own": 0, "top_k": 3}, "nothing is sampled"),
-        ({"own": 0, "completions": 2}, "nothing is sampled"),
+        ({"student_fraction": 0, "top_k": 3}, "nothing is sampled"),
+        ({"student_fraction": 0, "completions": 2}, "nothing is sampled"),
         ({"resample": 1}, "rollout.resample is for objectives that learn from rewards"),
         ({"overlong": 1}, "rollout.overlong is for"),
         ({"workers": 1}, "rollout.workers is for"),

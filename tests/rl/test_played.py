@@ -228,7 +228,7 @@ def test_rollouts_that_were_sampled_ahead_come_back_with_their_turns(lm: LM, tmp
     (again,) = restored_rollouts(arrays, json.loads(json.dumps(told)), asked)
     for mine, theirs in zip(one.trajectories.answers, again.trajectories.answers, strict=True):
         assert (mine.prompt, mine.tokens, mine.live, mine.said) == (theirs.prompt, theirs.tokens, theirs.live, theirs.said)
-        for name in ("turns", "reward", "rewards", "starts", "said", "counts", "made", "why", "failure"):
+        for name in ("turns", "reward", "rewards", "starts", "said", "counts", "turn_count", "why", "failure"):
             assert getattr(mine.played, name) == getattr(theirs.played, name), name
     assert one.trajectories.answers[0].prompt.tokens != asked(0, 1)[0].tokens
 

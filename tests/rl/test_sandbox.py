@@ -459,7 +459,7 @@ def test_it_ends_with_its_parent(tmp_path):
 @pytest.mark.parametrize(
     ("removed", "expected"),
     [
-        ('landlock(how["reads"], how["lists"], how["folder"])', "/ can still be opened"),
+        ('landlock(limits["reads"], limits["lists"], limits["folder"])', "/ can still be opened"),
         ("seccomp(filter)", "sockets can still be made"),
         ("resource.setrlimit(resource.RLIMIT_NPROC, (1, most))", "threads cannot be limited"),
     ],

@@ -161,7 +161,7 @@ def test_turns_of_tokens():
     turns = episode_turns(ANSWERS, K, L)
     assert turns.turn_count.tolist() == [3, 1, 2, 2]
     assert turns.rewards[:, :3].tolist() == [[1, 0, 0.5], [0, 0, 0], [0.5, 2, 0], [1, 1, 0]]
-    assert turns.given[:2, :3].tolist() == [[True, False, True], [True, False, False]]
+    assert turns.is_rewarded[:2, :3].tolist() == [[True, False, True], [True, False, False]]
     live = judgment().live
     by_token = turns.of_tokens(np.arange(1.0, 21).reshape(4, K), live)
     assert by_token[0, :13].tolist() == [0, 0, 1, 1, 0, 0, 2, 2, 2, 0, 0, 3, 0]
@@ -217,7 +217,7 @@ def test_a_penalty_is_one_of_its_turn():
     of = judgment()
     penalty = np.random.default_rng(4).normal(0, 1, of.live.shape).astype(np.float32)
     less = of.turns.sums(np.where(of.live > 0, penalty, 0)) / 2
-    taken = of._replace(turns=type(of.turns)(of.turns.rewards - less, of.turns.given, of.turns.turn_count, of.turns.number))
+    taken = of._replace(turns=type(of.turns)(of.turns.rewards - less, of.turns.is_rewarded, of.turns.turn_count, of.turns.number))
     how = GRPO(credit={"by": "to_go"}, kl=0.1, kl_in="reward")
     found, same = rollout_advantages(how, of._replace(penalty=penalty)), rollout_advantages(how, taken)
     np.testing.assert_allclose(found.values, same.values, rtol=1e-4, atol=1e-5)

@@ -133,7 +133,7 @@ def test_eight_devices_learn_as_one(data: Path, teacher: Path, base: Path, tmp_p
         (["accumulate=2"], "rollouts and accumulate do not combine"),
         (["environment=x.py:Game"], "environment is for objectives that learn from rewards"),
         (["objective.student_fraction=1.5"], "own"),
-        (["objective.lmbda=1"], "objective.own"),
+        (["objective.lmbda=1"], "objective.student_fraction"),
         (["objective.student_fraction=1", "objective.others=teacher"], "every batch has the student's own"),
         (["objective.cross_entropy=0.5"], "cross_entropy"),
         (["objective.divergence=forward", "objective.beta=0.3"], "only jsd reads it"),

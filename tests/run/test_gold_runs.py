@@ -165,7 +165,7 @@ def test_the_same_tokenizer_works_and_is_told(data: Path, tmp_path: Path):
         (["objective.student_fraction=1", "objective.cross_entropy=1"], "no answer is the data's"),
         (["objective.template=student"], "objective.template is for conversations"),
         (["objective.teacher_sequence=1024"], "longer than the teacher's context of 512"),
-        (["objective.lmbda=1"], "objective.own"),
+        (["objective.lmbda=1"], "objective.student_fraction"),
         (["objective.logits=cached"], "logits"),
         (["objective.divergence=jsd"], "divergence"),
         (["reward=x.py:f"], "this one learns from its teacher"),

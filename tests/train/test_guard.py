@@ -115,7 +115,7 @@ def test_words_that_are_none():
 
 def test_a_bad_step_is_told_with_the_number_that_is_not_named():
     of_norm = Bad(5, NONFINITE, {"loss": 3.125, "grad_norm": NAN})
-    assert (of_norm.what, of_norm.other) == ("grad_norm is nan", "loss 3.125")
+    assert (of_norm.cause, of_norm.other) == ("grad_norm is nan", "loss 3.125")
     of_loss = Bad(5, NONFINITE, {"loss": INF, "grad_norm": NAN})
-    assert (of_loss.what, of_loss.other) == ("loss is inf", "grad_norm nan")
+    assert (of_loss.cause, of_loss.other) == ("loss is inf", "grad_norm nan")
     assert Bad(5, SPIKE, {"loss": 9.1, "grad_norm": 2.0}).other == "grad_norm 2"
