@@ -69,7 +69,8 @@ def main() -> None:
             argosy.fit("gkd", *common, *how, f"dir={where}")
             seconds = time.monotonic() - began
             # The same student once more, to be evaluated by the reverse divergence.
-            again = ["objective.student_fraction=0", "objective.divergence=reverse", "optimizer.learning_rate=1e-12", "steps=1", "eval.every=1"]
+            again = ["objective.student_fraction=0", "objective.divergence=reverse"]
+            again += ["optimizer.learning_rate=1e-12", "steps=1", "eval.every=1"]
             argosy.fit("gkd", *common, *again, f"init.weights={where}", f"dir={where}.again")
             found = [last(where, f"eval_{name}") for name in ("kl", "given_kl", "agreement")]
             reverse = last(Path(f"{where}.again"), "eval_loss")

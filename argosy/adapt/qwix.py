@@ -76,7 +76,7 @@ def rule_of_qwix(rule: Any) -> Rule:
     if ops and not ops >= CONTRACTIONS:
         hint = "a product with a weight is dot_general or einsum as the device likes: name both, or leave op_names empty"
         raise _unknown("op_names", rule.op_names, hint)
-    said: dict[str, Any] = {"where": dotted(rule.module_path)}
+    said: dict[str, Any] = {"where": module_pattern(rule.module_path)}
     weights = _format("weight_qtype", rule.weight_qtype)
     activations = _format("act_qtype", rule.act_qtype)
     tile = rule.tile_size
@@ -100,7 +100,7 @@ def rule_of_qwix(rule: Any) -> Rule:
         raise BadInput(_first_line(error), hint="a rule of Qwix that no rule here can say") from None
 
 
-def dotted(module_path: str) -> str:
+def module_pattern(module_path: str) -> str:
     """A regular expression over paths such as layers/0/mlp as one over layers.0.mlp."""
     return module_path.replace(r"\/", "/").replace("[^/]", r"[^.]").replace("/", r"\.")
 

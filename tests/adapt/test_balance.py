@@ -10,7 +10,7 @@ from laws.families import CASES, FULL_OF, built
 from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.calibration.statistics import InputStatistics
 from argosy.adapt.methods.awq import BalancedReader, awq_scales
-from argosy.adapt.methods.balance import BalancedPair, folded
+from argosy.adapt.methods.balance import BalancedPair, fold_scales
 from argosy.adapt.methods.gptq import output_error
 from argosy.adapt.methods.matrices import as_matrices
 from argosy.adapt.methods.settings import AWQ, SmoothQuant
@@ -74,7 +74,7 @@ def test_folding_moves_scales_and_keeps_products():
     shapes = {"down.w": (6, 4), "up.w": (4, 6), "up.b": 6}
     leaves = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     s = np.exp(random.normal(size=(1, 6))).astype(np.float32)
-    new = folded(None, leaves, {"up": up, "down": of}, BalancedPair("up", ("down",)), s)
+    new = fold_scales(None, leaves, {"up": up, "down": of}, BalancedPair("up", ("down",)), s)
     x = random.normal(size=(3, 4)).astype(np.float32)
     before, after = ((x @ w["up.w"] + w["up.b"]) @ w["down.w"] for w in (leaves, new))
     np.testing.assert_allclose(after, before, rtol=2e-5, atol=1e-5)

@@ -13,7 +13,7 @@ from helpers import relative
 from laws.families import CASES, built, tokens_of
 
 from argosy.adapt.quant import QuantizedEinsum, apply_schemes, by_layer, quantized
-from argosy.adapt.qwix import as_rules, dotted, rule_of_qwix
+from argosy.adapt.qwix import as_rules, module_pattern, rule_of_qwix
 from argosy.adapt.qwix_params import put_qwix_params, qwix_params
 from argosy.adapt.rules import Rule, preset_rules, schemes_of
 from argosy.adapt.surgery import find
@@ -77,8 +77,8 @@ def test_a_type_of_jax_is_a_format():
 
 
 def test_paths_have_dots():
-    assert dotted("layers/[^/]+/attn/(q|k)") == r"layers\.[^.]+\.attn\.(q|k)"
-    assert dotted(r"layers\/0") == r"layers\.0"
+    assert module_pattern("layers/[^/]+/attn/(q|k)") == r"layers\.[^.]+\.attn\.(q|k)"
+    assert module_pattern(r"layers\/0") == r"layers\.0"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from argosy.adapt.calibration.folder import CalibrationFolder, Row
 from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.calibration.statistics import InputStatistics
 from argosy.adapt.methods.awq import BalancedReader
-from argosy.adapt.methods.balance import divided_inputs, folded, reader_scales
+from argosy.adapt.methods.balance import divided_inputs, fold_scales, reader_scales
 from argosy.adapt.methods.gptq import output_error
 from argosy.adapt.methods.settings import BalancingMethod, RoundingMethod
 from argosy.adapt.quant import PARTS, QuantizedEinsum
@@ -164,7 +164,7 @@ def _balanced(
         readers = [BalancedReader(of, now[f"{name}.w"], of.scheme, statistics[name]) for name, of in own.items()]
         source = contractions.get(pair.source)
         s = method.channel_scales(pair, readers, source.sizes[source.group] if source is not None and source.group else 1)
-        changed |= folded(block, now, contractions, pair, s)
+        changed |= fold_scales(block, now, contractions, pair, s)
         for name in names:
             scales[name] = reader_scales(contractions[name], pair, s)
             statistics[name] = divided_inputs(statistics[name], scales[name])

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from argosy.adapt.calibration.statistics import InputStatistics, InputSums, ObservedContraction, StatisticsRecorder
-from argosy.adapt.methods.balance import BalancedPair, candidate_pairs, folded, is_same, random_scales, source_size
+from argosy.adapt.methods.balance import BalancedPair, candidate_pairs, fold_scales, is_same, random_scales, source_size
 from argosy.adapt.quant import QuantizedEinsum, Scheme, apply_schemes
 from argosy.adapt.surgery import at, find, put_at
 from argosy.core.formats import TensorReader
@@ -106,7 +106,7 @@ class LayerRunner:
             exact, found = run(leaves, x, segments), list[BalancedPair]()
             for pair in candidate_pairs(block, contractions):
                 s = random_scales(contractions.get(pair.source), source_size(pair, contractions))
-                if is_same(exact, run(leaves | folded(block, leaves, contractions, pair, s), x, segments)):
+                if is_same(exact, run(leaves | fold_scales(block, leaves, contractions, pair, s), x, segments)):
                     found.append(pair)
             self._pairs[kind] = found
         return self._pairs[kind]

@@ -57,7 +57,7 @@ def candidate_pairs(block: Any, contractions: Mapping[str, Contraction]) -> Iter
                 yield BalancedPair(source, (reader,), inputs // outputs)
 
 
-def folded(
+def fold_scales(
     block: Any, leaves: Leaves, contractions: Mapping[str, Contraction], pair: BalancedPair, s: Float[np.ndarray, "G C"]
 ) -> Leaves:
     """The weights that balancing changes, by their names in the layer.

@@ -27,7 +27,7 @@ def render_quantization(result: Mapping[str, Any], command: str = "") -> str:
     return page(harmless(f"{result['target']}: quantized"), f"{body}\n<footer>Made by Argosy</footer>")
 
 
-def kind_of(name: str) -> str:
+def module_kind(name: str) -> str:
     """layers.3.attn.q as layers.attn.q."""
     return ".".join(part for part in name.split(".") if not part.isdecimal())
 
@@ -133,7 +133,7 @@ def _kinds(result: Mapping[str, Any]) -> str:
     """A line for each kind of module: sums of bytes, and the largest errors."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in result["weights"]:
-        groups[kind_of(row["name"]), str(row["weights"])].append(row)
+        groups[module_kind(row["name"]), str(row["weights"])].append(row)
     keys, names = _extra(result)
     lines = []
     for (kind, _), rows in groups.items():

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from argosy.core.formats.quants import IntegerBlocks
-from argosy.ops.native.codes import PANEL, CodeFormat, group_bytes, groups_of, laid_out
+from argosy.ops.native.codes import PANEL, CodeFormat, block_groups, group_bytes, panel_layout
 from argosy.ops.native.products import Panels, block_counts
 from argosy.ops.quantized import Quantized, unpacked
 
@@ -53,7 +53,7 @@ def packed_bytes(columns: int, one: IntegerBlocks, limits: tuple[int, int]) -> i
         one: the codes of one column.
     """
     bits, blocks = _code_of(limits).bits, one.scale.shape[1]
-    codes = blocks * groups_of(one.q.shape[1] // blocks, bits) * group_bytes(bits)
+    codes = blocks * block_groups(one.q.shape[1] // blocks, bits) * group_bytes(bits)
     return -(-columns // PANEL) * (codes + 4 * PANEL * blocks * (1 if one.minimum is None else 2))
 
 
@@ -140,7 +140,7 @@ def _packed(
     for at in range(0, count, step):
         panels = slice(at, min(at + step, count))
         codes, scale, minimum = read(slice(at * PANEL, min(panels.stop * PANEL, columns)))
-        parts = laid_out(_whole_panels(codes), scale.shape[1], code.bits), _in_panels(scale), _in_panels(minimum)
+        parts = panel_layout(_whole_panels(codes), scale.shape[1], code.bits), _in_panels(scale), _in_panels(minimum)
         if not arrays:
             arrays = [None if a is None else np.zeros((count, *a.shape[1:]), a.dtype) for a in parts]
         for whole, part in zip(arrays, parts, strict=True):

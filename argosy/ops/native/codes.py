@@ -43,28 +43,28 @@ class CodeFormat:
         return jax.lax.bitcast_convert_type(codes, FLOATS[self.numbers]).astype(jnp.float32)
 
 
-def depth(bits: int) -> int:
+def group_depth(bits: int) -> int:
     """The codes of a column in a group."""
     return 8 if bits == 2 else 4
 
 
 def group_bytes(bits: int) -> int:
     """The bytes of a group."""
-    return PANEL * depth(bits) * bits // 8
+    return PANEL * group_depth(bits) * bits // 8
 
 
-def groups_of(block: int, bits: int) -> int:
+def block_groups(block: int, bits: int) -> int:
     """The groups of a block; the last one is filled up."""
-    return -(-block // depth(bits))
+    return -(-block // group_depth(bits))
 
 
-def laid_out(codes: np.ndarray, blocks: int, bits: int) -> np.ndarray:
+def panel_layout(codes: np.ndarray, blocks: int, bits: int) -> np.ndarray:
     """Codes [columns summed] of whole panels as [panels groups bytes].
 
     Args:
         blocks: of equal length along the summed axis, each of which begins a group.
     """
-    panels, block, deep = len(codes) // PANEL, codes.shape[1] // blocks, depth(bits)
+    panels, block, deep = len(codes) // PANEL, codes.shape[1] // blocks, group_depth(bits)
     parts = codes.reshape(panels, PANEL, blocks, block)
     if rest := -block % deep:
         parts = np.concatenate([parts, np.zeros((panels, PANEL, blocks, rest), np.uint8)], 3)
@@ -89,6 +89,6 @@ def some_codes(values: Array, panel: Any, column: Any, blocks: int, block: int, 
     fields = values.reshape(*values.shape[:2], width, 4)[panel, :, column % width]
     if bits < 8:
         half = (jnp.asarray(column) // width)[..., None, None].astype(jnp.uint8)
-        shifts = [bits * (half + np.uint8(2 * later)) for later in range(depth(bits) // 4)]
+        shifts = [bits * (half + np.uint8(2 * later)) for later in range(group_depth(bits) // 4)]
         fields = jnp.concatenate([fields >> shift & np.uint8((1 << bits) - 1) for shift in shifts], -1)
     return fields.reshape(*fields.shape[:-2], blocks, -1)[..., :block].reshape(*fields.shape[:-2], -1)
