@@ -34,16 +34,16 @@ DEFAULTS = {"act_static_scale": (None, False), "act_calibration_method": (None, 
 CONTRACTIONS = {"dot_general", "einsum"}
 
 
-def as_rules(given: "str | Sequence[Any]") -> list[Rule]:
+def as_rules(rules: "str | Sequence[Any]") -> list[Rule]:
     """Rules, from what Python users give: a preset or a YAML file by name, or a list of rules, of mappings with a rule's keys, and of
     rules of Qwix.
 
     Raises:
         UserError: there is no such preset or file, or a rule says what cannot be said here.
     """
-    if isinstance(given, str):
-        return rules_named(given)
-    return [_as_rule(one, number) for number, one in enumerate(given, 1)]
+    if isinstance(rules, str):
+        return rules_named(rules)
+    return [_as_rule(one, number) for number, one in enumerate(rules, 1)]
 
 
 def _as_rule(one: Any, number: int) -> Rule:

@@ -119,10 +119,10 @@ def source_size(pair: BalancedPair, contractions: Mapping[str, Contraction]) -> 
     return _channels(contractions[pair.readers[0]], "inner") // pair.heads
 
 
-def is_same(one: Array | np.ndarray, other: Array | np.ndarray) -> bool:
+def is_same(output: Array | np.ndarray, other: Array | np.ndarray) -> bool:
     """Whether two outputs of a layer differ by rounding alone."""
-    one, other = np.asarray(one), np.asarray(other)
-    return float(np.abs(one - other).max()) <= SAME * max(float(np.abs(one).max()), 1e-30)
+    output, other = np.asarray(output), np.asarray(other)
+    return float(np.abs(output - other).max()) <= SAME * max(float(np.abs(output).max()), 1e-30)
 
 
 def _channels(of: Contraction, side: str) -> int:

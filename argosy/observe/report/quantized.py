@@ -41,7 +41,7 @@ def recommendation(result: Mapping[str, Any]) -> str:
     """What to do with the model, in a sentence."""
     rows = result["weights"]
     worst = max(rows, key=lambda row: row["error"])
-    at_worst = f"{kind_of(worst['name'])} moved most, by {worst['error']:.1%}"
+    at_worst = f"{module_kind(worst['name'])} moved most, by {worst['error']:.1%}"
     if not (measured := result.get("perplexity")):
         return f"No text was given, so what this costs is not known; measure it with text=FILE before you use it. {at_worst}."
     growth = measured["after"] / measured["before"] - 1
