@@ -1,11 +1,12 @@
 """Chooses the tests that the default run leaves out because of their time, from the durations of a run of all of them.
 
-    ./run test -m 'not tpu' --durations=0 --durations-min=0.05 > durations.txt
+    ./run test --durations=0 --durations-min=0.05 > durations.txt
     ./run python tests/slow_cases.py durations.txt [seconds=600]
 
 Writes `slow_cases.txt`: each line is a test that `conftest.py` marks `slow`. Of a test with several cases the fastest ones stay, at
 least one; the costliest tests go first, until the others take so many seconds of a core. Tests of a few lines that a fixture makes slow
-stay, since the next test would pay for it. Seconds are divided by `load`, for a run beside other work.
+stay, since the next test would pay for it. What is slow already stays so. Seconds are divided by `load`, for a run
+beside other work.
 """
 
 import re
@@ -60,7 +61,8 @@ def main(words: list[str]) -> int:
     calls, fixtures = durations_of(Path(words[0]).read_text(encoding="utf-8"))
     load = float(options.get("load", 1))
     chosen = slow_cases({name: s / load for name, s in calls.items()}, fixtures / load, float(options.get("seconds", 600)))
-    FILE.write_text("".join(f"{name}\n" for name in chosen), encoding="utf-8")
+    before = FILE.read_text(encoding="utf-8").splitlines()
+    FILE.write_text("".join(f"{name}\n" for name in sorted({*chosen, *before})), encoding="utf-8")
     return 0
 
 

@@ -40,7 +40,7 @@ from argosy.weights.peft.sites import Adapter, sites
 ADAPTERS = Path(__file__).parents[1] / "goldens" / "adapters"
 # Those of LoRA: an adapter of DoRA has no place beside others.
 GOLDENS = sorted(folder.parent.name for folder in ADAPTERS.glob("*/adapter_config.json") if '"use_dora": false' in folder.read_text())
-SIZES = {"slots": 4, "page": 8, "context": 96, "pages": 40, "budget": 32, "beside": 32}
+SIZES = {"slots": 4, "page": 8, "context": 96, "pages": 40, "budget": 32, "budget_decoding": 32}
 ON = EngineSettings(**SIZES, lora={"enabled": True, "adapters": 3, "rank": 4})
 
 
@@ -610,7 +610,7 @@ def test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so(
     monkeypatch: pytest.MonkeyPatch, plain: Any, three: Any, compilations: list[str]
 ):
     monkeypatch.setattr(prompts_module, "PASS", 16)
-    small = {"slots": 2, "page": 8, "context": 32, "budget": 64, "beside": 32}
+    small = {"slots": 2, "page": 8, "context": 32, "budget": 64, "budget_decoding": 32}
     settings = EngineSettings(**small, lora={"enabled": True, "adapters": 2, "rank": 4})
     engine = Engine(on_two_devices(module_of("llama", "plain", Scan())), settings)
     # Of one length, so that no step has one row: that would be four further programs.

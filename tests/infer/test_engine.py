@@ -254,7 +254,7 @@ def test_an_equal_prompt_is_one_decoding_row_and_its_copy_is_its_own(lm: LM):
 
 def test_equal_prompts_beside_long_ones_compile_nothing(lm: LM):
     """A step with as many prompt tokens as one without decoding rows has none."""
-    engine = Engine(lm.module, TOGETHER.model_copy(update={"budget": 96, "beside": 32}))
+    engine = Engine(lm.module, TOGETHER.model_copy(update={"budget": 96, "budget_decoding": 32}))
     before = engine.warm_up()
     known, *others = prompts(lm.config.vocab, (13, 30, 31, 32, 29))
     answers(engine, [Request(known, 3)])

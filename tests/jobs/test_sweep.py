@@ -11,14 +11,14 @@ from argosy.jobs.sweep import Combination, combinations, combinations_text, swee
 
 def test_every_combination_has_its_own_words_and_directory():
     found = combinations("tiny", ["optimizer.learning_rate=1e-3,3e-3", "model.layers=1,2", "steps=5"])
-    assert [one.own for one in found] == [
+    assert [one.changes for one in found] == [
         ("optimizer.learning_rate=1e-3", "model.layers=1"),
         ("optimizer.learning_rate=1e-3", "model.layers=2"),
         ("optimizer.learning_rate=3e-3", "model.layers=1"),
         ("optimizer.learning_rate=3e-3", "model.layers=2"),
     ]
     assert found[0].dir == "runs/tiny-sweep/learning_rate=1e-3,layers=1"
-    assert found[0].words == ("steps=5", *found[0].own, f"dir={found[0].dir}")
+    assert found[0].words == ("steps=5", *found[0].changes, f"dir={found[0].dir}")
     assert len({one.dir for one in found}) == 4
 
 

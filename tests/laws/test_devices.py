@@ -94,7 +94,7 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", ru
         weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, settings.table(), mesh)
         places = like_weights(state, weights, shapes, mesh)
         with scope(mesh, settings.table()):
-            after, metrics = jax.jit(step(once=GatherOnce(weights) if gather == "once" else None), out_shardings=(places, None))(
+            after, metrics = jax.jit(step(gather=GatherOnce(weights) if gather == "once" else None), out_shardings=(places, None))(
                 jax.device_put(state, places), jax.device_put(batch, batch_sharding(mesh))
             )
     return {n: float(m) for n, m in metrics.items()}, {a: np.asarray(w) for a, w in (after.params | after.rest).items()}
