@@ -144,7 +144,7 @@ def lowered_step(
         name: jax.ShapeDtypeStruct((rows, length), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
         for name, f in goal.reads().items()
     }
-    how: dict[str, Any] = {"accumulate": accumulate, "once": GatherOnce(weights) if gather == "once" else None}
+    how: dict[str, Any] = {"accumulate": accumulate, "gather": GatherOnce(weights) if gather == "once" else None}
     if offloads:
         how["stays"] = lambda *_: jnp.zeros((), bool)
     step = make_step(training_graph(model), goal, optimizer, rate, precision=precision, **how)
