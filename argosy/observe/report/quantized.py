@@ -41,18 +41,19 @@ def recommendation(result: Mapping[str, Any]) -> str:
     """What to do with the model, in a sentence."""
     rows = result["weights"]
     worst = max(rows, key=lambda row: row["error"])
-    at_worst = f"{module_kind(worst['name'])} moved most, by {worst['error']:.1%}"
+    kind = module_kind(worst["name"])
+    at_worst = f"Rounding changed {kind} most, by {worst['error']:.1%}"
     if not (measured := result.get("perplexity")):
-        return f"No text was given, so what this costs is not known; measure it with text=FILE before you use it. {at_worst}."
+        return f"The cost is not known, because no text was given: measure it with text=FILE before you use the model. {at_worst}."
     growth = measured["after"] / measured["before"] - 1
     if growth < UNNOTICED:
         return "Use it: perplexity grew by less than 1 %."
     if growth < SMALL:
         return f"Use it where size or speed matters: perplexity grew by {growth:.1%}. {at_worst}."
     calibrated = bool(result.get("samples"))
-    more = "more bits for it, in a file of rules" if calibrated else "method=gptq with data.source=FILE"
+    more = f"more bits for {kind}, in a file of rules" if calibrated else "method=gptq with data.source=FILE"
     if growth < LARGE:
-        return f"Perplexity grew by {growth:.1%}: try {more} first. {at_worst}."
+        return f"Perplexity grew by {growth:.1%}: try {more}. {at_worst}."
     return f"Do not use it as it is: perplexity grew by {growth:.0%}. Take more bits (preset=w8), or {more}. {at_worst}."
 
 
@@ -60,7 +61,7 @@ def _head(result: Mapping[str, Any]) -> str:
     rows = result["weights"]
     facts = [
         ("size", sized(result["bytes"]), f"{sized(before)} before" if (before := result.get("source_bytes")) else ""),
-        ("bits a weight", f"{bits_a_weight(rows):.2f}", f"of {plural(len(rows), 'quantized matrix', 'quantized matrices')}"),
+        ("bits a weight", f"{bits_a_weight(rows):.2f}", f"of {plural(len(rows), 'quantized weight')}"),
         ("numbers", count_text(sum(row["numbers"] for row in rows)), "quantized"),
         ("time", lasted(result["seconds"]), ""),
     ]
@@ -89,7 +90,7 @@ def _sizes(result: Mapping[str, Any]) -> str:
 def _errors(result: Mapping[str, Any]) -> str:
     """A histogram of the error of each weight."""
     picture = histogram([row["error"] for row in result["weights"]])
-    words = "Root mean square of what rounding changed, over that of the weight: how many matrices have which."
+    words = "Root mean square of what rounding changed, over that of the weight: how many weights have which error."
     return section_of("Error", f'<p class="soft">{words}</p>{picture}')
 
 
@@ -103,7 +104,7 @@ def histogram(values: Sequence[float]) -> str:
     for i, count in enumerate(counts):
         height = (HEIGHT - 34) * count / max(counts)
         place = f'x="{i * each + 1:.1f}" y="{HEIGHT - 20 - height:.1f}" width="{each - 2:.1f}" height="{height:.1f}"'
-        about = f"{plural(count, 'matrix', 'matrices')} from {top * i / BINS:.4f} to {top * (i + 1) / BINS:.4f}"
+        about = f"{plural(count, 'weight')} from {top * i / BINS:.4f} to {top * (i + 1) / BINS:.4f}"
         body.append(f'<rect class="c0" {place}><title>{about}</title></rect>')
         if count:
             body.append(f'<text class="tick x" x="{(i + 0.5) * each:.1f}" y="{HEIGHT - 25 - height:.1f}">{count}</text>')
@@ -111,7 +112,7 @@ def histogram(values: Sequence[float]) -> str:
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         text = f'<text class="tick" style="text-anchor:{anchor}" x="{share * WIDTH:.0f}" y="{HEIGHT - 4}">{share * top:.4f}</text>'
         body.append(text)
-    label = escape("errors of the quantized matrices")
+    label = escape("errors of the quantized weights")
     return f'<svg class="wide" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(body)}</svg>'
 
 
@@ -147,10 +148,10 @@ def _kinds(result: Mapping[str, Any]) -> str:
 
 
 def _layers(result: Mapping[str, Any]) -> str:
-    """Every matrix, the largest error first."""
+    """Every weight, the largest error first."""
     keys, names = _extra(result)
     rows = sorted(result["weights"], key=lambda row: -row["error"])
-    head = ("matrix", "weights", "scales for", "data", "bits", "MB", "error", *names)
+    head = ("weight", "format", "scales for", "data", "bits", "MB", "error", *names)
     table = html_table(head, [[html_text(row["name"]), *_cells(row, keys)] for row in rows], numeric=4)
-    summary = f"<summary>{plural(len(rows), 'matrix', 'matrices')}, largest error first</summary>"
+    summary = f"<summary>{plural(len(rows), 'weight')}, largest error first</summary>"
     return section_of("Layers", f"<details>{summary}{table}</details>")
