@@ -53,7 +53,10 @@ def result_of(after: float | None, **more):
 
 @pytest.mark.parametrize(
     ("after", "said"),
-    [(10.05, "^Use it:"), (10.3, "^Use it where"), (11.0, "try method=gptq"), (14.0, "^Do not use it"), (None, "^The cost is not known")],
+    [
+        *((10.05, "^Use it:"), (10.3, "^Use it where"), (11.0, "try method=gptq"), (14.0, "^Do not use it")),
+        (None, "^The cost is not known"),
+    ],
 )
 def test_the_recommendation_follows_from_the_numbers(after, said):
     assert re.search(said, recommendation(result_of(after)))
