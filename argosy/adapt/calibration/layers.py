@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from argosy.adapt.calibration.statistics import InputStatistics, InputSums, ObservedContraction, StatisticsRecorder
 from argosy.adapt.methods.balance import BalancedPair, candidate_pairs, fold_scales, is_same, random_scales, source_size
-from argosy.adapt.quant import QuantizedEinsum, Scheme, apply_schemes
+from argosy.adapt.quant import PARTS, QuantizedEinsum, Scheme, apply_schemes, quantized
 from argosy.adapt.surgery import at, find, put_at
 from argosy.core.formats import TensorReader
 from argosy.models.parts.attention.attend import Attend, Bidirectional, Packed
@@ -118,6 +118,26 @@ class LayerRunner:
         for name, w in quantized.items():
             weights |= {a: getattr(w, a.removeprefix(f"{name}.")) for a in own if a.startswith(f"{name}.") and a not in leaves}
         return np.asarray(_layer(graph, self.plan[i], self.causal)(weights, x, segments))
+
+    def rounded_output(self, i: int, leaves: Leaves, schemes: Mapping[str, Scheme], x: Array, segments: Array) -> Array:
+        """The output of a layer in which some matrices are rounded to nearest.
+
+        Args:
+            schemes: by their names in the layer; those of `schemes` of the runner have no part in it.
+        """
+        block, weights = self.block(i), dict(leaves)
+        contractions = self.contractions(i) if schemes else {}
+        if any(scheme.activations is not None for scheme in schemes.values()):
+            block = nnx.merge(*nnx.split(block))
+        for name, scheme in schemes.items():
+            w = scheme.quantize(contractions[name], weights.pop(f"{name}.w"))
+            if scheme.activations is None:
+                # The same numbers in the program of the plain layer, which is compiled once.
+                weights[f"{name}.w"] = w.dequantized()
+                continue
+            put_at(block, name, quantized(at(block, name), scheme))
+            weights |= {f"{name}.{part}": array for part in PARTS if (array := getattr(w, part)) is not None}
+        return _layer(split(block)[0], self.plan[i], self.causal)(weights, x, segments)
 
 
 def _strategy(causal: bool, segments: Array) -> Attend:

@@ -1,4 +1,5 @@
-"""`argosy quantize MODEL OUT preset=w4 [to=compressed-tensors]`, and `argosy quantize MODEL OUT.gguf preset=q4_k_m`."""
+"""`argosy quantize MODEL OUT preset=w4 [to=compressed-tensors]`, `argosy quantize MODEL OUT.gguf preset=q4_k_m`, and `argosy quantize
+MODEL OUT.yml search=4.5 data.source=FILE`."""
 
 import os
 import shlex
@@ -16,11 +17,14 @@ from argosy.cli.verbs.convert import ConversionProgress
 from argosy.core.command import command_name
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.core.settings import Repeats, Settings, read_settings, words_layer
 from argosy.core.settings.schema import Choice
 from argosy.data.settings import DataSettings
 from argosy.observe.readable import columns, lasted
 from argosy.weights.gguf.mixtures import MIXTURES
+
+CANDIDATES = ("w8", "w4", "nvfp4")
+RULE_FILES = (".yml", ".yaml")
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -34,6 +38,11 @@ class Quantize(Settings):
     q4_k_m, q4_1, q4_0, f16, bf16."""
     rules: str | None = None
     """A YAML file with a list of rules, the first that matches a module decides."""
+    search: float | None = Field(None, gt=0)
+    """Writes no model but a file of rules, OUT.yml for `rules`: a preset for each matrix of the layers, with at most so many bits a
+    weight on average, scales included, and the smallest divergence of the next token from the model as it is. Needs `data.source`."""
+    candidates: Annotated[list[str], Repeats()] = Field(default_factory=lambda: list(CANDIDATES))
+    """Presets among which `search` chooses, at least two: `candidates=w8 candidates=w4`."""
     rotate: Literal["none", "hadamard"] = "none"
     """hadamard: rotates the model before it is quantized, so that no channel has outliers, as QuaRot (arXiv:2404.00456) does without
     rotations while the model runs. The float model computes the same. For four bits of data; models whose norms do not allow it are
@@ -61,7 +70,7 @@ class Quantize(Settings):
 def quantize(
     model: Annotated[str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)],
     target: Annotated[
-        str | None, typer.Argument(metavar="OUT", help="a new folder, or a file that ends in .gguf", show_default=False)
+        str | None, typer.Argument(metavar="OUT", help="a new folder, a file that ends in .gguf, or .yml with search", show_default=False)
     ] = None,
     words: Annotated[
         list[str] | None,
@@ -74,6 +83,10 @@ def quantize(
     if target is None or "=" in target:
         raise BadInput("no target", hint="`argosy quantize MODEL OUT preset=w4`")
     settings = read_settings(Quantize, words_layer(words or [])).value
+    if settings.search is not None or target.endswith(RULE_FILES):
+        check_search(settings, target)
+        write_rules(model, target, settings, as_json)
+        return
     is_gguf = target.endswith(".gguf") or settings.to == "gguf"
     check_target(settings, target, is_gguf)
     rules = [] if is_gguf else rules_of(settings)
@@ -119,12 +132,42 @@ def check_target(settings: Quantize, target: str, is_gguf: bool) -> None:
         raise BadInput("settings of calibration data without data", hint="data.source=FILE")
     if is_gguf and (calibrates or "method" in settings.model_fields_set):
         raise BadInput("GGUF files are rounded as llama.cpp does, without calibration data", hint=presets)
+    if "candidates" in settings.model_fields_set:
+        raise BadInput("candidates are for search", hint="search=4.5 and OUT.yml")
     if settings.text is None and "windows" in settings.model_fields_set:
         raise BadInput("windows is for text", hint="text=FILE")
     if is_gguf and settings.rotate != "none":
         raise BadInput("rotate=hadamard is for folders", hint="GGUF files here have no rotated weights")
     if is_gguf and (settings.preset is None or settings.rules is not None or settings.dtype is not None):
         raise BadInput("a GGUF file has a preset, and neither rules nor a dtype", hint=presets)
+
+
+def check_search(settings: Quantize, target: str) -> None:
+    """Checks that the settings belong to a search.
+
+    Raises:
+        BadInput: one that has no meaning there, or none of data.
+    """
+    hint = "`argosy quantize MODEL OUT.yml search=4.5 data.source=FILE`, then `argosy quantize MODEL OUT rules=OUT.yml`"
+    if settings.search is None:
+        raise BadInput(f"{target} is a file of rules, which only a search writes", hint=hint)
+    if not target.endswith(RULE_FILES):
+        raise BadInput(f"a search writes a file of rules, and {target} does not end in .yml", hint=hint)
+    if other := settings.model_fields_set - {"search", "candidates", "samples", "data"}:
+        raise BadInput(f"{min(other)} is for writing a model, and a search writes rules", hint=hint)
+    if "source" not in settings.data.model_fields_set:
+        raise BadInput("search needs calibration data", hint=hint)
+
+
+def write_rules(model: str, target: str, settings: Quantize, as_json: bool) -> None:
+    """Searches for a recipe and says what it found."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from argosy.jobs.quantize_search import search_recipe
+
+    with ConversionProgress("written") as progress:
+        how: Any = {"samples": settings.samples, "say": progress.say}
+        result = search_recipe(model, Path(target), float(settings.search or 0), settings.candidates, settings.data, **how)
+    conclude(described_recipe(result), result, as_json)
 
 
 def rules_of(settings: Quantize) -> list[Rule]:
@@ -170,3 +213,25 @@ def described(result: dict[str, Any]) -> str:
     if any(row.get("balanced") for row in result["weights"]) and (rigid := [r for r in result["weights"] if not r["balanced"]]):
         rest += f"\n{plural(len(rigid), 'weight')} have inputs that cannot be scaled exactly, such as {rigid[0]['name']}"
     return "\n".join([columns(head, lines, figures=tuple(range(4, len(head)))), rest, written])
+
+
+def described_recipe(result: dict[str, Any]) -> str:
+    """The tables of a search: each matrix by kind, and the recipe beside its candidates."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in result["weights"]:
+        kind = ".".join(part for part in row["name"].split(".") if not part.isdecimal())
+        groups[kind, row["preset"]].append(row)
+    lines = []
+    for (kind, preset), rows in sorted(groups.items(), key=lambda item: item[0]):
+        numbers = sum(row["numbers"] for row in rows)
+        layers = ",".join(next(part for part in row["name"].split(".") if part.isdecimal()) for row in rows)
+        bits = sum(row["bits"] * row["numbers"] for row in rows) / numbers
+        lines.append([kind, layers, preset, f"{bits:.3f}", f"{sum(row['divergence'] for row in rows):.2g}"])
+    table = columns(("module", "layers", "preset", "bits", "KL"), lines, figures=(3, 4))
+    every = result["presets"] | {"mixed": result["mixed"]}
+    rows = [[name, f"{row['bits']:.3f}", f"{row['divergence']:.4g}"] for name, row in every.items()]
+    whole = columns(("whole model", "bits", "KL"), rows, figures=(1, 2))
+    end = f"{result['target']}: {plural(len(result['rules']), 'rule')}, {result['bits']:.3f} bits a weight, in {lasted(result['seconds'])}"
+    if result["recipe"] != "mixed":
+        end += f"\n{result['recipe']} alone is better than any mixture that was found within {result['budget']:g} bits"
+    return f"{table}\n\n{whole}\n{end}"

@@ -1,0 +1,67 @@
+"""Chooses a preset for each group of weights, so that the bits stay within a budget and the divergence is small.
+
+    minimize    sum over groups of KL(group, preset)
+    subject to  sum over groups of bits(group, preset) <= budget
+
+The divergence of several groups is taken to be the sum of theirs, as in HAWQ-V2 (arXiv:1911.03852) and its successors. Every group
+starts at its cheapest preset. The step with the most KL saved per bit that still fits is taken until none fits. Steps lead along the lower
+convex hull of a group's presets, so that one with a small gain does not hide a better one behind it; the optimum of the problem with
+fractions of groups differs in one group.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class PresetCost(NamedTuple):
+    """What one preset costs in one group.
+
+    bits: of all its weights, with their scales.
+    divergence: the mean KL of the model's next token where this group alone is rounded, in nats.
+    """
+
+    bits: int
+    divergence: float
+
+
+def convex_hull(costs: Mapping[str, PresetCost]) -> list[str]:
+    """The presets of a group that are worth their bits, from the cheapest on: each saves less KL per bit than the one before it."""
+    hull: list[str] = []
+    for name in sorted(costs, key=lambda name: (costs[name].bits, costs[name].divergence)):
+        if hull and costs[name].divergence >= costs[hull[-1]].divergence:
+            continue
+        while len(hull) > 1 and gain(costs[hull[-1]], costs[name]) >= gain(costs[hull[-2]], costs[hull[-1]]):
+            hull.pop()
+        hull.append(name)
+    return hull
+
+
+def gain(cheap: PresetCost, dear: PresetCost) -> float:
+    """The KL that is saved for each bit, from one preset of a group to a dearer one."""
+    return (cheap.divergence - dear.divergence) / max(dear.bits - cheap.bits, 1)
+
+
+def within_budget(groups: Sequence[Mapping[str, PresetCost]], budget: int) -> list[str]:
+    """A preset for each group. Together they have at most so many bits; at least those of the cheapest presets.
+
+    Args:
+        groups: what each preset costs in each group.
+    """
+    hulls = [convex_hull(costs) for costs in groups]
+    places = [0] * len(groups)
+    left = budget - sum(costs[hull[0]].bits for costs, hull in zip(groups, hulls, strict=True))
+    while True:
+        best: tuple[float, int, int] | None = None
+        for i, (costs, hull) in enumerate(zip(groups, hulls, strict=True)):
+            now = costs[hull[places[i]]]
+            for place in range(places[i] + 1, len(hull)):
+                step = costs[hull[place]]
+                # Along a hull the nearest step has the largest gain, so the first that fits is the best of this group.
+                if step.bits - now.bits <= left and (best is None or gain(now, step) > best[0]):
+                    best = (gain(now, step), i, place)
+                    break
+        if best is None:
+            return [hull[place] for hull, place in zip(hulls, places, strict=True)]
+        _, i, place = best
+        left -= groups[i][hulls[i][place]].bits - groups[i][hulls[i][places[i]]].bits
+        places[i] = place

@@ -1,0 +1,174 @@
+"""`argosy quantize MODEL OUT.yml search=4.5`: proposes a mixed recipe under a budget of bits a weight, as a file of rules."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from argosy.adapt.calibration.data import calibration_data
+from argosy.adapt.calibration.layers import LayerRunner
+from argosy.adapt.quant import Scheme, by_layer
+from argosy.adapt.rules import Rule, preset_rules, schemes_of
+from argosy.adapt.search.budget import PresetCost, within_budget
+from argosy.adapt.search.patterns import mixed_rules
+from argosy.adapt.search.sensitivity import SensitivityMeter, bits_of
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, Unsupported
+from argosy.core.settings import dump
+from argosy.core.settings.scalars import yaml_document
+from argosy.core.storage import Store
+from argosy.data.settings import DataSettings
+from argosy.jobs.convert import open_source
+from argosy.models.parts.stack import Unroll
+from argosy.weights.build import stored_tokenizer
+
+Say = Callable[[str], None]
+# Seconds between messages about layers.
+TELL_S = 10
+
+
+def search_recipe(
+    source: str,
+    target: Path,
+    budget: float,
+    presets: Sequence[str],
+    data: DataSettings,
+    *,
+    samples: int,
+    say: Say = lambda _: None,
+) -> dict[str, Any]:
+    """Writes the rules with which a model has at most so many bits a weight and differs least. Returns what was measured.
+
+    Args:
+        target: a new YAML file.
+        budget: bits of a weight of the matrices of the layers, with their scales, on average.
+        presets: which of `PRESETS` each matrix may get.
+        data: of calibration.
+        samples: sequences of it.
+
+    Raises:
+        BadInput: the source is no model or quantized already, the target exists, there is no such preset, the budget is below the
+            cheapest preset or above the dearest, or the data has too few tokens; nothing is written.
+        Unsupported: the model predicts no tokens.
+    """
+    start = time.monotonic()
+    check_file(target)
+    schemes = {name: preset_scheme(name) for name in presets}
+    if len(schemes) < 2:
+        raise BadInput("a search needs two candidates", hint="candidates=w8 candidates=w4")
+    stored = open_source(source, say)
+    if stored.quantized is not None:
+        raise BadInput(f"{source} is quantized already", hint="search with the model it came from")
+    if not stored.config.causal or stored.config.scored:
+        what = f"search compares next tokens, and {source} predicts none"
+        raise Unsupported(what, hint="`argosy quantize MODEL OUT preset=w8`")
+    model = stored.config.build(Unroll())
+    runner = LayerRunner(stored.config, stored.weights, by_layer(model, schemes_of(model, [Rule(weights="int8")])))
+    sizes = matrix_bits(runner, schemes)
+    numbers = sum(count for count, _ in sizes.values())
+    uniform = {preset: sum(bits[preset] for _, bits in sizes.values()) / numbers for preset in schemes}
+    check_budget(budget, uniform)
+    tokens = calibration_data(
+        *(data, samples, stored_tokenizer(stored)), vocab=stored.config.vocab, context=stored.config.context
+    )
+    say(f"measuring {plural(len(sizes), 'weight')} on {plural(tokens.size, 'token')} of {data.source}")
+    meter = SensitivityMeter(runner, tokens)
+    costs = {
+        name: {preset: PresetCost(sizes[name][1][preset], kl) for preset, kl in of.items()}
+        for name, of in meter.sensitivities(schemes, _teller(say))
+    }
+    chosen = dict(zip(costs, within_budget(list(costs.values()), int(budget * numbers)), strict=True))
+    recipes = {preset: dict.fromkeys(costs, preset) for preset in schemes} | {"mixed": chosen}
+    rows = {
+        name: {
+            "bits": sum(sizes[matrix][1][preset] for matrix, preset in recipe.items()) / numbers,
+            "divergence": meter.divergence({matrix: schemes[preset] for matrix, preset in recipe.items()}),
+        }
+        for name, recipe in recipes.items()
+    }
+    # The divergences of matrices do not quite add up, so a preset that fits the budget may still be better.
+    best = min((name for name in rows if rows[name]["bits"] <= budget), key=lambda name: rows[name]["divergence"])
+    rules = mixed_rules(recipes[best])
+    Store(target.resolve().parent).write_text(target.name, rules_text(rules, f"{rows[best]['bits']:.3f} bits a weight, from {source}"))
+    return {
+        "source": source,
+        "target": str(target),
+        "budget": budget,
+        "tokens": tokens.size,
+        "recipe": best,
+        **rows[best],
+        "presets": {preset: rows[preset] for preset in schemes},
+        "mixed": rows["mixed"],
+        "rules": [dump(rule) for rule in rules],
+        "weights": [
+            {
+                "name": name,
+                "preset": preset,
+                "numbers": sizes[name][0],
+                "bits": sizes[name][1][preset] / sizes[name][0],
+                "divergence": costs[name][preset].divergence,
+                "candidates": {preset: cost.divergence for preset, cost in costs[name].items()},
+            }
+            for name, preset in recipes[best].items()
+        ],
+        "seconds": time.monotonic() - start,
+    }
+
+
+def check_file(target: Path) -> None:
+    """Raises BadInput unless a new file can be written there."""
+    if target.exists() or target.is_symlink():
+        raise BadInput(f"{target} exists", hint="name a new file; nothing is ever overwritten")
+    if not target.resolve().parent.is_dir():
+        raise BadInput(f"no folder for {target}", hint="make it first")
+
+
+def preset_scheme(name: str) -> Scheme:
+    """The scheme of a preset.
+
+    Raises:
+        BadInput: there is none of this name.
+    """
+    scheme = preset_rules(name)[0].scheme()
+    assert scheme is not None
+    return scheme
+
+
+def matrix_bits(runner: LayerRunner, schemes: Mapping[str, Scheme]) -> dict[str, tuple[int, dict[str, int]]]:
+    """The numbers of each matrix and its bits by each scheme, by its per-layer name."""
+    names = [f"layers.{i}.{name}" for i, own in enumerate(runner.names) for name in own]
+    found = {name: {preset: bits_of(runner, name, scheme) for preset, scheme in schemes.items()} for name in names}
+    return {name: (next(iter(of.values()))[1], {preset: bits for preset, (bits, _) in of.items()}) for name, of in found.items()}
+
+
+def check_budget(budget: float, uniform: Mapping[str, float]) -> None:
+    """Checks a budget against the bits a weight of each preset alone.
+
+    Raises:
+        BadInput: it is below all, or above all.
+    """
+    every = ", ".join(f"{name} {bits:.3f}" for name, bits in uniform.items())
+    if budget < min(uniform.values()):
+        raise BadInput(f"search={budget:g} is below every candidate: {every} bits a weight", hint="more, or a smaller candidate")
+    if budget > max(uniform.values()):
+        name = max(uniform, key=lambda name: uniform[name])
+        raise BadInput(f"search={budget:g} is above every candidate: {every} bits a weight", hint=f"preset={name} fits everywhere")
+
+
+def rules_text(rules: Sequence[Rule], about: str) -> str:
+    """A file of rules, which says in a comment where it comes from."""
+    plain = Rule()
+    entries = [{key: value for key, value in dump(rule).items() if value != getattr(plain, key)} for rule in rules]
+    return f"# {about}\n{yaml_document({'rules': entries})}"
+
+
+def _teller(say: Say) -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def done(layers: int, all: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > TELL_S:
+            last = time.monotonic()
+            say(f"{layers} of {all} layers are measured")
+
+    return done
