@@ -3,10 +3,9 @@
     minimize    sum over groups of KL(group, preset)
     subject to  sum over groups of bits(group, preset) <= budget
 
-The divergence of several groups is taken to be the sum of theirs, as in HAWQ-V2 (arXiv:1911.03852) and its successors. Every group
-starts at its cheapest preset. The step with the most KL saved per bit that still fits is taken until none fits. Steps lead along the lower
-convex hull of a group's presets, so that one with a small gain does not hide a better one behind it; the optimum of the problem with
-fractions of groups differs in one group.
+The divergence of several groups is taken to be the sum of theirs, as in HAWQ-V2 (arXiv:1911.03852). Every group starts at its cheapest
+preset. The step that saves most KL for each bit and still fits is taken, until none fits. Steps lead along the lower convex hull of a
+group's presets, so that one with a small gain does not hide a better one behind it. The sum is at most one step above the least.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,15 +52,13 @@ def within_budget(groups: Sequence[Mapping[str, PresetCost]], budget: int) -> li
     while True:
         best: tuple[float, int, int] | None = None
         for i, (costs, hull) in enumerate(zip(groups, hulls, strict=True)):
-            now = costs[hull[places[i]]]
-            for place in range(places[i] + 1, len(hull)):
-                step = costs[hull[place]]
-                # Along a hull the nearest step has the largest gain, so the first that fits is the best of this group.
-                if step.bits - now.bits <= left and (best is None or gain(now, step) > best[0]):
-                    best = (gain(now, step), i, place)
-                    break
+            if places[i] + 1 == len(hull):
+                continue
+            now, step = (costs[hull[place]] for place in (places[i], places[i] + 1))
+            if step.bits - now.bits <= left and (best is None or gain(now, step) > best[0]):
+                best = (gain(now, step), i, step.bits - now.bits)
         if best is None:
             return [hull[place] for hull, place in zip(hulls, places, strict=True)]
-        _, i, place = best
-        left -= groups[i][hulls[i][place]].bits - groups[i][hulls[i][places[i]]].bits
-        places[i] = place
+        _, i, bits = best
+        places[i] += 1
+        left -= bits

@@ -70,7 +70,7 @@ class Quantize(Settings):
 def quantize(
     model: Annotated[str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)],
     target: Annotated[
-        str | None, typer.Argument(metavar="OUT", help="a new folder, a file that ends in .gguf, or .yml with search", show_default=False)
+        str | None, typer.Argument(metavar="OUT", help="a new folder, a .gguf file, or a .yml file with search", show_default=False)
     ] = None,
     words: Annotated[
         list[str] | None,
@@ -231,7 +231,8 @@ def described_recipe(result: dict[str, Any]) -> str:
     every = result["presets"] | {"mixed": result["mixed"]}
     rows = [[name, f"{row['bits']:.3f}", f"{row['divergence']:.4g}"] for name, row in every.items()]
     whole = columns(("whole model", "bits", "KL"), rows, figures=(1, 2))
-    end = f"{result['target']}: {plural(len(result['rules']), 'rule')}, {result['bits']:.3f} bits a weight, in {lasted(result['seconds'])}"
+    rules, seconds = plural(len(result["rules"]), "rule"), lasted(result["seconds"])
+    end = f"{result['target']}: {rules}, {result['bits']:.3f} bits a weight, in {seconds}"
     if result["recipe"] != "mixed":
         end += f"\n{result['recipe']} alone is better than any mixture that was found within {result['budget']:g} bits"
     return f"{table}\n\n{whole}\n{end}"
