@@ -1,5 +1,6 @@
 """`argosy quantize MODEL OUT.yml search=4.5`: proposes a mixed recipe under a budget of bits a weight, as a file of rules."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from argosy.core.storage import Store
 from argosy.data.settings import DataSettings
 from argosy.jobs.convert import open_source
 from argosy.models.parts.stack import Unroll
+from argosy.observe.readable import one_line
 from argosy.weights.build import stored_tokenizer
 
 Say = Callable[[str], None]
@@ -89,7 +91,8 @@ def search_recipe(
     # The divergences of matrices do not quite add up, so a preset that fits the budget may still be better.
     best = min((name for name in rows if rows[name]["bits"] <= budget), key=lambda name: rows[name]["divergence"])
     rules = mixed_rules(recipes[best])
-    Store(target.resolve().parent).write_text(target.name, rules_text(rules, f"{rows[best]['bits']:.3f} bits a weight, from {source}"))
+    text = rules_text(rules, f"{rows[best]['bits']:.3f} bits a weight, from {one_line(source)}")
+    Store(target.resolve().parent).write_text(target.name, text)
     return {
         "source": source,
         "target": str(target),
@@ -147,7 +150,8 @@ def check_budget(budget: float, uniform: Mapping[str, float]) -> None:
     Raises:
         BadInput: it is below all, or above all.
     """
-    every = ", ".join(f"{name} {bits:.3f}" for name, bits in uniform.items())
+    # Rounded up, so that a budget that is copied from the message is none that is refused again.
+    every = ", ".join(f"{name} {math.ceil(1000 * bits) / 1000:.3f}" for name, bits in uniform.items())
     if budget < min(uniform.values()):
         raise BadInput(f"search={budget:g} is below every candidate: {every} bits a weight", hint="more, or a smaller candidate")
     if budget > max(uniform.values()):

@@ -192,7 +192,7 @@ def test_models_without_next_tokens_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("out", "words", "what"),
     [
-        ("a.yml", ["search=4", "DATA"], "search=4 is below every candidate: w8 8.424, w4 4.559, nvfp4 4.869"),
+        ("a.yml", ["search=4", "DATA"], "search=4 is below every candidate: w8 8.424, w4 4.560, nvfp4 4.870"),
         ("a.yml", ["search=9", "DATA"], "search=9 is above every candidate"),
         ("a.yml", ["search=6", "DATA", "samples=9000"], "fewer than samples=9000"),
         ("a.yml", ["search=6"], "search needs calibration data"),

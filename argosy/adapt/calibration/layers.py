@@ -123,7 +123,7 @@ class LayerRunner:
         """The output of a layer in which some matrices are rounded to nearest.
 
         Args:
-            schemes: by their names in the layer; those of `schemes` of the runner have no part in it.
+            schemes: by their names in the layer.
         """
         block, weights = self.block(i), dict(leaves)
         contractions = self.contractions(i) if schemes else {}
