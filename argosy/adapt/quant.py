@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from argosy.adapt.formats.activations import Activations
@@ -37,6 +38,7 @@ class Scheme:
     calibration: the range of each block, as in `Format.quantize`.
     activations: the number format of data; None: data is not rounded.
     activation_block: how many numbers of data share a scale; None: a whole row, or as the format has it.
+    activations_scale: dynamic: a scale of data follows from its own largest magnitude; static: one number, from calibration.
     """
 
     weights: str = "int8"
@@ -44,9 +46,17 @@ class Scheme:
     calibration: str = "absmax"
     activations: str | None = None
     activation_block: int | None = None
+    activations_scale: str = "dynamic"
+
+    @property
+    def is_static(self) -> bool:
+        """Whether data has a scale from calibration."""
+        return self.activations_scale == "static"
 
     def check(self) -> None:
-        """Raises ValueError if there is no such format."""
+        """Raises ValueError if there is no such format or scale."""
+        if self.activations_scale not in ("dynamic", "static"):
+            raise ValueError(f"no scale of data `{self.activations_scale}`")
         for name in (self.weights, self.activations):
             if name is not None and name not in FORMATS:
                 raise ValueError(f"no number format `{name}`")
@@ -65,7 +75,7 @@ class Scheme:
         lead = w.ndim - len(of.spec)
         block = (*(1,) * lead, *self.block(of)[of.stacked :])
         out = self.format.quantize(w, block, self.calibration, lead=lead + len(of.group), pack=pack_axis(of))
-        return self.completed(out)
+        return self._completed(out, w.shape[:lead])
 
     def limits(self, of: Contraction, w: Any) -> Limits:
         """The range of each block of a weight, as the calibration says."""
@@ -75,15 +85,16 @@ class Scheme:
         """A weight in this format, each block in a given range."""
         lead = w.ndim - len(of.spec)
         block = (*(1,) * lead, *self.block(of)[of.stacked :])
-        return self.completed(self.format.rounded(w, block, limits, lead=lead + len(of.group), pack=pack_axis(of)))
+        out = self.format.rounded(w, block, limits, lead=lead + len(of.group), pack=pack_axis(of))
+        return self._completed(out, w.shape[:lead])
 
     def rounding(self) -> Activations | None:
         """How data is rounded; None: it is not."""
         return None if self.activations is None else Activations(self.activations, self.activation_block)
 
-    def completed(self, w: Quantized) -> Quantized:
-        """The weight, which says how data is rounded."""
-        return replace(w, activations=self.rounding())
+    def _completed(self, w: Quantized, layers: tuple[int, ...]) -> Quantized:
+        """The weight, which says how data is rounded. A static scale is 1 until calibration puts another in its place."""
+        return replace(w, activations=self.rounding(), x_scale=jnp.ones(layers, jnp.float32) if self.is_static else None)
 
 
 class QuantizedEinsum(Contraction):

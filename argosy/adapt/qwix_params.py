@@ -136,6 +136,8 @@ def _leaf(name: str, of: QuantizedEinsum) -> dict[str, Any]:
     w, kind = of.weight, of.scheme.weights
     if kind not in KINDS.values() or w.outer is not None:
         raise Unsupported(f"`{name}` is {kind}, which Qwix stores otherwise", hint=f"{', '.join(KINDS.values())} are written")
+    if w.x_scale is not None:
+        raise Unsupported(f"`{name}` has a static scale of data, which trees of parameters do not hold", hint=WAY_OUT)
     values = unpacked(w.values, w.packed, w.bits) if w.packed else w.values
     if kind == "nf4":
         return {QVALUE: values.astype(jnp.uint4), SCALE: w.scales}

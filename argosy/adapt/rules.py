@@ -6,6 +6,7 @@ expression that matches the whole path, such as `layers\\..*\\.mlp\\..*`. Tied e
 rule names them.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,6 +25,8 @@ NAMES = (
     "int8", "int4", "int2", "nf4", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4",
 )  # fmt: skip
 ACTIVATIONS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
+# Those whose scales are any number.
+STATIC = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
 
 
 class Rule(Settings):
@@ -43,6 +46,9 @@ class Rule(Settings):
     """Number format to which the data of the product is rounded. None: it stays as it is."""
     activation_block: int | None = Field(None, gt=0)
     """How many numbers of data share a scale, along the summed axes. None: a whole token, or the block of an MX format."""
+    activations_scale: Annotated[Literal["dynamic", "static"], Also("activation_scheme", "act_scale")] = "dynamic"
+    """Where scales of data come from. dynamic: from its own largest magnitude, as the model runs; static: one for all data of a
+    contraction, from the largest magnitude in calibration data, beyond which data saturates."""
 
     @model_validator(mode="after")
     def _known(self) -> "Rule":
@@ -50,8 +56,13 @@ class Rule(Settings):
             name = getattr(self, key)
             if name is not None and name not in names:
                 raise ValueError(f"{key}: no number format `{name}`; {nearest(name, names)}")
-        if self.weights is None and (self.activations or self.granularity or self.calibration != "absmax"):
+        is_static = self.activations_scale == "static"
+        if self.weights is None and (self.activations or self.granularity or self.calibration != "absmax" or is_static):
             raise ValueError("weights = null keeps a module as it is, so nothing else can be set beside it")
+        if is_static and self.activations not in STATIC:
+            raise ValueError(f"activations_scale=static is for activations in {', '.join(STATIC)}, not {self.activations}")
+        if is_static and self.activation_block is not None:
+            raise ValueError("activations_scale=static is one scale for all data, so activation_block has no meaning")
         kind, _, number = self.calibration.partition(":")
         if self.calibration not in ("absmax", "minmax") and not (kind in ("rms", "fixed") and _is_positive(number)):
             raise ValueError(f"calibration `{self.calibration}`: absmax, minmax, rms:K or fixed:X")
@@ -66,7 +77,8 @@ class Rule(Settings):
 
         if self.weights is None:
             return None
-        return Scheme(self.weights, self.granularity, self.calibration, self.activations, self.activation_block)
+        block = self.activation_block
+        return Scheme(self.weights, self.granularity, self.calibration, self.activations, block, self.activations_scale)
 
 
 class RuleFile(Settings):
@@ -130,6 +142,7 @@ class QuantizedTraining(Settings):
             history = self.history if self.scaling == "delayed" else 0
             return train_in_few_bits(model, self.where, self.train, stochastic=self.rounding == "stochastic", history=history)
         rules = preset_rules(self.preset) if self.preset is not None else read_rules(Path(str(self.rules)))
+        check_dynamic(rules, "quant.train=qat")
         return train_quantization_aware(model, schemes_of(model, rules))
 
 
@@ -143,12 +156,14 @@ def _is_positive(text: str) -> bool:
 PRESETS: dict[str, dict[str, Any]] = {
     "w8": {"weights": "int8"},
     "w8a8": {"weights": "int8", "activations": "int8"},
+    "w8a8-static": {"weights": "int8", "activations": "int8", "activations_scale": "static"},
     "w4": {"weights": "int4"},
     "w4a8": {"weights": "int4", "activations": "int8"},
     "w4a4": {"weights": "int4", "granularity": 32, "activations": "int4", "activation_block": 32},
     "w2": {"weights": "int2", "calibration": "minmax"},
     "nf4": {"weights": "nf4"},
     "fp8": {"weights": "fp8_e4m3", "activations": "fp8_e4m3"},
+    "fp8-static": {"weights": "fp8_e4m3", "activations": "fp8_e4m3", "activations_scale": "static"},
     "fp8-blocks": {"weights": "fp8_e4m3", "granularity": "128x128", "activations": "fp8_e4m3", "activation_block": 128},
     "mxfp8": {"weights": "mxfp8", "activations": "mxfp8"},
     "mxfp6": {"weights": "mxfp6_e2m3"},
@@ -159,7 +174,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 ALIASES = {
     "int8": "w8", "w8a16": "w8", "int8_w8a8": "w8a8", "w4a16": "w4", "int4": "w4", "q4": "w4", "q8": "w8", "fp8_dynamic": "fp8",
-    "fp8_block": "fp8-blocks", "nvfp4a16": "nvfp4", "mxfp4a16": "mxfp4", "bnb-nf4": "nf4",
+    "fp8_block": "fp8-blocks", "nvfp4a16": "nvfp4", "mxfp4a16": "mxfp4", "bnb-nf4": "nf4", "fp8_static": "fp8-static",
+    "int8_static": "w8a8-static", "w8a8_static": "w8a8-static",
 }  # fmt: skip
 """What other tools call these presets: compressed-tensors, torchao, bitsandbytes, MLX."""
 
@@ -198,17 +214,36 @@ def rules_named(name: str) -> list[Rule]:
     return read_rules(Path(name)) if name.endswith((".yml", ".yaml")) else preset_rules(name)
 
 
-def schemes_of(model: Any, rules: list[Rule]) -> dict[str, "Scheme"]:
+def check_dynamic(rules: Iterable[Rule], what: str) -> None:
+    """Checks that no rule needs calibration data.
+
+    Args:
+        what: there is none for.
+
+    Raises:
+        BadInput: one does.
+    """
+    for number, rule in enumerate(rules, 1):
+        if rule.activations_scale == "static":
+            hint = "argosy quantize MODEL OUT preset=w8a8-static data.source=FILE; or activations_scale: dynamic, as preset=w8a8 has it"
+            raise BadInput(f"{what}: activations_scale=static (rule {number}) needs calibration data", hint=hint)
+
+
+def schemes_of(model: Any, rules: list[Rule], *, is_calibrated: bool = False) -> dict[str, "Scheme"]:
     """How each contraction of a model is quantized, by its name in the model's layout, at least one.
 
     Args:
         model: with weights that may be descriptions.
+        is_calibrated: whether there is calibration data.
 
     Raises:
-        BadInput: a rule matches nothing that an earlier one leaves, or there are no rules, or every rule keeps what it matches.
+        BadInput: a rule matches nothing that an earlier one leaves, or there are no rules, or every rule keeps what it matches; one
+            needs calibration data, or names what such data does not reach.
     """
     from argosy.adapt.surgery import find
 
+    if not is_calibrated:
+        check_dynamic(rules, "quantization")
     out: dict[str, Scheme | None] = {}
     for number, rule in enumerate(rules, 1):
         try:
@@ -223,4 +258,7 @@ def schemes_of(model: Any, rules: list[Rule]) -> dict[str, "Scheme"]:
     chosen = {name: scheme for name, scheme in out.items() if scheme is not None}
     if not chosen:
         raise BadInput("no rule quantizes anything", hint="preset=w8, or a rule with `weights`")
+    if outside := [name for name, scheme in chosen.items() if scheme.is_static and not name.startswith("layers.")]:
+        what = f"activations_scale=static: calibration data reaches matrices of the layers alone, not `{outside[0]}`"
+        raise BadInput(what, hint="activations_scale: dynamic in a rule for it")
     return chosen

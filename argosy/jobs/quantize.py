@@ -20,7 +20,7 @@ from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.methods.settings import METHODS, Nearest, RoundingMethod
 from argosy.adapt.quant import Scheme, by_layer
 from argosy.adapt.rotation import describe_rotation, rotated_model
-from argosy.adapt.rules import Rule, schemes_of
+from argosy.adapt.rules import Rule, check_dynamic, schemes_of
 from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
@@ -71,14 +71,16 @@ def quantize(
         to: argosy, or compressed-tensors: a Hub folder.
 
     Raises:
-        BadInput: the source is no model or quantized already, the target exists, a rule matches nothing, or the data has too few
-            tokens; nothing is written.
+        BadInput: the source is no model or quantized already, the target exists, a rule matches nothing or needs data, or the data
+            has too few tokens; nothing is written.
         Unsupported: the layout cannot say a rule, or the model cannot be rotated; nothing is written.
     """
     start = time.monotonic()
     if method.needs_data and data is None:
         name = Choice(METHODS).name_of(method)
         raise BadInput(f"method={name} needs calibration data", hint=f"method={name} data.source=FILE samples={samples}")
+    if data is None:
+        check_dynamic(rules, "quantize")
     stored = open_source(source, say)
     if stored.quantized is not None:
         raise BadInput(f"{source} is quantized already", hint="quantize the model it came from; or `argosy convert` makes floats of it")
@@ -87,7 +89,7 @@ def quantize(
         say(describe_rotation(stored.weights))
     order = {name.removesuffix(".w"): i for i, name in enumerate(stored.weights.names)}
     model = stored.config.build(Unroll())
-    schemes = by_layer(model, schemes_of(model, list(rules)))
+    schemes = by_layer(model, schemes_of(model, list(rules), is_calibrated=data is not None))
     table = LayerTable()
     identity = identity_of(stored, to, dtype, 0) | {"rules": [dump(rule) for rule in rules], "method": described_method(method)}
     identity |= {} if rotate is None else {"rotate": rotate}

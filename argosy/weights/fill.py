@@ -53,7 +53,7 @@ def stored_arrays(
             for i, name in enumerate(names(address)):
                 whole[i] = weights.read(name)
         else:
-            whole = np.ascontiguousarray(weights.read(names(address)[0]).astype(target, copy=False))
+            whole = np.asarray(weights.read(names(address)[0]).astype(target, copy=False), order="C")
         yield address, whole
 
 

@@ -7,6 +7,7 @@ import pytest
 from helpers import relative
 
 from argosy.adapt.formats.activations import Activations
+from argosy.adapt.quant import QuantizedEinsum, Scheme
 from argosy.models.parts.einsum import Einsum, Route, contract
 from argosy.models.parts.weight import fill
 from argosy.ops.quantized import Quantized
@@ -72,6 +73,42 @@ def test_activations_are_rounded_by_their_scale():
     w = Quantized(jnp.ones((8, 4), jnp.int8), jnp.ones((1, 4)), x_scale=jnp.float32(0.5), activations=Activations("int8"))
     x = jnp.full((1, 1, 8), 0.6)
     assert (contract("BTD,DM->BTM", x, w) == 8 * 0.5).all()
+
+
+def test_another_equation_has_data_of_its_own():
+    """The scale was calibrated on the data of the first: here a token has its own, as 1e3 would saturate."""
+    scheme, plain = Scheme("int8", activations="int8", activations_scale="static"), made("BTD,DM->BTM")
+    of = QuantizedEinsum(plain, scheme.quantize(plain, plain.w[...]), scheme)
+    of.x_scale[...] = jnp.float32(0.5)
+    x = jnp.full((1, 1, SIZES["D"]), 0.6)
+    y = jnp.full((1, 1, SIZES["M"]), 1e3)
+    dense = of.weight.dequantized()
+    assert relative(of(x), jnp.einsum("BTD,DM->BTM", x * 0.5 / 0.6, dense)) < 1e-6
+    assert relative(of.via("BTM,DM->BTD", y), jnp.einsum("BTM,DM->BTD", y, dense)) < 0.01
+    assert relative(of.via("BTD,DM->BTM", x), of(x)) == 0
+
+
+@pytest.mark.parametrize("of_platform", ["cpu", "tpu"])
+def test_static_scales_saturate_and_faults_stay_visible(of_platform, monkeypatch):
+    """By hand; the product of whole numbers as on TPUs, and that of floats."""
+    monkeypatch.setattr("argosy.models.parts.einsum.platform", lambda: of_platform)
+    codes = jnp.asarray(np.random.default_rng(0).integers(-128, 128, (8, 5)), jnp.int8)
+    step = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, (1, 5)), jnp.float32)
+    w = Quantized(codes, step, x_scale=jnp.float32(0.013), activations=Activations("int8"))
+    x = np.random.default_rng(2).normal(size=(1, 6, 8)).astype(np.float32)
+    x[0, 1] *= 100
+    q = np.clip(np.round(x / np.float32(0.013)), -128, 127)
+    assert (q[0, 1] == -128).any()
+    assert (q[0, 1] == 127).any()
+    exact = (q @ np.asarray(codes, np.float64)) * np.asarray(step, np.float64) * np.float32(0.013)
+    assert relative(contract("BTD,DM->BTM", jnp.asarray(x), w), exact) < 1e-6
+    program = str(jax.make_jaxpr(lambda x: contract("BTD,DM->BTM", x, w))(jnp.asarray(x)))
+    assert ("preferred_element_type=int32" in program) == (of_platform == "tpu")
+    x[0, 2, 3], x[0, 3, 0], x[0, 4] = np.nan, -np.inf, 0
+    y = np.asarray(contract("BTD,DM->BTM", jnp.asarray(x), w))
+    assert np.isnan(y[0, [2, 3]]).all()
+    assert relative(y[0, [0, 1, 5]], exact[0, [0, 1, 5]]) < 1e-6
+    assert (y[0, 4] == 0).all()
 
 
 def test_a_product_of_bfloat16_can_leave_in_float32():

@@ -217,6 +217,26 @@ def test_a_calibrated_scale():
     assert np.abs(np.asarray(x)).max() > 1.28, "some are beyond"
 
 
+# Of a power of two, ties are exact.
+@pytest.mark.parametrize("step", [2.0**-6, 0.0137])
+@pytest.mark.parametrize("data", ["int8", "int4"])
+@pytest.mark.usefixtures("kernels")
+def test_data_is_rounded_by_a_calibrated_scale_as_its_format_rounds(data: str, step: float):
+    """A weight that is the identity gives the rounded data: ties, what saturates, and what is not finite."""
+    panels = packed_quantized(Quantized(jnp.eye(96, dtype=jnp.int8), jnp.ones((1, 96))), 1, True)
+    assert panels is not None
+    rounding, scale = Activations(data), jnp.asarray(step, jnp.float32)
+    x = numbers(4, 8, 96)
+    x[0], x[1], x[2] = 0, np.linspace(-140, 140, 96) * np.float32(step), (np.arange(96) - 48 + 0.5) * 2.0**-6
+    x[3, 5], x[4, 70], x[5] = np.nan, -np.inf, 1e-39
+    got = np.asarray(contract("BD,DF->BF", jnp.asarray(x), Quantized(panels, jnp.ones((1, 96)), x_scale=scale, activations=rounding)))
+    expected = np.asarray(rounding.quantize(jnp.asarray(x), (1,), scale).dequantized())
+    np.testing.assert_array_equal(got, expected)
+    assert np.isnan(got[[3, 4]]).all()
+    assert np.isfinite(np.delete(got, [3, 4], 0)).all()
+    assert got[1].max() == np.float32(step) * (127 if data == "int8" else 7)
+
+
 @pytest.mark.usefixtures("kernels")
 def test_a_packed_weight_that_rounds_data():
     """Of a file's blocks: the product of the rounded data with the floats, near that with the data."""

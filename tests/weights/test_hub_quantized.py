@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,15 +13,17 @@ from safetensors.numpy import save_file
 
 from argosy.adapt.quant import QuantizedEinsum
 from argosy.adapt.rules import Rule, preset_rules
-from argosy.adapt.surgery import find
+from argosy.adapt.surgery import find, put_at
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
+from argosy.data.settings import DataSettings
 from argosy.infer.lm import LM
 from argosy.infer.load import load_lm
 from argosy.jobs.convert import convert
 from argosy.jobs.quantize import quantize
+from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.weights.hub.reader import open_folder
 from argosy.weights.quantized import DequantizedTensors
@@ -372,6 +375,108 @@ def test_data_with_scales_of_its_own_is_rounded(tmp_path):
     pack, settings = int_quantized(True, INT8_DATA)
     schemes = open_folder(written(tmp_path, LLAMA, pack, settings)[0]).quantized.schemes.values()
     assert {scheme.activations for scheme in schemes} == {"int8"}
+
+
+STATIC_DATA = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+def with_input_scales(pack):
+    """A packer that also writes a scale of data, another for each module."""
+
+    def packed(name: str, w: np.ndarray):
+        tensors, meant = pack(name, w)
+        return tensors | {"input_scale": np.asarray([len(name) / 1024], BF16)}, meant
+
+    return packed
+
+
+def test_a_calibrated_scale_of_data_is_used(tmp_path):
+    """The answer is that of products whose data is rounded by hand."""
+    pack, settings = int_quantized(True, STATIC_DATA)
+    packed, plain = written(tmp_path, LLAMA, with_input_scales(pack), settings)
+    for run in (Unroll(), Scan()):
+        lm = load_lm(packed, run=run)
+        exact = load_lm(plain, run=Unroll())
+        for name, of in find(exact.module, ".*").items():
+            if name.startswith("layers."):
+                theirs = f"model.{name.replace('.attn.', '.self_attn.')}_proj.weight"
+                put_at(exact.module, name, RoundsByHand(of, float(BF16(len(theirs) / 1024))))
+        assert relative(lm.logits(TOKENS), exact.logits(TOKENS)) < 1e-5
+
+
+class RoundsByHand(Contraction):
+    def __init__(self, of, scale):
+        self.eq, self.legend, self.of, self.by = of.eq, of.legend, of, scale
+
+    @property
+    def weight(self):
+        return self.of.weight
+
+    def product(self, x, route=None, *, dtype=None):
+        x = jnp.clip(jnp.round(x / jnp.float32(self.by)), -128, 127) * jnp.float32(self.by)
+        return self.of.product(x, route, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("data", "change", "complaint"),
+    [
+        (STATIC_DATA, None, "q_proj.input_scale` is missing"),
+        (STATIC_DATA, lambda a: np.ones(3, np.float32), "q_proj.input_scale` is"),
+        (STATIC_DATA, lambda a: a.astype(np.int32), "stored as int32"),
+        (STATIC_DATA, lambda a: a * 0, "the scale of its inputs is 0"),
+        (STATIC_DATA, lambda a: -a, "the scale of its inputs is -"),
+        (STATIC_DATA, lambda a: a * np.asarray(np.nan, BF16), "a scale is not finite"),
+    ],
+)
+def test_scales_of_data_that_do_not_fit_are_named(data, change, complaint, tmp_path):
+    pack, settings = int_quantized(True, data)
+    packed, _ = written(tmp_path, LLAMA, with_input_scales(pack), settings)
+    file = SafeTensors.open(packed / "model.safetensors")
+    whole = {name: np.array(file.read(name)) for name in file.names}
+    one = whole.pop(f"{Q}.input_scale")
+    whole |= {} if change is None else {f"{Q}.input_scale": change(one)}
+    save_file(whole, packed / "model.safetensors")
+    with pytest.raises(ArgosyError, match=complaint):
+        load_lm(packed)
+
+
+def test_asymmetric_scales_of_data_are_not_used(tmp_path):
+    pack, settings = int_quantized(True, STATIC_DATA | {"symmetric": False})
+    schemes = open_folder(written(tmp_path, LLAMA, with_input_scales(pack), settings)[0]).quantized.schemes.values()
+    assert {scheme.activations for scheme in schemes} == {None}
+
+
+STATIC_OUT = [("llama-plain", "w8a8-static"), ("mixtral-plain", "fp8-static"), ("phi-window", "w8a8-static")]
+
+
+@pytest.mark.parametrize(("name", "preset"), STATIC_OUT)
+def test_static_scales_go_out_and_come_back(name, preset, tmp_path):
+    """As a dynamic=false group and one number for a module; experts have the same for all of them."""
+    config, data = CASES[name], DataSettings(source="synthetic", sequence=24)
+    LM(config, built(config, Unroll()), None).save(tmp_path / "plain")
+    for to in ("argosy", "compressed-tensors"):
+        quantize(str(tmp_path / "plain"), tmp_path / to, preset_rules(preset), data=data, samples=2, to=to)
+    ours, theirs = (load_lm(tmp_path / to) for to in ("argosy", "compressed-tensors"))
+    said = json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())["quantization_config"]
+    args = said["config_groups"]["group_0"]["input_activations"]
+    kind = "int" if preset == "w8a8-static" else "float"
+    assert {key: args[key] for key in STATIC_DATA} == STATIC_DATA | {"type": kind}
+    file = SafeTensors.open(tmp_path / "compressed-tensors" / "model.safetensors")
+    scales = {n: np.array(file.read(n)) for n in file.names if n.endswith(".input_scale")}
+    assert len(scales) == sum(n.endswith(".weight_scale") for n in file.names)
+    assert {(a.shape, a.dtype) for a in scales.values()} == {((1,), np.dtype(np.float32))}
+    stored = open_model(tmp_path / "argosy").quantized.reader
+    assert {float(a[0]) for a in scales.values()} == {float(stored.read(n)) for n in stored.names if n.endswith(".x_scale")}
+    np.testing.assert_array_equal(ours.logits(TOKENS), theirs.logits(TOKENS))
+
+
+def test_static_scales_that_are_not_multiplied_are_refused(tmp_path):
+    rules = [Rule(weights="int4", granularity=4, activations="int8", activations_scale="static")]
+    LM(CASES["llama-plain"], built(CASES["llama-plain"], Unroll()), None).save(tmp_path / "plain")
+    data = DataSettings(source="synthetic", sequence=24)
+    with pytest.raises(ArgosyError, match="by a static scale: vLLM does not multiply"):
+        quantize(str(tmp_path / "plain"), tmp_path / "out", rules, data=data, samples=1, to="compressed-tensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
 def test_floats_of_a_packed_folder_are_a_plain_one(tmp_path):

@@ -10,8 +10,9 @@ Only one layer's weights are in memory, with Gram matrices of its inputs. After 
 reached, with the same results bit for bit (`calibration.folder`).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -126,6 +127,9 @@ def _calibrate_layer(
         of, inputs = runner.contraction(i, name), statistics.get(name)
         original = (leaves[f"{name}.w"], balanced.get(name))
         quantized[name], row = _round(of, (leaves | changed)[f"{name}.w"], method, inputs, original)
+        if (rounding := of.activations) is not None and of.scheme.is_static:
+            scale = rounding.static_scale(_largest_input(f"layers.{i}.{name}", inputs))
+            quantized[name] = replace(quantized[name], x_scale=jnp.asarray(scale))
         table.append({"name": name} | row | {"balanced": name in balanced})
     del statistics
     leaves = leaves | changed
@@ -139,6 +143,20 @@ def _calibrate_layer(
     }
     kept = {name: w for name, w in changed.items() if name.removesuffix(".w") not in quantized}
     folder.write_layer(i, arrays | {f"{CHANGED}{name}": np.asarray(w) for name, w in kept.items()}, table)
+
+
+def _largest_input(name: str, inputs: InputStatistics | None) -> float:
+    """The largest magnitude of the inputs of a contraction, of experts those of all.
+
+    Raises:
+        BadInput: the data does not reach it, or one is not finite.
+    """
+    if inputs is None:
+        raise BadInput(f"activations_scale=static: no data reaches `{name}`", hint="activations_scale: dynamic in a rule for it")
+    largest = float(inputs.largest.max())
+    if not math.isfinite(largest):
+        raise BadInput(f"`{name}` has inputs that are not finite on the calibration data", hint="does the float model answer?")
+    return largest
 
 
 def _balanced(

@@ -3,6 +3,8 @@
     per token      one scale for each row of the data, from its largest magnitude, or for each block along the summed axes
     static         one scale for all data, which calibration has found; larger magnitudes saturate
 
+A token with NaN or an infinity becomes NaN either way.
+
 `models.parts.einsum` calls this object, which a `Quantized` weight carries, and knows no formats.
 """
 
@@ -12,10 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from argosy.adapt.formats.blocks import along
-from argosy.adapt.formats.format import Limits
+from argosy.adapt.formats.format import TINY
 from argosy.adapt.formats.table import FORMATS
 from argosy.ops.native.products import block_counts
 from argosy.ops.quantized import Quantized
@@ -60,9 +63,8 @@ class Activations:
             lead = x.ndim - len(summed) if summed == tuple(range(x.ndim - len(summed), x.ndim)) else 0
         if scale is None:
             return format.quantize(x, block, lead=lead)
-        block = x.shape
-        high = jnp.broadcast_to(scale.astype(jnp.float32) * format.largest, (1,) * x.ndim)
-        return format.rounded(x, block, Limits(high))
+        finite = jnp.isfinite(x).all(summed, keepdims=True)
+        return format.scaled(x, jnp.where(finite, scale.astype(jnp.float32), jnp.nan))
 
     def whole_numbers(self, sizes: Sequence[int], *, is_static: bool) -> WholeNumbers | None:
         """How data is rounded to whole numbers; None if it is not, or if blocks are not contiguous.
@@ -78,6 +80,12 @@ class Activations:
             return WholeNumbers(format.bits, 1)
         counts = [size // each for size, each in zip(sizes, along(sizes, self.block or format.block), strict=True)]
         return WholeNumbers(format.bits, math.prod(counts)) if block_counts(sizes, counts) == counts else None
+
+    def static_scale(self, largest: float) -> Float[np.ndarray, ""]:
+        """The scale of all data from its largest magnitude, which becomes the largest element. 1 where the data was zeros, so that
+        whatever comes is rounded to whole elements."""
+        scale = np.float32(largest) / np.float32(FORMATS[self.format].largest)
+        return np.asarray(scale if scale >= TINY else 1.0, np.float32)
 
     def __str__(self) -> str:
         return self.format if self.block is None else f"{self.format}/{self.block}"

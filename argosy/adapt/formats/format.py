@@ -129,6 +129,17 @@ class Format:
         """Rounds a weight within given limits. Arguments as `quantize`."""
         return _rounded(self, jnp.asarray(w), tuple(block), limits, lead, pack)
 
+    def scaled(self, x: Float[Array, "..."], scale: Float[Array, "..."]) -> Quantized:
+        """Rounds by given scales, which are shaped as those of blocks; what is beyond the largest element saturates, and a block whose
+        scale is NaN becomes NaN.
+
+        Raises:
+            ValueError: scales of this format are no float32.
+        """
+        if self.scales != "float32":
+            raise ValueError(f"{self.name} has scales in {self.scales}, none that are given")
+        return _in_elements(self, x, scale.astype(jnp.float32), None, jnp.isfinite(scale), 0)
+
 
 @partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))
 def _quantized(format: Format, w: Array, block: tuple[int, ...], calibration: str, lead: int, pack: int) -> Quantized:
@@ -167,8 +178,17 @@ def _rounded(format: Format, w: Array, block: tuple[int, ...], limits: Limits, l
     if limits.low is not None:
         return _asymmetric(format, w, high, limits.low.astype(jnp.float32), pack)
     scale, outer = _scales(format, high, lead)
+    return _in_elements(format, w, scale, outer, jnp.isfinite(high), pack)
+
+
+def _in_elements(format: Format, w: Array, scale: Array, outer: Array | None, finite: Array, pack: int) -> Quantized:
+    """The nearest elements of a weight.
+
+    Args:
+        scale, outer: both levels, float32.
+        finite: which blocks are; others become NaN.
+    """
     whole = scale if outer is None else scale * outer
-    finite = jnp.isfinite(high)
     used = finite & (whole >= TINY)
     x = jnp.where(spread(used, w.shape), w.astype(jnp.float32), 0.0) / spread(jnp.where(used, whole, 1.0), w.shape)
     scale = _stored(format, jnp.where(used, scale, jnp.where(finite, 1.0, jnp.nan)))

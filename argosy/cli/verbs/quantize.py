@@ -187,7 +187,7 @@ def described(result: dict[str, Any]) -> str:
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in result["weights"]:
         kind = ".".join(part for part in row["name"].split(".") if not part.isdecimal())
-        data = "" if row["activations"] is None else row["activations"]
+        data = " ".join(filter(None, (row["activations"], "static" if row.get("activations_scale") == "static" else None)))
         groups[kind, row["weights"], str(row["granularity"] or ""), data].append(row)
     is_calibrated = bool(result.get("samples"))
     lines = []

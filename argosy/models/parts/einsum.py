@@ -271,7 +271,11 @@ class Contraction(nnx.Module):
             ValueError: the equation has other letters for the weight, or there is a bias, which only fits the first equation.
         """
         self.check_via(eq)
-        return contract(eq, x, self.weight, dtype=dtype)
+        w = self.weight
+        if eq != self.eq and isinstance(w, Quantized) and w.x_scale is not None:
+            # It was calibrated on the data of the first equation.
+            w = replace(w, x_scale=None)
+        return contract(eq, x, w, dtype=dtype)
 
     def check_via(self, eq: str) -> None:
         if eq.split(",")[1].split("->")[0] != self.spec:

@@ -166,7 +166,7 @@ ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, 
   const auto round = [&](int64_t m) {
     for (int64_t s = 0; s < scales; s++) {
       const float* from = x + m * K + s * shared * block;
-      const float most = given ? *given : largest(from, shared * block), scale = given ? *given : most * steps;
+      const float most = largest(from, shared * block), scale = most == most && given ? *given : most * steps;
       const bool used = scale >= FLT_MIN;
       own[m * scales + s] = used ? scale : most == most ? 1.0f : most;
       if (used)

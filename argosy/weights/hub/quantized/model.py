@@ -65,10 +65,10 @@ def _scheme(
     name: str, of: Contraction, modules: list[PackedModule], blocks: Any, tensors: TensorReader, known: dict[Any, Any]
 ) -> Scheme | None:
     """How a weight is quantized that is made from these modules; None: in no way that a scheme says."""
-    kinds = {(m.format, m.minima, m.activations, m.activation_block) for m in modules}
+    kinds = {(m.format, m.minima, m.activations, m.activation_block, m.activations_scale) for m in modules}
     if len(kinds) > 1 or (modules[0].is_two_level and not _are_equal_outer(of, modules, tensors)):
         return None
-    format, minima, activations, activation_block = kinds.pop()
+    format, minima, activations, activation_block, activations_scale = kinds.pop()
     kind = (re.sub(r"\d+", "", name), tuple(sorted({(m.format, m.shape, m.block) for m in modules})), len(modules))
     if all(m.columns is None for m in modules) and kind in known:
         granularity = known[kind]
@@ -78,7 +78,8 @@ def _scheme(
             del known[kind]
     if granularity is None:
         return None
-    return Scheme(format, granularity, "minmax" if minima else "absmax", activations, activation_block)
+    calibration = "minmax" if minima else "absmax"
+    return Scheme(format, granularity, calibration, activations, activation_block, activations_scale)
 
 
 def _are_equal_outer(of: Contraction, modules: list[PackedModule], tensors: TensorReader) -> bool:
@@ -123,7 +124,7 @@ class PackedArrays:
         self.contractions: dict[str, QuantizedEinsum] = {
             name: of for name, of in find(model, ".*").items() if name in schemes and isinstance(of, QuantizedEinsum)
         }
-        self._parts = {part: read(part) for part in ("floats", "values", "scale", "minimum", "outer")}
+        self._parts = {part: read(part) for part in ("floats", "values", "scale", "minimum", "outer", "x_scale")}
         own = variables(model)
         self._shapes: dict[str, Any] = {}
         for name in self._parts["floats"].names:
@@ -151,6 +152,9 @@ class PackedArrays:
         of, whole = self.contractions[module], self._parts[part].read(f"{module}.w")
         if part == "values":
             return np.asarray(packed_codes(jnp.asarray(whole), of.packed, of.bits)) if of.packed else np.ascontiguousarray(whole)
+        if part == "x_scale":
+            # Experts have one scale of data for all of them, which is wide enough for each.
+            return np.asarray(whole.max(), np.float32)
         # The first of each block.
         first = tuple(slice(None, None, size // count) for size, count in zip(whole.shape, self.shape(name), strict=True))
         return np.ascontiguousarray(whole[first]).astype(self.dtype(name), copy=False)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from argosy.adapt.formats.format import Integers
+from argosy.adapt.formats.format import TINY, Integers
 from argosy.adapt.formats.table import E2M1, FORMATS
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Shape, TensorReader, quoted
@@ -33,7 +33,7 @@ class PackedModule:
     shape: of the weight.
     block: the rows and columns that share a scale.
     minima: whether there are zero points.
-    activations, activation_block: as in `adapt.quant.Scheme`.
+    activations, activation_block, activations_scale: as in `adapt.quant.Scheme`.
     columns: the block of each column, where columns of a block are not neighbors; None: they are.
     """
 
@@ -45,6 +45,7 @@ class PackedModule:
     minima: bool = False
     activations: str | None = None
     activation_block: int | None = None
+    activations_scale: str = "dynamic"
     columns: Any = None
 
     layout: ClassVar[str] = ""
@@ -68,6 +69,17 @@ class PackedModule:
     def outer(self, tensors: TensorReader) -> np.ndarray:
         """The second level of scales, one number of float32."""
         raise NotImplementedError
+
+    def input_scale(self, tensors: TensorReader) -> np.ndarray:
+        """The static scale of data, one number of float32.
+
+        Raises:
+            Damaged: it is not positive.
+        """
+        scale = finite_scales(tensors, f"{self.name}.input_scale").reshape(())
+        if scale < TINY:
+            raise Damaged(f"{quoted(self.name)}: the scale of its inputs is {float(scale):g}")
+        return scale
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -126,6 +138,12 @@ def check_tensor(tensors: TensorReader, name: str, kinds: Sequence[np.dtype], sh
         hint = "is config.json the one that belongs to these weights?"
         raise BadInput(f"{quoted(name)} is {list(got)}, expected {expected}", hint=hint)
     return got
+
+
+def check_number(tensors: TensorReader, name: str) -> None:
+    """Checks a tensor of one number, in any of the shapes in which it is written; as `check_tensor`."""
+    stored = tuple(tensors.shape(name)) if name in tensors.names else ()
+    check_tensor(tensors, name, FLOATS, stored if stored in ((), (1,), (1, 1)) else (1,))
 
 
 def finite_scales(tensors: TensorReader, name: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from argosy.core.formats import Shape, TensorReader, read_part
 from argosy.weights.hub.quantized.module import PackedModule
 from argosy.weights.hub.quantized.settings import SCALES_OF_DATA
 
-Part = Literal["floats", "values", "scale", "minimum", "outer", "blocks"]
+Part = Literal["floats", "values", "scale", "minimum", "outer", "x_scale", "blocks"]
 
 
 class PackedTensors:
@@ -67,6 +67,8 @@ class PackedTensors:
                 return module.whole(module.scale(self.tensors))
             case "minimum":
                 return module.whole(module.minimum(self.tensors))
+            case "x_scale":
+                return np.broadcast_to(module.input_scale(self.tensors), module.shape)
             case "outer":
                 return np.broadcast_to(module.outer(self.tensors), module.shape)
             case _:

@@ -14,7 +14,7 @@ from argosy.core.formats import TensorReader, quoted
 from argosy.weights.hub.quantized.awq import AwqPacked
 from argosy.weights.hub.quantized.fp4 import Fp4Packed
 from argosy.weights.hub.quantized.gptq import GptqPacked
-from argosy.weights.hub.quantized.module import PackedModule
+from argosy.weights.hub.quantized.module import PackedModule, check_number
 from argosy.weights.hub.quantized.naive_quantized import NaiveQuantized
 from argosy.weights.hub.quantized.pack_quantized import PackQuantized
 
@@ -25,7 +25,7 @@ COMPRESSED = (
 """The formats of compressed-tensors that are read."""
 
 SCALES_OF_DATA = ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "v_scale", "q_scale", "output_scale")
-"""Calibrated scales of data and of the cache, which are not used: data stays as it is, or has scales of its own."""
+"""Calibrated scales of data and of the cache. Of these, `input_scale` of a whole tensor without a zero point is used."""
 
 
 def check_layout(settings: dict[str, Any], where: str) -> None:
@@ -71,6 +71,8 @@ def _modules(settings: dict[str, Any], tensors: TensorReader, where: str) -> Ite
             raise BadInput(f"{quoted(name)} is packed, and no group of `config_groups` has it as a target")
         format = str(group.get("format") or settings.get("format"))
         args, data = group["weights"], _activations(group.get("input_activations"))
+        if "activations_scale" in data:
+            check_number(tensors, f"{name}.input_scale")
         if format == "pack-quantized":
             yield PackQuantized.of(name, tensors, args, **data)
         elif format.endswith("fp4-pack-quantized"):
@@ -112,11 +114,16 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _activations(args: Any) -> dict[str, Any]:
-    """How data is rounded, where it has scales of its own. Calibrated ones are not used: data then stays as it is."""
-    if not isinstance(args, dict) or args.get("dynamic") is not True or not args.get("symmetric", True):
+    """How data is rounded: with scales of its own, or with one from calibration. Where that has blocks or a zero point, data stays as
+    it is."""
+    if not isinstance(args, dict) or not args.get("symmetric", True):
         return {}
     number = f"{args.get('type')} {args.get('num_bits')}"
     kind = {"int 8": "int8", "int 4": "int4", "float 8": "fp8_e4m3", "float 4": "mxfp4"}.get(number)
+    if args.get("dynamic") is False and args.get("strategy") == "tensor" and kind not in (None, "mxfp4"):
+        return {"activations": kind, "activations_scale": "static"}
+    if args.get("dynamic") is not True:
+        return {}
     if args.get("strategy") == "token" and kind not in (None, "mxfp4"):
         return {"activations": kind}
     block = args.get("group_size")

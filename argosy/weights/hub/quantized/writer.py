@@ -5,8 +5,8 @@
     fp8: a tensor, channels, tiles              float-quantized
     NVFP4, MXFP4                                nvfp4-pack-quantized, mxfp4-pack-quantized
 
-Codes and scales are moved to their axes by the family's `KeyMap`, as floats are. What a layout cannot say is an error before anything
-is written.
+Static scales of data are `input_scale`, one number for a module. Codes and scales are moved to their axes by the family's `KeyMap`, as
+floats are. What a layout cannot say is an error before anything is written.
 """
 
 import math
@@ -92,7 +92,7 @@ def compressed_files(
     table = KeyMap(*config.hub_rows())
     for name, paths in table.ours_of(table.names).items():
         _check_parts(name, paths, contractions)
-    parts = ("plain", "values", "scale", "minimum", "outer", "blocks")
+    parts = ("plain", "values", "scale", "minimum", "outer", "x_scale", "blocks")
     whole = {part: _WholeWeights(config, weights, contractions, part) for part in parts}
     kinds = {name: dtype for name in whole["plain"].names if not _is_code(name, contractions)} if dtype is not None else None
     plain = list(table.inverse(cast_weights(config, whole["plain"], kinds)))
@@ -208,12 +208,17 @@ def _data(scheme: Scheme, where: str) -> dict[str, Any] | None:
     """The arguments of the quantization of data."""
     if scheme.activations is None:
         return None
-    args = {"symmetric": True, "dynamic": True, "group_size": None}
+    args = {"symmetric": True, "dynamic": not scheme.is_static, "group_size": None}
     kind = PRODUCTS.get((scheme.weights, scheme.activations))
     if kind is None:
         what = f"{where}, with data in {scheme.activations}: transformers and vLLM do not multiply these"
         raise Unsupported(what, hint="int8 with int8 or int4, fp8_e4m3 with fp8_e4m3; or leave out `activations`")
     args |= {"num_bits": kind[0], "type": kind[1]}
+    if scheme.is_static:
+        if scheme.weights != scheme.activations:
+            what = f"{where}, with data in {scheme.activations} by a static scale: vLLM does not multiply these"
+            raise Unsupported(what, hint="activations_scale: dynamic, or the weights in the same format")
+        return args | {"strategy": "tensor"}
     if scheme.activations == "mxfp4":
         return args | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
     block = scheme.activation_block
@@ -266,7 +271,7 @@ class _WholeWeights:
     """The weights of a quantized model under the names of the plain one: a part of each quantized weight, repeated to its shape.
 
     Args:
-        part: values, scale, minimum, outer; `blocks` numbers the blocks that share a scale; `plain` reads only the rest.
+        part: values, scale, minimum, outer, x_scale; `blocks` numbers the blocks that share a scale; `plain` reads only the rest.
     """
 
     def __init__(self, config: LanguageConfig, weights: TensorReader, contractions: Mapping[str, QuantizedEinsum], part: str):
@@ -299,6 +304,8 @@ class _WholeWeights:
             numbers = np.arange(first, first + math.prod(counts), dtype=np.uint32).reshape(counts)
             return np.asarray(spread(jnp.asarray(numbers), shape)) + np.zeros(shape, np.uint32)
         array = jnp.asarray(self.weights.read(f"{name.removesuffix('.w')}.{self.part}"))
+        if self.part == "x_scale":
+            return np.broadcast_to(np.asarray(array), shape)
         if self.part == "values":
             return np.asarray(unpacked(array, of.packed, of.bits) if of.packed else array)
         return np.broadcast_to(np.asarray(spread(array, shape)), shape)
@@ -345,6 +352,8 @@ def _packed_entries(name: str, module: WrittenModule, whole: Mapping[str, Tensor
         yield entry("weight", shape, np.int8 if args["type"] == "int" else ml_dtypes.float8_e4m3fn, values)
         if not symmetric:
             yield entry("weight_zero_point", counts, np.int8, lambda: zeros().astype(np.int8))
+    if module.data is not None and not module.data["dynamic"]:
+        yield entry("input_scale", (1,), np.float32, lambda: whole["x_scale"].make().max().reshape(1))
     if args["strategy"] == "tensor":
         yield entry("weight_scale", (1,), scales, lambda: blocks("scale").reshape(1))
     else:
