@@ -214,11 +214,11 @@ def rules_named(name: str) -> list[Rule]:
     return read_rules(Path(name)) if name.endswith((".yml", ".yaml")) else preset_rules(name)
 
 
-def check_dynamic(rules: Iterable[Rule], what: str) -> None:
+def check_dynamic(rules: Iterable[Rule], purpose: str) -> None:
     """Checks that no rule needs calibration data.
 
     Args:
-        what: there is none for.
+        purpose: what there is no such data for, as the error says it.
 
     Raises:
         BadInput: one does.
@@ -226,7 +226,7 @@ def check_dynamic(rules: Iterable[Rule], what: str) -> None:
     for number, rule in enumerate(rules, 1):
         if rule.activations_scale == "static":
             hint = "argosy quantize MODEL OUT preset=w8a8-static data.source=FILE; or activations_scale: dynamic, as preset=w8a8 has it"
-            raise BadInput(f"{what}: activations_scale=static (rule {number}) needs calibration data", hint=hint)
+            raise BadInput(f"{purpose}: activations_scale=static (rule {number}) needs calibration data", hint=hint)
 
 
 def schemes_of(model: Any, rules: list[Rule], *, is_calibrated: bool = False) -> dict[str, "Scheme"]:
