@@ -9,7 +9,7 @@ from typing import Any
 from argosy.adapt.calibration.data import calibration_data
 from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.quant import Scheme, by_layer
-from argosy.adapt.rules import Rule, preset_rules, schemes_of
+from argosy.adapt.rules import Rule, check_dynamic, preset_rules, schemes_of
 from argosy.adapt.search.budget import PresetCost, within_budget
 from argosy.adapt.search.patterns import mixed_rules
 from argosy.adapt.search.sensitivity import SensitivityMeter, bits_of
@@ -130,9 +130,11 @@ def preset_scheme(name: str) -> Scheme:
     """The scheme of a preset.
 
     Raises:
-        BadInput: there is none of this name.
+        BadInput: there is none of this name, or its scales of data are static, which the search does not calibrate.
     """
-    scheme = preset_rules(name)[0].scheme()
+    rules = preset_rules(name)
+    check_dynamic(rules, f"search with {name}")
+    scheme = rules[0].scheme()
     assert scheme is not None
     return scheme
 

@@ -19,6 +19,7 @@ from argosy.data.settings import DataSettings
 from argosy.infer.lm import LM
 from argosy.infer.load import load_lm
 from argosy.jobs.quantize import quantize
+from argosy.jobs.quantize_search import preset_scheme
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import put, variables
 
@@ -138,6 +139,8 @@ def test_without_data_it_is_refused_before_work_starts(llama, tmp_path, capsys):
         lm.quantize("fp8-static")
     with pytest.raises(BadInput, match=r"quant\.train=qat: activations_scale=static"):
         QuantizedTraining(train="qat", preset="w8a8-static").put_on(lm.module)
+    with pytest.raises(BadInput, match="search with fp8-static: activations_scale=static"):
+        preset_scheme("fp8-static")
     rules = [Rule(where="head", weights="int8", activations="int8", activations_scale="static")]
     with pytest.raises(BadInput, match="not `head`"):
         quantize(str(llama / "plain"), tmp_path / "out", rules, data=SYNTHETIC, samples=1)
