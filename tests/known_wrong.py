@@ -1377,6 +1377,34 @@ EDITS = [
         'corner = _product(',
         ("tests/ops/test_delta.py::test_a_triangular_system_is_solved_as_numpy_solves_it",),
     ),
+    Edit(
+        "channels that are not rounded yet do not make up for an error",
+        "argosy/adapt/methods/gptq.py",
+        "return own - later[:, None] * error,",
+        "return own,",
+        ("tests/adapt/test_methods.py::test_gptq_is_optimal_brain_quantization_step_by_step",),
+    ),
+    Edit(
+        "the output of attention reads rotated values as they were",
+        "argosy/adapt/rotation.py",
+        '(("v.w", "DKH"), ("v.b", "KH"), ("o.w", "NHD"))',
+        '(("v.w", "DKH"), ("v.b", "KH"))',
+        ("tests/adapt/test_rotation.py::test_a_rotated_model_is_the_same_function",),
+    ),
+    Edit(
+        "a history of magnitudes that never forgets",
+        "argosy/adapt/scaling.py",
+        "jnp.concatenate([seen.value[..., :1], history[..., :-1]], -1)",
+        "jnp.concatenate([jnp.maximum(seen.value[..., :1], history[..., :1]), history[..., :-1]], -1)",
+        ("tests/adapt/test_low_precision.py::test_a_history_forgets_the_oldest_and_parts_add_to_the_largest",),
+    ),
+    Edit(
+        "padding counts in the statistics of inputs",
+        "argosy/adapt/calibration/statistics.py",
+        "rows = jnp.where(counts[:, None], rows, 0.0)",
+        "rows = jnp.where(counts[:, None] | True, rows, 0.0)",
+        ("tests/jobs/test_quantize_data.py::test_padding_changes_nothing",),
+    ),
 ]
 
 
