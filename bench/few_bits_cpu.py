@@ -2,8 +2,8 @@
 
     ./run python bench/few_bits_cpu.py MODEL TRAIN.txt TEST.txt [preset=w4a4] [steps=200] [rate=1e-3] [sequence=256] [batch=8]
 
-Prints for each kind of training the perplexity of the test text by the trained weights as floats, and by the folder that `argosy quantize
-preset=...` makes of them; and both of the model before.
+Prints for each kind of training the perplexity of the test text by the trained weights as floats, and by the folder that `argosy
+quantize preset=...` makes of them; and both of the model before.
 """
 
 import json
