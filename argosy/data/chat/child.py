@@ -62,7 +62,7 @@ class Generation(jinja2.ext.Extension):
     """`{% generation %}` ... `{% endgeneration %}` around an assistant's words: changes nothing, and records the place of its
     content in the text (huggingface/transformers, chat_template_utils.py)."""
 
-    environment: "Environment"
+    environment: "TemplateEnvironment"
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser):
@@ -77,7 +77,7 @@ class Generation(jinja2.ext.Extension):
         return words
 
 
-class Environment(ImmutableSandboxedEnvironment):
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as Hugging Face configures it for chat templates."""
 
     def __init__(self):
@@ -191,7 +191,7 @@ def main(descriptor):
     # As 0, since `select`, which is left to a process without files, takes small numbers only.
     os.dup2(descriptor, 0)
     os.close(descriptor)
-    parent, pid, environment = channel.Channel(0), os.getppid(), Environment()
+    parent, pid, environment = channel.Channel(0), os.getppid(), TemplateEnvironment()
     warm(environment)
     _limit()
     sys.addaudithook(forbid)
