@@ -159,7 +159,7 @@ SLOW_CASES = frozenset(Path(__file__).with_name("slow_cases.txt").read_text(enco
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """The costliest tests and cases (`slow_cases.py`) are slow ones, except where files are named: these run whole."""
-    if item.nodeid in SLOW_CASES and not any(".py" in word for word in item.config.args):
+    if item.nodeid in SLOW_CASES and not any(word.partition("::")[0].endswith(".py") for word in item.config.args):
         item.add_marker(pytest.mark.slow)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from argosy.models.parts.einsum import Contraction, Route, contract
+from argosy.models.parts.einsum import Contraction, ContractionWrapper, Route, contract
 from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
 
 
@@ -19,7 +19,7 @@ class AdapterIds(nnx.Variable):
     """The adapter of each token of a step, [1 tokens]; -1 for none."""
 
 
-class Bank(Contraction):
+class Bank(ContractionWrapper):
     """A contraction with the factors of several adapters.
 
     Args:
@@ -39,18 +39,6 @@ class Bank(Contraction):
         zeros = Draw("constant", 0.0)
         self.a = weight((*lead, *ends, adapters, rank), Meaning(inner + "nr", legend=of.legend), zeros, Frozen)
         self.b = weight((*lead, *starts, adapters, rank, *kept), Meaning(of.group + "nr" + outer, legend=of.legend), zeros, Frozen)
-
-    @property
-    def weight(self) -> Array:
-        return self.of.weight
-
-    @property
-    def bias(self) -> Array | None:
-        return self.of.bias
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of.shape
 
     def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: object = None) -> Float[Array, "..."]:
         chosen = self.chosen[...]

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.adapt.surgery import at, find, put_at
 from argosy.core.errors import BadInput, Unsupported, some
-from argosy.models.parts.einsum import Contraction, Einsum, Route, contract
+from argosy.models.parts.einsum import Contraction, ContractionWrapper, Einsum, Route, contract
 from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
 from argosy.ops.native.products import Panels
@@ -46,7 +46,7 @@ class Key(nnx.Variable):
     """The random key of an adapter's dropout in one pass; one for each layer where layers are stacked."""
 
 
-class LoRA(Contraction):
+class LoRA(ContractionWrapper):
     """A contraction with an adapter. Its factors are descriptions until `fill` draws them.
 
     Args:
@@ -93,18 +93,6 @@ class LoRA(Contraction):
         self.a, self.b = weight(shape_a, *draws, nnx.LoRAParam), weight(shape_b, *zeros, nnx.LoRAParam)
         self.a0 = weight(shape_a, *draws, Frozen) if start else None
         self.b0 = weight(shape_b, *zeros, Frozen) if start else None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of.shape
-
-    @property
-    def weight(self) -> Any:
-        return self.of.weight
-
-    @property
-    def bias(self) -> Array | None:
-        return self.of.bias
 
     @property
     def rank(self) -> int:

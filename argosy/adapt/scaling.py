@@ -43,7 +43,7 @@ class StepKey(nnx.Variable):
 
 
 class LargestMagnitude(NamedTuple):
-    """Magnitudes in a pass. Those of several parts of a batch add up to the larger ones."""
+    """The largest magnitudes in a pass. Adding those of two parts of a batch keeps the larger ones."""
 
     value: Array
 
@@ -93,7 +93,7 @@ def with_scaling(model: Any, key: Array | None = None) -> None:
 
 
 def histories_of(weights: Mapping[str, Array]) -> dict[str, Array]:
-    """Those of a model's weights that are histories."""
+    """The histories among a model's weights."""
     return {address: leaf for address, leaf in weights.items() if address.startswith(f"{AMAX}.")}
 
 

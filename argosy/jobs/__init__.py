@@ -1,1 +1,1 @@
-"""What each verb of the command line does, composed from the other rooms. The only room that knows them all."""
+"""The work of each verb of the command line, composed from the other rooms. The only room that knows them all."""

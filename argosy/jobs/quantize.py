@@ -182,15 +182,20 @@ def calibrated_layers(
     folder = CalibrationFolder(path, identity, (*data.tokens.shape, stored.config.width))
     if folder.layers:
         say(f"resuming: {plural(folder.layers, 'layer')} of {len(runner.plan)} are calibrated already")
-    told = time.monotonic()
+    return calibrate(runner, method, data, folder, layer_progress(say, "calibrated"))
+
+
+def layer_progress(say: Say, verb: str) -> Callable[[int, int], None]:
+    """(layers that are done, all layers) -> a message from time to time: "3 of 30 layers are calibrated"."""
+    last = time.monotonic()
 
     def done(layers: int, all: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > TELL_S:
-            told = time.monotonic()
-            say(f"{layers} of {all} layers are calibrated")
+        nonlocal last
+        if time.monotonic() - last > TELL_S:
+            last = time.monotonic()
+            say(f"{layers} of {all} layers are {verb}")
 
-    return calibrate(runner, method, data, folder, done)
+    return done
 
 
 def stored_bytes(weights: TensorReader) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,10 @@ from argosy.core.settings.scalars import yaml_document
 from argosy.core.storage import Store
 from argosy.data.settings import DataSettings
 from argosy.jobs.convert import open_source
+from argosy.jobs.quantize import Say, layer_progress
 from argosy.models.parts.stack import Unroll
 from argosy.observe.readable import one_line
 from argosy.weights.build import stored_tokenizer
-
-Say = Callable[[str], None]
-# Seconds between messages about layers.
-TELL_S = 10
 
 
 def search_recipe(
@@ -77,7 +74,7 @@ def search_recipe(
     meter = SensitivityMeter(runner, tokens)
     costs = {
         name: {preset: PresetCost(sizes[name][1][preset], kl) for preset, kl in of.items()}
-        for name, of in meter.sensitivities(schemes, _teller(say))
+        for name, of in meter.sensitivities(schemes, layer_progress(say, "measured"))
     }
     chosen = dict(zip(costs, within_budget(list(costs.values()), int(budget * numbers)), strict=True))
     recipes = {preset: dict.fromkeys(costs, preset) for preset in schemes} | {"mixed": chosen}
@@ -166,15 +163,3 @@ def rules_text(rules: Sequence[Rule], about: str) -> str:
     plain = Rule()
     entries = [{key: value for key, value in dump(rule).items() if value != getattr(plain, key)} for rule in rules]
     return f"# {about}\n{yaml_document({'rules': entries})}"
-
-
-def _teller(say: Say) -> Callable[[int, int], None]:
-    last = time.monotonic()
-
-    def done(layers: int, all: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > TELL_S:
-            last = time.monotonic()
-            say(f"{layers} of {all} layers are measured")
-
-    return done

@@ -103,7 +103,7 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
 
 
 def checked(settings: Run) -> "Assembly":
-    """Everything that a new run needs, built; all mistakes are found. Of several processes the first fills caches of the data."""
+    """Everything that a new run needs, built; all mistakes are found. The first of several processes fills caches of the data."""
     from argosy.parallel import processes
     from argosy.run.assembly.assemble import assemble
     from argosy.run.assembly.decided import Decided

@@ -31,8 +31,8 @@ class Quantized:
     scale: float32, float8_e4m3fn, or uint8: the exponents of powers of two (`powers_of_two`).
     minimum: float32, as `scale`; None: 0.
     outer: float32, what scales are multiplied by; None: 1.
-    x_scale: the calibrated number by which all activations are divided before they are rounded; None: each token's own. Of stacked
-        layers, one for each.
+    x_scale: the calibrated number by which all activations are divided before they are rounded; None: each token's own. Stacked
+        layers have one each.
     levels: the floats that values are indexes of.
     packed: the axis, counted from the end, along which several values share a byte; the array is smaller there. 0: none.
     bits: of each packed value, 4 or 2.

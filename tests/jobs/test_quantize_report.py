@@ -51,6 +51,15 @@ def result_of(after: float | None, **more):
     return {"source": "a", "target": "b", "weights": [row], "kept": kept, "bytes": 456, "seconds": 1.0, **measured, **more}
 
 
+def test_a_gguf_file_has_a_report_too(tmp_path: Path):
+    text, page = tmp_path / "text.txt", tmp_path / "page.html"
+    text.write_text(shared("text/tinystories_sample.txt").read_text(encoding="utf-8")[:3000], encoding="utf-8")
+    words = ["preset=q8_0", f"text={text}", "windows=1", f"report={page}", "--json"]
+    result = json.loads(run(shared("models/stories260k"), tmp_path / "out.gguf", *words).stdout)
+    assert result["perplexity"]["after"] == pytest.approx(result["perplexity"]["before"], rel=0.02)
+    assert all(f">{row['name']}<" in page.read_text(encoding="utf-8") for row in result["weights"])
+
+
 @pytest.mark.parametrize(
     ("after", "said"),
     [

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from argosy.models.parts.einsum import Contraction, Route, letters_of
+from argosy.models.parts.einsum import Contraction, ContractionWrapper, Route, letters_of
 from argosy.ops.grouped import grouped_matmul
 
 # A Hessian of I channels needs at least I / SHARE tokens; experts with fewer are rounded without it.
@@ -108,24 +108,12 @@ class StatisticsRecorder:
             self.sums.append(_by_expert(x, route, len(route.sizes)))
 
 
-class ObservedContraction(Contraction):
+class ObservedContraction(ContractionWrapper):
     """A contraction that tells a recorder what it reads. Other equations over its weight (`via`) are not recorded."""
 
     def __init__(self, of: Contraction, name: str, recorder: StatisticsRecorder):
         self.eq, self.legend, self.several = of.eq, of.legend, of.several
         self.of, self.name, self.recorder = of, name, recorder
-
-    @property
-    def weight(self) -> Any:
-        return self.of.weight
-
-    @property
-    def bias(self) -> Array | None:
-        return self.of.bias
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of.shape
 
     def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
         self.recorder.add(self.name, self, x, route)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from argosy.adapt.methods.balance import BalancedPair, divided_inputs, producer_channels, reader_scales
 from argosy.adapt.methods.gptq import output_error
+from argosy.adapt.methods.matrices import along_inputs
 from argosy.adapt.quant import Scheme
 from argosy.models.parts.einsum import Contraction
 
@@ -59,8 +60,6 @@ def mean_magnitudes(pair: BalancedPair, reader: BalancedReader, groups: int) -> 
 
 
 def _error(pair: BalancedPair, reader: BalancedReader, s: Float[np.ndarray, "G C"]) -> float:
-    from argosy.adapt.methods.matrices import along_inputs
-
     of, w, scheme, inputs = reader
     own = reader_scales(of, pair, s)
     scaled = w * along_inputs(of, jnp.asarray(own), w.shape)

@@ -188,7 +188,7 @@ class TextFolder(Source):
 
     @cached_property
     def format(self) -> str:  # type: ignore[override]
-        """That of the first JSONL file; all others must have it."""
+        """The format of the first JSONL file; all others must have it."""
         found = JsonLines(self.lines[0], invalid=self.invalid, format=self.asked, columns=self.columns).format if self.lines else "text"
         if found != "text" and (texts := [path for path in self.paths if path not in self.lines]):
             what = f"a text file among files of `{found}` records"

@@ -49,8 +49,8 @@ def same_tokens(one: "Tokenizer", other: "Tokenizer") -> bool:
 
 
 def by_bytes(tokenizer: "Tokenizer") -> Mapping[bytes, int]:
-    """{bytes: id} of ordinary tokens. Of several tokens of the same bytes, such as a character and its byte, it is the one that the
-    tokenizer writes."""
+    """{bytes: id} of ordinary tokens. Where several tokens have the same bytes, such as a character and its byte, the id is that of the
+    token that the tokenizer writes."""
     out: dict[bytes, int] = {}
     for token in range(tokenizer.vocab):
         if token in tokenizer.hidden or token == tokenizer.unknown:

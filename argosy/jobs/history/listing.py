@@ -55,8 +55,8 @@ class Summary:
 
 
 def find(root: str | Path = "runs") -> list[Path | str]:
-    """The run directories under a folder, including the folder itself, last written first. Of an address, itself and the directories
-    directly under it, because walking through a bucket takes a request for each of them.
+    """The run directories under a folder, including the folder itself, last written first. Under an address only the address itself
+    and the directories directly under it are found, because walking through a bucket takes a request for each of them.
 
     Raises:
         BadInput: there is no such folder.

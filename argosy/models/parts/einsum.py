@@ -345,6 +345,27 @@ class Contraction(nnx.Module):
             raise ValueError(f"{self.eq} {'needs' if self.group else 'takes no'} route")
 
 
+class ContractionWrapper(Contraction):
+    """A contraction around another one, whose weight, bias and shape it has.
+
+    of: the contraction inside.
+    """
+
+    of: Contraction
+
+    @property
+    def weight(self) -> Any:
+        return self.of.weight
+
+    @property
+    def bias(self) -> Array | None:
+        return self.of.bias
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape
+
+
 class Einsum(Contraction):
     """A contraction of x with a weight, by an equation.
 

@@ -4,7 +4,7 @@
     a turn ends by    an end token, or the text `stop`    an end token
     the reply is      encoded and appended                rendered by the model's chat template
 
-Tokens that the model made are never encoded again. Of messages, the conversation is rendered before a turn and after the reply to it:
+Tokens that the model made are never encoded again. A conversation of messages is rendered before a turn and after the reply to it:
     before    <|im_start|>user .. <|im_end|> <|im_start|>assistant
     after     <|im_start|>user .. <|im_end|> <|im_start|>assistant .. <|im_end|> <|im_start|>tool .. <|im_end|> <|im_start|>assistant
 The second begins with the first, then comes the turn, up to the token that ends it; the rest is the reply. A template that changes what

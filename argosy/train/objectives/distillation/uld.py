@@ -2,7 +2,7 @@
 
     c cross-entropy(labels) + w W(teacher, student)
 
-W compares sorted probabilities (`ops.sorted_distance`) where tokens of both end at the same byte (`data.distillation.across`). Of a
+W compares sorted probabilities (`ops.sorted_distance`) where tokens of both end at the same byte (`data.distillation.across`). In a
 group of several tokens, the distribution over the last one is multiplied by the probabilities of the earlier ones, as they are in the
 text: by the chain rule these are joint probabilities of the text so far and the last token. TRL calls this `bayesian` (GOLD,
 `uld_token_merge_strategy`). Both sums are divided by the number of targets.
