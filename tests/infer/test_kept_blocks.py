@@ -277,7 +277,11 @@ def test_data_of_no_weight_is_not_rounded(one: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(BadInput, match="no weight of this model is whole numbers"):
         Engine(lm.module, how)
     swap(lm.module, r"layers\..*", int8)
-    assert Engine(lm.module, how)
+    engine = Engine(lm.module, how)
+    with monkeypatch.context() as patch:
+        patch.setattr("argosy.infer.cpu.panels.has_memory_for", lambda weights: False)
+        with pytest.raises(BadInput, match="no weight is packed as whole numbers"):
+            engine.generate([Request(p, max_tokens=2) for p in prompts(lm.config.vocab, (5,))])
     monkeypatch.setattr(library, "_reason", "they are turned off")
     with pytest.raises(BadInput, match="compiled kernels: they are turned off"):
         Engine(lm.module, how)

@@ -58,7 +58,11 @@ class PanelPacker:
         self.panels: Leaves = {}
 
     def of(self, weights: Leaves) -> Leaves:
-        """The weights, packed where that helps, until `forget` the same ones. Takes what it packs out of `weights`."""
+        """The weights, packed where that helps, until `forget` the same ones. Takes what it packs out of `weights`.
+
+        Raises:
+            BadInput: data is to be rounded, and nothing is packed whose data could be.
+        """
         if not self.panels:
             chosen = {at: form for at, form in self.forms.items() if is_packable(weights.get(at), at in self.quantized)}
             rows = {} if self.origin is None else self._rows(self.origin, weights, chosen)
@@ -72,7 +76,12 @@ class PanelPacker:
                 if self.replace is not None:
                     self.replace(address, panels)
         weights = weights | self.panels
-        return weights if self.activations is None else {at: rounding_data(w, self.activations) for at, w in weights.items()}
+        if self.activations is None:
+            return weights
+        if not any(map(has_whole_numbers, weights.values())):
+            what = f"engine.activations={self.activations}: no weight is packed as whole numbers, so no data would be rounded"
+            raise BadInput(what, hint="packing needs free memory for a copy of the weights; or leave it out")
+        return {at: rounding_data(w, self.activations) for at, w in weights.items()}
 
     def _packed(self, address: str, weights: Leaves, rows: BlockRows | None, form: tuple[int, bool]) -> Panels | None:
         """A weight in panels; None for codes that have no kernel."""
