@@ -32,6 +32,16 @@ def shared(name: str) -> Path:
     return path
 
 
+def stories_model() -> Path:
+    """The folder of stories260K."""
+    return shared("models/stories260k")
+
+
+def stories_text() -> Path:
+    """A text of the kind that stories260K was trained on."""
+    return shared("text/tinystories_sample.txt")
+
+
 def free_port() -> int:
     """A port that nobody has now; package code holds one instead (`launch.ports`)."""
     with socket.socket() as one:

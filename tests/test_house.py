@@ -428,6 +428,18 @@ def test_every_command_is_in_the_index_of_its_folder(folder: str, pattern: str):
     assert all((ROOT / folder / name).is_file() for name in listed)
 
 
+def test_shared_data_is_read_within_tests():
+    """At the top of a file a missing one would be an error of the whole run, and no test that is skipped by name."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    for path in (ROOT / "tests").rglob("*.py"):
+        top: list[ast.AST] = []
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            top += node.decorator_list if isinstance(node, functions) else [] if isinstance(node, ast.ClassDef) else [node]
+        calls = [inner.func for node in top for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+        called = {call.id for call in calls if isinstance(call, ast.Name)}
+        assert not called & {"shared", "stories_model", "stories_text"}, path.name
+
+
 def test_slow_cases_exist():
     names = (ROOT / "tests" / "slow_cases.txt").read_text(encoding="utf-8").splitlines()
     assert names == sorted(set(names))

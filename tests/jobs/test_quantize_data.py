@@ -9,7 +9,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative, shared
+from helpers import relative, stories_model, stories_text
 from laws.families import CASES, STRUCTURES, built, marked
 
 from argosy.adapt.calibration.data import CalibrationData
@@ -27,8 +27,6 @@ from argosy.infer.load import load_lm
 from argosy.jobs.quantize import quantize
 from argosy.models.parts.stack import Unroll
 
-STORIES = shared("models/stories260k")
-TEXT = shared("text/tinystories_sample.txt")
 SYNTHETIC = DataSettings(source="synthetic", sequence=24)
 
 
@@ -108,8 +106,8 @@ sys.exit(main())
 
 @pytest.mark.parametrize(("call", "layer"), [("write_layer", 2), pytest.param("write_inputs", 3, marks=pytest.mark.slow)])
 def test_killed_and_resumed_the_result_is_the_same_bit_for_bit(call, layer, tmp_path, capsys):
-    words = ["quantize", str(STORIES), str(tmp_path / "out"), "preset=w4", "method=gptq", f"data.source={TEXT}", "samples=4",
-             "data.sequence=64"]  # fmt: skip
+    words = ["quantize", str(stories_model()), str(tmp_path / "out"), "preset=w4", "method=gptq"]
+    words += [f"data.source={stories_text()}", "samples=4", "data.sequence=64"]
     killed = subprocess.run([sys.executable, "-c", KILL.format(call, layer), *words], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.calibration"]
@@ -135,8 +133,8 @@ def _folder(path):
 
 
 def test_the_table_says_what_the_data_says(tmp_path, capsys):
-    words = ["preset=w4", "method=mse", f"data.source={TEXT}", "samples=4", "data.sequence=64"]
-    assert main(["quantize", str(STORIES), str(tmp_path / "out"), *words, "--json"]) == 0
+    words = ["preset=w4", "method=mse", f"data.source={stories_text()}", "samples=4", "data.sequence=64"]
+    assert main(["quantize", str(stories_model()), str(tmp_path / "out"), *words, "--json"]) == 0
     out = capsys.readouterr()
     assert "calibrating on 4 sequences" in out.err
     assert "256 tokens" in out.err
@@ -159,20 +157,20 @@ def test_the_table_says_what_the_data_says(tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_error_before_work_starts(words, what, tmp_path, capsys):
-    words = [word.replace("TEXT", str(TEXT)) for word in words]
-    assert main(["quantize", str(STORIES), str(tmp_path / "out"), "preset=w4", *words]) == 2
+    words = [word.replace("TEXT", str(stories_text())) for word in words]
+    assert main(["quantize", str(stories_model()), str(tmp_path / "out"), "preset=w4", *words]) == 2
     assert what in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_what_the_layout_cannot_say_is_refused_before_calibration(tmp_path):
-    data = DataSettings(source=str(TEXT))
+    data = DataSettings(source=str(stories_text()))
     with pytest.raises(Unsupported):
-        quantize(str(STORIES), tmp_path / "out", preset_rules("nf4"), method=GPTQ(), data=data, to="compressed-tensors")
+        quantize(str(stories_model()), tmp_path / "out", preset_rules("nf4"), method=GPTQ(), data=data, to="compressed-tensors")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     with pytest.raises(BadInput, match="not empty"):
-        quantize(str(STORIES), tmp_path / "full", preset_rules("w4"), method=GPTQ(), data=data)
+        quantize(str(stories_model()), tmp_path / "full", preset_rules("w4"), method=GPTQ(), data=data)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
@@ -187,7 +185,7 @@ def test_experts_with_too_few_tokens_are_told(tmp_path):
 
 
 def test_nearest_with_data_is_nearest_without(tmp_path):
-    for name, data in (("with", DataSettings(source=str(TEXT), sequence=64)), ("without", None)):
-        quantize(str(STORIES), tmp_path / name, preset_rules("nvfp4"), method=Nearest(), data=data, samples=2)
+    for name, data in (("with", DataSettings(source=str(stories_text()), sequence=64)), ("without", None)):
+        quantize(str(stories_model()), tmp_path / name, preset_rules("nvfp4"), method=Nearest(), data=data, samples=2)
     one, other = (load_lm(tmp_path / name).logits([[5, 9, 100]]) for name in ("with", "without"))
     np.testing.assert_array_equal(one, other)

@@ -8,7 +8,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import shared
+from helpers import stories_model
 from laws.families import CASES, built
 from safetensors.numpy import load_file, save_file
 
@@ -27,13 +27,11 @@ from argosy.models.parts.stack import Unroll
 from argosy.weights.gguf.mixtures import MIXTURES
 from argosy.weights.staging import JOURNAL
 
-STORIES = shared("models/stories260k")
-
 
 @pytest.mark.parametrize("preset", MIXTURES)
 def test_a_file_answers_with_the_numbers_that_its_blocks_hold(preset, tmp_path):
-    result = quantize_gguf(str(STORIES), tmp_path / "out.gguf", preset)
-    convert(str(STORIES), tmp_path / "plain.gguf", "gguf", None)
+    result = quantize_gguf(str(stories_model()), tmp_path / "out.gguf", preset)
+    convert(str(stories_model()), tmp_path / "plain.gguf", "gguf", None)
     file, plain = GGUF.open(tmp_path / "out.gguf"), GGUF.open(tmp_path / "plain.gguf")
     assert file.meta["general.file_type"] == MIXTURES[preset].number
     rows = {row["name"]: row for row in result["weights"]}
@@ -45,7 +43,7 @@ def test_a_file_answers_with_the_numbers_that_its_blocks_hold(preset, tmp_path):
         if name in rows:
             change = np.linalg.norm(stored.ravel() - exact.ravel()) / np.linalg.norm(exact)
             assert rows[name]["error"] == pytest.approx(change, rel=1e-4)
-    lm, source = argosy.load(tmp_path / "out.gguf"), argosy.load(STORIES)
+    lm, source = argosy.load(tmp_path / "out.gguf"), argosy.load(stories_model())
     prompt = source.tokenizer.encode("Once upon a time, Lily and  Tom\n", special=True)
     assert lm.tokenizer.encode("Once upon a time, Lily and  Tom\n", special=True) == prompt
     roles = [(one.tokenizer.bos, one.tokenizer.eos, one.tokenizer.adds_bos) for one in (lm, source)]
@@ -90,7 +88,7 @@ sys.exit(main())
 
 
 def test_killed_the_same_command_starts_anew(tmp_path, capsys):
-    words = ["quantize", str(STORIES), str(tmp_path / "x.gguf"), "preset=q8_0"]
+    words = ["quantize", str(stories_model()), str(tmp_path / "x.gguf"), "preset=q8_0"]
     killed = subprocess.run([sys.executable, "-c", KILL, *words], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf.part"]
@@ -98,21 +96,21 @@ def test_killed_the_same_command_starts_anew(tmp_path, capsys):
     assert "is an unfinished folder of another conversion" in capsys.readouterr().err
     assert main(words) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
-    quantize_gguf(str(STORIES), tmp_path / "y.gguf", "q8_0")
+    quantize_gguf(str(stories_model()), tmp_path / "y.gguf", "q8_0")
     assert GGUF.open(tmp_path / "x.gguf").places == GGUF.open(tmp_path / "y.gguf").places
 
 
 def test_killed_after_the_rename_only_a_journal_was_left(tmp_path):
-    quantize_gguf(str(STORIES), tmp_path / "x.gguf", "q8_0")
+    quantize_gguf(str(stories_model()), tmp_path / "x.gguf", "q8_0")
     (tmp_path / "x.gguf.part").mkdir()
     (tmp_path / "x.gguf.part" / JOURNAL).write_text("{}\n")
     with pytest.raises(BadInput, match="exists"):
-        quantize_gguf(str(STORIES), tmp_path / "x.gguf", "q8_0")
+        quantize_gguf(str(stories_model()), tmp_path / "x.gguf", "q8_0")
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
 def test_a_weight_that_is_not_finite_leaves_nothing(tmp_path):
-    convert(str(STORIES), tmp_path / "hub", "hub", None)
+    convert(str(stories_model()), tmp_path / "hub", "hub", None)
     (file,) = (tmp_path / "hub").glob("*.safetensors")
     tensors = {name: array.copy() for name, array in load_file(file).items()}
     tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = np.inf
@@ -135,7 +133,7 @@ def test_a_weight_that_is_not_finite_leaves_nothing(tmp_path):
     ],
 )
 def test_words_that_make_no_sense(target, words, what, tmp_path, capsys):
-    assert main(["quantize", str(STORIES), str(tmp_path / target), *words]) == 2
+    assert main(["quantize", str(stories_model()), str(tmp_path / target), *words]) == 2
     assert what in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -143,7 +141,7 @@ def test_words_that_make_no_sense(target, words, what, tmp_path, capsys):
 def test_what_is_rounded_already(tmp_path):
     from argosy.adapt.rules import preset_rules
 
-    quantize(str(STORIES), tmp_path / "w8", preset_rules("w8"))
+    quantize(str(stories_model()), tmp_path / "w8", preset_rules("w8"))
     with pytest.raises(UserError, match="is quantized already"):
         quantize_gguf(str(tmp_path / "w8"), tmp_path / "x.gguf", "q8_0")
     # Its floats can be written.
@@ -156,11 +154,11 @@ def test_what_is_rounded_already(tmp_path):
 
 
 def test_the_table_says_which_rows_are_too_narrow(tmp_path, capsys):
-    assert main(["quantize", str(STORIES), str(tmp_path / "x.gguf"), "preset=q4_k_m", "--json"]) == 0
+    assert main(["quantize", str(stories_model()), str(tmp_path / "x.gguf"), "preset=q4_k_m", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {row["weights"] for row in result["weights"]} == {"Q8_0", "Q5_0", "F16"}
     assert len(result["narrow"]) == 35
-    assert main(["quantize", str(STORIES), str(tmp_path / "y.gguf"), "preset=q8_0"]) == 0
+    assert main(["quantize", str(stories_model()), str(tmp_path / "y.gguf"), "preset=q8_0"]) == 0
     out = capsys.readouterr().out
     assert "rows of 5 tensors are no whole number of blocks" in out
     assert "ffn_down" in out

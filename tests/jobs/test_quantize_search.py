@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import shared
+from helpers import stories_model, stories_text
 from laws.families import CASES, built
 
 import argosy
@@ -26,8 +26,6 @@ from argosy.jobs.quantize import quantize
 from argosy.jobs.quantize_search import search_recipe
 from argosy.models.parts.stack import Unroll
 
-STORIES = shared("models/stories260k")
-TEXT = shared("text/tinystories_sample.txt")
 SYNTHETIC = DataSettings(source="synthetic", sequence=16)
 
 
@@ -166,19 +164,19 @@ def test_the_file_quantizes_to_the_promised_bits(tmp_path):
 @pytest.mark.slow
 def test_a_mixed_recipe_beats_presets_of_as_many_bits_on_other_text(tmp_path, capsys):
     """stories260K: the second half of the text judges what was chosen on the first."""
-    text = TEXT.read_text(encoding="utf-8")
+    text = stories_text().read_text(encoding="utf-8")
     (tmp_path / "first.txt").write_text(text[: len(text) // 2], encoding="utf-8")
     words = [f"data.source={tmp_path / 'first.txt'}", "samples=16", "data.sequence=256", "--json"]
-    assert main(["quantize", str(STORIES), str(tmp_path / "mixed.yml"), "search=4.865", *words]) == 0
+    assert main(["quantize", str(stories_model()), str(tmp_path / "mixed.yml"), "search=4.865", *words]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["recipe"] == "mixed"
     assert said["bits"] <= 4.865 < said["presets"]["nvfp4"]["bits"]
-    lm = argosy.load(STORIES)
+    lm = argosy.load(stories_model())
     ids = lm.tokenizer.encode(text[len(text) // 2 :])[: 16 * 256]
     tokens = np.asarray(ids).reshape(16, 256)
     exact = lm.logits(tokens)
-    kl = {name: divergence(exact, argosy.load(STORIES, quantization=name).logits(tokens)) for name in ("w4", "nvfp4")}
-    mixed = divergence(exact, argosy.load(STORIES, quantization=str(tmp_path / "mixed.yml")).logits(tokens))
+    kl = {name: divergence(exact, argosy.load(stories_model(), quantization=name).logits(tokens)) for name in ("w4", "nvfp4")}
+    mixed = divergence(exact, argosy.load(stories_model(), quantization=str(tmp_path / "mixed.yml")).logits(tokens))
     assert mixed < 0.9 * kl["nvfp4"] < kl["w4"]
 
 
@@ -210,8 +208,8 @@ def test_models_without_next_tokens_are_refused(tmp_path):
 )
 def test_search_mistakes_are_one_error_before_work_starts(out, words, what, tmp_path, capsys):
     (tmp_path / "taken.yml").write_text("mine")
-    words = [word.replace("DATA", f"data.source={TEXT}") for word in words]
-    assert main(["quantize", str(STORIES), str(tmp_path / out), *words]) == 2
+    words = [word.replace("DATA", f"data.source={stories_text()}") for word in words]
+    assert main(["quantize", str(stories_model()), str(tmp_path / out), *words]) == 2
     said = capsys.readouterr().err
     assert what in said
     assert "measuring" not in said

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative, shared
+from helpers import relative, stories_model, stories_text
 from laws.families import CASES, built
 
 from argosy.adapt.calibration.data import calibration_data
@@ -23,8 +23,6 @@ from argosy.jobs.quantize_search import preset_scheme
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import put, variables
 
-STORIES = shared("models/stories260k")
-TEXT = shared("text/tinystories_sample.txt")
 SYNTHETIC = DataSettings(source="synthetic", sequence=24)
 TOKENS = [[5, 9, 100, 23, 7, 60]]
 
@@ -90,8 +88,8 @@ def test_it_loads_in_every_layout_and_again_bit_for_bit(llama, tmp_path):
 
 def test_the_engine_answers_as_the_model(tmp_path):
     """stories260K, whose weights the compiled kernels multiply."""
-    data = DataSettings(source=str(TEXT), sequence=64)
-    quantize(str(STORIES), tmp_path / "out", preset_rules("w8a8-static"), data=data, samples=8)
+    data = DataSettings(source=str(stories_text()), sequence=64)
+    quantize(str(stories_model()), tmp_path / "out", preset_rules("w8a8-static"), data=data, samples=8)
     lm, prompt = load_lm(tmp_path / "out"), [1, 403, 407, 261, 378]
     found = lm.generate([prompt], max_tokens=12, ignore_eos=True)[0].tokens
     logits = np.asarray(lm.logits([[*prompt, *found]]))[0]

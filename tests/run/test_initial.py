@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from campaign_kill import SMALL
-from helpers import relative, shared
+from helpers import relative, shared, stories_model
 
 import argosy
 from argosy.checkpoint.open import open_model
@@ -291,12 +291,11 @@ def test_a_damaged_source_is_walked_back_and_left_alone(source: Path, tmp_path: 
         fit(tmp_path / "other", "steps=9", f"init.state={run / 'checkpoints' / '8'}")
 
 
-STORIES = shared("models/stories260k")
 
 
 def test_weights_of_another_tokenizer_are_trained_only_with_consent(tmp_path: Path, chats: Path):
     """Ids that mean other words train a model to nonsense, and the loss falls all the same."""
-    words = [f"model={STORIES}", "steps=1", "data.sequence=64"]
+    words = [f"model={stories_model()}", "steps=1", "data.sequence=64"]
     with pytest.raises(BadInput, match=r"trained with another tokenizer than data\.tokenizer = byte") as told:
         tuned(tmp_path / "run", chats, *words, "data.tokenizer=byte")
     assert "leave data.tokenizer out" in str(told.value)
@@ -309,7 +308,7 @@ def test_weights_of_another_tokenizer_are_trained_only_with_consent(tmp_path: Pa
 
 def test_a_model_that_brings_no_tokenizer_is_no_model_of_a_much_smaller_one(tmp_path: Path, chats: Path):
     """No model pads its vocabulary by more than a few percent."""
-    lm = argosy.load(STORIES)
+    lm = argosy.load(stories_model())
     lm.tokenizer = None
     lm.save(tmp_path / "bare", format="hub")
     for file in (tmp_path / "bare").glob("tokenizer*"):
@@ -317,7 +316,7 @@ def test_a_model_that_brings_no_tokenizer_is_no_model_of_a_much_smaller_one(tmp_
     words = [f"model={tmp_path / 'bare'}", "data.tokenizer=byte", "steps=1", "data.sequence=64"]
     with pytest.raises(BadInput, match=r"the tokenizer makes 258 of the 512 ids of .*, which brings none"):
         tuned(tmp_path / "run", chats, *words)
-    tuned(tmp_path / "run", chats, *words[:1], f"data.tokenizer={STORIES}", *words[2:])
+    tuned(tmp_path / "run", chats, *words[:1], f"data.tokenizer={stories_model()}", *words[2:])
 
 
 def test_the_same_tokens_from_another_file_are_the_same_tokenizer():
@@ -325,7 +324,7 @@ def test_the_same_tokens_from_another_file_are_the_same_tokenizer():
     from argosy.data.tokenizers.load import load_tokenizer
     from argosy.data.tokenizers.matched import same_tokens
 
-    pieces, gguf = load_tokenizer(STORIES), load_tokenizer(shared("gguf/stories260K-f32.gguf"))
+    pieces, gguf = load_tokenizer(stories_model()), load_tokenizer(shared("gguf/stories260K-f32.gguf"))
     assert same_tokens(pieces, gguf)
     assert same_tokens(pieces, pieces)
     assert not same_tokens(pieces, load_tokenizer("byte"))
