@@ -2,7 +2,7 @@
 
     python bench/gpu.py              on a machine with an NVIDIA GPU, Python 3.12 and a recent jax
     python bench/gpu.py --tiny       the same parts in small sizes, on any device; CI runs it on CPUs
-    python bench/gpu.py kernels      of one part or several: packages kernels train decode
+    python bench/gpu.py kernels      of one part or several: packages kernels train decode verbs
 
 Each part is a process of its own with a time limit, so that the failure of one does not end the others. Beside jax, flax, optax and
 orbax it needs the small packages of requirements/base.in: the part `packages` names those that are missing, each with what it is for,
@@ -12,8 +12,9 @@ kernels   the largest difference of each implementation from the reference in fl
           value and gradient; and milliseconds of both
 train     an update of a model of 1.2B parameters in bfloat16 by each attention: milliseconds, tokens a second, MFU, memory as the run
           predicted it, as the compiler counts it and as the device had it at its peak
-decode    tokens a second of the engine at 1, 8 and 32 rows, in bfloat16 and with weights in int8; beside the floor, which is the bytes
-          of the weights over the device's bandwidth
+decode    tokens a second of the engine at 1, 8 and 32 rows, in bfloat16 and by presets of `argosy quantize`; beside the floor, which is
+          the bytes of the weights over the device's bandwidth
+verbs     seconds of verbs as a user types them: a run, its resume, text from it, its quantization, text from that
 
 MFU counts 6 FLOPs a token and parameter that is multiplied (embedding lookups left out) and causal attention halved, over the maker's
 dense bfloat16 peak.
@@ -26,6 +27,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,7 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # Seconds of each part.
-LIMITS = {"packages": 60, "kernels": 150, "train": 210, "decode": 180}
+LIMITS = {"packages": 60, "kernels": 150, "train": 210, "decode": 180, "verbs": 120}
 # Dense bfloat16 FLOP/s and bytes/s of memory, by what the device's name contains: NVIDIA's data sheets.
 PEAKS = {
     "B200": (2250e12, 8e12),
@@ -353,8 +355,6 @@ def decode(tiny: bool) -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from argosy.adapt.quant import int8
-    from argosy.adapt.surgery import swap
     from argosy.infer.load import random_lm
     from argosy.infer.settings import EngineSettings
     from argosy.jobs.api import preset_config
@@ -363,10 +363,10 @@ def decode(tiny: bool) -> None:
     preset, length, new = ("argosy-1m", 16, 64) if tiny else ("llama3.2-1b", 128, 128)
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     row = table("weights", "rows", "tokens/s", "ms a step", "floor ms", "first tokens, s")
-    for form in (np.dtype(dtype).name, "int8"):
+    for form in (np.dtype(dtype).name, "w8", *(() if tiny else ("w4", "fp8", "mxfp4"))):
         lm = random_lm(preset_config(preset), 0, dtype=dtype, engine=EngineSettings(slots=32, context=length + new + 1))
-        if form == "int8":
-            swap(lm.module, ".*", int8)
+        if form != np.dtype(dtype).name:
+            lm.quantize(form)
         size = sum(a.nbytes for address, a in split(lm.module)[1].items() if not address.startswith("embed.") or lm.config.tied)
         known = peaks()
         for rows in (1, 8, 32):
@@ -386,7 +386,38 @@ def decode(tiny: bool) -> None:
             row(form, rows, f"{rows * (new - 1) / (whole - first):,.0f}", f"{1e3 * step:.2f}", floor, f"{first:.3f}")
 
 
-PARTS: dict[str, Callable[[bool], None]] = {"packages": packages, "kernels": kernels, "train": train, "decode": decode}
+# ---------------------------------------------------------------- verbs
+
+
+def verbs(tiny: bool) -> None:
+    """Verbs as processes, in a folder of their own."""
+    steps = 10 if tiny else 200
+    run, few = "runs/tiny", "runs/tiny-w4"
+    told = [
+        ["train", "tiny", f"dir={run}", f"data.source={ROOT / 'README.md'}", f"steps={steps}"],
+        ["train", run, f"steps={2 * steps}"],
+        ["generate", run, "Once upon", "max_tokens=16"],
+        ["quantize", run, few, "preset=w4"],
+        ["generate", few, "Once upon", "max_tokens=16"],
+    ]
+    row = table("command", "seconds", "last line")
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for words in told:
+            begin = time.monotonic()
+            command = [sys.executable, "-m", "argosy", *words]
+            paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+            failed += done.returncode != 0
+            lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            row(f"`argosy {' '.join(words)}`", f"{time.monotonic() - begin:.1f}", (lines or [""])[-1][:100].replace("|", "/"))
+            if done.returncode:
+                print("\n".join(lines[-12:]), flush=True)
+    if failed:
+        raise SystemExit(f"{failed} verbs failed")
+
+
+PARTS: dict[str, Callable[[bool], None]] = {"packages": packages, "kernels": kernels, "train": train, "decode": decode, "verbs": verbs}
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".argosy" / "gpu-programs"))

@@ -24,8 +24,8 @@ from argosy.weights import manifest
 
 JOIN = """
 import json, os, sys, time
-from argosy.launch.cluster import found, join
-place = found(os.environ)
+from argosy.launch.cluster import detect_place, join
+place = detect_place(os.environ)
 join(place)
 from argosy.parallel import processes
 from argosy.core.errors import ArgosyError, BadInput, FailedElsewhere

@@ -351,7 +351,7 @@ def test_the_bias_of_a_choice_stays_float32(name, tmp_path):
     file = SafeTensors.open(tmp_path / "again" / "model.safetensors")
     kinds = {str(file.dtype(n)) for n in file.names if not n.endswith("e_score_correction_bias")}
     assert kinds == {"bfloat16"}
-    drawn = argosy.infer.load.random(CASES[name], 0, dtype="bfloat16")
+    drawn = argosy.infer.load.random_lm(CASES[name], 0, dtype="bfloat16")
     assert {str(v.dtype) for v in variables(drawn.module).values() if isinstance(v, Moved)} == {"float32"}
 
 
