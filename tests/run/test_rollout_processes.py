@@ -55,6 +55,14 @@ def same(one: Path, other: Path, steps: int) -> None:
     assert digest(one, steps) == digest(other, steps)
 
 
+def near(one: Path, other: Path) -> None:
+    """With two processes each computes fewer answers at a time, so log-probabilities may differ by rounding."""
+    for metric in METRICS:
+        exact = metric in ("reward", "tokens", "rollout")
+        want = numbers(one, metric)
+        assert numbers(other, metric) == (want if exact else pytest.approx(want, rel=1e-4, abs=1e-6)), metric
+
+
 def trouble(monkeypatch: pytest.MonkeyPatch, do: Callable[[int, int], None]) -> list[int]:
     """Calls do(count, pid) when a process has the weights and is about to be asked; returns the pids of these calls."""
     give, pids = rollout_workers.RolloutWorkers.give, []
@@ -186,7 +194,7 @@ def test_two_processes_learn_as_one(name: str, data: Path, base: Path, tmp_path:
     how = [*HOW[name], f"init.weights={base}"]
     fit("grpo", data, tmp_path / "one", *how, steps=4)
     fit("grpo", data, tmp_path / "apart", *how, "rollout.processes=2", steps=4)
-    same(tmp_path / "one", tmp_path / "apart", 4)
+    near(tmp_path / "one", tmp_path / "apart")
     assert numbers(tmp_path / "one", "eval_reward") == numbers(tmp_path / "apart", "eval_reward")
     header = next(line["header"] for line in read(Store(tmp_path / "apart")) if "header" in line)
     assert header["samplers"].startswith("2 processes, each with a copy of the weights (")
@@ -225,7 +233,7 @@ def test_a_process_that_ends_while_others_are_ahead(data: Path, base: Path, tmp_
     fit("grpo", data, tmp_path / "one", *how, "rollout.devices=1", steps=6)
     trouble(monkeypatch, lambda count, pid: os.kill(pid, signal.SIGKILL) if count in (3, 6) else None)
     fit("grpo", data, tmp_path / "apart", *how, "rollout.processes=2", steps=6)
-    same(tmp_path / "one", tmp_path / "apart", 6)
+    near(tmp_path / "one", tmp_path / "apart")
     assert numbers(tmp_path / "apart", "rollout_age") == numbers(tmp_path / "one", "rollout_age")
     assert numbers(tmp_path / "apart", "rollout_age")[5] == 2
     assert sum(numbers(tmp_path / "apart", "rollout_lost").values()) >= 2
@@ -238,7 +246,7 @@ def test_a_resume_with_another_number_of_processes(ahead: int, data: Path, base:
     fit("grpo", data, tmp_path / "whole", *how, "rollout.processes=1", steps=6)
     fit("grpo", data, tmp_path / "halves", *how, "rollout.processes=1", steps=3)
     assert "resuming from step 3" in fit("grpo", data, tmp_path / "halves", *how, "rollout.processes=2", steps=6)
-    same(tmp_path / "whole", tmp_path / "halves", 6)
+    near(tmp_path / "whole", tmp_path / "halves")
 
 
 @pytest.mark.slow
