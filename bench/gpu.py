@@ -2,7 +2,7 @@
 
     python bench/gpu.py              on a machine with an NVIDIA GPU, Python 3.12 and a recent jax
     python bench/gpu.py --tiny       the same parts in small sizes, on any device; CI runs it on CPUs
-    python bench/gpu.py kernels      of one part or several: packages kernels train decode verbs
+    python bench/gpu.py kernels      of one part or several: packages kernels train decode profile verbs
 
 Each part is a process of its own with a time limit, so that the failure of one does not end the others. Beside jax, flax, optax and
 orbax it needs the small packages of requirements/base.in: the part `packages` names those that are missing, each with what it is for,
@@ -14,6 +14,7 @@ train     an update of a model of 1.2B parameters in bfloat16 by each attention:
           predicted it, as the compiler counts it and as the device had it at its peak
 decode    tokens a second of the engine at 1, 8 and 32 rows, in bfloat16 and by presets of `argosy quantize`; beside the floor, which is
           the bytes of the weights over the device's bandwidth
+profile   where the time of a training step and of a decode step goes: the kernels that took most of it
 verbs     seconds of verbs as a user types them: a run, its resume, text from it, its quantization, text from that
 
 MFU counts 6 FLOPs a token and parameter that is multiplied (embedding lookups left out) and causal attention halved, over the maker's
@@ -36,7 +37,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # Seconds of each part.
-LIMITS = {"packages": 60, "kernels": 150, "train": 210, "decode": 180, "verbs": 120}
+LIMITS = {"packages": 60, "kernels": 150, "train": 210, "decode": 180, "profile": 150, "verbs": 120}
 # Dense bfloat16 FLOP/s and bytes/s of memory, by what the device's name contains: NVIDIA's data sheets.
 PEAKS = {
     "B200": (2250e12, 8e12),
@@ -136,7 +137,7 @@ def packages(tiny: bool) -> None:
 
 
 def kernels(tiny: bool) -> None:
-    """Every implementation that takes these arguments here, beside the reference in float32."""
+    """The implementations that are chosen here, beside the reference in float32."""
     row = table("op", "implementation", "case", "type", "value", "gradient", "ms", "reference ms")
     wrong = 0
     for op, case, implementation, dtype, run, exact in cases(tiny):
@@ -212,45 +213,6 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
 
         return partial(of, mine, low), exact
 
-    T = 40 if tiny else 1024
-    shapes = {
-        "whole rows": (2, T, 4, 2, 64, None, False),
-        "packed": (2, T, 8, 2, 128, None, True),
-        "window": (2, T, 4, 4, 64, T // 4, True),
-    }
-    for case, (B, length, N, K, H, window, packed) in shapes.items():
-        q, k, v = drawn(B, length, N, H), drawn(B, length, K, H), drawn(B, length, K, H)
-        at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (B, length))
-        segments = jnp.where(at < length // 3, 1, 2) if packed else None
-        see, score = See(at, at, segments, segments, aligned=True), Score(H**-0.5, window)
-        for name in ATTENTION:
-            for dtype in ("float32", "bfloat16"):
-                low = tuple(a.astype(dtype) for a in (q, k, v))
-
-                def attend(implementation: Any, q: Any, k: Any, v: Any, see: Any = see, score: Any = score) -> Any:
-                    return implementation.run(q, k, v, see, score)
-
-                if name != ATTENTION.default and (found := both(ATTENTION, name, (*low, see, score, False), attend, (q, k, v), dtype)):
-                    yield "attention", case, name, dtype, *found
-    rows, D, M, E = (64, 32, 48, 4) if tiny else (8192, 2048, 1024, 16)
-    x, w, sizes = drawn(rows, D), drawn(E, D, M) * D**-0.5, jnp.full(E, rows // E, jnp.int32)
-    for name in GROUPED_MATMUL:
-        for dtype in ("float32", "bfloat16"):
-
-            def multiply(implementation: Any, x: Any, w: Any) -> Any:
-                return implementation.run(x, w, sizes)
-
-            refused = x.astype(dtype), w.astype(dtype)
-            if name != GROUPED_MATMUL.default and (found := both(GROUPED_MATMUL, name, refused, multiply, (x, w), dtype)):
-                yield "grouped matmul", "even experts", name, dtype, *found
-    a, b = drawn(rows, D), drawn(D, M)
-    for name in MATMUL:
-
-        def product(implementation: Any, a: Any, b: Any) -> Any:
-            return implementation.run(a, b, 1, 0, a.dtype)
-
-        if name != MATMUL.default and (found := both(MATMUL, name, (), product, (a, b), "float32")):
-            yield "products", f"{rows} x {D} x {M}", name, "float32", *found
     slots, page, pages, held = (4, 16, 32, 40) if tiny else (32, 16, 4096, 1000)
     for case, (queries, N, K, H) in {"decoding": (1, 8, 2, 128), "chunks of 4": (4, 8, 2, 128)}.items():
         q = drawn(slots, queries, N, H)
@@ -263,7 +225,7 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
         lengths = jnp.asarray(held - np.arange(slots) % 7, jnp.int32)
         at = lengths[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
         tables, score = jnp.asarray(grid), Score(H**-0.5)
-        for name in PAGED_ATTENTION:
+        for name in PAGED_ATTENTION.preferred:
             for dtype in ("float32", "bfloat16"):
                 low = q.astype(dtype), tuple(pool.astype(dtype) for pool in pools)
                 if name == PAGED_ATTENTION.default or PAGED_ATTENTION[name].refuses(*low, tables, lengths, score, False):
@@ -281,6 +243,45 @@ def cases(tiny: bool) -> Iterator[tuple[str, str, str, str, Callable[[], Any], C
                         return reference(q, *pools), ()
 
                 yield "paged attention", case, name, dtype, lambda mine=mine, low=low: (mine(low[0], *low[1]), ()), exact
+    T = 40 if tiny else 1024
+    shapes = {
+        "whole rows": (2, T, 4, 2, 64, None, False),
+        "packed": (2, T, 8, 2, 128, None, True),
+        "window": (2, T, 4, 4, 64, T // 4, True),
+    }
+    for case, (B, length, N, K, H, window, packed) in shapes.items():
+        q, k, v = drawn(B, length, N, H), drawn(B, length, K, H), drawn(B, length, K, H)
+        at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (B, length))
+        segments = jnp.where(at < length // 3, 1, 2) if packed else None
+        see, score = See(at, at, segments, segments, aligned=True), Score(H**-0.5, window)
+        for name in sorted({*ATTENTION.preferred, "blocked"} - {ATTENTION.default}):
+            for dtype in ("float32", "bfloat16"):
+                low = tuple(a.astype(dtype) for a in (q, k, v))
+
+                def attend(implementation: Any, q: Any, k: Any, v: Any, see: Any = see, score: Any = score) -> Any:
+                    return implementation.run(q, k, v, see, score)
+
+                if found := both(ATTENTION, name, (*low, see, score, False), attend, (q, k, v), dtype):
+                    yield "attention", case, name, dtype, *found
+    rows, D, M, E = (64, 32, 48, 4) if tiny else (8192, 2048, 1024, 16)
+    x, w, sizes = drawn(rows, D), drawn(E, D, M) * D**-0.5, jnp.full(E, rows // E, jnp.int32)
+    for name in GROUPED_MATMUL.preferred:
+        for dtype in ("float32", "bfloat16"):
+
+            def multiply(implementation: Any, x: Any, w: Any) -> Any:
+                return implementation.run(x, w, sizes)
+
+            refused = x.astype(dtype), w.astype(dtype)
+            if found := both(GROUPED_MATMUL, name, refused, multiply, (x, w), dtype):
+                yield "grouped matmul", "even experts", name, dtype, *found
+    a, b = drawn(rows, D), drawn(D, M)
+    for name in MATMUL:
+
+        def product(implementation: Any, a: Any, b: Any) -> Any:
+            return implementation.run(a, b, 1, 0, a.dtype)
+
+        if name != MATMUL.default and (found := both(MATMUL, name, (), product, (a, b), "float32")):
+            yield "products", f"{rows} x {D} x {M}", name, "float32", *found
 
 
 # ---------------------------------------------------------------- training
@@ -290,26 +291,33 @@ def train(tiny: bool) -> None:
     """An update of a 1.2B model by each attention."""
     import jax
 
-    words = ["data.source=synthetic", "optimizer=adamw", "precision=bfloat16", "steps=100", "execution.remat=full"]
-    words += ["eval.batches=0"]
-    words += ["data.batch=2", "data.sequence=64"] if tiny else ["model=llama3.2-1b", "data.batch=8", "data.sequence=2048"]
-    row = table("attention", "ms a step", "tokens/s", "MFU", "GiB: predicted", "compiler", "peak", "loss")
+    words = training_words(tiny)
+    row = table("attention", "remat", "ms a step", "tokens/s", "MFU", "GiB: predicted", "compiler", "peak", "losses of steps 1 to 4")
     failed = 0
-    for name in ("cudnn", "reference") if jax.default_backend() == "gpu" else ("blocked", "reference"):
+    fast = "cudnn" if jax.default_backend() == "gpu" else "blocked"
+    for name, remat in (fast, "none"), (fast, "full"), ("reference", "full"):
         # A process each: a device's peak of memory is that of the whole process.
-        command = [sys.executable, "-c", STEP, json.dumps([*words, f"execution.attention={name}"]), str(3 if tiny else 8)]
+        how = [f"execution.attention={name}", f"execution.remat={remat}"]
+        command = [sys.executable, "-c", STEP, json.dumps([*words, *how]), str(4 if tiny else 8)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMITS["train"] // 2)
         if done.returncode:
             failed += 1
-            row(name, "failed", *[""] * 5, (done.stderr.strip().splitlines() or [""])[-1][:100])
+            row(name, remat, "failed", *[""] * 5, (done.stderr.strip().splitlines() or [""])[-1][:100])
             continue
         told = json.loads(done.stdout.strip().splitlines()[-1])
         known = peaks()
         mfu = f"{told['flops'] / told['seconds'] / known[0]:.1%}" if known else "-"
         sizes = [f"{told[kind] / 2**30:.2f}" for kind in ("predicted", "compiler", "peak")]
-        row(name, f"{1e3 * told['seconds']:.1f}", f"{told['tokens'] / told['seconds']:,.0f}", mfu, *sizes, f"{told['loss']:.3f}")
+        losses = " ".join(f"{loss:.4f}" for loss in told["losses"][:4])
+        row(name, remat, f"{1e3 * told['seconds']:.1f}", f"{told['tokens'] / told['seconds']:,.0f}", mfu, *sizes, losses)
     if failed:
         raise SystemExit(f"{failed} ways failed")
+
+
+def training_words(tiny: bool) -> list[str]:
+    """A run of a model of 1.2B parameters, as settings."""
+    words = ["data.source=synthetic", "optimizer=adamw", "precision=bfloat16", "steps=100", "eval.batches=0"]
+    return words + (["data.batch=2", "data.sequence=64"] if tiny else ["model=llama3.2-1b", "data.batch=8", "data.sequence=2048"])
 
 
 STEP = """
@@ -328,11 +336,11 @@ a = assemble(run, Decided.here(run))
 update = a.with_frozen(a.compile())
 state = a.start()
 batch = a.place(next(a.batches))
-times = []
+times, losses = [], []
 for _ in range(int(sys.argv[2])):
     begin = time.perf_counter()
     state, metrics = update(state, batch)
-    loss = float(metrics["loss"])
+    losses.append(float(metrics["loss"]))
     times.append(time.perf_counter() - begin)
 model, tokens = run.model, run.data.batch * run.data.sequence
 mixing = model.mixing_flops(run.data.sequence) // 2
@@ -341,7 +349,7 @@ predicted = estimated_need(run, a.decided, a.shapes, a.places, a.mesh, a.roles)
 sizes = a.compile().memory_analysis()
 compiler = sum(getattr(sizes, f"{k}_size_in_bytes") for k in ("argument", "output", "temp")) - sizes.alias_size_in_bytes
 stats = jax.devices()[0].memory_stats() or {}
-print(json.dumps({"seconds": sorted(times[1:])[len(times[1:]) // 2], "tokens": tokens, "flops": flops, "loss": loss,
+print(json.dumps({"seconds": sorted(times[1:])[len(times[1:]) // 2], "tokens": tokens, "flops": flops, "losses": losses,
                   "predicted": int(predicted.total), "compiler": int(compiler), "peak": stats.get("peak_bytes_in_use", 0)}))
 """
 
@@ -386,6 +394,76 @@ def decode(tiny: bool) -> None:
             row(form, rows, f"{rows * (new - 1) / (whole - first):,.0f}", f"{1e3 * step:.2f}", floor, f"{first:.3f}")
 
 
+# ---------------------------------------------------------------- profile
+
+
+def profile(tiny: bool) -> None:
+    """The kernels that take most of a training step, and of a decode step of one row and of 32."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from argosy.infer.load import random_lm
+    from argosy.infer.settings import EngineSettings
+    from argosy.jobs.api import preset_config
+    from argosy.run.assembly.assemble import assemble
+    from argosy.run.assembly.decided import Decided
+    from argosy.run.settings.compose import compose
+    from argosy.run.settings.run import Run
+
+    preset, length, new = ("argosy-1m", 16, 16) if tiny else ("llama3.2-1b", 128, 64)
+    dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    lm = random_lm(preset_config(preset), 0, dtype=dtype, engine=EngineSettings(slots=32, context=length + new + 1))
+    for rows in (1, 32):
+        drawn = np.random.default_rng(rows)
+
+        def answer(lm: Any = lm, rows: int = rows, drawn: Any = drawn) -> None:
+            ids = drawn.integers(3, lm.config.vocab, (rows, length)).tolist()
+            lm.generate(ids, max_tokens=new, temperature=0.0, ignore_eos=True)
+
+        answer()
+        kernels_of(f"{new} steps of {rows} decoding rows, after their prompts", answer)
+    del lm
+    run = compose(Run, "tiny", training_words(tiny)).value
+    a = assemble(run, Decided.here(run))
+    update, state = a.with_frozen(a.compile()), a.start()
+    batch = a.place(next(a.batches))
+    state, _ = update(state, batch)
+
+    def learn() -> None:
+        nonlocal state
+        for _ in range(2):
+            state, metrics = update(state, batch)
+        float(metrics["loss"])
+
+    kernels_of("two training steps", learn)
+
+
+def kernels_of(title: str, work: Callable[[], None]) -> None:
+    """Prints which kernels the device spent this work's time on."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level, options.host_tracer_level = 0, 1  # tracing the host would slow the work down
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            begin = time.perf_counter()
+            work()
+            wall = time.perf_counter() - begin
+        planes = list(jax.profiler.ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb")))).planes)
+        spent: dict[str, list[float]] = {}
+        for line in (line for plane in planes for line in plane.lines if line.name.startswith(("Stream", "tf_XLA"))):
+            for event in line.events:
+                if event.name.startswith("ThunkExecutor"):
+                    continue  # a CPU's, and its time is that of the others
+                spent.setdefault(re.sub(r"[._]\d+$", "", event.name), []).append(event.duration_ns / 1e6)
+    busy = sum(map(sum, spent.values()))
+    print(f"\n{title}: {1e3 * wall:.1f} ms, kernels {busy:.1f} ms in {sum(map(len, spent.values()))} launches\n")
+    row = table("kernel", "launches", "ms", "of the kernels' time")
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:14]:
+        row(name[:90], len(times), f"{sum(times):.2f}", f"{sum(times) / busy:.1%}")
+
+
 # ---------------------------------------------------------------- verbs
 
 
@@ -417,7 +495,8 @@ def verbs(tiny: bool) -> None:
         raise SystemExit(f"{failed} verbs failed")
 
 
-PARTS: dict[str, Callable[[bool], None]] = {"packages": packages, "kernels": kernels, "train": train, "decode": decode, "verbs": verbs}
+PARTS: dict[str, Callable[[bool], None]] = {"packages": packages, "kernels": kernels, "train": train, "decode": decode}
+PARTS |= {"profile": profile, "verbs": verbs}
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".argosy" / "gpu-programs"))
