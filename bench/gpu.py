@@ -292,24 +292,25 @@ def train(tiny: bool) -> None:
     import jax
 
     words = training_words(tiny)
-    row = table("attention", "remat", "ms a step", "tokens/s", "MFU", "GiB: predicted", "compiler", "peak", "losses of steps 1 to 4")
+    how = "attention", "remat", "run"
+    row = table(*how, "ms a step", "tokens/s", "MFU", "GiB: predicted", "compiler", "peak", "losses of steps 1 to 4")
     failed = 0
     fast = "cudnn" if jax.default_backend() == "gpu" else "blocked"
-    for name, remat in (fast, "none"), (fast, "full"), ("reference", "full"):
+    for name, remat, layers in (fast, "none", "scan"), (fast, "none", "unroll"), ("reference", "full", "scan"):
         # A process each: a device's peak of memory is that of the whole process.
-        how = [f"execution.attention={name}", f"execution.remat={remat}"]
-        command = [sys.executable, "-c", STEP, json.dumps([*words, *how]), str(4 if tiny else 8)]
+        given = [f"execution.{word}={value}" for word, value in zip(how, (name, remat, layers), strict=True)]
+        command = [sys.executable, "-c", STEP, json.dumps([*words, *given]), str(4 if tiny else 8)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMITS["train"] // 2)
         if done.returncode:
             failed += 1
-            row(name, remat, "failed", *[""] * 5, (done.stderr.strip().splitlines() or [""])[-1][:100])
+            row(name, remat, layers, "failed", *[""] * 5, (done.stderr.strip().splitlines() or [""])[-1][:100])
             continue
         told = json.loads(done.stdout.strip().splitlines()[-1])
         known = peaks()
         mfu = f"{told['flops'] / told['seconds'] / known[0]:.1%}" if known else "-"
         sizes = [f"{told[kind] / 2**30:.2f}" for kind in ("predicted", "compiler", "peak")]
         losses = " ".join(f"{loss:.4f}" for loss in told["losses"][:4])
-        row(name, remat, f"{1e3 * told['seconds']:.1f}", f"{told['tokens'] / told['seconds']:,.0f}", mfu, *sizes, losses)
+        row(name, remat, layers, f"{1e3 * told['seconds']:.1f}", f"{told['tokens'] / told['seconds']:,.0f}", mfu, *sizes, losses)
     if failed:
         raise SystemExit(f"{failed} ways failed")
 

@@ -254,7 +254,10 @@ def default_dtype() -> Any:
 
 
 def default_run(config: LanguageConfig) -> Execution:
-    return Unroll() if jax.default_backend() == "cpu" and config.layers <= 32 else Scan()
+    """Unrolled layers on GPUs, where a scan copies the weights of a layer before it multiplies with them (docs/reference/gpus.md), and
+    on CPUs up to 32 layers."""
+    backend = jax.default_backend()
+    return Unroll() if backend == "gpu" or (backend == "cpu" and config.layers <= 32) else Scan()
 
 
 def stored_tokenizer(stored: OpenedModel) -> Any:

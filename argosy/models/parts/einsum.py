@@ -10,7 +10,7 @@ this file knows none of them.
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from argosy.core.dims import LOOKED_UP, Legend, named_axes
 from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
-from argosy.ops.matmul import matmul
+from argosy.ops.matmul import matmul, with_wide_output
 from argosy.ops.native.products import Panels, integer_product, multiplies_integers, product
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized
@@ -80,8 +80,12 @@ def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
         return jnp.einsum("EXD,EDM->EXM", rows, w, preferred_element_type=dtype).reshape(len(x), -1)
     # Rows and times that are merged into one axis can no longer both be split over devices: all tokens would be gathered.
     if (inner := _tail(eq)) is None or ("T" in eq and splits("time")):
-        return jnp.einsum(eq, x, w, preferred_element_type=dtype)
+        return with_wide_output(partial(_einsum, eq), x, w, dtype)
     return _product(eq, x, w, inner, dtype)
+
+
+def _einsum(eq: str, x: Array, w: Array, dtype: Any) -> Array:
+    return jnp.einsum(eq, x, w, preferred_element_type=dtype)
 
 
 def _packed_codes(eq: str, x: Array, w: Panels, activations: Any, x_scale: Array | None) -> Float[Array, "..."]:
