@@ -1,13 +1,14 @@
 """The flags of vLLM's commands as our settings."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from argosy.client.settings import BatchSettings
-from argosy.core.errors import BadInput, nearest
+from argosy.client.settings import BatchSettings, BenchSettings, ChatSettings
+from argosy.core.errors import BadInput, close_name, nearest
 from argosy.serve.settings import ServeSettings
+from argosy.serve.vllm_flags import ANSWERS, CHOICES, NAMED, OBJECTS, SETTINGS, SWITCHES
 
 # The first part of a setting's name, which no adapter in `--lora-modules NAME=FOLDER` may have.
 OURS = {*ServeSettings.model_fields, *BatchSettings.model_fields}
@@ -17,6 +18,8 @@ OURS = {*ServeSettings.model_fields, *BatchSettings.model_fields}
 class Flags:
     """The flags of one command.
 
+    command: its name.
+    known: the names of its settings.
     settings: flag -> our setting.
     switches: flag without a value -> words.
     choices: flag -> value -> words.
@@ -26,6 +29,8 @@ class Flags:
     answers: flag without a meaning here -> what to do instead.
     """
 
+    command: str
+    known: Collection[str]
     settings: Mapping[str, str]
     switches: Mapping[str, Sequence[str]] = field(default_factory=dict)
     choices: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
@@ -35,93 +40,11 @@ class Flags:
     answers: Mapping[str, str] = field(default_factory=dict)
 
 
-# vLLM's flag -> our setting.
-SETTINGS = {
-    "--host": "host",
-    "--port": "port",
-    "--served-model-name": "name",
-    "--api-key": "api_key",
-    "--dtype": "dtype",
-    "--quantization": "quantization",
-    "--seed": "seed",
-    "--tensor-parallel-size": "tensor",
-    "-tp": "tensor",
-    "--data-parallel-size": "copies",
-    "-dp": "copies",
-    "--ssl-certfile": "tls_certificate",
-    "--ssl-keyfile": "tls_key",
-    "--shutdown-timeout": "drain",
-    "--reasoning-parser": "reasoning_parser",
-    "--max-logprobs": "limits.logprobs",
-    "--max-num-queued-reqs": "limits.queue",
-    "--max-num-queued-tokens": "limits.queue_tokens",
-    "--max-model-len": "engine.context",
-    "--max-num-seqs": "engine.slots",
-    "--max-num-batched-tokens": "engine.budget",
-    "--block-size": "engine.page",
-    "--num-gpu-blocks-override": "engine.pages",
-    "--kv-cache-memory-bytes": "engine.memory",
-    "--max-loras": "engine.lora.adapters",
-    "--max-lora-rank": "engine.lora.rank",
-}
-
-NAMED = {"--lora-modules": "lora_modules"}
-
-# Flags without a value.
-SWITCHES = {
-    "--enable-prefix-caching": ["engine.reuse=true"],
-    "--no-enable-prefix-caching": ["engine.reuse=false"],
-    "--enable-log-requests": ["log_requests=true"],
-    "--enable-lora": ["engine.lora.enabled=true"],
-    # What these ask for is always so here.
-    "--enable-chunked-prefill": [],
-    "--disable-uvicorn-access-log": [],
-    "--async-scheduling": [],
-}
-
-# Flags with a value of a list.
-CHOICES = {
-    "--kv-cache-dtype": {
-        "auto": [],
-        "int8": ["engine.cache_dtype=int8"],
-        "fp8": ["engine.cache_dtype=fp8_e4m3"],
-        "fp8_e4m3": ["engine.cache_dtype=fp8_e4m3"],
-        "fp8_e5m2": ["engine.cache_dtype=fp8_e5m2"],
-    },
-}
-
-# Flags with a JSON object.
-OBJECTS = {
-    "--speculative-config": (
-        "engine.speculative",
-        {
-            "method": "method",
-            "model": "model",
-            "num_speculative_tokens": "tokens",
-            "prompt_lookup_min": "lookup_min",
-            "prompt_lookup_max": "lookup_max",
-        },
-    ),
-}
-
-# Flags whose meaning there is nothing of here, and what to do.
-ANSWERS = {
-    "--model": "the model is the first word",
-    "--pipeline-parallel-size": "layers are split over devices in training alone; `tensor=N` shares each of them",
-    "--data-parallel-rank": "a server chooses the copy for each request by itself",
-    "--data-parallel-address": "the copies of a server are on the devices of one process",
-    "--gpu-memory-utilization": "`engine.memory` is the cache's size in bytes",
-    "--calculate-kv-scales": "leave it out: each token and head of a quantized cache has its own scale",
-    "--trust-remote-code": "leave it out: no code of a model is ever run",
-    "--enforce-eager": "leave it out: every step is compiled, and kept for the next start",
-    "--max-cpu-loras": "leave it out: every adapter that is loaded is on the device, at most `engine.lora.adapters`",
-    "--chat-template": "the template comes with the model's tokenizer",
-}
-
-
-SERVE = Flags(SETTINGS, SWITCHES, CHOICES, objects=OBJECTS, named=NAMED, answers=ANSWERS)
+SERVE = Flags("serve", ServeSettings.model_fields, SETTINGS, SWITCHES, CHOICES, objects=OBJECTS, named=NAMED, answers=ANSWERS)
 
 BENCH_SERVE = Flags(
+    "bench serve",
+    BenchSettings.model_fields,
     {
         "--base-url": "url",
         "--model": "model",
@@ -169,15 +92,17 @@ BENCH_SERVE = Flags(
 )
 
 RUN_BATCH = Flags(
+    "run-batch",
+    BatchSettings.model_fields,
     {
         "--served-model-name": "name",
         "--api-key": "api_key",
         "--dtype": "dtype",
-    "--quantization": "quantization",
+        "--quantization": "quantization",
         "--seed": "seed",
         **{flag: key for flag, key in SETTINGS.items() if key.startswith("engine.")},
     },
-    {flag: words for flag, words in SWITCHES.items() if flag != "--enable-log-requests"},
+    {flag: words for flag, words in SWITCHES.items() if not any(word.startswith(("log_requests", "request_chat")) for word in words)},
     CHOICES,
     objects=OBJECTS,
     named=NAMED,
@@ -192,13 +117,15 @@ RUN_BATCH = Flags(
 )
 
 CHAT = Flags(
+    "chat",
+    ChatSettings.model_fields,
     {
         "--url": "url",
         "--model-name": "model",
         "--system-prompt": "system",
         "--api-key": "api_key",
         "--dtype": "dtype",
-    "--quantization": "quantization",
+        "--quantization": "quantization",
         "--max-model-len": "context",
         **{f"--{name.replace('_', '-')}": name for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")},
     },
@@ -237,10 +164,17 @@ def translated(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
                 values.append(rest.pop(0))
             found += _words(flag, " ".join(values), flags)
         else:
-            key = flag.lstrip("-").replace("-", "_")
-            hint = flags.answers.get(flag, f"settings have no dashes: `{key}={value or 'VALUE'}`")
-            raise BadInput(f"no such option: {flag}", hint=hint)
+            raise BadInput(f"no such option: {flag}", hint=flags.answers.get(flag) or _similar(flag, value, flags))
     return found
+
+
+def _similar(flag: str, value: str, flags: Flags) -> str:
+    """The hint for a flag that nothing is known of: the setting of that name, the most similar flag, or where the settings stand."""
+    key = flag.lstrip("-").replace("-", "_")
+    if key in flags.known or key.split(".")[0] in flags.known:
+        return f"settings have no dashes: `{key}={value or 'VALUE'}`"
+    options = [*flags.settings, *flags.switches, *flags.choices, *flags.objects, *flags.named, *flags.answers]
+    return close_name(flag, options) or f"`argosy {flags.command} --help` lists the settings, which have no dashes: `NAME=VALUE`"
 
 
 def _names(word: str) -> bool:

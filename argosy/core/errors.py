@@ -16,7 +16,7 @@ Printed as `error: WHAT`, the place on an indented line, a blank line, then `hin
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 
@@ -157,12 +157,26 @@ def some(names: Iterable[str], most: int = 4, between: str = ", ") -> str:
     return between.join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
-def nearest(name: str, known: Iterable[str], most: int = 12) -> str | None:
-    """A hint: the known name closest to a wrong one, or the first few known names if none is close."""
-    known = list(known)
-    if close := get_close_matches(name, known, n=1, cutoff=0.6):
-        return f"did you mean `{close[0]}`?"
+def close_name(name: str, known: Iterable[str]) -> str | None:
+    """A hint: the known name that a wrong one is nearly equal to; None if there is none."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean `{close[0]}`?" if close else None
+
+
+def nearest(name: str, known: Iterable[str], most: int = 12, all_names: str | None = None) -> str | None:
+    """A hint: the known name closest to a wrong one, or the known names, the most similar first, if none is close.
+
+    Args:
+        most: how many names are listed.
+        all_names: the command that lists the others too.
+    """
+    known = list(dict.fromkeys(known))
+    if close := close_name(name, known):
+        return close
     if not known:
         return None
-    rest = f" and {len(known) - most} more" if len(known) > most else ""
-    return f"known names are {', '.join(known[:most])}{rest}"
+    if len(known) <= most:
+        return f"known names are {', '.join(known)}"
+    similar = sorted(known, key=lambda other: -SequenceMatcher(None, name, other).ratio())
+    rest = f"; {all_names} lists all" if all_names else ""
+    return f"known names are {', '.join(similar[:most])} and {len(known) - most} more{rest}"

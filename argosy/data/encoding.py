@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from argosy.core.errors import BadInput, nearest
+from argosy.core.errors import BadInput, close_name
+from argosy.data.chat.published import PUBLISHED
 from argosy.data.settings import DataSettings
 from argosy.data.tokenizers.config import CONFIG_BYTES, DEFAULT, read_text
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 # The name of Stanford's text, for Alpaca records whose tokenizer has a chat template too.
 ALPACA = "alpaca"
-TEMPLATE_HINT = "data.template=FILE.jinja gives one; many are in the folders of instruction-tuned models"
+TEMPLATE_HINT = f"data.template=NAME sets a published one ({', '.join(PUBLISHED)}), data.template=FILE.jinja one of your own"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Encoding:
     bos: whether a document begins with that token; None: if the tokenizer does so for prompts.
     special: whether names of special tokens in a text become those tokens.
     learn: what counts in records: `answers`, or `all` tokens.
-    template: the name of one of the tokenizer's chat templates, a file, or `alpaca`; None: the tokenizer's own.
+    template: the name of one of the tokenizer's chat templates or of a published one, a file, or `alpaca`; None: the tokenizer's own.
     """
 
     tokenizer: "Tokenizer"
@@ -60,12 +61,7 @@ class Encoding:
             return tokenizer.chat_templates, template
         if template == ALPACA:
             return {}, ALPACA
-        path = Path(template).expanduser()
-        if not path.is_file():
-            known = [*tokenizer.chat_templates, ALPACA]
-            where = f"this tokenizer's are {', '.join(known[:-1]) or 'none'}, and there is no such file"
-            raise BadInput(f"no chat template `{template}`", where=where, hint=nearest(template, known) or TEMPLATE_HINT)
-        return {DEFAULT: read_text(path, CONFIG_BYTES)}, None
+        return {DEFAULT: template_text(template, tokenizer.chat_templates)}, None
 
     @property
     def template_hash(self) -> str:
@@ -84,3 +80,19 @@ class Encoding:
         if format in ("completion", "preference", "kto"):
             return "their text, or a chat template for messages"
         return f"the chat template {self.template}" if self.template else "the tokenizer's chat template"
+
+
+def template_text(name: str, templates: Mapping[str, str]) -> str:
+    """The chat template of this name: one of a tokenizer's `templates`, a published one, or a Jinja file.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if template := templates.get(name) or PUBLISHED.get(name):
+        return template
+    path = Path(name).expanduser()
+    if not path.is_file():
+        where = f"this tokenizer's are {', '.join(templates) or 'none'}, and there is no such file"
+        hint = close_name(name, {*templates, *PUBLISHED, ALPACA} - {name}) or TEMPLATE_HINT
+        raise BadInput(f"no chat template `{name}`", where=where, hint=hint)
+    return read_text(path, CONFIG_BYTES)

@@ -155,9 +155,9 @@ class DataSettings(Settings):
     completions; conversations without any are left out and counted. all: every token. Text is learned whole."""
 
     template: Annotated[str | None, Also("chat_template", "chat_template_path", "chat_template_jinja")] = None
-    """The chat template of conversations: the name of one of the tokenizer's, a Jinja file, or `alpaca` (Stanford's text, for
-    Alpaca records). A file becomes the tokenizer's own, kept with the run. None: the tokenizer's; Alpaca records without one get
-    Stanford's text."""
+    """The chat template of conversations: the name of one of the tokenizer's; a published one (chatml, gemma, llama3, mistral or
+    zephyr); a Jinja file; or `alpaca` (Stanford's text, for Alpaca records). A published one or a file becomes the tokenizer's own,
+    kept with the run. None: the tokenizer's; Alpaca records without one get Stanford's text."""
 
     bos: Annotated[bool | None, Also("add_bos", "add_bos_token")] = None
     """Puts the tokenizer's beginning-of-sequence token in front of every document that does not begin with it. None: as the

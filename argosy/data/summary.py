@@ -165,7 +165,7 @@ class CorpusSummary:
         if self.endless:
             return (
                 f"Warning: the answers of {plural(self.endless, self.noun)} end with no special token, so the model does not learn to "
-                "stop there; a template should end each turn with the end-of-sequence token."
+                "stop there; a template should end each turn with the end-of-sequence token, as data.template=zephyr does."
             )
         if not self.special_documents:
             return ""

@@ -16,6 +16,8 @@ import uvicorn
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.data.encoding import template_text
+from argosy.data.tokenizers.config import DEFAULT
 from argosy.infer.embed import SentenceEncoder
 from argosy.infer.engine.replicas import check_device_count
 from argosy.infer.lm import LM, check_draft
@@ -107,6 +109,20 @@ def _bound(host: str, port: int, setting: str) -> socket.socket:
             raise BadInput(f"cannot listen on {host} port {port}: {why}", hint=hint) from None
         undo.pop_all()
         return listener
+
+
+def set_chat_template(lm: LM, name: str) -> None:
+    """Renders all conversations by this template, in place of those of the tokenizer.
+
+    Raises:
+        BadInput: there is no such template, or nothing that it could render for.
+    """
+    if not lm.config.causal:
+        raise BadInput("chat_template: the model is an encoder", hint="leave it out")
+    if lm.tokenizer is None:
+        raise BadInput("chat_template: the model has no tokenizer", hint="leave it out: requests give token ids as `prompt`")
+    text = template_text(name, lm.tokenizer.chat_templates)
+    lm.tokenizer.chat_template, lm.tokenizer.chat_templates = text, {DEFAULT: text}
 
 
 def build_service(

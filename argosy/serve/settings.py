@@ -6,6 +6,7 @@ from pydantic import Field
 
 from argosy.core.settings import Settings
 from argosy.infer.settings import EngineSettings
+from argosy.serve.vllm_flags import NAMES
 
 # vLLM's names.
 Parser = Literal["auto", "none", "qwen3", "deepseek_r1", "openai_gptoss"]
@@ -91,26 +92,7 @@ class AdminSettings(Settings):
 class ServeSettings(Settings):
     """Settings of the server."""
 
-    elsewhere: ClassVar = {
-        "served_model_name": "did you mean `name`?",
-        "max_model_len": "did you mean `engine.context`?",
-        "kv_cache_dtype": "did you mean `engine.cache_dtype`?",
-        "kv_cache_memory_bytes": "did you mean `engine.memory`?",
-        "max_num_seqs": "did you mean `engine.slots`?",
-        "max_num_batched_tokens": "did you mean `engine.budget`?",
-        "block_size": "did you mean `engine.page`?",
-        "enable_prefix_caching": "did you mean `engine.reuse`?",
-        "enable_responses_api_store": "did you mean `stored_responses`?",
-        "trust_request_chat_template": "did you mean `request_chat_template`?",
-        "data_parallel_size": "did you mean `copies`?",
-        "data_parallel": "did you mean `copies`?",
-        "tensor_parallel_size": "did you mean `tensor`?",
-        "enable_lora": "did you mean `engine.lora.enabled`?",
-        "max_loras": "did you mean `engine.lora.adapters`?",
-        "max_lora_rank": "did you mean `engine.lora.rank`?",
-        "ssl_certfile": "did you mean `tls_certificate`?",
-        "ssl_keyfile": "did you mean `tls_key`?",
-    }
+    elsewhere: ClassVar = NAMES
 
     host: str = "127.0.0.1"
     """Address to listen on. Addresses other than loopback need an `api_key`, or `open=true`."""
@@ -158,6 +140,9 @@ class ServeSettings(Settings):
     even where nothing opens them. openai_gptoss: the channels of gpt-oss, which special tokens mark. auto: openai_gptoss for chat
     templates with channels; qwen3 for those that contain `</think>`, as reasoning models' do because they drop old thoughts; none for
     others."""
+    chat_template: str | None = None
+    """The chat template of the model: a published one by name (chatml, gemma, llama3, mistral or zephyr), one of the tokenizer's, or a
+    Jinja file. None: the tokenizer's own."""
     stored_responses: int = Field(0, ge=0)
     """Number of responses of /v1/responses to keep in memory for `previous_response_id`, `background` and GET; the oldest are dropped
     first. Each holds its conversation, which the context of the model bounds. 0, the default, because OpenAI's clients ask for storage

@@ -17,6 +17,7 @@ from argosy.data.chat import mask as chat_mask
 from argosy.data.chat import template as chat
 from argosy.data.chat.conversations import CLOCK, ConversationEncoder
 from argosy.data.chat.mask import MaskedConversation, Way, encode_all, encode_with_mask
+from argosy.data.chat.published import PUBLISHED
 from argosy.data.encoding import Encoding
 from argosy.data.inspect import render
 from argosy.data.pipeline import build, eval_batches, find
@@ -204,7 +205,8 @@ def test_a_conversation_that_kills_its_process_does_not_harm_its_neighbors():
 
 
 @pytest.mark.parametrize(("name", "rows", "how", "says", "hint"), [
-    ("byte", [GOOD], {}, "messages need a chat template, and this tokenizer has none", "data.template=FILE.jinja"),
+    ("byte", [GOOD], {}, "messages need a chat template, and this tokenizer has none", "chatml, gemma, llama3, mistral, zephyr"),
+    ("byte", [GOOD], {"template": "chatlm"}, "no chat template `chatlm`", "did you mean `chatml`"),
     ("smollm2", [GOOD], {"template": "defualt"}, "no chat template `defualt`", "did you mean `default`"),
     ("smollm2", [GOOD], {"template": "alpaca"}, "do not fit Alpaca's text", "leave `data.template` out"),
     ("strict", [GOOD, {"messages": [HI, {**HO, "content": "no"}]}], {}, "no is not allowed", ""),
@@ -477,6 +479,64 @@ def test_a_template_from_a_file_stays_with_the_tokenizer(tmp_path):
     assert "the chat template " in told["summary"]
     assert load_tokenizer(tmp_path / "made" / "tokenizer").chat_template == STRICT
     find(DataSettings(source=str(tmp_path / "made"), template=str(tmp_path / "mine.jinja")))
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]
+# As the pages that the formats are published on write this conversation, with the tokens that open the next answer.
+WRITTEN = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<B><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "<B><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
+    "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n",
+    "mistral": "<B>[INST] Be brief.\n\nHi[/INST] Hello<E>[INST] Bye[/INST]",
+    "zephyr": "<|system|>\nBe brief.<E>\n<|user|>\nHi<E>\n<|assistant|>\nHello<E>\n<|user|>\nBye<E>\n<|assistant|>\n",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_templates_write_their_formats(name):
+    messages = TURNS if name == "gemma" else [SYSTEM, *TURNS]
+    text = chat.render(PUBLISHED[name], messages, {"bos_token": "<B>", "eos_token": "<E>"}, add_generation_prompt=True)
+    assert text == WRITTEN[name]
+
+
+@pytest.mark.parametrize(("name", "file", "messages"), [
+    ("chatml", "SmolLM2-135M-Instruct", [SYSTEM, *TURNS]),
+    ("gemma", "google-gemma-2-2b-it", TURNS),
+])  # fmt: skip
+def test_published_templates_write_what_the_models_own_do(name, file, messages):
+    own = shared(f"chat_templates/{file}.jinja").read_text()
+    for prompt in (True, False):
+        how = {"special": {"bos_token": "<B>", "eos_token": "<E>"}, "add_generation_prompt": prompt}
+        assert chat.render(PUBLISHED[name], messages, **how) == chat.render(own, messages, **how)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_template_is_named_where_the_tokenizer_has_none(tmp_path, name):
+    """Answers are learned with the end of their turn, and who chats with the trained model feeds what it was trained on."""
+    settings = settings_for(tmp_path, [{"messages": [HI, HO]}], template=name, sequence=128)
+    tokenizer = tokenizer_in(settings)
+    [(ids, learned)] = encoded(tokenizer, tmp_path, [{"messages": [HI, HO]}], template=name)
+    assert ids[: len(prompt := asked(tokenizer, [HI]))] == prompt
+    taught = [one for one, counts in zip(ids, learned) if counts]
+    ends = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "llama3": "<|eot_id|>"}
+    assert tokenizer.decode(taught).strip() == HO["content"] + ends.get(name, "")
+    assert name in ends or taught[-1] == tokenizer.eos
+    tokenizer.save(tmp_path / "kept")
+    assert load_tokenizer(tmp_path / "kept").chat_template == PUBLISHED[name]
+
+
+def test_turns_that_end_with_the_tokenizers_own_token_are_no_warning(tmp_path):
+    """Byte tokens have none of ChatML's marks, so a model would not learn to stop; the warning names the template that teaches it."""
+    for name, warned in (("chatml", True), ("zephyr", False)):
+        settings = settings_for(tmp_path, [{"messages": [HI, HO]}], template=name)
+        warning = build(settings, tokenizer_in(settings), vocab=258, seed=0).summary().warning
+        assert ("data.template=zephyr" in warning) is warned
 
 
 def test_a_vocabulary_is_trained_on_what_is_said(tmp_path):

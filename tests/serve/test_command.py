@@ -22,6 +22,8 @@ from argosy.cli import main
 from argosy.cli.flags import ANSWERS, OBJECTS, RUN_BATCH, SERVE, SETTINGS, SWITCHES, Flags, translated
 from argosy.core.errors import ArgosyError, BadInput, SettingsError
 from argosy.core.settings import Choice, read_settings, words_layer
+from argosy.data.chat.published import PUBLISHED
+from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.infer.lm import LM
 from argosy.infer.settings import SPECULATIVE, EngineSettings, NGram
 from argosy.jobs.api import draft_of
@@ -84,6 +86,62 @@ def test_the_flags_of_adapters():
         read_settings(ServeSettings, words_layer(["engine.lora.adapters=2"]))
 
 
+# The options of vLLM's engine arguments and server that its documentation, recipes and deployments use most, and one value of each.
+USED = """
+model=m host=h port=1 served-model-name=m api-key=k dtype=bfloat16 max-model-len=64 gpu-memory-utilization=0.9 tensor-parallel-size=1
+pipeline-parallel-size=1 data-parallel-size=1 max-num-seqs=8 max-num-batched-tokens=64 quantization=w8 kv-cache-dtype=fp8
+trust-remote-code enforce-eager enable-prefix-caching enable-chunked-prefill chat-template=chatml enable-auto-tool-choice
+tool-call-parser=hermes reasoning-parser=qwen3 enable-lora max-lora-rank=8 seed=1 tokenizer=t download-dir=d swap-space=4
+load-format=auto revision=main disable-log-requests disable-log-stats limit-mm-per-prompt={} distributed-executor-backend=mp
+hf-overrides={} generation-config=auto cpu-offload-gb=4 enable-expert-parallel task=embed block-size=16 allowed-origins=[]
+uvicorn-log-level=info rope-scaling={} device=cpu compilation-config=3
+"""
+
+
+@pytest.mark.parametrize("option", USED.split())
+def test_the_options_of_vllm_are_taken_or_answered(option: str):
+    """As a flag each is a setting, or is answered with what to do; as a setting it is one of ours too, or is answered."""
+    name, equals, value = option.partition("=")
+    try:
+        words = translated([f"--{name}", value] if equals else [f"--{name}"])
+        read_settings(ServeSettings, words_layer(["engine.lora.enabled=true", *words]))
+    except BadInput as error:
+        assert error.hint == ANSWERS[f"--{name}"]  # noqa: PT017
+    key = name.replace("-", "_")
+    if key in ServeSettings.model_fields:
+        return
+    with pytest.raises(SettingsError, match=f"unknown setting `{key}`") as refused:
+        read_settings(ServeSettings, words_layer([f"{key}={value or 'true'}"]))
+    hint = str(refused.value).rpartition("hint: ")[2]
+    assert hint.startswith("did you mean `") or hint in ANSWERS.values() or hint == "leave it out: it is always so here"
+
+
+def test_a_name_that_is_nearly_one_of_vllms_is_answered_and_others_are_listed_by_likeness():
+    with pytest.raises(SettingsError) as near:
+        read_settings(ServeSettings, words_layer(["max_lora_rnk=3"]))
+    assert "did you mean `engine.lora.rank`?" in str(near.value)
+    with pytest.raises(SettingsError) as far:
+        read_settings(ServeSettings, words_layer(["log_level=x"]))
+    listed = str(far.value).rpartition("known names are ")[2]
+    assert listed.startswith("log_requests, lora_modules, ")
+    assert listed.endswith("more; `--help` lists all")
+
+
+def test_a_chat_template_is_set_by_name(lm: LM, tmp_path: Path):
+    def served(name: str) -> LM:
+        fresh = LM(lm.config, lm.module, ByteTokenizer())
+        run.set_chat_template(fresh, name)
+        return fresh
+
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    for name, text in (("zephyr", PUBLISHED["zephyr"]), (str(tmp_path / "own.jinja"), "{{ messages[0].content }}!")):
+        with serving(served(name)) as service:
+            assert service.template(None, None) == text
+    with pytest.raises(BadInput, match="no chat template `chatlm`") as error:
+        served("chatlm")
+    assert error.value.hint == "did you mean `chatml`?"
+
+
 def test_every_flag_names_a_setting():
     switches = [word.partition("=")[0] for words in SWITCHES.values() for word in words]
     for name in [*SETTINGS.values(), *switches]:
@@ -120,7 +178,11 @@ def test_vllms_speculative_config_is_a_group_of_settings(given: dict, expected: 
         (["--port"], "--port needs a value", "port=VALUE"),
         (["--port", "--host", "x"], "--port needs a value", "port=VALUE"),
         (["--trust-remote-code"], "no such option: --trust-remote-code", "no code of a model is ever run"),
-        (["--warp=9"], "no such option: --warp", "`warp=9`"),
+        (["--warp=9"], "no such option: --warp", "`argosy serve --help` lists the settings"),
+        (["--log-level=9"], "no such option: --log-level", "did you mean `--uvicorn-log-level`?"),
+        (["--max-modl-len", "9"], "no such option: --max-modl-len", "did you mean `--max-model-len`?"),
+        (["--web=false"], "no such option: --web", "settings have no dashes: `web=false`"),
+        (["--engine.slots", "3"], "no such option: --engine.slots", "settings have no dashes: `engine.slots=VALUE`"),
     ],
 )
 def test_other_flags_are_answered(words: list[str], what: str, hint: str):

@@ -68,6 +68,8 @@ def serve(
         # Copies share the memory of their weights, which packed ones cannot.
         how["blocks"] = "auto" if settings.copies == 1 else False
         lm = load(model, **how, context=settings.engine.context)
+        if settings.chat_template is not None:
+            run.set_chat_template(lm, settings.chat_template)
         name = settings.name or Path(model).resolve().name
         draft = draft_of(settings.engine, settings.dtype, settings.tensor)
         service = run.running_server(lm, name, settings, doing, draft, open_store(machine.programs_folder(), say))

@@ -69,7 +69,7 @@ def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
     """
     reader = SettingsReader()
     value = reader.group(schema, "", [LayerValue(layer, layer.values) for layer in layers])
-    names = mistakes.KnownNames(reader.known, reader.choices, reader.also, reader.notes, schema.elsewhere)
+    names = mistakes.KnownNames(reader.known, reader.choices, reader.also, reader.notes, schema.elsewhere, schema.all_keys)
     unknown = [mistakes.unknown_key(key, where, names) for key, where in reader.unknown]
     if problems := unknown + reader.problems:
         raise SettingsError(problems, reader.good)

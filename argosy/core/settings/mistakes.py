@@ -60,6 +60,7 @@ class KnownNames:
     also: a name that other trainers use -> our keys.
     notes: such a name -> how its value differs from ours, empty if it does not.
     elsewhere: a name that no key stands for -> a sentence about it.
+    all_keys: the command that lists all keys.
     """
 
     known: Sequence[str] = ()
@@ -67,6 +68,7 @@ class KnownNames:
     also: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    all_keys: str = "`--help`"
 
 
 def unknown_key(key: str, where: str | None, names: KnownNames) -> UserError:
@@ -93,9 +95,13 @@ def _nearest_key(key: str, names: KnownNames) -> str:
     leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
     if close := get_close_matches(leaf, leaves, n=1, cutoff=0.75):
         return f"did you mean `{leaves[close[0]]}`?"
-    if beside := [other for other in known if other.rpartition(".")[0] == group]:
-        return nearest(leaf, (other.rpartition(".")[2] for other in beside)) or ""
-    return "`argosy config reference` lists every setting"
+    foreign = [*names.also, *names.elsewhere]
+    if (close := get_close_matches(key.lower().replace("-", "_"), foreign, n=1, cutoff=0.85)) and (
+        answer := _of_other_trainers(close[0], names)
+    ):
+        return answer if answer.startswith("did you mean") else f"`{close[0]}`: {answer}"
+    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == group]
+    return nearest(leaf, siblings, all_names=names.all_keys) or f"{names.all_keys} lists every setting"
 
 
 def _of_other_trainers(key: str, names: KnownNames) -> str | None:

@@ -68,6 +68,8 @@ class Settings(BaseModel, metaclass=_Keys):
 
     # Names from other trainers that correspond to no key, each with the sentence that answers it. Read from the root.
     elsewhere: ClassVar[Mapping[str, str]] = {}
+    # The command that lists all keys, where not all are printed. Read from the root.
+    all_keys: ClassVar[str] = "`--help`"
 
     @field_validator("*", mode="before")
     @classmethod

@@ -166,7 +166,7 @@ def says_something(record: SourceRecord) -> bool:
 
 
 def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
-    """The tokenizer, with a template that is a file as its default one."""
+    """The tokenizer, with a template that is not one of its own, a published one or a file, as its default one."""
     templates, name = Encoding(tokenizer, template=template).chat_templates
     if template is not None and name is None:
         tokenizer.config = replace(tokenizer.config, templates={**tokenizer.chat_templates, **templates})

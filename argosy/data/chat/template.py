@@ -23,6 +23,7 @@ from typing import Any
 from argosy.core.errors import ArgosyError, BadInput, nearest
 from argosy.core.process.child import ChildProcess
 from argosy.core.process.cores import core_count
+from argosy.data.chat.published import PUBLISHED
 
 Message = Mapping[str, Any]
 # A render of the first so many messages, and whether it ends with the tokens that open an answer.
@@ -97,8 +98,8 @@ def cut(text: str, content: str) -> str:
 
 
 NO_TEMPLATE = (
-    "a folder with a chat template (chat_template.jinja), or plain text: /v1/completions of a server, generate without --chat, "
-    "data.template=FILE.jinja in training"
+    f"set one by name ({', '.join(PUBLISHED)}) or as FILE.jinja: chat_template=NAME of `argosy serve`, data.template=NAME in training; "
+    "or send plain text: /v1/completions of a server, generate without --chat"
 )
 
 

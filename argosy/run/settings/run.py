@@ -176,6 +176,7 @@ class Run(Settings):
     """A training run."""
 
     elsewhere: ClassVar = ELSEWHERE
+    all_keys: ClassVar = "`argosy config reference`"
 
     dir: Annotated[
         str | None,
