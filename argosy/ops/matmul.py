@@ -44,7 +44,7 @@ def matmul(
 
 def with_wide_output(product: Callable[[Array, Array, Any], Array], a: Array, b: Array, dtype: Any) -> Array:
     """product(a, b, dtype). On GPUs, where the output has more bits than `a` and `b`, its gradient is rounded to their type: products
-    of float32 with bfloat16 would run in float32, at a third of the speed (docs/reference/gpus.md)."""
+    of float32 with bfloat16 would run in float32, at a third of the speed (docs/guides/gpus.md)."""
     if platform() == "gpu" and a.dtype == b.dtype and jnp.finfo(dtype).bits > jnp.finfo(a.dtype).bits:
         return _wide(product, a, b, dtype)
     return product(a, b, dtype)

@@ -254,7 +254,7 @@ def default_dtype() -> Any:
 
 
 def default_run(config: LanguageConfig) -> Execution:
-    """Unrolled layers on GPUs, where a scan copies the weights of a layer before it multiplies with them (docs/reference/gpus.md), and
+    """Unrolled layers on GPUs, where a scan copies the weights of a layer before it multiplies with them (docs/guides/gpus.md), and
     on CPUs up to 32 layers."""
     backend = jax.default_backend()
     return Unroll() if backend == "gpu" or (backend == "cpu" and config.layers <= 32) else Scan()

@@ -12,20 +12,23 @@ import pytest
 from helpers import default
 
 from argosy.core.errors import BadInput
-from argosy.infer.engine import cache
+from argosy.infer.engine import batch, cache
 from argosy.infer.engine import runner as runner_module
+from argosy.infer.engine.batch import BatchBuilder
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Request
 from argosy.infer.forward.passes import ByLayer, OneProgram, forward_of
+from argosy.infer.forward.step import PageTables
 from argosy.infer.lm import LM
 from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling, apply_penalties, next_tokens, random_streams, sampling_columns
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.attention.cache import bytes_of_caches, paged
-from argosy.models.parts.stack import Scan, from_layers
+from argosy.models.parts.stack import Scan, Unroll, from_layers
 from argosy.models.parts.weight import put, split
-from argosy.weights.build import random_model
+from argosy.weights import build
+from argosy.weights.build import default_run, random_model
 
 LENGTHS = (5, 40, 17, 3, 64, 33, 2, 21)
 TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, budget_decoding=32)
@@ -540,3 +543,18 @@ def test_the_steps_of_a_server_do_not_look_at_each_weight(lm: LM, monkeypatch: p
     engine.swap_weights({})
     engine.step()
     assert set(looks) == set(engine.runner.variables)
+
+
+def test_what_gpus_run_fastest_is_chosen_there(lm: LM, monkeypatch: pytest.MonkeyPatch):
+    """Layers that are not scanned, and four decoding rows at least (docs/guides/gpus.md). The answers are the same."""
+    assert isinstance(default_run(lm.config), Unroll)
+    assert isinstance(default_run(lm.config.model_copy(update={"layers": 33})), Scan)
+    prompt, settings = prompts(lm.config.vocab)[0], EngineSettings(slots=8, context=32, page=4)
+    builder = BatchBuilder(settings, PageTables(4, 8), shares=False, width=16)
+    assert [builder.decode_sizes(n).decodes for n in (1, 2, 3, 5)] == [1, 4, 4, 8]
+    monkeypatch.setattr(batch, "platform", lambda: "gpu")
+    assert [builder.decode_sizes(n).decodes for n in (1, 2, 3, 5)] == [4, 4, 4, 8]
+    engine = Engine(lm.module, settings)
+    assert answers(engine, [Request(prompt, 6)]) == [alone(lm, prompt, 6)]
+    monkeypatch.setattr(build.jax, "default_backend", lambda: "gpu")
+    assert isinstance(default_run(lm.config.model_copy(update={"layers": 33})), Unroll)

@@ -178,3 +178,28 @@ def test_without_the_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(library, "_reason", "turned off")
     with implementations(products="amx"), pytest.raises(Unsupported, match="turned off"):
         matmul(jnp.zeros((4, 4)), jnp.zeros((4, 4)))
+
+
+@pytest.mark.parametrize("b_summed", [0, 1])
+def test_on_gpus_gradients_of_a_wide_output_have_the_type_of_the_arguments(b_summed: int, monkeypatch: pytest.MonkeyPatch):
+    """A product of float32 with bfloat16 runs in float32 there."""
+    a, b = (jnp.asarray(numbers(seed, *shape), jnp.bfloat16) for seed, shape in enumerate([(6, 8), (5, 8) if b_summed else (8, 5)]))
+    weights = numbers(7, 6, 5)
+
+    def loss(a: Any, b: Any) -> Any:
+        return jnp.sum(jnp.sin(matmul(a, b, 1, b_summed, dtype=jnp.float32)) * weights)
+
+    def of(name: str) -> tuple[Any, Any, str]:
+        monkeypatch.setattr(products, "platform", lambda: name)
+        made = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        text = made.lower(a, b).as_text()
+        return *made(a, b), "\n".join(line.split(" : ")[1] for line in text.splitlines() if "dot_general" in line)
+
+    value, gradients, gpu = of("gpu")
+    expected, exact, cpu = of("cpu")
+    assert value == expected
+    assert "f32>, tensor" not in gpu
+    assert "f32>, tensor" in cpu
+    for one, other in zip(gradients, exact, strict=True):
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), atol=0.02 * float(jnp.abs(other).max()))
+        assert one.dtype == jnp.bfloat16

@@ -92,5 +92,6 @@ def test_it_lowers_for_cuda(dtype):
 def test_what_it_cannot_do_is_refused_by_name(how: dict[str, int], why: str | None):
     q = jnp.zeros((2, how.get("T", 1), 4, how.get("H", 64)), jnp.bfloat16)
     pools = (jnp.zeros((9, how.get("page", 16), 2, how.get("H", 64)), jnp.bfloat16),) * 2
+    assert "float32" in str(triton_refusal(q, tuple(pool.astype(jnp.float32) for pool in pools), Score(1.0))) or why
     found = triton_refusal(q, pools, Score(1.0))
     assert found is None if why is None else why in str(found)

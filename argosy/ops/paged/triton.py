@@ -4,8 +4,8 @@ A program of it has the queries of one row that share a key head, and a share of
 too. It reads blocks of tokens through the table of pages; blocks before the window and behind the end are not read. Shares are merged
 by their log-sum-exp, as `blocked` does; so are sinks. Tokens that are not the row's are never multiplied: a recycled page may hold NaN.
 
-Written for decoding and short chunks: longer ones are left to `blocked`. It is tested by its interpretation, and its
-programs compile for an H100 (`bench/paged_cuda.py`); its speed has not been measured.
+Written for decoding and short chunks: longer ones are left to `blocked`. It is tested by its interpretation, and timed on an H200
+(docs/guides/gpus.md).
 """
 
 from functools import partial

@@ -37,9 +37,9 @@ class Decided:
         cpu = backend() == "cpu"
         layers, rounds = run.execution.run, run.execution.rounds
         if layers == "auto":
-            layers = (
-                "unroll" if cpu and run.model.layers <= 32 and not run.mesh.splits("stage") and rounds == 1 else "scan"
-            )
+            unrolls = cpu or (backend() == "gpu" and jax.device_count() == 1)
+            unrolls &= run.model.layers <= 32 and not run.mesh.splits("stage") and rounds == 1
+            layers = "unroll" if unrolls else "scan"
         precision = run.precision
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"

@@ -63,9 +63,9 @@ class ExecutionSettings(Settings):
     """How the layers run (`models.parts.stack`)."""
 
     run: Annotated[Literal["auto", "unroll", "scan"], Also("scan_layers")] = "auto"
-    """How layers are compiled. unroll: the program contains every layer, which is fastest on CPUs. scan: it contains one group of
-    layers and loops over it, so compile time does not grow with depth. auto: unroll on CPUs up to 32 layers, otherwise scan.
-    Stored with the run. Layers that are split over devices (`mesh.stage`) are stored as scanned ones."""
+    """How layers are compiled. unroll: the program contains every layer, which is fastest on CPUs and GPUs. scan: it contains one group
+    of layers and loops over it, so compile time does not grow with depth. auto: unroll on CPUs and on a single GPU up to 32 layers,
+    otherwise scan. Stored with the run. Layers that are split over devices (`mesh.stage`) are stored as scanned ones."""
     microbatches: Annotated[int | None, MayChange(), Also("num_pipeline_microbatches", "n_microbatches")] = Field(None, gt=0)
     """Into how many parts the rows of a pass are split to go through the stages of `mesh.stage`: a multiple of the stages S. With M of
     them, stages are idle for (S - 1) / (M R + S - 1) of the time, where R is `execution.rounds`. None: 4 S, or the next smaller
