@@ -8,6 +8,7 @@ argosy.fit("tiny", "steps=100")
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from argosy.export.function import export_function as export
     from argosy.infer.completions import Completion
     from argosy.infer.lm import LM
     from argosy.jobs.api import fit, load
@@ -22,14 +23,21 @@ _NAMES = {
     "load": "argosy.jobs.api",
 }
 
-__all__ = ["LM", "Completion", "Outcome", "fit", "load"]
+# A room that can be called: `argosy.export(fn, args, OUT)`.
+_CALLABLE = "export"
+
+__all__ = ["LM", "Completion", "Outcome", "export", "fit", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
+    if name not in (*_NAMES, _CALLABLE):
         raise AttributeError(f"module 'argosy' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == _CALLABLE:
+        import argosy.export
+
+        return argosy.export
     return getattr(import_module(_NAMES[name]), name)
 
 

@@ -43,6 +43,7 @@ DOORS = {
     "sentencepiece": {"data"},
     "jinja2": {"data"},
     "llguidance": {"infer"},
+    "cryptography": {"export"},
     "ray": {"launch"},
     "pathwaysutils": {"launch"},
 }

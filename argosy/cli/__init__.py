@@ -20,7 +20,7 @@ from argosy.core.process.streams import silence
 _RECIPE_OPTIONS = ("--config", "-c", "--recipe", "--config-file", "--config_file", "--config-name", "--job.config_file")
 
 TRAINING = ("quickstart", "train", "sweep")
-COMPUTING = (*TRAINING, "generate", "eval", "serve", "chat", "run-batch")
+COMPUTING = (*TRAINING, "export", "generate", "eval", "serve", "chat", "run-batch")
 
 
 def main(words: list[str] | None = None) -> int:

@@ -1,1 +1,26 @@
-"""A model as a file that runs without its code."""
+"""A model, or any JAX function, as a bundle: a folder of programs, weights and a manifest that runs without their source.
+
+    argosy.export(fn, (x,), "fn.bundle")            # this room can be called
+    Bundle.open("fn.bundle").run({"x": x})
+
+`bundle`, `manifest`, `verify`, `calls`, `steps` and `seal` run bundles, and import neither flax nor models. `model`, `function`,
+`signatures`, `generate`, `lower`, `hoist` and `write` make them.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallableRoom(ModuleType):
+    """Lets `argosy.export` be both this room and the function that the room is for."""
+
+    def __call__(self, function: Any, args: Any, target: Any, **how: Any) -> Any:
+        """Writes a function of arrays, or an `nnx.Module`, as a bundle. Arguments and errors are those of
+        `argosy.export.function.export_function`."""
+        from argosy.export.function import export_function
+
+        return export_function(function, args, target, **how)
+
+
+sys.modules[__name__].__class__ = _CallableRoom

@@ -1,20 +1,89 @@
-"""A forward pass as portable StableHLO bytes, and back as a function. The weights remain arguments.
+"""Functions as portable StableHLO bytes, and back. Weights remain arguments.
 
-The bytes stay readable as long as `jax.export` promises: six months backward, three weeks forward.
+The bytes stay readable as long as `jax.export` promises: six months backward, three weeks forward. Programs for one platform or several
+use implementations of ops that every XLA compiles: kernels in Triton, cuDNN's calls and those of `ops.native` have no such promise, and
+`jax.export` refuses programs that call them.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
+from jax.errors import ConcretizationTypeError, InconclusiveDimensionOperation
 
+from argosy.core.errors import BadInput, Unsupported, complaint
 from argosy.models.parts.weight import Leaves, abstract, merge, split
+from argosy.ops.op import implementations
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+# What `jax.export` lowers for.
+KNOWN_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# The implementations that every platform compiles, by op. On CPUs alone, those in blocks of plain XLA are as portable.
+PORTABLE = {"attention": "reference", "experts": "ragged_dot", "products": "xla"}
+PORTABLE_ON_CPU = {"products": "xla"}
+
+# (weights, inputs) -> outputs, each by name.
+NamedFunction = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+
+
+def portable_implementations(platforms: Sequence[str]) -> dict[str, str]:
+    """The implementations by name for a program on these platforms, lowered on this machine."""
+    return dict(PORTABLE_ON_CPU if list(platforms) == ["cpu"] and jax.default_backend() == "cpu" else PORTABLE)
+
+
+@contextmanager
+def portable(platforms: Sequence[str]) -> Iterator[None]:
+    """Programs traced inside use implementations that are portable to these platforms, whatever this process runs on."""
+    with implementations(**portable_implementations(platforms)):
+        yield
+
+
+def export_program(
+    function: NamedFunction, weights: Leaves, inputs: Mapping[str, Any], *, platforms: Sequence[str] = PLATFORMS
+) -> export.Exported:
+    """Lowers a function of named weights and inputs.
+
+    Args:
+        weights, inputs: arrays, or shapes and types, which may leave sizes open.
+
+    Raises:
+        BadInput: a platform that there is none of, or weights or inputs that do not fit the function.
+        Unsupported: it calls what has no promise of compatibility, or branches on sizes that are left open.
+    """
+    if unknown := [platform for platform in platforms if platform not in KNOWN_PLATFORMS]:
+        raise BadInput(f"platform `{unknown[0]}`", hint=f"of {', '.join(KNOWN_PLATFORMS)}")
+    like = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in weights.items()}
+    with portable(platforms), export_errors():
+        return export.export(jax.jit(function), platforms=list(platforms))(like, dict(inputs))
+
+
+@contextmanager
+def export_errors() -> Iterator[None]:
+    """Turns jax's refusals of a function into ours.
+
+    Raises:
+        Unsupported: it calls what has no promise of compatibility, or branches on sizes that are left open.
+    """
+    try:
+        yield
+    except (InconclusiveDimensionOperation, ConcretizationTypeError) as error:
+        what = f"the function cannot be exported with open sizes: {complaint(error)}"
+        raise Unsupported(what, hint="list the sizes: batch=1,4,16 length=128") from None
+    except ValueError as error:
+        if "Cannot serialize code with custom calls" not in str(error):
+            raise
+        calls = sorted(set(re.findall(r'custom_call @([\w.$]+)|call_target_name = "([^"]+)"', str(error))))
+        names = ", ".join("".join(found) for found in calls) or "kernels"
+        what = f"the program calls {names}, which newer versions of jax may not know"
+        raise Unsupported(what, hint="use an implementation of plain XLA while exporting") from None
 
 
 def lowered(
-    model: Any, forward: Callable[..., Any], args: Sequence[Any], *, platforms: Sequence[str] = ("cpu", "cuda", "tpu")
+    model: Any, forward: Callable[..., Any], args: Sequence[Any], *, platforms: Sequence[str] = PLATFORMS
 ) -> bytes:
     """Exports `forward(model, *args)` as a program (weights, *args) -> what it returns.
 
@@ -32,7 +101,7 @@ def lowered(
     return bytes(exported.serialize())
 
 
-def lower(model: Any, *, platforms: Sequence[str] = ("cpu", "cuda", "tpu")) -> bytes:
+def lower(model: Any, *, platforms: Sequence[str] = PLATFORMS) -> bytes:
     """Exports the logits of whole sequences as a program (weights, tokens [B T], segments [B T]) -> [B T V]; of an encoder, its
     vectors [B T D].
 

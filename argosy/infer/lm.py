@@ -3,7 +3,7 @@ the tests use it.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,7 @@ class LM:
     engine_settings: of the engine under `generate`, `stream`, `chat` and `beam_search`. Its cache grows with what is asked: `slots`
         and `context` are the most that it grows to.
     draft: the draft model, if they ask for one.
+    exporter: writes the model as a bundle; `argosy.load` sets it.
     """
 
     config: Any
@@ -66,6 +67,7 @@ class LM:
     say: Say | None = field(default=None, repr=False, compare=False)
     engine_settings: EngineSettings = field(default=EngineSettings(), repr=False)
     draft: "LM | None" = field(default=None, repr=False)
+    exporter: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     _grammars: Grammars | None = field(default=None, init=False, repr=False, compare=False)
     _held: EngineCache = field(default_factory=EngineCache, init=False, repr=False, compare=False)
 
@@ -385,6 +387,19 @@ class LM:
         from argosy.checkpoint.save import save_model
 
         save_model(self, Path(folder), format, dtype)
+
+    def export(self, folder: str | Path, **how: Any) -> Any:
+        """Writes the model as a bundle, which runs without its source (`argosy export`). Returns its manifest.
+
+        Args:
+            how: signature, platforms, batch, length, max_tokens, store, sign, as in `export.model.export_model`.
+
+        Raises:
+            BadInput: the model has no such signature, the folder exists, or the model is not from `argosy.load`.
+        """
+        if self.exporter is None:
+            raise BadInput("this model was not loaded by argosy.load", hint="argosy.load(FOLDER).export(OUT)")
+        return self.exporter(self, folder, **how)
 
     # ---------------------------------------------------------------- checks
 

@@ -82,6 +82,7 @@ def load(
             raise BadInput(f"`{model}` is a recipe, not a preset", hint=f"presets are {', '.join(presets()[:8])}, ...")
         _say(f"{model}: random weights from seed {random}")
         lm = loading.random_lm(preset_config(str(model)), random, dtype=dtype, engine=how, draft=draft_of(how, dtype))
+        lm.exporter = _export
         return _checked(lm)
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
@@ -91,9 +92,17 @@ def load(
     more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "rules": rules}
     more["blocks"] = bool(blocks) and rules is None
     lm = loading.load_lm(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more)
+    lm.exporter = _export
     if blocks is True and not lm.in_blocks:
         _say(f"{model}: no weight is kept in blocks: that is for .gguf files with blocks, in float32, on one CPU device with kernels")
     return _checked(lm)
+
+
+def _export(lm: "LM", folder: str | Path, **how: Any) -> Any:
+    """`lm.export`; writing bundles is imported when it is first called."""
+    from argosy.export.model import export_model
+
+    return export_model(lm, folder, **how)
 
 
 def _checked(lm: "LM") -> "LM":

@@ -228,8 +228,23 @@ def sft(models: Models, kind: str, folder: Path) -> None:
             assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 
-VERBS = (generate, serve, evaluate, convert, run_batch, chat, sft)
-FAST = {(serve, "encoder")}
+def bundle(models: Models, kind: str, folder: Path) -> None:
+    """Exported, verified, and run in a process that has the bundle alone."""
+    words = ["export", models(kind), str(folder / "bundle"), "platforms=cpu"]
+    if kind == "preset":
+        assert "random weights" in argosy(*words, code=2).stderr
+        return
+    # The width of the encoder, or a row of logits for each token.
+    name, size = ("embedding", 44) if kind == "encoder" else ("logits", 3)
+    assert list(json.loads(argosy(*words, "--json").stdout)["signatures"]) == ["embed" if kind == "encoder" else "logits"]
+    assert json.loads(argosy("bundle", "verify", str(folder / "bundle"), "--json").stdout)["files"] >= 2
+    inputs = f"input={json.dumps({'tokens': [[3, 4, 5]]})}"
+    (row,) = json.loads(argosy("bundle", "run", str(folder / "bundle"), inputs, "--json").stdout)[name]
+    assert len(row) == size
+
+
+VERBS = (generate, serve, evaluate, convert, run_batch, chat, sft, bundle)
+FAST = {(serve, "encoder"), (bundle, "encoder")}
 
 
 @pytest.mark.parametrize(

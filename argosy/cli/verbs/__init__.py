@@ -14,6 +14,8 @@ VERBS = {
     "bench": ("argosy.cli.verbs.bench", "measure the speed of a running server"),
     "convert": ("argosy.cli.verbs.convert", "convert between Hub folder, GGUF (in) and Argosy checkpoint"),
     "quantize": ("argosy.cli.verbs.quantize", "write a model in few bits"),
+    "export": ("argosy.cli.verbs.export", "write a model as a bundle: programs, weights, manifest"),
+    "bundle": ("argosy.cli.verbs.bundle", "show, verify, run, compare and renew bundles"),
     "data": ("argosy.cli.verbs.data", "tokenize a corpus, look at training rows, train a tokenizer"),
     "models": ("argosy.cli.verbs.models", "list model families and presets: sizes, memory, FLOPs"),
     "runs": ("argosy.cli.verbs.runs", "list, show and compare runs"),

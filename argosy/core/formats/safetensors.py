@@ -314,7 +314,7 @@ def folder_files(
     entries = list(entries)
     _check_entries(entries)
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
-    shards = _shards(entries, shard_bytes)
+    shards = tensor_shards(entries, shard_bytes)
     if len(shards) == 1:
         return [tensors_file(SINGLE, shards[0], metadata)]
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
@@ -355,7 +355,7 @@ def _check_entries(entries: Sequence[TensorEntry]) -> None:
             raise Unsupported(f"safetensors files have no type for {entry.dtype}, of tensor `{entry.name}`")
 
 
-def _shards(entries: Sequence[TensorEntry], most: float) -> list[list[TensorEntry]]:
+def tensor_shards(entries: Sequence[TensorEntry], most: float) -> list[list[TensorEntry]]:
     """As many consecutive tensors per shard as fit; a tensor larger than a shard has its own."""
     shards: list[list[TensorEntry]] = [[]]
     filled = 0

@@ -65,7 +65,7 @@ def _sums(values: Float[Array, "... N"]) -> Float[Array, "..."]:
 def _blocks(values: Float[Array, "B V"]) -> Float[Array, "B blocks 128"]:
     """The values, with minus infinity after the last of a row."""
     padded = jnp.pad(values, ((0, 0), (0, -values.shape[-1] % BLOCK)), constant_values=-jnp.inf)
-    return padded.reshape(len(values), -1, BLOCK)
+    return padded.reshape(values.shape[0], -1, BLOCK)
 
 
 def _at(blocks: Float[Array, "B blocks 128"], which: Int[Array, "B"]) -> Float[Array, "B 128"]:

@@ -348,7 +348,7 @@ class Contiguous(Recurs):
 
     def __call__(self, q: Array, entries: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Contiguous writes to a cache: allocate one with `contiguous`"
-        B, past = len(q), cache
+        B, past = q.shape[0], cache
         if is_ring(cache, entries):
             cache = with_tokens(cache, jnp.arange(B), entries, self.at, self.live)
             if self.fresh:

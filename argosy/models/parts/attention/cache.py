@@ -120,10 +120,11 @@ Specs = dict[str, tuple[Spec, int | None]]
 Caches = dict[str, Cache]
 
 
-def contiguous(specs: Specs, rows: int, length: int, dtype: Any = jnp.float32, *, slack: int = 0) -> Caches:
+def contiguous(specs: Specs, rows: Any, length: int, dtype: Any = jnp.float32, *, slack: int = 0) -> Caches:
     """Empty buffers for `Contiguous`: [rows length ...] per token, [rows span ...] for rings, [rows ...] for states.
 
     Args:
+        rows: their number, which an export may leave open.
         slack: how many tokens a sequence may be rolled back.
     """
     return _allocate(specs, (rows, length), rows, dtype, length, slack)
@@ -156,8 +157,8 @@ def paged(
 
 def _allocate(
     specs: Specs,
-    token: tuple[int, int],
-    rows: int,
+    token: tuple[Any, int],
+    rows: Any,
     dtype: Any,
     longest: int,
     slack: int,

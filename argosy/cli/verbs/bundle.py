@@ -1,0 +1,192 @@
+"""`argosy bundle show | verify | run | diff | refresh`."""
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from argosy.cli.output import Doing, answer, conclude, say
+from argosy.core.counts import plural
+from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.observe.readable import columns, lasted, sized
+
+app = typer.Typer(
+    rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Shows, verifies, runs, compares and renews bundles."
+)
+
+JSON = typer.Option("--json", help="one JSON document on stdout")
+BUNDLE = typer.Argument(metavar="BUNDLE", help="a folder that `argosy export` wrote", show_default=False)
+MOST_LISTED = 12
+# Numbers of an output that are printed as text.
+MOST_NUMBERS = 8
+
+
+class Verify(Settings):
+    """Whom to trust."""
+
+    key: str | None = None
+    """A file with the ed25519 public key in PEM whose owner must have signed the bundle."""
+
+
+class RunBundle(Verify):
+    """What to run."""
+
+    signature: str | None = None
+    """Name of a signature. None: the bundle's default."""
+    input: str | None = None
+    """A file of inputs by name (.json, .npz), or of texts, one a line (.txt); JSON itself; a text; or - for JSON on stdin. None: the
+    example of the signature."""
+    output: str | None = None
+    """A .json or .npz file for the outputs."""
+
+
+class Refresh(Verify):
+    """How to write the bundle again."""
+
+    sign: str | None = None
+    """A file with an ed25519 private key in PEM, which signs the new manifest."""
+
+
+@app.command("show")
+def show(bundle: Annotated[str, BUNDLE], as_json: Annotated[bool, JSON] = False) -> None:
+    """Shows signatures, sizes, versions and lineage; reads the manifest alone."""
+    from argosy.jobs.bundle import show_bundle
+
+    found = show_bundle(bundle)
+    answer(shown_bundle(found), found, as_json)
+
+
+@app.command("verify")
+def verify_files(
+    bundle: Annotated[str, BUNDLE],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[key=PUB.pem]", show_default=False)] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Reads every byte and compares it with the manifest; with a key, checks who signed it."""
+    settings = read_settings(Verify, words_layer(words or [])).value
+    from argosy.jobs.bundle import verified_bundle
+
+    found = verified_bundle(bundle, settings.key)
+    signed = ", signed; key=PUB.pem checks by whom" if found["signed"] else ""
+    by = f", signed by the owner of {settings.key}" if settings.key else signed
+    answer(f"{bundle}: {plural(found['files'], 'file')}, {sized(found['bytes'])}, all as written{by}", found, as_json)
+
+
+@app.command("run")
+def run(
+    bundle: Annotated[str, BUNDLE],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[input=FILE|JSON|TEXT|-] [signature=...] [output=FILE] [key=PUB.pem]", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Calls a signature: JSON, .npz or text in, JSON or .npz out."""
+    settings = read_settings(RunBundle, words_layer(words or [])).value
+    with Doing() as doing:
+        doing("loading jax")
+        from argosy.jobs import machine
+        from argosy.jobs.bundle import run_bundle
+
+        machine.start_jax()
+        how = settings.model_dump(include={"signature", "output", "key"})
+        found = run_bundle(bundle, settings.input, say=say, **how)
+    conclude("\n".join(f"{name}: {output_text(value)}" for name, value in found.items()), found, as_json)
+
+
+@app.command("diff")
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", show_default=False)],
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Compares two bundles by their manifests; exit code 0 if they are equal but for their dates, 1 if not."""
+    from argosy.jobs.bundle import compared_bundles
+
+    found = compared_bundles(a, b)
+    answer(differences_text(found), found, as_json)
+    if not found["equal"]:
+        raise typer.Exit(1)
+
+
+@app.command("refresh")
+def refresh(
+    bundle: Annotated[str, BUNDLE],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[OUT] [key=PUB.pem] [sign=KEY.pem]", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Exports the programs again with this version of jax, from the bundle itself; the weights stay as they are. Writes OUT, or
+    replaces the bundle."""
+    words = list(words or [])
+    target = words.pop(0) if words and "=" not in words[0] else None
+    settings = read_settings(Refresh, words_layer(words)).value
+    # No accelerator is needed, and another program may be using it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with Doing() as doing:
+        doing("loading jax")
+        from argosy.export.refresh import refresh_bundle
+        from argosy.jobs.export import bundle_facts
+
+        manifest = refresh_bundle(bundle, target, key=settings.key, sign=settings.sign, say=doing)
+    found = {"path": target or bundle} | bundle_facts(manifest)
+    text = f"{target or bundle}: jax {manifest.versions['jax']}; newer versions read it until {manifest.readable_until} at least"
+    conclude(text, found, as_json)
+
+
+def shown_bundle(found: dict[str, Any]) -> str:
+    """A bundle as text."""
+    lines = []
+    for name, signature in found["signatures"].items():
+        default = ", the default" if name == found["default"] else ""
+        lines.append(f"signature {name}{default}: {signature['description'] or 'no description'}")
+        rows = [
+            ("in" if side == "inputs" else "out", spec["name"], spec["dtype"], str(spec["shape"]).replace("'", ""), spec["description"])
+            for side in ("inputs", "outputs")
+            for spec in signature[side]
+        ]
+        rows += [("in", step["input"], "text", "[batch]", "in place of " + step["tokens"]) for step in signature["preprocess"]]
+        lines.append(columns(("", "name", "type", "shape", ""), rows))
+        steps = [step["step"] for step in (*signature["preprocess"], *signature["postprocess"])]
+        platforms = dict.fromkeys(p for program in signature["programs"] for p in program["platforms"])
+        shapes = [program["shapes"] for program in signature["programs"][:MOST_LISTED]]
+        sizes = "; ".join(", ".join(f"{axis} {size}" for axis, size in some.items()) or "any size" for some in shapes)
+        lines.append(f"programs for {', '.join(platforms)}: {sizes}" + (f"; steps: {', '.join(steps)}" if steps else "") + "\n")
+    versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items())
+    lines.append(f"{plural(found['tensors'], 'tensor')}, {plural(len(found['files']), 'file')}, {sized(found['bytes'])}")
+    lines.append(f"written {found['written']} by {versions}")
+    until = f"newer versions of jax read it until {found['readable_until']} at least"
+    lines.append(f"{until}, {lasted(found['days_left'] * 86400)} from now" if found["days_left"] >= 0 else f"{until}, which is past")
+    lines.append(f"sha256 {found['sha256']}{', signed' if found['signed'] else ''}")
+    return "\n".join(lines)
+
+
+def output_text(value: Any) -> str:
+    """A few of the numbers of an output, or its texts."""
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return "\n".join(["", *value]) if len(value) > 1 else value[0]
+    shape, flat = [], value
+    while isinstance(flat, list):
+        shape.append(len(flat))
+        flat = flat[0] if flat else None
+    first = value
+    while isinstance(first, list) and first and isinstance(first[0], list):
+        first = first[0]
+    numbers = first[:MOST_NUMBERS] if isinstance(first, list) else [first]
+    rest = ", ..." if isinstance(first, list) and len(first) > MOST_NUMBERS else ""
+    return f"{shape} {', '.join(f'{n:.6g}' if isinstance(n, float) else str(n) for n in numbers)}{rest}"
+
+
+def differences_text(found: dict[str, Any]) -> str:
+    """Equal, or what differs."""
+    if found["equal"]:
+        return f"{found['a']} and {found['b']} are equal but for their dates"
+    lines = []
+    for part in ("signatures", "tensors", "files", "versions", "implementations", "lineage"):
+        for kind, names in found[part].items():
+            where = {"only_in_a": f"only in {found['a']}", "only_in_b": f"only in {found['b']}", "changed": "differs"}[kind]
+            rest = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+            lines += [f"{part}: {', '.join(names[:MOST_LISTED])}{rest}: {where}"] if names else []
+    lines.append(f"{sized(found['shared_weight_bytes'])} of weights are the same")
+    return "\n".join(lines)

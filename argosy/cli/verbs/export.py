@@ -1,0 +1,111 @@
+"""`argosy export MODEL OUT [signature=logits|embed|generate] [platforms=cpu,cuda,tpu] [batch=1,4,16]`."""
+
+import re
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import Field
+
+from argosy.cli.output import Doing, conclude
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, UnknownName
+from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.observe.readable import lasted, sized
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+SIGNATURES = ("logits", "embed", "generate")
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+class Export(Settings):
+    """What to write."""
+
+    signature: str | None = None
+    """logits, embed or generate, or several, separated by commas; the first is the default of the bundle. None: embed for encoders,
+    logits for decoders."""
+    platforms: str = "cpu,cuda,tpu"
+    """What the programs run on, separated by commas: cpu, cuda, rocm, tpu. One program serves all of them."""
+    batch: int | str = "symbolic"
+    """Sizes of a batch, separated by commas, with a program for each; smaller batches are filled up. symbolic: any size, compiled when
+    it is first met."""
+    length: int | str | None = None
+    """Likewise of sequences, in tokens; of generate, the longest prompts, by default 128 tokens. None: any length."""
+    max_tokens: int | None = Field(None, gt=0)
+    """The most tokens of a completion, for signature=generate. None: 64."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of weights and activations. None: float32 on CPUs, bfloat16 elsewhere."""
+    quantization: str | None = None
+    """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules. Folders that are quantized stay so."""
+    adapter: str | None = None
+    """A folder of low-rank adapters, which become part of the program."""
+    store: str | None = None
+    """A folder of weight files that bundles on the same file system share by hard links."""
+    sign: str | None = None
+    """A file with an ed25519 private key in PEM, which signs the manifest. Needs the package `cryptography`."""
+
+
+@app.command()
+def export_words(
+    model: Annotated[str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)],
+    target: Annotated[str | None, typer.Argument(metavar="OUT", help="a new folder", show_default=False)] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[signature=" + "|".join(SIGNATURES) + "] [platforms=cpu,cuda,tpu] [batch=1,4,16|symbolic] [length=...] [...]",
+            help="settings: " + ", ".join(Export.model_fields),
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> None:
+    """Writes a model as a bundle: a verified folder of programs, weights and a manifest that runs without this package's models."""
+    if target is None or "=" in target:
+        raise BadInput("no target", hint="`argosy export MODEL OUT`")
+    settings = read_settings(Export, words_layer(words or [])).value
+    platforms = names_of("platforms", settings.platforms, PLATFORMS)
+    signatures = None if settings.signature is None else names_of("signature", settings.signature, SIGNATURES)
+    how: dict[str, Any] = settings.model_dump(include={"max_tokens", "dtype", "quantization", "adapter", "store", "sign"})
+    how |= {"platforms": platforms, "batch": sizes_in("batch", settings.batch), "length": sizes_in("length", settings.length)}
+    with Doing() as doing:
+        doing("loading jax")
+        from argosy.jobs.export import export_bundle
+
+        result = export_bundle(model, target, signatures=signatures, say=doing, **how)
+    conclude(exported_text(result), result, as_json)
+
+
+def names_of(key: str, text: str, known: tuple[str, ...]) -> list[str]:
+    """Names separated by commas.
+
+    Raises:
+        UnknownName: one that is not known.
+    """
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if wrong := [name for name in found if name not in known]:
+        raise UnknownName(key.removesuffix("s"), wrong[0], known)
+    if not found:
+        raise BadInput(f"{key}={text}", hint=f"{key}={','.join(known)}")
+    return list(dict.fromkeys(found))
+
+
+def sizes_in(key: str, text: int | str | None) -> list[int] | None:
+    """Sizes separated by commas; None: any.
+
+    Raises:
+        BadInput: it is something else.
+    """
+    if text is None or text == "symbolic":
+        return None
+    if not re.fullmatch(r" *[1-9]\d*( *, *[1-9]\d*)* *", str(text)):
+        raise BadInput(f"{key}={text}", hint=f"sizes of at least 1, separated by commas: {key}=1,4,16; or {key}=symbolic for any")
+    return [int(size) for size in str(text).split(",")]
+
+
+def exported_text(result: dict[str, Any]) -> str:
+    """What was written, in a few lines."""
+    programs = sum(len(signature["programs"]) for signature in result["signatures"].values())
+    counts = f"{plural(programs, 'program')}, {plural(result['tensors'], 'tensor')}, {sized(result['bytes'])}"
+    text = f"{result['target']}: {', '.join(result['signatures'])}; {counts}, in {lasted(result['seconds'])}\n"
+    text += f"newer versions of jax read it until {result['readable_until']} at least; sha256 {result['sha256']}\n"
+    return text + f"next: argosy bundle run {result['target']}"

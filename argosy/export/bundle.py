@@ -1,0 +1,239 @@
+"""`Bundle`: opens an exported directory, and runs its programs.
+
+    bundle = Bundle.open("minilm.bundle")
+    bundle.run({"text": ["a boat", "a ship"]})["embedding"]          # [2 D] float32
+
+Every byte is compared with its hash before any is parsed. What runs is StableHLO with the weights as arguments: neither flax nor the
+model's source is imported, and nothing is unpickled. A program is compiled when its shape is first met. This module knows nothing of
+models; `export.model` writes their bundles.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, Damaged, Unsupported, complaint
+from argosy.core.formats.safetensors import SafeTensors
+from argosy.data.tokenizers import Tokenizer
+from argosy.export.calls import checked_inputs, chosen_program, named_sizes, padded_inputs, unpadded_outputs
+from argosy.export.manifest import BundleManifest, BundleProgram, BundleSignature
+from argosy.export.steps import NormalizeStep, TokenizeStep, at_unit_length, bundled_tokenizer, detokenized, tokenized
+from argosy.export.verify import WARN, days_left, open_bundle_weights, verify_bundle
+
+RENEW = "`argosy bundle refresh BUNDLE` renews its programs from the bundle itself; the weights stay as they are"
+
+
+@dataclass
+class Bundle:
+    """An open bundle.
+
+    path: its folder.
+    manifest: everything that is known of it.
+    platform: for which its programs run: cpu, cuda, rocm or tpu.
+    """
+
+    path: Path
+    manifest: BundleManifest
+    platform: str
+    _weights: Mapping[str, SafeTensors] = field(repr=False)
+    _arrays: dict[str, jax.Array] = field(default_factory=dict, init=False, repr=False)
+    _programs: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
+    _lock: Any = field(default_factory=threading.RLock, init=False, repr=False)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        key: str | Path | None = None,
+        say: Callable[[str], None] = lambda _: None,
+        expired: bool = False,
+    ) -> "Bundle":
+        """Verifies a bundle completely and maps its weights. Nothing is compiled yet.
+
+        Args:
+            key: a file with the public key whose owner must have signed it.
+            say: called with a warning, a month before newer versions of jax may no longer read its programs.
+            expired: tries to read programs after that too.
+
+        Raises:
+            BadInput: there is no bundle.
+            Damaged: it differs from what was written; the file is named.
+            Unsupported: another format, no program for this platform, or programs that are too old for this jax.
+        """
+        folder = Path(path)
+        manifest = verify_bundle(folder, key)
+        check_window(manifest, folder, say, expired)
+        platform = running_platform()
+        for name, signature in manifest.signatures.items():
+            if platform not in signature.platforms:
+                what = f"signature `{name}` has programs for {', '.join(signature.platforms)}, and this process runs on {platform}"
+                hint = f"export the model again with platforms={','.join([*signature.platforms, platform])}"
+                raise Unsupported(what, where=str(folder), hint=hint)
+        opened = [(weights, open_bundle_weights(folder, weights)) for weights in manifest.weights]
+        return cls(folder, manifest, platform, {name: file for weights, file in opened for name in weights.tensors})
+
+    def run(self, inputs: Mapping[str, Any], signature: str | None = None) -> dict[str, Any]:
+        """Calls a signature.
+
+        Args:
+            inputs: arrays or nested lists by name; or the input of a step before the program, such as texts.
+            signature: its name; None: the default.
+
+        Returns:
+            Outputs by name: numpy arrays, and lists of texts.
+
+        Raises:
+            BadInput: a signature, input, shape or type that it does not have.
+        """
+        of = self.manifest.signature(signature)
+        arrays = checked_inputs(of, self._preprocessed(of, inputs))
+        sizes = named_sizes(of, arrays)
+        program = chosen_program(of, self.platform, sizes)
+        outputs = self._called(of, program, padded_inputs(of, arrays, program))
+        found: dict[str, Any] = unpadded_outputs(of, outputs, sizes)
+        for step in of.postprocess:
+            if isinstance(step, NormalizeStep):
+                found[step.output] = at_unit_length(found[step.output])
+            else:
+                found[step.output] = detokenized(step, self.tokenizer(step.folder), found)
+        return found
+
+    def warm_up(self, signature: str | None = None) -> int:
+        """Compiles every program of a signature that has fixed sizes, and the example of one that has not. Returns their number."""
+        of = self.manifest.signature(signature)
+        mine = [program for program in of.programs if self.platform in program.platforms]
+        for program in mine:
+            sizes = program.shapes or named_sizes(of, checked_inputs(of, of.example)) if of.example or program.shapes else {}
+            shapes = {i.name: [sizes.get(n, 1) if isinstance(n, str) else n for n in i.shape] for i in of.inputs}
+            fills = {i.name: i.pad if i.default is None else i.default for i in of.inputs}
+            self._called(of, program, {i.name: np.full(shapes[i.name], fills[i.name], jax.numpy.dtype(i.dtype)) for i in of.inputs})
+        return len(mine)
+
+    def tokenizer(self, folder: str = "tokenizer") -> Tokenizer:
+        """The tokenizer in the bundle."""
+        with self._lock:
+            if folder not in self._tokenizers:
+                self._tokenizers[folder] = bundled_tokenizer(self.path / folder)
+            return self._tokenizers[folder]
+
+    def weight(self, name: str) -> np.ndarray:
+        """A tensor as it is stored: a read-only view of its file."""
+        return self._weights[name].read(name)
+
+    # ---------------------------------------------------------------- programs
+
+    @cached_property
+    def _tokenizers(self) -> dict[str, Tokenizer]:
+        return {}
+
+    def _preprocessed(self, signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs with those of the steps replaced by what the steps make of them."""
+        found = dict(inputs)
+        for step in signature.preprocess:
+            if step.input in found:
+                found |= self._tokenized(step, signature, found.pop(step.input), found)
+        return found
+
+    def _tokenized(self, step: TokenizeStep, signature: BundleSignature, texts: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+        if twice := [name for name in (step.tokens, step.mask) if name in others]:
+            raise BadInput(f"`{step.input}` and `{twice[0]}`", hint="one of them: ids are made of the text")
+        shape = next(i.shape for i in signature.inputs if i.name == step.tokens)
+        longest = signature.limits.get(str(shape[1]), shape[1] if isinstance(shape[1], int) else None)
+        return tokenized(step, self.tokenizer(step.folder), texts, longest)
+
+    def _called(self, signature: BundleSignature, program: BundleProgram, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        call = self._program(signature, program)
+        outputs = call({name: self._array(name) for name in signature.weights}, dict(arrays))
+        return {name: np.asarray(value) for name, value in outputs.items()}
+
+    def _array(self, name: str) -> jax.Array:
+        """A tensor on the device, where it stays."""
+        with self._lock:
+            if name not in self._arrays:
+                self._arrays[name] = jax.device_put(self.weight(name))
+            return self._arrays[name]
+
+    def _program(self, signature: BundleSignature, program: BundleProgram) -> Callable[..., Any]:
+        """The program as a function (weights, inputs) -> outputs."""
+        with self._lock:
+            if program.file not in self._programs:
+                exported = self.exported(program)
+                check_program(exported, program, signature, self)
+                self._programs[program.file] = jax.jit(exported.call)
+            return self._programs[program.file]
+
+    def exported(self, program: BundleProgram) -> export.Exported:
+        """A program, deserialized.
+
+        Raises:
+            Unsupported: this version of jax does not read it.
+        """
+        data = bytearray((self.path / program.file).read_bytes())
+        try:
+            return export.deserialize(data)
+        except Exception as error:
+            versions = self.manifest.versions
+            what = f"{program.file} cannot be read by jax {jax.__version__}: {complaint(error)}"
+            hint = f"it was written by jax {versions.get('jax')}; with that version, {RENEW}"
+            raise Unsupported(what, where=str(self.path), hint=hint) from error
+
+
+def running_platform() -> str:
+    """The platform of this process, by the names of `jax.export`."""
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return backend
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+
+
+def check_window(manifest: BundleManifest, folder: Path, say: Callable[[str], None], expired: bool = False) -> None:
+    """Checks that this version of jax promises to read the programs. The version that wrote them reads them for ever.
+
+    Raises:
+        Unsupported: it no longer does, and `expired` is false.
+    """
+    left, writer = days_left(manifest), manifest.versions.get("jax", "")
+    if left > WARN.days or jax.__version__ == writer:
+        return
+    if left >= 0:
+        until = f"{manifest.readable_until}, in {plural(left, 'day')}"
+        say(f"{folder}: newer versions of jax may not read its programs after {until}; {RENEW}")
+    elif not expired:
+        what = f"its programs are from jax {writer}; newer versions promised to read them until {manifest.readable_until}"
+        raise Unsupported(what, where=str(folder), hint=f"with jax {writer}, or one of the six months after it, {RENEW}")
+
+
+def check_program(exported: export.Exported, program: BundleProgram, signature: BundleSignature, bundle: Bundle) -> None:
+    """Checks that a program takes and gives what the manifest says.
+
+    Raises:
+        Damaged: it does not.
+    """
+    layouts = {name: layout for file in bundle.manifest.weights for name, layout in file.tensors.items()}
+    weights = {name: (tuple(map(str, layouts[name].shape)), layouts[name].dtype) for name in signature.weights}
+
+    def described(tensors: Any) -> dict[str, Any]:
+        return {t.name: (tuple(str(program.shapes.get(str(n), n)) for n in t.shape), t.dtype) for t in tensors}
+
+    def avals(tree: Any, leaves: Any) -> Any:
+        found = jax.tree.unflatten(tree, [(tuple(map(str, aval.shape)), str(aval.dtype)) for aval in leaves])
+        return found
+
+    try:
+        (read_weights, read_inputs), keywords = avals(exported.in_tree, exported.in_avals)
+        outputs = avals(exported.out_tree, exported.out_avals)
+        same = not keywords and read_weights == weights and read_inputs == described(signature.inputs)
+        same &= outputs == described(signature.outputs) and set(program.platforms) <= set(exported.platforms)
+    except (TypeError, ValueError, AttributeError):
+        same = False
+    if not same:
+        raise Damaged(f"{program.file} does not have the shapes and types of its signature", where=str(bundle.path))

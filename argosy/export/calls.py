@@ -1,0 +1,148 @@
+"""One call of a signature, in numpy: inputs are checked, a program is chosen by their sizes, and they are padded up to its sizes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from argosy.core.errors import BadInput, nearest
+from argosy.export.manifest import BundleProgram, BundleSignature, TensorSignature
+
+
+def dtype_of_name(name: str) -> np.dtype:
+    """A type by its name, those of ml_dtypes too."""
+    found = getattr(ml_dtypes, name, None)
+    return np.dtype(name if found is None else found)
+
+
+def checked_inputs(signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Every input of a signature as an array of its type; those that are left out are filled.
+
+    Raises:
+        BadInput: an input that there is none of, that is missing, or that has another type or number of axes.
+    """
+    known = {spec.name: spec for spec in signature.inputs}
+    texts = [step.input for step in signature.preprocess]
+    for name in inputs:
+        if name not in known:
+            raise BadInput(f"no input `{name}`", hint=nearest(name, [*texts, *known]))
+    found = {name: _as_array(known[name], value) for name, value in inputs.items()}
+    if missing := [spec.name for spec in signature.inputs if spec.name not in found and spec.default is None]:
+        other = f"; or `{texts[0]}`" if texts else ""
+        raise BadInput(f"input `{missing[0]}` is missing", hint=f"it takes {', '.join(known)}{other}")
+    sizes = named_sizes(signature, found)
+    for spec in signature.inputs:
+        if spec.name not in found:
+            shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
+            found[spec.name] = np.full(shape, spec.default, dtype_of_name(spec.dtype))
+    return {spec.name: found[spec.name] for spec in signature.inputs}
+
+
+def _as_array(spec: TensorSignature, value: Any) -> np.ndarray:
+    dtype = dtype_of_name(spec.dtype)
+    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype != dtype:
+            raise BadInput(f"input `{spec.name}` is {array.dtype}, and this signature takes {spec.dtype}")
+    else:
+        array = _of_list(spec, value, dtype)
+    if array.ndim != len(spec.shape):
+        raise BadInput(f"input `{spec.name}` has shape {list(array.shape)}, and this signature takes {shape_text(spec)}")
+    return array
+
+
+def _of_list(spec: TensorSignature, value: Any, dtype: np.dtype) -> np.ndarray:
+    """Numbers of JSON. No number is rounded to a whole one, and none overflows."""
+    try:
+        plain = np.asarray(value)
+    except ValueError:
+        what = f"input `{spec.name}` has rows of different lengths"
+        raise BadInput(what, hint="fill them up, with mask 0 where there is one") from None
+    if plain.size == 0:
+        plain = plain.astype(dtype)
+    kinds = {"b": "b", "i": "iu", "u": "iu"}.get(dtype.kind, "iuf")
+    if plain.dtype.kind not in kinds:
+        raise BadInput(f"input `{spec.name}` is {plain.dtype}, and this signature takes {spec.dtype}")
+    if dtype.kind in "iu" and plain.size:
+        limits = np.iinfo(dtype)
+        if int(plain.min()) < limits.min or int(plain.max()) > limits.max:
+            raise BadInput(f"input `{spec.name}` has numbers outside {spec.dtype}")
+    return plain.astype(dtype)
+
+
+def shape_text(spec: TensorSignature) -> str:
+    """A shape as people write it: [batch, 16]."""
+    return f"[{', '.join(map(str, spec.shape))}]"
+
+
+def named_sizes(signature: BundleSignature, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """The size of each named axis.
+
+    Raises:
+        BadInput: an axis of another size, two of one name that differ, or more than the limit.
+    """
+    sizes: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for spec in signature.inputs:
+        if spec.name not in arrays:
+            continue
+        shape = arrays[spec.name].shape
+        for size, expected in zip(shape, spec.shape, strict=True):
+            if isinstance(expected, int):
+                if size != expected:
+                    raise BadInput(f"input `{spec.name}` has shape {list(shape)}, and this signature takes {shape_text(spec)}")
+                continue
+            if sizes.setdefault(expected, size) != size:
+                what = f"`{expected}` is {sizes[expected]} in input `{first[expected]}` and {size} in input `{spec.name}`"
+                raise BadInput(what, hint=f"`{spec.name}` has shape {shape_text(spec)}")
+            first.setdefault(expected, spec.name)
+            if size == 0:
+                raise BadInput(f"input `{spec.name}` has shape {list(shape)}: `{expected}` is 0")
+            if size > signature.limits.get(expected, size):
+                raise BadInput(f"`{expected}` is {size} in input `{spec.name}`, and at most {signature.limits[expected]}")
+    return sizes
+
+
+def chosen_program(signature: BundleSignature, platform: str, sizes: Mapping[str, int]) -> BundleProgram:
+    """The program of exactly these sizes, or of the smallest that they can be padded to.
+
+    Raises:
+        BadInput: there is none.
+    """
+    mine = [program for program in signature.programs if platform in program.platforms]
+    fitting = [program for program in mine if all(_fits(signature, name, sizes, size) for name, size in program.shapes.items())]
+    if not fitting:
+        asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        there = "; ".join(", ".join(f"{name} {size}" for name, size in program.shapes.items()) for program in mine)
+        raise BadInput(f"no program for {asked}", hint=f"there are programs for {there}")
+    return min(fitting, key=lambda program: [program.shapes[name] for name in sorted(program.shapes)])
+
+
+def _fits(signature: BundleSignature, name: str, sizes: Mapping[str, int], size: int) -> bool:
+    return sizes.get(name, size) == size or (name in signature.padding and sizes[name] < size)
+
+
+def padded_inputs(
+    signature: BundleSignature, arrays: Mapping[str, np.ndarray], program: BundleProgram
+) -> dict[str, np.ndarray]:
+    """The inputs at the sizes of a program."""
+    return {spec.name: _padded(arrays[spec.name], spec, program.shapes) for spec in signature.inputs}
+
+
+def _padded(array: np.ndarray, spec: TensorSignature, sizes: Mapping[str, int]) -> np.ndarray:
+    more = [sizes.get(str(name), size) - size for name, size in zip(spec.shape, array.shape, strict=True)]
+    if not any(more):
+        return array
+    return np.pad(array, [(0, extra) for extra in more], constant_values=np.asarray(spec.pad, array.dtype))
+
+
+def unpadded_outputs(
+    signature: BundleSignature, outputs: Mapping[str, np.ndarray], sizes: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """The outputs at the sizes of the inputs, in the order of the signature."""
+    found = {}
+    for spec in signature.outputs:
+        array = outputs[spec.name]
+        found[spec.name] = array[tuple(slice(sizes.get(str(name), size)) for name, size in zip(spec.shape, array.shape))]
+    return found

@@ -1,0 +1,220 @@
+"""Any JAX function, or any `nnx.Module`, as a bundle: `argosy.export(fn, args, OUT)`.
+
+Weights of modules among the arguments, and arrays that the function closes over, become tensors of the bundle; the program takes them
+as arguments. Weights are never part of a program.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import export
+
+from argosy.core.errors import BadInput
+from argosy.export.hoist import Hoisted
+from argosy.export.lower import PLATFORMS, export_errors, export_program, portable, portable_implementations
+from argosy.export.manifest import BundleManifest, BundleSignature, TensorSignature
+from argosy.export.model import listed_sizes
+from argosy.export.write import BundleContents, tensor_entry, write_bundle
+from argosy.models.parts.weight import merge, split
+
+
+def export_function(
+    function: Any,
+    args: Sequence[Any],
+    target: str | Path,
+    *,
+    signature: str = "call",
+    outputs: Sequence[str] | None = None,
+    platforms: Sequence[str] = PLATFORMS,
+    batch: int | Sequence[int] | str | None = None,
+    description: str = "",
+    lineage: Mapping[str, Any] | None = None,
+    **how: Any,
+) -> BundleManifest:
+    """Writes a function of arrays as a bundle with one signature, whose inputs have the names of its parameters.
+
+    Args:
+        function: a function, or an `nnx.Module` that is called.
+        args: an example of each argument: an array, or a `jax.ShapeDtypeStruct`, which may leave sizes open. An `nnx.Module` among them
+            is split into weights.
+        target: a new folder.
+        signature: the name of the signature.
+        outputs: names of its outputs, in their order; by default the keys of a mapping, or `output`, `output_1` ...
+        platforms: what its programs run on: cpu, cuda, rocm, tpu.
+        batch: the sizes of the first axis of every input and output, with a program for each; smaller batches are filled up with zeros.
+            "symbolic": any size. None: as in `args`.
+        description: what it computes.
+        lineage: what it was made from; in the manifest.
+        how: `store`, `sign` and so on, as in `write_bundle`.
+
+    Raises:
+        BadInput: arguments that are no arrays, names that do not fit, or the target exists; nothing is written.
+        Unsupported: it calls what has no promise of compatibility, or branches on sizes that are left open.
+    """
+    call, weights, values = _without_modules(function, args)
+    specs = _named(function, args, values)
+    given = {name: _abstract(name, value) for name, value in specs.items()}
+    shapes: list[dict[str, int]] = [{}]
+    if batch is not None:
+        given = {name: jax.ShapeDtypeStruct(("batch", *value.shape[1:]), value.dtype) for name, value in _batched(given).items()}
+        sizes = None if batch == "symbolic" else listed_sizes("batch", batch)  # type: ignore[arg-type]
+        shapes = [{}] if sizes is None else [{"batch": size} for size in sizes]
+
+    names: list[str] = []
+
+    def program(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        found = _named_outputs(call(weights, *(inputs[name] for name in specs)), outputs)
+        names[:] = list(found)
+        return found
+
+    inputs = [_opened(given, fixed) for fixed in shapes]
+    constants = Hoisted()
+    with portable(platforms), export_errors():
+        hoisted = [constants.function(program, weights, some) for some in inputs]
+    weights |= constants.constants
+    lowered = [export_program(one, weights, some, platforms=platforms) for one, some in zip(hoisted, inputs, strict=True)]
+    programs = list(zip(shapes, lowered, strict=True))
+    found = BundleSignature(
+        description=description,
+        inputs=[_described(name, value, {}) for name, value in given.items()],
+        outputs=_outputs_of(programs, names, batch is not None),
+        programs=[],
+        weights=sorted(weights),
+        padding=["batch"] if batch is not None else [],
+    )
+    contents = BundleContents({signature: found}, {signature: programs}, [tensor_entry(n, a) for n, a in weights.items()])
+    contents.lineage = {"function": _name_of(function)} | dict(lineage or {})
+    contents.implementations = portable_implementations(platforms)
+    return write_bundle(target, contents, **how)
+
+
+def _name_of(function: Any) -> str:
+    of = type(function) if isinstance(function, nnx.Module) else function
+    return f"{getattr(of, '__module__', '')}.{getattr(of, '__qualname__', type(of).__name__)}"
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def _without_modules(function: Any, args: Sequence[Any]) -> tuple[Callable[..., Any], dict[str, Any], list[Any]]:
+    """The function of (weights, other arguments), the weights of all modules, and those arguments."""
+    if not callable(function):
+        raise BadInput(f"argosy.export takes a function or a module, not {type(function).__name__}")
+    if isinstance(args, Mapping | str) or hasattr(args, "shape"):
+        raise BadInput("the arguments are a tuple or list", hint="argosy.export(fn, (x, y), OUT)")
+    everything = [function, *args]
+    modules = {i: split(value) for i, value in enumerate(everything) if isinstance(value, nnx.Module)}
+    prefix = {i: "" if len(modules) == 1 else f"{'module' if i == 0 else f'argument{i}'}." for i in modules}
+    weights: dict[str, Any] = {}
+    keys: set[str] = set()
+    for i, (_, leaves) in modules.items():
+        for address, value in leaves.items():
+            name = prefix[i] + address
+            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                keys.add(name)
+                value = jax.random.key_data(value)
+            weights[name] = value
+
+    def call(weights: Mapping[str, Any], *values: Any) -> Any:
+        rest = iter(values)
+        found = []
+        for i in range(len(everything)):
+            if i in modules:
+                names = {address: prefix[i] + address for address in modules[i][1]}
+                leaves = {a: jax.random.wrap_key_data(weights[n]) if n in keys else weights[n] for a, n in names.items()}
+                found.append(merge(modules[i][0], leaves))
+            else:
+                found.append(function if i == 0 else next(rest))
+        return found[0](*found[1:])
+
+    return call, weights, [value for i, value in enumerate(args, 1) if i not in modules]
+
+
+def _named(function: Any, args: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
+    """The arguments that are no modules, by the names of the parameters."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [plain[i] if i < len(plain) else f"input_{i}" for i, value in enumerate(args) if not isinstance(value, nnx.Module)]
+    return dict(zip(names, values, strict=True))
+
+
+def _abstract(name: str, value: Any) -> Any:
+    """Shape and type of an argument.
+
+    Raises:
+        BadInput: it is no array.
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError):
+        what = f"argument `{name}` is no array, but {type(value).__name__}"
+        raise BadInput(what, hint="a function of arrays: lambda x, y: fn({'x': x, 'y': y})") from None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _batched(given: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in given.items():
+        if not value.shape:
+            raise BadInput(f"batch: argument `{name}` has no axes", hint="leave out `batch`, and open sizes in `args`")
+    return dict(given)
+
+
+def _opened(given: Mapping[str, Any], fixed: Mapping[str, int]) -> dict[str, Any]:
+    """The inputs of one program: `batch` is a size that is fixed, or open."""
+    size = fixed.get("batch") or export.symbolic_shape("batch")[0]
+    return {
+        name: jax.ShapeDtypeStruct(tuple(size if n == "batch" else n for n in value.shape), value.dtype)
+        if "batch" in [n for n in value.shape if isinstance(n, str)]
+        else value
+        for name, value in given.items()
+    }
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def _named_outputs(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    """The arrays of a result by name.
+
+    Raises:
+        BadInput: there are not as many names, or two arrays have one name.
+    """
+    paths = jax.tree_util.tree_flatten_with_path(result)[0]
+    if names is None:
+        if isinstance(result, Mapping):
+            names = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in paths]
+        else:
+            names = ["output" if i == 0 else f"output_{i}" for i in range(len(paths))]
+    if len(names) != len(paths) or len(set(names)) != len(names):
+        raise BadInput(f"outputs = {list(names)}, and the function returns {len(paths)} arrays")
+    return {name: jnp.asarray(value) for name, (_, value) in zip(names, paths)}
+
+
+def _described(name: str, value: Any, symbols: Mapping[str, str]) -> TensorSignature:
+    shape = [n if isinstance(n, int) else str(n) for n in value.shape]
+    return TensorSignature(name=name, shape=[symbols.get(str(n), n) for n in shape], dtype=str(np.dtype(value.dtype)))
+
+
+def _outputs_of(programs: Sequence[tuple[dict[str, int], Any]], names: Sequence[str], batched: bool) -> list[TensorSignature]:
+    """The outputs of all programs: an axis that is the size of the batch in each is called so."""
+    trees = [(fixed, jax.tree.unflatten(one.out_tree, one.out_avals)) for fixed, one in programs]
+    found = []
+    for name in names:
+        fixed, first = trees[0][0], trees[0][1][name]
+        shape = [n if isinstance(n, int) else str(n) for n in first.shape]
+        if batched and fixed:
+            same = bool(shape) and all(tree[name].shape[:1] == (sizes["batch"],) for sizes, tree in trees)
+            shape = ["batch", *shape[1:]] if same else shape
+        found.append(TensorSignature(name=name, shape=shape, dtype=str(np.dtype(first.dtype))))
+    return found

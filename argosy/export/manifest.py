@@ -1,0 +1,214 @@
+"""The manifest of a bundle: what it holds, how it is called, and the size and SHA-256 of every file.
+
+The text of a manifest is canonical: parsing it and writing it again gives the same bytes. So each of its bytes is checked, blanks too,
+and two bundles with equal contents have equal manifests but for their dates. A name in a manifest is a path inside the bundle, never
+one outside. This module knows nothing of jax: a bundle is verified where no program can run.
+"""
+
+import hashlib
+import json
+import re
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from argosy.core.errors import BadInput, Damaged, Unsupported, complaint
+from argosy.core.settings import Settings
+from argosy.export.steps import DetokenizeStep, NormalizeStep, TokenizeStep
+
+# Counts up when the files of a bundle are laid out in another way.
+FORMAT = 1
+MANIFEST, SEAL = "manifest.json", "manifest.sig"
+# More than a million tensors need. A manifest is read into memory before anything of it is known.
+MOST_MANIFEST_BYTES = 256 << 20
+NESTING_LIMIT = 64
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+
+
+class TensorSignature(Settings):
+    """An input or output of a signature."""
+
+    name: str
+    """Its name in requests and results."""
+    shape: list[int | str]
+    """Sizes; a name stands for a size that differs from call to call."""
+    dtype: str
+    """Type of the numbers, by numpy's names and those of ml_dtypes."""
+    description: str = ""
+    """Meaning, in a sentence."""
+    default: int | float | None = None
+    """The number that fills an input which is left out. None: the input is required."""
+    pad: int = 0
+    """The number in rows and places that are added up to the next size of a program."""
+
+
+class BundleProgram(Settings):
+    """A program of a signature."""
+
+    file: str
+    """Its file: what `jax.export` serialized."""
+    platforms: list[str]
+    """What it was lowered for: cpu, cuda, rocm, tpu."""
+    shapes: dict[str, int] = Field(default_factory=dict)
+    """The size of each named axis; empty: any size."""
+
+
+class BundleSignature(Settings):
+    """One way to call a bundle."""
+
+    description: str = ""
+    """What it computes."""
+    inputs: list[TensorSignature]
+    """Inputs of its programs."""
+    outputs: list[TensorSignature]
+    """Outputs of its programs."""
+    programs: list[BundleProgram]
+    """For each platform and shape. The first that fits is run."""
+    weights: list[str]
+    """Names of the tensors that its programs take."""
+    padding: list[str] = Field(default_factory=list)
+    """Named axes that may be filled up to the next size of a program, because the rest of the result does not depend on it."""
+    limits: dict[str, int] = Field(default_factory=dict)
+    """The largest size of named axes."""
+    preprocess: list[TokenizeStep] = Field(default_factory=list)
+    """Steps before the program."""
+    postprocess: list[NormalizeStep | DetokenizeStep] = Field(default_factory=list)
+    """Steps after it."""
+    example: dict[str, Any] = Field(default_factory=dict)
+    """Inputs of a call, for a first try and for warming up."""
+
+    @property
+    def platforms(self) -> list[str]:
+        """The platforms for which there is a program."""
+        return list(dict.fromkeys(platform for program in self.programs for platform in program.platforms))
+
+
+class TensorLayout(Settings):
+    """Shape and type of a stored tensor."""
+
+    shape: list[int]
+    dtype: str
+
+
+class WeightsFile(Settings):
+    """A file of weights and its tensors by name."""
+
+    file: str
+    tensors: dict[str, TensorLayout]
+
+
+class FileRecord(Settings):
+    """What a file must be."""
+
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class BundleManifest(Settings):
+    """Everything that is known of a bundle without running it."""
+
+    format: Literal[1] = FORMAT
+    default: str
+    """The signature that is called where none is named."""
+    signatures: dict[str, BundleSignature]
+    weights: list[WeightsFile]
+    files: dict[str, FileRecord]
+    versions: dict[str, str]
+    """Of argosy, jax, jaxlib, StableHLO and the calling convention that wrote it."""
+    written: str
+    """When, as an ISO date and time in UTC."""
+    readable_until: str
+    """The date until which newer versions of jax promise to read its programs."""
+    implementations: dict[str, str] = Field(default_factory=dict)
+    """Implementations of ops in its programs, by op."""
+    lineage: dict[str, Any] = Field(default_factory=dict)
+    """Model, run, data and parent."""
+
+    def signature(self, name: str | None = None) -> BundleSignature:
+        """A signature by name; None: the default.
+
+        Raises:
+            BadInput: there is none of this name.
+        """
+        name = self.default if name is None else name
+        if name not in self.signatures:
+            raise BadInput(f"this bundle has no signature `{name}`", hint=f"it has {', '.join(self.signatures)}")
+        return self.signatures[name]
+
+
+def bundle_text(manifest: BundleManifest) -> str:
+    """The canonical text of a manifest, with its own hash."""
+    content = manifest.model_dump(mode="json")
+    return _canonical(content | {"sha256": _digest(content)})
+
+
+def bundle_digest(manifest: BundleManifest) -> str:
+    """The hash that tells this bundle from any other."""
+    return _digest(manifest.model_dump(mode="json"))
+
+
+def _canonical(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(content).encode()).hexdigest()
+
+
+def read_bundle_text(data: bytes, where: str) -> BundleManifest:
+    """The manifest of this text.
+
+    Args:
+        where: the file, for errors.
+
+    Raises:
+        Damaged: it differs from what was written, or contradicts itself.
+        Unsupported: it has another format.
+    """
+    altered = Damaged(f"{MANIFEST} differs from what was written", where=where)
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        raise altered from None
+    if not isinstance(content, dict):
+        raise altered
+    # A later format may have other keys, so its number is read before anything else.
+    if type(content.get("format")) is int and content["format"] != FORMAT:
+        what = f"{MANIFEST} has format {content['format']}, and this version of argosy reads format {FORMAT}"
+        raise Unsupported(what, where=where, hint="use the version of argosy that wrote it, or a newer one")
+    digest = content.pop("sha256", None)
+    try:
+        found = BundleManifest.model_validate(content)
+        text = bundle_text(found).encode()
+    except (ValidationError, RecursionError) as error:
+        raise Damaged(f"{MANIFEST}: {complaint(error)}", where=where) from None
+    if text != data or digest != bundle_digest(found):
+        raise altered
+    _check_names(found, where)
+    return found
+
+
+def _check_names(manifest: BundleManifest, where: str) -> None:
+    """Checks that every file has a name inside the bundle, and that every file which is used has a hash."""
+    used = [weights.file for weights in manifest.weights]
+    used += [program.file for signature in manifest.signatures.values() for program in signature.programs]
+    for name in (*manifest.files, *used):
+        if FILE_NAME.fullmatch(name) is None or ".." in name.split("/"):
+            raise Damaged(f"`{name}` is no name of a file inside the bundle", where=f"in {where}")
+        if name in (MANIFEST, SEAL):
+            raise Damaged(f"`{name}` lists itself", where=f"in {where}")
+    for name in used:
+        if name not in manifest.files:
+            raise Damaged(f"`{name}` is used and has no hash", where=f"in {where}")
+    for weights in manifest.weights:
+        if weights.file != f"weights/{manifest.files[weights.file].sha256}.safetensors":
+            raise Damaged(f"`{weights.file}` is not named by its contents", where=f"in {where}")
+    if manifest.default not in manifest.signatures:
+        raise Damaged(f"the default signature `{manifest.default}` is missing", where=f"in {where}")
+    stored = {name for weights in manifest.weights for name in weights.tensors}
+    for name, signature in manifest.signatures.items():
+        if missing := [tensor for tensor in signature.weights if tensor not in stored]:
+            raise Damaged(f"signature `{name}` takes `{missing[0]}`, which no file holds", where=f"in {where}")
+        for step in signature.preprocess:
+            if not any(file.startswith(step.folder + "/") for file in manifest.files):
+                raise Damaged(f"signature `{name}` has a tokenizer in `{step.folder}`, which holds no file", where=f"in {where}")

@@ -1,0 +1,147 @@
+"""Models as bundles: `argosy export MODEL OUT`, and `lm.export(OUT)`."""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from argosy.core.errors import BadInput, Unsupported
+from argosy.core.settings import dump
+from argosy.export.calls import dtype_of_name
+from argosy.export.lower import PLATFORMS, export_program, portable_implementations
+from argosy.export.manifest import BundleManifest, BundleSignature
+from argosy.export.signatures import BATCH, LENGTH, model_signature, split_program
+from argosy.export.write import BundleContents, tensor_entry, write_bundle
+from argosy.infer.lm import LM
+from argosy.models import FAMILIES
+
+Say = Callable[[str], None]
+# Sizes of an axis: all, or these.
+Sizes = Sequence[int] | None
+
+
+def export_model(
+    lm: LM,
+    target: str | Path,
+    *,
+    signature: str | Sequence[str] | None = None,
+    platforms: Sequence[str] = PLATFORMS,
+    batch: int | Sequence[int] | None = None,
+    length: int | Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    lineage: Mapping[str, Any] | None = None,
+    say: Say = lambda _: None,
+    **how: Any,
+) -> BundleManifest:
+    """Writes a model as a bundle.
+
+    Args:
+        target: a new folder.
+        signature: logits, embed or generate, or several; the first is the default. None: embed for encoders, logits for decoders.
+        platforms: what its programs run on: cpu, cuda, rocm, tpu.
+        batch: the sizes of a batch, with a program for each; smaller batches are filled up. None: any size, compiled when it is first
+            met.
+        length: likewise of sequences; of `generate`, the longest prompts.
+        max_tokens: of `generate`: the most tokens of a completion.
+        lineage: what the model was made from; in the manifest.
+        say: called with what is done.
+        how: `store`, `sign` and so on, as in `write_bundle`.
+
+    Raises:
+        BadInput: the model has no such signature, a size is wrong, or the target exists; nothing is written.
+        Unsupported: the weights are kept in blocks of a file, or a program cannot be portable.
+    """
+    if lm.in_blocks:
+        what = "weights in the blocks of a .gguf file are for kernels of this machine"
+        raise Unsupported(what, hint="load the model without `blocks`")
+    default = "logits" if lm.config.causal else "embed"
+    names = [signature or default] if signature is None or isinstance(signature, str) else list(signature)
+    contents = BundleContents({}, {}, lineage=model_lineage(lm) | dict(lineage or {}))
+    contents.implementations = portable_implementations(platforms)
+    for name in dict.fromkeys(names):
+        lengths = listed_sizes("length", length)
+        sizes = {} if name != "generate" else {"max_tokens": max_tokens, "prompt_tokens": max(lengths) if lengths else None}
+        if max_tokens is not None and name != "generate":
+            raise BadInput("max_tokens is for signature=generate")
+        plan = model_signature(lm, name, **sizes)
+        program, weights = split_program(lm.module, plan.function)
+        lengths = lengths or ([plan.fixed[LENGTH]] if LENGTH in plan.fixed else None)
+        found = plan.signature
+        if lengths is not None:
+            check_lengths(lengths, found.limits[LENGTH])
+            found = found.model_copy(update={"limits": found.limits | {LENGTH: max(lengths)}})
+        say(f"lowering `{name}` for {', '.join(platforms)}")
+        shapes = combined({BATCH: listed_sizes("batch", batch), LENGTH: lengths})
+        contents.programs[name] = [
+            (fixed, export_program(program, weights, abstract_inputs(found, fixed), platforms=platforms)) for fixed in shapes
+        ]
+        contents.signatures[name] = found.model_copy(update={"weights": sorted(weights)})
+        contents.weights = [tensor_entry(address, value) for address, value in weights.items()]
+    if lm.tokenizer is not None:
+        contents.files = tokenizer_files(lm.tokenizer)
+    return write_bundle(target, contents, **how)
+
+
+def listed_sizes(name: str, sizes: int | Sequence[int] | None) -> list[int] | None:
+    """The sizes of an axis in ascending order; None: any.
+
+    Raises:
+        BadInput: a size below 1, or none.
+    """
+    if sizes is None:
+        return None
+    found = sorted({sizes} if isinstance(sizes, int) else set(sizes))
+    if not found or found[0] < 1:
+        raise BadInput(f"{name} = {sizes}", hint=f"sizes of at least 1, such as {name}=1,4,16; or {name}=symbolic for any")
+    return found
+
+
+def check_lengths(lengths: Sequence[int], most: int) -> None:
+    """Checks that the model takes sequences of these lengths.
+
+    Raises:
+        BadInput: it does not.
+    """
+    if max(lengths) > most:
+        raise BadInput(f"length = {max(lengths)} is more than this signature's {most} tokens")
+
+
+def combined(sizes: Mapping[str, Sequence[int] | None]) -> list[dict[str, int]]:
+    """Every combination of the listed sizes, the axes without a list left open."""
+    listed = {name: some for name, some in sizes.items() if some is not None}
+    return [dict(zip(listed, values)) for values in itertools.product(*listed.values())]
+
+
+def abstract_inputs(signature: BundleSignature, fixed: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The inputs of a signature as shapes and types, with axes that are not fixed left open."""
+    names = {size: None for spec in signature.inputs for size in spec.shape if isinstance(size, str) and size not in fixed}
+    opened = dict(zip(names, export.symbolic_shape(", ".join(names)))) if names else {}
+    sizes = {**fixed, **opened}
+    return {
+        spec.name: jax.ShapeDtypeStruct(
+            tuple(sizes[size] if isinstance(size, str) else size for size in spec.shape), dtype_of_name(spec.dtype)
+        )
+        for spec in signature.inputs
+    }
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """The files from which an equal tokenizer is read."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        root = Path(folder)
+        return {f"tokenizer/{path.relative_to(root)}": path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def model_lineage(lm: LM) -> dict[str, Any]:
+    """What a model says of itself: its family, settings, size and type."""
+    family = next((name for name in FAMILIES if FAMILIES[name] is type(lm.config)), type(lm.config).__name__)
+    about = {"family": family, "parameters": lm.config.parameters(), "dtype": str(np.dtype(lm.module.dtype))}
+    return {"model": about | {"config": dump(lm.config)}}
+
+

@@ -1,0 +1,91 @@
+"""Renews the programs of a bundle from the bundle itself.
+
+They are deserialized and exported again by this version of jax, which opens a new window of compatibility. Weights, tokenizer and
+signatures stay as they are.
+"""
+
+import shutil
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import jax
+from jax import export
+
+from argosy.export.bundle import Bundle
+from argosy.export.manifest import MANIFEST, BundleManifest, bundle_digest
+from argosy.export.write import BundleContents, write_bundle
+
+
+def refresh_bundle(
+    path: str | Path,
+    target: str | Path | None = None,
+    *,
+    key: str | Path | None = None,
+    sign: str | Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    now: datetime | None = None,
+) -> BundleManifest:
+    """Writes a bundle again with programs of this version of jax.
+
+    Args:
+        target: a new folder; None: the bundle is replaced.
+        key: a file with the public key whose owner must have signed the bundle.
+        sign: a file with the private key that signs the new manifest. Without it the new one is not signed.
+        say: called with what is done.
+        now: the time of writing.
+
+    Raises:
+        BadInput, Damaged: as `Bundle.open`; or the target exists.
+        Unsupported: this version of jax does not read the programs any more.
+    """
+    path = Path(path)
+    bundle = Bundle.open(path, key=key, expired=True)
+    manifest = bundle.manifest
+    contents = BundleContents(
+        {name: signature.model_copy(update={"programs": []}) for name, signature in manifest.signatures.items()},
+        {name: [] for name in manifest.signatures},
+        implementations=manifest.implementations,
+        lineage=manifest.lineage | {"parent": bundle_digest(manifest)},
+        linked={path / file.file: file for file in manifest.weights},
+    )
+    for name, signature in manifest.signatures.items():
+        for program in signature.programs:
+            say(f"exporting {program.file} with jax {jax.__version__}")
+            contents.programs[name].append((program.shapes, exported_again(bundle.exported(program))))
+    used = {file.file for file in manifest.weights} | {p.file for s in manifest.signatures.values() for p in s.programs}
+    contents.files = {name: (path / name).read_bytes() for name in manifest.files if name not in used}
+    pending = Path(target) if target is not None else path.with_name(f"{path.name}.{uuid4().hex[:8]}.new")
+    found = write_bundle(pending, contents, sign=sign, now=now)
+    if target is None:
+        _replace(path, pending)
+    if sign is None and (path / MANIFEST).with_name("manifest.sig").exists() and target is not None:
+        say("the new bundle is not signed: sign=KEY.pem signs it")
+    return found
+
+
+def exported_again(exported: export.Exported) -> export.Exported:
+    """The same program, exported by this version of jax."""
+
+    def program(*args: Any) -> Any:
+        return exported.call(*args)
+
+    args, keywords = jax.tree.unflatten(
+        exported.in_tree, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
+    )
+    assert not keywords
+    return export.export(jax.jit(program), platforms=list(exported.platforms))(*args)
+
+
+def _replace(path: Path, pending: Path) -> None:
+    """Puts a complete folder in the place of another. A kill between the two renames leaves the old one under its other name."""
+    previous = path.with_name(f"{path.name}.{uuid4().hex[:8]}.old")
+    path.rename(previous)
+    try:
+        pending.rename(path)
+    except OSError:
+        previous.rename(path)
+        raise
+    shutil.rmtree(previous)

@@ -1,0 +1,207 @@
+"""Writes a bundle: programs, weights named by their contents, the tokenizer's files, and last the manifest.
+
+The folder is written as `TARGET.part` and renamed once it is on disk. Weights are sorted by name and cut into files of about a
+gigabyte, so two versions of a model that share most weights share most files; with a store, equal files are one file on the disk.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.formats import TensorEntry
+from argosy.core.formats.files import File, of_bytes, of_text
+from argosy.core.formats.safetensors import tensor_shards, tensors_file
+from argosy.export.manifest import (
+    MANIFEST,
+    SEAL,
+    BundleManifest,
+    BundleProgram,
+    BundleSignature,
+    FileRecord,
+    TensorLayout,
+    WeightsFile,
+    bundle_text,
+)
+from argosy.export.seal import sign_manifest
+from argosy.weights.manifest import hash_file
+from argosy.weights.staging import StagedFolder
+
+SHARD_BYTES = 1e9
+# What jax promises: programs are read by versions that are released in the six months after the one that wrote them.
+WINDOW = timedelta(days=180)
+# os.link on file systems that cannot.
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}
+
+
+@dataclass
+class BundleContents:
+    """What a bundle is made of.
+
+    signatures: by name, without programs.
+    programs: of each signature: the size of each named axis, and the program.
+    weights: tensors to write.
+    files: further small files by name.
+    implementations: those of ops in the programs.
+    lineage: what the bundle was made from.
+    linked: files of weights that exist already, with their tensors, by path.
+    """
+
+    signatures: dict[str, BundleSignature]
+    programs: dict[str, list[tuple[dict[str, int], export.Exported]]]
+    weights: list[TensorEntry] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+    implementations: dict[str, str] = field(default_factory=dict)
+    lineage: dict[str, Any] = field(default_factory=dict)
+    linked: dict[Path, WeightsFile] = field(default_factory=dict)
+
+
+def tensor_entry(name: str, value: Any) -> TensorEntry:
+    """A tensor to write, of an array on any device."""
+    return TensorEntry(name, tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
+
+
+def write_bundle(
+    target: str | Path,
+    contents: BundleContents,
+    *,
+    store: str | Path | None = None,
+    sign: str | Path | None = None,
+    shard_bytes: float = SHARD_BYTES,
+    progress: Callable[[int], None] = lambda _: None,
+    now: datetime | None = None,
+) -> BundleManifest:
+    """Writes a bundle completely or not at all.
+
+    Args:
+        target: a new folder.
+        store: a folder of weight files that bundles share by hard links.
+        sign: a file with the ed25519 private key that signs the manifest.
+        progress: called with bytes as they are written.
+        now: the time of writing.
+
+    Raises:
+        BadInput: the target exists, there is too little space, or the key cannot be used; nothing is written.
+    """
+    target, now = Path(target), now or datetime.now(UTC)
+    if sign is not None:
+        sign_manifest(b"", sign)
+    if not contents.signatures:
+        raise BadInput("a bundle without signatures")
+    shards = tensor_shards(sorted(contents.weights, key=lambda entry: entry.name), shard_bytes) if contents.weights else []
+    weights = [tensors_file(f"weights/{i}.safetensors", shard, {}) for i, shard in enumerate(shards)]
+    programs, signatures = _program_files(contents)
+    others = [*programs, *(of_bytes(name, data) for name, data in sorted(contents.files.items()))]
+    with StagedFolder(target, None, progress) as staged:
+        staged.plan([*weights, *others])
+        staged.write([*weights, *others])
+        listed = [_named_by_content(staged, file, shard, store) for file, shard in zip(weights, shards)]
+        listed += [_linked(staged, path, file) for path, file in contents.linked.items()]
+        used = {file.file: file for file in listed}
+        records = {name: FileRecord(**staged.done[name]) for name in [file.name for file in others] + list(used)}
+        manifest = BundleManifest(
+            default=next(iter(signatures)),
+            signatures=signatures,
+            weights=list(used.values()),
+            files=records,
+            versions=tool_versions(contents),
+            written=now.isoformat(timespec="seconds"),
+            readable_until=(now + WINDOW).date().isoformat(),
+            implementations=contents.implementations,
+            lineage=contents.lineage,
+        )
+        text = bundle_text(manifest)
+        last = [] if sign is None else [of_bytes(SEAL, sign_manifest(text.encode(), sign))]
+        staged.write([of_text(MANIFEST, text), *last])
+        staged.commit()
+    return manifest
+
+
+def _program_files(contents: BundleContents) -> tuple[list[File], dict[str, BundleSignature]]:
+    """The files of programs, and the signatures that name them."""
+    files, signatures = [], {}
+    for name, signature in contents.signatures.items():
+        listed = []
+        for shapes, exported in contents.programs[name]:
+            file = ".".join([name, *(f"{axis}-{size}" for axis, size in shapes.items()), "bin"])
+            files.append(of_bytes(f"programs/{file}", bytes(exported.serialize())))
+            listed.append(BundleProgram(file=f"programs/{file}", platforms=list(exported.platforms), shapes=shapes))
+        signatures[name] = signature.model_copy(update={"programs": listed})
+    return files, signatures
+
+
+def _named_by_content(staged: StagedFolder, file: File, shard: Sequence[TensorEntry], store: str | Path | None) -> WeightsFile:
+    """Renames a file of weights to its hash; with a store, it is the same file as the equal one there."""
+    record = staged.done.pop(file.name)
+    name = f"weights/{record['sha256']}.safetensors"
+    path = staged.folder / file.name
+    path.replace(staged.folder / name)
+    staged.done[name] = record
+    if store is not None:
+        _shared(staged.folder / name, Path(store), record)
+    tensors = {entry.name: TensorLayout(shape=list(entry.shape), dtype=str(entry.dtype)) for entry in shard}
+    return WeightsFile(file=name, tensors=tensors)
+
+
+def _shared(path: Path, store: Path, record: Mapping[str, Any]) -> None:
+    """Makes a file and the one of its name in the store one file. An altered one there is replaced; bundles that have it keep it."""
+    store.mkdir(parents=True, exist_ok=True)
+    kept = store / path.name
+    pending = path.with_name(f".{path.name}.{os.getpid()}.link")
+    try:
+        if kept.is_file() and not kept.is_symlink() and hash_file(kept) == record:
+            os.link(kept, pending)
+            pending.replace(path)
+        else:
+            kept.unlink(missing_ok=True)
+            os.link(path, kept)
+    except OSError as error:
+        pending.unlink(missing_ok=True)
+        if error.errno not in _NO_LINKS:
+            raise
+        what = f"{store} and {path.parent.parent.parent} cannot share files: {(error.strerror or '').lower()}"
+        raise ArgosyError(what, hint="a store is on the same file system as its bundles; or leave out `store`") from None
+
+
+def _linked(staged: StagedFolder, path: Path, file: WeightsFile) -> WeightsFile:
+    """Puts a file of another bundle into this one: as a hard link, or a copy where there are none."""
+    target = staged.folder / file.file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        try:
+            os.link(path, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            target.write_bytes(path.read_bytes())
+    staged.done[file.file] = hash_file(target)
+    return file
+
+
+def tool_versions(contents: BundleContents) -> dict[str, str]:
+    """The versions of what writes the programs."""
+    conventions = {exported.calling_convention_version for some in contents.programs.values() for _, exported in some}
+    return {
+        "argosy": version("argosy"),
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "stablehlo": _stablehlo_version(),
+        "calling_convention": ", ".join(map(str, sorted(conventions))),
+    }
+
+
+def _stablehlo_version() -> str:
+    """The version of StableHLO in which `jax.export` writes: that of four weeks ago, at least."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    four_weeks = stablehlo.StablehloCompatibilityRequirement.WEEK_4
+    return stablehlo.get_version_from_compatibility_requirement(four_weeks)

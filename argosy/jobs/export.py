@@ -1,0 +1,86 @@
+"""`argosy export`: a model, loaded and written as a bundle."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.export.manifest import BundleManifest, bundle_digest
+from argosy.weights.staging import is_occupied
+
+Say = Callable[[str], None]
+
+
+def export_bundle(
+    model: str,
+    target: str,
+    *,
+    signatures: Sequence[str] | None,
+    dtype: str | None = None,
+    quantization: str | None = None,
+    adapter: str | None = None,
+    say: Say = lambda _: None,
+    **how: Any,
+) -> dict[str, Any]:
+    """Writes a model as a bundle. Returns what was written.
+
+    Args:
+        dtype, quantization, adapter: as in `argosy.load`.
+        signatures, how: as in `export.model.export_model`.
+
+    Raises:
+        BadInput, Damaged: there is no model, it has no such signature, or the target exists; nothing is written.
+    """
+    if is_occupied(Path(target)):
+        raise BadInput(f"{target} is not empty", hint="name a new folder; nothing is ever overwritten")
+    start = time.monotonic()
+    from argosy.export.model import export_model
+    from argosy.jobs.api import load
+
+    say(f"loading {model}")
+    lm = load(model, dtype=dtype, quantization=quantization, adapter=adapter)
+    lineage = source_lineage(model) | ({} if quantization is None else {"quantization": quantization})
+    manifest = export_model(lm, target, signature=signatures, lineage=lineage, say=say, **how)
+    return bundle_facts(manifest) | {"source": model, "target": target, "seconds": time.monotonic() - start}
+
+
+def source_lineage(model: str) -> dict[str, Any]:
+    """Where a model came from: its name, its kind, and of a run the recipe's data, weights and step."""
+    from argosy.checkpoint.open import open_model
+
+    opened = open_model(model, lambda _: None)
+    found: dict[str, Any] = {"source": {"name": Path(model).name, "kind": opened.kind}}
+    folders = (Path(model), *Path(model).absolute().parents[:2])
+    settings = next((folder / "settings.yml" for folder in folders if (folder / "settings.yml").is_file()), None)
+    if opened.kind == "argosy" and settings is not None:
+        from argosy.core.settings import yaml_layer
+
+        values = yaml_layer(settings).values
+        found["run"] = {"dir": settings.parent.name, "checkpoint": opened.path.name}
+        found["data"] = str((values.get("data") or {}).get("source"))
+        if parent := (values.get("init") or {}).get("weights"):
+            found["parent"] = str(parent)
+    return found
+
+
+def bundle_facts(manifest: BundleManifest) -> dict[str, Any]:
+    """What is known of a bundle, as JSON."""
+    return {
+        "sha256": bundle_digest(manifest),
+        "default": manifest.default,
+        "signatures": {name: signature_facts(signature) for name, signature in manifest.signatures.items()},
+        "tensors": sum(len(file.tensors) for file in manifest.weights),
+        "bytes": sum(record.bytes for record in manifest.files.values()),
+        "files": {name: record.model_dump() for name, record in manifest.files.items()},
+        "versions": manifest.versions,
+        "written": manifest.written,
+        "readable_until": manifest.readable_until,
+        "implementations": manifest.implementations,
+        "lineage": manifest.lineage,
+    }
+
+
+def signature_facts(signature: Any) -> dict[str, Any]:
+    """A signature as JSON, without the names of its weights."""
+    return signature.model_dump(mode="json", exclude={"weights"}) | {"weights": len(signature.weights)}
