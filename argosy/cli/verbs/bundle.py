@@ -82,7 +82,10 @@ def run(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Calls a signature: JSON, .npz or text in, JSON or .npz out."""
-    settings = read_settings(RunBundle, words_layer(words or [])).value
+    # JSON is one text here, not a group of settings.
+    plain = [word.removeprefix("input=") for word in words or [] if word.startswith("input={")]
+    settings = read_settings(RunBundle, words_layer([word for word in words or [] if not word.startswith("input={")])).value
+    source = plain[-1] if plain else settings.input
     with Doing() as doing:
         doing("loading jax")
         from argosy.jobs import machine
@@ -90,7 +93,7 @@ def run(
 
         machine.start_jax()
         how = settings.model_dump(include={"signature", "output", "key"})
-        found = run_bundle(bundle, settings.input, say=say, **how)
+        found = run_bundle(bundle, source, say=say, **how)
     conclude("\n".join(f"{name}: {output_text(value)}" for name, value in found.items()), found, as_json)
 
 
