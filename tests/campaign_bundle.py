@@ -2,9 +2,9 @@
 
     ./run python tests/campaign_bundle.py [n=1000] [seed=0] [bundle=FOLDER]
 
-n times one file of a copy is damaged: a bit flipped, cut short at a random byte, or deleted, over every file in turn. Opening the copy must
-fail with an error of ours that names the file. Without `bundle`, a small one is made. Prints a line for each file; exit code 1 where one
-damage came through.
+n times one file of a copy is damaged: a bit flipped, cut short at a random byte, or deleted, over every file in turn. Opening the copy
+must fail with an error of ours that names the file. Without `bundle`, a small one is made. Prints a line for each file; exit code 1
+where one damage came through.
 """
 
 import random

@@ -230,8 +230,7 @@ def test_generation_ends_at_the_end_of_sequence(tmp_path):
 
 
 def test_a_completion_depends_on_its_own_row(stories):
-    lm, path = stories
-    bundle = Bundle.open(path)
+    bundle = Bundle.open(stories[1])
     long, short = "Once upon a time, there was a little", "The"
     both = bundle.run({"text": [short, long], "temperature": [0.0, 0.9], "seed": 5, "max_tokens": 6})
     assert both["lengths"].max() <= 6
@@ -260,9 +259,11 @@ def test_tokens_are_drawn_from_the_softmax(stories):
 
 def test_signatures_that_a_model_lacks_are_refused(tmp_path):
     encoder, decoder = model_of("bert-plain"), model_of("llama-plain")
-    for lm, name, match in ((encoder, "logits", "is an encoder"), (encoder, "generate", "is an encoder"), (decoder, "embed", "not an encoder")):
-        with pytest.raises(BadInput, match=match):
-            export_model(lm, tmp_path / "b", signature=name)
+    for name in ("logits", "generate"):
+        with pytest.raises(BadInput, match="is an encoder"):
+            export_model(encoder, tmp_path / "b", signature=name)
+    with pytest.raises(BadInput, match="is not an encoder"):
+        export_model(decoder, tmp_path / "b", signature="embed")
     with pytest.raises(UnknownName, match="unknown signature `logit`"):
         export_model(decoder, tmp_path / "b", signature="logit")
     with pytest.raises(BadInput, match="together more than the model's context"):
