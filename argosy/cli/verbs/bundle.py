@@ -138,11 +138,11 @@ def refresh(
     conclude(text, found, as_json)
 
 
-def shown_bundle(found: dict[str, Any]) -> str:
+def shown_bundle(facts: dict[str, Any]) -> str:
     """A bundle as text."""
     lines = []
-    for name, signature in found["signatures"].items():
-        default = ", the default" if name == found["default"] else ""
+    for name, signature in facts["signatures"].items():
+        default = ", the default" if name == facts["default"] else ""
         lines.append(f"signature {name}{default}: {signature['description'] or 'no description'}")
         rows = [
             ("in" if side == "inputs" else "out", spec["name"], spec["dtype"], str(spec["shape"]).replace("'", ""), spec["description"])
@@ -156,12 +156,12 @@ def shown_bundle(found: dict[str, Any]) -> str:
         shapes = [program["shapes"] for program in signature["programs"][:MOST_LISTED]]
         sizes = "; ".join(", ".join(f"{axis} {size}" for axis, size in some.items()) or "any size" for some in shapes)
         lines.append(f"programs for {', '.join(platforms)}: {sizes}" + (f"; steps: {', '.join(steps)}" if steps else "") + "\n")
-    versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items())
-    lines.append(f"{plural(found['tensors'], 'tensor')}, {plural(len(found['files']), 'file')}, {sized(found['bytes'])}")
-    lines.append(f"written {found['written']} by {versions}")
-    until = f"newer versions of jax read it until {found['readable_until']} at least"
-    lines.append(f"{until}, {lasted(found['days_left'] * 86400)} from now" if found["days_left"] >= 0 else f"{until}, which is past")
-    lines.append(f"sha256 {found['sha256']}{', signed' if found['signed'] else ''}")
+    versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
+    lines.append(f"{plural(facts['tensors'], 'tensor')}, {plural(len(facts['files']), 'file')}, {sized(facts['bytes'])}")
+    lines.append(f"written {facts['written']} by {versions}")
+    until = f"newer versions of jax read it until {facts['readable_until']} at least"
+    lines.append(f"{until}, {lasted(facts['days_left'] * 86400)} from now" if facts["days_left"] >= 0 else f"{until}, which is past")
+    lines.append(f"sha256 {facts['sha256']}{', signed' if facts['signed'] else ''}")
     return "\n".join(lines)
 
 
@@ -181,15 +181,15 @@ def output_text(value: Any) -> str:
     return f"{shape} {', '.join(f'{n:.6g}' if isinstance(n, float) else str(n) for n in numbers)}{rest}"
 
 
-def differences_text(found: dict[str, Any]) -> str:
+def differences_text(facts: dict[str, Any]) -> str:
     """Equal, or what differs."""
-    if found["equal"]:
-        return f"{found['a']} and {found['b']} are equal but for their dates"
+    if facts["equal"]:
+        return f"{facts['a']} and {facts['b']} are equal but for their dates"
     lines = []
     for part in ("signatures", "tensors", "files", "versions", "implementations", "lineage"):
-        for kind, names in found[part].items():
-            where = {"only_in_a": f"only in {found['a']}", "only_in_b": f"only in {found['b']}", "changed": "differs"}[kind]
+        for kind, names in facts[part].items():
+            where = {"only_in_a": f"only in {facts['a']}", "only_in_b": f"only in {facts['b']}", "changed": "differs"}[kind]
             rest = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
             lines += [f"{part}: {', '.join(names[:MOST_LISTED])}{rest}: {where}"] if names else []
-    lines.append(f"{sized(found['shared_weight_bytes'])} of weights are the same")
+    lines.append(f"{sized(facts['shared_weight_bytes'])} of weights are the same")
     return "\n".join(lines)
