@@ -10,20 +10,41 @@ from argosy.core.counts import plural
 class CorpusSummary:
     """The size of a corpus and what is left out of it. None means unknown, for instance because nothing has been read yet.
 
-    source: as the settings name it.  files: read, in a folder or glob.  source_bytes: of those files, on disk.
-    bytes, documents, tokens: of the text that is trained on.  rows: of `sequence` tokens, in one epoch.  batch: rows of a step.
-    epochs: passes over the rows in the steps of the run.  held_out_documents, held_out_tokens: kept for evaluation.
-    max_bytes: the limit on the text, where it cut any off.  short_documents: of fewer than two tokens, which have no target
-    and which packing by fit leaves out.  tail_rows: of the last epoch, too few for a batch.  ends_short: online data ends after epochs,
-    and it is not known how many rows are too few for a batch then.  ends_after: batches until the
-    epochs asked for are over.  special_documents: hold the name of a special token, which trains as plain text.
+    source: the source as the settings name it.
+    files: how many files were read, in a folder or glob.
+    source_bytes: the size of those files on disk.
+    bytes, documents, tokens: the size of the text that is trained on.
+    rows: rows of `sequence` tokens in one epoch.
+    batch: rows of a step.
+    epochs: passes over the rows in the steps of the run.
+    held_out_documents, held_out_tokens: the size of what is kept for evaluation.
+    max_bytes: the limit on the text, where it cut any off.
+    short_documents: documents of fewer than two tokens, which have no target and which packing by fit leaves out.
+    tail_rows: the last rows of the last epoch, too few for a batch.
+    ends_short: online data ends after epochs, and it is not known how many rows are too few for a batch then.
+    ends_after: batches until the epochs asked for are over.
+    special_documents: documents that hold the name of a special token, which trains as plain text.
     special_names: some of those names.
+    placeholders: names in braces that every prompt holds.
 
-    For records: format, and rendered: how they became text.  learn: which tokens count.  targets, learned: tokens that are predicted
-    in one epoch, and those that count.  packing: how they became rows; chosen_packing: because it was not set.  unanswered: left
-    out because nothing in them is learned.  too_long: what happens to documents longer than a row; cut, dropped: how many it
-    happened to; unlearned: left out because no answer is within the row.  parted: continue in another row.  ignored: columns.
-    endless: end with no special token.  identical: pairs whose answers are the same.  slots: sequences of a packed row, at most.
+    For records:
+
+    format: their format.
+    rendered: how they became text.
+    learn: which tokens count.
+    targets: tokens that are predicted in one epoch.
+    learned: targets that count.
+    packing: how records became rows.
+    chosen_packing: `packing` is the default for them, because it was not set.
+    unanswered: records that are left out because nothing in them is learned.
+    too_long: what happens to records longer than a row.
+    cut, dropped: records that were cut or left out for their length.
+    unlearned: records that are left out because no answer is within the row.
+    parted: records that continue in another row.
+    ignored: columns that nothing reads.
+    endless: records whose answer ends with no special token.
+    identical: pairs whose answers are the same.
+    slots: sequences of a packed row, at most.
     """
 
     source: str
@@ -62,6 +83,7 @@ class CorpusSummary:
     ignored: tuple[str, ...] = ()
     endless: int = 0
     identical: int = 0
+    placeholders: tuple[str, ...] = ()
     slots: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,6 +189,9 @@ class CorpusSummary:
                 f"Warning: the answers of {plural(self.endless, self.noun)} end with no special token, so the model does not learn to "
                 "stop there; a template should end each turn with the end-of-sequence token, as data.template=zephyr does."
             )
+        if self.placeholders:
+            names = ", ".join(f"{{{name}}}" for name in self.placeholders)
+            return f"Warning: every prompt holds {names} as it stands. Nothing fills it in: write the text itself into each record."
         if not self.special_documents:
             return ""
         names = ", ".join(self.special_names)

@@ -85,13 +85,14 @@ def measure_perplexity(lm: Any, planned: PlannedTask, settings: EvalSettings, ti
     if not any(len(one) for text in scored for one in text):
         raise BadInput(f"{planned.path} has nothing to score", hint="a text needs two tokens, or one after the token that begins it")
     found = []
+    kind = kind_of_rows([len(part) for part in scored[0]], len(documents))
     for i, parts in enumerate(scored):
         loss, sizes = np.concatenate([*parts, np.zeros(0)]), encoded[i][1][1 : len(texts[i])]
         for at, end in _units([len(part) for part in parts], whole=len(documents) > 1):
             if end > at:
                 total, tokens, n_bytes = float(loss[at:end].sum()), float(end - at), float(max(sum(sizes[at:end]), 1))
                 values = {"loss": total / tokens, "bits_per_byte": total / math.log(2) / n_bytes}
-                found.append(RowScores(len(found), values, {"loss": tokens, "bits_per_byte": n_bytes}))
+                found.append(RowScores(len(found), values, {"loss": tokens, "bits_per_byte": n_bytes}, {"kind": kind}))
     return found, 0
 
 
@@ -104,6 +105,11 @@ def _encoded(lm: Any, text: str) -> tuple[list[int], list[int]]:
         sizes.append(len(text[at : max(end, at)].encode()))
         at = max(end, at)
     return ([lm.tokenizer.bos, *ids], [0, *sizes]) if lm.tokenizer.adds_bos else (ids, sizes)
+
+
+def kind_of_rows(lengths: Sequence[int], documents: int) -> str:
+    """What the rows of the standard error are, given the scored tokens of the windows of the first document."""
+    return "documents" if documents > 1 else f"stretches of {STRETCH} tokens" if len(lengths) < FEWEST else "windows"
 
 
 def _units(lengths: Sequence[int], whole: bool) -> list[tuple[int, int]]:

@@ -48,6 +48,8 @@ class TaskResult:
             out |= {name: found.value, ("stderr" if not out else f"{name}_stderr"): found.stderr}
         if self.planned.task.kind in ("perplexity", "answers"):
             out["tokens"] = int(sum(row.weight("loss") for row in self.rows))
+        if self.rows and (kind := self.rows[0].answer.get("kind")):
+            out["rows"] = kind
         out |= {"n": len(self.rows), "truncated": self.truncated, "shots": self.planned.shots}
         return out | {"seconds": round(self.seconds, 3)}
 

@@ -27,6 +27,7 @@ from argosy.serve.engine.encoder import EncoderFront, EncoderService
 from argosy.serve.errors import ApiError, Json
 from argosy.serve.guard import Guard
 from argosy.serve.metrics import CONTENT_TYPE
+from argosy.serve.no_route import no_route
 from argosy.serve.openai import chat, completions, embeddings, responses
 from argosy.serve.openai.fields import DetokenizeFields, TokenizeFields
 from argosy.serve.openai.response_store import ResponseStore
@@ -265,13 +266,6 @@ def detokenize(service: ServedModel[Any], body: Any) -> dict[str, Any]:
 async def refusal_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response(request.url.path)
-
-
-async def no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} is not for" if error.status_code == 405 else "there is nothing at"
-    refusal = ApiError(f"{what} this address", status=error.status_code, headers=dict(error.headers or {}))
-    return refusal.response(request.url.path)
 
 
 async def gone(request: Request, error: Exception) -> Response:

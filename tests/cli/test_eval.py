@@ -87,6 +87,21 @@ def test_the_table_has_a_line_for_each_metric_and_limit_is_said(model: Path, dat
     assert "copa (the first 5 of 6 rows)" in err
 
 
+def test_what_n_counts_is_said_where_there_is_one_row_or_few_windows(model: Path, data: Path, capsys: pytest.CaptureFixture[str]):
+    """One row has no standard error (neither 0 nor NaN); one window of text has the error of its stretches, and n is theirs."""
+    words = [str(model), "tasks=copa,perplexity", f"data={data}", f"text={data / 'a.txt'}", "limit=1"]
+    assert main(["eval", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["tasks"]
+    assert (found["copa"]["n"], found["copa"]["stderr"], found["copa"]["acc_norm_stderr"]) == (1, None, None)
+    assert (found["perplexity"]["n"], found["perplexity"]["rows"]) == (1, "stretches of 128 tokens")
+    assert found["perplexity"]["tokens"] == 96
+    assert main(["eval", *words]) == 0
+    out = capsys.readouterr().out
+    assert "copa: a single row has no standard error" in out
+    assert "perplexity: n counts stretches of 128 tokens, because there are few windows" in out
+    assert "nan" not in out
+
+
 @pytest.mark.slow
 def test_results_are_added_to_the_run_and_shown_in_its_report(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"

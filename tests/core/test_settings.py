@@ -369,7 +369,7 @@ def test_built_groups_are_taken_where_their_class_is_registered():
         ("steps=1.5", "`steps` should be a whole number, not `1.5`", "4_096"),
         ("steps=none", "`steps` should be a whole number, not `none`", "4_096"),
         ("steps=[1]", "`steps` should be a whole number, not `[1]`", "4_096"),
-        ("steps=-1", "`steps` should be at least 0, not `-1`", "Optimizer steps"),
+        ("steps=-1", "`steps` should be at least 0, not `-1`", "Optimizer steps; the default is `steps=100`"),
         ("optimizer.b1=1", "`optimizer.b1` should be less than 1, not `1`", None),
         ("optimizer.learning_rate=nan", "`optimizer.learning_rate` should be a finite number, not `nan`", None),
         ("optimizer.learning_rate=.nan", "`optimizer.learning_rate` should be a finite number, not `.nan`", None),

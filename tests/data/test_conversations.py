@@ -288,6 +288,13 @@ def test_names_of_speakers_that_the_template_does_not_write_are_said(tmp_path, s
     assert "Ignored" not in build(settings_for(tmp_path, plain, sequence=512), smollm2, vocab=60_000, seed=0).summary().text
 
 
+def test_variables_that_the_template_does_not_read_are_said(tmp_path, smollm2):
+    """A misspelled `enable_thinking` changes nothing, and nobody would know."""
+    rows = [{**GOOD, "chat_template_kwargs": {"enable_thinkin": False}}]
+    summary = build(settings_for(tmp_path, rows), smollm2, vocab=smollm2.vocab, seed=0).summary()
+    assert "enable_thinkin of chat_template_kwargs" in summary.ignored
+
+
 def test_what_an_assistant_refused_with_is_learned_as_its_words(tmp_path, smollm2):
     rows = [{"messages": [HI, {"role": "assistant", "content": None, "refusal": "No, thanks."}]}]
     ((ids, learns),) = encoded(smollm2, tmp_path, rows)

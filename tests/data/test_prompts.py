@@ -1,6 +1,9 @@
 """What is known of prompts before they are used."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ from argosy.data.order import Order
 from argosy.data.rows import prompts as under_test
 from argosy.data.rows.prompts import LOOKED_AT, Prompts, lengths_of
 from argosy.data.sources import SourceRecord
+from argosy.data.summary import CorpusSummary
 from argosy.data.tokenizers.byte import ByteTokenizer
 
 MORE = "more than 8 tokens (data.sequence - rollout.tokens) and so no room for an answer"
@@ -62,3 +66,40 @@ def test_a_prompt_that_cannot_be_rendered_is_named_before_the_first_step():
     with pytest.raises(BadInput, match="an empty prompt") as told:
         lengths_of(made([3, 0, 3]), 3, 8, 60.0)
     assert told.value.where == "line 1"
+
+
+def chats(texts: list[str], template: str, columns: dict[str, str] | None = None, **more: Any) -> Prompts:
+    """Prompts of one message each, by a template. more: what each message has beside its text."""
+    records = [
+        SourceRecord(where=f"line {i}", messages=[{"role": "user", "content": text, **more}], columns=columns or {})
+        for i, text in enumerate(texts)
+    ]
+    return Prompts(records, Encoding(ByteTokenizer(), template=template), Order(len(records), 7), {"source": "test"})
+
+
+@pytest.mark.parametrize(
+    ("texts", "columns", "found"),
+    [
+        (["Hi {name}, {n} + 1?", "{name}: 2?"], {}, ("name",)),
+        (["Hi {name}"], {"name": "Ann"}, ("name",)),
+        (["Hi {name}"], {}, ()),
+        ([r"\frac{x}{y} and x_{i} and f'{{v}}'", r"\sqrt{x} + y_{i}^{x} and ${v}"], {}, ()),
+        (['{"a": 1}', "{} and { b }"], {}, ()),
+    ],
+)
+def test_a_text_to_fill_in_that_nothing_fills_is_warned_of(texts: list[str], columns: dict[str, str], found: tuple[str, ...]):
+    assert chats(texts, "zephyr", columns).placeholders == found
+    plain = [SourceRecord(where="line", prompt=text, columns=columns) for text in texts]
+    assert Prompts(plain, Encoding(ByteTokenizer()), Order(len(plain), 7), {}).placeholders == found
+    warning = CorpusSummary("x", format="prompt", placeholders=found).warning
+    assert ("every prompt holds {name} as it stands" in warning) is bool(found)
+
+
+def test_what_a_template_leaves_out_of_prompts_is_said_as_in_fine_tuning(tmp_path: Path):
+    prompts = chats(["Hi", "Ho"], "zephyr", name="Ann")
+    assert prompts.ignored == ("name of messages",)
+    records = [replace(one, tools=[{"type": "function"}], variables={"eos_token": "", "thinking": True}) for one in prompts.records]
+    assert replace(prompts, records=records).ignored == ("tools", "thinking of chat_template_kwargs", "name of messages")
+    assert chats(["Hi"], "chatml").ignored == ()
+    (tmp_path / "named.jinja").write_text("{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}")
+    assert chats(["Hi"], str(tmp_path / "named.jinja"), name="Ann").ignored == ()

@@ -229,9 +229,28 @@ def test_too_many_headers_are_refused(ask: Ask):
     refused(ask("GET", "/health", headers={f"x-{i}": "1" for i in range(20)}), 431)
 
 
-def test_other_addresses_and_methods_are_answered_in_the_same_shape(ask: Ask):
-    refused(ask("GET", "/v1/nothing"), 404)
-    refused(ask("GET", "/v1/completions"), 405)
+@pytest.mark.parametrize(
+    ("method", "path", "says"),
+    [
+        ("GET", "/v1/nothing", "there is nothing at GET /v1/nothing; there are /v1/completions, /v1/chat/completions, "),
+        ("POST", "/chat/completions", "nothing at POST /chat/completions; did you mean /v1/chat/completions?"),
+        ("POST", "/v1/v1/completions/", "did you mean /v1/completions?"),
+        ("GET", "/v1/tokenize", "did you mean /tokenize?"),
+        ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("GET", "/metric", "did you mean /metrics?"),
+    ],
+)
+def test_an_address_that_is_not_there_is_answered_with_those_that_are(ask: Ask, method: str, path: str, says: str):
+    answer = ask(method, path)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
+    assert says in answer.json()["error"]["message"]
+    assert len(answer.json()["error"]["message"]) < 400
+
+
+def test_another_method_is_answered_with_the_right_one(ask: Ask):
+    for method, path, takes in (("GET", "/v1/completions", "POST"), ("PUT", "/v1/models", "GET, HEAD")):
+        answer = ask(method, path)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (405, f"{method} {path}: this address takes {takes}")
 
 
 def test_a_key_is_asked_of_everything_but_probes(service: Service):

@@ -153,6 +153,18 @@ def test_process_rewards_by_hand():
     assert float(made.metrics["accuracy"].value()) == 1.0
 
 
+def test_a_step_whose_score_is_rounding_is_half_right():
+    """A score of 1e-7 has the sign that the order of a float32 sum gave it, which differs from machine to machine."""
+    ends = jnp.ones((1, 4))
+    for score in (0.0, 1e-7, -1e-7, 1e-6, -1e-6):
+        scores = jnp.asarray([[score, score, 1.0, -1.0]], jnp.float32)
+        for right in (1.0, 0.0):
+            made = step_loss(scores, jnp.asarray([[right, right, 1.0, 1.0]]), ends)
+            assert float(made.metrics["accuracy"].value()) == (0.5 + 0.5 + 1 + 0) / 4
+    made = step_loss(jnp.full((1, 4), 1e-3), jnp.asarray([[1.0, 1.0, 1.0, 0.0]]), ends)
+    assert float(made.metrics["accuracy"].value()) == 3 / 4
+
+
 # ---------------------------------------------------------------- TRL's own functions
 
 

@@ -82,6 +82,10 @@ def _table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
         for i, (metric, value, error) in enumerate(metrics_of(numbers)):
             plus = "" if error is None else f"± {metric_text(error)}"
             rows.append([name if i == 0 else "", metric, metric_text(value), plus, f"{numbers['n']:,}" if i == 0 else ""])
+        if numbers["n"] == 1:
+            notes.append(f"{name}: a single row has no standard error")
+        if "stretches" in numbers.get("rows", ""):
+            notes.append(f"{name}: n counts {numbers['rows']}, because there are few windows")
         if numbers["truncated"]:
             notes.append(f"{name}: {numbers['truncated']:,} sequences lost tokens from the left, to fit the context")
         for metric, found in numbers.get("against", {}).items():

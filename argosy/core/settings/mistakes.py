@@ -201,16 +201,26 @@ def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserEr
     kind, context = error["type"], error.get("ctx", {})
     if kind in ("value_error", "assertion_error"):
         where = _by(_setter(setter, path, key), path)
-        return BadInput(f"`{path}`: {error_message(error)}", where=where, hint=first_sentence(info.description))
+        return BadInput(f"`{path}`: {error_message(error)}", where=where, hint=_default_hint(key, info))
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, first_sentence(info.description))
+        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, _default_hint(key, info))
     if kind in ("literal_error", "enum"):
         return _wrong_item(path, key, f"one of {context['expected']}", error, [info.annotation], setter)
     if kind == "missing":
         return BadInput(f"`{key}` lacks `{path}`", where=_by(_setter(setter, path, key), key))
     noun = wanted(info.annotation) if path == key and kind != "finite_number" else _WANTED.get(_kind(error), "")
     return _wrong_item(path, key, noun or f"valid ({error_message(error)})", error, [], setter)
+
+
+def _default_hint(key: str, info: FieldInfo) -> str | None:
+    """What a key does, and a value that is right: its default."""
+    about = first_sentence(info.description)
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    if info.is_required() or isinstance(default, Settings | list | tuple | dict):
+        return about
+    way_out = "leave it out for the default" if default is None else f"the default is `{key}={yaml_line(default)}`"
+    return f"{about}; {way_out}" if about else way_out
 
 
 def _wrong_item(

@@ -17,7 +17,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.chat import template as chat
 from argosy.data.chat.mask import Ids, MaskedConversation, Way, encode_all, encoded
-from argosy.data.chat.omissions import extra_fields
+from argosy.data.chat.omissions import extra_fields, writes_field
 from argosy.data.chat.template import choose_template
 from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import ALPACA, TEMPLATE_HINT, Encoding
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 # The clock of templates that write the date: a corpus must be the same on every day. It is the date that Llama 3's own
 # templates write where they get no clock.
 CLOCK = datetime(2024, 7, 26)
-# Letters and digits, so that no template trims or escapes them.
-FIELD_MARK = "Kq7Zw"
 RECORDS_VERSION = 3
 
 
@@ -44,6 +42,7 @@ class ConversationEncoder(DocumentEncoder):
     endless: conversations whose last answer ends with no special token, so that a model does not learn to stop.
     toolless: conversations with tools, of which their template writes none.
     unwritten: fields of messages that their template leaves out.
+    unread: names in `chat_template_kwargs` that their template does not read.
     """
 
     def __init__(self, encoding: Encoding):
@@ -55,7 +54,7 @@ class ConversationEncoder(DocumentEncoder):
         self.templates, self.name = encoding.chat_templates
         self.way = Way(self.templates, self.name, CLOCK, masked=self.learn == "answers")
         self.read = self.unanswered = self.endless = self.toolless = 0
-        self.unwritten: set[str] = set()
+        self.unwritten, self.unread = set[str](), set[str]()
         # (template, field) -> whether the template writes that field of messages.
         self._writes: dict[tuple[str, str], bool] = {}
 
@@ -106,6 +105,9 @@ class ConversationEncoder(DocumentEncoder):
     def conversation(self, record: SourceRecord) -> MaskedConversation:
         if record.tools and "tools" not in choose_template(self.templates, name=self.name, tools=True):
             self.toolless += 1
+        if record.variables:
+            template = choose_template(self.templates, name=self.name, tools=bool(record.tools))
+            self.unread |= {name for name in record.variables if name not in template}
         for message in record.messages or ():
             for name in extra_fields(message):
                 if not self._is_written(name, bool(record.tools)):
@@ -116,14 +118,9 @@ class ConversationEncoder(DocumentEncoder):
         """Whether the template of a conversation writes a field of messages."""
         template = choose_template(self.templates, name=self.name, tools=tools)
         if (template, field) not in self._writes:
-            asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-            messages = [asked | {field: FIELD_MARK}, said | {field: FIELD_MARK}]
-            try:
-                text = chat.render(template, messages, self.tokenizer.special, now=CLOCK)
-            except BadInput:
-                # The template refuses it by its own words, which name the record.
-                text = FIELD_MARK
-            self._writes[template, field] = FIELD_MARK in text
+            self._writes[template, field] = writes_field(
+                lambda messages: chat.render(template, messages, self.tokenizer.special, now=CLOCK), field
+            )
         return self._writes[template, field]
 
     def completion(self, record: SourceRecord) -> Ids:
@@ -188,6 +185,7 @@ def record_counts(encoder: DocumentEncoder, source: Source) -> dict[str, Any]:
     """What a manifest keeps of the records that were read; empty for text."""
     ignored = [*source.ignored, *(["tools"] if getattr(encoder, "toolless", 0) else [])]
     ignored += [f"{name} of messages" for name in sorted(getattr(encoder, "unwritten", ()))]
+    ignored += [f"{name} of chat_template_kwargs" for name in sorted(getattr(encoder, "unread", ()))]
     found: dict[str, Any] = {"ignored": ignored} if ignored else {}
     if isinstance(encoder, ConversationEncoder):
         rendered = encoder.encoding.rendering(source.format)

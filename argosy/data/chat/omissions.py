@@ -119,6 +119,22 @@ def extra_fields(message: Message) -> list[str]:
     return [name for name in names if isinstance(message.get(name), str) and message[name].strip()]
 
 
+# Letters and digits, so that no template trims or escapes them.
+FIELD_MARK = "Kq7Zw"
+
+
+def writes_field(render: Callable[[list[dict[str, Any]]], str], field: str) -> bool:
+    """Whether a template writes this field of messages. render: renders a conversation by it.
+
+    A template that refuses the conversation counts as writing it: it names the record by its own words.
+    """
+    messages = [{"role": role, "content": text, field: FIELD_MARK} for role, text in (("user", "a"), ("assistant", "b"))]
+    try:
+        return FIELD_MARK in render(messages)
+    except BadInput:
+        return True
+
+
 def _doubtful(message: Message, place: int, text: str, template: str) -> bool:
     """Whether a message may be missing from a prompt, as far as that is seen without rendering it again."""
     content, role = message.get("content"), message.get("role")

@@ -55,6 +55,16 @@ class AnsweredPrompts:
         return self.prompts.special_names
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        """As `Prompts.ignored`."""
+        return self.prompts.ignored
+
+    @property
+    def placeholders(self) -> tuple[str, ...]:
+        """As `Prompts.placeholders`."""
+        return self.prompts.placeholders
+
+    @property
     def has_answers(self) -> bool:
         return self.encoder is not None
 

@@ -4,6 +4,7 @@ All records are held in memory, because their texts are small beside what is gen
 Which of them are held out depends on their own text alone, as in a corpus.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Fingerprint
 from argosy.data.chat.conversations import CLOCK
-from argosy.data.chat.omissions import with_known_roles
+from argosy.data.chat.omissions import extra_fields, with_known_roles, writes_field
 from argosy.data.chat.template import choose_template, render
 from argosy.data.encoding import TEMPLATE_HINT, Encoding
 from argosy.data.order import Order
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
 
 
+PLACEHOLDER = re.compile(r"(?<![\\\w^{}$])\{([A-Za-z_]\w*)\}(?!\})")
 # Prompts that are rendered between two looks at the clock.
 LOOKED_AT = 64
 
@@ -72,6 +74,8 @@ class Prompts:
         self.names = tuple(dict.fromkeys(name for record in self.records for name in record.columns))
         self.tokenizer = self.encoding.tokenizer
         self.templates, self.name = self.encoding.chat_templates
+        # (template, field) -> whether the template writes that field of messages.
+        self._writes: dict[tuple[str, str], bool] = {}
 
     def __len__(self) -> int:
         return len(self.records)
@@ -99,6 +103,40 @@ class Prompts:
             if record.messages is None and (name := pattern.search(record.prompt or "")):
                 found[name[0]] = found.get(name[0], 0) + 1
         return found
+
+    @cached_property
+    def ignored(self) -> tuple[str, ...]:
+        """What messages of prompts hold and their template leaves out, as in fine-tuning."""
+        found: dict[str, None] = {}
+        for record in self.records if self.templates else ():
+            if record.messages is None:
+                continue
+            template = self.template_for(self.tools or record.tools)
+            if record.tools and "tools" not in template:
+                found["tools"] = None
+            found |= dict.fromkeys(f"{name} of chat_template_kwargs" for name in record.variables if name not in template)
+            fields = {name for message in record.messages for name in extra_fields(message)}
+            found |= dict.fromkeys(f"{name} of messages" for name in sorted(fields) if not self._is_written(template, name))
+        return tuple(found)
+
+    def _is_written(self, template: str, field: str) -> bool:
+        if (template, field) not in self._writes:
+            special = self.tokenizer.special
+            self._writes[template, field] = writes_field(lambda messages: render(template, messages, special, now=CLOCK), field)
+        return self._writes[template, field]
+
+    @cached_property
+    def placeholders(self) -> tuple[str, ...]:
+        """Names in braces, such as `{question}`, that every prompt holds: a text to fill in, which nothing fills. One prompt alone
+        counts where a column has the name. Braces behind a letter, `\\`, `_` or `^` are LaTeX or code."""
+        common: set[str] | None = None
+        for record in self.records:
+            texts = [record.prompt or ""] if record.messages is None else [str(one.get("content")) for one in record.messages]
+            names = {name for text in texts for name in PLACEHOLDER.findall(text)}
+            common = names if common is None else common & names
+            if not common:
+                return ()
+        return tuple(sorted(name for name in common or () if len(self.records) > 1 or name in self.names))
 
     def rendered(self, record: SourceRecord) -> Prompt:
         """One record as token ids, and all columns."""

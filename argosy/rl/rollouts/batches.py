@@ -223,6 +223,8 @@ class RolloutBatches(Batches):
             ends_after=ends,
             special_documents=sum(names.values()),
             special_names=tuple(names)[:NAMES_SHOWN],
+            ignored=self.prompts.ignored,
+            placeholders=self.prompts.placeholders,
             tail_rows=tail,
         )
 

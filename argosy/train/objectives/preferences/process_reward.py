@@ -61,8 +61,9 @@ def step_loss(scores: "Float[Array, 'B T']", right: "Float[Array, 'B T']", mask:
 
     ends = mask > 0
     each = -jax.nn.log_sigmoid(jnp.where(right > 0, scores, -scores))
-    # A head of zeros has no opinion.
-    above = preferred(scores, jnp.zeros_like(scores), jnp.abs(scores))
+    # The probability that a step is right is 1/2 + r / 4 near 0. One that differs from 1/2 by no more than rounding is no opinion,
+    # whatever the sign of r: it counts as half right. So does that of a head of zeros.
+    above = preferred(scores, jnp.zeros_like(scores), jnp.ones_like(scores))
     metrics = {
         "accuracy": mean(jnp.where(right > 0, above, 1 - above), ends),
         "scores/right": mean(scores, ends & (right > 0)),
