@@ -101,13 +101,14 @@ def load_model(
         contents = read_contents(adapter, config)
         check_base(contents, stored.weights)
     adapters = contents.adapters
-    if rules is not None and stored.quantized is not None:
+    if rules is not None and stored.is_rounded:
         raise BadInput(f"{stored.path} is quantized already", hint="leave out `quantization`, or load the model it came from")
     if rules is not None and stored.adapted is not None:
         raise BadInput(f"{stored.path} has adapters", hint="merge them first: argosy convert; or leave out `quantization`")
     blocks = None if adapter is not None or tensor > 1 or run is not None or dtype != np.float32 or forms is None else stored.blocks
     layout = Unroll() if adapters or blocks is not None else run or default_run(config)
-    schemes = {} if stored.quantized is None else stored.quantized.schemes
+    quantized = None if rules is not None else stored.quantized
+    schemes = {} if quantized is None else quantized.schemes
     if rules is not None:
         # By layer, since a rule may name one.
         single = config.build(Unroll())
@@ -126,8 +127,8 @@ def load_model(
     place = None if tensor == 1 else tensor_shardings(model, tensor).__getitem__
     for address, one in rows.items():
         put(model, {address: one.packed()})
-    if stored.quantized is not None:
-        read_into(model, OverlaidTensors(stored.quantized.reader, Arrays(contents.whole)), dtype=dtype, place=place)
+    if quantized is not None:
+        read_into(model, OverlaidTensors(quantized.reader, Arrays(contents.whole)), dtype=dtype, place=place)
     else:
         fill_base(model, stored_arrays(plain, base, dtype=dtype, without=rows), dtype=dtype, place=place)
     if adapters:

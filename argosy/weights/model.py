@@ -54,6 +54,11 @@ class OpenedModel:
     blocks: "BlockedWeights | None" = None
     quantized: "QuantizedWeights | None" = None
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its weights were rounded from those of another model, which is to be quantized in its place."""
+        return self.quantized is not None and not self.quantized.published
+
 
 def config_of(dumped: dict[str, Any]) -> LanguageConfig:
     """A model's settings from what `dump` wrote, including its family.

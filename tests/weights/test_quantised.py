@@ -9,10 +9,14 @@ import pytest
 from laws.families import CASES
 from safetensors.numpy import load_file, save_file
 
+from argosy import load
+from argosy.adapt.rules import Rule
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
 from argosy.jobs.convert import convert
+from argosy.jobs.quantize import quantize
+from argosy.models.parts.weight import split
 from argosy.weights.hub.reader import open_folder
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -153,6 +157,51 @@ def test_other_ways_of_packing_are_refused_by_name(deepseek, tmp_path: Path, tol
     folder = changed(deepseek[0], tmp_path / "other", {}, quantization_config=told)
     with pytest.raises(ArgosyError, match=complaint):
         open_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> tuple[Path, Path]:
+    """A folder in FP8 with whole tiles, and one with the floats that it stands for."""
+    config = CASES["llama-plain"].model_copy(update={"width": 256, "ffn": 384, "heads": 4, "kv_heads": 2, "head_dim": 64})
+    folder, floats = (tmp_path_factory.mktemp("llama") / name for name in ("fp8", "floats"))
+    tensors, meant = {}, {}
+    for name, weight in random_weights(config).items():
+        if any(part in name for part in PLAIN):
+            tensors[name] = meant[name] = weight * np.float32(0.1)
+        else:
+            tensors[name], tensors[f"{name}_scale_inv"], meant[name] = fp8(weight * np.float32(0.05))
+    for path, stored, said in ((folder, tensors, {"quantization_config": FP8}), (floats, meant, {})):
+        path.mkdir()
+        save_file(stored, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(config.to_hub() | said))
+    return folder, floats
+
+
+def test_a_model_in_fp8_keeps_its_codes(llama):
+    """A byte for each weight, the published codes, and the logits of the floats that they stand for."""
+    folder, floats = llama
+    lm, plain = load(folder), load(floats)
+    codes = {name: a for name, a in split(lm.module)[1].items() if a.dtype == ml_dtypes.float8_e4m3fn}
+    quantized = [name for name in split(plain.module)[1] if name.startswith("layers.") and "norm" not in name]
+    assert {name.removesuffix(".values") for name in codes} == {name.removesuffix(".w") for name in quantized}
+    stored = tensors_of(folder)["model.layers.0.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(np.asarray(codes["layers.0.mlp.down.values"]).view(np.uint8), stored.T.view(np.uint8))
+    ids = [list(range(1, 20))]
+    ours, exact = lm.logits(ids), plain.logits(ids)
+    np.testing.assert_allclose(ours, exact, atol=1e-5 * float(np.abs(exact).max()))
+    assert lm.generate(ids, max_tokens=6)[0].tokens == plain.generate(ids, max_tokens=6)[0].tokens
+
+
+def test_a_model_published_in_fp8_is_quantized_to_fewer_bits(llama, tmp_path: Path):
+    """There is no other one to quantize in its place: the same codes as from its floats."""
+    folder, floats = llama
+    quantize(str(folder), tmp_path / "a", [Rule(weights="int4")])
+    quantize(str(floats), tmp_path / "b", [Rule(weights="int4")])
+    a, b = (split(load(tmp_path / name).module)[1] for name in "ab")
+    for name, value in b.items():
+        np.testing.assert_array_equal(a[name], value, err_msg=name)
+    loaded = split(load(folder, quantization="w8").module)[1]
+    assert {str(loaded[name].dtype) for name in loaded if name.endswith("mlp.down.values")} == {"int8"}
 
 
 # ---------------------------------------------------------------- MXFP4

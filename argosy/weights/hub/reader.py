@@ -6,6 +6,7 @@ never read, and `auto_map` in a config imports nothing.
 
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -122,6 +123,12 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> O
     check_vocabulary(rows, sizes, tensors, str(folder))
     weights = MappedTensors(table, tensors, str(folder))
     quantized = None if packed is None else _quantized_weights(config, weights, packed, warn)
+    if (settings := hub.get("quantization_config") or {}).get("quant_method") == "fp8":
+        # Its weights are read as floats by `weights`, one expert after the other, and are codes here.
+        packed = PackedTensors(tensors, packed_modules(settings, tensors, str(folder)))
+        plain = KeyMap(*config.hub_rows(), ignore=(*IGNORED, *config.hub_ignore, *config.hub_left_out))
+        found = _quantized_weights(config, MappedTensors(plain, packed, str(folder)), packed, warn)
+        quantized = None if found is None else replace(found, published=True)
     return OpenedModel(folder, "hub", config, weights, folder, hub, quantized=quantized)
 
 

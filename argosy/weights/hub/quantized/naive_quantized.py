@@ -1,4 +1,5 @@
-"""compressed-tensors' `int-quantized`, `float-quantized` and `naive-quantized`: a number of eight bits for each weight.
+"""compressed-tensors' `int-quantized`, `float-quantized` and `naive-quantized`: a number of eight bits for each weight; and `fp8` as
+DeepSeek-V3 is published (arXiv:2412.19437), with `weight_scale_inv` in place of `weight_scale`.
 
     NAME.weight              int8 or fp8 e4m3 [outputs, inputs]
     NAME.weight_scale        [1] for a tensor, [outputs, 1] for channels, [outputs, groups], or one for each tile
@@ -24,11 +25,19 @@ KINDS = {"int": ("int8", np.dtype(np.int8)), "float": ("fp8_e4m3", np.dtype(ml_d
 class NaiveQuantized(PackedModule):
     """A module of this layout."""
 
+    scales: str = "weight_scale"
+
     layout = "int-quantized"
 
     @staticmethod
-    def of(name: str, tensors: TensorReader, args: dict[str, Any], **activations: Any) -> "NaiveQuantized":
-        """Checks the tensors of a module; arguments and errors as `PackQuantized.of`."""
+    def of(
+        name: str, tensors: TensorReader, args: dict[str, Any], *, scales: str = "weight_scale", **activations: Any
+    ) -> "NaiveQuantized":
+        """Checks the tensors of a module; other arguments, and errors, as `PackQuantized.of`.
+
+        Args:
+            scales: the end of the name of its scales.
+        """
         bits, kind = args.get("num_bits", 8), str(args.get("type", "int"))
         if bits != 8 or kind not in KINDS:
             raise BadInput(f"{quoted(name)}: {kind[:20]} of {str(bits)[:20]} bits, unpacked, is not supported", hint="int8 or fp8")
@@ -37,19 +46,20 @@ class NaiveQuantized(PackedModule):
         block = _block(args, shape, name)
         counts = tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
         # Of one number for the tensor, [1], [1, 1] and [] are all written.
-        stored = tuple(tensors.shape(f"{name}.weight_scale")) if f"{name}.weight_scale" in tensors.names else counts
-        check_tensor(tensors, f"{name}.weight_scale", FLOATS, stored if counts == (1, 1) and stored in ((), (1,)) else counts)
-        names, minima = ["weight", "weight_scale"], not args.get("symmetric", True)
+        stored = tuple(tensors.shape(f"{name}.{scales}")) if f"{name}.{scales}" in tensors.names else counts
+        check_tensor(tensors, f"{name}.{scales}", FLOATS, stored if counts == (1, 1) and stored in ((), (1,)) else counts)
+        names, minima = ["weight", scales], not args.get("symmetric", True)
         if minima:
             names.append("weight_zero_point")
             check_tensor(tensors, f"{name}.weight_zero_point", (np.dtype(np.int8),), stored)
-        return NaiveQuantized(name, tuple(f"{name}.{end}" for end in names), format, shape, block, minima, **activations)
+        ends = tuple(f"{name}.{end}" for end in names)
+        return NaiveQuantized(name, ends, format, shape, block, minima, **activations, scales=scales)
 
     def values(self, tensors: TensorReader) -> np.ndarray:
         return tensors.read(f"{self.name}.weight")
 
     def scale(self, tensors: TensorReader) -> np.ndarray:
-        return finite_scales(tensors, f"{self.name}.weight_scale").reshape(self.blocks)
+        return finite_scales(tensors, f"{self.name}.{self.scales}").reshape(self.blocks)
 
     def minimum(self, tensors: TensorReader) -> np.ndarray:
         zeros = tensors.read(f"{self.name}.weight_zero_point")

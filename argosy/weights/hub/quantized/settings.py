@@ -24,6 +24,9 @@ COMPRESSED = (
 )  # fmt: skip
 """The formats of compressed-tensors that are read."""
 
+FP8_SCALES = "weight_scale_inv"
+"""The end of the name of scales in `fp8`."""
+
 SCALES_OF_DATA = ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "v_scale", "q_scale", "output_scale")
 """Calibrated scales of data and of the cache. Of these, `input_scale` of a whole tensor without a zero point is used."""
 
@@ -61,6 +64,12 @@ def _modules(settings: dict[str, Any], tensors: TensorReader, where: str) -> Ite
         parts = ("qweight", "qzeros", "scales", "g_idx")
         for name in dict.fromkeys(n.rpartition(".")[0] for n in tensors.names if n.rpartition(".")[2] in parts):
             yield AwqPacked.of(name, tensors, settings) if method == "awq" else GptqPacked.of(name, tensors, settings)
+        return
+    if method == "fp8":
+        # Data stays as it is: published programs round it to FP8 too, which saves time on their devices and costs accuracy.
+        args = {"type": "float", "strategy": "block", "block_structure": settings["weight_block_size"]}
+        for name in [n.removesuffix(f".{FP8_SCALES}") for n in tensors.names if n.endswith(f".{FP8_SCALES}")]:
+            yield NaiveQuantized.of(name, tensors, args, scales=FP8_SCALES)
         return
     groups = _groups(settings, where)
     parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape", "weight_g_idx")
