@@ -217,8 +217,9 @@ def mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent + 127).astype(np.uint8), meant
 
 
-def test_gpt_oss_blocks_become_plain(tmp_path: Path):
-    """They lie transposed beside plain weights: the summed axis last."""
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A folder with experts in MXFP4, and what its tensors stand for. They lie transposed beside plain weights."""
     config = CASES["gpt_oss-plain"]
     moe = config.moe.model_copy(update={"ffn": 32})
     config = config.model_copy(update={"width": 64, "ffn": 32, "moe": moe})
@@ -229,14 +230,35 @@ def test_gpt_oss_blocks_become_plain(tmp_path: Path):
             meant[name] = lying.swapaxes(1, 2)
         else:
             tensors[name] = meant[name] = weight
-    folder = tmp_path / "model"
+    folder = tmp_path_factory.mktemp("mxfp4") / "model"
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     said = config.to_hub() | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
     (folder / "config.json").write_text(json.dumps(said))
+    return folder, meant
+
+
+def test_gpt_oss_blocks_become_plain(gpt_oss: tuple[Path, dict[str, np.ndarray]], tmp_path: Path):
+    folder, meant = gpt_oss
     convert(str(folder), tmp_path / "plain", "hub", None)
     written = load_file(tmp_path / "plain" / "model.safetensors")
     assert set(written) == set(meant)
     for name, weight in meant.items():
         np.testing.assert_array_equal(written[name], weight, err_msg=name)
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def test_gpt_oss_keeps_its_codes(gpt_oss: tuple[Path, dict[str, np.ndarray]], tmp_path: Path):
+    """Half a byte and a share of a scale for each weight of an expert, and the logits of the floats that they stand for."""
+    folder, _ = gpt_oss
+    convert(str(folder), tmp_path / "plain", "hub", None)
+    lm, plain = load(folder), load(tmp_path / "plain")
+    kept = split(lm.module)[1]
+    experts = [name for name in kept if name.endswith((".gate.values", ".up.values", ".down.values"))]
+    assert len(experts) == 3 * lm.config.layers
+    for name in experts:
+        floats = split(plain.module)[1][name.removesuffix("values") + "w"]
+        assert kept[name].nbytes * 8 == floats.nbytes
+    ids = [list(range(1, 20))]
+    ours, exact = lm.logits(ids), plain.logits(ids)
+    np.testing.assert_allclose(ours, exact, atol=1e-5 * float(np.abs(exact).max()))

@@ -123,13 +123,18 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> O
     check_vocabulary(rows, sizes, tensors, str(folder))
     weights = MappedTensors(table, tensors, str(folder))
     quantized = None if packed is None else _quantized_weights(config, weights, packed, warn)
-    if (settings := hub.get("quantization_config") or {}).get("quant_method") == "fp8":
+    if any(row.scales for row in rows):
         # Its weights are read as floats by `weights`, one expert after the other, and are codes here.
-        packed = PackedTensors(tensors, packed_modules(settings, tensors, str(folder)))
-        plain = KeyMap(*config.hub_rows(), ignore=(*IGNORED, *config.hub_ignore, *config.hub_left_out))
+        packed = PackedTensors(tensors, packed_modules(hub["quantization_config"], tensors, str(folder)))
+        plain = KeyMap(list(map(_unscaled, rows)), sizes, ignore=(*IGNORED, *config.hub_ignore, *config.hub_left_out))
         found = _quantized_weights(config, MappedTensors(plain, packed, str(folder)), packed, warn)
         quantized = None if found is None else replace(found, published=True)
     return OpenedModel(folder, "hub", config, weights, folder, hub, quantized=quantized)
+
+
+def _unscaled(row: KeyRow) -> KeyRow:
+    """The row of a weight with scales, for a reader that gives the weight."""
+    return replace(row, names=row.names[0].removesuffix("_blocks"), scales=None) if row.scales else row
 
 
 def _quantized_weights(

@@ -4,7 +4,10 @@
     NAME.weight_scale           NVFP4: fp8 e4m3 [outputs, inputs / 16]. MXFP4: uint8 [outputs, inputs / 32], the exponent plus 127
     NAME.weight_global_scale    NVFP4: float32 [1], by which scales are divided
 
-(compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.)
+(compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.) And the experts of gpt-oss as they are published (arXiv:2508.10925):
+
+    NAME_blocks                 uint8 [experts, outputs, inputs / 32, 16], the first of two in the low bits
+    NAME_scales                 uint8 [experts, outputs, inputs / 32], the exponent plus 127
 """
 
 from dataclasses import dataclass
@@ -50,13 +53,10 @@ class Fp4Packed(PackedModule):
         return np.stack([packed & 0xF, packed >> 4], -1).reshape(self.shape)
 
     def scale(self, tensors: TensorReader) -> np.ndarray:
-        name = f"{self.name}.weight_scale"
-        if self.is_two_level:
-            finite_scales(tensors, name)
-        scale = tensors.read(name)
-        if not self.is_two_level and (scale == 255).any():
-            raise Damaged(f"{quoted(name)}: an exponent of 255 does not stand for a number")
-        return scale
+        if not self.is_two_level:
+            return _exponents(tensors, self.stored_scale)
+        finite_scales(tensors, self.stored_scale)
+        return tensors.read(self.stored_scale)
 
     def outer(self, tensors: TensorReader) -> np.ndarray:
         name = f"{self.name}.weight_global_scale"
@@ -64,3 +64,56 @@ class Fp4Packed(PackedModule):
         if not (divisor > 0).all():
             raise Damaged(f"{quoted(name)} is {divisor[0]}, by which scales are divided")
         return np.float32(1) / divisor
+
+
+@dataclass(frozen=True)
+class Mxfp4Experts(PackedModule):
+    """The experts of a layer of gpt-oss, in one tensor of three axes whose summed one is last."""
+
+    layout = "mxfp4"
+
+    @staticmethod
+    def of(name: str, tensors: TensorReader) -> "Mxfp4Experts":
+        """Checks the two tensors of a weight.
+
+        Raises:
+            BadInput, Damaged: they do not fit together.
+        """
+        *lead, groups, bytes_of = tuple(tensors.shape(f"{name}_blocks"))
+        check_tensor(tensors, f"{name}_blocks", UINT8, (*lead, groups, 16))
+        check_tensor(tensors, f"{name}_scales", UINT8, (*lead, groups))
+        return Mxfp4Experts(name, (f"{name}_blocks", f"{name}_scales"), "mxfp4", (*lead, 2 * groups * bytes_of), (1, BLOCKS["mxfp4"]))
+
+    @property
+    def weight(self) -> str:
+        return self.name
+
+    @property
+    def stored_scale(self) -> str:
+        return f"{self.name}_scales"
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return (*self.shape[:-1], self.shape[-1] // self.block[1])
+
+    def whole(self, blocks: np.ndarray) -> np.ndarray:
+        return np.repeat(blocks, self.block[1], -1)
+
+    def values(self, tensors: TensorReader) -> np.ndarray:
+        packed = tensors.read(f"{self.name}_blocks")
+        return np.stack([packed & 0xF, packed >> 4], -1).reshape(self.shape)
+
+    def scale(self, tensors: TensorReader) -> np.ndarray:
+        return _exponents(tensors, self.stored_scale)
+
+
+def _exponents(tensors: TensorReader, name: str) -> np.ndarray:
+    """Scales that are powers of two.
+
+    Raises:
+        Damaged: one is the code of no number.
+    """
+    scale = tensors.read(name)
+    if (scale == 255).any():
+        raise Damaged(f"{quoted(name)}: an exponent of 255 does not stand for a number")
+    return scale

@@ -112,7 +112,7 @@ def _granularities(module: PackedModule) -> list[str | int]:
     if rows == 1:
         # Smaller ones where an axis of ours ends within a block.
         smaller = [n for n in (columns >> i for i in range(4)) if n >= 8 or n == columns]
-        return ["channel", *smaller] if columns == module.shape[1] else list(smaller)
+        return ["channel", *smaller] if columns == module.shape[-1] else list(smaller)
     return [f"{columns >> i}x{rows >> i}" for i in range(4) if min(columns, rows) >> i >= 16]
 
 

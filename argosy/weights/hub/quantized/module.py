@@ -27,7 +27,7 @@ LEVELS = np.asarray((*E2M1, *(-m for m in E2M1)), np.float32)
 class PackedModule:
     """One packed module.
 
-    name: its path; the weight it stands for is "NAME.weight".
+    name: its path.
     tensors: what the folder has in place of that weight.
     format: a key of `FORMATS`.
     shape: of the weight.
@@ -49,6 +49,16 @@ class PackedModule:
     columns: Any = None
 
     layout: ClassVar[str] = ""
+
+    @property
+    def weight(self) -> str:
+        """The name of the weight that it stands for."""
+        return f"{self.name}.weight"
+
+    @property
+    def stored_scale(self) -> str:
+        """The name of the tensor of scales."""
+        return f"{self.name}.weight_scale"
 
     def values(self, tensors: TensorReader) -> np.ndarray:
         """The codes, of the weight's shape."""
@@ -82,10 +92,9 @@ class PackedModule:
         return scale
 
     @property
-    def blocks(self) -> tuple[int, int]:
+    def blocks(self) -> tuple[int, ...]:
         """How many blocks there are, in rows and columns."""
-        rows, columns = (-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
-        return rows, columns
+        return tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
 
     @property
     def is_two_level(self) -> bool:

@@ -26,7 +26,7 @@ class PackedTensors:
 
     def __init__(self, tensors: TensorReader, modules: Iterable[PackedModule], part: Part = "floats"):
         self.tensors, self.part = tensors, part
-        self.modules = {f"{module.name}.weight": module for module in modules}
+        self.modules = {module.weight: module for module in modules}
         self._first = {name: np.uint32((i % 15) << 28) for i, name in enumerate(self.modules)}
         weight_of = {name: weight for weight, module in self.modules.items() for name in module.tensors}
         # In the order of the files.
@@ -53,7 +53,7 @@ class PackedTensors:
             bits = FORMATS[module.format].bits
             return np.dtype(np.uint8) if bits < 8 else self.tensors.dtype(name) if name in self.tensors.names else np.dtype(np.int8)
         stored = self.part == "scale" and FORMATS[module.format].scales != "float32"
-        return self.tensors.dtype(f"{module.name}.weight_scale") if stored else np.dtype(np.float32)
+        return self.tensors.dtype(module.stored_scale) if stored else np.dtype(np.float32)
 
     def read(self, name: str) -> np.ndarray:
         if (module := self.modules.get(name)) is None:

@@ -12,7 +12,7 @@ import numpy as np
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import TensorReader, quoted
 from argosy.weights.hub.quantized.awq import AwqPacked
-from argosy.weights.hub.quantized.fp4 import Fp4Packed
+from argosy.weights.hub.quantized.fp4 import Fp4Packed, Mxfp4Experts
 from argosy.weights.hub.quantized.gptq import GptqPacked
 from argosy.weights.hub.quantized.module import PackedModule, check_number
 from argosy.weights.hub.quantized.naive_quantized import NaiveQuantized
@@ -70,6 +70,10 @@ def _modules(settings: dict[str, Any], tensors: TensorReader, where: str) -> Ite
         args = {"type": "float", "strategy": "block", "block_structure": settings["weight_block_size"]}
         for name in [n.removesuffix(f".{FP8_SCALES}") for n in tensors.names if n.endswith(f".{FP8_SCALES}")]:
             yield NaiveQuantized.of(name, tensors, args, scales=FP8_SCALES)
+        return
+    if method == "mxfp4":
+        for name in [n.removesuffix("_blocks") for n in tensors.names if n.endswith("_blocks")]:
+            yield Mxfp4Experts.of(name, tensors)
         return
     groups = _groups(settings, where)
     parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape", "weight_g_idx")
