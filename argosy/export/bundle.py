@@ -8,6 +8,7 @@ model's source is imported, and nothing is unpickled. A program is compiled when
 models; `export.model` writes their bundles.
 """
 
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -199,8 +200,9 @@ def check_window(manifest: BundleManifest, folder: Path, say: Callable[[str], No
     """Checks that this version of jax promises to read the programs. The version that wrote them reads them for ever.
 
     Raises:
-        Unsupported: it no longer does, and `expired` is false.
+        Unsupported: it no longer does, and `expired` is false; or it is too old.
     """
+    check_stablehlo(manifest, folder)
     left, writer = days_left(manifest), manifest.versions.get("jax", "")
     if left > WARN.days or jax.__version__ == writer:
         return
@@ -210,6 +212,26 @@ def check_window(manifest: BundleManifest, folder: Path, say: Callable[[str], No
     elif not expired:
         what = f"its programs are from jax {writer}; newer versions promised to read them until {manifest.readable_until}"
         raise Unsupported(what, where=str(folder), hint=f"with jax {writer}, or one of the six months after it, {RENEW}")
+
+
+def check_stablehlo(manifest: BundleManifest, folder: Path) -> None:
+    """Checks that this version of jax is new enough for the programs. XLA's own error says nothing of versions.
+
+    Raises:
+        Unsupported: it is not.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    written, known = (_numbers(text) for text in (manifest.versions.get("stablehlo", ""), stablehlo.get_current_version()))
+    if written > known:
+        versions = f"{manifest.versions['stablehlo']}, and jax {jax.__version__} reads {stablehlo.get_current_version()} at most"
+        what = f"its programs are StableHLO {versions}"
+        raise Unsupported(what, where=str(folder), hint=f"jax {manifest.versions.get('jax')}, which wrote them, or a newer one")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """A version as numbers; none where it is not known."""
+    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d{1,9}(\.\d{1,9}){0,3}", text) else ()
 
 
 def check_program(exported: export.Exported, program: BundleProgram, signature: BundleSignature, bundle: Bundle) -> None:

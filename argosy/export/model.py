@@ -61,13 +61,13 @@ def export_model(
         raise Unsupported(what, hint="load the model without `blocks`")
     default = "logits" if lm.config.causal else "embed"
     names = [signature or default] if signature is None or isinstance(signature, str) else list(signature)
+    if max_tokens is not None and "generate" not in names:
+        raise BadInput("max_tokens is for signature=generate")
     contents = BundleContents({}, {}, lineage=model_lineage(lm) | dict(lineage or {}))
     contents.implementations = portable_implementations(platforms)
     for name in dict.fromkeys(names):
         lengths = listed_sizes("length", length)
         sizes = {} if name != "generate" else {"max_tokens": max_tokens, "prompt_tokens": max(lengths) if lengths else None}
-        if max_tokens is not None and name != "generate":
-            raise BadInput("max_tokens is for signature=generate")
         plan = model_signature(lm, name, **sizes)
         program, weights = split_program(lm.module, plan.function)
         lengths = lengths or ([plan.fixed[LENGTH]] if LENGTH in plan.fixed else None)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +191,20 @@ def tool_versions(contents: BundleContents) -> dict[str, str]:
     """The versions of what writes the programs."""
     conventions = {exported.calling_convention_version for some in contents.programs.values() for _, exported in some}
     return {
-        "argosy": version("argosy"),
+        "argosy": _installed("argosy"),
         "jax": jax.__version__,
-        "jaxlib": version("jaxlib"),
+        "jaxlib": _installed("jaxlib"),
         "stablehlo": _stablehlo_version(),
         "calling_convention": ", ".join(map(str, sorted(conventions))),
     }
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        # A source tree that is not installed.
+        return "unknown"
 
 
 def _stablehlo_version() -> str:

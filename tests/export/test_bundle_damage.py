@@ -280,6 +280,16 @@ def test_the_version_that_wrote_it_reads_it_for_ever(bundle):
     assert not said
 
 
+def test_programs_of_a_newer_jax_say_which(bundle):
+    """jax 0.11.2 writes StableHLO 1.18.0, and 0.10.2 reads 1.17.0 at most."""
+    rewrite_manifest(bundle, lambda content: content["versions"].update(stablehlo="99.1.0", jax="9.9.9"))
+    with pytest.raises(Unsupported, match=r"its programs are StableHLO 99\.1\.0") as error:
+        Bundle.open(bundle)
+    assert "jax 9.9.9" in str(error.value)
+    rewrite_manifest(bundle, lambda content: content["versions"].update(stablehlo="unknown"))
+    assert Bundle.open(bundle)
+
+
 def test_the_last_month_warns(bundle):
     said: list[str] = []
     aged(bundle, 140, "0.9.0")
@@ -310,7 +320,6 @@ def keys(tmp_path_factory):
 
 @pytest.fixture
 def signed(keys, tmp_path):
-    pytest.importorskip("cryptography")
     return small_bundle(tmp_path / "signed", sign=keys / "mine.pem")
 
 
@@ -334,6 +343,12 @@ def test_what_was_signed_cannot_be_changed(signed, keys, unread):
     (signed / SEAL).unlink()
     with pytest.raises(Damaged, match=r"it is not signed: there is no manifest\.sig"):
         Bundle.open(signed, key=keys / "mine.pub")
+
+
+def test_damage_of_a_signed_bundle_is_found_with_the_key(signed, keys, tmp_path, unread):
+    kinds, through = campaign(signed, tmp_path / "campaign", n=60, seed=4, key=str(keys / "mine.pub"))
+    assert not through
+    assert set(kinds[SEAL]) == {way.__name__ for way in WAYS}
 
 
 def test_a_key_that_is_none_is_refused(signed, keys, tmp_path):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bundle_files import run_alone
-from helpers import shared, stories_model
+from helpers import default, shared, stories_model
 from laws.families import CASES, built, tokens_of
 
 import argosy
@@ -131,9 +131,12 @@ def test_smaller_calls_are_filled_up_to_listed_sizes(tmp_path):
         bundle.run({"tokens": np.ones((1, 9), np.int32)})
 
 
+FEW_BITS = [("w8", {"int8"}), ("w4", {"uint8", "int8"}), ("fp8", {"float8_e4m3fn"}), ("w8a8", {"int8"})]
+
+
 @pytest.mark.parametrize(
     ("preset", "dtypes"),
-    [("w8", {"int8"}), ("w4", {"uint8", "int8"}), ("fp8", {"float8_e4m3fn"}), ("w8a8", {"int8"})],
+    default(("w4", {"uint8", "int8"}), ("fp8", {"float8_e4m3fn"}), of=FEW_BITS),
 )
 def test_few_bits_stay_few_bits(preset, dtypes, tmp_path):
     lm = model_of("llama-plain")
@@ -215,6 +218,7 @@ def test_generation_gives_the_tokens_of_the_engine(stories, tmp_path):
         assert not row[length:].any()
 
 
+@pytest.mark.slow
 def test_generation_ends_at_the_end_of_sequence(tmp_path):
     """Both rows end where the engine's do, one of them before the other, and nothing stands after it."""
     lm = argosy.load(stories_model())
@@ -242,6 +246,7 @@ def test_a_completion_depends_on_its_own_row(stories):
     assert other["tokens"][1].tolist() != both["tokens"][1].tolist()
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_from_the_softmax(stories):
     """The frequencies of the likeliest tokens, over 4096 rows, within five standard deviations."""
     lm, path = stories
