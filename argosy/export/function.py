@@ -30,6 +30,7 @@ def export_function(
     target: str | Path,
     *,
     signature: str = "call",
+    inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
     platforms: Sequence[str] = PLATFORMS,
     batch: int | Sequence[int] | str | None = None,
@@ -45,6 +46,7 @@ def export_function(
             is split into weights.
         target: a new folder.
         signature: the name of the signature.
+        inputs: names of its inputs, in their order; by default those of the parameters.
         outputs: names of its outputs, in their order; by default the keys of a mapping, or `output`, `output_1` ...
         platforms: what its programs run on: cpu, cuda, rocm, tpu.
         batch: the sizes of the first axis of every input and output, with a program for each; smaller batches are filled up with zeros.
@@ -58,7 +60,7 @@ def export_function(
         Unsupported: it calls what has no promise of compatibility, or branches on sizes that are left open.
     """
     call, weights, values = _without_modules(function, args)
-    specs = _named(function, args, values)
+    specs = _named(function, args, values, inputs)
     given = {name: _abstract(name, value) for name, value in specs.items()}
     shapes: list[dict[str, int]] = [{}]
     if batch is not None:
@@ -73,12 +75,12 @@ def export_function(
         names[:] = list(found)
         return found
 
-    inputs = [_opened(given, fixed) for fixed in shapes]
+    opened = [_opened(given, fixed) for fixed in shapes]
     constants = Hoisted()
     with portable(platforms), export_errors():
-        hoisted = [constants.function(program, weights, some) for some in inputs]
+        hoisted = [constants.function(program, weights, some) for some in opened]
     weights |= constants.constants
-    lowered = [export_program(one, weights, some, platforms=platforms) for one, some in zip(hoisted, inputs, strict=True)]
+    lowered = [export_program(one, weights, some, platforms=platforms) for one, some in zip(hoisted, opened, strict=True)]
     programs = list(zip(shapes, lowered, strict=True))
     found = BundleSignature(
         description=description,
@@ -136,15 +138,23 @@ def _without_modules(function: Any, args: Sequence[Any]) -> tuple[Callable[..., 
     return call, weights, [value for i, value in enumerate(args, 1) if i not in modules]
 
 
-def _named(function: Any, args: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
-    """The arguments that are no modules, by the names of the parameters."""
+def _named(function: Any, args: Sequence[Any], values: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """The arguments that are no modules, by the names of the parameters or by these.
+
+    Raises:
+        BadInput: there are not as many names, or two have one name.
+    """
+    if names is not None:
+        if len(names) != len(values) or len(set(names)) != len(names):
+            raise BadInput(f"inputs = {list(names)}, and the function takes {len(values)} arrays")
+        return dict(zip(names, values))
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names = [plain[i] if i < len(plain) else f"input_{i}" for i, value in enumerate(args) if not isinstance(value, nnx.Module)]
-    return dict(zip(names, values, strict=True))
+    found = [plain[i] if i < len(plain) else f"input_{i}" for i, value in enumerate(args) if not isinstance(value, nnx.Module)]
+    return dict(zip(found, values, strict=True))
 
 
 def _abstract(name: str, value: Any) -> Any:

@@ -140,6 +140,14 @@ def test_outputs_have_names(tmp_path):
     assert list(Bundle.open(tmp_path / "c").run(two)) == ["s", "d", "p"]
 
 
+def test_inputs_without_names_may_have_them(tmp_path):
+    """`nnx.Sequential` takes *args."""
+    model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.relu)
+    for name, inputs in (("plain", None), ("named", ["pixels"])):
+        argosy.export(model, (jnp.ones((1, 3)),), tmp_path / name, platforms=["cpu"], inputs=inputs)
+    assert [read_bundle_manifest(tmp_path / n).signature().inputs[0].name for n in ("plain", "named")] == ["input_0", "pixels"]
+
+
 def test_sizes_may_be_left_open_by_name(tmp_path):
     a, b = export.symbolic_shape("rows, columns")
     like = jax.ShapeDtypeStruct((a, b), jnp.float32)
@@ -179,6 +187,8 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path):
         argosy.export(3, (one,), tmp_path / "b")
     with pytest.raises(BadInput, match="the function returns 1 arrays"):
         argosy.export(jnp.sin, (one,), tmp_path / "b", outputs=["a", "b"])
+    with pytest.raises(BadInput, match="the function takes 1 arrays"):
+        argosy.export(jnp.sin, (one,), tmp_path / "b", inputs=["a", "b"])
     with pytest.raises(BadInput, match="argument `x` has no axes"):
         argosy.export(lambda x: x, (jnp.float32(1),), tmp_path / "b", batch=[1])
     assert not list(tmp_path.iterdir())
