@@ -332,7 +332,7 @@ BANNED = frozenset(("held", "told", "found", "made", "over", "around", "beside",
 # A function of these names has a file for each thing that it is a part of: a family's block, an objective's loss.
 INTERFACES = frozenset(["block", "loss"])
 # How many are left: bounds that only fall.
-MOST_SHARED_CLASSES, MOST_SHARED_FUNCTIONS, MOST_BANNED = 0, 37, 24
+MOST_SHARED_CLASSES, MOST_SHARED_FUNCTIONS, MOST_BANNED = 0, 37, 0
 
 
 def public_definitions() -> tuple[dict[str, set[str]], dict[str, set[str]], list[str]]:

@@ -141,7 +141,7 @@ class BenchServer:
         gate = asyncio.Semaphore(most) if most else None
         start, ended = time.perf_counter(), 0
 
-        async def one(sample: BenchSample) -> RequestOutcome:
+        async def measure(sample: BenchSample) -> RequestOutcome:
             nonlocal ended
             if gate is not None:
                 await gate.acquire()
@@ -163,7 +163,7 @@ class BenchServer:
             for sample, delay in zip(samples, delays):
                 if (wait := start + delay - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
-                tasks.append(group.create_task(one(sample)))
+                tasks.append(group.create_task(measure(sample)))
         return [task.result() for task in tasks]
 
     async def _asked(self, outcome: RequestOutcome, sample: BenchSample, began: float, source: SampleSource) -> None:

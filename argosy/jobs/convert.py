@@ -140,14 +140,14 @@ def target_format(target: Path, to: str) -> str:
 def write_gguf(
     stored: OpenedModel,
     target: Path,
-    how: Mixture | None,
+    mixture: Mixture | None,
     tokenizer: Any,
     identity: dict[str, Any],
     say: Say,
     progress: Progress,
 ) -> GGUFContent:
     """Writes a GGUF file, completely or not at all. Arguments and errors as `gguf_content` and its `write`."""
-    content = gguf_content(stored.config, stored.weights, how, tokenizer=tokenizer, hub=stored.hub, name=target.stem, say=say)
+    content = gguf_content(stored.config, stored.weights, mixture, tokenizer=tokenizer, hub=stored.hub, name=target.stem, say=say)
     content.write(target, identity, progress)
     return content
 

@@ -26,10 +26,15 @@ TRUE = ("1", "true", "yes", "on", "y", "t")
 
 @dataclass(frozen=True)
 class Finding:
-    """level: broken, warning or note."""
+    """Something that a user may want to change about this machine.
+
+    level: broken, warning or note.
+    problem: what is wrong.
+    hint: how to fix it.
+    """
 
     level: str
-    what: str
+    problem: str
     hint: str
 
 

@@ -86,12 +86,12 @@ def guarded(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., 
         new, metrics = step(state, *args)
         found = judged(state.guard, metrics["loss"], metrics["grad_norm"], settings)
 
-        def one(old: Array, now: Array) -> Array:
+        def choose(old: Array, now: Array) -> Array:
             on_host = jax.typeof(now).memory_space == jax.memory.Space.Host
             return now if old is now or on_host else jnp.where(found.stays, old, now)
 
         def chosen(old: Any, now: Any) -> Any:
-            return jax.tree.map(one, old, now)
+            return jax.tree.map(choose, old, now)
 
         out = TrainState(
             jnp.where(found.halted, state.step, new.step),

@@ -200,13 +200,13 @@ def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
     of every part, and rows of a group stay together."""
     fields, together = objective.reads(), objective.needs.rows_per_group
 
-    def one(name: str, a: Array) -> Array:
+    def split_rows(name: str, a: Array) -> Array:
         rows = 1 if name in fields and fields[name].per == "group" else together
         n = len(a) // rows
         apart = a.reshape(n // parts, parts, rows, *a.shape[1:]).swapaxes(0, 1)
         return apart.reshape(parts, len(a) // parts, *a.shape[1:])
 
-    return {name: one(name, a) for name, a in batch.items()}
+    return {name: split_rows(name, a) for name, a in batch.items()}
 
 
 def _summed(of_part: Callable[[Batch, Array], Any], parts: Batch, key: Array) -> Any:

@@ -71,7 +71,7 @@ def verify_folder(folder: Path) -> None:
 
 def compare_files(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyError | None]:
     """What is wrong with each file, None where nothing is. Hashing lets other threads run, so each core takes a file."""
-    def one(name: str) -> ArgosyError | None:
+    def compare_file(name: str) -> ArgosyError | None:
         path = folder / name
         try:
             _compare(path, name, files[name])
@@ -84,7 +84,7 @@ def compare_files(folder: Path, files: Mapping[str, Any]) -> dict[str, ArgosyErr
     # The largest first, so that no core is left with one at the end.
     order = sorted(files, key=lambda name: -files[name]["bytes"])
     with ThreadPoolExecutor(min(THREADS, core_count()), "verify") as pool:
-        found = dict(zip(order, pool.map(one, order)))
+        found = dict(zip(order, pool.map(compare_file, order)))
     return {name: found[name] for name in files}
 
 

@@ -396,7 +396,7 @@ NO_FLAG = {"error": "Unknown flag in XLA_FLAGS"}
 def test_what_is_wrong_is_found(changes, level, what, hint):
     (found,) = findings(**changes)
     assert found.level == level
-    assert what in found.what
+    assert what in found.problem
     assert hint in found.hint
 
 
@@ -418,7 +418,7 @@ def test_doctor_in_a_process_of_its_own(tmp_path):
     assert found["jax"]["backend"] == "cpu"
     assert found["cache"] == {"folder": str(tmp_path / "argosy" / "xla"), "programs": 0, "bytes": 0, "writable": True}
     assert "JAX_DEBUG_NANS" in found["variables"]
-    assert any("JAX_DEBUG_NANS" in f["what"] for f in found["findings"])
+    assert any("JAX_DEBUG_NANS" in f["problem"] for f in found["findings"])
     assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
 
 

@@ -14,7 +14,7 @@ from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.stack.watch import KEYS, QUERIES, VALUES, WatchedAttend
 from argosy.models.parts.weight import merge
-from argosy.run.frozen.related import check_relations, layers_told
+from argosy.run.frozen.related import check_relations, layer_shapes
 from argosy.train.objectives.distillation.distill import Distill
 from argosy.train.state import trained
 
@@ -162,6 +162,6 @@ def test_layers_without_attention_are_refused():
 @pytest.mark.parametrize("name", ["deepseek-3", "gemma-3", "llama4-interleaved"])
 def test_layers_of_every_kind_have_relations(name):
     """Latent attention tells keys and values of each head."""
-    shapes = layers_told(CASES[name])
+    shapes = layer_shapes(CASES[name])
     assert len(shapes) == CASES[name].layers
     assert all(own[QUERIES].shape[:2] == (1, 1) and {QUERIES, KEYS, VALUES} == own.keys() for own in shapes)

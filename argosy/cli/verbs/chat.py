@@ -86,13 +86,13 @@ def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession,
             raise BadInput("engine.speculative: the server decides how it drafts", hint="give it to `argosy serve`")
         server = Http(model, key=api_key_of(settings.api_key), seconds=settings.timeout)
 
-        async def found() -> str:
+        async def served_name() -> str:
             try:
                 return settings.model or await first_model(server)
             finally:
                 await server.close()
 
-        name = asyncio.run(found())
+        name = asyncio.run(served_name())
         say(f"{name} at {server.url}")
         yield ChatSession(server, name, sampled(settings), system=settings.system, plain=settings.plain), None
         return

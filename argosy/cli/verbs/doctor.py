@@ -48,7 +48,7 @@ def _text_of(found: Mapping[str, Any]) -> str:
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<{width}}  {value}" for name, value in rows.items()), ""]
     for finding in found["findings"]:
-        lines += [f"{finding['level']}: {finding['what']}", f"  hint: {finding['hint']}"]
+        lines += [f"{finding['level']}: {finding['problem']}", f"  hint: {finding['hint']}"]
     serious = [f for f in found["findings"] if f["level"] != "note"]
     return "\n".join([*lines, *([] if serious else ["nothing is wrong"])])
 

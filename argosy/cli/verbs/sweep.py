@@ -32,9 +32,9 @@ def sweep(
     from argosy.jobs.train import train
     from argosy.observe.terminal.live import Terminal
 
-    def run(one: Combination) -> int:
+    def run(combination: Combination) -> int:
         with Terminal() as view:
-            return train(recipe, list(one.words), view).exit_code
+            return train(recipe, list(combination.words), view).exit_code
 
     code = job(found, run, say)
     if code > 1:

@@ -38,7 +38,7 @@ def encode(name: str, w: np.ndarray) -> np.ndarray:
     out = np.empty((len(blocks), kind.bytes), np.uint8)
     step = max(1, CHUNK // kind.values)
 
-    def one(start: int) -> None:
+    def encode_chunk(start: int) -> None:
         # Garbage is dealt with by `_defined`.
         with np.errstate(all="ignore"):
             out[start : start + step] = _defined(name, blocks[start : start + step], encoder)
@@ -46,10 +46,10 @@ def encode(name: str, w: np.ndarray) -> np.ndarray:
     starts = range(0, len(blocks), step)
     if len(starts) < 2:
         for start in starts:
-            one(start)
+            encode_chunk(start)
     else:
         with ThreadPoolExecutor(core_count()) as pool:
-            list(pool.map(one, starts))
+            list(pool.map(encode_chunk, starts))
     return out.reshape(*w.shape[:-1], w.shape[-1] // kind.values * kind.bytes)
 
 

@@ -37,15 +37,15 @@ def matched(student: "Tokenizer", teacher: "Tokenizer") -> Matched:
     return Matched(found[:, 0].tobytes(), found[:, 1].tobytes())
 
 
-def same_tokens(one: "Tokenizer", other: "Tokenizer") -> bool:
+def same_tokens(first: "Tokenizer", second: "Tokenizer") -> bool:
     """Whether every id stands for the same in both, though they may come from files of two kinds, such as GGUF and tokenizer.json."""
-    if one.fingerprint == other.fingerprint:
+    if first.fingerprint == second.fingerprint:
         return True
-    if one.vocab != other.vocab or one.unknown != other.unknown:
+    if first.vocab != second.vocab or first.unknown != second.unknown:
         return False
     # What stands for unknown bytes has no bytes of its own, and files write it in many ways.
-    ids = (token for token in range(one.vocab) if token != one.unknown)
-    return all(one.piece(token, False) == other.piece(token, False) for token in ids)
+    ids = (token for token in range(first.vocab) if token != first.unknown)
+    return all(first.piece(token, False) == second.piece(token, False) for token in ids)
 
 
 def by_bytes(tokenizer: "Tokenizer") -> Mapping[bytes, int]:

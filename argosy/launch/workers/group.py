@@ -260,7 +260,7 @@ def moved(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> 
             life.check()
         return 0
 
-    def given(error: BaseException | None) -> None:
+    def source_failed(error: BaseException | None) -> None:
         if not here.done() and error is not None:
             here.set_exception(error)
 
@@ -285,7 +285,7 @@ def moved(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> 
         return group.enqueue(new, lambda life, number: life.pull(number, ref.wait()._where().source(ref.number), sharding))
     # In the same order for all moves, or two groups could wait for each other.
     with lock:
-        ref.group.enqueue(Ref(ref.group, f"moving {ref.what}"), give, given)
+        ref.group.enqueue(Ref(ref.group, f"moving {ref.what}"), give, source_failed)
         try:
             return group.enqueue(new, take, lambda _: over.set())
         except BaseException:

@@ -46,15 +46,15 @@ def packed_blocks(
     return _packed(codes, code, shape, inner, first, like)
 
 
-def packed_bytes(columns: int, one: IntegerBlocks, limits: tuple[int, int]) -> int:
+def packed_bytes(columns: int, column: IntegerBlocks, limits: tuple[int, int]) -> int:
     """The bytes of a packed weight.
 
     Args:
-        one: the codes of one column.
+        column: the codes of one column.
     """
-    bits, blocks = _code_of(limits).bits, one.scale.shape[1]
-    codes = blocks * block_groups(one.q.shape[1] // blocks, bits) * group_bytes(bits)
-    return -(-columns // PANEL) * (codes + 4 * PANEL * blocks * (1 if one.minimum is None else 2))
+    bits, blocks = _code_of(limits).bits, column.scale.shape[1]
+    codes = blocks * block_groups(column.q.shape[1] // blocks, bits) * group_bytes(bits)
+    return -(-columns // PANEL) * (codes + 4 * PANEL * blocks * (1 if column.minimum is None else 2))
 
 
 def _code_of(limits: tuple[int, int]) -> CodeFormat:

@@ -84,8 +84,8 @@ def class_requirements(cls, args):
 class EnvironmentHost:
     """One object and the process around it."""
 
-    def __init__(self, made, one):
-        self.made, self.one, self.environment = made, one, None
+    def __init__(self, made, source):
+        self.made, self.source, self.environment = made, source, None
 
     def answered(self, request):
         """The answer to one message of the parent."""
@@ -93,7 +93,7 @@ class EnvironmentHost:
             if "seed" in request:
                 user_code.seed_generators(request["seed"])
             if self.environment is None:
-                self.environment = self.made(**self.one["args"])
+                self.environment = self.made(**self.source["args"])
             own = self.environment
             if "about" in request:
                 return environment_interface(own)
@@ -166,7 +166,7 @@ def observation_document(observation):
 # ---- processes
 
 
-def host_process(connection, environment, one, server):
+def host_process(connection, environment, source, server):
     """The process around that of one object, on Linux. However that one ends, what it has started comes to this one, which ends it."""
     guard.end_with(server)
     if sys.platform == "linux":
@@ -181,14 +181,14 @@ def host_process(connection, environment, one, server):
             return guard.kill_started(own)
         guard.end_with(own)
     try:
-        host_messages(connection, environment, one)
+        host_messages(connection, environment, source)
     finally:
         os._exit(0)
 
 
-def host_messages(connection, environment, one):
+def host_messages(connection, environment, source):
     """The process of one object, to its end."""
-    played = EnvironmentHost(environment, one)
+    played = EnvironmentHost(environment, source)
     messages = channel.Channel(connection.fileno())
     while True:
         try:
@@ -203,7 +203,7 @@ def host_messages(connection, environment, one):
         messages.send(data)
 
 
-def serve_commands(control, lifeline, environment, one):
+def serve_commands(control, lifeline, environment, source):
     """Forks and ends processes until the parent is gone."""
     server, processes = os.getpid(), {}
     control.settimeout(1.0)
@@ -233,7 +233,7 @@ def serve_commands(control, lifeline, environment, one):
             try:
                 control.close()
                 os.close(lifeline)
-                host_process(socket.socket(fileno=sockets[0]), environment, one, server)
+                host_process(socket.socket(fileno=sockets[0]), environment, source, server)
             finally:
                 os._exit(0)
         processes[number] = pid

@@ -136,10 +136,10 @@ class EnvironmentPool:
         for played in list(self._open.values()):
             self.end(played)
 
-    def look(self, asked: Iterable[EnvironmentProcess], wait_s: float = 0.0) -> None:
+    def look(self, processes: Iterable[EnvironmentProcess], wait_s: float = 0.0) -> None:
         """Reads the replies that have arrived, waiting at most so long for the first. An environment whose time is over has timed
         out."""
-        waiting = [one for one in asked if one.reply is None]
+        waiting = [one for one in processes if one.reply is None]
         left = min((one.until for one in waiting), default=0.0) - time.monotonic()
         for key, _ in self._selector.select(max(0.0, min(wait_s, left))):
             if key.data.reply is None:

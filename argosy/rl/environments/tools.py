@@ -137,10 +137,10 @@ class TimeIsOver(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises `TimeIsOver` in Python code that runs for longer. Code that never gives the interpreter back is ended with its answer."""
 
-    def over(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise TimeIsOver
 
-    before = signal.signal(signal.SIGALRM, over)
+    before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

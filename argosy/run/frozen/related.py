@@ -14,16 +14,16 @@ from argosy.models.parts.weight import abstract, merge, split
 from argosy.train.objectives.distillation.layers import LayerArrays, relation_sides
 
 
-def layers_told(config: Any) -> list[LayerArrays]:
-    """Shapes of what each layer of a model tells of one token; nothing of a layer without attention."""
+def layer_shapes(config: Any) -> list[LayerArrays]:
+    """The shapes of the arrays that each layer of a model reports for one token; empty for a layer without attention."""
     model = config.build(Scan())
     graph, _ = split(model)
 
-    def told(weights: Any, tokens: Any) -> list[LayerArrays]:
+    def layer_arrays(weights: Any, tokens: Any) -> list[LayerArrays]:
         model = merge(graph, weights)
         return model.layers.layer_aux(model.hidden(tokens, WatchedAttend(Packed(jnp.ones_like(tokens)), heads=True))[2])[0]
 
-    return jax.eval_shape(told, abstract(model), jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    return jax.eval_shape(layer_arrays, abstract(model), jax.ShapeDtypeStruct((1, 1), jnp.int32))
 
 
 def check_relations(run: Any, config: Any, where: str) -> None:
@@ -35,16 +35,16 @@ def check_relations(run: Any, config: Any, where: str) -> None:
     terms = run.objective.layer_terms
     if not terms.relations:
         return
-    student, teacher = layers_told(run.model), layers_told(config)
+    student, teacher = layer_shapes(run.model), layer_shapes(config)
     widths: dict[str, tuple[int, int]] = {}
     for i, j in terms.related_layers:
-        for whose, told, number in (("the student", student, i), ("the teacher", teacher, j)):
-            number %= len(told)
-            if not told[number]:
+        for whose, layers, number in (("the student", student, i), ("the teacher", teacher, j)):
+            number %= len(layers)
+            if not layers[number]:
                 what = f"objective.relations: layer {number} of {whose} has no attention"
                 raise BadInput(what, where=where, hint="objective.layers names the student's layers, and the teacher's of each")
             for name in terms.relations:
-                x, _ = jax.eval_shape(lambda told, name=name: relation_sides(told, name), told[number])
+                x, _ = jax.eval_shape(lambda layers, name=name: relation_sides(layers, name), layers[number])
                 kind = f"{name} in layer {number} of {whose}"
                 widths[kind] = math.prod(x.shape[2:]), terms.relation_heads or student[i][QUERIES].shape[2]
     if wrong := [f"the {width:,} features of {kind}" for kind, (width, heads) in widths.items() if width % heads]:

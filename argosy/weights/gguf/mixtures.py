@@ -56,33 +56,33 @@ def is_float32(name: str, shape: Shape) -> bool:
     return len(shape) < 2 or not name.endswith(".weight") or name.endswith("_norm.weight") or "ffn_gate_inp" in name
 
 
-def type_of(name: str, shape: Shape, how: Mixture, config: Any, architecture: str) -> str:
+def type_of(name: str, shape: Shape, mixture: Mixture, config: Any, architecture: str) -> str:
     """The type of a tensor, by its name in the file."""
     if is_float32(name, shape):
         return "F32"
-    if BY_NAME[how.type].dtype is not None:
-        return how.type
-    return _fitting(usual_type(name, shape, how, config, architecture), shape[-1])
+    if BY_NAME[mixture.type].dtype is not None:
+        return mixture.type
+    return _fitting(usual_type(name, shape, mixture, config, architecture), shape[-1])
 
 
-def usual_type(name: str, shape: Shape, how: Mixture, config: Any, architecture: str) -> str:
+def usual_type(name: str, shape: Shape, mixture: Mixture, config: Any, architecture: str) -> str:
     """The type of a matrix if its rows are whole numbers of blocks."""
     if name == "output.weight" or (name == "token_embd.weight" and config.tied):
-        return "Q8_0" if how.type == "Q8_0" or shape[-1] % BY_NAME[how.type].values else "Q6_K"
+        return "Q8_0" if mixture.type == "Q8_0" or shape[-1] % BY_NAME[mixture.type].values else "Q6_K"
     eight = config.experts is not None and config.experts.count == 8
     if re.search(r"attn_(v|qkv)\.weight", name):
-        wanted = "Q6_K" if how.more and _has_more_bits(name, config.layers) else how.type
+        wanted = "Q6_K" if mixture.more and _has_more_bits(name, config.layers) else mixture.type
         # Llama 2 and 3 and Qwen 2 of 70B: eight query heads share a value head.
         if wanted == "Q4_K" and config.layers == 80 and config.heads > config.K and architecture in ("llama", "qwen2"):
             wanted = "Q5_K"
         return "Q8_0" if eight else wanted
     if "attn_k.weight" in name and eight:
         return "Q8_0"
-    if "ffn_down" in name and how.more and _has_more_bits(name, config.layers):
+    if "ffn_down" in name and mixture.more and _has_more_bits(name, config.layers):
         return "Q6_K"
-    if "attn_output" in name and eight and how.type == "Q4_K":
+    if "attn_output" in name and eight and mixture.type == "Q4_K":
         return "Q5_K"
-    return how.type
+    return mixture.type
 
 
 def _has_more_bits(name: str, layers: int) -> bool:

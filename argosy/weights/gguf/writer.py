@@ -72,7 +72,7 @@ class GGUFContent:
 def gguf_content(
     config: Any,
     weights: TensorReader,
-    how: Mixture | None,
+    mixture: Mixture | None,
     *,
     tokenizer: Any = None,
     hub: Mapping[str, Any] | None = None,
@@ -83,7 +83,7 @@ def gguf_content(
 
     Args:
         weights: by per-layer name.
-        how: the types of the tensors; None: as the weights have them, and float32 where llama.cpp needs it.
+        mixture: the types of the tensors; None: as the weights have them, and float32 where llama.cpp needs it.
         hub: its config.json, for the tokens that end a text.
         name: of the model.
 
@@ -106,10 +106,10 @@ def gguf_content(
     tensors = []
     for entry in entries:
         stays = not exact.isdisjoint(paths[entry.name])
-        kind = "F32" if stays else _kept(entry) if how is None else type_of(entry.name, entry.shape, how, config, architecture)
+        kind = "F32" if stays else _kept(entry) if mixture is None else type_of(entry.name, entry.shape, mixture, config, architecture)
         tensors.append(EncodedTensor(_raised(entry) if described.raised else entry, kind))
     tensors += [EncodedTensor(TensorEntry(n, a.shape, a.dtype, lambda a=a: a), "F32") for n, a in factors.items()]  # type: ignore[misc]
-    number = _file_type(tensors) if how is None else how.number
+    number = _file_type(tensors) if mixture is None else mixture.number
     meta |= {"general.file_type": number, "general.quantization_version": QUANTIZATION_VERSION}
     return GGUFContent(meta | _tokens(tokenizer, config.vocab, hub or {}, say), tensors)
 

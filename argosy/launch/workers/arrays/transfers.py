@@ -77,8 +77,11 @@ def check_alike(group: str, leaves: Sequence[Sequence[Leaf]]) -> None:
 # ---------------------------------------------------------------- the source
 
 
-def answer(held: Callable[[int], Sequence[Any]], rfile: BufferedIOBase, peer: socket.socket) -> None:
-    """Answers a peer that has said the token. held: the arrays of a value, by its number."""
+def answer(arrays_of: Callable[[int], Sequence[Any]], rfile: BufferedIOBase, peer: socket.socket) -> None:
+    """Answers a peer that has said the token.
+
+    arrays_of: returns the arrays of a value, by its number.
+    """
     if rfile.readline(100).decode("latin-1").strip() != ASK:
         return
     size = _LENGTH.unpack(rfile.read(_LENGTH.size))[0]
@@ -86,7 +89,7 @@ def answer(held: Callable[[int], Sequence[Any]], rfile: BufferedIOBase, peer: so
         return
     request = json.loads(rfile.read(size))
     try:
-        arrays = held(request["number"])
+        arrays = arrays_of(request["number"])
         pieces = [(arrays[index], tuple(map(tuple, box))) for index, box in request["pieces"]]
     except Exception as error:
         _say(peer, str(error))

@@ -89,10 +89,13 @@ def packed(arguments: Any, number_of: Callable[[Any], int], kind: type) -> bytes
     return pickle.dumps((leaves, [np.asarray(one) for one in arrays]), protocol=5)
 
 
-def unpacked(data: bytes, held: Callable[[int], Any]) -> Any:
-    """Arguments as `packed` got them; arrays are numpy arrays."""
+def unpacked(data: bytes, value_of: Callable[[int], Any]) -> Any:
+    """Arguments as `packed` got them; arrays are numpy arrays.
+
+    value_of: returns the value of a number, for each `WorkerValue`.
+    """
     skeleton, arrays = pickle.loads(data)
-    return jax.tree.map(lambda one: held(one.number) if isinstance(one, WorkerValue) else one, together(skeleton, arrays))
+    return jax.tree.map(lambda one: value_of(one.number) if isinstance(one, WorkerValue) else one, together(skeleton, arrays))
 
 
 # ---------------------------------------------------------------- arrays

@@ -170,15 +170,20 @@ class TeacherSignal(Signal):
         return [RolloutBatch(own, numbers) for _ in range(how.epochs) for own in made]
 
     def parts(
-        self, answers: Sequence[Trajectory], numbers: Sequence[int], read: Sequence[Aligned] | None, given: bool
+        self, answers: Sequence[Trajectory], numbers: Sequence[int], read: Sequence[Aligned] | None, from_data: bool
     ) -> list[Batch]:
-        """The answers of these numbers, packed. read: each answer by a teacher's tokenizer. given: they are the data's."""
+        """The answers of these numbers, packed into batches.
+
+        Args:
+            read: each answer in the tokens of a teacher with another tokenizer.
+            from_data: whether the answers are those of the data, whose tokens are then labels.
+        """
         if self.reread is None or read is None:
             return [picked(with_mask(part, answers), self.settings.reads()) for part in pack_trajectories(answers, numbers, self.shape)]
         made = []
         for part in pack_trajectories(answers, numbers, self.shape, self.reread.room(answers, read, self.shape.sequence)):
             rows = self.reread.aligned_batch(with_mask(part, answers), part, read, lambda said: self.complain(said, "crowded"))
-            made.append(picked(rows | {"labels": rows["mask"] * np.float32(given)}, self.settings.reads()))
+            made.append(picked(rows | {"labels": rows["mask"] * np.float32(from_data)}, self.settings.reads()))
         return made
 
     # ---------------------------------------------------------------- evaluation
