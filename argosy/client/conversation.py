@@ -227,7 +227,7 @@ async def first_model(server: ClientTransport) -> str:
 
 
 def too_long(error: RequestRefused) -> bool:
-    """Whether the conversation no longer fits into the context."""
+    """Whether the server refused a request because the conversation no longer fits into the model's context."""
     return error.code == "context_length_exceeded" or "context length" in error.what
 
 

@@ -60,7 +60,8 @@ def check_fields(wanted: Fields, there: Fields) -> None:
     """Compares the fields that an objective reads with those that the data provides.
 
     Raises:
-        BadInput: the data lacks a field, or has it per something else or in a type that does not convert.
+        BadInput: the data lacks a field, has it per token where the objective reads one per sequence (or another such pair), or has it
+            in a type that does not convert.
     """
     for name, field in wanted.items():
         if name not in there:

@@ -31,6 +31,7 @@ def choices(task: Task, row: Mapping[str, Any]) -> list[str]:
 
 
 def after_blank(text: str) -> str:
+    """A text behind one space, as it continues a prompt."""
     return f" {text.strip()}"
 
 

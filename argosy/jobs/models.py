@@ -153,7 +153,10 @@ def what_is_kept(model: Any) -> list[Cached]:
 
 
 def cache_bytes(kept: Iterable[Cached], tokens: int, size: int) -> int:
-    """Bytes of cache for one sequence of `tokens` tokens; a windowed layer needs no more than its window."""
+    """Bytes of cache for one sequence of `tokens` tokens; a windowed layer needs no more than its window.
+
+    size: bytes of a cached number.
+    """
     return sum(k.layers * (size * k.token * min(tokens, k.span or tokens) + STATE_BYTES * k.row) for k in kept)
 
 

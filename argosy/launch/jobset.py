@@ -173,5 +173,5 @@ def environment(settings: JobSet) -> list[dict[str, Any]]:
 
 
 def annotation(name: str) -> dict[str, Any]:
-    """What JobSet's controller writes about a pod."""
+    """An environment variable's source: the annotation of this name that JobSet's controller writes on each pod."""
     return {"fieldRef": {"fieldPath": f"metadata.annotations['jobset.sigs.k8s.io/{name}']"}}

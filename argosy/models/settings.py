@@ -163,7 +163,7 @@ class Rope(Settings):
         table = "long" if context > scaling.original else "short"
         return self.model_copy(update={"scaling": scaling.model_copy(update={"table": table})})
 
-    def turned(self, size: int) -> int:
+    def rotated_size(self, size: int) -> int:
         """The number of features with rotary positions, of a head of this size."""
         return int(size * self.part)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from argosy.observe.readable import one_line
-from argosy.observe.terminal.picture import evaluated, headed, stepped
+from argosy.observe.terminal.picture import evaluated, headed, step_text
 
 
 class Logged:
@@ -29,7 +29,7 @@ class Logged:
         self._show("header", facts)
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._write(f"step {step}  {stepped(numbers)}")
+        self._write(f"step {step}  {step_text(numbers)}")
         self._show("step", step, numbers)
 
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:

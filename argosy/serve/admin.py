@@ -59,6 +59,8 @@ class FinishUpdate(Fields):
 
 
 class UpdateVersion(Fields):
+    """The body of /update_weight_version: the name of the weights that are served from now on."""
+
     new_version: str = Field(min_length=1, max_length=128, pattern="^[!-~]*$")
 
 

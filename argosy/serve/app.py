@@ -41,8 +41,10 @@ class App:
     """The application around a service.
 
     Args:
-        key: the API key, None for none. local: see `Guard`. web: serves the playground and the dashboard at `/`, for models that
-            generate text. admin: routes that are here too, with the key of their settings.
+        key: the API key; None: requests need none.
+        local: see `Guard`.
+        web: whether the playground and the dashboard are served at `/`, for models that generate text.
+        admin: the admin routes, if they are on this port too; they have a key of their own.
     """
 
     def __init__(

@@ -108,7 +108,9 @@ def service_unavailable(message: str, code: str, retry: int = 1) -> ApiError:
 
 
 def unknown_model(name: str, served: str | None = None) -> ApiError:
-    """The refusal of a model, or an adapter, that this server does not have. here: the name of the one it has."""
+    """The refusal of a model, or an adapter, that this server does not have.
+
+    served: the name of the model that it has."""
     has = "" if served is None else f", this server has `{served}`"
     return ApiError(f"the model `{name[:128]}` does not exist{has}", status=404, param="model", code="model_not_found")
 

@@ -244,7 +244,7 @@ def test_a_result_that_does_not_fit_on_the_disk_is_an_error(monkeypatch):
 
 def test_verbs_that_write_files_conclude_and_verbs_that_look_answer():
     """`| head` must not turn a finished training into a failure."""
-    files = {"train", "sweep", "quickstart", "convert", "report", "data", "config", "batch", "quantize"}
+    files = {"train", "sweep", "quickstart", "convert", "report", "data", "config", "batch", "quantize", "export", "bundle"}
     concluding = {path.stem for path in (Path(argosy.cli.__file__).parent / "verbs").glob("*.py") if " conclude(" in path.read_text()}
     assert concluding == files
 

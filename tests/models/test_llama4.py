@@ -12,7 +12,7 @@ import argosy
 from argosy.core.errors import BadInput
 from argosy.jobs.api import preset_config
 from argosy.models.parts.attention.attend import Contiguous, Packed
-from argosy.models.parts.attention.heads import tempered, turned
+from argosy.models.parts.attention.heads import rotate_heads, scale_queries
 from argosy.models.parts.weight import put, split
 from argosy.models.settings import Llama3Scaling, Reach, Rope, Temper, Yarn
 from argosy.weights.hub.config import config_from
@@ -144,9 +144,9 @@ def test_queries_grow_by_steps():
     each = Reach(temper=Temper(floor=3, scale=0.5))
     segments = jnp.asarray([[1] * 9, [1, 1, 1, 1, 1, 2, 2, 2, 0]], jnp.int32)
     expected = 1 + 0.5 * np.log1p(np.floor((np.asarray([[*range(9)], [0, 1, 2, 3, 4, 0, 1, 2, 0]]) + 1) / 3))
-    np.testing.assert_allclose(tempered(q, each, Packed(segments))[:, :, 0, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(scale_queries(q, each, Packed(segments))[:, :, 0, 0], expected, rtol=1e-6)
     far = jnp.asarray([[10_485_758], [10_485_759]], jnp.int32)
-    grown = tempered(q[:, :1], Reach(temper=Temper()), Contiguous(far, far > 0))[:, 0, 0, 0]
+    grown = scale_queries(q[:, :1], Reach(temper=Temper()), Contiguous(far, far > 0))[:, 0, 0, 0]
     np.testing.assert_allclose(grown, 1 + 0.1 * np.log1p([1279, 1280]), rtol=1e-6)
 
 
@@ -154,7 +154,7 @@ def test_heads_are_normalised_after_they_turn():
     """YaRN's factor on cosine and sine is normalised away."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 8)), jnp.float32)
     rope = Rope(pairs="interleaved", scaling=Yarn(factor=8, original=16, attention=3.0))
-    y = turned(x, Reach(7, rope, unit=1e-12), Packed(jnp.ones((2, 5), jnp.int32)))
+    y = rotate_heads(x, Reach(7, rope, unit=1e-12), Packed(jnp.ones((2, 5), jnp.int32)))
     np.testing.assert_allclose((np.asarray(y) ** 2).mean(-1), 1, rtol=1e-5)
 
 

@@ -54,7 +54,7 @@ def test_queries_keys_and_values_by_hand():
         for kind, of, turns in ((QUERIES, block.attn.q, True), (KEYS, block.attn.k, True), (VALUES, block.attn.v, False)):
             y = np.einsum("btd,dnh->btnh", x, np.asarray(of.w[...], np.float64))
             if turns:
-                at = angles(jnp.asarray(positions[None].repeat(2, 0), jnp.int32), each.rope, each.rope.turned(y.shape[-1]))
+                at = angles(jnp.asarray(positions[None].repeat(2, 0), jnp.int32), each.rope, each.rope.rotated_size(y.shape[-1]))
                 y = apply_rope(jnp.asarray(y, jnp.float32), each.rope, at)
             assert relative(found[i][kind], y) < 1e-4, (i, kind)
 

@@ -267,18 +267,18 @@ def test_importing_it_does_not_import_rich():
 
 
 def test_the_load_of_experts_is_reported():
-    from argosy.observe.terminal.picture import stepped
+    from argosy.observe.terminal.picture import step_text
 
-    assert stepped({"loss": 1.0, "expert_load_max": 1.74, "experts_dropped": 0.143}) == (
+    assert step_text({"loss": 1.0, "expert_load_max": 1.74, "experts_dropped": 0.143}) == (
         "loss 1.0000  fullest expert 1.7x  dropped 14.3%"
     )
 
 
 def test_the_share_of_cut_answers_is_reported():
-    from argosy.observe.terminal.picture import stepped
+    from argosy.observe.terminal.picture import step_text
 
-    assert stepped({"reward": 0.5, "answers/tokens": 12.0, "answers/cut": 0.25}) == "reward 0.500  answers of 12 tokens, 25% cut"
-    assert stepped({"reward": 0.5, "answers/tokens": 12.0, "answers/cut": 0.0}) == "reward 0.500  answers of 12 tokens"
+    assert step_text({"reward": 0.5, "answers/tokens": 12.0, "answers/cut": 0.25}) == "reward 0.500  answers of 12 tokens, 25% cut"
+    assert step_text({"reward": 0.5, "answers/tokens": 12.0, "answers/cut": 0.0}) == "reward 0.500  answers of 12 tokens"
 
 
 def test_what_a_step_compares_is_reported():

@@ -48,7 +48,10 @@ class ReadLock:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
-    """Whether nobody reads a checkpoint. While the block runs nobody begins to, so its manifest is removed inside."""
+    """Locks a checkpoint against readers, to remove it. Gives whether the lock was free: False if a process reads the checkpoint.
+
+    While the block runs no reader can begin, so the manifest is removed inside the block.
+    """
     file = os.open(folder / NAME, os.O_RDONLY)
     try:
         try:

@@ -143,10 +143,10 @@ def check_target(settings: Quantize, target: str, is_gguf: bool) -> None:
 
 
 def check_search(settings: Quantize, target: str) -> None:
-    """Checks that the settings belong to a search.
+    """Checks that the settings and the target are those of a search, which writes a file of rules.
 
     Raises:
-        BadInput: one that has no meaning there, or none of data.
+        BadInput: a setting is for writing a model, the target is no file of rules, or there is no calibration data.
     """
     hint = "`argosy quantize MODEL OUT.yml search=4.5 data.source=FILE`, then `argosy quantize MODEL OUT rules=OUT.yml`"
     if settings.search is None:

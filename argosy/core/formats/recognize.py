@@ -65,7 +65,7 @@ def binary_kind(head: bytes) -> tuple[str, str] | None:
     # Eight bytes of length, then a JSON object.
     if head[8:9] == b"{" and len(head) > 8 and int.from_bytes(head[:8], "little") < 1 << 27 and b"\0" in head[:8]:
         return "a safetensors file", NO_TEXT
-    if b"\0" in head and not decodes(head):
+    if b"\0" in head and not is_utf8(head):
         return "a binary file of a kind that is not known here", NO_TEXT
     return None
 
@@ -84,11 +84,11 @@ def zipped(head: bytes) -> tuple[str, str]:
 
 def is_text(head: bytes) -> bool:
     """Whether they decode, and hold no control characters but those of terminals and pages."""
-    return decodes(head) and not CONTROLS & set(head)
+    return is_utf8(head) and not CONTROLS & set(head)
 
 
-def decodes(head: bytes) -> bool:
-    """Whether the first bytes of a file are UTF-8; the last character may be cut."""
+def is_utf8(head: bytes) -> bool:
+    """Whether the first bytes of a file are UTF-8; the last character may be cut off."""
     try:
         head.decode()
     except UnicodeDecodeError as error:

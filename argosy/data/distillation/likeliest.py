@@ -107,12 +107,12 @@ class Likeliest:
         return {"teacher_ids": ids, "teacher_logps": logps, "teacher_rest": rest}
 
     @contextmanager
-    def writing(self, say: Say) -> Iterator["Writer"]:
+    def writing(self, say: Say) -> Iterator["LikeliestWriter"]:
         """Adds rows; by one process at a time. What others have added meanwhile is there inside."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with one_at_a_time(self.path.with_suffix(".lock"), say):
             self.load()
-            writer = Writer(self)
+            writer = LikeliestWriter(self)
             try:
                 yield writer
             finally:
@@ -121,32 +121,37 @@ class Likeliest:
                 self.load()
 
 
-class Writer:
-    """Appends rows to the files of `Likeliest`. targets: how many were added."""
+class LikeliestWriter:
+    """Appends rows to the files of a `Likeliest`.
 
-    def __init__(self, of: Likeliest):
-        self.of, self.targets = of, 0
-        self.file = of.path.with_suffix(".bin").open("ab")
-        self.made: dict[int, int] = {}
+    store: the object whose files they are.
+    targets: how many targets were added.
+    offsets: row -> its offset in the file, for the rows that were added since the last flush.
+    """
+
+    def __init__(self, store: Likeliest):
+        self.store, self.targets = store, 0
+        self.file = store.path.with_suffix(".bin").open("ab")
+        self.offsets: dict[int, int] = {}
 
     def add(self, row: int, top: TopTokens) -> None:
-        at, of = self.file.tell(), self.of
+        at, store = self.file.tell(), self.store
         self.file.write(len(top.ids).to_bytes(8, "little"))
-        self.file.write(np.ascontiguousarray(top.ids, of.ids).tobytes())
+        self.file.write(np.ascontiguousarray(top.ids, store.ids).tobytes())
         self.file.write(np.ascontiguousarray(top.logps, np.float16).tobytes())
         self.file.write(np.ascontiguousarray(top.rest, np.float32).tobytes())
-        self.made[row], self.targets = at, self.targets + len(top.ids)
+        self.offsets[row], self.targets = at, self.targets + len(top.ids)
 
     def flush(self) -> None:
-        """What was added is on disk, and then known."""
-        if not self.made:
+        """Writes the added rows to disk, and then their offsets to the index, which makes them known."""
+        if not self.offsets:
             return
         self.file.flush()
         os.fsync(self.file.fileno())
-        begins = self.of.begins
-        begins[list(self.made)] = list(self.made.values())
-        self.made = {}
-        part = self.of.path.with_name(f"{self.of.path.name}.{os.getpid()}")
+        begins = self.store.begins
+        begins[list(self.offsets)] = list(self.offsets.values())
+        self.offsets = {}
+        part = self.store.path.with_name(f"{self.store.path.name}.{os.getpid()}")
         with part.open("wb") as file:
             np.save(file, begins)
-        part.replace(self.of.path)
+        part.replace(self.store.path)

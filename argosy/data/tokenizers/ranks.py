@@ -88,7 +88,10 @@ def from_ranks(text: str, config: TokenizerConfig, path: Path) -> tuple[str, Tok
 
 
 def merges(ranks: Mapping[bytes, int], names: Mapping[int, str]) -> Iterator[list[str]]:
-    """Every way to split a token in two, in the order of ranks."""
+    """The merges of a byte-pair vocabulary whose tokens have ranks: every split of a token into two others, by the rank of the token.
+
+    names: byte -> the character that stands for it in tokenizer.json.
+    """
     pairs = [
         (rank, ranks[token[:cut]], token[:cut], token[cut:])
         for token, rank in ranks.items()

@@ -193,11 +193,13 @@ def allocate_caches(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Ca
 
 
 def reserve_caches(specs: Specs, home: Home, empty: Callable[[], Caches], programs: Programs | None = None) -> Caches:
-    """As `allocate_caches`, for caches that last. On a CPU they take memory as their pages are first written, so a large pool costs
-    what is used of it. Entry by entry, so that not even the peak has all of them.
+    """As `allocate_caches`, for caches that live as long as the engine.
+
+    On a CPU their pages take memory when they are first written, so a large pool costs only what is used of it. One array is
+    allocated at a time, so that the peak holds the zeros of one, not of all.
 
     Args:
-        programs: those of the engine.
+        programs: the engine's programs, which compile the zeros.
     """
     device = default_device() if home is None else next(iter(home.device_set))
     if device.platform != "cpu" or home_mesh(home) is not None:

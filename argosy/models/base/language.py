@@ -147,8 +147,8 @@ class DecoderConfig(LanguageConfig):
             raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.K}")
         if self.head_size is None and self.width % self.heads:
             raise ValueError(f"width = {self.width} is not a multiple of heads = {self.heads}: set head_size")
-        if self.rope.turned(self.H) % 2:
-            raise ValueError(f"rotary positions apply to {self.rope.turned(self.H)} features of a head, which must be even")
+        if self.rope.rotated_size(self.H) % 2:
+            raise ValueError(f"rotary positions apply to {self.rope.rotated_size(self.H)} features of a head, which must be even")
         if self.pattern is not None and (not self.pattern or set(self.pattern) - {"L", "G"}):
             raise ValueError(f"pattern = {self.pattern}: L for a local layer, G for one that attends to everything")
         if self.window is None and "L" in (self.pattern or ""):

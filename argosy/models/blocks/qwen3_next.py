@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from argosy.models.parts.attention.attend import HEADS, Attend, Carry
 from argosy.models.parts.attention.cache import Cache, Spec
-from argosy.models.parts.attention.heads import Attention, turned
+from argosy.models.parts.attention.heads import Attention, rotate_heads
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.weight import Draw, Meaning, weight
@@ -32,8 +32,8 @@ class GatedAttention(Attention):
     def __call__(
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        q = turned(self.q_norm(self.q(x)), each, attend)
-        k = turned(self.k_norm(self.k(x)), each, attend)
+        q = rotate_heads(self.q_norm(self.q(x)), each, attend)
+        k = rotate_heads(self.k_norm(self.k(x)), each, attend)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, self.v(x)))
         y, cache = attend(q, {"k": k, "v": v}, cache, HEADS, score=Score(self.scale))
         y = checkpoint_name(y, "attention") * jax.nn.sigmoid(self.gate(x))

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from argosy.core.dims import LOOKED_UP, Legend, named_axes
-from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
+from argosy.models.parts.weight import Draw, Meaning, SelectionWeight, weight
 from argosy.ops.grouped import grouped_matmul
 from argosy.ops.matmul import matmul, with_wide_output
 from argosy.ops.native.products import Panels, integer_product, multiplies_integers, product
@@ -303,7 +303,7 @@ class Contraction(nnx.Module):
     def chooses(self) -> bool:
         """Whether its output only selects something (experts, tokens), so that no gradient flows through it and an adapter would
         never train."""
-        return isinstance(getattr(self, "w", None), Choosing)
+        return isinstance(getattr(self, "w", None), SelectionWeight)
 
     @property
     def x(self) -> str:
@@ -378,7 +378,7 @@ class Einsum(Contraction):
         dims: the size of each letter of the weight.
         bias: adds one number for each kept channel.
         scale: standard deviation of the initial weights; 1/sqrt(fan-in) by default.
-        kind: of its variables: `Choosing` if its output only selects something.
+        kind: the class of its variables: `SelectionWeight` if its output only selects.
         several: whether other equations contract the weight as well (`via`), so that it is not packed for this one.
         legend: letters of this equation that stand for other axes than in `core.dims.LEGEND`.
     """

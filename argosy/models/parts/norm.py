@@ -42,7 +42,7 @@ class LayerNorm(nnx.Module):
 
     Args:
         letters: the letter of the normalized axis.
-        kind: of its variables: `Choosing` if its output only selects something.
+        kind: the class of its variables: `SelectionWeight` if its output only selects.
     """
 
     def __init__(self, width: int, eps: float = 1e-5, letters: str = "D", kind: type[nnx.Variable] = nnx.Param):

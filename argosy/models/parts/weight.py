@@ -95,8 +95,9 @@ class Codes(Frozen):
     """Part of a quantized weight: its values, scales or zero points. Never trained, even after `thaw`."""
 
 
-class Choosing(nnx.Variable):
-    """A weight whose output only selects something. No gradient reaches it; it is neither trained, decayed nor adapted."""
+class SelectionWeight(nnx.Variable):
+    """A weight whose output only selects, such as the keys that an indexer attends to. No gradient reaches it, so it is neither
+    trained, decayed nor adapted."""
 
 
 def split(model: nnx.Module, *kinds: Any) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ def render_quantization(result: Mapping[str, Any], command: str = "") -> str:
 
 
 def module_kind(name: str) -> str:
-    """layers.3.attn.q as layers.attn.q."""
+    """A module's name without the number of its layer: `layers.attn.q` for `layers.3.attn.q`."""
     return ".".join(part for part in name.split(".") if not part.isdecimal())
 
 

@@ -74,7 +74,7 @@ class Picture:
     def line(self) -> str:
         """The last step in one line."""
         left = f"  {lasted(self.left_s)} left" if self.left_s else ""
-        words = "  ".join(filter(None, (stepped(self.numbers), preference_text(self.numbers))))
+        words = "  ".join(filter(None, (step_text(self.numbers), preference_text(self.numbers))))
         return f"{self.place(self.now)}  {words}{left}"
 
     # ---------------------------------------------------------------- the live picture
@@ -114,7 +114,7 @@ class Picture:
     def _number_lines(self) -> list[str]:
         if not self.numbers:
             return [f"no step logged yet, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
-        lines = [stepped(self.numbers), *filter(None, [preference_text(self.numbers)])]
+        lines = [step_text(self.numbers), *filter(None, [preference_text(self.numbers)])]
         if self.evals:
             step = max(list(self.evals))
             lines.append(f"{curve.MARK} {evaluated(self.evals[step])} at step {step}")
@@ -211,7 +211,7 @@ def memory_words(sizes: Mapping[str, int]) -> str:
     return f"{sized(sizes['total'])}: {kinds}{beside}"
 
 
-def stepped(numbers: Mapping[str, float]) -> str:
+def step_text(numbers: Mapping[str, float]) -> str:
     """The numbers of a step that are worth watching, as text."""
     words = [f"reward {numbers['reward']:.3f}"] if "reward" in numbers else []
     if "answers/tokens" in numbers:

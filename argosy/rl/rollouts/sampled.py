@@ -19,13 +19,13 @@ OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
 class SampledRollout:
     """A rollout that was sampled and scored.
 
-    number: from 0.
-    seen: rollouts that its weights had learned from.
-    rounds: of generation.
-    place: in the prompts, after it.
-    failed: rewards that are missing, and processes that ended, by metric.
-    clock: seconds of its work, by metric.
-    source: whose the completions are: the policy's `own`, the `teacher`'s, or those of the `data`.
+    number: its place among the rollouts of the run, from 0.
+    seen: the number of rollouts that the policy had learned from when it sampled this one.
+    rounds: how often completions were generated for it (`rollout.resample`).
+    place: the position in the prompts behind its last one.
+    failed: by metric, the number of missing rewards and of processes that ended.
+    clock: by metric, the seconds that it took.
+    source: who wrote the completions: `own` (the policy), `teacher`, or `data`.
     """
 
     number: int = 0

@@ -98,7 +98,7 @@ def allow_where(tests: list[Instruction]) -> list[Instruction]:
 
 
 def any_of(index: int, values: tuple[int, ...]) -> list[Instruction]:
-    """The argument is one of these."""
+    """A test that a call passes if its argument at this index is one of these values."""
     last = len(values) - 1
     return [argument(index), *((EQUAL, last - i, 0 if i < last else -1, value) for i, value in enumerate(values))]
 

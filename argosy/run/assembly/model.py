@@ -14,7 +14,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.models.parts.stack.remat import check_kept
-from argosy.models.parts.weight import Choosing, variables
+from argosy.models.parts.weight import SelectionWeight, variables
 from argosy.rl.policy.critic import attach_critic
 from argosy.run.assembly import diloco as replicas
 from argosy.run.assembly.assembly import AdapterParts
@@ -73,7 +73,7 @@ def _check_trained(run: Run, model: Any) -> None:
     Raises:
         BadInput: some would.
     """
-    drawn = [] if run.init.weights or run.init.state else [a for a, v in variables(model).items() if isinstance(v, Choosing)]
+    drawn = [] if run.init.weights or run.init.state else [a for a, v in variables(model).items() if isinstance(v, SelectionWeight)]
     if drawn:
         raise BadInput(
             f"{plural(len(drawn), 'weight')} of the sparse-attention indexer would keep their random values: nothing trains them",

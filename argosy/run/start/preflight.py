@@ -62,10 +62,10 @@ def steps_made(reading: Reading[Run], recipe: str) -> int:
 
 
 def check_place(values: Mapping[str, Any], recipe: str) -> None:
-    """Checks that the run directory can be written, as far as the settings tell which it is.
+    """Checks that the run directory can be written, if the settings are right enough to say which directory it is.
 
     Raises:
-        BadInput: it cannot.
+        BadInput: the directory cannot be written.
     """
     directory = values.get("dir") or run_folder(recipe)
     if values and directory.strip() and not is_run_directory(recipe):

@@ -30,7 +30,7 @@ M = TypeVar("M", bound=ServerMetrics | AllMetrics)
 class Admission(Generic[O, M]):
     """The requests that a server has admitted.
 
-    opened: those that have not ended.
+    opened: the requests that have not ended.
     """
 
     def __init__(self, limits: ServerLimits, metrics: M):

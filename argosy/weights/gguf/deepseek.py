@@ -29,15 +29,15 @@ def read_deepseek2(meta: Metadata) -> Described:
 
 
 def _config(meta: Metadata) -> DeepSeekConfig:
-    sizes, turned = _sizes(meta), meta.count("rope.dimension_count")
+    sizes, rotary_size = _sizes(meta), meta.count("rope.dimension_count")
     first = meta.some("leading_dense_block_count") or 0
     return DeepSeekConfig(
-        **sizes | {"head_size": sizes["head_size"] - turned},
-        rope_size=turned,
+        **sizes | {"head_size": sizes["head_size"] - rotary_size},
+        rope_size=rotary_size,
         latent_rank=meta.count("attention.kv_lora_rank"),
         query_rank=meta.some("attention.q_lora_rank"),
         attention_bias=meta.has("blk.0.attn_output.bias"),
-        rope=_rope(meta, turned),
+        rope=_rope(meta, rotary_size),
         dense=first,
         moe=_experts(meta, first),
     )
@@ -85,9 +85,9 @@ def _sizes(meta: Metadata) -> dict[str, Any]:
     return sizes
 
 
-def _rope(meta: Metadata, turned: int) -> Rope:
+def _rope(meta: Metadata, rotary_size: int) -> Rope:
     """YaRN. The key `yarn_log_multiplier` is a tenth of `mscale_all_dim`; `mscale` equals it in every released model."""
-    rope = read_gguf_rope(meta, turned).model_copy(update={"pairs": "interleaved"})
+    rope = read_gguf_rope(meta, rotary_size).model_copy(update={"pairs": "interleaved"})
     if isinstance(rope.scaling, Yarn) and meta.get(sharpening := "rope.scaling.yarn_log_multiplier"):
         sharper = decimal(10 * meta.number(sharpening))
         sharpening_values = {"mscale": sharper, "mscale_all_dim": sharper}

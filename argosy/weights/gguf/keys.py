@@ -81,7 +81,7 @@ def _sizes(config: Any) -> Keys:
         "attention.key_length": config.H,
         "attention.value_length": config.H,
         "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "rope.dimension_count": config.rope.turned(config.H),
+        "rope.dimension_count": config.rope.rotated_size(config.H),
     }
     return keys | _rope(config.rope)
 
@@ -108,7 +108,7 @@ def _rope(rope: Rope) -> Keys:
 
 def frequencies(config: Any) -> dict[str, np.ndarray]:
     """The divisors of the frequencies, one for each rotary pair, where a file has them as tensors."""
-    rope, size = config.rope, config.rope.turned(config.H)
+    rope, size = config.rope, config.rope.rotated_size(config.H)
     if isinstance(rope.scaling, LongRope):
         return {name: np.asarray(a, np.float32) for name, a in ((ROPE_LONG, rope.scaling.long), (ROPE_SHORT, rope.scaling.short))}
     if isinstance(rope.scaling, Llama3Scaling):

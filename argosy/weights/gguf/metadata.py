@@ -154,15 +154,15 @@ def read_gguf_rope(meta: Metadata, size: int, *, partial: bool = False, truncate
         partial: whether only a part of each head may be rotated.
         truncate: whether YaRN's ramp ends at whole dimensions; no key stores this.
     """
-    turned = meta.count("rope.dimension_count", size)
-    if turned > size or not (partial or turned == size):
-        meta.add_problem("rope.dimension_count", f"is {turned} of {size}, which is not built for this architecture")
-        turned = size
+    rotary_size = meta.count("rope.dimension_count", size)
+    if rotary_size > size or not (partial or rotary_size == size):
+        meta.add_problem("rope.dimension_count", f"is {rotary_size} of {size}, which is not built for this architecture")
+        rotary_size = size
     base = meta.number("rope.freq_base", 10_000.0)
-    return Rope(base=base, scaling=_scaling(meta, base, turned, truncate), part=rotary_share(turned, size))
+    return Rope(base=base, scaling=_scaling(meta, base, rotary_size, truncate), part=rotary_share(rotary_size, size))
 
 
-def _scaling(meta: Metadata, base: float, turned: int, truncate: bool) -> Scaling | None:
+def _scaling(meta: Metadata, base: float, rotary_size: int, truncate: bool) -> Scaling | None:
     """Frequency factors from tensors, otherwise from keys. A factor without a type means linear scaling."""
     factor = meta.get("rope.scaling.factor")
     kind = meta.get("rope.scaling.type") or ("linear" if factor else "none")
@@ -177,9 +177,9 @@ def _scaling(meta: Metadata, base: float, turned: int, truncate: bool) -> Scalin
         )
         return None
     if long:
-        return _longrope(meta, turned)
+        return _longrope(meta, rotary_size)
     if meta.has(ROPE_FREQS):
-        divisors = _factors(meta, ROPE_FREQS, turned)
+        divisors = _factors(meta, ROPE_FREQS, rotary_size)
         return None if divisors is None else llama3(divisors, base)
     for key in ("rope.scale_linear", "rope.scaling.attn_factor"):
         meta.must(key, 1.0)
@@ -201,9 +201,9 @@ def _yarn(meta: Metadata, truncate: bool) -> Yarn:
     )
 
 
-def _longrope(meta: Metadata, turned: int) -> LongRope | None:
+def _longrope(meta: Metadata, rotary_size: int) -> LongRope | None:
     meta.must("rope.scaling.factor", 1.0)
-    short, long = _factors(meta, ROPE_SHORT, turned), _factors(meta, ROPE_LONG, turned)
+    short, long = _factors(meta, ROPE_SHORT, rotary_size), _factors(meta, ROPE_LONG, rotary_size)
     if short is None or long is None:
         return None
     return LongRope(
@@ -214,11 +214,11 @@ def _longrope(meta: Metadata, turned: int) -> LongRope | None:
     )
 
 
-def _factors(meta: Metadata, name: str, turned: int) -> np.ndarray | None:
+def _factors(meta: Metadata, name: str, rotary_size: int) -> np.ndarray | None:
     """The divisors of the frequencies, one for each rotary pair."""
-    if (count := meta.axis(name, 0)) == turned // 2:
+    if (count := meta.axis(name, 0)) == rotary_size // 2:
         return meta.file.read(name)
-    meta.problems.append(f"`{name}` has {count} factors for {turned // 2} rotary pairs")
+    meta.problems.append(f"`{name}` has {count} factors for {rotary_size // 2} rotary pairs")
     return None
 
 

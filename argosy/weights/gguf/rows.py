@@ -52,19 +52,19 @@ def norm_rows(layers: Sequence[int], names: dict[str, str]) -> list[KeyRow]:
 
 def attention_rows(layers: Sequence[int], *, paired: bool = False, bias: bool = False, out_bias: bool = False) -> list[KeyRow]:
     """The four projections. `paired`: rotary pairs are interleaved."""
-    theirs, turned = (PAIRS, "(two P)") if paired else (PLAIN, "H")
+    theirs, rotary = (PAIRS, "(two P)") if paired else (PLAIN, "H")
     rows = layer_rows(
         layers,
-        ("attn_q.weight", "attn.q.w", f"{theirs['N']} D -> D N {turned}"),
-        ("attn_k.weight", "attn.k.w", f"{theirs['K']} D -> D K {turned}"),
+        ("attn_q.weight", "attn.q.w", f"{theirs['N']} D -> D N {rotary}"),
+        ("attn_k.weight", "attn.k.w", f"{theirs['K']} D -> D K {rotary}"),
         ("attn_v.weight", "attn.v.w", "(K H) D -> D K H"),
         ("attn_output.weight", "attn.o.w", "D (N H) -> N H D"),
     )
     if bias:
         rows += layer_rows(
             layers,
-            ("attn_q.bias", "attn.q.b", f"{theirs['N']} -> N {turned}"),
-            ("attn_k.bias", "attn.k.b", f"{theirs['K']} -> K {turned}"),
+            ("attn_q.bias", "attn.q.b", f"{theirs['N']} -> N {rotary}"),
+            ("attn_k.bias", "attn.k.b", f"{theirs['K']} -> K {rotary}"),
             ("attn_v.bias", "attn.v.b", "(K H) -> K H"),
         )
     return rows + (layer_rows(layers, ("attn_output.bias", "attn.o.b", "D -> D")) if out_bias else [])

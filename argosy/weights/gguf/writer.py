@@ -169,7 +169,7 @@ def _differences(ours: Any, theirs: Any) -> Iterable[str]:
     a, b = (dict(_flat(config.resolved().model_dump())) for config in (ours, theirs))
     same_turns = _turns(ours) == _turns(theirs)
     # The number of turned features counts, of which the share is one of many.
-    same_part = ours.rope.turned(ours.H) == theirs.rope.turned(theirs.H)
+    same_part = ours.rope.rotated_size(ours.H) == theirs.rope.rotated_size(theirs.H)
     for key in sorted(a.keys() | b.keys()):
         if key in OF_TRAINING or (same_turns and key.startswith("rope.scaling.")) or (same_part and key == "rope.part"):
             continue
@@ -197,7 +197,7 @@ def _turns(config: Any) -> Any:
     """What the rotary scaling comes to, to five digits; None for one that depends on the length."""
     rope: Rope = config.rope
     try:
-        found, factor = rope.frequencies(rope.turned(config.H))
+        found, factor = rope.frequencies(rope.rotated_size(config.H))
     except ValueError:
         return math.nan
     return [f"{x:.4e}" for x in (*found, factor)]

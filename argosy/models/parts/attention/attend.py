@@ -121,8 +121,8 @@ class Carry(NamedTuple):
 Recurrence = Callable[[tuple[Array, ...], Carry], tuple[Array, Cache]]
 
 
-class Recurs:
-    """Strategies whose calls are rows of one width."""
+class RowRecurrence:
+    """The recurrence of strategies whose calls are rows [B T ...], each row one sequence or a part of it."""
 
     def recur(self: Any, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
         """A recurrence over the rows of a call.
@@ -234,7 +234,7 @@ def _rows(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 @_strategy("absorb")
-class Packed(Recurs):
+class Packed(RowRecurrence):
     """Whole sequences, causal within each segment; segment 0 is padding. For training and for evaluating whole texts."""
 
     segments: Int[Array, "B T"]
@@ -301,7 +301,7 @@ class Branched:
 
 
 @_strategy()
-class Bidirectional(Recurs):
+class Bidirectional(RowRecurrence):
     """Each token attends to its whole segment; segment 0 is padding."""
 
     segments: Int[Array, "B T"]
@@ -328,7 +328,7 @@ class Bidirectional(Recurs):
 
 
 @_strategy("absorb", "fresh")
-class Contiguous(Recurs):
+class Contiguous(RowRecurrence):
     """A buffer [B S ...] for each layer. Token t of row b is at `at[b, t]`. Tokens that are not `live` (padding on the right of
     shorter rows) and positions outside the buffer are not written, and their results have no meaning.
 
@@ -389,7 +389,7 @@ def _parted(entries: Cache) -> Cache:
 
 
 @_strategy("absorb")
-class Paged(Recurs):
+class Paged(RowRecurrence):
     """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of rings and states. It has `lengths[b]`
     tokens, and `new[b]` of the T tokens of this call are its new ones.
 

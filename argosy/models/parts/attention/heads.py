@@ -67,7 +67,7 @@ class Attention(nnx.Module):
         return Spec(token=(("k", self.kv_shape), ("v", self.kv_shape)), span=each.window, chunked=each.chunked, letters=letters)
 
     def turns(self, each: Reach) -> Turns:
-        return () if each.rope is None else ((each.rope, each.rope.turned(self.kv_shape[1])),)
+        return () if each.rope is None else ((each.rope, each.rope.rotated_size(self.kv_shape[1])),)
 
     def __call__(
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
@@ -75,24 +75,24 @@ class Attention(nnx.Module):
         q, k = self.q(x), self.k(x)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = tempered(turned(q, each, attend), each, attend), turned(k, each, attend)
+        q, k = scale_queries(rotate_heads(q, each, attend), each, attend), rotate_heads(k, each, attend)
         score = Score(self.scale, each.window, self.cap, None if self.sinks is None else self.sinks[...], each.chunked)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, self.v(x)))
         y, cache = attend(q, {"k": k, "v": v}, cache, HEADS, score=score)
         return checkpoint_name(self.o(checkpoint_name(y, "attention")), "attention_out"), cache
 
 
-def turned(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
-    """Queries or keys, rotated by the positions of their tokens."""
+def rotate_heads(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
+    """Rotates queries or keys by the positions of their tokens (RoPE), and normalizes them where the layer does so after it."""
     if each.rope is not None:
-        size = each.rope.turned(x.shape[-1])
+        size = each.rope.rotated_size(x.shape[-1])
         shared = (getattr(attend, "angles", None) or {}).get(each.rope.key(size))
         x = apply_rope(x, each.rope, shared or angles(attend.positions, each.rope, size))
     return x if each.unit is None else over_rms(wide(x), each.unit).astype(x.dtype)
 
 
-def tempered(q: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
-    """Queries, scaled by the positions of their tokens."""
+def scale_queries(q: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
+    """Scales queries by the positions of their tokens (the temperature of Llama 4's long contexts)."""
     if each.temper is None:
         return q
     steps = (attend.positions + 1) // each.temper.floor

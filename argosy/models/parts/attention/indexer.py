@@ -3,7 +3,7 @@
     I_ts = sum over h of  w_th relu(q_th . k_s)        q and w of each indexer head, one key for all of them
     selected for query t: the `topk` tokens s with the largest I_ts; all tokens if there are fewer
 
-The indexer only selects. No gradient reaches its weights (`Choosing`), and a model trained here keeps the indexer it started
+The indexer only selects. No gradient reaches its weights (`SelectionWeight`), and a model trained here keeps the indexer it started
 with: DeepSeek trains it separately, towards the weights of attention, with a loss that is not built. Like the router, it computes
 scores in float32 at least. DeepSeek's kernels first multiply queries and keys by a Hadamard matrix and round them to FP8; the
 multiplication does not change products, and the rounding is left out.
@@ -23,10 +23,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from argosy.models.parts.attention.attend import Attend
-from argosy.models.parts.attention.heads import Reach, turned
+from argosy.models.parts.attention.heads import Reach, rotate_heads
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import LayerNorm
-from argosy.models.parts.weight import Choosing
+from argosy.models.parts.weight import SelectionWeight
 from argosy.ops.attention import See
 from argosy.ops.precision import wide
 
@@ -53,10 +53,10 @@ class Indexer(nnx.Module):
     def __init__(self, dims: dict[str, int], topk: int):
         self.topk, self.turns = topk, dims["P"]
         self.scale = (dims["I"] * dims["J"]) ** -0.5
-        self.q = Einsum("BTQ,QIJ->BTIJ", dims, kind=Choosing)
-        self.k = Einsum("BTD,DJ->BTJ", dims, kind=Choosing)
-        self.k_norm = LayerNorm(dims["J"], KEY_EPS, "J", Choosing)
-        self.weigh = Einsum("BTD,DI->BTI", dims, kind=Choosing)
+        self.q = Einsum("BTQ,QIJ->BTIJ", dims, kind=SelectionWeight)
+        self.k = Einsum("BTD,DJ->BTJ", dims, kind=SelectionWeight)
+        self.k_norm = LayerNorm(dims["J"], KEY_EPS, "J", SelectionWeight)
+        self.weigh = Einsum("BTD,DI->BTI", dims, kind=SelectionWeight)
 
     def __call__(
         self,
@@ -77,7 +77,7 @@ class Indexer(nnx.Module):
     def positioned(self, x: Float[Array, "B T N J"], each: Reach, attend: Attend) -> Float[Array, "B T N J"]:
         """Applies rotary positions to the first features, always in halves."""
         halves = each.rope and each.rope.model_copy(update={"pairs": "halves"})
-        first = turned(x[..., : self.turns], Reach(rope=halves), attend)
+        first = rotate_heads(x[..., : self.turns], Reach(rope=halves), attend)
         return jnp.concatenate([first, x[..., self.turns :]], -1)
 
     def pick(self, query: IndexQuery, keys: Float[Array, "B S J"], see: See, window: int | None) -> See:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.attention.cache import Cache, Spec
-from argosy.models.parts.attention.heads import Reach, turned
+from argosy.models.parts.attention.heads import Reach, rotate_heads
 from argosy.models.parts.attention.indexer import Indexer, IndexQuery
 from argosy.models.parts.attention.rope import Turns
 from argosy.models.parts.einsum import Einsum
@@ -88,8 +88,8 @@ class LatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         q, source = self.queries(x)
-        q = jnp.concatenate([q[..., : self.plain], turned(q[..., self.plain :], each, attend)], -1)
-        rope = turned(self.k_rope(x)[:, :, None], each, attend)[:, :, 0]
+        q = jnp.concatenate([q[..., : self.plain], rotate_heads(q[..., self.plain :], each, attend)], -1)
+        rope = rotate_heads(self.k_rope(x)[:, :, None], each, attend)[:, :, 0]
         # Keys and values of the heads are made of the latent, which is shorter.
         q = checkpoint_name(q, "qkv")
         entries = {"latent": checkpoint_name(jnp.concatenate([self.kv_norm(self.kv_down(x)), rope], -1), "qkv")}

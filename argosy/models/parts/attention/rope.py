@@ -34,7 +34,7 @@ def angles(at: Int[Array, "B T"] | Int[Array, "B T A"], rope: Rope, size: int) -
 
 def apply_rope(x: Float[Array, "B T N H"], rope: Rope, table: Angles) -> Float[Array, "B T N H"]:
     """Rotates each pair of features by its position."""
-    size, (cos, sin) = rope.turned(x.shape[-1]), table
+    size, (cos, sin) = rope.rotated_size(x.shape[-1]), table
     y = wide(x[..., :size])
     cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
     if rope.pairs == "interleaved":

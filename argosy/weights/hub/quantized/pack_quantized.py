@@ -85,11 +85,11 @@ class PackQuantized(PackedModule):
 
 
 def column_groups(tensors: TensorReader, name: str, columns: int, group: int) -> np.ndarray | None:
-    """The group of each column; None: neighbors share one, in order.
+    """The number of each column's group of shared scales (`g_idx`); None where columns are grouped in their order.
 
     Raises:
-        BadInput: there is not one for each column.
-        Damaged: there is no such group.
+        BadInput: the tensor has no group for some column.
+        Damaged: it names a group that does not exist.
     """
     check_tensor(tensors, name, (np.dtype(np.int32), np.dtype(np.int64)), (columns,))
     found = np.asarray(tensors.read(name))
