@@ -8,6 +8,7 @@ model's source is imported, and nothing is unpickled. A program is compiled when
 models; `export.model` writes their bundles.
 """
 
+import hashlib
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -176,11 +177,14 @@ class Bundle:
         """A program, deserialized.
 
         Raises:
+            Damaged: it was altered after the bundle was opened.
             Unsupported: this version of jax does not read it.
         """
-        data = bytearray((self.path / program.file).read_bytes())
+        data = (self.path / program.file).read_bytes()
+        if hashlib.sha256(data).hexdigest() != self.manifest.files[program.file].sha256:
+            raise Damaged(f"{program.file} was altered after the bundle was opened", where=str(self.path))
         try:
-            return export.deserialize(data)
+            return export.deserialize(bytearray(data))
         except Exception as error:
             versions = self.manifest.versions
             what = f"{program.file} cannot be read by jax {jax.__version__}: {complaint(error)}"

@@ -3,17 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from argosy.core.errors import BadInput, nearest
-from argosy.export.manifest import BundleProgram, BundleSignature, TensorSignature
-
-
-def dtype_of_name(name: str) -> np.dtype:
-    """A type by its name, those of ml_dtypes too."""
-    found = getattr(ml_dtypes, name, None)
-    return np.dtype(name if found is None else found)
+from argosy.export.manifest import BundleProgram, BundleSignature, TensorSignature, dtype_of_name
 
 
 def checked_inputs(signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:

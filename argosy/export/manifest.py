@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any, Literal
 
+import ml_dtypes
+import numpy as np
 from pydantic import Field, ValidationError
 
 from argosy.core.errors import BadInput, Damaged, Unsupported, complaint
@@ -21,8 +23,15 @@ FORMAT = 1
 MANIFEST, SEAL = "manifest.json", "manifest.sig"
 # More than a million tensors need. A manifest is read into memory before anything of it is known.
 MOST_MANIFEST_BYTES = 256 << 20
-NESTING_LIMIT = 64
+SIGNATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+
+
+# Types of inputs and outputs, by the names that numpy and ml_dtypes give them.
+_KINDS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+_KINDS += ("complex64", "complex128", "bfloat16", "int4", "uint4")
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in _KINDS}
+DTYPES |= {str(np.dtype(kind)): np.dtype(kind) for name, kind in vars(ml_dtypes).items() if name.startswith("float")}
 
 
 class TensorSignature(Settings):
@@ -188,6 +197,17 @@ def read_bundle_text(data: bytes, where: str) -> BundleManifest:
     return found
 
 
+def dtype_of_name(name: str) -> np.dtype:
+    """A type by its name.
+
+    Raises:
+        Damaged: there is none.
+    """
+    if name not in DTYPES:
+        raise Damaged(f"unknown type `{name}`")
+    return DTYPES[name]
+
+
 def _check_names(manifest: BundleManifest, where: str) -> None:
     """Checks that every file has a name inside the bundle, and that every file which is used has a hash."""
     used = [weights.file for weights in manifest.weights]
@@ -207,6 +227,8 @@ def _check_names(manifest: BundleManifest, where: str) -> None:
         raise Damaged(f"the default signature `{manifest.default}` is missing", where=f"in {where}")
     stored = {name for weights in manifest.weights for name in weights.tensors}
     for name, signature in manifest.signatures.items():
+        if unknown := [spec.dtype for spec in (*signature.inputs, *signature.outputs) if spec.dtype not in DTYPES]:
+            raise Damaged(f"signature `{name}` has a tensor of unknown type `{unknown[0]}`", where=f"in {where}")
         if missing := [tensor for tensor in signature.weights if tensor not in stored]:
             raise Damaged(f"signature `{name}` takes `{missing[0]}`, which no file holds", where=f"in {where}")
         for step in signature.preprocess:

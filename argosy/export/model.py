@@ -12,9 +12,8 @@ from jax import export
 
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.settings import dump
-from argosy.export.calls import dtype_of_name
 from argosy.export.lower import PLATFORMS, export_program, portable_implementations
-from argosy.export.manifest import BundleManifest, BundleSignature
+from argosy.export.manifest import BundleManifest, BundleSignature, dtype_of_name
 from argosy.export.signatures import BATCH, LENGTH, model_signature, split_program
 from argosy.export.write import BundleContents, tensor_entry, write_bundle
 from argosy.infer.lm import LM

@@ -20,10 +20,11 @@ from jax import export
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.formats import TensorEntry
 from argosy.core.formats.files import File, of_bytes, of_text
-from argosy.core.formats.safetensors import tensor_shards, tensors_file
+from argosy.core.formats.safetensors import check_entries, tensor_shards, tensors_file
 from argosy.export.manifest import (
     MANIFEST,
     SEAL,
+    SIGNATURE_NAME,
     BundleManifest,
     BundleProgram,
     BundleSignature,
@@ -91,12 +92,12 @@ def write_bundle(
 
     Raises:
         BadInput: the target exists, there is too little space, or the key cannot be used; nothing is written.
+        Unsupported: a tensor has a type that safetensors has no name for.
     """
     target, now = Path(target), now or datetime.now(UTC)
     if sign is not None:
         sign_manifest(b"", sign)
-    if not contents.signatures:
-        raise BadInput("a bundle without signatures")
+    _check_contents(contents)
     shards = tensor_shards(sorted(contents.weights, key=lambda entry: entry.name), shard_bytes) if contents.weights else []
     weights = [tensors_file(f"weights/{i}.safetensors", shard, {}) for i, shard in enumerate(shards)]
     programs, signatures = _program_files(contents)
@@ -124,6 +125,21 @@ def write_bundle(
         staged.write([of_text(MANIFEST, text), *last])
         staged.commit()
     return manifest
+
+
+def _check_contents(contents: BundleContents) -> None:
+    """Checks names of signatures and types of tensors.
+
+    Raises:
+        BadInput: a name that no file can have, or no signature.
+        Unsupported: a type that safetensors has no name for.
+    """
+    if not contents.signatures:
+        raise BadInput("a bundle without signatures")
+    for name in contents.signatures:
+        if SIGNATURE_NAME.fullmatch(name) is None:
+            raise BadInput(f"signature `{name}`", hint="letters, digits, - and _, at most 64")
+    check_entries(contents.weights)
 
 
 def _program_files(contents: BundleContents) -> tuple[list[File], dict[str, BundleSignature]]:

@@ -100,17 +100,18 @@ def run_bundle(
     if not inputs:
         raise BadInput("no input", hint="input=FILE.json, or input='{\"NAME\": [[1, 2]]}'")
     outputs = bundle.run(inputs, signature)
+    outputs = dict(map(_widened, outputs.items()))
     if output is not None and output.endswith(".npz"):
         arrays: dict[str, Any] = {name: np.asarray(value) for name, value in outputs.items()}
         np.savez(output, **arrays)
-    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in map(_widened, outputs.items())}
+    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in outputs.items()}
     if output is not None and output.endswith(".json"):
         Path(output).write_text(json.dumps(plain) + "\n", encoding="utf-8")
     return plain
 
 
 def _widened(item: tuple[str, Any]) -> tuple[str, Any]:
-    """Numbers of eight or sixteen bits as float32, which JSON can tell."""
+    """Numbers of a type that numpy's files and JSON do not have, such as bfloat16, as float32."""
     name, value = item
     small = isinstance(value, np.ndarray) and value.dtype.kind not in "biuf"
     return name, value.astype(np.float32) if small else value

@@ -187,6 +187,15 @@ def test_a_program_with_other_shapes_is_refused(bundle):
         Bundle.open(bundle).run({"x": np.ones((2, 4), np.float32), "gain": np.ones(2, np.float32)})
 
 
+def test_a_program_that_is_altered_after_opening_is_not_read(bundle, monkeypatch):
+    opened = Bundle.open(bundle)
+    path = bundle / "programs" / "call.bin"
+    path.write_bytes(path.read_bytes() + b"x")
+    monkeypatch.setattr(bundles.export, "deserialize", None)
+    with pytest.raises(Damaged, match=r"programs/call\.bin was altered after the bundle was opened"):
+        opened.run({"x": np.ones((2, 3), np.float32), "gain": np.ones(2, np.float32)})
+
+
 def test_a_manifest_that_is_too_large_is_not_read(bundle, monkeypatch):
     monkeypatch.setattr("argosy.export.verify.MOST_MANIFEST_BYTES", 100)
     with pytest.raises(Damaged, match=r"manifest\.json has \d+ bytes, over the limit of 100"):
@@ -212,6 +221,8 @@ def test_a_manifest_that_is_none_is_refused(text, bundle, unread):
         lambda c: c["signatures"]["call"]["weights"].append("gone"),
         lambda c: c["signatures"]["call"]["programs"].append({"file": "programs/gone.bin", "platforms": ["cpu"], "shapes": {}}),
         lambda c: c["signatures"]["call"]["inputs"][0].update(dtype=3),
+        lambda c: c["signatures"]["call"]["inputs"][0].update(dtype="object"),
+        lambda c: c["signatures"]["call"]["outputs"][0].update(dtype="finfo"),
         lambda c: c["signatures"]["call"]["preprocess"].append({"step": "exec", "code": "1"}),
     ],
 )

@@ -148,6 +148,41 @@ def test_inputs_without_names_may_have_them(tmp_path):
     assert [read_bundle_manifest(tmp_path / n).signature().inputs[0].name for n in ("plain", "named")] == ["input_0", "pixels"]
 
 
+def test_types_without_a_name_and_names_without_a_file_are_refused(tmp_path):
+    class Nibbles(nnx.Module):
+        def __init__(self):
+            self.codes = nnx.Param(jnp.ones(4, jnp.int4))
+
+        def __call__(self, x: Any) -> Any:
+            return x * self.codes[...].astype(jnp.float32)
+
+    with pytest.raises(Unsupported, match="no type for int4, of tensor `codes`"):
+        argosy.export(Nibbles(), (jnp.ones(4),), tmp_path / "b", platforms=["cpu"])
+    for name in ("../up", "a/b", "", "x" * 65):
+        with pytest.raises(BadInput, match="signature `"):
+            argosy.export(jnp.sin, (jnp.ones(4),), tmp_path / "b", platforms=["cpu"], signature=name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8", "bool", "float16", "uint32"])
+def test_every_type_goes_in_and_out(dtype, tmp_path):
+    argosy.export(lambda x: x, (jnp.ones(3, dtype),), tmp_path / "b", platforms=["cpu"])
+    values = np.asarray([1, 0, 1]).astype(jnp.dtype(dtype))
+    got = Bundle.open(tmp_path / "b").run({"x": values})["output"]
+    assert got.dtype == values.dtype
+    assert got.tolist() == values.tolist()
+
+
+def test_what_a_manifest_says_reads_back_as_it_was_said(tmp_path):
+    """Nothing is taken for a number or a switch."""
+    lineage = {"data": "none", "x": "1e5", "y": ["true", 1e5, None, "010"], "n": {"a": "25k"}}
+    words = {"description": "null", "signature": "1e5", "outputs": ["yes"]}
+    argosy.export(jnp.sin, (jnp.ones(2),), tmp_path / "b", platforms=["cpu"], lineage=lineage, **words)
+    found = Bundle.open(tmp_path / "b").manifest
+    assert found.lineage.items() >= lineage.items()
+    assert (found.default, found.signature().description, found.signature().outputs[0].name) == ("1e5", "null", "yes")
+
+
 def test_sizes_may_be_left_open_by_name(tmp_path):
     a, b = export.symbolic_shape("rows, columns")
     like = jax.ShapeDtypeStruct((a, b), jnp.float32)

@@ -312,7 +312,7 @@ def folder_files(
         Unsupported: safetensors has no name for a type.
     """
     entries = list(entries)
-    _check_entries(entries)
+    check_entries(entries)
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
     shards = tensor_shards(entries, shard_bytes)
     if len(shards) == 1:
@@ -346,7 +346,7 @@ def _bytes(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
 
 
-def _check_entries(entries: Sequence[TensorEntry]) -> None:
+def check_entries(entries: Sequence[TensorEntry]) -> None:
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names) or "__metadata__" in names:
         raise ValueError("tensors to write must have different names")
