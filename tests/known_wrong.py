@@ -1405,6 +1405,62 @@ EDITS = [
         "rows = jnp.where(counts[:, None] | True, rows, 0.0)",
         ("tests/jobs/test_quantize_data.py::test_padding_changes_nothing",),
     ),
+    Edit(
+        "a bundle opened without its files being compared with their hashes",
+        "argosy/export/verify.py",
+        "        if error is not None:\n            raise error\n    return manifest",
+        "        pass\n    return manifest",
+        ("tests/export/test_bundle_damage.py::test_damage_of_every_file_is_found",),
+    ),
+    Edit(
+        "symbolic links in a bundle that are followed",
+        "argosy/export/verify.py",
+        "mode = entry.stat(follow_symlinks=False).st_mode",
+        "mode = entry.stat().st_mode",
+        ("tests/export/test_bundle_damage.py::test_a_symbolic_link_is_refused",),
+    ),
+    Edit(
+        "a manifest whose signature is not checked",
+        "argosy/export/verify.py",
+        "        check_signature(data, signature, key, str(folder))\n",
+        "",
+        ("tests/export/test_bundle_damage.py::test_a_signature_is_checked_and_openssl_agrees",),
+    ),
+    Edit(
+        "a manifest with a file outside of its bundle",
+        "argosy/export/manifest.py",
+        'if FILE_NAME.fullmatch(name) is None or ".." in name.split("/"):',
+        'if FILE_NAME.match(name) is None:',
+        ("tests/export/test_bundle_damage.py::test_a_path_outside_the_bundle_is_refused",),
+    ),
+    Edit(
+        "weights of a bundle under the name of others",
+        "argosy/export/manifest.py",
+        '!= f"weights/{manifest.files[weights.file].sha256}.safetensors"',
+        '== ""',
+        ("tests/export/test_bundle_damage.py::test_swapped_weights_are_refused",),
+    ),
+    Edit(
+        "arrays that a function closes over as constants of its program",
+        "argosy/export/hoist.py",
+        "        if not names:\n            return function\n",
+        "        return function\n",
+        ("tests/export/test_bundle_functions.py::test_arrays_that_a_function_closes_over_are_weights",),
+    ),
+    Edit(
+        "rows of generated tokens that go on after their end",
+        "argosy/export/generate.py",
+        "return step + 1, following, done | ended(following), out, count, cache",
+        "return step + 1, following, done, out, count, cache",
+        ("tests/export/test_bundle_models.py::test_generation_ends_at_the_end_of_sequence",),
+    ),
+    Edit(
+        "places that fill a batch up, counted as tokens",
+        "argosy/export/calls.py",
+        "constant_values=np.asarray(spec.pad, array.dtype)",
+        "constant_values=np.asarray(spec.default or spec.pad, array.dtype)",
+        ("tests/export/test_bundle_models.py::test_smaller_calls_are_filled_up_to_listed_sizes",),
+    ),
 ]
 
 

@@ -94,7 +94,9 @@ def run(
         machine.start_jax()
         how = settings.model_dump(include={"signature", "output", "key"})
         found = run_bundle(bundle, source, say=say, **how)
-    conclude("\n".join(f"{name}: {output_text(value)}" for name, value in found.items()), found, as_json)
+    # Where a file has the outputs, nobody needs to read them here.
+    tell = answer if settings.output is None else conclude
+    tell("\n".join(f"{name}: {output_text(value)}" for name, value in found.items()), found, as_json)
 
 
 @app.command("diff")
