@@ -25,7 +25,14 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged, Unsupported, complaint
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.data.tokenizers import Tokenizer
-from argosy.export.calls import checked_inputs, chosen_program, named_sizes, padded_inputs, unpadded_outputs
+from argosy.export.calls import (
+    checked_inputs,
+    chosen_program,
+    filled_inputs,
+    named_sizes,
+    padded_inputs,
+    unpadded_outputs,
+)
 from argosy.export.manifest import BundleManifest, BundleProgram, BundleSignature
 from argosy.export.steps import NormalizeStep, TokenizeStep, at_unit_length, bundled_tokenizer, detokenized, tokenized
 from argosy.export.verify import WARN, days_left, open_bundle_weights, verify_bundle
@@ -110,15 +117,18 @@ class Bundle:
         return found
 
     def warm_up(self, signature: str | None = None) -> int:
-        """Compiles every program of a signature that has fixed sizes, and the example of one that has not. Returns their number."""
+        """Compiles every program of a signature that has fixed sizes; of one with open sizes, what its example needs. Returns how many."""
         of = self.manifest.signature(signature)
-        mine = [program for program in of.programs if self.platform in program.platforms]
-        for program in mine:
-            sizes = program.shapes or named_sizes(of, checked_inputs(of, of.example)) if of.example or program.shapes else {}
-            shapes = {i.name: [sizes.get(n, 1) if isinstance(n, str) else n for n in i.shape] for i in of.inputs}
-            fills = {i.name: i.pad if i.default is None else i.default for i in of.inputs}
-            self._called(of, program, {i.name: np.full(shapes[i.name], fills[i.name], jax.numpy.dtype(i.dtype)) for i in of.inputs})
-        return len(mine)
+        count = 0
+        for program in [program for program in of.programs if self.platform in program.platforms]:
+            if program.shapes:
+                self._called(of, program, filled_inputs(of, program.shapes))
+            elif of.example:
+                self.run(of.example, signature)
+            else:
+                continue
+            count += 1
+        return count
 
     def tokenizer(self, folder: str = "tokenizer") -> Tokenizer:
         """The tokenizer in the bundle."""

@@ -116,6 +116,15 @@ def _fits(signature: BundleSignature, name: str, sizes: Mapping[str, int], size:
     return sizes.get(name, size) == size or (name in signature.padding and sizes[name] < size)
 
 
+def filled_inputs(signature: BundleSignature, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Inputs of these sizes with no meaning; named axes without one have size 1."""
+    found = {}
+    for spec in signature.inputs:
+        shape = [sizes.get(size, 1) if isinstance(size, str) else size for size in spec.shape]
+        found[spec.name] = np.full(shape, spec.pad if spec.default is None else spec.default, dtype_of_name(spec.dtype))
+    return found
+
+
 def padded_inputs(
     signature: BundleSignature, arrays: Mapping[str, np.ndarray], program: BundleProgram
 ) -> dict[str, np.ndarray]:

@@ -174,12 +174,18 @@ def _shared(path: Path, store: Path, record: Mapping[str, Any]) -> None:
     kept = store / path.name
     pending = path.with_name(f".{path.name}.{os.getpid()}.link")
     try:
-        if kept.is_file() and not kept.is_symlink() and hash_file(kept) == record:
-            os.link(kept, pending)
-            pending.replace(path)
-        else:
+        while True:
+            if kept.is_file() and not kept.is_symlink() and hash_file(kept) == record:
+                os.link(kept, pending)
+                pending.replace(path)
+                return
             kept.unlink(missing_ok=True)
-            os.link(path, kept)
+            try:
+                os.link(path, kept)
+                return
+            except FileExistsError:
+                # Another process has put it there meanwhile.
+                continue
     except OSError as error:
         pending.unlink(missing_ok=True)
         if error.errno not in _NO_LINKS:

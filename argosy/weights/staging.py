@@ -54,6 +54,8 @@ class StagedFolder:
         # Files being written.
         self._outputs: set[HashedOutput] = set()
         self._lock: int | None = None
+        # Whether the folder is this process's to remove.
+        self._is_begun = False
         if is_occupied(target):
             raise BadInput(f"{target} is not empty", hint="name a new folder; nothing is ever overwritten")
 
@@ -113,7 +115,7 @@ class StagedFolder:
         self._writer.close()
         for output in self._outputs:
             output.file.close()
-        if kind is not None and self.identity is None:
+        if kind is not None and self.identity is None and self._is_begun:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -155,6 +157,7 @@ class StagedFolder:
             lines = [{"facts": self.identity}, *({"file": name} | found for name, found in self.done.items())]
             pending.write_text("".join(json.dumps(line) + "\n" for line in lines))
             pending.replace(self.folder / JOURNAL)
+            self._is_begun = True
 
     def _hold(self) -> None:
         self._lock = os.open(self.folder, os.O_RDONLY)
@@ -199,11 +202,6 @@ class StagedFile(StagedFolder):
             _remove_rest(target.with_name(target.name + ".part"))
             raise BadInput(f"{target} exists", hint="name a new file; nothing is ever overwritten")
         super().__init__(target, identity, progress)
-        self._is_begun = False
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._is_begun = True
 
     def __exit__(self, kind: Any, *rest: object) -> None:
         super().__exit__(kind, *rest)

@@ -1,11 +1,15 @@
 """An altered bundle is refused with the file's name before a byte of it runs."""
 
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from campaign_bundle import WAYS, campaign
 from flax import nnx
 
 import argosy
-from argosy.core.errors import ArgosyError, BadInput, Damaged, Unsupported
+from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged, Unsupported
 from argosy.export import bundle as bundles
 from argosy.export.bundle import Bundle
 from argosy.export.manifest import MANIFEST, SEAL
@@ -396,6 +400,58 @@ def test_a_bundle_is_never_overwritten(bundle):
     with pytest.raises(BadInput, match="is not empty"):
         small_bundle(bundle)
     assert (bundle / MANIFEST).read_bytes() == before
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """As a process that is writing there."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def test_what_a_killed_export_left_is_replaced_and_nothing_else(whole, tmp_path):
+    part = tmp_path / "b.part"
+    part.mkdir()
+    (part / "weights").mkdir()
+    (part / "weights" / "0.safetensors").write_bytes(b"half")
+    with pytest.raises(BadInput, match=r"b\.part is in the way"):
+        small_bundle(tmp_path / "b")
+    assert (part / "weights" / "0.safetensors").read_bytes() == b"half"
+    (part / ".journal.jsonl").write_text('{"facts": null}\n')
+    with locked_folder(part), pytest.raises(Busy, match="another process is writing"):
+        small_bundle(tmp_path / "b")
+    assert (part / "weights" / "0.safetensors").exists()
+    assert verify_bundle(small_bundle(tmp_path / "b"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b"]
+
+
+def test_two_exports_at_once_share_a_store(tmp_path, monkeypatch):
+    """The other one puts the same file there between the look and the link."""
+    store, link = tmp_path / "store", os.link
+    first = small_bundle(tmp_path / "first")
+
+    def late(source: Any, target: Any) -> None:
+        if Path(target).parent == store and not Path(target).exists():
+            link(weights_of(first), target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    second = small_bundle(tmp_path / "second", store=store)
+    assert weights_of(first).samefile(weights_of(second))
+
+
+def test_a_store_without_links_is_refused(tmp_path, monkeypatch):
+    def refused(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refused)
+    with pytest.raises(ArgosyError, match="cannot share files: invalid cross-device link"):
+        small_bundle(tmp_path / "b", store=tmp_path / "store")
+    assert not (tmp_path / "b").exists()
 
 
 def test_versions_share_the_files_of_equal_weights(tmp_path):

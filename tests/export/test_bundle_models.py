@@ -195,6 +195,7 @@ def test_texts_become_the_vectors_of_the_model(encoder, tmp_path):
     np.testing.assert_allclose(found["embedding"], lm.embed(texts), rtol=0, atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(found["embedding"], axis=1), 1, atol=1e-6)
     bundle = Bundle.open(tmp_path / "b")
+    assert bundle.warm_up() == 1
     for text, row in zip(texts, found["embedding"], strict=True):
         np.testing.assert_allclose(bundle.run({"text": [text]})["embedding"][0], row, rtol=0, atol=1e-6)
     with pytest.raises(BadInput, match="`text` and `tokens`"):
