@@ -117,7 +117,7 @@ class Bundle:
         return found
 
     def warm_up(self, signature: str | None = None) -> int:
-        """Compiles every program of a signature that has fixed sizes; of one with open sizes, what its example needs. Returns how many."""
+        """Compiles every program of fixed sizes; of a signature with open sizes, what its example needs. Returns how many."""
         of = self.manifest.signature(signature)
         count = 0
         for program in [program for program in of.programs if self.platform in program.platforms]:
