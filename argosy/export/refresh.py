@@ -15,7 +15,7 @@ import jax
 from jax import export
 
 from argosy.export.bundle import Bundle
-from argosy.export.manifest import MANIFEST, BundleManifest, bundle_digest
+from argosy.export.manifest import BundleManifest, bundle_digest
 from argosy.export.write import BundleContents, write_bundle
 
 
@@ -61,8 +61,6 @@ def refresh_bundle(
     found = write_bundle(pending, contents, sign=sign, now=now)
     if target is None:
         _replace(path, pending)
-    if sign is None and (path / MANIFEST).with_name("manifest.sig").exists() and target is not None:
-        say("the new bundle is not signed: sign=KEY.pem signs it")
     return found
 
 

@@ -23,10 +23,12 @@ from campaign_bundle import WAYS, campaign
 from flax import nnx
 
 import argosy
+from argosy.cli import main
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged, Unsupported
 from argosy.export import bundle as bundles
 from argosy.export.bundle import Bundle
 from argosy.export.manifest import MANIFEST, SEAL
+from argosy.export.refresh import refresh_bundle
 from argosy.export.verify import days_left, read_bundle_manifest, verify_bundle
 
 
@@ -358,6 +360,17 @@ def test_what_was_signed_cannot_be_changed(signed, keys, unread):
     (signed / SEAL).unlink()
     with pytest.raises(Damaged, match=r"it is not signed: there is no manifest\.sig"):
         Bundle.open(signed, key=keys / "mine.pub")
+
+
+def test_a_renewed_bundle_is_signed_anew(signed, keys, tmp_path, capsys):
+    with pytest.raises(Damaged, match="is no signature"):
+        refresh_bundle(signed, tmp_path / "new", key=keys / "other.pub")
+    refresh_bundle(signed, tmp_path / "new", key=keys / "mine.pub", sign=keys / "other.pem")
+    assert verify_bundle(tmp_path / "new", keys / "other.pub")
+    assert main(["bundle", "refresh", str(signed)]) == 0
+    assert "was signed" in capsys.readouterr().err
+    with pytest.raises(Damaged, match="it is not signed"):
+        verify_bundle(signed, keys / "mine.pub")
 
 
 def test_damage_of_a_signed_bundle_is_found_with_the_key(signed, keys, tmp_path, unread):

@@ -1,6 +1,7 @@
 """`argosy bundle show | verify | run | diff | refresh`."""
 
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -127,6 +128,9 @@ def refresh(
     words = list(words or [])
     target = words.pop(0) if words and "=" not in words[0] else None
     settings = read_settings(Refresh, words_layer(words)).value
+    from argosy.export.manifest import SEAL
+
+    was_signed = (Path(bundle) / SEAL).is_file()
     # No accelerator is needed, and another program may be using it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with Doing() as doing:
@@ -135,6 +139,8 @@ def refresh(
         from argosy.jobs.export import bundle_facts
 
         manifest = refresh_bundle(bundle, target, key=settings.key, sign=settings.sign, say=doing)
+    if was_signed and settings.sign is None:
+        say(f"{bundle} was signed, and {target or 'what replaced it'} is not: sign=KEY.pem signs it")
     found = {"path": target or bundle} | bundle_facts(manifest)
     text = f"{target or bundle}: jax {manifest.versions['jax']}; newer versions read it until {manifest.readable_until} at least"
     conclude(text, found, as_json)
