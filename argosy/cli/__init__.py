@@ -19,6 +19,21 @@ from argosy.core.process.streams import silence
 # What other trainers call the recipe.
 _RECIPE_OPTIONS = ("--config", "-c", "--recipe", "--config-file", "--config_file", "--config-name", "--job.config_file")
 
+# What other programs call a verb, and what to type.
+_TRAINS = "`argosy train {0} model=FOLDER data.source=FILE`"
+ELSEWHERE = {
+    **{name: _TRAINS.format(name) for name in ("sft", "dpo", "kto", "orpo", "reward", "grpo", "ppo", "distill", "pretrain")},
+    **dict.fromkeys(("finetune", "fine_tune"), _TRAINS.format("sft")),
+    **dict.fromkeys(("lora", "qlora"), "`argosy train sft model=FOLDER data.source=FILE adapter=lora`, or adapter=qlora"),
+    **dict.fromkeys(("download", "pull"), "nothing is downloaded: `hf download OWNER/NAME --local-dir FOLDER`; FOLDER is the model"),
+    **dict.fromkeys(("predict", "infer", "inference", "complete"), "`argosy generate MODEL PROMPT`"),
+    **dict.fromkeys(("merge", "merge_lora", "fuse"), "`argosy convert RUN FOLDER` merges adapters into the weights"),
+    **dict.fromkeys(("evaluate", "lm_eval"), "`argosy eval MODEL tasks=NAME data=FOLDER`"),
+    **dict.fromkeys(("env", "collect_env", "info"), "`argosy doctor`"),
+    "tokenize": "`argosy data prepare` tokenizes a corpus, `argosy data inspect RECIPE` shows tokens",
+    "plan": "not built; a run says its memory before its first step, and `argosy models show NAME` what a model needs",
+}
+
 TRAINING = ("quickstart", "train", "sweep")
 COMPUTING = (*TRAINING, "export", "generate", "eval", "serve", "chat", "run-batch")
 
@@ -74,7 +89,9 @@ def _run(words: list[str]) -> int:
         print(f"argosy {_version()}")
         return 0
     if verb not in VERBS:
-        raise UnknownName("verb", verb, VERBS)
+        if verb.replace("-", "_") in ELSEWHERE:
+            raise BadInput(f"unknown verb `{verb}`", hint=ELSEWHERE[verb.replace("-", "_")])
+        raise UnknownName("verb", verb, VERBS, all_names=f"`{command_name()} help`")
     if verb in COMPUTING and "--help" not in rest:
         from argosy.jobs import machine
 
@@ -120,6 +137,8 @@ def _without_dashes(verb: str, option: str, words: list[str]) -> str | None:
         return f"the recipe is the first word: `{command_name()} {verb} {recipe}`"
     if not option.startswith("--"):
         return None
+    if verb == "generate" and option in ("--prompt", "-p"):
+        return f"the prompt is the second word: `{command_name()} generate MODEL PROMPT`"
     value = (
         words[at].partition("=")[2] or next((w for w in words[at + 1 :][:1] if not w.startswith("-")), "") or "VALUE"
     )

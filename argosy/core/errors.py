@@ -98,9 +98,11 @@ class FailedElsewhere(ArgosyError):
 class UnknownName(UserError, KeyError):
     """A name that is not in a registry. The hint gives the nearest registered name."""
 
-    def __init__(self, noun: str, name: str, known: Iterable[str], *, where: str | None = None):
+    def __init__(
+        self, noun: str, name: str, known: Iterable[str], *, where: str | None = None, all_names: str | None = None
+    ):
         self.noun, self.name = noun, name
-        super().__init__(f"unknown {noun} `{name}`", where=where, hint=nearest(name, known))
+        super().__init__(f"unknown {noun} `{name}`", where=where, hint=nearest(name, known, all_names=all_names))
 
 
 class SettingsError(UserError):

@@ -479,7 +479,8 @@ class LM:
             BadInput: it is an encoder, or scores sequences.
         """
         if not self.config.causal:
-            raise BadInput("this model is an encoder: it predicts no tokens", hint="lm.embed(texts) returns its vectors")
+            hint = "`argosy serve FOLDER` answers /v1/embeddings; in Python, lm.embed(texts) returns vectors"
+            raise BadInput("this model is an encoder: it predicts no tokens", hint=hint)
         if self.config.scored:
             raise BadInput("this model scores sequences: it predicts no tokens", hint="lm.rewards(texts) returns scores")
 

@@ -115,7 +115,7 @@ def config_named(name: str) -> Any:
     if os.sep in name and not Path(name).exists():
         raise BadInput(f"no model at {name}", hint="a preset, Hub folder, .gguf file, run directory or checkpoint")
     if not Path(name).exists():
-        raise UnknownName("model", name, presets())
+        raise UnknownName("model", name, presets(), all_names="`argosy models`")
     return preset_config(name)
 
 

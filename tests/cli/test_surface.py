@@ -100,7 +100,11 @@ def test_every_verb_helps(verb, capsys):
     ("words", "what", "hint"),
     [
         (["confg"], "unknown verb `confg`", "did you mean `config`?"),
-        (["zzzzz"], "unknown verb `zzzzz`", "train, launch, sweep, generate"),
+        (["zzzzz"], "unknown verb `zzzzz`", "help` lists all"),
+        (["fine-tune", "x"], "unknown verb `fine-tune`", "argosy train sft model=FOLDER"),
+        (["grpo"], "unknown verb `grpo`", "`argosy train grpo model=FOLDER"),
+        (["merge"], "unknown verb `merge`", "`argosy convert RUN FOLDER`"),
+        (["generate", "x", "--prompt", "hi"], "no such option: --prompt", "the prompt is the second word"),
         (["train", "tiny", "--steps", "100"], "no such option: --steps", "`steps=100`"),
         (["train"], f"train needs a recipe\n  recipes are {', '.join(recipes())}", "`argosy train tiny`"),
         (["train", "steps=5"], "`steps=5` is a setting, not a recipe\n  recipes are", "argosy train tiny steps=5"),

@@ -51,7 +51,7 @@ HUGGING_FACE = {
     "push_to_hub": SENTENCE,
     "deepspeed": SENTENCE,
     "torch_compile": SENTENCE,
-    "model_name_or_path": "init.weights",
+    "model_name_or_path": SENTENCE,
     "dataset_name": "data.source",
     "block_size": "data.sequence",
     "max_seq_length": "data.sequence",
@@ -88,7 +88,7 @@ TORCHTITAN = {
     "profiling.enable_profiling": SENTENCE,
 }
 AXOLOTL = {
-    "base_model": "init.weights",
+    "base_model": SENTENCE,
     "datasets": "data.source",
     "sequence_len": "data.sequence",
     "sample_packing": "data.packing",
@@ -240,6 +240,13 @@ def readings():
     words = [[], ["optimizer=muon", "schedule=wsd"], ["adapter=lora", "init.weights=x"], ["adapter=qlora", "init.weights=x"]]
     rewarded = compose(Run, "grpo", ["model=argosy-1m", "data.source=x", "data.sequence=32", "reward=a.py:b"])
     return [rewarded, *(compose(Run, "tiny", each) for each in words)]
+
+
+@pytest.mark.parametrize("name", ["model_name_or_path", "base_model", "pretrained_model_name_or_path"])
+def test_a_model_by_the_name_of_other_trainers_is_the_setting_that_takes_its_architecture_too(name: str):
+    with pytest.raises(SettingsError) as caught:
+        compose(Run, "sft", ["data.source=x.jsonl", f"{name}=folder"])
+    assert "did you mean `model`? `model=FOLDER` takes the architecture and the weights" in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "key"), NAMES.values(), ids=NAMES)

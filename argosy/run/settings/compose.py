@@ -498,7 +498,7 @@ def _preset_file(name: str, configs: Path, where: str | None = None) -> Path:
     for folder in _preset_folders(configs):
         if inside and (path := folder / f"{name}.yml").is_file():
             return path
-    raise UnknownName("model preset", name, presets(configs), where=where)
+    raise UnknownName("model preset", name, presets(configs), where=where, all_names="`argosy models`")
 
 
 def _chain(path: Path, find: Callable[[str], Path], configs: Path, below: tuple[Path, ...] = ()) -> list[SettingsLayer]:

@@ -19,7 +19,13 @@ _DEVICES = (
 )
 _DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO stage 3 does"
 
+_MODEL = "did you mean `model`? `model=FOLDER` takes the architecture and the weights from a folder, a GGUF file or a run"
+
 ELSEWHERE: dict[str, str] = {
+    "model_name_or_path": _MODEL,
+    "base_model": _MODEL,
+    "pretrained": _MODEL,
+    "pretrained_model_name_or_path": _MODEL,
     # reinforcement learning, as verl and TRL name it
     "max_prompt_length": "prompt and answer share data.sequence: a prompt may have data.sequence less rollout.tokens",
     "use_kl_loss": "objective.kl is the weight of the divergence from the reference; 0 is none",

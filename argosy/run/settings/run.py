@@ -40,9 +40,7 @@ class Init(Settings):
 
     weights: Annotated[
         str | None,
-        Also(
-            "model_name_or_path", "base_model", "load_parameters_path", "init_from", "pretrained", "initial_load_path"
-        ),
+        Also("load_parameters_path", "init_from", "initial_load_path"),
     ] = None
     """A model whose weights to start from: Hub folder, GGUF file, run directory or checkpoint."""
     state: Annotated[str | None, Also("load_full_state_path")] = None
@@ -308,9 +306,7 @@ class Run(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> "Run":
         if not self.model.causal:
-            raise ValueError(
-                "model is an encoder: it predicts no tokens, and no objective that trains one is built yet"
-            )
+            raise ValueError("model is an encoder: it predicts no tokens, and no objective that trains one is built yet")
         if broken := [*self._broken_by_rewards(), *self._broken_by_sizes()]:
             raise BrokenRules(broken)
         return self
