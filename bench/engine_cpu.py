@@ -33,11 +33,11 @@ from argosy.infer.programs.programs import Programs, abstract_arrays
 from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling, sampling_columns
 from argosy.infer.settings import EngineSettings, NGram
-from argosy.jobs.api import preset_config
 from argosy.models.parts.attention.attend import Paged
 from argosy.models.parts.attention.cache import bytes_of_caches, paged
 from argosy.models.parts.weight import split
 from argosy.ops.narrow import FORMS
+from argosy.run.settings.compose import preset_config
 
 PROMPT, ANSWER, HELD, TURNS = 128, 64, 150, 3
 

@@ -366,8 +366,8 @@ def decode(tiny: bool) -> None:
 
     from argosy.infer.load import random_lm
     from argosy.infer.settings import EngineSettings
-    from argosy.jobs.api import preset_config
     from argosy.models.parts.weight import split
+    from argosy.run.settings.compose import preset_config
 
     preset, length, new = ("argosy-1m", 16, 64) if tiny else ("llama3.2-1b", 128, 128)
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
@@ -406,10 +406,9 @@ def profile(tiny: bool) -> None:
 
     from argosy.infer.load import random_lm
     from argosy.infer.settings import EngineSettings
-    from argosy.jobs.api import preset_config
     from argosy.run.assembly.assemble import assemble
     from argosy.run.assembly.decided import Decided
-    from argosy.run.settings.compose import compose
+    from argosy.run.settings.compose import compose, preset_config
     from argosy.run.settings.run import Run
 
     preset, length, new = ("argosy-1m", 16, 16) if tiny else ("llama3.2-1b", 128, 64)

@@ -13,12 +13,12 @@ from argosy.core.settings.scalars import yaml_line
 from argosy.core.settings.words import CALL
 from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
-from argosy.jobs.train import View, train
-from argosy.run.outcome import Outcome
-from argosy.run.settings.compose import no_model, preset_config, presets, recipes
 
+# A server loads a model without the settings of runs, which import every objective and environment: 0.1 s of its start.
 if TYPE_CHECKING:
     from argosy.infer.lm import LM
+    from argosy.jobs.train import View
+    from argosy.run.outcome import Outcome
 
 
 def load(
@@ -78,6 +78,8 @@ def load(
     from argosy.infer import load as loading
 
     if random is not None:
+        from argosy.run.settings.compose import preset_config, presets, recipes
+
         if str(model) in recipes():
             raise BadInput(f"`{model}` is a recipe, not a preset", hint=f"presets are {', '.join(presets()[:8])}, ...")
         _say(f"{model}: random weights from seed {random}")
@@ -85,6 +87,8 @@ def load(
         lm.exporter = _export
         return _checked(lm)
     if "://" not in str(model) and not Path(model).exists():
+        from argosy.run.settings.compose import no_model
+
         raise no_model(str(model))
     rules = None if quantization is None else as_rules(quantization)
     if rules is not None and blocks is True:
@@ -119,7 +123,7 @@ def draft_of(settings: EngineSettings, dtype: Any = None, tensor: int = 1) -> "L
     return load(settings.speculative.model, dtype=dtype, context=settings.context, tensor=tensor)
 
 
-def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> Outcome:
+def fit(recipe: str, *words: str, view: "View | None" = None, **settings: Any) -> "Outcome":
     """Trains by a recipe, or resumes, as `argosy train` does. Returns how the run ended.
 
     Progress is printed on stderr, as in a terminal. Ctrl-C stops after the current step, saves the state, and raises
@@ -139,6 +143,8 @@ def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> 
         UserError: a mistake in the settings, found before work began.
         KeyboardInterrupt, SystemExit: a signal asked to stop, and the state is saved.
     """
+    from argosy.jobs.train import train
+
     machine.start_jax()
     given = [*words, *(_word(key, value) for key, value in settings.items())]
     if view is not None:

@@ -16,13 +16,12 @@ from helpers import shared
 import argosy
 from argosy.cli import main
 from argosy.jobs import doctor
-from argosy.jobs.api import preset_config
 from argosy.jobs.history import listing as runs
 from argosy.jobs.models import describe
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import abstract, parameter_count
 from argosy.observe import environment
-from argosy.run.settings.compose import presets
+from argosy.run.settings.compose import preset_config, presets
 from argosy.weights import manifest
 
 MODEL = {

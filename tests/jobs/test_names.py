@@ -246,7 +246,7 @@ def readings():
 def test_a_model_by_the_name_of_other_trainers_is_the_setting_that_takes_its_architecture_too(name: str):
     with pytest.raises(SettingsError) as caught:
         compose(Run, "sft", ["data.source=x.jsonl", f"{name}=folder"])
-    assert "did you mean `model`? `model=FOLDER` takes the architecture and the weights" in str(caught.value)
+    assert "hint: `model=FOLDER` takes the architecture and the weights" in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "key"), NAMES.values(), ids=NAMES)

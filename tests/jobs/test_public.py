@@ -8,7 +8,6 @@ import pytest
 
 import argosy
 from argosy.core.errors import BadInput, SettingsError, UserError
-from argosy.jobs import api as public
 from argosy.run.outcome import Outcome
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
@@ -26,7 +25,7 @@ def asked(monkeypatch):
         calls.update(settings=reading.value, origin=reading.origin, words=words)
         return Outcome(Path("runs/x"), 3, 10, calls["code"], {}, {})
 
-    monkeypatch.setattr(public, "train", train)
+    monkeypatch.setattr("argosy.jobs.train.train", train)
     return calls
 
 

@@ -19,7 +19,6 @@ from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import freeze, swap, thaw
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.settings import dump
-from argosy.jobs.api import preset_config
 from argosy.jobs.convert import convert
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.parts.attention import indexer
@@ -31,6 +30,7 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, split
 from argosy.models.settings import Experts, Index, Reach, Rope
 from argosy.ops.attention import See
+from argosy.run.settings.compose import preset_config
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.optim import AdamW
 from argosy.train.schedule import Constant

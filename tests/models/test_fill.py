@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from laws.families import CASES
 
-from argosy.jobs.api import preset_config
 from argosy.models.parts import weight
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses, to_layers
 from argosy.models.parts.weight import fill, split
+from argosy.run.settings.compose import preset_config
 
 
 def drawn(config, run, seed=7):

@@ -10,11 +10,11 @@ from models.test_parity import GOLDENS
 
 import argosy
 from argosy.core.errors import BadInput
-from argosy.jobs.api import preset_config
 from argosy.models.parts.attention.attend import Contiguous, Packed
 from argosy.models.parts.attention.heads import rotate_heads, scale_queries
 from argosy.models.parts.weight import put, split
 from argosy.models.settings import Llama3Scaling, Reach, Rope, Temper, Yarn
+from argosy.run.settings.compose import preset_config
 from argosy.weights.hub.config import config_from
 
 TEXT = {        # what the files of both released models say in `text_config`

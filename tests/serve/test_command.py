@@ -127,6 +127,16 @@ def test_a_name_that_is_nearly_one_of_vllms_is_answered_and_others_are_listed_by
     assert listed.endswith("more; `--help` lists all")
 
 
+def test_a_server_imports_nothing_of_training():
+    """Settings of runs import every objective, reward and environment: 40 files that a start would read for nothing."""
+    code = (
+        "import sys, argosy.jobs.api, argosy.serve.run\n"
+        "print([name for name in sys.modules if name.startswith(('argosy.run', 'argosy.rl', 'argosy.train'))])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "[]"
+
+
 def test_a_chat_template_is_set_by_name(lm: LM, tmp_path: Path):
     def served(name: str) -> LM:
         fresh = LM(lm.config, lm.module, ByteTokenizer())

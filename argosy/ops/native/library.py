@@ -1,6 +1,6 @@
 """Builds the kernels with this machine's C++ compiler, once, and registers them with XLA.
 
-    library.load()        at the start of what wants it: builds if need be, 6 to 10 seconds
+    library.load()        at the start of what wants it: builds if need be, 10 to 20 seconds on two cores
     library.unavailable() why programs may not call the kernels; "" if they may
 
 The library lies in `argosy/native` under ~/.cache ($XDG_CACHE_HOME), under a name made of everything that decides its content:

@@ -19,7 +19,7 @@ _DEVICES = (
 )
 _DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO stage 3 does"
 
-_MODEL = "did you mean `model`? `model=FOLDER` takes the architecture and the weights from a folder, a GGUF file or a run"
+_MODEL = "`model=FOLDER` takes the architecture and the weights from a folder, a GGUF file or a run"
 
 ELSEWHERE: dict[str, str] = {
     "model_name_or_path": _MODEL,
