@@ -1092,7 +1092,7 @@ EDITS = [
     ),
     Edit(
         "the beginning of the API key suffices",
-        "argosy/serve/guard.py",
+        "argosy/web/guard.py",
         "if hmac.compare_digest(one.encode(), expected)]:",
         "if one.encode().startswith(expected[:11])]:",
         ("tests/serve/test_refusals.py::test_a_key_is_asked_of_everything_but_probes",),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "argosy"
 ROOMS = [
     *("core", "observe", "data", "parallel", "ops", "models", "adapt", "weights", "checkpoint"),
-    *("train", "infer", "evals", "rl", "export", "serve", "client", "launch", "run", "jobs", "cli"),
+    *("train", "infer", "evals", "rl", "export", "web", "predict", "serve", "client", "launch", "run", "jobs", "cli"),
 ]
 MODELS_ON = frozenset(ROOMS[ROOMS.index("models") :])
 DOORS = {
@@ -35,8 +35,8 @@ DOORS = {
     "qwix": {"adapt"},
     "yaml": {"core"},
     "fsspec": {"core"},
-    "starlette": {"serve"},
-    "uvicorn": {"serve"},
+    "starlette": {"web", "predict", "serve"},
+    "uvicorn": {"web"},
     "rich": {"observe", "cli"},
     "typer": {"cli"},
     "tokenizers": {"data"},
@@ -47,7 +47,7 @@ DOORS = {
     "ray": {"launch"},
     "pathwaysutils": {"launch"},
 }
-WITHOUT_JAX = {"core"}                      # not even inside a function
+WITHOUT_JAX = {"core", "web"}                      # not even inside a function
 WITHOUT_JAX_AT_TOP = {"core", "data", "cli"}
 JAXLIKE = {"jax", "jaxlib", "flax", "optax", "orbax", "qwix", "tokamax"}
 DOTTED = re.compile(r"argosy(\.\w+)+(:\w+)?")

@@ -35,7 +35,7 @@ ELSEWHERE = {
 }
 
 TRAINING = ("quickstart", "train", "sweep")
-COMPUTING = (*TRAINING, "export", "generate", "eval", "serve", "chat", "run-batch")
+COMPUTING = (*TRAINING, "export", "generate", "eval", "serve", "predict", "chat", "run-batch")
 
 
 def main(words: list[str] | None = None) -> int:

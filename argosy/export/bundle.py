@@ -104,7 +104,11 @@ class Bundle:
             BadInput: a signature, input, shape or type that it does not have.
         """
         of = self.manifest.signature(signature)
-        arrays = checked_inputs(of, self._preprocessed(of, inputs))
+        return self.run_arrays(checked_inputs(of, self.preprocessed(of, inputs)), signature)
+
+    def run_arrays(self, arrays: Mapping[str, np.ndarray], signature: str | None = None) -> dict[str, Any]:
+        """As `run`, for inputs from `calls.checked_inputs`."""
+        of = self.manifest.signature(signature)
         sizes = named_sizes(of, arrays)
         program = chosen_program(of, self.platform, sizes)
         outputs = self._called(of, program, padded_inputs(of, arrays, program))
@@ -116,13 +120,17 @@ class Bundle:
                 found[step.output] = detokenized(step, self.tokenizer(step.folder), found)
         return found
 
-    def warm_up(self, signature: str | None = None) -> int:
-        """Compiles every program of fixed sizes; of a signature with open sizes, what its example needs. Returns how many."""
+    def warm_up(self, signature: str | None = None, sizes: Mapping[str, int] | None = None) -> int:
+        """Compiles every program of fixed sizes; of a signature with open sizes, what its example needs. Returns how many.
+
+        Args:
+            sizes: of named axes, which programs with open sizes are compiled for in place of those of the example.
+        """
         of = self.manifest.signature(signature)
         count = 0
         for program in [program for program in of.programs if self.platform in program.platforms]:
-            if program.shapes:
-                self._called(of, program, filled_inputs(of, program.shapes))
+            if program.shapes or sizes is not None:
+                self._called(of, program, filled_inputs(of, dict(sizes or {}) | program.shapes))
             elif of.example:
                 self.run(of.example, signature)
             else:
@@ -141,13 +149,19 @@ class Bundle:
         """A tensor as it is stored: a read-only view of its file."""
         return self._weights[name].read(name)
 
+    def close(self) -> None:
+        """Lets go of its programs, and of its weights on the device."""
+        with self._lock:
+            self._programs.clear()
+            self._arrays.clear()
+
     # ---------------------------------------------------------------- programs
 
     @cached_property
     def _tokenizers(self) -> dict[str, Tokenizer]:
         return {}
 
-    def _preprocessed(self, signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def preprocessed(self, signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs with those of the steps replaced by what the steps make of them."""
         found = dict(inputs)
         for step in signature.preprocess:

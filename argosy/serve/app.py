@@ -1,18 +1,13 @@
 """The routes of the API. Each reads a JSON body, does slow work off the event loop, and responds in JSON."""
 
 import asyncio
-import sys
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -21,20 +16,19 @@ from argosy.infer.tools.grammar import COMPILING
 from argosy.serve import playground
 from argosy.serve.admin import Admin
 from argosy.serve.anthropic import messages
-from argosy.serve.body import read_json_body
 from argosy.serve.engine.admission import died, shutting_down
 from argosy.serve.engine.encoder import EncoderFront, EncoderService
-from argosy.serve.errors import ApiError, Json
-from argosy.serve.guard import Guard
 from argosy.serve.metrics import CONTENT_TYPE
-from argosy.serve.no_route import no_route
 from argosy.serve.openai import chat, completions, embeddings, responses
 from argosy.serve.openai.fields import DetokenizeFields, TokenizeFields
 from argosy.serve.openai.response_store import ResponseStore
 from argosy.serve.response.choice import TokenNames
 from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import ServedModel, Service
-from argosy.serve.sse import while_connected
+from argosy.web.app import guarded
+from argosy.web.body import read_json_body
+from argosy.web.connection import while_connected
+from argosy.web.errors import ApiError, Json
 
 
 class App:
@@ -89,7 +83,7 @@ class App:
             # Before `/v1/models/{name}`, which takes any path.
             routes = [*admin.routes(), *routes]
             apart = {route.path: admin.settings.key for route in admin.routes()}
-        self.asgi = _guarded(routes, key=key, local=local, headers=service.limits.headers, public=public, apart=apart)
+        self.asgi = guarded(routes, key=key, local=local, headers=service.limits.headers, public=public, apart=apart)
         # On the admin port: its own routes, and what watches a server.
         self.watching = [route for route in routes if route.path in ("/health", "/metrics", "/version")]
 
@@ -211,16 +205,10 @@ class App:
         return Response(self.service.front.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-def _guarded(routes: list[Route], **how: Any) -> Starlette:
-    """An application with these routes behind a `Guard`, whose settings these are."""
-    handlers = {ApiError: refusal_response, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
-    return Starlette(routes=routes, middleware=[Middleware(Guard, **how)], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
-
-
 def admin_app(admin: Admin, app: App) -> Starlette:
     """The application of the admin port: all of it needs the admin key, but for /health."""
     headers = admin.service.limits.headers
-    return _guarded([*admin.routes(), *app.watching], key=admin.settings.key, local=True, headers=headers)
+    return guarded([*admin.routes(), *app.watching], key=admin.settings.key, local=True, headers=headers)
 
 
 # Route -> what turns a body into a job.
@@ -263,20 +251,3 @@ def detokenize(service: ServedModel[Any], body: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- errors
-
-
-async def refusal_response(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response(request.url.path)
-
-
-async def gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this."""
-    return Response(status_code=499)
-
-
-async def broken(request: Request, error: Exception) -> Response:
-    """An unexpected exception: its traceback goes to stderr, and none of it to the client."""
-    with suppress(OSError):
-        traceback.print_exception(error, file=sys.stderr)
-    return ApiError("internal error", status=500).response(request.url.path)

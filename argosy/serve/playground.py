@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from argosy.serve.errors import Json
 from argosy.serve.service import Service
+from argosy.web.errors import Json
 
 FOLDER = Path(__file__).parent / "web"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}

@@ -3,15 +3,11 @@
 SIGTERM and Ctrl-C drain: new requests get 503, running ones finish within a limit. A second signal ends the process at once.
 """
 
-import asyncio
-import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
-
-import uvicorn
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
@@ -25,15 +21,14 @@ from argosy.infer.programs.store import ProgramStore
 from argosy.infer.tools.channels import MARKS, channel_marks
 from argosy.serve.admin import Admin
 from argosy.serve.app import App, admin_app
-from argosy.serve.engine.admission import Admission
 from argosy.serve.engine.encoder import EncoderFront, EncoderService, pass_shapes
 from argosy.serve.engine.engines import build_front
-from argosy.serve.guard import HEADER_BYTES, is_local
 from argosy.serve.openai.response_store import ResponseStore
 from argosy.serve.response.reasoning import parser_of
 from argosy.serve.sampling import default_sampling
 from argosy.serve.service import Service
 from argosy.serve.settings import REASONING, ServeSettings
+from argosy.web.process import DrainingServer, SecondServer, bound_socket, check_open, is_for_loopback, server_config
 
 # Responses that are being written when the drain is over.
 LAST_BYTES_S = 5
@@ -57,16 +52,7 @@ def check_server(settings: ServeSettings) -> None:
     if (admin.key or admin.root) and admin.port is None and not admin.shared:
         raise BadInput("admin.key and admin.root are for admin routes, and there are none", hint="admin.port=8001")
     _check_adapters(settings)
-    if not settings.api_key and not settings.open and not is_local(settings.host):
-        raise BadInput(
-            f"host={settings.host} lets everybody on the network use this server",
-            hint="set `api_key=` or $ARGOSY_API_KEY, or say `open=true`",
-        )
-    if (settings.tls_certificate is None) != (settings.tls_key is None):
-        raise BadInput("TLS needs both `tls_certificate` and `tls_key`")
-    for name in ("tls_certificate", "tls_key"):
-        if (path := getattr(settings, name)) is not None and not Path(path).is_file():
-            raise BadInput(f"{name}: no file `{path}`")
+    check_open(settings)
     check_device_count(settings.copies, settings.tensor)
 
 
@@ -79,36 +65,9 @@ def _check_adapters(settings: ServeSettings) -> None:
         raise BadInput(what, hint=f"engine.lora.adapters={many}")
 
 
-def bound_socket(settings: ServeSettings) -> socket.socket:
-    """A socket on the address. It does not listen yet: clients are refused until the server is ready.
-
-    Raises:
-        BadInput: the address is in use, or not one of this machine.
-    """
-    return _bound(settings.host, settings.port, "port")
-
-
 def admin_socket(settings: ServeSettings) -> socket.socket | None:
     """As `bound_socket`, for the admin port; None if there is none."""
-    return None if settings.admin.port is None else _bound("127.0.0.1", settings.admin.port, "admin.port")
-
-
-def _bound(host: str, port: int, setting: str) -> socket.socket:
-    with contextlib.ExitStack() as undo:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, kind, protocol, _, address = found[0]
-            # With the protocol left out, asyncio does not set TCP_NODELAY: each answer on a connection that is kept waits 40 ms.
-            listener = undo.enter_context(socket.socket(family, kind, protocol))
-            # Connections of a server that has just ended do not keep the port.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            hint = f"another `{setting}=`; {setting}=0 takes a free one"
-            raise BadInput(f"cannot listen on {host} port {port}: {why}", hint=hint) from None
-        undo.pop_all()
-        return listener
+    return None if settings.admin.port is None else bound_socket("127.0.0.1", settings.admin.port, "admin.port")
 
 
 def set_chat_template(lm: LM, name: str) -> None:
@@ -188,12 +147,6 @@ def running_server(
     return build_service(lm, name, settings, say, draft, programs)
 
 
-def server_address(listener: socket.socket, settings: ServeSettings) -> str:
-    """The server's URL."""
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"{'https' if settings.tls_certificate else 'http'}://{host}:{listener.getsockname()[1]}"
-
-
 def serve_until(
     service: Service | EncoderService,
     settings: ServeSettings,
@@ -208,91 +161,17 @@ def serve_until(
     Args:
         admin: the socket of the admin routes.
     """
-    local = settings.api_key is None and not settings.open and is_local(settings.host)
+    local = is_for_loopback(settings)
     routes = Admin(service, settings.admin) if isinstance(service, Service) and settings.admin.key else None
     app = App(
         service, key=settings.api_key, local=local, web=settings.web, admin=routes if settings.admin.shared else None
     )
     tls = {"ssl_certfile": settings.tls_certificate, "ssl_keyfile": settings.tls_key}
-    config = _config(app.asgi, settings, **tls)
+    config = server_config(app.asgi, settings, **tls)
     beside = None
     if admin is not None and routes is not None:
-        beside = (_Beside(_config(admin_app(routes, app), settings)), admin)
+        beside = (SecondServer(server_config(admin_app(routes, app), settings)), admin)
     try:
-        _Server(config, service.front, settings.drain, stop, ready, beside).run(sockets=[listener])
+        DrainingServer(config, lambda: service.front.drain(settings.drain), stop, ready, beside).run(sockets=[listener])
     finally:
         service.front.close()
-
-
-def _config(app: Any, settings: ServeSettings, **tls: Any) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="h11",
-        # uvloop takes the process's one wake-up descriptor for signals from `core.process.signals`: SIGTERM would do nothing.
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_level="info" if settings.log_requests else "warning",
-        access_log=settings.log_requests,
-        proxy_headers=False,
-        server_header=False,
-        limit_concurrency=settings.limits.connections,
-        # A client that keeps its connections longer than the server does loses a request now and then.
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=LAST_BYTES_S,
-        h11_max_incomplete_event_size=HEADER_BYTES,
-        **tls,
-    )
-
-
-class _Beside(uvicorn.Server):
-    """A second server in the event loop of the first, which ends it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Server(uvicorn.Server):
-    """uvicorn with our signals, and a drain during which it still answers."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        front: Admission[Any, Any],
-        drain: float,
-        stop: Callable[[], Any],
-        ready: Callable[[], object],
-        beside: tuple[_Beside, socket.socket] | None = None,
-    ):
-        super().__init__(config)
-        self.front, self.drain, self.stop, self.ready = front, drain, stop, ready
-        self.beside = beside
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """The command line has its own handlers."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.beside is not None:
-            server, listener = self.beside
-            self._beside = asyncio.create_task(server.serve(sockets=[listener]))
-            while not (server.started or self._beside.done()):
-                await asyncio.sleep(0.01)
-        self.ready()
-        self._stopping = asyncio.create_task(self._stop())
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.beside is not None:
-            self.beside[0].should_exit = True
-            await self._beside
-        await super().shutdown(sockets)
-
-    async def _stop(self) -> None:
-        # uvicorn looks at its own flag as often.
-        while not self.stop():
-            await asyncio.sleep(0.1)
-        await self.front.drain(self.drain)
-        self.should_exit = True

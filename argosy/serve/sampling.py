@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.detokenize import token_spellings
 from argosy.infer.sampling.sample import Sampling
-from argosy.serve.errors import ApiError, input_error
 from argosy.serve.openai.fields import GenerationFields
+from argosy.web.errors import ApiError, input_error
 
 # The fields of the sampler, and its name where that differs from the API's.
 FIELDS = (

@@ -20,7 +20,6 @@ from argosy.ops.native import library
 from argosy.serve.engine.admission import Admission
 from argosy.serve.engine.front import Front
 from argosy.serve.engine.replicas import ReplicaFront
-from argosy.serve.errors import ApiError, input_error, service_unavailable, shorten_for_echo, unknown_model
 from argosy.serve.openai.fields import GenerationFields, RenderFields
 from argosy.serve.openai.response_store import ResponseStore
 from argosy.serve.openai.structured import StructureRequest, grammar_error
@@ -28,6 +27,7 @@ from argosy.serve.response.choice import CompletionChoice, StopConditions
 from argosy.serve.response.reasoning import thinking_variables
 from argosy.serve.sampling import read_sampling
 from argosy.serve.settings import Parser, ServerLimits
+from argosy.web.errors import ApiError, input_error, service_unavailable, shorten_for_echo, unknown_model
 
 MANY = "context_length_exceeded"
 # The version of weights that no update has named. vLLM's.

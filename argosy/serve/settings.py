@@ -7,6 +7,7 @@ from pydantic import Field
 from argosy.core.settings import Settings
 from argosy.infer.settings import EngineSettings
 from argosy.serve.vllm_flags import NAMES
+from argosy.web.settings import WebLimits, WebSettings
 
 # vLLM's names.
 Parser = Literal["auto", "none", "qwen3", "deepseek_r1", "openai_gptoss"]
@@ -36,16 +37,10 @@ REASONING: dict[Parser, ReasoningParser] = {
 }
 
 
-class ServerLimits(Settings):
+class ServerLimits(WebLimits):
     """Limits on one client and on all of them together, over all copies of the model. A request beyond one gets 400, 408, 413, 431,
     503 or 504, with the reason."""
 
-    body: int = Field(2_097_152, gt=0)
-    """Bytes of a request body. Multiplied by `connections`, it bounds the memory of all bodies."""
-    headers: int = Field(64, gt=0)
-    """Headers of a request; together they may have 32 kB."""
-    connections: int = Field(512, gt=0)
-    """Open connections."""
     queue: int = Field(1024, gt=0)
     """Answers waiting for the engine; more are refused with 503 and Retry-After."""
     queue_tokens: int = Field(1_048_576, gt=0)
@@ -69,10 +64,6 @@ class ServerLimits(Settings):
     """Nesting depth of objects and lists in a JSON schema. OpenAI allows 10 levels of objects, which are up to 30 of these."""
     compile_seconds: float = Field(10, gt=0)
     """Seconds to compile a schema or a grammar: 3,000 properties take 1."""
-    seconds: float = Field(600, gt=0)
-    """Seconds a request may take, from its arrival to its last byte."""
-    upload_seconds: float = Field(30, gt=0)
-    """Seconds for the body of a request to arrive."""
 
 
 class AdminSettings(Settings):
@@ -89,26 +80,13 @@ class AdminSettings(Settings):
     """Folder below which adapters and weights may be loaded by these routes. Without it none may."""
 
 
-class ServeSettings(Settings):
+class ServeSettings(WebSettings):
     """Settings of the server."""
 
     elsewhere: ClassVar = NAMES
 
-    host: str = "127.0.0.1"
-    """Address to listen on. Addresses other than loopback need an `api_key`, or `open=true`."""
-    port: int = Field(8000, ge=0, lt=2**16)
-    """Port to listen on; 0 takes a free one."""
     name: str | None = None
     """Name of the model in the API; by default the last part of its path."""
-    api_key: str | None = None
-    """Key that clients must send, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Default: $ARGOSY_API_KEY, which other users of
-    the machine cannot read from the list of processes."""
-    open: bool = False
-    """Lets everyone who can reach the address use the server without a key."""
-    tls_certificate: str | None = None
-    """PEM file of the server's certificate chain; the server then speaks HTTPS only."""
-    tls_key: str | None = None
-    """PEM file of the certificate's key."""
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     quantization: str | None = None
@@ -126,10 +104,6 @@ class ServeSettings(Settings):
     They need `engine.lora.enabled=true`."""
     seed: int | None = None
     """Random seed for requests without one. None: a new one for every run of the server."""
-    drain: float = Field(30, ge=0)
-    """Seconds for running requests to finish after SIGTERM."""
-    log_requests: bool = False
-    """Prints one line per request on stderr: path and status, never content."""
     warm_up: bool = True
     """Compiles all programs before the server is ready, so that no request waits for the compiler."""
     web: bool = True

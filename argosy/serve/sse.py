@@ -1,7 +1,7 @@
-"""Server-sent events, and work that is cancelled when its client disconnects."""
+"""Server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -9,33 +9,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from argosy.serve.errors import ApiError, json_bytes
+from argosy.web.connection import while_connected
+from argosy.web.errors import ApiError, json_bytes
 
 DONE = b"data: [DONE]\n\n"
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of the work, which is cancelled as soon as the client disconnects.
-
-    Raises:
-        ClientDisconnect: it did.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(Response):

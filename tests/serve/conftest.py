@@ -26,6 +26,7 @@ from argosy.serve.engine.front import Front
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import ServerLimits, ServeSettings
+from argosy.web.process import bound_socket, server_address
 from argosy.weights.build import random_model
 
 TEMPLATE = (
@@ -173,9 +174,9 @@ def url(service: Service) -> Iterator[str]:
 def listening(service: Service | EncoderService, **settings: Any) -> Iterator[str]:
     """A real server in a thread, on a free port of the loopback, until the block ends."""
     how = ServeSettings(port=0, drain=30, **settings)
-    listener, stop, ready = run.bound_socket(how), threading.Event(), threading.Event()
+    listener, stop, ready = bound_socket(how.host, how.port), threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: run.serve_until(service, how, listener, stop=stop.is_set, ready=ready.set))
-    address = run.server_address(listener, how)
+    address = server_address(listener, how)
     thread.start()
     assert ready.wait(60)
     try:

@@ -28,10 +28,11 @@ from argosy.serve import run
 from argosy.serve.admin import Admin
 from argosy.serve.app import App, admin_app
 from argosy.serve.engine.front import Front
-from argosy.serve.errors import ApiError
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings, ServeSettings
+from argosy.web.errors import ApiError
+from argosy.web.process import bound_socket
 from argosy.weights.build import random_model
 from argosy.weights.peft.attach import put_adapter
 from argosy.weights.peft.sites import Adapter
@@ -328,7 +329,7 @@ def test_each_key_opens_its_own_routes_only(service: Service, root: Path):
 
 def test_the_admin_port_is_a_server_of_its_own(lm: LM):
     how = ServeSettings(port=0, drain=5, admin=AdminSettings(port=0, key="secret"))
-    listener, beside = run.bound_socket(how), run.admin_socket(how)
+    listener, beside = bound_socket(how.host, how.port), run.admin_socket(how)
     stop, ready = threading.Event(), threading.Event()
     urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in (listener, beside)]
     with answering(lm, SIZES) as service:

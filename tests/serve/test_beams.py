@@ -15,10 +15,10 @@ from serve.test_several_copies import serving as serving_copies
 from argosy.infer.completions import Completion
 from argosy.infer.lm import LM
 from argosy.serve.app import App
-from argosy.serve.errors import ApiError
 from argosy.serve.openai import completions
 from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import Service
+from argosy.web.errors import ApiError
 
 Ask = Callable[..., httpx.Response]
 SEARCH = {"use_beam_search": True, "n": 3, "max_tokens": 5, "temperature": 0}

@@ -30,6 +30,7 @@ from argosy.jobs.api import draft_of
 from argosy.serve import run
 from argosy.serve.sampling import default_sampling
 from argosy.serve.settings import ServeSettings
+from argosy.web.process import bound_socket
 
 SPECULATION = Choice(SPECULATIVE, tag="method")
 
@@ -220,9 +221,9 @@ def test_an_address_in_use_is_a_mistake():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(BadInput, match="cannot listen on 127"):
-            run.bound_socket(ServeSettings(port=taken.getsockname()[1]))
+            bound_socket("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(BadInput, match="cannot listen"):
-        run.bound_socket(ServeSettings(host="no such host", api_key="k"))
+        bound_socket("no such host", 8000)
 
 
 def test_answers_do_not_wait_for_acknowledgements():
@@ -236,7 +237,7 @@ def test_answers_do_not_wait_for_acknowledgements():
             found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        with run.bound_socket(ServeSettings(port=0)) as listener:
+        with bound_socket("127.0.0.1", 0) as listener:
             async with await asyncio.start_server(accepted, sock=listener):
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.close()

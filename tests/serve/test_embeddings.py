@@ -25,8 +25,8 @@ from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
 from argosy.serve.engine.encoder import EncoderService, TextBatch, next_pass, pass_rows, pass_shapes
-from argosy.serve.errors import ApiError
 from argosy.serve.settings import ServerLimits, ServeSettings
+from argosy.web.errors import ApiError
 from argosy.weights.build import random_model
 
 CONTEXT = 40

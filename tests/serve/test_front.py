@@ -13,9 +13,9 @@ from argosy.infer.lm import LM
 from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import DraftModel, NGram
 from argosy.serve.engine.front import Front
-from argosy.serve.errors import ApiError
 from argosy.serve.response.streams import EventStreams
 from argosy.serve.service import Service
+from argosy.web.errors import ApiError
 
 PROMPT = list(b"It was a dark and stormy night")
 

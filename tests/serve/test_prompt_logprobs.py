@@ -20,9 +20,9 @@ from argosy.infer.prompt_logprobs import PASS, PromptScorer
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
-from argosy.serve.errors import ApiError
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
+from argosy.web.errors import ApiError
 from argosy.weights.build import random_model
 
 PROMPT = "It was a dark"

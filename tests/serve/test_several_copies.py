@@ -30,10 +30,10 @@ from argosy.serve.app import App
 from argosy.serve.engine import replicas
 from argosy.serve.engine.front import Front
 from argosy.serve.engine.replicas import ReplicaFront
-from argosy.serve.errors import ApiError
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings, ServerLimits, ServeSettings
+from argosy.web.errors import ApiError
 from argosy.weights.build import random_model
 from argosy.weights.peft.writer import write_adapter
 

@@ -24,10 +24,10 @@ from argosy.infer.tools.grammar import Grammars, Structure, grammar_masks, read_
 from argosy.infer.tools.notations.hermes import HermesNotation
 from argosy.infer.tools.notations.llama3 import Llama3Notation
 from argosy.serve.app import App
-from argosy.serve.errors import ApiError
 from argosy.serve.openai.structured import check_structure
 from argosy.serve.service import Service
 from argosy.serve.settings import ServerLimits
+from argosy.web.errors import ApiError
 
 HERMES = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

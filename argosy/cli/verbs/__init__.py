@@ -16,6 +16,7 @@ VERBS = {
     "quantize": ("argosy.cli.verbs.quantize", "write a model in few bits"),
     "export": ("argosy.cli.verbs.export", "write a model as a bundle: programs, weights, manifest"),
     "bundle": ("argosy.cli.verbs.bundle", "show, verify, run, compare and renew bundles"),
+    "predict": ("argosy.cli.verbs.predict", "serve bundles over HTTP: Open Inference Protocol, TensorFlow Serving's REST"),
     "data": ("argosy.cli.verbs.data", "tokenize a corpus, look at training rows, train a tokenizer"),
     "models": ("argosy.cli.verbs.models", "list model families and presets: sizes, memory, FLOPs"),
     "runs": ("argosy.cli.verbs.runs", "list, show and compare runs"),

@@ -60,9 +60,10 @@ def serve(
         from argosy.infer.programs.store import open_store
         from argosy.jobs.api import draft_of, load
         from argosy.serve import run
+        from argosy.web.process import bound_socket, server_address
 
         run.check_server(settings)
-        listener, admin_listener = run.bound_socket(settings), run.admin_socket(settings)
+        listener, admin_listener = bound_socket(settings.host, settings.port), run.admin_socket(settings)
         doing(f"loading {model}")
         how: Any = {name: getattr(settings, name) for name in ("dtype", "adapter", "tensor", "quantization")}
         # Copies share the memory of their weights, which packed ones cannot.
@@ -79,7 +80,7 @@ def serve(
         say(line)
     if admin_listener is not None:
         say(f"admin routes on http://127.0.0.1:{admin_listener.getsockname()[1]}")
-    url = run.server_address(listener, settings)
+    url = server_address(listener, settings)
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
         run.serve_until(service, settings, listener, stop=stop, ready=lambda: say(f"ready on {url}"), admin=admin_listener)
     raise typer.Exit(stop.code)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from argosy.serve.errors import ApiError
+from argosy.web.errors import ApiError
 
 # Fields by block type. Caching, citations and signatures have no effect on the answer. Chat templates have no place for `is_error`:
 # the result itself says what failed.

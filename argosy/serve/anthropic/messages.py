@@ -7,12 +7,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from argosy.serve.anthropic.blocks import chat_messages, content_text
 from argosy.serve.anthropic.output import MessageWriter
-from argosy.serve.errors import ApiError, renaming
 from argosy.serve.openai.chat import read_chat, render_prompt
 from argosy.serve.openai.fields import ChatFields, SamplingFields
 from argosy.serve.response.reasoning import thinking_variables
 from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import Service
+from argosy.web.errors import ApiError, renaming
 
 # The fields of chats by the names that they have here.
 NAMES = {

@@ -6,11 +6,11 @@ from typing import Any
 
 from argosy.infer.prompt_logprobs import PromptScores
 from argosy.serve.anthropic.blocks import tool_use_block
-from argosy.serve.errors import ApiError
 from argosy.serve.response.choice import ChoicePiece, CompletionChoice
 from argosy.serve.response.parsing import CompletionParts, CompletionReader
 from argosy.serve.response.writer import Documents, GenerationJob
 from argosy.serve.service import Service
+from argosy.web.errors import ApiError
 
 PING = {"type": "ping"}
 DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}

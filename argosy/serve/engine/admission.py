@@ -10,9 +10,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from argosy.serve.errors import ApiError, service_unavailable
 from argosy.serve.metrics import AllMetrics, ServerMetrics
 from argosy.serve.settings import ServerLimits
+from argosy.web.errors import ApiError, service_unavailable
 
 
 class OpenRequests(Protocol):

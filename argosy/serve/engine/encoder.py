@@ -20,10 +20,10 @@ from argosy.infer.completions import Prompt
 from argosy.infer.embed import SentenceEncoder
 from argosy.infer.forward.sequences import length_bucket
 from argosy.serve.engine.admission import Computing, timed_out
-from argosy.serve.errors import ApiError, input_error
 from argosy.serve.metrics import EncoderMetrics
 from argosy.serve.service import MANY, ServedModel
 from argosy.serve.settings import ServerLimits
+from argosy.web.errors import ApiError, input_error
 
 # The shortest length that programs are compiled for, in tokens. A pass over a sentence of 20 tokens takes 24, and not 32 as in
 # `lm.embed`: 11.4 instead of 14.1 ms of CPU time for MiniLM.

@@ -35,10 +35,10 @@ from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Event, Request
 from argosy.infer.prompt_logprobs import NOTHING, PromptScorer, PromptScores
 from argosy.serve.engine.admission import Computing, died, timed_out
-from argosy.serve.errors import ApiError, input_error, unknown_model
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.response.streams import EventStreams, RequestRow, StepNews, StreamPart
 from argosy.serve.settings import ServerLimits
+from argosy.web.errors import ApiError, input_error, unknown_model
 
 R = TypeVar("R")
 PauseMode = Literal["abort", "wait", "keep"]

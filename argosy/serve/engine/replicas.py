@@ -23,10 +23,10 @@ from argosy.infer.engine.request import Event, Request
 from argosy.infer.prompt_logprobs import PromptScorer, PromptScores
 from argosy.serve.engine.admission import Admission
 from argosy.serve.engine.front import Front, PauseMode
-from argosy.serve.errors import ApiError
 from argosy.serve.metrics import AllMetrics
 from argosy.serve.response.streams import Arrivals, EventStreams, StreamPart
 from argosy.serve.settings import ServerLimits
+from argosy.web.errors import ApiError
 
 R = TypeVar("R")
 # How much busier than the least busy copy the one with the longest cached prefix may be: one waiting sequence. Over two copies with 8

@@ -11,10 +11,10 @@ from typing import Any
 from argosy.infer.engine.request import Event, FinishReason, Request
 from argosy.infer.sampling.beam import Beam, Beams
 from argosy.infer.sampling.sampler import MOST_TOP
-from argosy.serve.errors import ApiError
 from argosy.serve.openai.fields import GenerationFields
 from argosy.serve.response.streams import EventStreams
 from argosy.serve.service import Service
+from argosy.web.errors import ApiError
 
 # Fields that a search cannot honor, and the values of each that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {

@@ -11,7 +11,6 @@ from argosy.infer.engine.request import Request
 from argosy.infer.tools.calls import CallNotation, call_ids
 from argosy.infer.tools.channels import framed_grammar, uses_channels
 from argosy.infer.tools.notations import KNOWN, find_notation
-from argosy.serve.errors import ApiError
 from argosy.serve.openai.beams import BeamRequest, beam_searches, check_beams
 from argosy.serve.openai.fields import ChatFields
 from argosy.serve.openai.structured import StructureRequest, check_size, grammar_error, structure_request
@@ -21,6 +20,7 @@ from argosy.serve.response.reasoning import after_thoughts, thinks, thought_star
 from argosy.serve.response.writer import Choices, GenerationJob, ResponseFormat
 from argosy.serve.service import Service
 from argosy.serve.settings import ServerLimits
+from argosy.web.errors import ApiError
 
 NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 # Fields of a message that templates read.

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from argosy.serve.errors import ApiError
 from argosy.serve.openai.beams import beam_searches, check_beams
 from argosy.serve.openai.fields import CompletionFields
 from argosy.serve.openai.structured import structure_request
@@ -12,6 +11,7 @@ from argosy.serve.response.choice import ChoicePiece, CompletionChoice, ScoredTo
 from argosy.serve.response.parsing import CompletionParts, CompletionReader
 from argosy.serve.response.writer import Choices, GenerationJob
 from argosy.serve.service import Service
+from argosy.web.errors import ApiError
 
 # OpenAI's and vLLM's default.
 MAX_TOKENS = 16

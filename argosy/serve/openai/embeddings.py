@@ -13,9 +13,9 @@ from jaxtyping import Float
 from argosy.core.counts import plural
 from argosy.infer.embed import unit_vectors
 from argosy.serve.engine.encoder import EncoderService
-from argosy.serve.errors import ApiError
 from argosy.serve.openai.completions import read_prompts
 from argosy.serve.openai.fields import EmbeddingFields, RerankFields, ScoreFields, VectorFields
+from argosy.web.errors import ApiError
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from argosy.infer.sampling.repetition import Repetition
-from argosy.serve.errors import ApiError, validation_error
 from argosy.serve.response.reasoning import Effort
+from argosy.web.errors import ApiError, validation_error
 
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from argosy.serve.errors import ApiError, service_unavailable
+from argosy.web.errors import ApiError, service_unavailable
 
 
 @dataclass(frozen=True)

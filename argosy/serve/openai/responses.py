@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from argosy.serve.errors import ApiError, Json, renaming
 from argosy.serve.openai.chat import ChatRequest, read_chat
 from argosy.serve.openai.fields import IGNORED, ChatFields, SamplingFields, Stops
 from argosy.serve.openai.response_store import ResponseStore, StoredResponse
@@ -19,6 +18,7 @@ from argosy.serve.openai.responses_output import ResponseWriter
 from argosy.serve.response.reasoning import Effort
 from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import Service
+from argosy.web.errors import ApiError, Json, renaming
 
 # The fields of chats by the names that they have here.
 NAMES = {

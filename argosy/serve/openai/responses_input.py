@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from argosy.serve.errors import ApiError
+from argosy.web.errors import ApiError
 
 # Fields by item type. `id`, `status` and `phase` appear when output items are sent back, and have no effect.
 FIELDS = {

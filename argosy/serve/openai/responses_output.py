@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy.infer.prompt_logprobs import PromptScores
-from argosy.serve.errors import ApiError
 from argosy.serve.openai.response_store import ResponseStore, StoredResponse
 from argosy.serve.response.choice import ChoicePiece, ScoredToken, TokenNames
 from argosy.serve.response.parsing import CompletionParts
 from argosy.serve.response.writer import Documents, GenerationJob
 from argosy.serve.service import Service
+from argosy.web.errors import ApiError
 
 # Item type -> type of its content part, and prefix of its text events.
 PARTS = {"reasoning": ("reasoning_text", "reasoning_text"), "message": ("output_text", "output_text")}

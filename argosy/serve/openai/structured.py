@@ -9,9 +9,9 @@ from typing import Any
 
 from argosy.core.errors import ArgosyError
 from argosy.infer.tools.grammar import Structure, read_structure
-from argosy.serve.errors import ApiError, input_error
 from argosy.serve.openai.fields import GenerationFields
 from argosy.serve.settings import ServerLimits
+from argosy.web.errors import ApiError, input_error
 
 # GBNF is translated to Lark by a program whose time grows with the square of the text: 16 kB take 1 s, 118 kB a minute.
 MOST_GBNF = 16_384

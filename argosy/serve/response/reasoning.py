@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from argosy.core.errors import BadInput
 from argosy.infer.tools.grammar import Structure
-from argosy.serve.errors import ApiError
 from argosy.serve.settings import REASONING, Parser
+from argosy.web.errors import ApiError
 
 OPEN, CLOSE = "<think>", "</think>"
 # Prompt tokens to search for a mark: `</think>` and line breaks take at most this many, even as single bytes.

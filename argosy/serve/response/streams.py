@@ -10,7 +10,7 @@ from typing import Protocol
 from argosy.infer.engine.adapters import LoadedAdapter
 from argosy.infer.engine.request import Event, Request
 from argosy.infer.prompt_logprobs import PromptScores
-from argosy.serve.errors import ApiError
+from argosy.web.errors import ApiError
 
 
 @dataclass(eq=False)

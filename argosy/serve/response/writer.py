@@ -17,7 +17,6 @@ from argosy.infer.engine.request import Request
 from argosy.infer.prompt_logprobs import PromptScores
 from argosy.serve.engine.admission import timed_out
 from argosy.serve.engine.replicas import RequestParts
-from argosy.serve.errors import ApiError, Json, service_unavailable
 from argosy.serve.openai.beams import BeamRequest
 from argosy.serve.openai.fields import GenerationFields
 from argosy.serve.openai.structured import StructureRequest
@@ -26,6 +25,7 @@ from argosy.serve.response.parsing import CompletionFormat, CompletionParts, Com
 from argosy.serve.response.streams import EventStreams
 from argosy.serve.service import UNNAMED, Service
 from argosy.serve.sse import EventStream, while_connected
+from argosy.web.errors import ApiError, Json, service_unavailable
 
 Documents = Sequence[dict[str, Any]]
 

@@ -1,16 +1,16 @@
-"""The body of a request: JSON, within the limits of its bytes and of the time it may take to arrive."""
+"""The body of a request, within the limits of its bytes and of the time it may take to arrive."""
 
 import asyncio
-import json
 from typing import Any
 
 from starlette.requests import Request
 
-from argosy.serve.errors import ApiError
-from argosy.serve.settings import ServerLimits
+from argosy.web.errors import ApiError
+from argosy.web.json_text import parsed_json
+from argosy.web.settings import WebLimits
 
 
-async def read_json_body(request: Request, limits: ServerLimits, *, may_be_empty: bool = False) -> Any:
+async def read_json_body(request: Request, limits: WebLimits, *, may_be_empty: bool = False) -> Any:
     """Reads and parses the body.
 
     Args:
@@ -22,6 +22,21 @@ async def read_json_body(request: Request, limits: ServerLimits, *, may_be_empty
     """
     if not may_be_empty:
         _check_type(request)
+    raw = await read_body(request, limits)
+    if may_be_empty:
+        if not raw:
+            return {}
+        _check_type(request)
+    return parsed_json(bytes(raw))
+
+
+async def read_body(request: Request, limits: WebLimits) -> bytearray:
+    """The bytes of the body.
+
+    Raises:
+        ApiError: it is too long, or too slow.
+        ClientDisconnect: the client went away before its end.
+    """
     raw = bytearray()
     try:
         async with asyncio.timeout(limits.upload_seconds):
@@ -31,16 +46,7 @@ async def read_json_body(request: Request, limits: ServerLimits, *, may_be_empty
                     raise ApiError(f"the body has more than {limits.body} bytes", status=413)
     except TimeoutError:
         raise ApiError(f"the body took more than {limits.upload_seconds:g} seconds", status=408) from None
-    if may_be_empty:
-        if not raw:
-            return {}
-        _check_type(request)
-    try:
-        return json.loads(bytes(raw), parse_constant=_no_number)
-    # A ValueError covers what is not UTF-8, and numbers of thousands of digits.
-    except (ValueError, RecursionError) as error:
-        why = f": {error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ApiError(f"the body is not JSON{why}") from None
+    return raw
 
 
 def _check_type(request: Request) -> None:
@@ -48,7 +54,3 @@ def _check_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError("send `Content-Type: application/json`", status=415)
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")

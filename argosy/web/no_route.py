@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from argosy.serve.errors import ApiError, shorten_for_echo
+from argosy.web.errors import ApiError, shorten_for_echo
 
 
 async def no_route(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from argosy.serve.errors import ApiError
+from argosy.web.errors import ApiError
 
 # Probes send no key, and learn only whether the server is up.
 PUBLIC = ("/health", "/ping")

@@ -1,5 +1,5 @@
-"""Errors of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; those of /v1/messages in Anthropic's:
-{"type": "error", "error": {"type", "message"}}.
+"""Errors of an API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; those of /v1/messages in Anthropic's:
+{"type": "error", "error": {"type", "message"}}; those of /v2 in that of the Open Inference Protocol: {"error": message}.
 
 A message says what is wrong with the request. It never contains a path of this machine or the text of an unexpected exception,
 which goes to stderr.
@@ -55,6 +55,8 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> Response:
         """The response, in the shape of the API that owns the path."""
+        if path == "/v2" or path.startswith("/v2/"):
+            return Json({"error": self.message}, self.status, self.headers)
         body = self.anthropic() if path.startswith("/v1/messages") else self.body()
         return Json(body, self.status, self.headers)
 

@@ -1,0 +1,77 @@
+"""OpenAI's embeddings, for models whose default signature makes vectors of texts."""
+
+import base64
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from argosy.predict.repository import LoadedVersion
+from argosy.predict.service import PredictService
+from argosy.web.body import read_body
+from argosy.web.errors import ApiError, Json, unknown_model
+from argosy.web.json_text import parsed_object
+
+VECTOR = "embedding"
+FIELDS = {"model", "input", "encoding_format", "dimensions", "user"}
+
+
+class OpenAIRoutes:
+    """/v1/embeddings and /v1/models."""
+
+    def __init__(self, service: PredictService):
+        self.service = service
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        found = []
+        for name, state in self.service.repository.models.items():
+            if state.versions:
+                created = int(max(version.loaded for version in state.versions.values()))
+                found.append({"id": name, "object": "model", "created": created, "owned_by": "argosy"})
+        return Json({"object": "list", "data": found})
+
+    async def embeddings(self, request: Request) -> Response:
+        asked = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
+        if unknown := set(asked) - FIELDS:
+            raise ApiError(f"unknown field `{min(unknown)[:64]}`", param=min(unknown)[:64], code="unknown_parameter")
+        name, texts = asked.get("model"), asked.get("input")
+        if not isinstance(name, str):
+            raise ApiError("`model` is no name", param="model")
+        if name not in self.service.repository.models:
+            raise unknown_model(name)
+        version = self.service.find(name)
+        step = _step(version)
+        form = asked.get("encoding_format", "float")
+        if form not in ("float", "base64"):
+            raise ApiError("`encoding_format` is float or base64", param="encoding_format")
+        if asked.get("dimensions") is not None:
+            raise ApiError("`dimensions` is not supported: vectors have the size of the model", param="dimensions")
+        texts = [texts] if isinstance(texts, str) else texts
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ApiError("`input` is no text and no list of texts", param="input")
+        found = await self.service.call(request, version, {step: texts}, None)
+        vectors = np.asarray(found.outputs[VECTOR], np.float32)
+        if not np.isfinite(vectors).all():
+            raise ApiError("a vector is not finite", status=500)
+        data = [{"object": "embedding", "index": i, "embedding": _written(vector, form)} for i, vector in enumerate(vectors)]
+        return Json({"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": 0, "total_tokens": 0}})
+
+
+def _step(version: LoadedVersion) -> str:
+    """The input that takes texts."""
+    of = version.bundle.manifest.signature()
+    if not of.preprocess or VECTOR not in {spec.name for spec in of.outputs}:
+        raise ApiError(f"model `{version.model}` makes no vectors of texts", param="model", code="wrong_kind_of_model")
+    return of.preprocess[0].input
+
+
+def _written(vector: np.ndarray, form: str) -> Any:
+    return vector.tolist() if form == "float" else base64.b64encode(vector.tobytes()).decode()

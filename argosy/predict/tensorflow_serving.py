@@ -1,0 +1,170 @@
+"""TensorFlow Serving's REST API: status, metadata, and `:predict` in rows and in columns.
+
+tensorflow.org/tfx/serving/api_rest. `instances` is a list of rows: values where the model has one input, else objects by input. `inputs` has
+whole columns. Answers have the same form: `predictions` or `outputs`, bare where there is one output.
+"""
+
+import base64
+import binascii
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from argosy.core.errors import BadInput
+from argosy.export.manifest import BundleSignature
+from argosy.predict.batching import batch_axis
+from argosy.predict.repository import LoadedVersion
+from argosy.predict.rest import input_specs, output_specs
+from argosy.predict.service import PredictService
+from argosy.predict.tensors import TEXT, to_json
+from argosy.web.body import read_body
+from argosy.web.errors import ApiError, Json
+from argosy.web.json_text import parsed_object
+
+Handler = Callable[[Request], Awaitable[Response]]
+TYPES = {"FP16": "DT_HALF", "FP32": "DT_FLOAT", "FP64": "DT_DOUBLE", "BF16": "DT_BFLOAT16", "BYTES": "DT_STRING"}
+
+
+class TensorFlowRoutes:
+    """Routes below /v1/models."""
+
+    def __init__(self, service: PredictService):
+        self.service, self.repository = service, service.repository
+
+    def routes(self) -> list[Route]:
+        """In an order in which the first that fits is right."""
+        found = []
+        for path in ("/v1/models/{model}/versions/{version}", "/v1/models/{model}/labels/{label}", "/v1/models/{model}"):
+            found.append(Route(path + ":predict", _plain_errors(self.predict), methods=["POST"]))
+            found.append(Route(path + "/metadata", _plain_errors(self.metadata), methods=["GET"]))
+            found.append(Route(path, _plain_errors(self.status), methods=["GET"]))
+        return found
+
+    def _found(self, request: Request) -> LoadedVersion:
+        asked = request.path_params
+        return self.service.find(asked["model"], asked.get("version"), asked.get("label"))
+
+    async def status(self, request: Request) -> Response:
+        version = self._found(request)
+        state = self.repository.state(version.model)
+        one = {"version", "label"} & set(request.path_params)
+        numbers = [version.version] if one else sorted({*state.versions, *state.reasons}, reverse=True)
+        ok = {"error_code": "OK", "error_message": ""}
+        found = []
+        for number in numbers:
+            if number in state.versions:
+                found.append({"version": str(number), "state": "AVAILABLE", "status": ok})
+            else:
+                why = {"error_code": "FAILED_PRECONDITION", "error_message": state.reasons[number]}
+                found.append({"version": str(number), "state": "END", "status": why})
+        return Json({"model_version_status": found})
+
+    async def metadata(self, request: Request) -> Response:
+        version = self._found(request)
+        manifest = version.bundle.manifest
+        names = dict.fromkeys([manifest.default, *manifest.signatures])
+        signatures = {name: _described(manifest.signature(name)) for name in names}
+        found = {"serving_default": signatures[manifest.default]} | signatures
+        spec = {"name": version.model, "signature_name": "", "version": str(version.version)}
+        return Json({"model_spec": spec, "metadata": {"signature_def": {"signature_def": found}}})
+
+    async def predict(self, request: Request) -> Response:
+        version = self._found(request)
+        asked = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
+        if unknown := set(asked) - {"signature_name", "instances", "inputs"}:
+            raise ApiError(f"unknown field `{min(unknown)[:64]}`; there are signature_name, instances and inputs")
+        if ("instances" in asked) == ("inputs" in asked):
+            raise ApiError("a request has `instances` or `inputs`")
+        name = asked.get("signature_name") or None
+        if name == "serving_default":
+            name = None
+        try:
+            of = version.bundle.manifest.signature(name if name is None else str(name)[:64])
+        except BadInput as error:
+            raise ApiError(f"{error.what} ({error.hint})") from None
+        rows = "instances" in asked
+        inputs = _columns(of, asked["instances"]) if rows else _named(of, asked["inputs"])
+        found = await self.service.call(request, version, inputs, name)
+        outputs = {spec["name"]: _listed(spec["name"], found.outputs[spec["name"]]) for spec in output_specs(of)}
+        if not rows:
+            return Json({"outputs": next(iter(outputs.values())) if len(outputs) == 1 else outputs})
+        if batch_axis(of) is None:
+            raise ApiError("this signature has no batch: send `inputs`")
+        if len(outputs) == 1:
+            return Json({"predictions": next(iter(outputs.values()))})
+        return Json({"predictions": [dict(zip(outputs, row, strict=True)) for row in zip(*outputs.values(), strict=True)]})
+
+
+def _plain_errors(handler: Handler) -> Handler:
+    """Errors as {"error": message}."""
+
+    @functools.wraps(handler)
+    async def route(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return Json({"error": error.message}, error.status, error.headers)
+
+    return route
+
+
+def _columns(of: BundleSignature, instances: Any) -> dict[str, Any]:
+    """Rows as columns by input."""
+    if not isinstance(instances, list) or not instances:
+        raise ApiError("`instances` is no list of rows")
+    names = [spec["name"] for spec in input_specs(of)]
+    if all(isinstance(row, dict) and "b64" not in row for row in instances):
+        if any(row.keys() != instances[0].keys() for row in instances):
+            raise ApiError("rows of `instances` have different inputs")
+        return {name: [_decoded(row[name]) for row in instances] for name in instances[0]}
+    required = [spec.name for spec in of.inputs if spec.default is None]
+    if len(names) > 1 and len(required) > 1 and not of.preprocess:
+        raise ApiError(f"this model has several inputs, so each row is an object of {', '.join(names)}")
+    return {names[0]: [_decoded(row) for row in instances]}
+
+
+def _named(of: BundleSignature, inputs: Any) -> dict[str, Any]:
+    """Columns by input."""
+    if isinstance(inputs, dict) and "b64" not in inputs:
+        return {name: _decoded(value) for name, value in inputs.items()}
+    return {input_specs(of)[0]["name"]: _decoded(inputs)}
+
+
+def _decoded(value: Any) -> Any:
+    """A value whose bytes in base64 are texts."""
+    if isinstance(value, dict):
+        if set(value) != {"b64"} or not isinstance(value["b64"], str):
+            raise ApiError('a value is no number, text, list or {"b64": ...}')
+        try:
+            return base64.b64decode(value["b64"], validate=True).decode("utf-8")
+        except (binascii.Error, UnicodeDecodeError, ValueError):
+            raise ApiError("a value in base64 is no text in UTF-8") from None
+    if isinstance(value, list) and value and any(isinstance(one, dict) for one in value):
+        return [_decoded(one) for one in value]
+    return value
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    """An output as nested lists."""
+    try:
+        kind, shape, flat = to_json(value)
+    except BadInput as error:
+        raise ApiError(f"`{name}`: {error.what}", status=500) from None
+    return flat if kind == TEXT else np.asarray(flat, object).reshape(shape).tolist()
+
+
+def _described(of: BundleSignature) -> dict[str, Any]:
+    def tensors(specs: list[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        found = {}
+        for spec in specs:
+            dims = [{"size": str(size), "name": ""} for size in spec["shape"]]
+            kind = TYPES.get(spec["datatype"], f"DT_{spec['datatype']}")
+            found[spec["name"]] = {"dtype": kind, "tensor_shape": {"dim": dims, "unknown_rank": False}, "name": spec["name"]}
+        return found
+
+    return {"inputs": tensors(input_specs(of)), "outputs": tensors(output_specs(of)), "method_name": "tensorflow/serving/predict"}
