@@ -18,7 +18,7 @@ from argosy.export.manifest import BundleSignature
 from argosy.predict.batching import batch_axis
 from argosy.predict.repository import LoadedVersion, UnknownVersion
 from argosy.predict.service import PredictService
-from argosy.predict.tensors import TEXT, datatype_of, read_inputs, to_bytes, to_json
+from argosy.predict.tensors import TEXT, datatype_of, read_tensors, to_bytes, to_json
 from argosy.web.body import read_body
 from argosy.web.errors import ApiError, Json
 from argosy.web.json_text import parsed_object
@@ -177,7 +177,7 @@ class InferenceRoutes:
         asked = parsed_object(bytes(body[:cut]))
         parameters = asked.get("parameters") or {}
         try:
-            inputs = read_inputs(asked.get("inputs"), memoryview(body)[cut:])
+            inputs = read_tensors(asked.get("inputs"), memoryview(body)[cut:])
         except BadInput as error:
             raise ApiError(f"{error.what} ({error.hint})" if error.hint else error.what) from None
         signature = parameters.get("signature") if isinstance(parameters, dict) else None
@@ -262,9 +262,8 @@ def input_specs(of: BundleSignature) -> list[dict[str, Any]]:
     """The inputs of a signature as the protocol describes them: those of its steps in place of what the steps make."""
     made = {name for step in of.preprocess for name in (step.tokens, step.mask)}
     found = [{"name": step.input, "datatype": TEXT, "shape": [-1]} for step in of.preprocess]
-    return found + [
-        {"name": spec.name, "datatype": datatype_of(spec.dtype), "shape": _open(spec.shape)} for spec in of.inputs if spec.name not in made
-    ]
+    plain = [spec for spec in of.inputs if spec.name not in made]
+    return found + [{"name": spec.name, "datatype": datatype_of(spec.dtype), "shape": _open(spec.shape)} for spec in plain]
 
 
 def output_specs(of: BundleSignature) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from argosy.predict.repository import Repository
 from argosy.predict.rest import InferenceRoutes
 from argosy.predict.service import PredictService
 from argosy.predict.tensorflow_serving import TensorFlowRoutes
-from argosy.web.app import guarded
+from argosy.web.app import guarded_app
 from argosy.web.process import DrainingServer, is_for_loopback, server_config
 
 # Probes send no key.
@@ -42,7 +42,7 @@ def predict_app(service: PredictService) -> Starlette:
     ]
     settings = service.settings
     how: dict[str, Any] = {"key": settings.api_key, "local": is_for_loopback(settings), "headers": settings.limits.headers}
-    return guarded(routes, **how, public=PUBLIC)
+    return guarded_app(routes, **how, public=PUBLIC)
 
 
 def serve_repository(

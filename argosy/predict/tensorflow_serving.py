@@ -1,7 +1,7 @@
 """TensorFlow Serving's REST API: status, metadata, and `:predict` in rows and in columns.
 
-tensorflow.org/tfx/serving/api_rest. `instances` is a list of rows: values where the model has one input, else objects by input. `inputs` has
-whole columns. Answers have the same form: `predictions` or `outputs`, bare where there is one output.
+tensorflow.org/tfx/serving/api_rest. `instances` is a list of rows: values where the model has one input, else objects by input.
+`inputs` has whole columns. Answers have the same form: `predictions` or `outputs`, bare where there is one output.
 """
 
 import base64

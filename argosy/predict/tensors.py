@@ -158,7 +158,7 @@ def _check_size(name: str, shape: tuple[int, ...], count: int) -> None:
         raise BadInput(f"input `{name}`: shape {list(shape)} has {expected} values, and {count} were sent")
 
 
-def read_inputs(inputs: Any, binary: memoryview) -> dict[str, Any]:
+def read_tensors(inputs: Any, binary: memoryview) -> dict[str, Any]:
     """The inputs of a request by name.
 
     Args:

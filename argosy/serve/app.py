@@ -25,7 +25,7 @@ from argosy.serve.openai.response_store import ResponseStore
 from argosy.serve.response.choice import TokenNames
 from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import ServedModel, Service
-from argosy.web.app import guarded
+from argosy.web.app import guarded_app
 from argosy.web.body import read_json_body
 from argosy.web.connection import while_connected
 from argosy.web.errors import ApiError, Json
@@ -83,7 +83,7 @@ class App:
             # Before `/v1/models/{name}`, which takes any path.
             routes = [*admin.routes(), *routes]
             apart = {route.path: admin.settings.key for route in admin.routes()}
-        self.asgi = guarded(routes, key=key, local=local, headers=service.limits.headers, public=public, apart=apart)
+        self.asgi = guarded_app(routes, key=key, local=local, headers=service.limits.headers, public=public, apart=apart)
         # On the admin port: its own routes, and what watches a server.
         self.watching = [route for route in routes if route.path in ("/health", "/metrics", "/version")]
 
@@ -208,7 +208,7 @@ class App:
 def admin_app(admin: Admin, app: App) -> Starlette:
     """The application of the admin port: all of it needs the admin key, but for /health."""
     headers = admin.service.limits.headers
-    return guarded([*admin.routes(), *app.watching], key=admin.settings.key, local=True, headers=headers)
+    return guarded_app([*admin.routes(), *app.watching], key=admin.settings.key, local=True, headers=headers)
 
 
 # Route -> what turns a body into a job.

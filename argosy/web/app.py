@@ -18,7 +18,7 @@ from argosy.web.guard import Guard
 from argosy.web.no_route import no_route
 
 
-def guarded(routes: Sequence[Route], **how: Any) -> Starlette:
+def guarded_app(routes: Sequence[Route], **how: Any) -> Starlette:
     """An application with these routes behind a `Guard`, whose settings these are."""
     handlers = {ApiError: refusal_response, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
     return Starlette(routes=routes, middleware=[Middleware(Guard, **how)], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]

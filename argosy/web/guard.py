@@ -21,7 +21,8 @@ class Guard:
     Args:
         key: clients must send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY` as Anthropic's do; None: no key.
         local: accept only requests whose Host is a loopback name. Otherwise a web page could point a name of its own at 127.0.0.1 and
-            use the server of whoever visits it (DNS rebinding).
+            use the server of whoever visits it (DNS rebinding). Pages of other origins are refused too: they can send some requests
+            without asking first.
         headers: maximum number of headers of a request.
         public: paths that need no key, besides those of probes.
         apart: paths with a key of their own instead.
@@ -54,6 +55,9 @@ class Guard:
         if self.local and not is_local(host_of(headers.get("host", ""))):
             what = "this server answers to localhost only; one with `api_key=` or `open=true` answers to any name"
             return ApiError(what, status=403, code="unknown_host")
+        origin = headers.get("origin")
+        if self.local and origin is not None and not is_local(host_of(origin.partition("://")[2])):
+            return ApiError("this server answers to pages of localhost only", status=403, code="unknown_origin")
         expected = self._apart.get(scope["path"], self._key)
         if expected is not None and scope["path"] not in self.public:
             scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -95,9 +95,10 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def served(model: str, *words: str) -> Iterator[Callable[..., Any]]:
+def served(model: str, *words: str, verb: str = "serve") -> Iterator[Callable[..., Any]]:
     """`served(model)` asks a server of it: the answer to a path with a body."""
-    with subprocess.Popen(command("serve", model, *SERVE, *words), stderr=subprocess.PIPE, text=True, env=environment()) as process:
+    own = SERVE if verb == "serve" else ["port=0", "warm_up=false"]
+    with subprocess.Popen(command(verb, model, *own, *words), stderr=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stderr is not None
         said: list[str] = []
         try:
@@ -243,8 +244,23 @@ def bundle(models: Models, kind: str, folder: Path) -> None:
     assert len(row) == size
 
 
-VERBS = (generate, serve, evaluate, convert, run_batch, chat, sft, bundle)
-FAST = {(serve, "encoder"), (bundle, "encoder")}
+def predict(models: Models, kind: str, folder: Path) -> None:
+    """Served as a bundle."""
+    target = str(folder / "models" / "small" / "1")
+    if kind == "preset":
+        assert "random weights" in argosy("export", models(kind), target, code=2).stderr
+        return
+    argosy("export", models(kind), target, "platforms=cpu", "batch=1,2", "length=8")
+    with served(str(folder / "models"), verb="predict") as ask:
+        found = ask("/v1/models/small:predict", instances=[{"tokens": [3, 4, 5]}, {"tokens": [5, 4, 3]}])["predictions"]
+        assert len(found) == 2
+        if kind == "encoder":
+            first = ask("/v1/embeddings", model="small", input=["a boat", "a ship"])["data"][0]["embedding"]
+            assert sum(a * a for a in first) == pytest.approx(1, abs=1e-5)
+
+
+VERBS = (generate, serve, evaluate, convert, run_batch, chat, sft, bundle, predict)
+FAST = {(serve, "encoder"), (bundle, "encoder"), (predict, "encoder")}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,279 @@
+"""The server of bundles as a process: its protocols, its versions, and what it refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+from helpers import shared
+from jax import export
+
+import argosy
+from argosy.data.tokenizers.load import find_tokenizer
+from argosy.export.bundle import Bundle
+from argosy.infer.lm import LM
+from argosy.models import FAMILIES
+from argosy.weights.build import random_model
+
+
+def write_scaled(path: Path, factor: float) -> Path:
+    """A bundle that multiplies rows by a number."""
+    (batch,) = export.symbolic_shape("batch")
+    argosy.export(lambda x: {"y": x * factor}, (jax.ShapeDtypeStruct((batch, 3), jnp.float32),), path, platforms=["cpu"])
+    return path
+
+
+@contextmanager
+def serving(repository: Path, *words: str) -> Iterator[tuple[str, list[str]]]:
+    """A server: its address, and what it says, which grows."""
+    command = [sys.executable, "-m", "argosy", "predict", str(repository), "port=0", *words]
+    said: list[str] = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            said.append(line.strip())
+            if line.startswith("ready on "):
+                break
+        else:
+            raise AssertionError("\n".join(said))
+        # Read on: a full pipe would stop the server.
+        reader = threading.Thread(target=lambda: said.extend(map(str.strip, process.stderr)))  # type: ignore[arg-type]
+        reader.start()
+        try:
+            yield said[-1].split()[-1], said
+        finally:
+            process.terminate()
+            code = process.wait(30)
+            reader.join()
+    assert code in (0, 143), said
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    write_scaled(folder / "scaled" / "1", 2.0)
+    write_scaled(folder / "scaled" / "2", 3.0)
+    (folder / "scaled" / "config.yml").write_text("versions: all\nlabels: {stable: 1}\nbatching: {max_batch_size: 8}\n")
+    # Copied halfway: there is no manifest yet.
+    (folder / "scaled" / "3" / "programs").mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[tuple[str, list[str]]]:
+    with serving(repository, "limits.body=20000") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ask(server: tuple[str, list[str]]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server[0], timeout=30) as client:
+        yield client
+
+
+ROWS = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+
+
+def infer(ask: httpx.Client, *inputs: dict[str, Any], model: str = "scaled", **more: Any) -> httpx.Response:
+    return ask.post(f"/v2/models/{model}/infer", json={"inputs": list(inputs)} | more)
+
+
+def rows(**more: Any) -> dict[str, Any]:
+    return {"name": "x", "shape": [2, 3], "datatype": "FP32", "data": ROWS} | more
+
+
+def test_the_open_inference_protocol(ask: httpx.Client):
+    assert ask.get("/v2").json()["name"] == "argosy"
+    assert ask.get("/v2/health/live").status_code == ask.get("/v2/health/ready").status_code == 200
+    found = ask.get("/v2/models/scaled").json()
+    assert found["versions"] == ["1", "2"]
+    assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
+    assert found["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 3]}]
+    assert ask.get("/v2/models/scaled/versions/1/ready").json() == {"name": "scaled", "ready": True}
+    answer = infer(ask, rows(), id="one").json()
+    assert (answer["id"], answer["model_name"], answer["model_version"]) == ("one", "scaled", "2")
+    assert answer["outputs"] == [{"name": "y", "shape": [2, 3], "datatype": "FP32", "data": [3.0, 6.0, 9.0, 12.0, 15.0, 18.0]}]
+    older = ask.post("/v2/models/scaled/versions/1/infer", json={"inputs": [rows()]}).json()
+    assert older["outputs"][0]["data"] == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
+    assert ask.get("/v2/models/scaled/config").json()["max_batch_size"] == 8
+
+
+def test_tensors_as_bytes(ask: httpx.Client):
+    value = np.asarray(ROWS, "<f4")
+    spec = {"name": "x", "shape": [2, 3], "datatype": "FP32", "parameters": {"binary_data_size": value.nbytes}}
+    head = json.dumps({"inputs": [spec], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = ask.post("/v2/models/scaled/infer", content=head + value.tobytes(), headers=headers)
+    cut = int(answer.headers["inference-header-content-length"])
+    described = json.loads(answer.content[:cut])["outputs"][0]
+    assert described["parameters"] == {"binary_data_size": value.nbytes}
+    np.testing.assert_array_equal(np.frombuffer(answer.content[cut:], "<f4").reshape(2, 3), 3 * value)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"name": "z"}, 400, "no input `z`"),
+        ({"datatype": "FP64"}, 400, "is FP64, and this model takes FP32"),
+        ({"shape": [2, 2]}, 400, "has 4 values, and 6 were sent"),
+        ({"shape": [3, 2]}, 400, "shape [3, 2]"),
+        ({"shape": [0, 3], "data": []}, 400, "is 0"),
+        ({"data": None}, 400, "`data` is no list"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_the_form_of_the_protocol(ask: httpx.Client, change: dict[str, Any], status: int, said: str):
+    answer = infer(ask, rows(**change))
+    assert answer.status_code == status
+    assert list(answer.json()) == ["error"]
+    assert said in answer.json()["error"]
+
+
+def test_other_refusals(ask: httpx.Client):
+    assert infer(ask, rows(), model="nobody").status_code == 404
+    missing = ask.post("/v2/models/scaled/versions/9/infer", json={"inputs": [rows()]})
+    assert (missing.status_code, missing.json()["error"]) == (404, "model `scaled` has no version `9`; ready are 1, 2")
+    assert "no signature `other`" in infer(ask, rows(), parameters={"signature": "other"}).json()["error"]
+    assert "no output `z`" in infer(ask, rows(), outputs=[{"name": "z"}]).json()["error"]
+    assert ask.post("/v2/models/scaled/infer", content=b"{").json()["error"].startswith("the body is not JSON")
+    assert ask.post("/v2/models/scaled/infer", content=b"x" * 30_000).status_code == 413
+    head = {"Inference-Header-Content-Length": "99999"}
+    assert "99999" in ask.post("/v2/models/scaled/infer", content=b"{}", headers=head).json()["error"]
+    assert list(ask.get("/v2/nothing").json()) == ["error"]
+    assert ask.get("/v2", headers={"Host": "evil.example"}).status_code == 403
+    for origin, status in (("https://evil.example", 403), ("null", 403), ("http://localhost:3000", 200)):
+        assert ask.post("/v2/repository/index", headers={"Origin": origin}).status_code == status
+
+
+def test_tensorflow_servings_rest(ask: httpx.Client):
+    status = ask.get("/v1/models/scaled").json()["model_version_status"]
+    assert [(one["version"], one["state"]) for one in status] == [("2", "AVAILABLE"), ("1", "AVAILABLE")]
+    described = ask.get("/v1/models/scaled/metadata").json()["metadata"]["signature_def"]["signature_def"]["serving_default"]
+    assert described["inputs"]["x"]["dtype"] == "DT_FLOAT"
+    expected = (3 * np.asarray(ROWS)).tolist()
+    assert ask.post("/v1/models/scaled:predict", json={"instances": ROWS}).json() == {"predictions": expected}
+    assert ask.post("/v1/models/scaled:predict", json={"instances": [{"x": row} for row in ROWS]}).json() == {"predictions": expected}
+    assert ask.post("/v1/models/scaled:predict", json={"inputs": {"x": ROWS}}).json() == {"outputs": expected}
+    labeled = ask.post("/v1/models/scaled/labels/stable:predict", json={"inputs": ROWS, "signature_name": "serving_default"})
+    assert labeled.json() == {"outputs": (2 * np.asarray(ROWS)).tolist()}
+    wrong = ask.post("/v1/models/scaled:predict", json={"instances": [[1, 2]]})
+    assert (wrong.status_code, list(wrong.json())) == (400, ["error"])
+    assert ask.post("/v1/models/scaled:predict", json={"rows": 1}).json()["error"].startswith("unknown field `rows`")
+    assert ask.get("/v1/models/scaled/labels/canary").status_code == 404
+
+
+def test_metrics_and_statistics(ask: httpx.Client):
+    infer(ask, rows())
+    text = ask.get("/metrics").text
+    for name in ("nv_inference_request_success", "nv_inference_count", "nv_inference_exec_count", "nv_inference_queue_duration_us"):
+        assert f'{name}_total{{model="scaled",version="2"}}' in text
+    (told,) = ask.get("/v2/models/scaled/stats").json()["model_stats"]
+    assert told["inference_count"] >= 2
+    assert told["inference_stats"]["success"]["ns"] > 0
+
+
+def test_versions_change_under_load_without_a_lost_request(tmp_path: Path):
+    """Loaded, replaced and removed while clients ask: every answer is that of one version."""
+    write_scaled(tmp_path / "models" / "m" / "1", 1.0)
+    staged = {2: write_scaled(tmp_path / "staged2", 2.0), 3: write_scaled(tmp_path / "staged3", 3.0)}
+    with serving(tmp_path / "models", "poll=0.05") as (address, _):
+        wrong: list[Any] = []
+        seen: set[float] = set()
+        stop = threading.Event()
+
+        def client() -> None:
+            with httpx.Client(base_url=address, timeout=30) as ask:
+                while not stop.is_set():
+                    answer = infer(ask, rows(), model="m")
+                    found = answer.json()["outputs"][0]["data"] if answer.is_success else []
+                    factors = {y / x for y, x in zip(found, [x for row in ROWS for x in row], strict=False)}
+                    if len(factors) != 1 or not answer.is_success:
+                        wrong.append(answer.text)
+                    seen.update(factors)
+
+        clients = [threading.Thread(target=client) for _ in range(4)]
+        for one in clients:
+            one.start()
+        with httpx.Client(base_url=address, timeout=30) as ask:
+            for number, path in staged.items():
+                # Copied file by file, the manifest last or not: a version is taken when all of it is there.
+                shutil.copytree(path, tmp_path / "models" / "m" / str(number))
+                until = time.monotonic() + 30
+                while ask.get("/v2/models/m").json()["versions"] != [str(number)]:
+                    assert time.monotonic() < until
+                    time.sleep(0.02)
+            for _ in range(5):
+                assert ask.post("/v2/repository/models/m/load").json() == {}
+        stop.set()
+        for one in clients:
+            one.join()
+        assert wrong == []
+        assert seen == {1.0, 2.0, 3.0}
+
+
+def test_a_damaged_version_is_refused_by_name_and_the_loaded_one_stays(tmp_path: Path):
+    write_scaled(tmp_path / "m" / "1", 1.0)
+    write_scaled(tmp_path / "m" / "2", 2.0)
+    program = next((tmp_path / "m" / "2" / "programs").iterdir())
+    raw = bytearray(program.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    program.write_bytes(raw)
+    (tmp_path / "m" / "config.yml").write_text("versions: all\n")
+    with serving(tmp_path) as (address, said), httpx.Client(base_url=address, timeout=30) as ask:
+        assert any("m version 2 is not loaded" in line and program.name in line for line in said)
+        assert ask.get("/v2/models/m").json()["versions"] == ["1"]
+        refused = ask.post("/v2/models/m/versions/2/infer", json={"inputs": [rows()]})
+        assert refused.status_code == 503
+        assert "not ready" in refused.json()["error"]
+        states = {one["version"]: one["state"] for one in ask.post("/v2/repository/index").json()}
+        assert states == {"1": "READY", "2": "UNAVAILABLE"}
+        assert ask.post("/v2/repository/models/m/unload").json() == {}
+        assert infer(ask, rows(), model="m").status_code == 503
+        assert ask.get("/v2/models/m/ready").status_code == 503
+        assert ask.post("/v2/repository/models/m/load").json() == {}
+        assert infer(ask, rows(), model="m").is_success
+        assert "not in the repository" in ask.post("/v2/repository/models/none/load").json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "has no bundle"),
+        (["host=0.0.0.0"], "lets everybody on the network"),
+        (["http_port=1"], "did you mean `port`?"),
+        (["batching.max_batch_size=0"], "max_batch_size"),
+    ],
+)
+def test_mistakes_are_said_before_a_server_starts(words: list[str], said: str, tmp_path: Path):
+    command = [sys.executable, "-m", "argosy", "predict", str(tmp_path), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_embeddings_by_openais_client(tmp_path: Path):
+    config = FAMILIES["bert"].examples()["plain"].model_copy(update={"vocab": 30522})
+    lm = LM(config, random_model(config, 0).module, find_tokenizer(str(shared("tokenizers/bert_uncased_vocab.txt"))))
+    lm.save(tmp_path / "model")
+    argosy.load(tmp_path / "model").export(tmp_path / "models" / "small" / "1", platforms=["cpu"])
+    repository = tmp_path / "models"
+    texts = ["a boat", "a ship on the sea", "rain"]
+    expected = Bundle.open(repository / "small" / "1").run({"text": texts})["embedding"]
+    with serving(repository, "warm_up=false") as (address, _), openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["small"]
+        found = client.embeddings.create(model="small", input=texts)
+        np.testing.assert_allclose([one.embedding for one in found.data], expected, atol=1e-5)
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.embeddings.create(model="other", input=texts)
