@@ -34,8 +34,9 @@ from argosy.observe import environment
 from argosy.observe.readable import sized
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels
-from argosy.serve import run as serving
+from argosy.serve.run import build_service
 from argosy.serve.settings import ServeSettings
+from argosy.web import process
 
 SIZES: dict[str, Any] = {"vocab": 97, "width": 64, "layers": 2, "ffn": 96, "heads": 4, "head_size": 16, "kv_heads": 2, "context": 96}
 KINDS = ("Q8_0", "Q4_1", "Q5_0", "Q4_0", "Q5_1")
@@ -150,7 +151,7 @@ def test_an_adapter_lies_over_them(one: Path):
 def test_a_server_says_what_it_keeps_in_blocks(one: Path):
     for blocks, count in ((True, 16), (False, 15)):
         lm = load_lm(one, blocks=blocks)
-        service = serving.build_service(lm, "tiny", ServeSettings(engine=TIGHT, warm_up=False), None)
+        service = build_service(lm, "tiny", ServeSettings(engine=TIGHT, warm_up=False), None)
         service.front.close()
         kept, size = count_in_blocks(service.front.engine.weights())
         # Without `blocks` the engine packs what it multiplies, which the embedding beside a head is not.
@@ -166,7 +167,7 @@ def test_a_server_keeps_blocks_unless_copies_share_the_weights(copies: int, one:
         raise BadInput("enough")
 
     monkeypatch.setattr(public, "load", loaded)
-    monkeypatch.setattr(serving, "bound_socket", lambda settings: None)
+    monkeypatch.setattr(process, "bound_socket", lambda host, port: None)
     with pytest.raises(BadInput, match="enough"):
         cli.serve(str(one), ["port=0", f"copies={copies}"])
     assert given == ["auto" if copies == 1 else False]

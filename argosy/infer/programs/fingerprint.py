@@ -34,7 +34,7 @@ TRUSTED = frozenset(["argosy", "builtins", "functools", "operator", *PACKAGES])
 PACKAGE = Path(__file__).parents[2]
 # Rooms that this one may not import, and settings, whose values are in the arguments that programs are built from.
 LATER = frozenset(
-    ["evals", "rl", "export", "serve", "client", "launch", "run", "jobs", "cli", "configs", "__pycache__"]
+    ["evals", "rl", "export", "web", "predict", "serve", "client", "launch", "run", "jobs", "cli", "configs", "__pycache__"]
 )
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "CUDA_VISIBLE_DEVICES")
 # Options of jax that change no program: where things are kept and what is logged.
