@@ -80,6 +80,13 @@ def module_of(family: str, example: str) -> Any:
     return module
 
 
+def in_float32(logits: Any) -> Any:
+    """Logits, or a description of them, where programs are compiled ahead."""
+    if isinstance(logits, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(logits.shape, jnp.float32, sharding=logits.sharding)
+    return logits.astype(jnp.float32)
+
+
 @pytest.fixture(autouse=True)
 def _sampler_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler compares the 32 bits of logits, also where the model computes in float64."""
@@ -87,7 +94,7 @@ def _sampler_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rounded(self: Runner, label: str, program: Any, sizes: tuple[Any, ...], *arguments: Any) -> Any:
         if program in (sample, verify):
-            arguments = (arguments[0], arguments[1].astype(jnp.float32), *arguments[2:])
+            arguments = (arguments[0], in_float32(arguments[1]), *arguments[2:])
         return run(self, label, program, sizes, *arguments)
 
     monkeypatch.setattr(Runner, "run", rounded)
