@@ -1098,6 +1098,20 @@ EDITS = [
         ("tests/serve/test_refusals.py::test_a_key_is_asked_of_everything_but_probes",),
     ),
     Edit(
+        "rows that may change one another share a batch",
+        "argosy/predict/batching.py",
+        "return name if name in signature.padding else None",
+        "return name if isinstance(name, str) else None",
+        ("tests/predict/test_batching.py::test_rows_that_may_change_one_another_are_never_computed_together",),
+    ),
+    Edit(
+        "a version that is let go is answered by the newest",
+        "argosy/predict/service.py",
+        "if (newer := find()) is version:",
+        "if (newer := self.find(version.model)) is version:",
+        ("tests/predict/test_server.py::test_a_version_that_is_asked_for_is_never_answered_by_another",),
+    ),
+    Edit(
         "thoughts that a prompt has closed may be opened again",
         "argosy/serve/response/reasoning.py",
         "if tail.endswith(CLOSE):",

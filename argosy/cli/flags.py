@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from argosy.client.settings import BatchSettings, BenchSettings, ChatSettings
 from argosy.core.errors import BadInput, close_name, nearest
+from argosy.predict.settings import PredictSettings
 from argosy.serve.settings import ServeSettings
 from argosy.serve.vllm_flags import ANSWERS, CHOICES, NAMED, OBJECTS, SETTINGS, SWITCHES
 
@@ -41,6 +42,23 @@ class Flags:
 
 
 SERVE = Flags("serve", ServeSettings.model_fields, SETTINGS, SWITCHES, CHOICES, objects=OBJECTS, named=NAMED, answers=ANSWERS)
+
+# Of Triton and TensorFlow Serving.
+PREDICT = Flags(
+    "predict",
+    PredictSettings.model_fields,
+    {
+        **dict.fromkeys(("--host", "--http-address"), "host"),
+        **dict.fromkeys(("--port", "--http-port", "--rest-api-port"), "port"),
+        **dict.fromkeys(("--poll", "--repository-poll-secs", "--file-system-poll-wait-seconds"), "poll"),
+        "--api-key": "api_key",
+    },
+    answers={
+        **dict.fromkeys(("--model-repository", "--model-store", "--model-base-path"), "the repository is the first word"),
+        **dict.fromkeys(("--grpc-port", "--grpc-address"), "leave it out: clients use HTTP, gRPC is not built"),
+        "--model-control-mode": "poll=SECONDS looks for changes; the API can always load and unload",
+    },
+)
 
 BENCH_SERVE = Flags(
     "bench serve",

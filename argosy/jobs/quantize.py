@@ -82,7 +82,7 @@ def quantize(
     if data is None:
         check_dynamic(rules, "quantize")
     stored = open_source(source, say)
-    if stored.is_rounded:
+    if stored.quantized is not None:
         raise BadInput(f"{source} is quantized already", hint="quantize the model it came from; or `argosy convert` makes floats of it")
     if rotate is not None:
         stored = rotated_model(stored)

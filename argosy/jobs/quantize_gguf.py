@@ -88,7 +88,7 @@ def _check_plain(stored: OpenedModel, source: str, say: Say) -> None:
     Raises:
         BadInput: it is a folder of quantized weights.
     """
-    if stored.is_rounded:
+    if stored.quantized is not None:
         raise BadInput(f"{source} is quantized already", hint="quantize the model it came from; or `argosy convert` makes floats of it")
     if stored.blocks is not None and any(stored.blocks.file.type(name) in CODES for name in stored.blocks.file.names):
         say(f"{source} is rounded already: it is rounded again")

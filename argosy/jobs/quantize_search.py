@@ -56,7 +56,7 @@ def search_recipe(
     if len(schemes) < 2:
         raise BadInput("a search needs two candidates", hint="candidates=w8 candidates=w4")
     stored = open_source(source, say)
-    if stored.is_rounded:
+    if stored.quantized is not None:
         raise BadInput(f"{source} is quantized already", hint="search with the model it came from")
     if not stored.config.causal or stored.config.scored:
         what = f"search compares next tokens, and {source} predicts none"

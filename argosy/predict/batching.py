@@ -2,7 +2,7 @@
 
 A thread takes what waits when the device becomes free, first come, first served: requests whose arrays can be laid one after another,
 up to the most rows of a batch. An axis that a signature names as padding is filled up to the longest of the batch, and each request
-gets its own part back. A signature whose inputs share no first axis computes one request at a time.
+gets its own part back. A signature whose rows are not known to be independent computes one request at a time.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from argosy.core.errors import BadInput
 from argosy.export.bundle import Bundle
 from argosy.export.calls import checked_inputs, named_sizes
 from argosy.export.manifest import BundleSignature, TensorSignature
@@ -42,7 +41,7 @@ class WaitingCall:
     arrays: the inputs of the program.
     sizes: of the named axes.
     rows: 0 where the signature has no batch.
-    begin: gets the moment when its batch starts.
+    group: calls of one group may share a batch.
     """
 
     signature: str
@@ -69,10 +68,11 @@ class CallResult:
 
 
 def batch_axis(signature: BundleSignature) -> str | None:
-    """The named axis that every input and output has first; None: there is none."""
+    """The named axis that every input and output has first, and whose rows do not change one another's results, because it may be
+    padded; None: there is none."""
     firsts = {spec.shape[0] if spec.shape else None for spec in (*signature.inputs, *signature.outputs)}
     name = next(iter(firsts)) if len(firsts) == 1 else None
-    return name if isinstance(name, str) else None
+    return name if name in signature.padding else None
 
 
 class Batcher:
@@ -105,20 +105,18 @@ class Batcher:
         """
         name = self.bundle.manifest.default if signature is None else signature
         of = self.bundle.manifest.signature(name)
-        arrays = checked_inputs(of, self.bundle.preprocessed(of, inputs))
-        sizes = named_sizes(of, arrays)
-        axis = batch_axis(of)
-        if axis is None:
-            return await self._one(name, of, arrays, sizes, 0)
-        most = self._most_rows(of, axis)
-        rows = sizes[axis]
-        if rows <= most:
-            return await self._one(name, of, arrays, sizes, rows)
-        parts = []
-        for low in range(0, rows, most):
-            part = {at: a[low : low + most] for at, a in arrays.items()}
-            parts.append(self._one(name, of, part, {**sizes, axis: min(most, rows - low)}, min(most, rows - low)))
-        found = await asyncio.gather(*parts)
+        # Long texts take a while: other requests go on meanwhile.
+        prepared = await asyncio.to_thread(self.bundle.preprocessed, of, inputs) if of.preprocess else inputs
+        calls = self._calls(name, of, checked_inputs(of, prepared))
+        self._enqueue(calls)
+        try:
+            found = [await call.done for call in calls]
+        except BaseException:
+            # The client went away, or a part failed. A call whose batch runs is computed to its end.
+            self._withdraw(calls)
+            raise
+        if len(found) == 1:
+            return found[0]
         return CallResult(
             _joined([one.outputs for one in found]),
             max(one.queued for one in found),
@@ -126,41 +124,53 @@ class Batcher:
             max(one.rows for one in found),
         )
 
-    async def _one(self, name: str, of: BundleSignature, arrays: Arrays, sizes: Mapping[str, int], rows: int) -> CallResult:
-        loop = asyncio.get_running_loop()
-        axis = batch_axis(of)
-        group = (name, tuple((at, size) for at, size in sorted(sizes.items()) if at != axis and at not in of.padding))
-        call = WaitingCall(name, arrays, sizes, rows, group if rows else object(), loop, loop.create_future())
+    def _calls(self, name: str, of: BundleSignature, arrays: Arrays) -> list[WaitingCall]:
+        """A request as one call, or as several where it has more rows than a batch."""
+        loop, sizes, axis = asyncio.get_running_loop(), named_sizes(of, arrays), batch_axis(of)
+        if axis is None:
+            return [WaitingCall(name, arrays, sizes, 0, object(), loop, loop.create_future())]
+        group = (name, tuple((at, size) for at, size in sorted(sizes.items()) if at not in of.padding))
+        most, calls = self._most_rows(of, axis), []
+        for low in range(0, sizes[axis], most):
+            rows = min(most, sizes[axis] - low)
+            part = {at: a[low : low + rows] for at, a in arrays.items()}
+            calls.append(WaitingCall(name, part, {**sizes, axis: rows}, rows, group, loop, loop.create_future()))
+        return calls
+
+    def _enqueue(self, calls: Sequence[WaitingCall]) -> None:
+        """All of them or none. An idle server takes a request of any size."""
+        rows = sum(max(1, call.rows) for call in calls)
         with self._changed:
             if self._closing:
                 raise Unloaded
-            if self.waiting_rows + max(1, rows) > self.settings.max_queue_size and self.waiting:
+            if self.waiting and self.waiting_rows + rows > self.settings.max_queue_size:
                 raise QueueFull
-            self.waiting.append(call)
-            self.waiting_rows += max(1, rows)
+            self.waiting.extend(calls)
+            self.waiting_rows += rows
             self._changed.notify()
-        try:
-            return await call.done
-        except asyncio.CancelledError:
-            # The client went away; a call whose batch runs is computed to its end.
-            with self._changed:
+
+    def _withdraw(self, calls: Sequence[WaitingCall]) -> None:
+        with self._changed:
+            for call in calls:
+                if not call.done.cancel() and not call.done.cancelled():
+                    call.done.exception()  # asyncio warns of one that nobody looked at
                 if call in self.waiting:
                     self.waiting.remove(call)
-                    self.waiting_rows -= max(1, rows)
-            raise
+                    self.waiting_rows -= max(1, call.rows)
 
     def _most_rows(self, of: BundleSignature, axis: str) -> int:
         """The most rows of a batch of a signature."""
         sizes = sorted(program.shapes[axis] for program in of.programs if axis in program.shapes)
-        allowed = sorted(self.settings.allowed_batch_sizes)
-        return min([self.settings.max_batch_size, *sizes[-1:], *allowed[-1:]])
+        return min([self.settings.max_batch_size, *sizes[-1:], *self.settings.allowed_batch_sizes[-1:]])
 
     # ---------------------------------------------------------------- the thread
 
-    def close(self) -> None:
-        """Ends the thread after what waits is computed."""
+    def close(self, *, drop: bool = False) -> None:
+        """Ends the thread after what waits is computed. drop: after the batch that runs; what waits is answered with `Unloaded`."""
         with self._changed:
             self._closing = True
+            while drop and self.waiting:
+                _tell(self.waiting.popleft(), Unloaded())
             self._changed.notify_all()
         self._thread.join()
 
@@ -248,7 +258,7 @@ class Batcher:
         return found
 
     def _filled(self, of: BundleSignature, at: str, size: int) -> int:
-        """The size that an axis is filled up to, so that few programs are compiled. Those of fixed sizes fill up by themselves."""
+        """The size that an axis is filled up to, so that few programs are compiled. The bundle pads to programs of fixed sizes."""
         sizes = self._sizes(of, at)
         return min((one for one in sizes if one >= size), default=size)
 
@@ -291,16 +301,10 @@ def _stacked(arrays: Sequence[np.ndarray], spec: TensorSignature, sizes: Mapping
 
 def _joined(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The outputs of parts of a request, one after another."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, first in outputs[0].items():
         values = [one[name] for one in outputs]
-        if not isinstance(first, np.ndarray):
-            found[name] = [text for value in values for text in value]
-            continue
-        longest = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
-        if any(list(value.shape[1:]) != longest for value in values):
-            raise BadInput(f"output `{name}` has rows of different sizes", hint="send fewer rows at once")
-        found[name] = np.concatenate(values)
+        found[name] = np.concatenate(values) if isinstance(first, np.ndarray) else [text for value in values for text in value]
     return found
 
 

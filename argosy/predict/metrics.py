@@ -53,12 +53,12 @@ class PredictMetrics:
 
     def statistics(self, model: str, version: int) -> dict[str, int]:
         """Figures of a version, for the statistics extension."""
-        labels = model, str(version)
-        counters = {
-            "success": self.success, "rows": self.rows, "batches": self.batches_run,
-            "request_us": self.request_us, "queue_us": self.queue_us, "infer_us": self.infer_us,
+        labels = {"model": model, "version": str(version)}
+        names = {
+            "success": "request_success", "rows": "count", "batches": "exec_count",
+            "request_us": "request_duration_us", "queue_us": "queue_duration_us", "infer_us": "compute_infer_duration_us",
         }  # fmt: skip
-        return {name: int(counter.labels(*labels)._value.get()) for name, counter in counters.items()}
+        return {short: int(self.registry.get_sample_value(f"nv_inference_{name}_total", labels) or 0) for short, name in names.items()}
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -1,5 +1,6 @@
 """OpenAI's embeddings, for models whose default signature makes vectors of texts."""
 
+import asyncio
 import base64
 from typing import Any
 
@@ -8,10 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from argosy.core.errors import BadInput
+from argosy.export.steps import TokenizeStep
 from argosy.predict.repository import LoadedVersion
 from argosy.predict.service import PredictService
 from argosy.web.body import read_body
-from argosy.web.errors import ApiError, Json, unknown_model
+from argosy.web.errors import ApiError, Json, input_error, unknown_model
 from argosy.web.json_text import parsed_object
 
 VECTOR = "embedding"
@@ -57,20 +60,25 @@ class OpenAIRoutes:
         texts = [texts] if isinstance(texts, str) else texts
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise ApiError("`input` is no text and no list of texts", param="input")
-        found = await self.service.call(request, version, {step: texts}, None)
+        try:
+            arrays = await asyncio.to_thread(version.bundle.preprocessed, version.bundle.manifest.signature(), {step.input: texts})
+        except BadInput as error:
+            raise input_error(error, "input") from None
+        _, found = await self.service.call(request, lambda: self.service.find(name), arrays, None)
         vectors = np.asarray(found.outputs[VECTOR], np.float32)
         if not np.isfinite(vectors).all():
             raise ApiError("a vector is not finite", status=500)
+        count = int(arrays[step.mask].sum())
         data = [{"object": "embedding", "index": i, "embedding": _written(vector, form)} for i, vector in enumerate(vectors)]
-        return Json({"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": 0, "total_tokens": 0}})
+        return Json({"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": count, "total_tokens": count}})
 
 
-def _step(version: LoadedVersion) -> str:
-    """The input that takes texts."""
+def _step(version: LoadedVersion) -> TokenizeStep:
+    """The step that reads texts."""
     of = version.bundle.manifest.signature()
     if not of.preprocess or VECTOR not in {spec.name for spec in of.outputs}:
         raise ApiError(f"model `{version.model}` makes no vectors of texts", param="model", code="wrong_kind_of_model")
-    return of.preprocess[0].input
+    return of.preprocess[0]
 
 
 def _written(vector: np.ndarray, form: str) -> Any:

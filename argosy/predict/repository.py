@@ -4,7 +4,8 @@
     embed.bundle/manifest.json ...  a bundle without a number is version 1 of a model of its folder's name
 
 A version is loaded once its manifest is complete and every file has its hash: one that is being copied is not touched. A new version
-answers before the old one is let go, which then ends what it has. Loading takes one version at a time, in a thread of its own.
+answers before the old one is let go, which then ends what it has. Loading takes one version at a time, in a thread of its own; the
+event loop reads `models` and `versions` meanwhile, so these are replaced, never changed.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import ArgosyError, BadInput, complaint
 from argosy.core.progress import Say
 from argosy.core.settings import read_settings, yaml_layer
 from argosy.export.bundle import Bundle
@@ -47,14 +48,21 @@ class LoadedVersion:
 
 @dataclass
 class ModelState:
-    """What is known of a model. reasons: why a version is not loaded."""
+    """What is known of a model.
+
+    reasons: why a version is not loaded.
+    refused: the stamps of versions that could not be loaded, which are tried again once a file changes.
+    unloaded: whether a request unloaded it: looks at the repository leave it so.
+    said: sentences that need not be said again.
+    """
 
     path: Path
     settings: ModelSettings
-    versions: dict[int, LoadedVersion] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
+    versions: Mapping[int, LoadedVersion] = field(default_factory=dict)
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    refused: dict[int, Any] = field(default_factory=dict)
     unloaded: bool = False
-    """Unloaded by a request: looks at the repository leave it so."""
+    said: set[str] = field(default_factory=set)
 
 
 class UnknownVersion(Exception):
@@ -70,7 +78,7 @@ class Repository:
 
     def __init__(self, path: Path, settings: PredictSettings, metrics: PredictMetrics, say: Say):
         self.path, self.settings, self.metrics, self.say = path, settings, metrics, say
-        self.models: dict[str, ModelState] = {}
+        self.models: Mapping[str, ModelState] = {}
         self._loading = threading.Lock()
         self._loader = ThreadPoolExecutor(1, "loads models")
         self._stop = threading.Event()
@@ -103,21 +111,21 @@ class Repository:
             UnknownVersion: there is no such one, or it is not ready.
         """
         state = self.state(name)
+        versions, reasons, labels = state.versions, state.reasons, state.settings.labels
         if label is not None:
-            if label not in state.settings.labels:
-                raise UnknownVersion(f"model `{name}` has no label `{label[:64]}`; it has {_listed(state.settings.labels)}")
-            version = str(state.settings.labels[label])
+            if label not in labels:
+                raise UnknownVersion(f"model `{name}` has no label `{label[:64]}`; it has {_listed(labels)}")
+            version = str(labels[label])
         if version is None:
-            if not state.versions:
-                why = next(iter(state.reasons.values()), "it is not loaded")
-                raise UnknownVersion(f"model `{name}` is not ready: {why}", 503)
-            return state.versions[max(state.versions)]
+            if not versions:
+                raise UnknownVersion(f"model `{name}` is not ready: {next(iter(reasons.values()), 'it is not loaded')}", 503)
+            return versions[max(versions)]
         number = int(version) if version.isdecimal() and len(version) < 19 else -1
-        if number not in state.versions:
-            if number in state.reasons:
-                raise UnknownVersion(f"version {number} of model `{name}` is not ready: {state.reasons[number]}", 503)
-            raise UnknownVersion(f"model `{name}` has no version `{version[:32]}`; ready are {_listed(sorted(state.versions))}")
-        return state.versions[number]
+        if number in versions:
+            return versions[number]
+        if number in reasons:
+            raise UnknownVersion(f"version {number} of model `{name}` is not ready: {reasons[number]}", 503)
+        raise UnknownVersion(f"model `{name}` has no version `{version[:32]}`; ready are {_listed(sorted(versions))}")
 
     # ---------------------------------------------------------------- loading
 
@@ -125,8 +133,10 @@ class Repository:
         """Loads what is new, loads again what changed, and lets go what is gone."""
         with self._loading:
             folders = self.folders()
-            for name in [name for name in self.models if name not in folders]:
-                self._let_go(self.models.pop(name), {})
+            gone = [state for name, state in self.models.items() if name not in folders]
+            self.models = {name: state for name, state in self.models.items() if name in folders}
+            for state in gone:
+                self._let_go(state, {})
             for name, folder in folders.items():
                 state = self.models.get(name)
                 if state is not None and state.unloaded:
@@ -146,6 +156,8 @@ class Repository:
             folders = self.folders()
             if name not in folders:
                 raise UnknownVersion(f"failed to load `{name[:128]}`: it is not in the repository")
+            if name in self.models:
+                self.models[name].refused.clear()
             self._load(name, folders[name])
             state = self.models[name]
             if not state.versions:
@@ -171,51 +183,66 @@ class Repository:
 
     def _load(self, name: str, folder: Path) -> None:
         """Brings a model to the versions that its settings name."""
-        state = self.models.setdefault(name, ModelState(folder, ModelSettings()))
+        state = self.models.get(name) or ModelState(folder, ModelSettings())
+        self.models = {**self.models, name: state}
         state.unloaded = False
         numbered = _numbered(folder)
         try:
             state.settings = read_model_settings(folder)
         except ArgosyError as error:
-            state.reasons = dict.fromkeys(numbered, error.what)
-            self.say(f"{name}: {error.what}; its versions stay as they are")
+            state.reasons = {number: error.what for number in numbered if number not in state.versions}
+            self._say_once(state, f"{name}: {error.what}; its versions stay as they are")
             return
         wanted = chosen_versions(numbered, state.settings)
         for number in sorted(wanted):
             self._load_version(state, name, number, wanted[number])
         # After the new ones answer.
         self._let_go(state, wanted)
-        for label, number in state.settings.labels.items():
+        for number in named_versions(state.settings):
             if number not in state.versions:
-                self.say(f"{name}: label `{label}` names version {number}, which is not loaded")
+                self._say_once(state, f"{name}: config.yml names version {number}, which is not loaded")
 
     def _load_version(self, state: ModelState, name: str, number: int, path: Path) -> None:
-        stamp = _stamp(path)
-        old = state.versions.get(number)
-        if old is not None and old.stamp == stamp:
-            return
+        """Loads a version unless it is loaded, or was refused, as it is. Whatever is wrong with it disturbs no other."""
+        old, batcher = state.versions.get(number), None
         try:
+            stamp = _stamp(path)
+            if (old is not None and old.stamp == stamp) or state.refused.get(number) == stamp:
+                return
+            state.refused[number] = stamp
             bundle = Bundle.open(path, key=self.settings.key_file, say=self.say)
             batching = state.settings.batching or self.settings.batching
             batcher = Batcher(bundle, batching, self.metrics.batches(name, number))
             if self.settings.warm_up:
                 batcher.warm_up()
-        except ArgosyError as error:
-            if state.reasons.get(number) != error.what:
-                state.reasons[number] = error.what
-                kept = "; the one that was loaded stays" if old is not None else ""
-                self.say(f"{name} version {number} is not loaded: {error.what}{kept}")
+        except Exception as error:
+            if batcher is not None:
+                batcher.close()
+            why = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {complaint(error)}"
+            if old is None:
+                state.reasons = {**state.reasons, number: why}
+            kept = "; the one that was loaded stays" if old is not None else ""
+            self.say(f"{name} version {number} is not loaded: {why}{kept}")
             return
-        state.versions[number] = LoadedVersion(name, number, path, bundle, batcher, stamp)
-        state.reasons.pop(number, None)
+        state.refused.pop(number, None)
+        state.versions = {**state.versions, number: LoadedVersion(name, number, path, bundle, batcher, stamp)}
+        state.reasons = {other: why for other, why in state.reasons.items() if other != number}
         self.say(f"{name} version {number}: {', '.join(bundle.manifest.signatures)}")
         if old is not None:
             self._close(old)
 
     def _let_go(self, state: ModelState, wanted: Mapping[int, Path]) -> None:
-        for number in [number for number in state.versions if number not in wanted]:
-            self._close(state.versions.pop(number))
+        """Lets go all versions but these."""
+        gone = [version for number, version in state.versions.items() if number not in wanted]
+        state.versions = {number: version for number, version in state.versions.items() if number in wanted}
         state.reasons = {number: why for number, why in state.reasons.items() if number in wanted}
+        for version in gone:
+            self._close(version)
+
+    def _say_once(self, state: ModelState, what: str) -> None:
+        if what not in state.said:
+            state.said.add(what)
+            self.say(what)
 
     def _close(self, version: LoadedVersion) -> None:
         version.batcher.close()
@@ -244,12 +271,12 @@ class Repository:
             await asyncio.sleep(0.02)
 
     def close(self) -> None:
-        """Ends all threads."""
+        """Ends all threads, each after the batch that it computes."""
         self._stop.set()
         self._loader.shutdown(wait=False, cancel_futures=True)
         for state in self.models.values():
             for version in state.versions.values():
-                version.batcher.close()
+                version.batcher.close(drop=True)
 
 
 def read_model_settings(folder: Path) -> ModelSettings:
@@ -269,10 +296,15 @@ def chosen_versions(numbered: Mapping[int, Path], settings: ModelSettings) -> di
             wanted = set(numbered)
         case "latest":
             wanted = set(sorted(numbered)[-settings.latest :])
-        case numbers:
-            wanted = set(numbers)
-    wanted |= set(settings.labels.values())
+        case _:
+            wanted = set()
+    wanted |= named_versions(settings)
     return {number: path for number, path in numbered.items() if number in wanted}
+
+
+def named_versions(settings: ModelSettings) -> set[int]:
+    """The versions that `config.yml` names, by number or by label."""
+    return {*settings.labels.values(), *(settings.versions if isinstance(settings.versions, tuple) else ())}
 
 
 def check_repository(path: Path) -> None:
@@ -302,8 +334,9 @@ def _model_name(folder: Path) -> str:
 
 
 def _stamp(path: Path) -> Any:
-    status = (path / MANIFEST).stat()
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    """Tells whether a file was added, removed or changed."""
+    files = sorted(one for one in path.rglob("*") if one.is_file())
+    return [(str(one), (status := one.stat()).st_mtime_ns, status.st_size, status.st_ino) for one in files]
 
 
 def _listed(found: Any) -> str:

@@ -20,11 +20,11 @@ from argosy.predict.repository import LoadedVersion, UnknownVersion
 from argosy.predict.service import PredictService
 from argosy.predict.tensors import TEXT, datatype_of, read_tensors, to_bytes, to_json
 from argosy.web.body import read_body
-from argosy.web.errors import ApiError, Json
+from argosy.web.errors import ApiError, Json, input_error
 from argosy.web.json_text import parsed_object
 
 HEADER_LENGTH = "inference-header-content-length"
-EXTENSIONS = ["binary_tensor_data", "model_repository", "model_repository(unload_dependents)", "statistics", "model_configuration"]
+EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
 
 
 class InferenceRoutes:
@@ -168,10 +168,10 @@ class InferenceRoutes:
     # ---------------------------------------------------------------- inference
 
     async def infer(self, request: Request) -> Response:
-        version = self._found(request)
+        self._found(request)  # before the body is read
         body = await read_body(request, self.service.settings.limits)
         length = request.headers.get(HEADER_LENGTH)
-        if length is not None and not (length.isdecimal() and int(length[:12]) <= len(body)):
+        if length is not None and not (length.isdecimal() and len(length) < 19 and int(length) <= len(body)):
             raise ApiError(f"{HEADER_LENGTH} is `{length[:20]}`, and the body has {len(body)} bytes")
         cut = len(body) if length is None else int(length)
         asked = parsed_object(bytes(body[:cut]))
@@ -179,17 +179,18 @@ class InferenceRoutes:
         try:
             inputs = read_tensors(asked.get("inputs"), memoryview(body)[cut:])
         except BadInput as error:
-            raise ApiError(f"{error.what} ({error.hint})" if error.hint else error.what) from None
+            raise input_error(error) from None
         signature = parameters.get("signature") if isinstance(parameters, dict) else None
         if signature is not None and not isinstance(signature, str):
             raise ApiError("parameters.signature is no name")
         timeout = parameters.get("timeout") if isinstance(parameters, dict) else None
         if timeout is not None and (type(timeout) is not int or timeout < 0):
             raise ApiError("parameters.timeout is no number of microseconds")
-        of = _signature(version, signature)
-        check_types(of, asked["inputs"], inputs)
-        wanted = _wanted(asked, of, length is not None, parameters)
-        found = await self.service.call(request, version, inputs, signature, timeout / 1e6 if timeout else None)
+        of = _signature(self._found(request), signature)
+        check_types(of, asked["inputs"])
+        wanted = _wanted(asked, of, parameters)
+        seconds = timeout / 1e6 if timeout else None
+        version, found = await self.service.call(request, lambda: self._found(request), inputs, signature, seconds)
         head = {"model_name": version.model, "model_version": str(version.version)}
         if isinstance(asked.get("id"), str):
             head["id"] = asked["id"]
@@ -200,10 +201,10 @@ def _signature(version: LoadedVersion, name: str | None) -> BundleSignature:
     try:
         return version.bundle.manifest.signature(name)
     except BadInput as error:
-        raise ApiError(f"{error.what} ({error.hint})") from None
+        raise input_error(error) from None
 
 
-def check_types(of: BundleSignature, specs: list[dict[str, Any]], inputs: Mapping[str, Any]) -> None:
+def check_types(of: BundleSignature, specs: list[dict[str, Any]]) -> None:
     """Checks the declared types of inputs.
 
     Raises:
@@ -218,7 +219,7 @@ def check_types(of: BundleSignature, specs: list[dict[str, Any]], inputs: Mappin
             raise ApiError(f"input `{one['name']}` has shape {one['shape']}, and this model takes [batch]")
 
 
-def _wanted(asked: dict[str, Any], of: BundleSignature, binary: bool, parameters: Any) -> dict[str, bool]:
+def _wanted(asked: dict[str, Any], of: BundleSignature, parameters: Any) -> dict[str, bool]:
     """The outputs that a request asks for, and whether each is sent as bytes."""
     names = [one["name"] for one in output_specs(of)]
     every = bool(parameters.get("binary_data_output")) if isinstance(parameters, dict) else False

@@ -25,6 +25,7 @@ def predict_app(service: PredictService) -> Starlette:
     """Every protocol of the server."""
 
     async def metrics(request: Request) -> Response:
+        service.metrics.pending.clear()
         for name, state in service.repository.models.items():
             for version in state.versions.values():
                 service.metrics.pending.labels(name, str(version.version)).set(len(version.batcher.waiting))

@@ -2,16 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from argosy.core.errors import ArgosyError
+from argosy.core.errors import ArgosyError, BadInput
 from argosy.predict.batching import CallResult, QueueFull, Unloaded
 from argosy.predict.repository import LoadedVersion, Repository, UnknownVersion
 from argosy.web.connection import while_connected
-from argosy.web.errors import ApiError, service_unavailable
+from argosy.web.errors import ApiError, input_error, service_unavailable
 
 
 class PredictService:
@@ -30,11 +30,17 @@ class PredictService:
             raise ApiError(error.message, status=error.status) from None
 
     async def call(
-        self, request: Request, version: LoadedVersion, inputs: Mapping[str, Any], signature: str | None, seconds: float | None = None
-    ) -> CallResult:
-        """The outputs of a call, which ends when its client goes away.
+        self,
+        request: Request,
+        find: Callable[[], LoadedVersion],
+        inputs: Mapping[str, Any],
+        signature: str | None,
+        seconds: float | None = None,
+    ) -> tuple[LoadedVersion, CallResult]:
+        """The version that answered a call, and the outputs. The call ends when its client goes away.
 
         Args:
+            find: gives the version that the request asks for. It is asked again if that version is let go meanwhile.
             seconds: it may take at most, if less than the server's limit.
 
         Raises:
@@ -42,35 +48,40 @@ class PredictService:
         """
         if self.draining:
             raise service_unavailable("the server is shutting down", "shutting_down")
-        begin = time.perf_counter()
+        begin, version = time.perf_counter(), find()
         name, number = version.model, version.version
         limit = min(self.settings.limits.seconds, seconds or self.settings.limits.seconds)
         try:
             async with asyncio.timeout(limit):
-                found = await while_connected(request.receive, self._called(version, inputs, signature))
-        except TimeoutError:
-            self.metrics.failed(name, number, "OTHER")
-            raise ApiError(f"the request took more than {limit:g} seconds", status=504, code="timeout") from None
-        except QueueFull:
-            self.metrics.failed(name, number, "REJECTED")
-            raise service_unavailable(f"too many requests wait for model `{name}`", "queue_full") from None
+                version, found = await while_connected(request.receive, self._called(version, find, inputs, signature))
+        except (TimeoutError, QueueFull, ApiError) as error:
+            self.metrics.failed(name, number, "OTHER" if isinstance(error, TimeoutError) else "REJECTED")
+            if isinstance(error, TimeoutError):
+                raise ApiError(f"the request took more than {limit:g} seconds", status=504, code="timeout") from None
+            if isinstance(error, QueueFull):
+                raise service_unavailable(f"too many requests wait for model `{name}`", "queue_full") from None
+            raise
         except ArgosyError as error:
             self.metrics.failed(name, number, "OTHER")
-            raise ApiError(f"{error.what} ({error.hint})" if error.hint else error.what) from None
-        except BaseException:
+            # What is no fault of the request, such as a program that was altered after it was loaded, is the server's.
+            raise ApiError(input_error(error).message, status=400 if isinstance(error, BadInput) else 500) from None
+        except (asyncio.CancelledError, ClientDisconnect):
             self.metrics.failed(name, number, "CANCELED")
             raise
-        self.metrics.answered(name, number, time.perf_counter() - begin, found.queued)
-        return found
+        except Exception:
+            self.metrics.failed(name, number, "OTHER")
+            raise
+        self.metrics.answered(name, version.version, time.perf_counter() - begin, found.queued)
+        return version, found
 
-    async def _called(self, version: LoadedVersion, inputs: Mapping[str, Any], signature: str | None) -> CallResult:
+    async def _called(
+        self, version: LoadedVersion, find: Callable[[], LoadedVersion], inputs: Mapping[str, Any], signature: str | None
+    ) -> tuple[LoadedVersion, CallResult]:
         while True:
             try:
-                return await version.batcher.call(inputs, signature)
+                return version, await version.batcher.call(inputs, signature)
             except Unloaded:
-                # Its successor answers; a model that has none is no longer ready.
-                newer = self.find(version.model)
-                if newer is version:
+                if (newer := find()) is version:
                     raise service_unavailable(f"model `{version.model}` is being unloaded", "unloaded") from None
                 version = newer
 

@@ -1,8 +1,8 @@
 """Settings of `argosy predict` and of each model in a repository. No jax here: mistakes are answered before it is imported."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from argosy.core.settings import Also, Settings
 from argosy.web.settings import WebLimits, WebSettings
@@ -29,6 +29,14 @@ class BatchingSettings(Settings):
     max_queue_size: Annotated[int, Also("max_enqueued_batches")] = Field(1024, gt=0)
     """Rows that may wait; requests beyond them are refused with 503."""
 
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        sizes = self.allowed_batch_sizes
+        if sizes and (sizes[0] < 1 or list(sizes) != sorted(set(sizes)) or sizes[-1] > self.max_batch_size):
+            most = self.max_batch_size
+            raise ValueError(f"allowed_batch_sizes = {list(sizes)} are not ascending sizes from 1 to max_batch_size = {most}")
+        return self
+
 
 class ModelSettings(Settings):
     """`config.yml` in the folder of a model."""
@@ -48,6 +56,8 @@ class PredictSettings(WebSettings):
 
     elsewhere: ClassVar = {
         "http_port": "did you mean `port`?",
+        "grpc": "leave it out: clients use HTTP, gRPC is not built",
+        "grpc_port": "leave it out: clients use HTTP, gRPC is not built",
         "rest_api_port": "did you mean `port`?",
         "model_repository": "it is the first argument: argosy predict REPOSITORY",
         "model_base_path": "it is the first argument: argosy predict REPOSITORY",

@@ -23,7 +23,7 @@ from argosy.predict.rest import input_specs, output_specs
 from argosy.predict.service import PredictService
 from argosy.predict.tensors import TEXT, to_json
 from argosy.web.body import read_body
-from argosy.web.errors import ApiError, Json
+from argosy.web.errors import ApiError, Json, input_error
 from argosy.web.json_text import parsed_object
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -86,10 +86,10 @@ class TensorFlowRoutes:
         try:
             of = version.bundle.manifest.signature(name if name is None else str(name)[:64])
         except BadInput as error:
-            raise ApiError(f"{error.what} ({error.hint})") from None
+            raise input_error(error) from None
         rows = "instances" in asked
         inputs = _columns(of, asked["instances"]) if rows else _named(of, asked["inputs"])
-        found = await self.service.call(request, version, inputs, name)
+        _, found = await self.service.call(request, lambda: self._found(request), inputs, name)
         outputs = {spec["name"]: _listed(spec["name"], found.outputs[spec["name"]]) for spec in output_specs(of)}
         if not rows:
             return Json({"outputs": next(iter(outputs.values())) if len(outputs) == 1 else outputs})

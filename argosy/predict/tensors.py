@@ -67,8 +67,16 @@ def from_json(name: str, shape: tuple[int, ...], datatype: str, data: Any) -> np
         limits = np.iinfo(dtype)
         if min(flat) < limits.min or max(flat) > limits.max:
             raise BadInput(f"input `{name}` has numbers outside {datatype}")
-    with np.errstate(over="ignore"):
-        return np.asarray(flat, np.float64 if dtype.kind not in "biu" else dtype).astype(dtype).reshape(shape)
+    if dtype.kind in "biu":
+        return np.asarray(flat, dtype).reshape(shape)
+    try:
+        with np.errstate(over="ignore"):
+            found = np.asarray(flat, np.float64).astype(dtype)
+    except OverflowError:
+        found = np.full(1, np.inf)
+    if not np.isfinite(found.astype(np.float64)).all():
+        raise BadInput(f"input `{name}` has numbers outside {datatype}")
+    return found.reshape(shape)
 
 
 def from_bytes(name: str, shape: tuple[int, ...], datatype: str, data: bytes | memoryview) -> np.ndarray | list[str]:

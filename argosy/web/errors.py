@@ -1,5 +1,5 @@
 """Errors of an API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; those of /v1/messages in Anthropic's:
-{"type": "error", "error": {"type", "message"}}; those of /v2 in that of the Open Inference Protocol: {"error": message}.
+{"type": "error", "error": {"type", "message"}}; those of the Open Inference Protocol in its own: {"error": message}.
 
 A message says what is wrong with the request. It never contains a path of this machine or the text of an unexpected exception,
 which goes to stderr.
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> Response:
         """The response, in the shape of the API that owns the path."""
-        if path == "/v2" or path.startswith("/v2/"):
+        if path == "/v2" or path.startswith(INFERENCE):
             return Json({"error": self.message}, self.status, self.headers)
         body = self.anthropic() if path.startswith("/v1/messages") else self.body()
         return Json(body, self.status, self.headers)
@@ -75,6 +75,8 @@ class ApiError(Exception):
         )
 
 
+# Of the Open Inference Protocol. Others below /v2 are Cohere's.
+INFERENCE = ("/v2/health/", "/v2/models/", "/v2/repository/")
 ANTHROPIC = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",

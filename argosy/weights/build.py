@@ -101,13 +101,13 @@ def load_model(
         contents = read_contents(adapter, config)
         check_base(contents, stored.weights)
     adapters = contents.adapters
-    if rules is not None and stored.is_rounded:
+    if rules is not None and stored.quantized is not None:
         raise BadInput(f"{stored.path} is quantized already", hint="leave out `quantization`, or load the model it came from")
     if rules is not None and stored.adapted is not None:
         raise BadInput(f"{stored.path} has adapters", hint="merge them first: argosy convert; or leave out `quantization`")
     blocks = None if adapter is not None or tensor > 1 or run is not None or dtype != np.float32 or forms is None else stored.blocks
     layout = Unroll() if adapters or blocks is not None else run or default_run(config)
-    quantized = None if rules is not None else stored.quantized
+    quantized = None if rules is not None else stored.quantized or stored.published()
     schemes = {} if quantized is None else quantized.schemes
     if rules is not None:
         # By layer, since a rule may name one.

@@ -2,6 +2,7 @@
 time. `checkpoint.open` opens any kind.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,9 @@ class OpenedModel:
     hub: its config.json.
     adapted: the base and the adapters of a run that trained adapters, or of a PEFT folder.
     blocks: the weights of a GGUF file as they lie there.
-    quantized: the arrays of weights that are stored quantized; `weights` has their floats.
+    quantized: the arrays of weights that were rounded from those of another model; `weights` has their floats.
+    published: gives likewise the arrays of a model that was published in few bits, as DeepSeek-V3 in FP8: there is no other to quantize
+        in its place.
     """
 
     path: Path
@@ -53,11 +56,7 @@ class OpenedModel:
     adapted: "AdaptedModel | None" = None
     blocks: "BlockedWeights | None" = None
     quantized: "QuantizedWeights | None" = None
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether its weights were rounded from those of another model, which is to be quantized in its place."""
-        return self.quantized is not None and not self.quantized.published
+    published: "Callable[[], QuantizedWeights | None]" = lambda: None
 
 
 def config_of(dumped: dict[str, Any]) -> LanguageConfig:

@@ -28,12 +28,10 @@ class QuantizedWeights:
 
     schemes: how each contraction is quantized, by its per-layer name, such as layers.3.attn.q.
     reader: the arrays, by per-layer name.
-    published: whether the model was published so, as DeepSeek-V3 in FP8: there is none with more bits that it was rounded from.
     """
 
     schemes: Mapping[str, Scheme]
     reader: TensorReader
-    published: bool = False
 
 
 def quantized_model(config: Any, schemes: Mapping[str, Scheme]) -> nnx.Module:

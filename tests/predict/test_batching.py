@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +32,11 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
     x, scale = jax.ShapeDtypeStruct((batch, length, 4), jnp.float32), jax.ShapeDtypeStruct((batch, 3), jnp.float32)
     argosy.export(sums, (x, scale), path, platforms=["cpu"])
-    return Bundle.open(path)
+    found = Bundle.open(path)
+    # Rows do not change one another's results: what `batch=` says where no other axis is open.
+    call = found.manifest.signature().model_copy(update={"padding": ["batch"]})
+    found.manifest = found.manifest.model_copy(update={"signatures": {"call": call}})
+    return found
 
 
 def drawn(seed: int, rows: int, length: int) -> dict[str, np.ndarray]:
@@ -160,3 +165,63 @@ def test_an_error_of_the_program_reaches_its_callers_and_the_next_batch_runs(bun
 
 def test_the_batch_is_the_axis_that_everything_has_first(bundle: Bundle):
     assert batch_axis(bundle.manifest.signature()) == "batch"
+
+
+def test_rows_that_may_change_one_another_are_never_computed_together(tmp_path: Path):
+    """An open first axis alone does not say that rows are independent."""
+    (batch,) = export.symbolic_shape("batch")
+    x = jax.ShapeDtypeStruct((batch, 3), jnp.float32)
+    argosy.export(lambda x: {"y": x - jnp.mean(x, 0)}, (x,), tmp_path / "centered", platforms=["cpu"])
+    bundle = Bundle.open(tmp_path / "centered")
+    assert batch_axis(bundle.manifest.signature()) is None
+    batcher = Batcher(bundle, BatchingSettings(max_queue_delay_ms=50))
+    asked = [drawn(i, 3, 1)["scale"] for i in range(4)]
+
+    async def all_at_once() -> list[Any]:
+        return await asyncio.gather(*(batcher.call({"x": one}) for one in asked))
+
+    try:
+        for one, result in zip(asked, asyncio.run(all_at_once()), strict=True):
+            np.testing.assert_allclose(result.outputs["y"], one - one.mean(0), atol=1e-6)
+    finally:
+        batcher.close()
+
+
+def test_a_request_that_is_split_is_queued_whole_or_not_at_all(bundle: Bundle, batched, monkeypatch):
+    go, run = threading.Event(), bundle.run_arrays
+    monkeypatch.setattr(bundle, "run_arrays", lambda *args: (go.wait(20), run(*args))[1])
+    batcher = batched(max_queue_size=4, max_batch_size=2)
+
+    async def crowd() -> None:
+        first = [asyncio.ensure_future(batcher.call(drawn(i, 1, 2))) for i in range(2)]
+        while not batcher.running:
+            await asyncio.sleep(0.01)
+        first.append(asyncio.ensure_future(batcher.call(drawn(2, 1, 2))))
+        await asyncio.sleep(0.05)
+        waited = batcher.waiting_rows
+        with pytest.raises(QueueFull):
+            await batcher.call(drawn(9, 4, 2))
+        assert batcher.waiting_rows == waited
+        go.set()
+        await asyncio.gather(*first)
+
+    asyncio.run(crowd())
+
+
+def test_dropped_requests_are_told_at_once(bundle: Bundle, batched):
+    batcher = batched(max_queue_delay_ms=10_000)
+
+    async def end() -> None:
+        call = asyncio.ensure_future(batcher.call(drawn(0, 1, 2)))
+        await asyncio.sleep(0.05)
+        await asyncio.get_running_loop().run_in_executor(None, lambda: batcher.close(drop=True))
+        with pytest.raises(Unloaded):
+            await call
+
+    asyncio.run(end())
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 2), (4, 64)])
+def test_sizes_that_no_batch_can_have_are_refused(sizes: tuple[int, ...]):
+    with pytest.raises(ValueError, match="ascending sizes from 1 to max_batch_size = 32"):
+        BatchingSettings(allowed_batch_sizes=sizes)

@@ -1,5 +1,6 @@
 """The server of bundles as a process: its protocols, its versions, and what it refuses."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -13,26 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
 from helpers import shared
-from jax import export
+from starlette.requests import Request
 
 import argosy
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.export.bundle import Bundle
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
+from argosy.predict.metrics import PredictMetrics
+from argosy.predict.repository import Repository
+from argosy.predict.service import PredictService
+from argosy.predict.settings import PredictSettings
+from argosy.web.errors import ApiError
 from argosy.weights.build import random_model
 
 
 def write_scaled(path: Path, factor: float) -> Path:
     """A bundle that multiplies rows by a number."""
-    (batch,) = export.symbolic_shape("batch")
-    argosy.export(lambda x: {"y": x * factor}, (jax.ShapeDtypeStruct((batch, 3), jnp.float32),), path, platforms=["cpu"])
+    argosy.export(lambda x: {"y": x * factor}, (jnp.zeros((1, 3)),), path, platforms=["cpu"], batch="symbolic")
     return path
 
 
@@ -208,6 +212,8 @@ def test_versions_change_under_load_without_a_lost_request(tmp_path: Path):
             one.start()
         with httpx.Client(base_url=address, timeout=30) as ask:
             for number, path in staged.items():
+                while number - 1.0 not in seen and not wrong:
+                    time.sleep(0.01)
                 # Copied file by file, the manifest last or not: a version is taken when all of it is there.
                 shutil.copytree(path, tmp_path / "models" / "m" / str(number))
                 until = time.monotonic() + 30
@@ -216,11 +222,47 @@ def test_versions_change_under_load_without_a_lost_request(tmp_path: Path):
                     time.sleep(0.02)
             for _ in range(5):
                 assert ask.post("/v2/repository/models/m/load").json() == {}
+        while 3.0 not in seen and not wrong:
+            time.sleep(0.01)
         stop.set()
         for one in clients:
             one.join()
         assert wrong == []
         assert seen == {1.0, 2.0, 3.0}
+
+
+def test_a_version_that_is_asked_for_is_never_answered_by_another(tmp_path: Path):
+    """Let go between its lookup and its batch, it is gone; the newest in its place answers those that named none."""
+    for number in (1, 2):
+        write_scaled(tmp_path / "m" / str(number), float(number))
+    (tmp_path / "m" / "config.yml").write_text("versions: [1]\n")
+    repository = Repository(tmp_path, PredictSettings(), PredictMetrics(), lambda _: None)
+    repository.look()
+    service = PredictService(repository)
+    old = repository.find("m")
+    (tmp_path / "m" / "config.yml").write_text("versions: [2]\n")
+    repository.look()
+
+    async def ask(version: str | None) -> tuple[int, Any]:
+        lookups = [old]
+
+        def find() -> Any:
+            return lookups.pop() if lookups else service.find("m", version)
+
+        async def connected() -> Any:
+            await asyncio.sleep(60)
+
+        request = Request({"type": "http"}, connected)
+        found, result = await service.call(request, find, {"x": np.ones((1, 3), np.float32)}, None)
+        return found.version, result.outputs["y"].tolist()
+
+    try:
+        assert asyncio.run(ask(None)) == (2, [[2.0, 2.0, 2.0]])
+        with pytest.raises(ApiError, match="has no version `1`") as told:
+            asyncio.run(ask("1"))
+        assert told.value.status == 404
+    finally:
+        repository.close()
 
 
 def test_a_damaged_version_is_refused_by_name_and_the_loaded_one_stays(tmp_path: Path):
@@ -253,6 +295,8 @@ def test_a_damaged_version_is_refused_by_name_and_the_loaded_one_stays(tmp_path:
         ([], "has no bundle"),
         (["host=0.0.0.0"], "lets everybody on the network"),
         (["http_port=1"], "did you mean `port`?"),
+        (["--grpc-port", "8001"], "gRPC is not built"),
+        (["grpc=8001"], "gRPC is not built"),
         (["batching.max_batch_size=0"], "max_batch_size"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.flags import translated
+from argosy.cli.flags import PREDICT, translated
 from argosy.cli.output import Doing, say
 from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
@@ -29,17 +29,18 @@ def predict(
     ] = None,
 ) -> None:
     """Serves bundles over HTTP: the Open Inference Protocol, TensorFlow Serving's REST, OpenAI embeddings."""
-    settings = read_settings(PredictSettings, words_layer(translated(words or []))).value
+    settings = read_settings(PredictSettings, words_layer(translated(words or [], PREDICT))).value
     settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(KEY) or None})
+    from argosy.web.process import bound_socket, check_open, server_address
+
+    check_open(settings)
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
         from argosy.predict.metrics import PredictMetrics
         from argosy.predict.repository import Repository, check_repository
         from argosy.predict.run import serve_repository
-        from argosy.web.process import bound_socket, check_open, server_address
 
-        check_open(settings)
         check_repository(Path(repository))
         listener = bound_socket(settings.host, settings.port)
         doing(f"loading {repository}")

@@ -123,13 +123,17 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> O
     check_vocabulary(rows, sizes, tensors, str(folder))
     weights = MappedTensors(table, tensors, str(folder))
     quantized = None if packed is None else _quantized_weights(config, weights, packed, warn)
-    if any(row.scales for row in rows):
-        # Its weights are read as floats by `weights`, one expert after the other, and are codes here.
-        packed = PackedTensors(tensors, packed_modules(hub["quantization_config"], tensors, str(folder)))
-        plain = KeyMap(list(map(_unscaled, rows)), sizes, ignore=(*IGNORED, *config.hub_ignore, *config.hub_left_out))
-        found = _quantized_weights(config, MappedTensors(plain, packed, str(folder)), packed, warn)
-        quantized = None if found is None else replace(found, published=True)
-    return OpenedModel(folder, "hub", config, weights, folder, hub, quantized=quantized)
+
+    def published() -> QuantizedWeights | None:
+        """The codes of weights that `weights` gives as floats. Conversions and training need none, and to find their blocks takes
+        the memory of a weight."""
+        if not any(row.scales for row in rows):
+            return None
+        codes = PackedTensors(tensors, packed_modules(hub["quantization_config"], tensors, str(folder)))
+        plain = KeyMap(list(map(_unscaled, rows)), sizes, ignore=table.ignore)
+        return _quantized_weights(config, MappedTensors(plain, codes, str(folder)), codes, warn)
+
+    return OpenedModel(folder, "hub", config, weights, folder, hub, quantized=quantized, published=published)
 
 
 def _unscaled(row: KeyRow) -> KeyRow:

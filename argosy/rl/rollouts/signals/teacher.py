@@ -3,9 +3,9 @@ there (on-policy distillation).
 
     answers of the student, of the data or of the teacher -> packed parts
 
-Whose answers a batch has is drawn for each batch: the student's with probability `own` (GKD's and TRL's lambda). The draw follows from
-the seed and the number of the batch, so that a run which resumes goes on alike. Answers are constants of the loss: its gradient does
-not go through the sampling (arXiv:2306.13649, section 3). A teacher with another tokenizer reads them by its own
+Each batch has the answers of one source, which is drawn: the student with probability `student_fraction` (GKD's and TRL's lambda). The
+draw follows from the seed and the number of the batch, so that a run which resumes goes on alike. Answers are constants of the loss:
+its gradient does not go through the sampling (arXiv:2306.13649, section 3). A teacher with another tokenizer reads them by its own
 (`rl.rollouts.signals.teacher_tokens`).
 
 Differences from TRL's GKDTrainer (1.16): the two temperatures are apart (`sampling`, `temperature`); answers of more than
@@ -79,7 +79,7 @@ class TeacherSignal(Signal):
     # ---------------------------------------------------------------- answers
 
     def whose(self, number: int) -> str:
-        """Whose answers a rollout has: `own`, or what `others` says."""
+        """The source of a rollout's answers: `own`, which is the student, or what `others` says."""
         drawn = hashlib.blake2b(f"{self.seed}/own/{number}".encode(), digest_size=8).digest()
         return "own" if int.from_bytes(drawn, "big") / 2**64 < self.settings.student_fraction else self.settings.others
 
