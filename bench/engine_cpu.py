@@ -29,7 +29,6 @@ from argosy.infer.engine.request import Request
 from argosy.infer.forward.passes import ByLayer, OneProgram, PassKind, whole_sequences
 from argosy.infer.forward.step import split_words
 from argosy.infer.load import load_lm, random_lm
-from argosy.infer.programs.programs import Programs, abstract_arrays
 from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling, sampling_columns
 from argosy.infer.settings import EngineSettings, NGram
@@ -37,7 +36,8 @@ from argosy.models.parts.attention.attend import Paged
 from argosy.models.parts.attention.cache import bytes_of_caches, paged
 from argosy.models.parts.weight import split
 from argosy.ops.narrow import FORMS
-from argosy.run.settings.compose import preset_config
+from argosy.ops.programs.programs import Programs, abstract_arrays
+from argosy.run.settings.recipe_files import preset_config
 
 PROMPT, ANSWER, HELD, TURNS = 128, 64, 150, 3
 

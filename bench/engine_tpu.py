@@ -23,7 +23,7 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
-from argosy.run.settings.compose import preset_config
+from argosy.run.settings.recipe_files import preset_config
 
 # Bytes a second, of one chip: Google's pages of each generation.
 BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9}

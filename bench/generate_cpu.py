@@ -19,7 +19,7 @@ import numpy as np
 from argosy.infer.load import random_lm
 from argosy.infer.sampling.sample import Sampling, next_tokens, sampling_columns
 from argosy.models.parts.stack import Scan, Unroll
-from argosy.run.settings.compose import preset_config
+from argosy.run.settings.recipe_files import preset_config
 
 SETTINGS = {
     "greedy": Sampling(),

@@ -346,7 +346,7 @@ for _ in range(int(sys.argv[2])):
 model, tokens = run.model, run.data.batch * run.data.sequence
 mixing = model.mixing_flops(run.data.sequence) // 2
 flops = 3 * run.data.batch * (model.flops(run.data.sequence) - model.mixing_flops(run.data.sequence) + mixing)
-predicted = estimated_need(run, a.decided, a.shapes, a.places, a.mesh, a.roles)
+predicted = estimated_need(run, a.decided, a.shapes, a.places, a.mesh, a.target, a.roles)
 sizes = a.compile().memory_analysis()
 compiler = sum(getattr(sizes, f"{k}_size_in_bytes") for k in ("argument", "output", "temp")) - sizes.alias_size_in_bytes
 stats = jax.devices()[0].memory_stats() or {}
@@ -367,7 +367,7 @@ def decode(tiny: bool) -> None:
     from argosy.infer.load import random_lm
     from argosy.infer.settings import EngineSettings
     from argosy.models.parts.weight import split
-    from argosy.run.settings.compose import preset_config
+    from argosy.run.settings.recipe_files import preset_config
 
     preset, length, new = ("argosy-1m", 16, 64) if tiny else ("llama3.2-1b", 128, 128)
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
@@ -408,7 +408,8 @@ def profile(tiny: bool) -> None:
     from argosy.infer.settings import EngineSettings
     from argosy.run.assembly.assemble import assemble
     from argosy.run.assembly.decided import Decided
-    from argosy.run.settings.compose import compose, preset_config
+    from argosy.run.settings.compose import compose
+    from argosy.run.settings.recipe_files import preset_config
     from argosy.run.settings.run import Run
 
     preset, length, new = ("argosy-1m", 16, 16) if tiny else ("llama3.2-1b", 128, 64)

@@ -17,10 +17,10 @@ from argosy.core.settings import read_settings, words_layer
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Request
 from argosy.infer.load import load_lm
-from argosy.infer.programs.store import open_store
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.machine import programs_folder, start_jax
 from argosy.observe.memory import peak_bytes
+from argosy.ops.programs.store import open_store
 
 ROUNDS, SEQUENCES, PROMPT, ANSWER = 2, 32, 128, 64
 

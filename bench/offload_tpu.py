@@ -21,7 +21,7 @@ def main() -> None:
 
     from argosy.models.parts.stack import Scan
     from argosy.parallel.mesh import MeshSettings
-    from argosy.train.optim import AdamW
+    from argosy.train.optimizers.adam import AdamW
     from tools.devices import config_of, lowered_step
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices

@@ -83,8 +83,8 @@ def stages(model: str) -> None:
     lap("Python, settings")
     machine.start_jax()
     lap("import jax")
-    from argosy.infer.programs.store import open_store
     from argosy.jobs.api import load
+    from argosy.ops.programs.store import open_store
     from argosy.serve import run
 
     lap("import the rest")

@@ -534,8 +534,8 @@ def records_good() -> list[Files]:
 
 def read_records(folder: Path) -> None:
     """Whatever is accepted becomes tokens of the vocabulary, with a mask of equal length."""
-    from argosy.data.rows.sequences import encoder_for
-    from argosy.data.sources.text import JsonLines
+    from argosy.data.rows.encoders import encoder_for
+    from argosy.data.sources.jsonl import JsonLines
     from argosy.data.tokenizers.byte import ByteTokenizer
 
     tokenizer = ByteTokenizer()

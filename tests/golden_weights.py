@@ -35,6 +35,20 @@ def digest(weights: dict[str, np.ndarray]) -> str:
     return whole.hexdigest()
 
 
+def write_pipeline(golden: Path, folder: Path) -> Path:
+    """The folder of diffusers that a golden of a whole pipeline is about."""
+    folder.mkdir(parents=True)
+    shutil.copyfile(golden / "model_index.json", folder / "model_index.json")
+    for part in sorted(path for path in golden.iterdir() if path.is_dir()):
+        if not (part / "tensors.json").is_file():
+            shutil.copytree(part, folder / part.name)
+            continue
+        write_model(part, folder / part.name)
+        if not part.name.startswith("text_encoder"):
+            (folder / part.name / "model.safetensors").rename(folder / part.name / "diffusion_pytorch_model.safetensors")
+    return folder
+
+
 def write_model(golden: Path, folder: Path) -> Path:
     """The Hub folder that a golden is about."""
     said = json.loads((golden / "tensors.json").read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ import os
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -132,3 +133,19 @@ def flipped(a: Any, device: int, bit: int) -> Any:
     parts[device].view(np.uint32).reshape(-1)[0] ^= np.uint32(1 << bit)
     placed = [jax.device_put(part, shard.device) for part, shard in zip(parts, a.addressable_shards, strict=True)]
     return jax.make_array_from_single_device_arrays(a.shape, a.sharding, placed)
+
+
+def later(y: Any, seconds: float) -> Any:
+    """The same array after a while, with its gradient: a stand-in for what is slow."""
+    import jax
+
+    def wait(a: Any) -> Any:
+        time.sleep(seconds)
+        return np.asarray(a)
+
+    @jax.custom_vjp
+    def slept(y: Any) -> Any:
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+    slept.defvjp(lambda y: (slept(y), None), lambda _, g: (g,))
+    return slept(y)

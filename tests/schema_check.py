@@ -18,6 +18,7 @@ BOUNDS = {
     "maximum": lambda v, b: v <= b,
     "exclusiveMinimum": lambda v, b: v > b,
     "exclusiveMaximum": lambda v, b: v < b,
+    "multipleOf": lambda v, b: v % b == 0,
 }
 WORDS = {"$schema", "$defs", "title", "description", "default", "examples", "format"}
 

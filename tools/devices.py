@@ -21,7 +21,7 @@ from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.offload import pieces_for, places_on_host, weights_on_host
-from argosy.train.optim import SGD
+from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
 from argosy.train.step import Precision, make_step

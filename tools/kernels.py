@@ -61,7 +61,8 @@ SPEED = {
 START = """\
 Some operations have several implementations of the same function. A program takes the first that can do what a layer asks, in the \
 order of the platform it is compiled for; `execution.attention`, `execution.products` and `execution.experts` name another, and then \
-it is an error if that one cannot. All equal the reference in value and gradient, up to rounding.
+it is an error if that one cannot. `argosy autotune` [measures them](../guides/profiling.md#implementations-for-this-device) \
+on a device, and new runs take the fastest. All equal the reference in value and gradient, up to rounding.
 
 What is said of TPUs comes from their compilers. `measured`: timed on such a device; `compiled`: its compiler takes it."""
 SEQUENCES = """\

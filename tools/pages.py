@@ -23,7 +23,7 @@ FOLDER = ROOT / "docs" / "reference"
 def settings_page() -> str:
     """The settings of a run, then those of `argosy launch`."""
     from argosy.core.settings.explain import settings_reference, tables
-    from argosy.launch.settings import ENGINES
+    from argosy.launch.engines import ENGINES
     from argosy.run.settings.run import Run
 
     return settings_reference(Run) + "\n" + tables(ENGINES, "`argosy launch engine=NAME`")

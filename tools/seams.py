@@ -16,6 +16,7 @@ from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
+from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.attention.attend import Contiguous, Paged
 from argosy.models.parts.attention.cache import contiguous, paged
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
@@ -27,8 +28,9 @@ from argosy.parallel.scope import scope
 
 
 def examples() -> dict[str, Any]:
-    """The small configs of every registered family."""
-    return {f"{family}-{name}": config for family in FAMILIES for name, config in FAMILIES[family].examples().items()}
+    """The small configs of every registered family of text models."""
+    text = [family for family in FAMILIES if issubclass(FAMILIES[family], LanguageConfig)]
+    return {f"{family}-{name}": config for family in text for name, config in FAMILIES[family].examples().items()}
 
 
 def fullest() -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Several low-rank adapters on one weight, of which each token uses one or none: multi-LoRA serving.
 
-The factors of all adapters lie side by side, A [D adapters rank] and B [adapters rank N H], so both products are plain matrix products,
+The factors of all adapters are concatenated, A [D adapters rank] and B [adapters rank N H], so both products are plain matrix products,
 as for one adapter of rank `adapters * rank`. Between them, each token keeps the columns of its own adapter and gets zeros elsewhere. A
-token without an adapter therefore adds exact zeros, and which adapter a token has is data: another one compiles nothing. Punica
-(arXiv:2310.18547) and S-LoRA (arXiv:2311.03285) gather the factors of each token instead, which reads fewer of them, and moves more
-bytes when several tokens have the same.
+token without an adapter therefore adds exact zeros. The adapter of a token is data, so another adapter does not recompile the program.
+Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285) gather the factors of each token instead, which reads fewer of them, and moves
+more bytes when several tokens have the same.
 """
 
 import jax.numpy as jnp
@@ -24,8 +24,9 @@ class Bank(ContractionWrapper):
 
     Args:
         of: the contraction it replaces.
-        adapters, rank: their number, and the most columns of one.
-        chosen: the adapter of each token; one variable for all contractions that see the same tokens.
+        adapters: number of adapters.
+        rank: largest rank of an adapter.
+        chosen: the adapter of each token; one variable for all contractions that read the same tokens.
     """
 
     def __init__(self, of: Contraction, adapters: int, rank: int, chosen: AdapterIds):
@@ -69,7 +70,7 @@ class Bank(ContractionWrapper):
 
 
 def refused(name: str, of: Contraction, tied: bool) -> str | None:
-    """Why a contraction of the serving model takes no bank; None if it does.
+    """Why a contraction of the serving model cannot have a bank; None if it can.
 
     Args:
         name: its dotted name.

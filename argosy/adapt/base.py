@@ -1,8 +1,8 @@
 """The frozen base under adapters: freezing a model, and filling it from the weights of the plain one.
 
-A base is never trained, never donated to a step and never saved with a run: it is read again from where it came, and known by its
-content. Its weights keep their names: "layers.3.attn.q.w" of the file fills "layers.3.attn.q.of.w" under an adapter, or the codes
-and scales of that.
+A base is never trained, never donated to a step and never saved with a run: it is read again from its source, and identified by its
+content. Its weights keep their names: "layers.3.attn.q.w" of the file fills "layers.3.attn.q.of.w" under an adapter, or the codes and
+scales of that weight.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,20 +26,20 @@ FACTORS = ("a", "b", "a0", "b0", "m")
 
 
 class Still(Frozen):
-    """A router's bias in a frozen model: no rule moves it. It stays float32, as it does where one does."""
+    """A router's bias in a frozen model, which no rule updates. It stays float32, as in a trained model."""
 
     exact = True
 
 
 class Retrained(nnx.Param):
-    """A weight that is trained in full beside adapters, and kept with them."""
+    """A weight that is trained in full beside adapters, and saved with them."""
 
 
 def frozen(model: nnx.Module, dtype: Any = None, but: Sequence[str] = ()) -> None:
-    """Freezes every weight of a model, also those that training moves by a rule.
+    """Freezes every weight of a model, including those that training updates by a rule.
 
     Args:
-        dtype: the type that descriptions of weights get, except of those that are always float32.
+        dtype: the type of the weights' descriptions, except of those that are always float32.
         but: names of modules whose weights become `Retrained` instead, in their own type.
     """
     for address, v in variables(model).items():
@@ -71,16 +71,15 @@ def _is_trained(module: Any) -> bool:
 
 
 def lay(model: nnx.Module, adapters: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Puts adapters on the contractions of a model in either layout, to stay as they are under others. Returns their factors by
-    address.
+    """Adds frozen adapters to the contractions of a model in either layout, under the trained ones. Returns their factors by address.
 
-    Scanned layers share one rank: narrower factors are filled up with zeros, and layers without an adapter have zeros alone.
+    Scanned layers share one rank: narrower factors are padded with zeros, and layers without an adapter have zeros.
 
     Args:
         adapters: the factors `a` and `b` and the `gain` of each contraction, by its per-layer name.
 
     Raises:
-        BadInput: one is on a weight that is trained in full.
+        BadInput: an adapter is on a weight that is trained in full.
     """
     names, leaves = layer_addresses(model), dict[str, np.ndarray]()
     for name, of in find(model, ".*").items():
@@ -119,9 +118,9 @@ def fill_base(
     Args:
         weights: the stored addresses of the plain model in the same layout, and their arrays.
         dtype: the type to keep float weights in; that of their descriptions by default.
-        place: the sharding of an address.
-        fresh: also the factors that start from the weights (PiSSA's and DoRA's).
-        iterations: of PiSSA's randomized SVD; the exact one by default.
+        place: (address) -> its sharding.
+        fresh: whether the factors that start from the weights (PiSSA's and DoRA's) are filled too.
+        iterations: number of iterations of PiSSA's randomized SVD; None: the exact SVD.
     """
     own = variables(model)
 

@@ -176,11 +176,11 @@ class LoRA(ContractionWrapper):
         return of
 
     def start_from(self, w: np.ndarray, iterations: int | None = None) -> dict[str, np.ndarray]:
-        """What the factors start from where that depends on the weight: {name of a variable: array}. Empty where they are drawn.
+        """The initial factors that depend on the weight: {name of a variable: array}. Empty for random factors.
 
         Args:
             w: the weight, float32, in its stored axes.
-            iterations: of a randomized SVD; the exact one by default.
+            iterations: number of iterations of a randomized SVD; None: the exact SVD.
         """
         if self.a0 is None:
             return {}
@@ -199,8 +199,9 @@ class Fixed(LoRA):
 
 
 class DoRA(LoRA):
-    """A contraction with a weight-decomposed adapter. m: the magnitude of each output channel, trained; it starts at that of W.
+    """A contraction with a weight-decomposed adapter.
 
+    m: the magnitude of each output channel, trained; initialized to that of W.
     ratio: m / |W + gain B A|, once `settle` has computed it; until then every call computes the norms.
     """
 
@@ -234,7 +235,7 @@ class DoRA(LoRA):
         self.ratio = Frozen(self._ratio(), meaning=self.m.get_metadata()["meaning"], draw=Draw())
 
     def before_split(self) -> "DoRA":
-        """A copy whose norms are those of all features."""
+        """A copy with its ratio computed from all features, since a shard could only compute the norms of its own."""
         if getattr(self, "ratio", None) is not None:
             return self
         own = nnx.merge(*nnx.split(self))
@@ -254,8 +255,9 @@ class DoRA(LoRA):
 
 
 def dropping(model: nnx.Module, key: Array) -> None:
-    """Gives every adapter with dropout a key of its own for one pass: the given one, folded with the per-layer name of its contraction.
-    So layers drop differently, and scanned and unrolled ones alike. Without dropout, the model and what is traced of it do not change.
+    """Gives every adapter with dropout its own key for one pass: the given key, folded with the per-layer name of its contraction. So
+    dropout differs between layers, and is the same for scanned and unrolled layers. Without dropout, the model and its traces do not
+    change.
     """
     names = layer_addresses(model)
     for path, module in [*nnx.iter_modules(model)]:
@@ -268,8 +270,8 @@ def dropping(model: nnx.Module, key: Array) -> None:
 
 
 def without_adapters(model: nnx.Module) -> Any:
-    """The model with its adapters switched off: the frozen base, quantized if it is. A new model that shares every weight with this
-    one, which stays as it is. It may be called inside a jitted step, for the reference of a preference loss; nothing is copied.
+    """The model with its adapters switched off: the frozen base, quantized or not. It is a new model that shares every weight with this
+    one, which does not change. It may be called inside a jitted step, for the reference of a preference loss; nothing is copied.
 
     Raises:
         BadInput: the model has no adapters.
@@ -292,10 +294,10 @@ def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
     """Merges every adapter into its weight, one after the other. Returns the names of their contractions.
 
     Args:
-        kept: filled with what was merged, for `unmerge`; without it the unmerged weights are freed.
+        kept: filled with the merged adapters, for `unmerge`; None: the unmerged weights are freed.
 
     Raises:
-        BadInput: there is no adapter, or one is on a quantized weight, which would round it away.
+        BadInput: there is no adapter, or one is on a quantized weight, where rounding would lose it.
     """
     found = _adapted(model)
     if quantised := [name for name, adapted in found.items() if not isinstance(adapted.of, Einsum)]:
@@ -311,10 +313,10 @@ def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
 
 
 def unmerge(model: nnx.Module, merged: Mapping[str, LoRA]) -> list[str]:
-    """Restores what `merge` kept, bit for bit. Returns the names.
+    """Restores the weights before `merge`, bit for bit. Returns the names.
 
     Raises:
-        BadInput: the model has no such contraction, or one of another shape; nothing is changed in this case.
+        BadInput: the model lacks a contraction, or one has another shape; nothing is changed then.
     """
     own = {name: module for name, module in find(model, ".*").items() if name in merged}
     wrong = [name for name, adapted in merged.items() if name not in own or own[name].shape != adapted.shape]

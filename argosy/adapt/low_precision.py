@@ -41,9 +41,9 @@ Kind = Literal["int8", "fp8"]
 
 
 class Product(NamedTuple):
-    """What is the same for all products of a contraction. Hashable.
+    """The static description of a contraction's products. Hashable.
 
-    eq: an einsum of two factors, each of whose letters is in the other or in the output.
+    eq: an einsum of two factors, each of whose letters is in the other factor or in the output.
     kind: a key of `KINDS`.
     """
 

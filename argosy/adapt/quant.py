@@ -31,14 +31,14 @@ PARTS = ("values", "scale", "minimum", "outer", "x_scale")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one contraction is quantized.
+    """The quantization of one contraction.
 
     weights: the number format, a key of `FORMATS`.
-    granularity: which weights share a scale (`formats.blocks`); None: as the format has it.
+    granularity: the weights that share a scale (`formats.blocks`); None: the format's own.
     calibration: the range of each block, as in `Format.quantize`.
-    activations: the number format of data; None: data is not rounded.
-    activation_block: how many numbers of data share a scale; None: a whole row, or as the format has it.
-    activations_scale: dynamic: a scale of data follows from its own largest magnitude; static: one number, from calibration.
+    activations: the number format of activations; None: they are not rounded.
+    activation_block: number of activations that share a scale; None: a whole row, or the format's own.
+    activations_scale: dynamic: a scale from the activations' own largest magnitude; static: one number, from calibration.
     """
 
     weights: str = "int8"
@@ -50,11 +50,15 @@ class Scheme:
 
     @property
     def is_static(self) -> bool:
-        """Whether data has a scale from calibration."""
+        """Whether activations have a scale from calibration."""
         return self.activations_scale == "static"
 
     def check(self) -> None:
-        """Raises ValueError if there is no such format or scale."""
+        """Checks that the format and the kind of scale exist.
+
+        Raises:
+            ValueError: one does not.
+        """
         if self.activations_scale not in ("dynamic", "static"):
             raise ValueError(f"no scale of data `{self.activations_scale}`")
         for name in (self.weights, self.activations):
@@ -67,7 +71,7 @@ class Scheme:
         return FORMATS[self.weights]
 
     def block(self, of: Contraction) -> tuple[int, ...]:
-        """How many weights share a scale along each axis of the weight."""
+        """The number of weights that share a scale along each axis of the weight."""
         return block_of(of, self.granularity, self.format.block)
 
     def quantize(self, of: Contraction, w: Any) -> Quantized:
@@ -89,7 +93,7 @@ class Scheme:
         return self._completed(out, w.shape[:lead])
 
     def rounding(self) -> Activations | None:
-        """How data is rounded; None: it is not."""
+        """The rounding of activations; None: they are not rounded."""
         return None if self.activations is None else Activations(self.activations, self.activation_block)
 
     def _completed(self, w: Quantized, layers: tuple[int, ...]) -> Quantized:
@@ -97,13 +101,17 @@ class Scheme:
         return replace(w, activations=self.rounding(), x_scale=jnp.ones(layers, jnp.float32) if self.is_static else None)
 
 
+# `Quantized.dequantized` as one program, for arrays outside of programs.
+as_floats: Any = jax.jit(Quantized.dequantized)
+
+
 class QuantizedEinsum(Contraction):
     """An `Einsum` whose weight is a quantized array and is not trained.
 
     Args:
         of: the contraction it replaces.
-        w: its weight, quantized, or only the shapes of that.
-        scheme: how `codes` quantizes other values of the weight.
+        w: its quantized weight, or the shapes of it.
+        scheme: the scheme by which `codes` quantizes other values of the weight.
     """
 
     values: Codes
@@ -127,7 +135,7 @@ class QuantizedEinsum(Contraction):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What the weight has beside its arrays."""
+        """The attributes of the weight that are no arrays."""
         return {name: getattr(self, name) for name in ("levels", "packed", "bits", "zero", "activations")}
 
     @property
@@ -143,7 +151,7 @@ class QuantizedEinsum(Contraction):
         return unpacked_shape(self.values.shape, self.packed, self.bits)
 
     def put(self, w: Quantized) -> None:
-        """Takes over the arrays of another weight of this format."""
+        """Takes the arrays of another weight of this format."""
         for name in PARTS:
             if (part := getattr(self, name)) is not None:
                 part.set_value(getattr(w, name))
@@ -195,6 +203,9 @@ def apply_schemes(model: nnx.Module, schemes: Mapping[str, Scheme]) -> list[str]
     Raises:
         Unsupported: layers that are stacked differ.
     """
+    if not schemes:
+        # A network of convolutions has no contractions to look through.
+        return []
     names, out, known = layer_addresses(model), list[str](), set[str]()
     for name, of in find(model, ".*").items():
         layers = [address.removesuffix(".w") for address in names(f"{name}.w")]
@@ -219,7 +230,9 @@ def by_layer(model: nnx.Module, schemes: Mapping[str, Scheme]) -> dict[str, Sche
 
 
 def are_alike(model: nnx.Module, schemes: Mapping[str, Scheme]) -> bool:
-    """Whether the layers that are stacked in a model are quantized in the same way."""
+    """Whether layers that are stacked in a model have equal schemes."""
+    if not schemes:
+        return True
     names = layer_addresses(model)
     groups = [[schemes.get(address.removesuffix(".w")) for address in names(f"{name}.w")] for name in find(model, ".*")]
     return all(len(set(group)) == 1 for group in groups)

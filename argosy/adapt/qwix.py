@@ -1,9 +1,9 @@
-"""Rules that were written for Qwix, as rules of this house.
+"""Converts Qwix's quantization rules to Argosy's.
 
     lm.quantize([qwix.QuantizationRule(module_path="layers/.*", weight_qtype=jnp.int4, tile_size=64)])
 
 Nothing of Qwix (an optional package) is imported: a rule is recognized by its fields, those of `qwix.QuantizationRule` 0.1.8. A field
-that cannot be said here is an error that names it, and never dropped. Where the same rule means another thing:
+without a counterpart is an error that names it, and is never dropped. Differences in meaning:
 
 - Qwix matches the module that calls an operation, and also rounds products of data with data in it, such as those of attention. A
   rule here matches a contraction with a weight, and those products stay as they are.
@@ -35,11 +35,11 @@ CONTRACTIONS = {"dot_general", "einsum"}
 
 
 def as_rules(rules: "str | Sequence[Any]") -> list[Rule]:
-    """Rules, from what Python users give: a preset or a YAML file by name, or a list of rules, of mappings with a rule's keys, and of
-    rules of Qwix.
+    """Rules from Python arguments: a preset or a YAML file by name, or a list of rules, of mappings with a rule's keys, and of rules of
+    Qwix.
 
     Raises:
-        UserError: there is no such preset or file, or a rule says what cannot be said here.
+        UserError: there is no such preset or file, or a rule has no counterpart here.
     """
     if isinstance(rules, str):
         return rules_named(rules)
@@ -64,10 +64,10 @@ def _as_rule(one: Any, number: int) -> Rule:
 
 
 def rule_of_qwix(rule: Any) -> Rule:
-    """A `qwix.QuantizationRule`, or one of its subclasses, as a rule of this house.
+    """Converts a `qwix.QuantizationRule`, or one of its subclasses, to a rule.
 
     Raises:
-        BadInput: a field that cannot be said here; it is named.
+        BadInput: a field has no counterpart; the message names it.
     """
     for name, default in _others(rule).items():
         if (value := getattr(rule, name)) not in default:

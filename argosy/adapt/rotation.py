@@ -41,10 +41,10 @@ HEAD, EMBED = "head.w", "embed.w"
 
 
 class AxisRotation(NamedTuple):
-    """What becomes of one axis of a weight.
+    """The rotation of one axis of a weight.
 
-    axis: counted from the front.
-    values: whether it is the axis of value heads; otherwise that of the stream.
+    axis: its index from the front.
+    values: whether it is the axis of value heads; otherwise that of the residual stream.
     norm: the address of the norm whose weight is folded in, or "".
     """
 
@@ -54,10 +54,10 @@ class AxisRotation(NamedTuple):
 
 
 class RotationPlan(NamedTuple):
-    """How the weights of a model are rotated, by per-layer name.
+    """The rotations of a model's weights, by per-layer name.
 
-    turns: of each weight that changes.
-    norms: the weights of norms, which are folded, with what the norm adds to its weight.
+    turns: rotations of each weight that changes.
+    norms: offset of each norm, which is folded: the number that the norm adds to its weight.
     """
 
     turns: dict[str, list[AxisRotation]]
@@ -68,8 +68,8 @@ class RotatedTensors:
     """The weights of a rotated model: a `TensorReader`.
 
     Args:
-        config: of the model as it is stored.
-        weights: by per-layer name.
+        config: the config of the stored model.
+        weights: its weights, by per-layer name.
 
     Raises:
         Unsupported: the structure does not allow it.
@@ -129,7 +129,7 @@ def rotated_model(stored: Any) -> Any:
 
 
 def describe_rotation(weights: RotatedTensors) -> str:
-    """A sentence for whoever waits."""
+    """A sentence about the rotation, for the user."""
     kind = "a Hadamard matrix"
     if not weights.is_hadamard:
         kind = "an orthogonal matrix that is random in its odd part, because no Hadamard matrix of this size is known here"
@@ -138,10 +138,10 @@ def describe_rotation(weights: RotatedTensors) -> str:
 
 
 def rotation_plan(config: Any) -> RotationPlan:
-    """How the weights of a model are rotated.
+    """The rotations of a model's weights.
 
     Raises:
-        Unsupported: its structure does not allow it; it says why.
+        Unsupported: its structure does not allow it; the message says why.
     """
     model = config.build(Unroll())
     norms = _norms(model)

@@ -1,11 +1,12 @@
-"""Which contractions of a model are quantized, and how: an ordered list of rules, or a preset. The settings import no jax, so mistakes
-are reported at once.
+"""Rules that select the contractions of a model to quantize, and their formats: an ordered list, or a preset. The settings import no
+jax, so mistakes are reported at once.
 
-The first rule that matches a contraction decides. What no rule matches stays as it is. Rules name modules as adapters do: a regular
-expression that matches the whole path, such as `layers\\..*\\.mlp\\..*`. Tied embeddings, heads and routers stay as they are unless a
-rule names them.
+The first rule that matches a contraction decides. Contractions without a matching rule are not quantized. Rules name modules as
+adapters do: a regular expression that matches the whole path, such as `layers\\..*\\.mlp\\..*`. Tied embeddings, heads and routers are
+quantized only if a rule names them.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from argosy.adapt.formats.blocks import granularity_of
+from argosy.adapt.methods.settings import METHODS
 from argosy.adapt.settings import LAYERS, WAY_OUT
 from argosy.core.errors import BadInput, nearest
 from argosy.core.settings import Also, Repeats, Settings, read_settings, yaml_layer
@@ -30,25 +32,29 @@ STATIC = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
 
 
 class Rule(Settings):
-    """How the contractions that match are quantized."""
+    """The quantization of the contractions that match a pattern."""
 
     where: Annotated[str, Also("module_path", "targets", "pattern")] = LAYERS
     """A regular expression that matches the whole path of a contraction, as `argosy models show` prints it. By default every matrix of
     the layers except routers."""
     weights: Annotated[str | None, Also("weight_qtype", "weight_dtype", "qtype")] = None
-    """Number format of the weights. None: they stay as they are, whatever later rules say."""
+    """Number format of the weights. None: they are not quantized, even if later rules match."""
     granularity: Annotated[str | int | None, Also("group_size", "tile_size", "q_group_size", "strategy", "block_size")] = None
-    """Which weights share a scale: `tensor`, `channel`, a number along the summed axes such as 128, or a tile such as 128x128. None: as
-    the format is used: a channel for int8 and fp8, 64 for int4 and nf4, 32 for MX, 16 for NVFP4."""
+    """The weights that share a scale: `tensor`, `channel`, a number along the summed axes such as 128, or a tile such as 128x128. None:
+    the format's usual granularity: a channel for int8 and fp8, 64 for int4 and nf4, 32 for MX, 16 for NVFP4.
+    """
     calibration: Annotated[str, Also("weight_calibration_method", "observer")] = "absmax"
-    """The range of each block: `absmax`, `minmax` (with a minimum, of integers), `rms:K` (K root mean squares) or `fixed:X`."""
+    """How the range of each block is chosen: `absmax`, `minmax` (with a minimum, for integers), `rms:K` (K root mean squares) or
+    `fixed:X`.
+    """
     activations: Annotated[str | None, Also("act_qtype", "input_activations", "activation_dtype")] = None
-    """Number format to which the data of the product is rounded. None: it stays as it is."""
+    """Number format of the activations that are multiplied with the weights. None: they are not rounded."""
     activation_block: int | None = Field(None, gt=0)
-    """How many numbers of data share a scale, along the summed axes. None: a whole token, or the block of an MX format."""
+    """Number of activations along the summed axes that share a scale. None: a whole token, or the block of an MX format."""
     activations_scale: Annotated[Literal["dynamic", "static"], Also("activation_scheme", "act_scale")] = "dynamic"
-    """Where scales of data come from. dynamic: from its own largest magnitude, as the model runs; static: one for all data of a
-    contraction, from the largest magnitude in calibration data, beyond which data saturates."""
+    """Source of the activations' scales. dynamic: their own largest magnitude, at run time; static: one scale for each contraction,
+    from the largest magnitude in calibration data; larger activations saturate.
+    """
 
     @model_validator(mode="after")
     def _known(self) -> "Rule":
@@ -72,7 +78,7 @@ class Rule(Settings):
         return self
 
     def scheme(self) -> "Scheme | None":
-        """What the rule says of a contraction; None: it stays as it is."""
+        """The scheme of a matching contraction; None: it is not quantized."""
         from argosy.adapt.quant import Scheme
 
         if self.weights is None:
@@ -85,31 +91,35 @@ class RuleFile(Settings):
     """A file of rules."""
 
     rules: Annotated[list[Rule], Repeats()] = Field(default_factory=list)
-    """In order: the first that matches a contraction decides."""
+    """The rules in order. The first that matches a contraction decides."""
 
 
 class QuantizedTraining(Settings):
-    """Training in few bits."""
+    """Training in low precision."""
 
     train: Literal["none", "qat", "int8", "fp8"] = "none"
-    """none: products in `precision`. qat: weights, and data where the rules say so, are rounded in the forward pass, and gradients pass
-    straight through, so that `argosy quantize` by the same rules loses less. int8, fp8: both factors of every product are rounded, in
-    the backward pass too."""
+    """none: matrix products in `precision`. qat: weights, and activations if the rules say so, are rounded in the forward pass, and
+        gradients pass straight through, so that `argosy quantize` by the same rules loses less. int8, fp8: both factors of every
+        product are rounded, in the backward pass too.
+    """
     preset: Annotated[str | None, Also("scheme")] = None
-    """What qat rounds to: a preset of `argosy quantize`, such as w4a4."""
+    """The rounding of qat: a preset of `argosy quantize`, such as w4a4."""
     rules: str | None = None
     """A YAML file of rules in place of a preset."""
     where: str = LAYERS
-    """The contractions that int8 and fp8 compute: a regular expression that matches their whole path. By default every matrix of the
-    layers except routers."""
+    """The contractions whose products int8 and fp8 round: a regular expression that matches their whole path. By default every matrix
+    of the layers except routers.
+    """
     scaling: Annotated[Literal["dynamic", "delayed"], Also("fp8_recipe", "scaling_recipe")] = "dynamic"
-    """Where the scales of fp8 come from. dynamic: from each row of a tensor in this step. delayed: one scale for a tensor, from its
-    largest magnitude in the last `history` steps, so that no product waits for a reduction (arXiv:2209.05433)."""
+    """Source of the scales of fp8. dynamic: each row of a tensor in this step. delayed: one scale per tensor, from its largest
+    magnitude in the last `history` steps, so that no product waits for a reduction (arXiv:2209.05433).
+    """
     history: Annotated[int, Also("amax_history_len", "amax_history_length")] = Field(1024, gt=0)
-    """The steps that scaling=delayed remembers. 1024, as in Transformer Engine; 12 kB for each contraction of a layer."""
+    """Number of steps that scaling=delayed remembers. 1024, as in Transformer Engine; 12 kB for each contraction of a layer."""
     rounding: Annotated[Literal["nearest", "stochastic"], Also("stochastic_rounding")] = "nearest"
-    """How gradients in int8 are rounded. stochastic: up with a probability equal to the fraction, from the run's seed, so that they
-    are right on average (arXiv:1502.02551)."""
+    """How int8 gradients are rounded. stochastic: up with a probability equal to the fraction, by the run's seed, so that they are
+    unbiased (arXiv:1502.02551).
+    """
 
     @model_validator(mode="after")
     def _fits(self) -> "QuantizedTraining":
@@ -129,7 +139,7 @@ class QuantizedTraining(Settings):
         return self
 
     def put_on(self, model: Any) -> list[str]:
-        """Changes how a model computes. Returns the names of the contractions that are trained in few bits.
+        """Applies low-precision training to a model. Returns the names of the affected contractions.
 
         Raises:
             UserError: there is no such preset or file, nothing matches, or a weight has an adapter or is quantized.
@@ -170,7 +180,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mxfp4": {"weights": "mxfp4"},
     "nvfp4": {"weights": "nvfp4"},
 }
-"""One rule over every matrix of the layers except routers."""
+"""Presets: each is one rule for every matrix of the layers except routers."""
 
 ALIASES = {
     "int8": "w8", "w8a16": "w8", "int8_w8a8": "w8a8", "w4a16": "w4", "int4": "w4", "q4": "w4", "q8": "w8", "fp8_dynamic": "fp8",
@@ -179,24 +189,32 @@ ALIASES = {
 }  # fmt: skip
 """What other tools call these presets: compressed-tensors, torchao, bitsandbytes, MLX."""
 
+# What llama.cpp's presets look like; `weights.gguf.mixtures` has those that files are written in.
+GGUF_PRESET = re.compile(r"i?q[1-8]_([01]|k|k_[sml]|nl|xs|xxs|s|m)")
+
 
 def preset_rules(name: str) -> list[Rule]:
     """The rules of a preset.
 
     Raises:
-        BadInput: there is none of this name.
+        BadInput: there is no preset of this name.
     """
     known = name if name in PRESETS else ALIASES.get(name.lower(), "")
     if known not in PRESETS:
-        raise BadInput(f"no preset `{name}`", hint=nearest(name, PRESETS, len(PRESETS)))
+        hint = nearest(name, PRESETS, len(PRESETS))
+        if name.lower() in METHODS:
+            hint = f"{name} is a method: `argosy quantize MODEL OUT preset=w4 method={name}`"
+        elif GGUF_PRESET.fullmatch(name.lower()):
+            hint = f"a GGUF file has it: `argosy quantize MODEL OUT.gguf preset={name.lower()}`"
+        raise BadInput(f"no preset `{name}`", hint=hint)
     return [Rule(**PRESETS[known])]
 
 
 def read_rules(path: Path) -> list[Rule]:
-    """The rules of a YAML file, under `rules`.
+    """The rules of a YAML file, under the key `rules`.
 
     Raises:
-        UserError: there is no such file, or it holds something else; every mistake is named, with its line.
+        UserError: the file does not exist, or has mistakes; the message names each with its line.
     """
     rules = read_settings(RuleFile, yaml_layer(path)).value.rules
     if not rules:
@@ -206,7 +224,7 @@ def read_rules(path: Path) -> list[Rule]:
 
 
 def rules_named(name: str) -> list[Rule]:
-    """The rules of a preset, or of a YAML file: the meaning of `quantization=`.
+    """The rules of a preset or a YAML file, as in the setting `quantization`.
 
     Raises:
         UserError: as `preset_rules` and `read_rules`.
@@ -218,10 +236,10 @@ def check_dynamic(rules: Iterable[Rule], purpose: str) -> None:
     """Checks that no rule needs calibration data.
 
     Args:
-        purpose: what there is no such data for, as the error says it.
+        purpose: the operation that has no calibration data, for the error message.
 
     Raises:
-        BadInput: one does.
+        BadInput: a rule needs it.
     """
     for number, rule in enumerate(rules, 1):
         if rule.activations_scale == "static":
@@ -230,15 +248,15 @@ def check_dynamic(rules: Iterable[Rule], purpose: str) -> None:
 
 
 def schemes_of(model: Any, rules: list[Rule], *, is_calibrated: bool = False) -> dict[str, "Scheme"]:
-    """How each contraction of a model is quantized, by its name in the model's layout, at least one.
+    """The scheme of each contraction that is quantized, by its name in the model's layout; never empty.
 
     Args:
-        model: with weights that may be descriptions.
+        model: its weights may be shapes.
         is_calibrated: whether there is calibration data.
 
     Raises:
-        BadInput: a rule matches nothing that an earlier one leaves, or there are no rules, or every rule keeps what it matches; one
-            needs calibration data, or names what such data does not reach.
+        BadInput: there are no rules; no contraction is left for a rule; every rule leaves its matches unquantized; a rule needs
+            calibration data that is missing, or that does not reach a contraction.
     """
     from argosy.adapt.surgery import find
 

@@ -1,9 +1,9 @@
-"""What quantized training carries from step to step: the histories of delayed scaling, and random keys of stochastic rounding.
+"""The state of quantized training: the histories of delayed scaling, and random keys of stochastic rounding.
 
-Histories are a part beside the model, its attribute `amax`, so a checkpoint keeps them with the optimizer's state and whoever loads
-the model does not see them. In a pass, `with_scaling` gives each contraction its own, which also works where layers are scanned: the
-history of a stack has all layers on its leading axis. The pass gives the magnitudes of its own tensors back as the "gradient" of the
-history (`low_precision`), and the step writes them (`remembered`).
+Histories are stored beside the model, in its attribute `amax`, so a checkpoint keeps them with the optimizer's state, and loading the
+model ignores them. In a pass, `with_scaling` gives each contraction its own, which also works where layers are scanned: the history of
+a stack has all layers on its leading axis. The pass gives the magnitudes of its own tensors back as the "gradient" of the history
+(`low_precision`), and the step writes them (`remembered`).
 
     history [3, H]: data, weight, gradient; newest first
 """
@@ -52,8 +52,9 @@ class LargestMagnitude(NamedTuple):
 
 
 def attach_histories(model: Any, names: Sequence[str], length: int) -> None:
-    """Gives a model a history for each of these contractions that is not one of experts, whose gradients are not rounded. The
-    histories are not there yet; they begin as zeros."""
+    """Gives a model a history for each of these contractions, except those of experts, whose gradients are not rounded. The histories
+    are shapes until they are initialized with zeros.
+    """
     histories = AmaxHistories()
     for name in names:
         of = at(model, name)
@@ -68,11 +69,11 @@ def attach_histories(model: Any, names: Sequence[str], length: int) -> None:
 
 
 def with_scaling(model: Any, key: Array | None = None) -> None:
-    """Gives each contraction of a model its history, and a random key of its own where it rounds stochastically. A model without either
-    does not change, and nothing of this is traced.
+    """Gives each contraction of a model its history, and its own random key if it rounds stochastically. A model without either does
+    not change, and nothing is traced for it.
 
     Args:
-        key: of a training pass. None: gradients are not computed, or rounded to nearest.
+        key: random key of a training pass. None: gradients are not computed, or rounded to nearest.
     """
     histories = getattr(model, AMAX, None)
     for name, variable in vars(histories).items() if histories is not None else ():

@@ -1,7 +1,7 @@
-"""The settings of adapters: what a run trains beside a frozen base model. They import no jax, so mistakes are reported at once.
+"""The settings of adapters, which a run trains on a frozen base model. They import no jax, so mistakes are reported at once.
 
-`put_on` changes a model that is still a description: the base is frozen, then quantized where asked for, and the adapters are put
-on. `adapt.base` fills it.
+`put_on` changes a model whose weights are still shapes: the base is frozen, then quantized if asked for, and adapters are added.
+`adapt.base` fills it.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Every matrix of the layers, except those that choose experts or weigh the shared one.
 LAYERS = r"layers\.(?!.*\.(router|shared_gate)$).*"
-HEAD = "head"
+HEAD, POOLER = "head", "pooler"
 # The attribute of a model's module that has the histories of delayed scaling (`adapt.scaling`).
 AMAX = "amax"
 WAY_OUT = "names are regular expressions over module paths: `argosy models show MODEL`, docs/adapters.md"
@@ -28,31 +28,36 @@ ADAPTERS.add("none", "argosy.adapt.settings:NoAdapter")
 ADAPTERS.add("lora", "argosy.adapt.settings:Lora")
 ADAPTERS.add("dora", "argosy.adapt.settings:Dora")
 ADAPTERS.add("qlora", "argosy.adapt.settings:Qlora")
+ADAPTERS.add_installed("argosy.adapters")
 
 
 class NoAdapter(Settings):
-    """Every weight is trained."""
+    """No adapter: every weight is trained."""
 
     trains_base: ClassVar[bool] = True
 
 
 class LowRank(Settings):
-    """The settings of every low-rank adapter. The base model is frozen; only the adapters, and what `train` names, are trained,
-    optimized and saved."""
+    """Common settings of low-rank adapters. The base model is frozen; only the adapters, and the modules of `train`, are trained,
+    optimized and saved.
+    """
 
     trains_base: ClassVar[bool] = False
 
     rank: Annotated[int, Also("lora_r", "lora_rank", "lora_dim", "r", "peft_config.r", "lora.rank")] = Field(16, gt=0)
-    """Columns of A and rows of B: how many directions of each matrix can change. 16 holds some ten thousand examples; a rank too
-    small for the data learns slower (thinkingmachines.ai/blog/lora)."""
+    """Columns of A and rows of B: the number of directions in which each matrix can change. Rank 16 has the capacity for some ten
+    thousand examples; a rank too small for the data learns slower (thinkingmachines.ai/blog/lora).
+    """
     alpha: Annotated[float, Also("lora_alpha", "peft_config.lora_alpha", "lora.alpha")] = Field(32.0, gt=0)
-    """The adapter's output is multiplied by alpha / rank. With a constant alpha the best learning rate hardly depends on the rank
-    (thinkingmachines.ai/blog/lora, which uses 32)."""
+    """Scale of the adapter: its output is multiplied by alpha / rank. With a constant alpha the best learning rate hardly depends on
+    the rank (thinkingmachines.ai/blog/lora, which uses 32).
+    """
     rslora: Annotated[bool, Also("use_rslora", "lora_use_rslora", "peft_use_rslora")] = False
     """Multiplies by alpha / sqrt(rank) instead, so that high ranks learn as fast as low ones (arXiv:2312.03732)."""
     dropout: Annotated[float, Also("lora_dropout", "peft_config.lora_dropout", "lora.dropout")] = Field(0.0, ge=0, lt=1)
-    """The share of the adapters' inputs that is set to zero in training, drawn anew in each step, for small data: QLoRA uses 0.1 up to
-    13B and 0.05 above (arXiv:2305.14314). Evaluations, samples and the reference have none."""
+    """Share of the adapters' inputs that is set to zero in training, drawn anew in each step, for small data: QLoRA uses 0.1 up to 13B
+    and 0.05 above (arXiv:2305.14314). Evaluations, samples and the reference have no dropout.
+    """
     where: Annotated[
         str | None,
         Also(
@@ -67,7 +72,8 @@ class LowRank(Settings):
     ] = None
     """The contractions that get an adapter: a regular expression that matches their whole path, such as
     `layers\\..*\\.attn\\.[qv]`. A pattern that matches nothing is an error. None: every matrix of the layers except routers
-    and heads, because adapters on attention alone learn less (thinkingmachines.ai/blog/lora, arXiv:2305.14314)."""
+    and heads, because adapters on attention alone learn less (thinkingmachines.ai/blog/lora, arXiv:2305.14314); of denoisers that read
+    text, the matrices of attention and feed-forward layers."""
 
     train: Annotated[
         list[str],
@@ -80,17 +86,18 @@ class LowRank(Settings):
     `embed`."""
 
     onto: Literal["merge", "stack"] | None = None
-    """What happens to the adapters of a base that has some already (a run that trained adapters, or a PEFT folder). merge: they are
-    added to its weights, and the new ones go onto the sum. stack: they stay as they are under the new ones, and are written with
-    them, as one adapter of the ranks together on the same base. None: such a base is refused."""
+    """What happens to the existing adapters of a base (a run that trained adapters, or a PEFT folder). merge: they are added to its
+    weights, and the new ones are trained on the sum. stack: they stay frozen under the new ones, and both are saved as one adapter with
+    the sum of their ranks, on the same base. None: such a base is refused.
+    """
 
     def gain(self, rank: int | None = None) -> float:
-        """What the product of the factors is multiplied by."""
+        """The factor of the product of both matrices."""
         rank = rank or self.rank
         return self.alpha / (rank**0.5 if self.rslora else rank)
 
     def make(self, of: "Contraction") -> "Contraction":
-        """A contraction with its adapter."""
+        """Wraps a contraction with an adapter."""
         from argosy.adapt.lora import LoRA
 
         return LoRA(of, self.rank, self.alpha, gain=self.gain(), dropout=self.dropout)
@@ -100,16 +107,16 @@ class LowRank(Settings):
         return []
 
     def put_on(self, model: Any, dtype: Any = None, beneath: "Callable[[Any], Any] | None" = None) -> list[str]:
-        """Freezes a model except what is trained in full, quantizes it where the settings say so, and puts the adapters on. Returns the
-        names of the contractions with adapters, at least one.
+        """Freezes a model except the modules that are trained in full, quantizes it if the settings say so, and adds the adapters.
+        Returns the names of the contractions with adapters, at least one.
 
         Args:
-            model: with weights that are descriptions, in any layout of the layers.
-            dtype: the type in which frozen weights are kept; float32 by default.
-            beneath: puts adapters on the frozen model that stay as they are.
+            model: a model whose weights are shapes, in any layout of the layers.
+            dtype: the type of frozen weights; float32 by default.
+            beneath: adds the frozen adapters of a stacked base to the model.
 
         Raises:
-            BadInput: `where` or `train` matches nothing, or both match the same, or one is not a regular expression.
+            BadInput: `where` or `train` matches nothing, both match the same module, or one is not a regular expression.
         """
         from argosy.adapt.base import frozen
 
@@ -120,10 +127,10 @@ class LowRank(Settings):
         return self._swap(model, "where", self.where, self.make)
 
     def whole(self, model: Any) -> list[str]:
-        """The names of the modules of a model that are trained in full.
+        """The names of the modules that are trained in full.
 
         Raises:
-            BadInput: a rule of `train` matches nothing, nothing that gradients train, or is not a regular expression.
+            BadInput: a pattern of `train` matches nothing, matches no trainable weight, or is not a regular expression.
         """
         from flax import nnx
 
@@ -132,7 +139,9 @@ class LowRank(Settings):
         from argosy.models.parts.weight import Frozen, variables
 
         names: list[str] = []
-        for rule in [*self.train, *([HEAD] if model.config.scored else [])]:
+        # A head that is drawn is trained, and so is what an encoder has before it.
+        heads = [HEAD] if model.config.causal else [HEAD, POOLER]
+        for rule in [*self.train, *(heads if model.config.scored else [])]:
             try:
                 found = find_parts(model, rule)
             except BadInput as error:
@@ -153,7 +162,7 @@ class LowRank(Settings):
 
         whole = self.whole(model)
         try:
-            found = find(model, where or LAYERS)
+            found = find(model, where or model.config.adapted or LAYERS)
         except BadInput as error:
             raise BadInput(f"adapter.{key}: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
         both = [name for name in found if any(inside(name, other) for other in whole)]
@@ -173,8 +182,9 @@ class Lora(LowRank):
     init: Annotated[
         Literal["zero", "pissa"], Also("init_lora_weights", "peft_init_lora_weights", "pissa_init", note="true is zero")
     ] = "zero"
-    """What the factors start from. zero: A is random and B zero. pissa: the largest singular values of W, which learn faster
-    (arXiv:2404.02948); their product at the start is subtracted, so that the model starts unchanged either way."""
+    """Initialization of the factors. zero: A is random and B zero. pissa: from the largest singular values of W, which learns faster
+    (arXiv:2404.02948); their initial product is subtracted, so that the model starts unchanged either way.
+    """
     pissa_iterations: Annotated[int | None, Also("pissa_iter", "pissa_niter")] = Field(None, gt=0)
     """Subspace iterations of a randomized SVD for `init=pissa`: 16 take seconds for a 7B model. None: the exact SVD, minutes to
     hours."""
@@ -186,8 +196,10 @@ class Lora(LowRank):
 
 
 class Dora(LowRank):
-    """Weight-decomposed adapters: the magnitude of each output channel of W + alpha / rank B A is trained apart from its direction.
-    Liu et al. 2024 (arXiv:2402.09353). Closer to full fine-tuning at low ranks, for about a fifth more time a step."""
+    """Weight-decomposed adapters: the magnitude of each output channel of W + alpha / rank B A is trained separately from its
+    direction. Liu et al. 2024 (arXiv:2402.09353). They are closer to full fine-tuning at low ranks, for about a fifth more time per
+    step.
+    """
 
     def make(self, of: "Contraction") -> "Contraction":
         from argosy.adapt.lora import DoRA
@@ -196,8 +208,9 @@ class Dora(LowRank):
 
 
 class Qlora(LowRank):
-    """Low-rank adapters on a quantized base. Dettmers et al. 2023 (arXiv:2305.14314). Unlike there, the scales of blocks are not
-    quantized again: they stay float32, half a bit for each weight."""
+    """Low-rank adapters on a quantized base. Dettmers et al. 2023 (arXiv:2305.14314). Unlike in the paper, the scales of blocks are not
+    quantized again: they stay float32, half a bit per weight.
+    """
 
     format: Annotated[
         Literal["nf4", "int4", "int8"],
@@ -207,7 +220,9 @@ class Qlora(LowRank):
     """Number format of the base. nf4: 16 levels that are equally likely for normal weights, in blocks; int4: 16 evenly spaced
     levels, in blocks; int8: one scale for each output channel."""
     block: Annotated[int, Also("bnb_4bit_blocksize", "quant_block_size")] = Field(64, gt=0)
-    """Most weights that share a scale in nf4 and int4, along the summed axis; the largest divisor of that axis up to this."""
+    """Largest number of weights that share a scale in nf4 and int4, along the summed axis; the largest divisor of that axis up to this
+    is used.
+    """
     quantize_where: str | None = None
     """The contractions to quantize, as in `where`. None: every matrix of the layers except routers and heads."""
 

@@ -61,7 +61,7 @@ class FakeQuantEinsum(TrainedEinsum):
     """Quantization-aware training of one contraction.
 
     Args:
-        scheme: how it will be quantized.
+        scheme: the scheme of its later quantization.
     """
 
     def __init__(self, of: Einsum, scheme: Scheme):
@@ -94,7 +94,8 @@ class FakeQuantEinsum(TrainedEinsum):
 class LowPrecisionEinsum(TrainedEinsum):
     """Quantized training of one contraction.
 
-    history, key: of delayed scaling and of stochastic rounding in one pass; a training step puts them here (`adapt.scaling`).
+    history: the history of delayed scaling in one pass, set by a training step (`adapt.scaling`).
+    key: the random key of stochastic rounding in one pass, set likewise.
 
     Args:
         kind: a key of `KINDS`.
@@ -130,14 +131,14 @@ _straight_through.defvjp(lambda rounded, x: (rounded(x), None), lambda rounded, 
 
 
 def train_in_few_bits(model: nnx.Module, where: str, kind: Kind, *, stochastic: bool = False, history: int = 0) -> list[str]:
-    """Puts quantized training on the contractions that match. Returns their names, at least one.
+    """Replaces the matching contractions by low-precision training. Returns their names, at least one.
 
     Args:
-        stochastic: rounds gradients stochastically in training steps; int8 alone.
-        history: the steps whose largest magnitudes delayed scaling remembers; 0: scales are dynamic.
+        stochastic: whether training steps round gradients stochastically; int8 only.
+        history: number of steps that delayed scaling remembers; 0: dynamic scales.
 
     Raises:
-        BadInput: nothing matches, or one has an adapter or is quantized.
+        BadInput: nothing matches, or a contraction has an adapter or is quantized.
     """
     make = partial(LowPrecisionEinsum, kind=kind, stochastic=stochastic)
     names = _put(model, dict.fromkeys(find(model, where), make), kind)
@@ -147,10 +148,10 @@ def train_in_few_bits(model: nnx.Module, where: str, kind: Kind, *, stochastic: 
 
 
 def train_quantization_aware(model: nnx.Module, schemes: dict[str, Scheme]) -> list[str]:
-    """Puts quantization-aware training on contractions, by their names in the model's layout. Returns the names.
+    """Replaces contractions by quantization-aware training, by their names in the model's layout. Returns the names.
 
     Raises:
-        BadInput: one has an adapter or is quantized.
+        BadInput: a contraction has an adapter or is quantized.
     """
     return _put(model, {name: partial(FakeQuantEinsum, scheme=scheme) for name, scheme in schemes.items()}, "qat")
 

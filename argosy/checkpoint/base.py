@@ -1,8 +1,8 @@
-"""Which base model adapters belong to, and which model a run learns from.
+"""The identity of other models that a run needs: the base under its adapters, and its teacher.
 
-A model is known by where it was and by the size and SHA-256 of the files of its weights. It is opened again from there; another one
-is refused, because adapters on other weights give plausible nonsense. A file whose size and time are those that were recorded counts
-as the same when a model is loaded. A run that resumes hashes every file.
+A model is identified by its path and by the size and SHA-256 of its weight files. It is opened again from that path; a changed model is
+refused, because adapters on other weights give plausible nonsense. When a model is loaded, a file with the recorded size and time
+counts as unchanged. A run that resumes hashes every file.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from argosy.core.addresses import is_hub, is_missing
 from argosy.core.errors import BadInput
 from argosy.weights import manifest
 from argosy.weights.model import OpenedModel
@@ -18,11 +19,11 @@ from argosy.weights.peft.sites import FILES
 
 @dataclass(frozen=True)
 class ModelRole:
-    """What a model is to a run, for errors.
+    """The role of a model in a run, for errors.
 
     model: its role.
-    missing: what to do where it is not there.
-    mismatch: what to do where its weights are others.
+    missing: hint if the model does not exist.
+    mismatch: hint if its weights have changed.
     """
 
     model: str
@@ -39,13 +40,13 @@ UNDER_ADAPTERS = ModelRole(
 
 
 def describe_base(stored: OpenedModel, address: str) -> dict[str, Any]:
-    """What a checkpoint says of its base: its path, and size, SHA-256 and time of every file of weights.
+    """The description of a base for a checkpoint: its path, and the size, SHA-256 and time of every weight file.
 
     Args:
         address: its path or address, as the user gave it.
     """
     # The newest checkpoint of a run changes; the step itself does not.
-    path = address if "://" in address else str(stored.path.resolve())
+    path = address if "://" in address or is_hub(address) else str(stored.path.resolve())
     files = {file.name: manifest.hash_file(file) | {"mtime_ns": file.stat().st_mtime_ns} for file in files_of(stored)}
     return {"path": path, "files": files}
 
@@ -60,23 +61,23 @@ def files_of(stored: OpenedModel) -> list[Path]:
 
 
 def check_exists(described: Mapping[str, Any], role: ModelRole) -> None:
-    """Checks that a described model is still where it was.
+    """Checks that a described model still exists at its path.
 
     Raises:
-        BadInput: it is not.
+        BadInput: it does not.
     """
-    if "://" not in (path := described["path"]) and not Path(path).exists():
+    if is_missing(path := described["path"]):
         raise BadInput(f"{role.model} is not at {path}", hint=role.missing)
 
 
 def check_same_weights(stored: OpenedModel, described: Mapping[str, Any], role: ModelRole, thorough: bool) -> None:
-    """Checks that a model has the files that were described.
+    """Checks that a model's weight files match their description.
 
     Args:
-        thorough: hashes every file, also those of the same size and time.
+        thorough: whether every file is hashed, even with the same size and time.
 
     Raises:
-        BadInput: its weights are others.
+        BadInput: they differ.
     """
     path = described["path"]
     files = {file.name: file for file in files_of(stored)}

@@ -1,17 +1,17 @@
 """A run's checkpoints: `checkpoints/<step>/` holds weights, optimizer, random streams, data position and settings, committed
 together (`step.layout` names the files).
 
-Every process of the run makes the same calls. One process is the case of several with one.
+Every process of the run makes the same calls; a run may have one process or several.
 
-    save      leader   removes what a kill left
+    save      leader   removes unfinished files of a killed process
               each     writes and hashes the shards of its own devices
-              leader   collects the hashes; writes what describes the arrays, meta.json, and last the manifest
+              leader   collects the hashes; writes the arrays' metadata, meta.json, and last the manifest
     verify    each     reads and hashes its part of the files
-    read      each     what describes the step, and the shards that its devices need
+    read      each     the metadata of the step, and the shards that its devices need
 
 Saving copies the arrays off the devices and writes in a thread beside training. If it fails in one process, the step is not committed,
-all of them know why, and the next save is tried again. Orbax reads what is written; what Orbax lacks is here: the manifest, going back
-past damaged checkpoints, and retention that never leaves part of a checkpoint looking complete.
+all of them know why, and the next save is tried again. Orbax can read these checkpoints. This module adds the manifest, skipping
+damaged checkpoints, and retention that never leaves a partial checkpoint that looks complete.
 """
 
 import json
@@ -39,7 +39,7 @@ FAULTS = {kind.__name__: kind for kind in (Damaged, BadInput)}
 
 
 def medium_of(place: str | Path | Store) -> Medium:
-    """Where the steps under a folder or an address are kept."""
+    """The medium of the steps under a folder or an address."""
     store = place if isinstance(place, Store) else Store(place)
     return (Folder if store.is_local else ObjectStore)(store)
 
@@ -49,9 +49,9 @@ class Checkpoints(Tier):
 
     Args:
         place: "checkpoints" of a run directory.
-        settings: what to keep. None for readers: they act alone, whatever processes there are, and never remove or rename anything.
+        settings: which checkpoints to keep. None for readers: they act without other processes, and never remove or rename anything.
         warn: called with a sentence when damage is found.
-        memory: for the copies of a save.
+        memory: host memory for the copies of a save.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Checkpoints(Tier):
         return good
 
     def go_back(self) -> int | None:
-        """`latest_good`, for a run that makes other steps after it than before."""
+        """The newest good step, for a run that returns to it and makes different steps afterwards."""
         return self.latest_good()
 
     def _conclude(
@@ -159,7 +159,9 @@ class Checkpoints(Tier):
     # ---------------------------------------------------------------- read
 
     def path(self, step: int) -> Path:
-        """The folder of a step on this machine. Each of several processes has there what describes the step, and what it prepared."""
+        """The folder of a step on this machine. With several processes it holds the step's metadata, and the files that this process
+        prepared.
+        """
         return self.medium.local(step, is_description) if self._group.process_count() > 1 else self.medium.local(step)
 
     def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
@@ -193,7 +195,7 @@ class Checkpoints(Tier):
     # ---------------------------------------------------------------- commit
 
     def wait(self) -> None:
-        """Waits until the save under way is committed.
+        """Waits until the current save is committed.
 
         Raises:
             ArgosyError: the save failed; earlier checkpoints are intact.
@@ -242,7 +244,7 @@ class Checkpoints(Tier):
             self.medium.retire(step, self._pace)
 
     def retire(self, newest: int) -> None:
-        """Removes checkpoints that the settings do not keep, except one that is being read: that one is removed next time."""
+        """Removes checkpoints that the settings do not keep. One that is being read is removed next time."""
         if self.settings is None:
             return
         steps = self.steps()

@@ -1,5 +1,5 @@
-"""Opens whatever a MODEL argument names: a Hub folder, a GGUF file, a PEFT folder, a run directory or one checkpoint, here or at an
-address. No weights are read.
+"""Opens whatever a MODEL argument names: a Hub folder, a GGUF file, a PEFT folder, a run directory or one checkpoint, here, at an
+address or on the Hub. No weights are read.
 """
 
 import atexit
@@ -19,6 +19,7 @@ from argosy.checkpoint.step.load import read_meta
 from argosy.checkpoint.step.reader import StepReader
 from argosy.core.addresses import local_path
 from argosy.core.errors import BadInput, Damaged
+from argosy.core.hub.download import local_model
 from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
 from argosy.data.tokenizers.load import matching
@@ -39,7 +40,7 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         BadInput: there is nothing at the path, or it is not a model.
         Damaged: its files differ from what was written.
     """
-    path = local_path(path)
+    path = local_path(local_model(path, warn))
     if "://" in path:
         path = fetch_model(path)
     path = Path(path)
@@ -54,15 +55,19 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         return _open_step(path, warn)
     if (path / CHECKPOINTS).is_dir():
         return _open_newest(path, Checkpoints(path / CHECKPOINTS, warn=warn), warn)
+    if (path / "model_index.json").is_file():
+        inner = next((name for name in ("transformer", "unet") if (path / name).is_dir()), "vae")
+        what = f"{path} is a pipeline of diffusers, with a model in each of its folders"
+        raise BadInput(what, hint=f"one of them, such as {path / inner}; argosy.load and argosy generate take the whole")
     if path.is_file():
         raise BadInput(
-            f"{path} is a file, but not a .gguf", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step"
+            f"{path} is a file, but not a .gguf", hint="a Hub folder, a .gguf file, a run directory, a checkpoint step or hf:OWNER/NAME"
         )
     if not path.exists():
-        raise BadInput(f"no model at {path}", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step")
+        raise BadInput(f"no model at {path}", hint="a Hub folder, a .gguf file, a run directory, a checkpoint step or hf:OWNER/NAME")
     raise BadInput(
         f"{path} is not a model: it has no config.json, no meta.json and no checkpoints",
-        hint="a Hub folder, a .gguf file, a run directory or a checkpoint step",
+        hint="a Hub folder, a .gguf file, a run directory, a checkpoint step or hf:OWNER/NAME",
     )
 
 
@@ -74,7 +79,10 @@ def model_layer(path: str | Path) -> dict[str, Any]:
         BadInput, Damaged: as `open_model`.
     """
     config = open_model(path).config
-    return {"family": Choice(FAMILIES, tag="family").name_of(config)} | dump(config)
+    # A head that it does not have is left to whoever trains one.
+    heads = () if config.scored else ("scores", "labels", "problem_type")
+    own = {key: value for key, value in dump(config).items() if key not in heads}
+    return {"family": Choice(FAMILIES, tag="family").name_of(config)} | own
 
 
 def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: None, *, thorough: bool = False) -> OpenedModel:
@@ -106,12 +114,12 @@ def open_same(described: Mapping[str, Any], warn: Callable[[str], None], *, thor
 
 
 def fetch_model(address: str) -> Path:
-    """A local copy of a model kept elsewhere, a folder until the process ends: of a run its newest good checkpoint and its
-    tokenizer, of anything else all files.
+    """A local copy of a remote model, in a folder that exists until the process ends: for a run its newest good checkpoint and its
+    tokenizer, for any other model all files.
 
     Raises:
-        BadInput: there is nothing, or a run that has not saved.
-        Damaged: a run none of whose checkpoints is good.
+        BadInput: there is no model, or the run has not saved yet.
+        Damaged: no checkpoint of the run is good.
     """
     run = RunDirectory(address)
     if not run.store.list():

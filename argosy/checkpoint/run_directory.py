@@ -125,7 +125,9 @@ class RunDirectory:
 
     @property
     def id(self) -> str:
-        """What tells this run from any other, and from its own copies: local checkpoints of another run must not be resumed from."""
+        """An id that distinguishes this run from any other and from its own copies, so that local checkpoints of another run are never
+        resumed from.
+        """
         if not self.store.exists(ID):
             self.store.write_text(ID, uuid4().hex[:12] + "\n")
         where = str(self.path.resolve()) if self.store.is_local else self.store.root
@@ -166,7 +168,7 @@ class RunDirectory:
         self.store.write_text(REFERENCE, json.dumps({"weights": sha256}) + "\n")
 
     def teacher(self) -> dict[str, Any] | None:
-        """The model that the run learns from, as it was described; None if it is not known yet."""
+        """The stored description of the run's teacher; None if there is none yet."""
         return json.loads(self.store.read_text(TEACHER)) if self.store.exists(TEACHER) else None
 
     def write_teacher(self, described: Mapping[str, Any]) -> None:
@@ -283,7 +285,7 @@ class RunDirectory:
         return dict(yaml_text_layer(text, SETTINGS).values), {}
 
     def with_provenance(self, reading: Reading[T]) -> Reading[T]:
-        """The reading, in which settings unchanged since the run began keep who set them then."""
+        """The reading, with settings that have not changed since the run began keeping their original provenance."""
         if not self.has_run:
             return reading
         values, origin = self.stored()
@@ -383,7 +385,7 @@ def check_run(store: Store) -> None:
     """Checks that a run is at an address.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no run.
     """
     if store.exists(SETTINGS):
         return

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from flax import nnx
+
 from argosy.adapt.quant import QuantizedEinsum, Scheme, by_layer
 from argosy.adapt.surgery import find
 from argosy.checkpoint.step.layout import META, array_by_array
@@ -20,7 +22,7 @@ from argosy.core.settings import dump
 from argosy.core.settings.schema import Choice
 from argosy.data.tokenizers.load import is_vocabulary
 from argosy.models import FAMILIES
-from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.einsum import Contraction, Einsum
 from argosy.models.parts.weight import variables
 from argosy.ops.native.products import Panels
 from argosy.weights import manifest
@@ -38,7 +40,7 @@ Progress = Callable[[int, int, int], None]
 
 
 class Saved(Protocol):
-    """What `save_model` writes: a `weights.build.LoadedModel`, or an `LM`."""
+    """A model that `save_model` can write: a `weights.build.LoadedModel`, or an `LM`."""
 
     @property
     def config(self) -> Any: ...
@@ -72,7 +74,8 @@ def save_model(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"]
         contents = contents_of(lm.module)
         write_adapter(folder, lm.config, contents.adapters, base, contents.whole, contents.dropout)
         return
-    own = find(lm.module, ".*")
+    # A network of convolutions has no contractions.
+    own = find(lm.module, ".*") if any(isinstance(node, Contraction) for _, node in nnx.iter_modules(lm.module)) else {}
     if adapted := [name for name, of in own.items() if not isinstance(of, Einsum | QuantizedEinsum)]:
         hint = 'lm.merge() first, or format="peft" for the adapters alone'
         raise BadInput(f"the model has adapters, such as on {adapted[0]}", hint=hint)

@@ -33,18 +33,21 @@ class CheckpointSettings(Settings):
     ] = Field(3, gt=0)
     """Number of newest checkpoints to keep."""
     keep_every: Annotated[int | None, MayChange()] = Field(None, gt=0)
-    """Also keep, for good, each checkpoint whose step is a multiple of this."""
+    """Keeps every checkpoint whose step is a multiple of this, in addition to the newest ones."""
     keep_best: Annotated[int, MayChange(), Also("load_best_model_at_end", "save_best")] = Field(1, ge=0)
     """Number of checkpoints with the lowest evaluation loss to keep. A step whose evaluation is among the best is saved at once,
-    whatever `checkpoint.every` is; 0 keeps none for their loss."""
+    whatever `checkpoint.every` is. 0: none is kept for its loss.
+    """
     local: Annotated[str | None, MayChange()] = None
-    """A folder on a fast disk of each host, such as /dev/shm/argosy, for checkpoints between the others: a run that was killed resumes
-    from the newest one that is complete in any place. It is emptied when the run ends."""
+    """A folder on a fast disk of each host, such as /dev/shm/argosy, for additional, more frequent checkpoints. A killed run resumes
+    from the newest complete checkpoint of either kind. The folder is emptied when the run ends.
+    """
     local_every: Annotated[int | None, MayChange()] = Field(None, gt=0)
     """Steps between local checkpoints. By default a tenth of `checkpoint.every`, at least 1. The newest two are kept."""
     local_copies: Annotated[int, MayChange()] = Field(1, ge=1)
-    """On how many hosts each shard of a local checkpoint is kept; with 2, any one host may lose its disk. Copies that data parallelism
-    makes count."""
+    """Number of hosts that keep each shard of a local checkpoint; with 2, any one host may lose its disk. Copies made by data
+    parallelism count.
+    """
 
     @model_validator(mode="after")
     def _local(self) -> Self:

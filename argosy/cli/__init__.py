@@ -25,17 +25,17 @@ ELSEWHERE = {
     **{name: _TRAINS.format(name) for name in ("sft", "dpo", "kto", "orpo", "reward", "grpo", "ppo", "distill", "pretrain")},
     **dict.fromkeys(("finetune", "fine_tune"), _TRAINS.format("sft")),
     **dict.fromkeys(("lora", "qlora"), "`argosy train sft model=FOLDER data.source=FILE adapter=lora`, or adapter=qlora"),
-    **dict.fromkeys(("download", "pull"), "nothing is downloaded: `hf download OWNER/NAME --local-dir FOLDER`; FOLDER is the model"),
+    **dict.fromkeys(("download", "pull"), "wherever a model is named, hf:OWNER/NAME is downloaded: `argosy models show hf:OWNER/NAME`"),
     **dict.fromkeys(("predict", "infer", "inference", "complete"), "`argosy generate MODEL PROMPT`"),
     **dict.fromkeys(("merge", "merge_lora", "fuse"), "`argosy convert RUN FOLDER` merges adapters into the weights"),
     **dict.fromkeys(("evaluate", "lm_eval"), "`argosy eval MODEL tasks=NAME data=FOLDER`"),
     **dict.fromkeys(("env", "collect_env", "info"), "`argosy doctor`"),
+    **dict.fromkeys(("upload", "publish", "push_to_hub"), "`argosy push MODEL hf:OWNER/NAME`"),
     "tokenize": "`argosy data prepare` tokenizes a corpus, `argosy data inspect RECIPE` shows tokens",
-    "plan": "not built; a run says its memory before its first step, and `argosy models show NAME` what a model needs",
 }
 
 TRAINING = ("quickstart", "train", "sweep")
-COMPUTING = (*TRAINING, "export", "generate", "eval", "serve", "predict", "chat", "run-batch")
+COMPUTING = (*TRAINING, "autotune", "export", "generate", "eval", "serve", "predict", "chat", "run-batch")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -118,7 +118,7 @@ def _run_app(module: ModuleType, verb: str, words: list[str]) -> int:
             raise
         what, hint = _lower(message().rstrip(".")), f"`{name} --help` shows what it takes"
         if verb in ("train", "sweep") and what.lower().startswith("missing argument 'recipe'"):
-            from argosy.run.settings.compose import recipes, recipes_named
+            from argosy.run.settings.recipe_files import recipes, recipes_named
 
             raise BadInput(f"{verb} needs a recipe", where=recipes_named(recipes()), hint=f"`{name} tiny`") from None
         if set(getattr(error, "possibilities", None) or ()) <= {"--help"}:  # Typer has no option of a similar name

@@ -50,12 +50,13 @@ PREDICT = Flags(
     {
         **dict.fromkeys(("--host", "--http-address"), "host"),
         **dict.fromkeys(("--port", "--http-port", "--rest-api-port"), "port"),
+        **dict.fromkeys(("--grpc", "--grpc-port"), "grpc"),
         **dict.fromkeys(("--poll", "--repository-poll-secs", "--file-system-poll-wait-seconds"), "poll"),
         "--api-key": "api_key",
     },
     answers={
         **dict.fromkeys(("--model-repository", "--model-store", "--model-base-path"), "the repository is the first word"),
-        **dict.fromkeys(("--grpc-port", "--grpc-address"), "leave it out: clients use HTTP, gRPC is not built"),
+        "--grpc-address": "gRPC listens on `host`",
         "--model-control-mode": "poll=SECONDS looks for changes; the API can always load and unload",
     },
 )

@@ -15,7 +15,7 @@ FENCE = '"""'
 
 
 def history_file() -> Path | None:
-    """Where the history of `argosy chat` is kept; None if this user has no home directory."""
+    """The file of the history of `argosy chat`; None if this user has no home directory."""
     if folder := os.environ.get("XDG_STATE_HOME"):
         return Path(folder) / "argosy" / "chat_history"
     with suppress(RuntimeError):
@@ -90,13 +90,15 @@ class Lines:
 
 
 def several(read: Callable[[str], str], first: str, more: str) -> str:
-    """The next text: a line, lines that end with a backslash with the one after them, or lines between two fences.
+    """The next text: a line, lines joined by backslashes at their ends, or lines between two fences.
 
     Args:
-        read: a line for a prompt. first, more: the prompts of the first line, and of those after it.
+        read: (prompt) -> a line.
+        first: prompt of the first line.
+        more: prompt of the lines after it.
 
     Raises:
-        EOFError: there is none. An end in the middle of several lines ends them.
+        EOFError: there is no text. An end of input in the middle of several lines ends them.
     """
     line = read(first)
     if not line.startswith(FENCE):

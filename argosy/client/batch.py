@@ -39,7 +39,7 @@ async def complete_batch(
         say: called ten times a second.
 
     Raises:
-        Failed: the server has no time for a request, or is gone. The completions that are there by then are written.
+        ConnectionFailed: the server has no time for a request, or is gone. The completions that are there by then are written.
     """
     work = asyncio.create_task(_answer_all(source, out, server, settings, tries))
     while not work.done():

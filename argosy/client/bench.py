@@ -89,7 +89,7 @@ class BenchServer:
         """Asks for the name of the model, and the size of its vocabulary.
 
         Raises:
-            Failed, Refused: the server cannot be reached, or refuses.
+            ConnectionFailed, RequestRefused: the server cannot be reached, or refuses.
         """
         if self.settings.model and self.settings.vocab:
             return
@@ -109,7 +109,7 @@ class BenchServer:
         """One round: a first request, warm-ups, then the requests that count. Equal seeds ask the same.
 
         Raises:
-            Failed, Refused: the first request fails.
+            ConnectionFailed, RequestRefused: the first request fails.
         """
         settings = self.settings
         extra = 1 + settings.num_warmups
@@ -170,7 +170,7 @@ class BenchServer:
         """Sends one request and fills in its outcome.
 
         Raises:
-            Failed, Refused: there is no whole answer.
+            ConnectionFailed, RequestRefused: there is no whole answer.
         """
         last, usage = began, None
         body = self.body(sample, source)

@@ -63,7 +63,7 @@ class HttpReply:
         """The body's JSON document.
 
         Raises:
-            Refused: the status is an error. Failed: the body is no JSON.
+            RequestRefused: the status is an error. ConnectionFailed: the body is no JSON.
         """
         body = await self.read()
         if self.status >= 400:
@@ -82,7 +82,7 @@ class ClientTransport(Protocol):
         stop generating.
 
         Raises:
-            Failed: there is no answer.
+            ConnectionFailed: there is no answer.
         """
         ...
 
@@ -91,7 +91,7 @@ async def ask(server: ClientTransport, method: str, path: str, body: Any = None)
     """The JSON document that answers a request.
 
     Raises:
-        Failed: there is no answer. Refused: the server answers with an error.
+        ConnectionFailed: there is no answer. RequestRefused: the server answers with an error.
     """
     async with server.send(method, path, body) as reply:
         return await reply.json()
@@ -101,7 +101,8 @@ async def documents(reply: HttpReply) -> AsyncGenerator[dict[str, Any], None]:
     """The documents of a stream of server-sent events, up to its `[DONE]`.
 
     Raises:
-        Refused: the status, or a document of the stream, is an error. Failed: the stream is cut short or holds what is no JSON object.
+        RequestRefused: the status, or a document of the stream, is an error.
+        ConnectionFailed: the stream is cut short, or holds something that is no JSON object.
     """
     if reply.status >= 400:
         raise error_of_body(reply.status, await reply.read(), reply.headers)

@@ -24,10 +24,14 @@ PLAIN_TOKENS = 64
 
 @dataclass
 class ChatReply:
-    """One answer.
+    """One reply.
 
+    text: its text.
+    finish: the finish reason.
     tokens, prompt_tokens, cached: the server's counts; None if it was stopped before they arrived.
-    first, seconds: from the request to the first text, and to the end.
+    first: seconds from the request to the first text.
+    seconds: seconds from the request to the end.
+    stopped: whether the user stopped it.
     """
 
     text: str = ""
@@ -109,10 +113,10 @@ class ChatSession:
         del self.messages[self.system is not None :]
 
     def undo(self) -> str:
-        """Removes the last question with its answer; returns the question.
+        """Removes the last question with its reply. Returns the question.
 
         Raises:
-            BadInput: there is none.
+            BadInput: there is no question.
         """
         places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not places:
@@ -139,7 +143,7 @@ class ChatSession:
         """Replaces the messages by those of a file: a saved conversation, or any list of messages. Sampling settings stay.
 
         Raises:
-            BadInput: there are none.
+            BadInput: the file has no messages.
         """
         messages = _messages_of(path)
         if self.plain and any(message["role"] == "system" for message in messages):
@@ -152,7 +156,7 @@ class ChatSession:
         """Asks, hands the answer to `write` as it comes, and keeps both. Soon after `stop()` is true the answer is cut.
 
         Raises:
-            Failed, Refused: there is no answer; the messages are those of before.
+            ConnectionFailed, RequestRefused: there is no answer; the messages are those of before.
         """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -218,7 +222,7 @@ async def first_model(server: ClientTransport) -> str:
     """The name of the first model that a server lists.
 
     Raises:
-        Failed, Refused: it lists none.
+        ConnectionFailed, RequestRefused: it lists none.
     """
     found = await ask(server, "GET", "/v1/models")
     with suppress(LookupError, TypeError):

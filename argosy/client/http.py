@@ -147,7 +147,7 @@ class _Wire:
         """Sends a request and reads the head of its response.
 
         Raises:
-            OSError, EOFError: the connection is gone. Failed: the other side speaks no HTTP/1.
+            OSError, EOFError: the connection is gone. ConnectionFailed: the other side speaks no HTTP/1.
         """
         self.is_reusable = False
         self.writer.write(request)

@@ -31,11 +31,11 @@ class BenchSettings(Settings):
     input_len: int = Field(1024, gt=0)
     """Tokens of a random prompt."""
     output_len: int | None = Field(None, gt=0)
-    """Tokens of an answer. None: 128, or what the file says (in ShareGPT, the length of its own answer)."""
+    """Length of a completion in tokens. None: 128, or the length in the file (in ShareGPT, of its own reply)."""
     range_ratio: float = Field(0.0, ge=0, lt=1)
     """Draws the lengths of random prompts and their answers evenly from length * (1 - ratio) to length * (1 + ratio)."""
     prefix_len: int = Field(0, ge=0)
-    """Tokens that all random prompts begin with, before `input_len` tokens of their own. Measures a prefix cache."""
+    """Length in tokens of a common prefix of all random prompts, before `input_len` tokens of their own. It measures a prefix cache."""
     vocab: int | None = Field(None, gt=1)
     """Random token ids are below this. None: the vocabulary size that the server reports, otherwise 256, the fewest of any
     tokenizer."""
@@ -66,17 +66,17 @@ class BenchSettings(Settings):
     goodput: str | None = None
     """Limits in milliseconds, such as `ttft:200 tpot:50`: `request_goodput` counts the requests per second within all of them."""
     percentile_metrics: str = "ttft,tpot,itl,e2el"
-    """Which metrics are reported, separated by commas."""
+    """Names of the metrics to report, separated by commas."""
     metric_percentiles: str = "99"
-    """Which percentiles, separated by commas."""
+    """Percentiles to report, separated by commas."""
     against: str | None = None
     """Address of a second server, to compare: rounds alternate in the order A B B A, so that drift of the machine falls on both."""
     rounds: int = Field(2, gt=0)
     """Rounds for each server of a comparison."""
     save: str | None = None
-    """File for the results with those of every request, as JSON."""
+    """JSON file for the results, including those of every request."""
     api_key: str | None = None
-    """Key for the server, sent as `Authorization: Bearer KEY`. Without it, that of $ARGOSY_API_KEY or $OPENAI_API_KEY."""
+    """Key for the server, sent as `Authorization: Bearer KEY`. Default: $ARGOSY_API_KEY or $OPENAI_API_KEY."""
     timeout: float = Field(21_600, gt=0)
     """Seconds after which a request counts as failed."""
 
@@ -127,8 +127,9 @@ class BatchSettings(Settings):
     concurrent: int = Field(2048, gt=0)
     """Rows queued at a time, in the engine or at a server. The engine runs `engine.slots` of them together."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Random seed for rows without one. It is combined with the line number of the row, so an answer does not depend on when it is
-    computed."""
+    """Random seed for rows without one. It is combined with the line number of the row, so a completion does not depend on when it is
+    computed.
+    """
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     quantization: str | None = None
@@ -140,14 +141,14 @@ class BatchSettings(Settings):
     """Adapters beside the model: folders in the PEFT library's format by the name that rows give as `model`. They need
     `engine.lora.enabled=true`."""
     api_key: str | None = None
-    """Key for a server. Without it, that of $ARGOSY_API_KEY or $OPENAI_API_KEY."""
+    """Key for a server. Default: $ARGOSY_API_KEY or $OPENAI_API_KEY."""
     timeout: float = Field(21_600, gt=0)
     """Seconds that a server may take for one request."""
     engine: EngineSettings = EngineSettings()
 
 
 class ChatSampling(Settings):
-    """How answers of a chat are sampled; what is not set is the model's, or the server's, own default."""
+    """How completions of a chat are sampled. Settings that are not given have the model's, or the server's, own default."""
 
     max_tokens: int | None = Field(None, gt=0)
     """Most tokens of an answer. None: up to the end of the context; 64 where plain text is continued."""
@@ -194,7 +195,7 @@ class ChatSettings(ChatSampling):
     """Longest conversation in tokens; the cache has room for one of it. None: the model's context, but at most 8,192. Servers have
     their own."""
     history: bool = True
-    """Keeps what is typed in $XDG_STATE_HOME/argosy/chat_history, for the arrow keys of the next session."""
+    """Stores typed lines in $XDG_STATE_HOME/argosy/chat_history, for the arrow keys of the next session."""
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     quantization: str | None = None
@@ -203,7 +204,7 @@ class ChatSettings(ChatSampling):
     adapter: str | None = None
     """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
     api_key: str | None = None
-    """Key for a server. Without it, that of $ARGOSY_API_KEY or $OPENAI_API_KEY."""
+    """Key for a server. Default: $ARGOSY_API_KEY or $OPENAI_API_KEY."""
     timeout: float = Field(600, gt=0)
     """Seconds that a server may take for one answer."""
     engine: ChatEngineSettings = ChatEngineSettings()

@@ -1,15 +1,26 @@
-"""Names of places: paths of this machine, and addresses that fsspec knows, such as gs://BUCKET/RUN."""
+"""Names of places: paths of this machine, addresses that fsspec knows, such as gs://BUCKET/RUN, and names of the Hub, hf:OWNER/NAME."""
 
 from pathlib import Path
 
 from argosy.core.errors import BadInput
 
-LOCAL = "file://"
+LOCAL, HUB = "file://", "hf:"
 
 
 def is_address(place: str | Path) -> bool:
     """Whether this names something that is reached through fsspec, and not a path of this machine."""
     return "://" in str(place) and not str(place).startswith(LOCAL)
+
+
+def is_hub(place: str | Path | None) -> bool:
+    """Whether this is the name of a model of the Hub (`core.hub.names`)."""
+    return str(place).startswith(HUB)
+
+
+def is_missing(place: str | Path) -> bool:
+    """Whether this is a path of this machine with nothing there. What an address or a name of the Hub names is found out when it is
+    opened."""
+    return not is_hub(place) and not is_address(place) and not Path(local_path(place)).exists()
 
 
 def local_path(place: str | Path) -> str:

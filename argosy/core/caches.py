@@ -1,6 +1,7 @@
 """Where Argosy keeps what it can make again, and a lock for those who make it."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,3 +32,53 @@ def one_at_a_time(lock: Path, say: Say) -> Iterator[None]:
             say(f"waiting for another process that writes in {lock.parent}")
             fcntl.flock(held, fcntl.LOCK_EX)
         yield
+
+
+def most_bytes() -> int:
+    """The size to which the cache of compiled programs is reduced: $ARGOSY_CACHE_GB in 1e9 bytes, or 20."""
+    try:
+        return int(float(os.environ.get("ARGOSY_CACHE_GB", "")) * 1e9)
+    except ValueError:
+        return 20_000_000_000
+
+
+def bound_cache(folder: Path, most: int, every_s: float = 86_400.0) -> int:
+    """Removes the files of a folder that were not used for longest until the rest has at most so many bytes. Returns the bytes removed.
+
+    Args:
+        every_s: looks only if nobody has for so many seconds: a listing of thousands of files takes a while.
+    """
+    stamp = folder / ".bounded"
+    try:
+        if not folder.is_dir() or (stamp.exists() and time.time() - stamp.stat().st_mtime < every_s):
+            return 0
+        stamp.touch()
+        about = [(one, one.stat()) for one in folder.iterdir() if one.is_file() and one != stamp]
+    except OSError:
+        # A cache that cannot be looked at costs nothing else.
+        return 0
+    left, removed = sum(stat.st_size for _, stat in about), 0
+    # Whichever is later: file systems may not write the time of reading.
+    for path, stat in sorted(about, key=lambda one: max(one[1].st_atime, one[1].st_mtime)):
+        if left <= most:
+            break
+        try:
+            path.unlink()
+        except OSError:
+            continue
+        left, removed = left - stat.st_size, removed + stat.st_size
+    return removed
+
+
+def clear_cache(folder: Path) -> tuple[int, int]:
+    """Removes the files of a folder, and returns how many and their bytes. A program that runs keeps what it has read."""
+    count = removed = 0
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        try:
+            if path.is_file():
+                size = path.stat().st_size
+                path.unlink()
+                count, removed = count + 1, removed + size
+        except OSError:
+            continue
+    return count, removed

@@ -7,5 +7,5 @@ COMMAND = "ARGOSY_COMMAND"
 
 
 def command_name() -> str:
-    """What the user types to run Argosy: `argosy`, or `./run` in a checkout."""
+    """The command that runs Argosy: `argosy`, or `./run` in a checkout."""
     return os.environ.get(COMMAND) or "argosy"

@@ -40,7 +40,7 @@ LEGEND: dict[str, str] = {
 }
 
 # Axes along which rows are looked up; no product sums over them.
-LOOKED_UP = frozenset(("vocab", "positions", "token_types"))
+LOOKED_UP = frozenset(("vocab", "positions", "token_types", "classes"))
 
 
 def named_axes(letters: Iterable[str], legend: Legend = ()) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 
 
 class ArgosyError(Exception):
-    """What went wrong, where (a file, or a setting and who set it), and how to fix it."""
+    """An error that says what is wrong, where (a file, or a setting and who set it), and how to fix it."""
 
     exit_code = 1
 

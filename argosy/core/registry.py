@@ -1,12 +1,13 @@
 """A registry maps names to classes and functions; every plug-in point uses this one class.
 
     OPTIMIZERS = Registry("optimizer")
-    OPTIMIZERS.add("adamw", "argosy.train.optim:AdamW")      # one line registers; imported on first use
+    OPTIMIZERS.add("adamw", "argosy.train.optimizers.adam:AdamW")      # one line registers; imported on first use
 
 A package outside Argosy registers the same way, from its own `__init__`. To be known to the command line too, it declares an
 entry point in the group that the registry names. A registry with `files` also knows what a file holds, as FILE.py:NAME.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -77,11 +78,11 @@ class Registry(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         self._look_for_installed()
-        return iter(self._items)
+        # A file that was asked for is no name to offer.
+        return (name for name in self._items if not is_file(name))
 
     def __len__(self) -> int:
-        self._look_for_installed()
-        return len(self._items)
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         return f"Registry({self.noun!r}: {', '.join(self)})"
@@ -104,10 +105,12 @@ def from_file(noun: str, name: str) -> Any:
     if not path.is_file():
         others = path.parent.glob("*.py") if path.parent.is_dir() else ()
         raise UnknownName(noun, name, [f"{other}:{attribute}" for other in others])
-    spec = spec_from_file_location(path.stem, path)
+    spec = spec_from_file_location(f"argosy_file_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    # Dataclasses and pickle look a class's module up by its name.
+    sys.modules[module.__name__] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -55,7 +55,7 @@ class Store:
         if self.is_local:
             self.root = str(Path(root).expanduser())
         else:
-            self._files, self._base = _remote(self.root)
+            self._files, self._base = file_system(self.root)
         self._lines: dict[str, _Lines] = {}
 
     def __repr__(self) -> str:
@@ -91,7 +91,10 @@ class Store:
 
     def write_text(self, name: str, text: str) -> None:
         """Writes a file completely or not at all; a local file survives a power cut."""
-        data = text.encode("utf-8")
+        self.write_bytes(name, text.encode("utf-8"))
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Writes a file as `write_text` does."""
         self._lines.pop(name, None)
         with _our_errors(self, name):
             if self.is_local:
@@ -270,7 +273,7 @@ class ReadOnly(Store):
         return nullcontext()  # pyright: ignore[reportReturnType]
 
 
-def _remote(root: str) -> tuple[Any, str]:
+def file_system(root: str) -> tuple[Any, str]:
     """The file system of an address, and the address without its scheme."""
     # Takes 0.1 s, which local runs need not spend.
     import fsspec

@@ -29,12 +29,13 @@ Batch = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a batch, as the objective that reads it declares it.
+    """One array of a batch, as its objective declares it.
 
-    axes: letters of the legend, "B T": B rows, T tokens; other letters are sizes of the field's own. per: what one entry along
-    the leading axes belongs to. A "token" field is packed like the tokens themselves, a "row" field has one entry a row, a
-    "group" field one entry for every group of rows that belong together (a preference pair, the samples of one prompt): its
-    first axis is then B divided by the rows of a group.
+    axes: letters of the legend, such as "B T": B rows, T tokens. Other letters are sizes that belong to this field.
+    dtype: type of the numbers.
+    per: what an entry belongs to. A "token" field is packed like the tokens, a "row" field has one entry per row, and a "group" field
+        has one entry per group of rows (a preference pair, the samples of one prompt): its first axis is B divided by the rows of a
+        group.
     at: whether entry t of a "token" field belongs to the target or to the input at t.
     """
 
@@ -99,10 +100,10 @@ class Batches(ABC):
 
     @abstractmethod
     def __next__(self) -> Batch:
-        """The next global batch's rows that belong to this process.
+        """This process's rows of the next global batch.
 
         Raises:
-            StopIteration: the epochs asked for are over.
+            StopIteration: the epochs are over.
         """
 
     @abstractmethod
@@ -122,14 +123,14 @@ class Batches(ABC):
         """Stops the threads that read ahead. Idempotent."""
 
     def advance(self, state: Any) -> None:  # noqa: B027
-        """Called before each batch with the training state that it is for.
+        """Called before each batch with the training state that will learn from it.
 
-        Batches that depend on the model (rollouts) read its weights here. They must not keep the state, because the next
-        update takes its buffers. Other data ignores it, which is the default.
+        Batches that depend on the model (rollouts) read its weights here. They must not keep the state, because the next update donates
+        its buffers. The default does nothing.
         """
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What of the position is too large for JSON, by name. A checkpoint keeps it too."""
+        """Arrays of the position that are too large for JSON, by name. A checkpoint stores them too."""
         return {}
 
     def take(self, arrays: dict[str, np.ndarray]) -> None:
@@ -138,11 +139,15 @@ class Batches(ABC):
             raise BadInput("this data keeps no arrays in a checkpoint", where="the saved position")
 
     def summary(self, steps: int | None = None) -> CorpusSummary:
-        """What the data consists of; with `steps`, also how many epochs of it so many batches are."""
+        """The contents of the data in numbers.
+
+        Args:
+            steps: number of batches, for the number of epochs; None: unknown.
+        """
         return CorpusSummary(source="unknown")
 
     def example(self) -> Batch | None:
-        """The first record as a batch, to be shown; None where the data is no records, or nothing has been read yet."""
+        """The first record as a batch, for display; None if the data has no records, or nothing has been read yet."""
         return None
 
     def rewind(self) -> None:
@@ -167,7 +172,7 @@ class Batches(ABC):
 
 
 class BatchWrapper(Batches):
-    """Batches that are made of others: each is theirs with something added, and the position is theirs."""
+    """Batches that add fields to other batches. The position is that of the other batches."""
 
     def __init__(self, inner: Any):
         self.inner = inner

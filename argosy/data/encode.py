@@ -1,12 +1,14 @@
 """Documents to tokens, with the special tokens that mark where one begins and ends.
 
-A long document arrives in pieces, and long texts are encoded in parts on all cores. The tokens are those of the whole text
-either way: a text is cut only where no token spans the cut (`Tokenizer.cut_pattern`), and what follows the last such place
-waits for the next piece.
+A long document arrives in pieces, and long texts are encoded in parts on all cores. The tokens are those of the whole text either way:
+a text is cut only where no token spans the cut (`Tokenizer.cut_pattern`), and the text after the last such position waits for the next
+piece.
 """
 
 import re
 from collections.abc import Iterator
+from itertools import chain
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,10 +26,16 @@ NAMES_SHOWN = 3
 
 
 class DocumentEncoder:
-    """Encodes documents in order; holds the end of a document that arrives in pieces.
+    """Encodes documents in order, and buffers the end of a document that arrives in pieces.
 
-    special_documents: how many documents held the name of a special token as ordinary text. special_names: some of the names.
+    special_documents: number of documents that contain the name of a special token as ordinary text.
+    special_names: some of those names.
     """
+
+    # What depends on the documents so far; encoders of records count more of them.
+    counted: ClassVar[tuple[str, ...]] = ("held", "begun", "opening", "named", "last", "special_documents", "special_names")
+    # Whether `state` is all that depends on them.
+    resumes: ClassVar[bool] = True
 
     def __init__(self, encoding: Encoding):
         """Raises:
@@ -48,10 +56,10 @@ class DocumentEncoder:
         self.special_names: list[str] = []
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
-        """The documents, or pieces of them, in order, one answer each; texts are tokenized together.
+        """The encoded documents, or pieces of them, in order. Texts are tokenized together.
 
         Raises:
-            BadInput: tokens or spans that are out of range, or a long text that cannot be cut.
+            BadInput: tokens or spans are out of range, or a long text cannot be cut.
         """
         begun = [self.begun]
         parts = []
@@ -65,8 +73,10 @@ class DocumentEncoder:
             self.tokenizer.encode_rest([text for these in parts for text, rest in these if rest], self.special)
         )
         for document, these, was in zip(documents, parts, begun):
-            body = [token for _, rest in these for token in next(rests if rest else whole)]
-            body = body if document.tokens is None else [int(token) for token in document.tokens]
+            encoded = [next(rests if rest else whole) for _, rest in these]
+            # Nearly every document is one part, whose ids need no copy.
+            body = encoded[0] if len(encoded) == 1 else list(chain.from_iterable(encoded))
+            body = body if document.tokens is None else np.asarray(document.tokens).tolist()
             starts = not was and (bool(these) or document.ends or document.tokens is not None)
             before = self.before if starts and body[:1] != self.before else []
             self.last = body[-1] if body else self.last if was else None
@@ -77,15 +87,25 @@ class DocumentEncoder:
             yield Encoded(ids, weights_of(document, len(before), len(after)), begins=opening and len(ids) > 0)
 
     def skip(self, document: Document) -> None:
-        """Passes over a document, or a piece of one, without encoding it: the next piece is encoded as if it had been."""
+        """Skips a document, or a piece of one. The next piece is encoded as if it had been encoded."""
         self._ready(document)
+
+    def state(self) -> dict[str, Any]:
+        """What depends on the documents so far, for JSON."""
+        found = {name: getattr(self, name) for name in self.counted}
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues where an encoder with this state was."""
+        for name, value in state.items():
+            setattr(self, name, set(value) if isinstance(getattr(self, name), set) else value)
 
     def close(self) -> None:
         """Ends what encoding started; it may start again."""
 
     @property
     def inside(self) -> bool:
-        """Whether a document has begun and not ended."""
+        """Whether a document has begun and not ended yet."""
         return self.begun or bool(self.held)
 
     def _ready(self, document: Document) -> list[tuple[str, bool]]:
@@ -119,12 +139,13 @@ class DocumentEncoder:
         tokens = np.array(ids, np.int64)
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.tokenizer.vocab):
             wrong = tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab)][0]
-            raise BadInput(f"token {wrong} is outside the tokenizer's vocabulary of {self.tokenizer.vocab}")
+            what = f"token {wrong} is outside the tokenizer's vocabulary of {self.tokenizer.vocab}"
+            raise BadInput(what, hint="`data.tokenizer=NAME` is the tokenizer that made the tokens")
         return tokens.astype(self.dtype)
 
 
 def last_cut(text: str, pattern: "re.Pattern[str] | None") -> int:
-    """The last place where the text can be cut, 0 where there is none. The end is searched first."""
+    """The last position where the text can be cut; 0 if there is none. The end is searched first."""
     if pattern is None:
         return 0
     for start in (max(0, len(text) - PART_CHARACTERS), 0):
@@ -150,10 +171,15 @@ def _in_parts(text: str, pattern: "re.Pattern[str] | None") -> Iterator[str]:
 
 
 def weights_of(document: Document, before: int, after: int) -> np.ndarray | None:
-    """The weight of each token in the loss: uint8 of 0 and 1, or float32. The end counts as the last token does.
+    """The weight of each token in the loss: uint8 for weights of 0 and 1, or float32; None if all are 1. A token that marks the end has
+    the last token's weight.
+
+    Args:
+        before: number of special tokens that were added before the document's tokens.
+        after: number of special tokens that were added after them.
 
     Raises:
-        BadInput: a span outside the document, or not one weight for each token.
+        BadInput: a span is outside the document, or the number of weights is not the number of tokens.
     """
     if document.tokens is None or (document.learn is None and document.weights is None):
         return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from argosy.core.errors import BadInput, close_name
 from argosy.data.chat.published import PUBLISHED
 from argosy.data.settings import DataSettings
+from argosy.data.sources.records import LABELED
 from argosy.data.tokenizers.config import CONFIG_BYTES, DEFAULT, read_text
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ class Encoding:
     """How documents become tokens.
 
     tokenizer: makes the tokens.
-    bos: whether a document begins with that token; None: if the tokenizer does so for prompts.
+    bos: whether a document begins with the beginning-of-sequence token; None: if the tokenizer does so for prompts.
     special: whether names of special tokens in a text become those tokens.
-    learn: what counts in records: `answers`, or `all` tokens.
+    learn: the tokens of records that count in the loss: `answers` or `all`.
     template: the name of one of the tokenizer's chat templates or of a published one, a file, or `alpaca`; None: the tokenizer's own.
+    labels: the classes of labeled texts, in their order; empty: labels are numbers.
     """
 
     tokenizer: "Tokenizer"
@@ -37,19 +39,20 @@ class Encoding:
     special: bool = False
     learn: str = "answers"
     template: str | None = None
+    labels: tuple[str, ...] = ()
 
     @classmethod
     def of_settings(cls, tokenizer: "Tokenizer", settings: DataSettings) -> "Encoding":
-        return cls(tokenizer, settings.bos, settings.special, settings.learn, settings.template)
+        return cls(tokenizer, settings.bos, settings.special, settings.learn, settings.template, tuple(settings.labels))
 
     @property
     def puts_bos(self) -> bool:
-        """Whether documents begin with the beginning-of-sequence token: as the setting says, else as the tokenizer does for prompts."""
+        """Whether documents begin with the beginning-of-sequence token: the setting, or the tokenizer's behavior for prompts."""
         return bool(self.tokenizer.adds_bos if self.bos is None else self.bos)
 
     @cached_property
     def chat_templates(self) -> tuple[Mapping[str, str], str | None]:
-        """The chat templates to choose from, and the name of the one that is set. `alpaca`: none.
+        """The chat templates to choose from, and the name of the chosen one. Empty for `alpaca`.
 
         Raises:
             BadInput: the tokenizer has none of that name, and there is no such file.
@@ -65,14 +68,16 @@ class Encoding:
 
     @property
     def template_hash(self) -> str:
-        """sha256 of the templates that may be used, and of the special tokens that they write."""
+        """sha256 of the possible templates and of the special tokens that they write."""
         templates, name = self.chat_templates
         used = {name: templates[name]} if name is not None and name in templates else dict(templates)
         return hashlib.sha256(json.dumps([used, self.tokenizer.special, name], sort_keys=True).encode()).hexdigest()
 
     def rendering(self, format: str) -> str:
-        """How records of a format become text, in words."""
+        """A phrase that says how records of a format become text."""
         templates, _ = self.chat_templates
+        if format in LABELED:
+            return "their text"
         if format == "alpaca" and not templates:
             return "Stanford's Alpaca text"
         if not templates or format == "stepwise":
@@ -86,7 +91,7 @@ def template_text(name: str, templates: Mapping[str, str]) -> str:
     """The chat template of this name: one of a tokenizer's `templates`, a published one, or a Jinja file.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such template.
     """
     if template := templates.get(name) or PUBLISHED.get(name):
         return template

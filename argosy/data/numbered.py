@@ -1,7 +1,7 @@
-"""The batches of a run by number, some of which are left out.
+"""The batches of a run by number, with windows of batches that are skipped.
 
-Batch 1 is the first of the run's data. Without rollbacks step n takes batch n; a window that a rollback left out is passed over by
-every later step, in every later process: which batches a step takes follows from its number and the windows alone.
+Batch 1 is the first of the run's data. Without rollbacks step n takes batch n; after a rollback, every later step in every later
+process skips its window. So the batch of a step depends only on the step's number and the windows.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ KEPT = 3
 
 
 class At(BatchWrapper):
-    """The batches where they once stood, for a checkpoint of then."""
+    """The batches at an earlier position, for a checkpoint of that time."""
 
     def __init__(self, inner: Any, position: dict[str, Any]):
         super().__init__(inner)
@@ -31,8 +31,8 @@ class Numbered(BatchWrapper):
     """The batches of a run.
 
     Args:
-        inner: the batches; `begin` says where they stand.
-        left_out: windows of batches, each (first, last).
+        inner: the batches; `begin` sets their position.
+        left_out: windows of skipped batches, each (first, last).
     """
 
     def __init__(self, inner: Any, left_out: Iterable[tuple[int, int]] = ()):
@@ -43,7 +43,7 @@ class Numbered(BatchWrapper):
         self._before: dict[int, tuple[int, At | None]] = {}
 
     def begin(self, steps: int) -> None:
-        """The inner batches stand where so many steps had taken theirs."""
+        """Sets the number of steps whose batches the inner batches have handed out."""
         self.steps = self.number = steps
         self._before = {}
         for first, last in self.windows:
@@ -52,7 +52,7 @@ class Numbered(BatchWrapper):
                 self.number += last - first + 1
 
     def leave_out(self, first: int, last: int) -> None:
-        """Leaves out one more window."""
+        """Adds a window of batches to skip."""
         self.windows = joined([*self.windows, (first, last)])
 
     def __next__(self) -> Batch:
@@ -70,7 +70,7 @@ class Numbered(BatchWrapper):
         return batch
 
     def of_step(self, step: int) -> tuple[int, At | None]:
-        """The number of the batch that one of the last steps took, and the batches as they stood before it, if that is known."""
+        """The number of the batch of a recent step, and the batches at the position before it, if that is known."""
         return self._before[step]
 
     def advance(self, state: Any) -> None:
@@ -84,7 +84,7 @@ class Numbered(BatchWrapper):
 
 
 def joined(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Windows in order, those that overlap or touch as one."""
+    """Sorted windows; overlapping and adjacent ones are merged."""
     out: list[tuple[int, int]] = []
     for first, last in sorted(windows):
         if out and first <= out[-1][1] + 1:

@@ -17,11 +17,11 @@ from argosy.data.encoding import Encoding
 from argosy.data.order import Order, ordered, picked, whole_numbers
 from argosy.data.pack import PackedRows, corpus_of
 from argosy.data.prepare import HeldOut, grouped
-from argosy.data.rows.sequences import encoder_for
+from argosy.data.rows.encoders import encoder_for
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Document, Source
 from argosy.data.summary import CorpusSummary
-from argosy.data.tables import described, identity_of, packed
+from argosy.data.tables import described, packed, source_identity
 
 if TYPE_CHECKING:
     from grain.experimental import ThreadPrefetchDatasetIterator
@@ -48,7 +48,7 @@ class OnlineBatches(Batches):
             what = "several processes cannot end online data together: `data.epochs` counts each one's own documents"
             raise BadInput(what, hint="leave `data.epochs` out, or prepare the corpus (`data.online=false`)")
         check_fields(fields, LANGUAGE_MODELING)
-        identity = identity_of(source, tokenizer, settings)
+        identity = source_identity(source, tokenizer, settings)
         self.fingerprint = ordered(identity, settings, seed)
         self.tokens_per_batch = settings.batch * settings.sequence
         self.bytes_per_token = None
@@ -87,7 +87,7 @@ class OnlineBatches(Batches):
             rendered = encoder.encoding.rendering(self.source.format)
             known |= {"rendered": rendered, "learn": self.settings.learn}
         known |= {"ignored": self.source.ignored, "ends_short": self.settings.epochs is not None}
-        return described(self.settings.source, self.settings, identity=self.identity, online=True, **known)
+        return described(self.settings.source_name, self.settings, identity=self.identity, online=True, **known)
 
     def position(self) -> dict[str, Any]:
         return self.iterator.get_state() | self.among
@@ -159,7 +159,7 @@ class Windows:
                 row, empty = 0, False
             if empty:
                 who = f"process {self.process} of {self.processes}"
-                raise BadInput(f"the corpus holds nothing to train on for {who}", where=self.settings.source)
+                raise BadInput(f"the corpus holds nothing to train on for {who}", where=self.settings.source_name)
             epoch, document = epoch + 1, 0
 
     def windows(self, start: int) -> Iterator[tuple[int, PackedRows]]:

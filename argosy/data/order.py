@@ -1,4 +1,4 @@
-"""Which row comes at which place: a permutation for each epoch, and positions in it as JSON."""
+"""The order of rows: a permutation for each epoch, and positions in it as JSON."""
 
 import hashlib
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch, Fields, Fingerprint
 from argosy.data.settings import DataSettings
-from argosy.data.sources.records import GROUPS
+from argosy.data.sources.records import GROUPS, LABELED
 from argosy.data.sources.synthetic import splitmix
 
 # 8 MB of permutation, made in 0.1 s an epoch.
@@ -16,14 +16,14 @@ SORTED_ROWS = 1 << 20
 
 
 class Order:
-    """Place in the endless sequence of epochs -> row, or -1 past the end where the table is read once."""
+    """Maps indices in the endless sequence of epochs to rows; -1 past the end of a table that is read once."""
 
     def __init__(self, rows: int, seed: int | None, *, repeats: bool = True):
         self.rows, self.seed, self.repeats = rows, seed, repeats
         self.sorted: dict[int, np.ndarray] = {}
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """[B] places to [B] rows, both int64."""
+        """The rows at some indices; both int64 [B]."""
         if not self.repeats:
             return np.where(places < self.rows, places, -1)
         epochs, rows = np.divmod(places, self.rows)
@@ -48,7 +48,7 @@ class Order:
         return self.sorted[epoch][rows]
 
     def epoch_seed(self, epoch: int) -> int:
-        """64 bits for each epoch. Hashed: under seed + epoch, run 1's second epoch would be run 2's first."""
+        """A seed of 64 bits for each epoch. It is a hash: with seed + epoch, run 1's second epoch would be run 2's first."""
         return int.from_bytes(hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest(), "big")
 
 
@@ -58,15 +58,15 @@ def of_records(identity: Fingerprint) -> bool:
 
 
 def of_sequences(identity: Fingerprint) -> int:
-    """How many sequences of a record belong together, in data with this fingerprint; 0 if it holds none."""
+    """The number of sequences per record, in data with this fingerprint; 0 if it has no records of sequences."""
     return GROUPS.get(str(identity.get("source.format")), 0)
 
 
 def packing_of(settings: DataSettings, identity: Fingerprint) -> str:
-    """How the documents of this data become rows.
+    """The packing of this data.
 
     Raises:
-        BadInput: the setting is not for such data.
+        BadInput: the setting does not apply to such data.
     """
     if not of_sequences(identity):
         return settings.packing or ("fit" if of_records(identity) else "split")
@@ -77,7 +77,7 @@ def packing_of(settings: DataSettings, identity: Fingerprint) -> str:
 
 
 def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
-    """What happens to a document longer than a row.
+    """The treatment of a document longer than a row.
 
     Raises:
         BadInput: the setting would be ignored, because the packing has no documents longer than a row.
@@ -86,10 +86,10 @@ def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
         if settings.too_long == "continue":
             what = f"data.too_long=continue would cut `{identity['source.format']}` records, which are compared as a whole"
             raise BadInput(what, hint="set `data.too_long=drop`, `cut_prompt`, `cut` or `error`, or leave it out")
-        if settings.too_long == "cut_prompt" and identity["source.format"] == "stepwise":
+        if settings.too_long == "cut_prompt" and identity["source.format"] in ("stepwise", *LABELED):
             what = "data.too_long=cut_prompt is for pairs and labeled answers"
             raise BadInput(what, hint="set `data.too_long=drop`, `cut` or `error`")
-        return settings.too_long or "drop"
+        return settings.too_long or ("cut" if identity["source.format"] in LABELED else "drop")
     if settings.too_long == "cut_prompt":
         what = "data.too_long=cut_prompt is for pairs and labeled answers, which are one prompt and its answers"
         raise BadInput(what, hint="set `data.too_long=cut`, `drop` or `error`, or leave it out")
@@ -100,7 +100,7 @@ def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
 
 
 def ordered(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerprint:
-    """Everything that decides which rows come in which order. The number of processes and of steps do not."""
+    """The fingerprint of the rows and their order. The number of processes and of steps is not part of it."""
     # Another way of shuffling gets another number.
     shuffle = "order 1" if settings.shuffle else False
     packing, too_long = packing_of(settings, identity), too_long_of(settings, identity)
@@ -111,7 +111,7 @@ def ordered(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerp
 
 
 def whole_numbers(position: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:
-    """The named parts of a saved position, 0 where it is empty.
+    """Integers of a saved position by name; 0 for an empty position.
 
     Raises:
         BadInput: it is not a position of this kind of pipeline.
@@ -124,5 +124,5 @@ def whole_numbers(position: dict[str, Any], names: tuple[str, ...]) -> dict[str,
 
 
 def picked(batch: Batch, fields: Fields) -> Batch:
-    """The fields that were asked for, in the types that were asked for."""
+    """The requested fields, in the requested types."""
     return {name: batch[name].astype(field.dtype, copy=False) for name, field in fields.items()}

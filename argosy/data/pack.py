@@ -1,11 +1,11 @@
-"""Documents to rows of equal length: which tokens of a corpus make row i.
+"""Packs documents into rows of equal length: the tokens of row i.
 
 Two packings. Both make any row directly from its number:
 
     SplitRows   the documents as one stream; row i reads stream[i T : i T + T + 1]. The overlap of one keeps every
                 target, the only padding is in the last row, and a document may begin in one row and end in the next.
-    FitRows     whole documents, one a row or best fit decreasing (Johnson, 1973); documents longer than a row continue in others, or
-                are cut or left out. Every place holds an input with its target, so a document of n tokens takes n - 1.
+    FitRows     whole documents, one per row or by best fit decreasing (Johnson, 1973); documents longer than a row continue in
+                others, or are cut or dropped. Every position holds an input with its target, so a document of n tokens takes n - 1.
 
 A document is never predicted from the one before it: in both packings the first token of a document is not a target. The
 model has to keep attention within `segments`. Nothing here knows text, files or tokenizers. Rows that belong together, such
@@ -27,12 +27,13 @@ Columns = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of all documents one after the other, in memory or mapped from a file.
+    """The tokens of all documents, concatenated, in memory or mapped from a file.
 
-    tokens: [n] unsigned integers.  starts: [documents + 1] int64, where each document begins, then n.
-    weights: [n] of each token in the loss, uint8 where all are 0 or 1, else float32; None means 1.
-    columns: further numbers for each token, [n] each, such as advantages; they come out of every packing beside the targets.
-    values: numbers of each document, [documents] each; only rows of sequences have them (`data.rows.sequences`).
+    tokens: [n] unsigned integers.
+    starts: [documents + 1] int64, the start of each document, then n.
+    weights: [n], the weight of each token in the loss: uint8 if all are 0 or 1, else float32; None: all are 1.
+    columns: further numbers per token, [n] each, such as advantages; every packing aligns them with the targets.
+    values: numbers per document, [documents] each; only rows of sequences have them (`data.rows.sequences`).
     """
 
     tokens: np.ndarray
@@ -54,20 +55,24 @@ class Corpus:
 
     @property
     def fields(self) -> Fields:
-        """What batches of this corpus can hold."""
+        """The fields that batches of this corpus can hold."""
         return {**LANGUAGE_MODELING, **{name: Field("B T", column.dtype) for name, column in self.columns.items()}}
 
     @property
     def target_arrays(self) -> dict[str, np.ndarray]:
-        """Every array that goes with the targets: the columns, and the weights as `mask`."""
+        """The arrays that are aligned with the targets: the columns, and the weights as `mask`."""
         return dict(self.columns) | ({} if self.weights is None else {"mask": self.weights})
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document, or a piece of one: tokens [n], weights and columns as in Corpus, and whether a document begins here.
+    """A document, or a piece of one.
 
-    group: documents that belong together with it and follow it. values: numbers of each of them.
+    tokens: [n] ids.
+    weights, columns: as in `Corpus`.
+    begins: whether a document begins here.
+    group: further documents that belong to this one and follow it.
+    values: numbers of each document.
     """
 
     tokens: np.ndarray
@@ -81,7 +86,7 @@ class Encoded:
 class PackedRows(Protocol):
     """A table of rows, any of which can be made from its number. Rows `g i` up to `g i + g` are a group, g = per_group.
 
-    fields: what `gather` gives, with the types it gives them in.
+    fields: the fields that `gather` returns, with their types.
     """
 
     per_group: int
@@ -123,7 +128,7 @@ class SplitRows:
 
 
 class Blank:
-    """Rows of T + 1 tokens while they are filled; `begins` marks where documents do, after column 0."""
+    """Arrays of T + 1 tokens per row while rows are filled. `begins` marks the first token of documents, except in column 0."""
 
     def __init__(self, rows: int, width: int, beside: Mapping[str, np.dtype]):
         self.window = np.zeros((rows, width), np.int32)
@@ -150,22 +155,22 @@ def _finish(blank: Blank) -> Batch:
 
 
 class FitRows:
-    """Rows of `sequence` places holding whole documents.
+    """Rows of `sequence` positions that hold whole documents.
 
-    The plan takes 24 bytes a document in memory and about 2 s for a million documents.
+    The plan takes 24 bytes per document in memory and about 2 s for a million documents.
 
-    cut, dropped: documents longer than a row, whose rest or all is left out.  unlearned: documents left out because nothing that
-    would be learned is left of them.
+    cut, dropped: number of documents longer than a row whose end, or all of which, is left out.
+    unlearned: number of documents that are left out because none of their remaining targets count.
     """
 
     per_group = 1
 
     def __init__(self, corpus: Corpus, sequence: int, too_long: str = "continue", *, alone: bool = False):
-        """too_long: what happens to documents longer than a row: `continue` in further rows, `cut`, `drop`, or `error`. alone: one
-        document, or one piece of a longer one, a row.
+        """too_long: what happens to documents longer than a row: `continue` in further rows, `cut`, `drop`, or `error`.
+        alone: whether each row holds only one document, or one piece of a longer one.
 
         Raises:
-            BadInput: there are some, and they are errors.
+            BadInput: a document is longer than a row, and `too_long` is `error`.
         """
         self.corpus, self.sequence, self.fields = corpus, sequence, corpus.fields
         self.cut = self.dropped = self.unlearned = 0
@@ -179,7 +184,7 @@ class FitRows:
         self.offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of))]).astype(np.int64)
 
     def kept(self, places: np.ndarray, too_long: str) -> tuple[np.ndarray, np.ndarray]:
-        """Where each document begins that is left, and how many input places it takes."""
+        """The start of each document that is kept, and the number of input positions it takes."""
         long, short = places > self.sequence, places > 0
         if too_long == "error" and long.any():
             are = "is" if long.sum() == 1 else "are"
@@ -195,7 +200,7 @@ class FitRows:
         return begin[learns], size[learns]
 
     def learned(self, begin: np.ndarray, size: np.ndarray) -> np.ndarray:
-        """How many targets of each piece count in the loss."""
+        """The number of targets of each piece that count in the loss."""
         if self.corpus.weights is None or not len(begin):
             return size
         edges = np.stack([begin + 1, begin + size + 1], axis=1).ravel()
@@ -219,7 +224,7 @@ class FitRows:
 
 
 def place(batch: Batch, where: tuple[int, slice], corpus: Corpus, begin: int, size: int, segment: int) -> None:
-    """Writes `size` inputs of a document, from token `begin` on, with what goes with their targets."""
+    """Writes `size` inputs of a document, from token `begin` on, with the arrays of their targets."""
     batch["tokens"][where] = corpus.tokens[begin : begin + size]
     batch["targets"][where] = corpus.tokens[begin + 1 : begin + size + 1]
     batch["segments"][where] = segment
@@ -229,7 +234,9 @@ def place(batch: Batch, where: tuple[int, slice], corpus: Corpus, begin: int, si
 
 
 def cut_long(starts: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each piece begins and how many input places it takes: at most `sequence`, and none for lone tokens."""
+    """Cuts documents into pieces of at most `sequence` inputs. Returns the start and the number of inputs of each piece. Documents of a
+    single token have no input and give no piece.
+    """
     places = np.diff(starts) - 1
     pieces = -(-places // sequence)
     document = np.repeat(np.arange(len(places)), pieces)
@@ -239,10 +246,10 @@ def cut_long(starts: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """[n] sizes up to `capacity` to the [n] bins they go in: longest first, each in the fullest bin that takes it.
+    """The bin of each item, [n], for [n] sizes of at most `capacity`: largest first, each into the fullest bin with enough room.
 
-    Open bins are kept by the room left in them, and which rooms occur as the bits of one integer, so that finding the
-    fullest bin is a shift and a lowest set bit. Among equals the earlier item comes first.
+    Open bins are stored by their remaining room, and the occurring rooms as the bits of one integer, so that finding the fullest bin is
+    a shift and a lowest set bit. Among equal sizes the earlier item comes first.
     """
     bin_of = np.zeros(len(sizes), np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -263,15 +270,24 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def rows_of(corpus: Corpus, packing: str, sequence: int, too_long: str = "continue") -> PackedRows:
-    """The rows of a corpus under one of the packings."""
+    """The rows of a corpus.
+
+    Args:
+        packing: `split`, `fit` or `alone`, as in `data.packing`.
+        sequence: tokens of a row.
+        too_long: what happens to documents longer than a row, as in `FitRows`.
+    """
     return SplitRows(corpus, sequence) if packing == "split" else FitRows(corpus, sequence, too_long, alone=packing == "alone")
 
 
 @dataclass(frozen=True)
 class PackCounts:
-    """What packing did to documents, and how many targets count in the loss (None: the corpus learns everything).
+    """The effect of packing on documents, in numbers.
 
-    cut, dropped, unlearned: as in FitRows.  parted: begin in one row and continue in another.
+    cut, dropped, unlearned: as in `FitRows`.
+    parted: number of documents that begin in one row and continue in another.
+    targets: number of targets.
+    learned: number of targets that count in the loss; None: all.
     """
 
     cut: int = 0
@@ -283,7 +299,7 @@ class PackCounts:
 
 
 def counts_of(rows: PackedRows) -> PackCounts:
-    """The counts of rows from documents; of others, none."""
+    """The counts of rows that are packed from documents; empty for other rows."""
     if (counts := getattr(rows, "counts", None)) is not None:
         return counts
     if isinstance(rows, FitRows):
@@ -301,7 +317,7 @@ def counts_of(rows: PackedRows) -> PackCounts:
 
 
 def corpus_of(encoded: Iterable[Encoded]) -> Corpus:
-    """A corpus in memory. A document without weights counts fully; every document has the same columns.
+    """A corpus in memory. All tokens of a document without weights count; every document has the same columns.
 
     Raises:
         BadInput: some documents have a column that others lack.

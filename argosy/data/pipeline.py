@@ -1,10 +1,9 @@
 """Batches from settings: Grain over a table of rows.
 
-A prepared corpus is a table of rows. An epoch is a permutation of the table, epochs follow each other without a break, and
-batch b is places b B up to b B + B of that sequence. So the position is one number, the same on every host, and any number
-of hosts can continue from it. Rows that belong together (`Rows.per_group`) are permuted, batched and shared out as a whole.
-Grain's element is one process's rows of a few global batches, gathered at once: one element per row would cost ten times
-the time (60 us of Python each).
+A prepared corpus is a table of rows. An epoch is a permutation of the table, epochs follow each other without a break, and batch b is
+places b B up to b B + B of that sequence. So the position is one number, the same on every host, and any number of hosts can continue
+from it. Rows that belong together (`Rows.per_group`) are permuted, batched and shared out as a whole. Grain's element is one process's
+rows of a few global batches, gathered at once: one element per row would take ten times as long (60 us of Python each).
 
 Grain imports jax, so it is imported when a pipeline is built.
 """
@@ -17,6 +16,10 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, check_fields
+from argosy.data.mixtures.order import MixedOrder
+from argosy.data.mixtures.table import DataMixture, MixedTable, mixture_table
+from argosy.data.mixtures.table import find_data as find
+from argosy.data.mixtures.table import mixture_holds_out as holds_out
 from argosy.data.online import OnlineBatches
 from argosy.data.order import Order, of_records, ordered, picked, whole_numbers
 from argosy.data.pack import PackedRows
@@ -25,7 +28,7 @@ from argosy.data.settings import DataSettings
 from argosy.data.sources import Source
 from argosy.data.sources.records import GROUPS
 from argosy.data.summary import CorpusSummary
-from argosy.data.tables import ENDLESS, Data, RowTable, find, fitting, holds_out, summary_of, table_of, tokenizer_for
+from argosy.data.tables import ENDLESS, Data, RowTable, fitting, summary_of, table_of, tokenizer_for
 
 if TYPE_CHECKING:
     from argosy.data.tokenizers.load import Tokenizer
@@ -48,21 +51,20 @@ def build(
     rows_per_group: int = 1,
     process: int = 0,
     processes: int = 1,
-    source: Data | None = None,
+    source: Data | DataMixture | None = None,
     progress: Progress | None = None,
 ) -> Batches:
-    """The batches to train on: this process's rows of each global batch.
+    """The training batches: this process's rows of each global batch.
 
     Args:
         vocab: the model's vocabulary size.
-        seed: the run's random seed, used where the settings have none.
-        fields: what a batch holds, by name; those of language modeling by default.
-        rows_per_group: rows that belong together, as the objective expects them.
-        source: in place of `settings.source`; also a `Corpus` or `Examples` in memory.
+        seed: the run's random seed, used if the settings have none.
+        fields: the fields of a batch, by name; those of language modeling by default.
+        rows_per_group: number of rows in a group, as the objective expects them.
+        source: replaces `settings.source`; may also be a `Corpus` or `Examples` in memory.
 
     Raises:
-        UserError: the data is missing, empty, lacks a field, or does not fit the tokenizer, the model or the number of
-            processes.
+        UserError: the data is missing, empty, lacks a field, or does not fit the tokenizer, the model or the number of processes.
     """
     share = share_of(settings.batch, process, processes, rows_per_group)
     source, seed = source or find(settings), seed if settings.seed is None else settings.seed
@@ -73,15 +75,16 @@ def build(
             raise ungrouped(rows_per_group, 1)
         tokenizer = fitting(tokenizer, settings, vocab)
         return OnlineBatches(source, settings, tokenizer, seed, process, processes, fields or LANGUAGE_MODELING)
-    table = table_of(source, "train", settings, tokenizer, vocab, seed, progress)
-    rows = len(table.rows)
+    mixed = mixture_table(source, "train", tokenizer, vocab, seed, progress) if isinstance(source, DataMixture) else None
+    table = mixed.table if mixed else table_of(source, "train", settings, tokenizer, vocab, seed, progress)  # type: ignore[arg-type]
+    rows = mixed.places_per_epoch * rows_per_group if mixed and mixed.places_per_epoch else len(table.rows)
     count = ENDLESS if settings.epochs is None else int(settings.epochs * rows) // settings.batch
     if not count:
         what = f"{settings.epochs:g} epochs of {rows} rows do not fill a batch of {settings.batch}"
         raise BadInput(what, hint="lower `data.batch` or `data.sequence`, or raise `data.epochs`")
-    order = Order(rows // rows_per_group, seed if settings.shuffle else None)
+    order = mixed.order if mixed and mixed.order else Order(rows // rows_per_group, seed if settings.shuffle else None)
     blocks = BatchBlocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
-    return RowBatches(table, blocks, settings, seed)
+    return RowBatches(table, blocks, settings, seed, mixed)
 
 
 def eval_batches(
@@ -94,20 +97,24 @@ def eval_batches(
     rows_per_group: int = 1,
     process: int = 0,
     processes: int = 1,
-    source: Data | None = None,
+    source: Data | DataMixture | None = None,
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Batches:
-    """The held-out rows in their order, once; `rewind()` before each evaluation. The last batch is filled up with padding.
+    """The held-out rows in order, once; call `rewind()` before each evaluation. The last batch is padded.
 
-    limit: batches at most. The rest as for `build`.
+    Args:
+        limit: largest number of batches; the other arguments are as in `build`.
 
     Raises:
-        UserError: as `build` does, and where nothing is held out.
+        UserError: as in `build`, and if no data is held out.
     """
     share = share_of(settings.batch, process, processes, rows_per_group)
     source, seed = source or find(settings), seed if settings.seed is None else settings.seed
-    table = table_of(source, "held_out", settings, tokenizer, vocab, seed, progress, limit)
+    if isinstance(source, DataMixture):
+        table = mixture_table(source, "held_out", tokenizer, vocab, seed, progress, limit).table
+    else:
+        table = table_of(source, "held_out", settings, tokenizer, vocab, seed, progress, limit)
     count = min(-(-len(table.rows) // settings.batch), limit or ENDLESS)
     order = Order(len(table.rows) // rows_per_group, None, repeats=False)
     blocks = BatchBlocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
@@ -115,7 +122,7 @@ def eval_batches(
 
 
 def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> slice:
-    """The groups of a global batch that are this process's; without groups, its rows.
+    """This process's groups of a global batch; without groups, its rows.
 
     Raises:
         BadInput: the batch does not divide among the processes in whole groups.
@@ -135,12 +142,12 @@ def ungrouped(wanted: int, rows: int) -> BadInput:
 
 
 class BatchBlocks:
-    """Grain's source: number of a block -> this process's rows of `per_block` global batches in a row."""
+    """The source for Grain: maps a block's number to this process's rows of `per_block` consecutive global batches."""
 
     def __init__(
         self,
         rows: PackedRows,
-        order: Order,
+        order: "Order | MixedOrder",
         share: slice,
         count: int,
         settings: DataSettings,
@@ -153,7 +160,10 @@ class BatchBlocks:
         check_fields(self.of_table, rows.fields)
         self.rows, self.order, self.count, self.batch = rows, order, count, settings.batch
         self.fields, self.per_group = fields, per_group
-        self.per_block = max(1, BLOCK_TOKENS // (settings.batch * settings.sequence))
+        each = getattr(rows, "numbers_per_row", settings.sequence)
+        self.per_block = max(1, BLOCK_TOKENS // (settings.batch * each))
+        # Images are cropped and mirrored anew in each epoch: their rows depend on the place in the run too.
+        self.by_place = getattr(rows, "reads_places", False)
         self.share = np.arange(share.start, share.stop)  # groups of a batch
 
     def __len__(self) -> int:
@@ -162,9 +172,11 @@ class BatchBlocks:
     def __getitem__(self, index: int) -> Batch:
         first, groups_per_batch = index * self.per_block, self.batch // self.per_group
         batches = np.arange(first, min(first + self.per_block, self.count))
-        groups = self.order((batches[:, None] * groups_per_batch + self.share).ravel())
+        places = (batches[:, None] * groups_per_batch + self.share).ravel()
+        groups = self.order(places)
         rows = (np.maximum(groups, 0)[:, None] * self.per_group + np.arange(self.per_group)).ravel()
-        made = picked(self.rows.gather(rows), self.of_table)
+        gathered = self.rows.gather(rows, places) if self.by_place else self.rows.gather(rows)  # type: ignore[call-arg]
+        made = picked(gathered, self.of_table)
         if ROW in self.fields:
             made[ROW] = rows.astype(self.fields[ROW].dtype)
         # Past the end of the last batch of an evaluation.
@@ -177,24 +189,27 @@ class BatchBlocks:
         return made
 
     def entries(self, name: str) -> int:
-        """How many entries of a field are one batch's."""
+        """The number of entries of a field in one batch."""
         return len(self.share) * (1 if self.fields[name].per == "group" else self.per_group)
 
 
 def blanked(array: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """Zeros in place of the entries that are not there."""
+    """The array with zeros where `there` is False."""
     return np.where(there.reshape(-1, *[1] * (array.ndim - 1)), array, np.zeros((), array.dtype))
 
 
 class RowBatches(Batches):
     """Batches of a table. The position is the place of the next global batch's first row."""
 
-    def __init__(self, table: RowTable, blocks: BatchBlocks, settings: DataSettings, seed: int):
+    def __init__(self, table: RowTable, blocks: BatchBlocks, settings: DataSettings, seed: int, mixed: MixedTable | None = None):
+        """mixed: the mixture that the table is of."""
         import grain
+
+        self.mixed = mixed
 
         grouped_ = {"rows_per_group": blocks.per_group} if blocks.per_group > 1 else {}
         self.fingerprint = ordered(table.identity | grouped_, settings, seed)
-        self.tokens_per_batch = settings.batch * settings.sequence
+        self.tokens_per_batch = settings.batch * getattr(blocks.rows, "tokens_per_row", settings.sequence)
         self.bytes_per_token = table.bytes_per_token
         self.table, self.blocks, self.block, self.handed = table, blocks, None, 0
         self.sizes = getattr(blocks.rows, "own_sizes", {})
@@ -214,11 +229,16 @@ class RowBatches(Batches):
 
     def summary(self, steps: int | None = None) -> CorpusSummary:
         rows, batch = len(self.blocks.rows), self.blocks.batch
+        if self.mixed and self.mixed.places_per_epoch:
+            rows = self.mixed.places_per_epoch * self.blocks.per_group
         ends = None if self.blocks.count == ENDLESS else self.blocks.count
         made = steps if steps is None or ends is None else min(steps, ends)
         reached = ends is not None and (steps is None or steps >= ends)
         tail = int((self.epochs or 0) * rows) - (ends or 0) * batch if reached and self.epochs else 0
-        epochs = None if made is None else made * batch / rows
+        epochs = None if made is None or (self.mixed and not self.mixed.places_per_epoch) else made * batch / rows
+        if self.mixed:
+            parts = self.mixed.parts if made is None else self.mixed.seen(made * batch // self.blocks.per_group)
+            return replace(self.table.summary, epochs=epochs, ends_after=ends, tail_rows=tail, parts=parts)
         return replace(self.table.summary, epochs=epochs, ends_after=ends, tail_rows=tail)
 
     def example(self) -> Batch | None:

@@ -10,8 +10,9 @@
     FOLDER/train/value.NAME.bin      float32 a document: numbers of records, such as margins
     FOLDER/held_out/                 the same
 
-The folder appears under its name in one rename, complete or not at all. A writer that is killed leaves `.NAME.partial`
-beside it; the next one says so and starts over. Two writers at once wait for each other. Rows, batches and seeds are no part
+The folder appears under its name in one rename, complete or not at all. A writer that is killed or interrupted leaves `.NAME.partial`
+beside it, with a journal of how far it was: the next one reads past what was done and goes on there, with the same result. Two writers
+at once wait for each other. Rows, batches and seeds are no part
 of it: any sequence length and either packing reads the same folder.
 """
 
@@ -23,6 +24,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +37,11 @@ from argosy.data.batch import Fingerprint
 from argosy.data.chat.conversations import nothing_to_learn, record_counts, record_identity
 from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import Encoding
-from argosy.data.pack import Corpus, Encoded
-from argosy.data.rows.sequences import encoder_for
+from argosy.data.pack import Corpus
+from argosy.data.rows.encoders import encoder_for
 from argosy.data.sources import Capped, Document, Source, is_prepared
 from argosy.data.sources.records import GROUPS
+from argosy.data.split_writer import DTYPES, FLOAT, GROUP_BYTES, SplitWriter, sha256
 
 if TYPE_CHECKING:
     pass
@@ -46,10 +49,8 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "argosy corpus", 1
 SPLITS = ("train", "held_out")
 TOKENIZER = "tokenizer"
-# Bytes of text tokenized at once: enough for all cores, and little memory.
-GROUP_BYTES = 1 << 20
-FLOAT = np.dtype("<f4")
-DTYPES = {"learn.bin": np.dtype(np.uint8), "weights.bin": np.dtype("<f4")}
+# What a writer that was killed had done, in its unfinished folder; written anew after so many bytes of text and tokens.
+JOURNAL, JOURNAL_BYTES = "journal.json", 32 << 20
 Say = Callable[[str], None]
 # Called with the bytes of text done, and in all (None: unknown).
 Progress = Callable[[int, int | None], None]
@@ -70,7 +71,7 @@ class Prepared:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder of the tokenizer that it was made with, if that was kept."""
+        """The folder of the corpus's tokenizer, if it was stored."""
         folder = self.folder / TOKENIZER
         return folder if folder.is_dir() else None
 
@@ -84,7 +85,7 @@ class Prepared:
         """Reads every file and compares its sha256.
 
         Raises:
-            Damaged: naming the first file that is not what was written.
+            Damaged: a file differs from what was written; the message names the first.
         """
         for split in SPLITS:
             for name, written in self.manifest["splits"][split]["files"].items():
@@ -93,10 +94,10 @@ class Prepared:
 
 
 class HeldOut:
-    """Which documents are kept for evaluation: those whose hash falls below the share, so equal ones are on the same side.
+    """Selects the documents for evaluation: those whose hash falls below the share, so that equal documents are on the same side.
 
-    It decides document by document, from what came before, so the source is read once. A document in pieces is never held
-    out, nor one that would bring the share above twice what was asked for, or leave nothing to train on.
+    It decides document by document, so the source is read only once. A document in pieces is never held out, nor one that would bring
+    the share above twice its setting, or leave no training data.
     """
 
     def __init__(self, share: float):
@@ -125,20 +126,20 @@ def prepare(
     progress: Progress | None = None,
     say: Say = lambda text: None,
 ) -> Prepared:
-    """Tokenizes a source into `folder`, or opens what is there if it was made from the same.
+    """Tokenizes a source into `folder`, or opens the folder if it was made from the same source and settings.
 
-    The share for evaluation is drawn by document (HeldOut). Where that gives less than half of it, as in a corpus of few
-    documents, the rest is the end of the corpus.
+    The share for evaluation is drawn by document (`HeldOut`). If that gives less than half of it, as in a corpus of few documents, the
+    rest is taken from the end of the corpus.
 
     Args:
-        settings: kept in the manifest, for whoever opens the folder.
-        keep_tokenizer: save the tokenizer in the folder too.
-        progress: gets the bytes of text done, after each group of documents.
-        say: gets a sentence where an earlier writer was killed and its work starts over.
+        settings: stored in the manifest, for readers of the folder.
+        keep_tokenizer: whether the tokenizer is saved in the folder too.
+        progress: called with the bytes of text so far, after each group of documents.
+        say: called with a sentence if an earlier writer was killed and its work goes on, or starts over.
 
     Raises:
-        BadInput: no documents, or the folder holds something else.
-        ArgosyError: the disk is full; what was begun is removed.
+        BadInput: there are no documents, or the folder holds something else.
+        ArgosyError: the disk is full; unfinished files are removed.
     """
     folder = Path(folder).expanduser().absolute()
     fingerprint = corpus_identity(source, encoding, held_out)
@@ -148,10 +149,13 @@ def prepare(
                 return _same(open_prepared(folder), fingerprint)
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise BadInput("the folder holds other files", where=str(folder), hint="choose a new or empty folder")
-            if keep_tokenizer:
-                encoding.tokenizer.save(partial / TOKENIZER)
             encoder = encoder_for(source, encoding)
-            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress)
+            journal = Journal.opened(partial, fingerprint, encoder, say)
+            if keep_tokenizer:
+                shutil.rmtree(partial / TOKENIZER, ignore_errors=True)
+                encoding.tokenizer.save(partial / TOKENIZER)
+            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress, journal)
+            journal.remove()
             partial.rename(folder)
             sync(folder.parent)
     except OSError as e:
@@ -162,7 +166,7 @@ def prepare(
 
 
 def corpus_identity(source: Source, encoding: Encoding, held_out: float) -> Fingerprint:
-    """What decides the tokens. Keys that came later are left out where they change nothing, so that older runs resume."""
+    """The settings that decide the tokens. Keys that were added later are left out at their defaults, so that older runs resume."""
     made = {"tokenizer": encoding.tokenizer.fingerprint, "bos": encoding.puts_bos, "held_out": held_out}
     made |= {"special": True} if encoding.special else {}
     # Once, each MiB of a text began with a space of its own.
@@ -187,20 +191,33 @@ def write(
     fingerprint: Fingerprint,
     settings: Mapping[str, Any],
     progress: Progress | None,
+    journal: "Journal",
 ) -> None:
-    """Fills the partial folder: both splits, then the manifest."""
-    chooser, done = HeldOut(share), 0
+    """Writes the unfinished folder: both splits, then the manifest."""
+    chooser, state = HeldOut(share), journal.state
+    read, done = state.get("documents", 0), state.get("bytes", 0)
+    vars(chooser).update(state.get("chooser", {}))
+    unsaved = 0
     with ExitStack() as files:
-        writers = {split: files.enter_context(closing(SplitWriter(partial / split, encoder.dtype))) for split in SPLITS}
-        for group in grouped(source.documents()):
+        states = state.get("splits", {})
+        made = {split: SplitWriter(partial / split, encoder.dtype, states.get(split)) for split in SPLITS}
+        writers = {split: files.enter_context(closing(writer)) for split, writer in made.items()}
+        # What an earlier writer has done is read again, since what is held out and left out may depend on it, and not encoded.
+        for group in grouped(islice(source.documents(), read, None)):
             for document, encoded in zip(group, encoder.encode(group)):
                 size_bytes = len(document.text.encode())
                 # Records have no text whose bytes their tokens could be compared with.
                 text_bytes = size_bytes if document.record is None else 0
                 writers["held_out" if chooser.takes(document) else "train"].add(encoded, text_bytes)
                 done += size_bytes
+                unsaved += size_bytes + len(encoded.tokens)
+            read += len(group)
             if progress:
                 progress(done, source.size_bytes)
+            if encoder.resumes and unsaved >= JOURNAL_BYTES:
+                state = {"documents": read, "bytes": done, "chooser": vars(chooser), "encoder": encoder.state()}
+                journal.write(state | {"splits": {split: writer.state() for split, writer in writers.items()}})
+                unsaved = 0
         encoder.close()
     train, held_out = writers["train"], writers["held_out"]
     total = train.tokens + held_out.tokens
@@ -222,7 +239,8 @@ def write(
         "vocab": encoder.tokenizer.vocab,
         "fingerprint": fingerprint,
         "settings": dict(settings),
-        "source": {"files": source.files, "disk_bytes": source.disk_bytes, "max_bytes": source.max_bytes},
+        "source": {"files": source.files, "disk_bytes": source.disk_bytes, "max_bytes": source.max_bytes,
+                   "duplicates": source.duplicates},
         "special": {"documents": encoder.special_documents, "names": encoder.special_names},
         "records": record_counts(encoder, source),
         "splits": splits,
@@ -241,7 +259,7 @@ def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
     for document in documents:
         group.append(document)
         # 64, so that empty documents fill a group too.
-        size += len(document.text) + 4 * len(document.tokens or ()) + 64
+        size += len(document.text) + (0 if document.tokens is None else 4 * len(document.tokens)) + 64
         if size >= GROUP_BYTES:
             yield group
             group, size = [], 0
@@ -249,119 +267,15 @@ def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield group
 
 
-class SplitWriter:
-    """One split's files, appended to as documents come. Weights are written from the first one on that is not 1."""
-
-    def __init__(self, folder: Path, dtype: type):
-        self.folder, self.dtype = folder, np.dtype(dtype).newbyteorder("<")
-        self.tokens = self.documents = self.bytes = 0
-        self.weights: str | None = None  # the name of the file
-        folder.mkdir()
-        self.files = {name: (folder / name).open("wb") for name in ("tokens.bin", "documents.bin")}
-
-    def add(self, encoded: Encoded, size_bytes: int) -> None:
-        self.bytes += size_bytes
-        if not len(encoded.tokens):
-            return
-        for one in (encoded, *encoded.group):
-            if one.begins:
-                self.files["documents.bin"].write(np.array([self.tokens], "<i8").tobytes())
-                self.documents += 1
-            for name, value in encoded.values.items():
-                self.number(f"value.{name}.bin", np.array([value]))
-            for name, column in one.columns.items():
-                self.number(f"column.{name}.bin", column)
-            self.put(one.tokens, one.weights)
-
-    def number(self, name: str, values: np.ndarray) -> None:
-        """Adds numbers of documents or tokens. Every document has the same ones."""
-        if name not in self.files:
-            self.files[name] = (self.folder / name).open("wb")
-        self.files[name].write(values.astype(FLOAT).tobytes())
-
-    def put(self, tokens: np.ndarray, weights: np.ndarray | None) -> None:
-        self.files["tokens.bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
-        if weights is not None and (weights != 1).any():
-            self.need("learn.bin" if np.isin(weights, (0, 1)).all() else "weights.bin")
-        if self.weights:
-            given = np.ones(len(tokens)) if weights is None else weights
-            self.files[self.weights].write(given.astype(DTYPES[self.weights]).tobytes())
-        self.tokens += len(tokens)
-
-    def need(self, name: str) -> None:
-        """Opens a file of weights, and fills it with those of the tokens so far."""
-        if self.weights in (name, "weights.bin"):
-            return
-        before, self.weights = self.weights, name
-        if before:
-            self.files.pop(before).close()
-        self.files[name] = (self.folder / name).open("wb")
-        for at in range(0, self.tokens, GROUP_BYTES):
-            size = min(GROUP_BYTES, self.tokens - at)
-            self.files[name].write(self.weights_at(at, size, before).astype(DTYPES[name]).tobytes())
-        if before:
-            (self.folder / before).unlink()
-
-    def weights_at(self, at: int, size: int, name: str | None) -> np.ndarray:
-        if name is None:
-            return np.ones(size, np.uint8)
-        return np.fromfile(self.folder / name, DTYPES[name], size, offset=at * DTYPES[name].itemsize)
-
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
-
-    def take_tail(self, other: "SplitWriter", count: int, encoder: DocumentEncoder) -> None:
-        """Moves the last `count` tokens of another split behind this one's; a document that is cut becomes two."""
-        start = other.tokens - count
-        starts = np.fromfile(other.folder / "documents.bin", "<i8")
-        inside = starts[starts > start] - start + self.tokens
-        head = np.append(starts[starts < start], start)
-        self.files = {name: (self.folder / name).open("ab") for name in self.files}
-        moved_bytes = 0
-        with closing(self):
-            self.files["documents.bin"].write(np.append(self.tokens, inside).astype("<i8").tobytes())
-            for at in range(start, other.tokens, GROUP_BYTES):
-                size = min(GROUP_BYTES, other.tokens - at)
-                tokens = np.fromfile(other.folder / "tokens.bin", self.dtype, size, offset=at * self.dtype.itemsize)
-                self.put(tokens, other.weights_at(at, size, other.weights) if other.weights else None)
-                if other.bytes:
-                    words = [token for token in tokens.tolist() if token not in (*encoder.before, *encoder.after)]
-                    moved_bytes += len(encoder.tokenizer.decode(words).encode())
-            for name in [name for name in other.files if name.startswith(("value.", "column."))]:
-                first = start if name.startswith("column.") else len(head) - 1
-                self.number(name, np.fromfile(other.folder / name, FLOAT, offset=first * FLOAT.itemsize))
-                os.truncate(other.folder / name, first * FLOAT.itemsize)
-        os.truncate(other.folder / "tokens.bin", start * self.dtype.itemsize)
-        if other.weights:
-            os.truncate(other.folder / other.weights, start * DTYPES[other.weights].itemsize)
-        head[:-1].tofile(other.folder / "documents.bin")
-        self.documents, self.bytes = self.documents + 1 + len(inside), self.bytes + moved_bytes
-        other.tokens, other.documents, other.bytes = start, len(head) - 1, other.bytes - moved_bytes
-
-    def tail_of_documents(self, count: int, per_group: int = 1) -> int:
-        """How many tokens whole groups of documents at the end have: the fewest that are at least `count`, while one group stays."""
-        starts = np.fromfile(self.folder / "documents.bin", "<i8")[::per_group]
-        first = int(np.searchsorted(starts, self.tokens - count, side="right")) - 1
-        return self.tokens - int(starts[max(first, 1)]) if len(starts) > 1 else 0
-
-    def manifest(self) -> dict[str, Any]:
-        """Ends the index, and describes the files once they are on the disk."""
-        with (self.folder / "documents.bin").open("ab") as file:
-            file.write(np.array([self.tokens], "<i8").tobytes())
-        paths = sorted(self.folder.iterdir())
-        for path in [*paths, self.folder]:
-            sync(path)
-        files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
-        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "files": files}
-
-
 def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:
-    """Maps a prepared corpus. Sizes and the index are always checked; sha256 of every file where `verify` asks.
+    """Maps a prepared corpus. Sizes and the index are always checked.
+
+    Args:
+        verify: whether the sha256 of every file is checked too.
 
     Raises:
         BadInput: the folder was not written by `prepare`.
-        Damaged: its files are not what the manifest says.
+        Damaged: its files differ from the manifest.
     """
     folder = Path(folder).expanduser()
     path = folder / "manifest.json"
@@ -410,26 +324,71 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 
 
+class Journal:
+    """How far the writer of an unfinished folder is.
+
+    state: of the writer that was killed; empty for a new folder.
+    """
+
+    def __init__(self, folder: Path, fingerprint: Fingerprint, state: dict[str, Any]):
+        self.path, self.fingerprint, self.state = folder / JOURNAL, fingerprint, state
+
+    @classmethod
+    def opened(cls, folder: Path, fingerprint: Fingerprint, encoder: DocumentEncoder, say: Say) -> "Journal":
+        """The journal of a folder, and its encoder where the journal says that it was. What another corpus or a damaged journal left
+        is removed."""
+        found = cls._read(folder, fingerprint)
+        if found is None:
+            if any(folder.iterdir()):
+                say(f"writing {folder} was killed before it finished; it starts over")
+                shutil.rmtree(folder)
+                folder.mkdir()
+            return cls(folder, fingerprint, {})
+        encoder.restore(found["encoder"])
+        say(f"writing {folder} was interrupted after {found['documents']:,} documents; it goes on there")
+        return cls(folder, fingerprint, found)
+
+    @staticmethod
+    def _read(folder: Path, fingerprint: Fingerprint) -> dict[str, Any] | None:
+        try:
+            found = json.loads((folder / JOURNAL).read_bytes())
+            sizes = {split: found["splits"][split]["files"] for split in SPLITS}
+            whole = all((folder / split / name).stat().st_size >= size for split in SPLITS for name, size in sizes[split].items())
+            return found if whole and found["fingerprint"] == json.loads(json.dumps(fingerprint)) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Replaces it, once what it says is on disk."""
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(state | {"fingerprint": self.fingerprint}))
+        sync(part)
+        part.replace(self.path)
+
+    def remove(self) -> None:
+        """Removes it from a finished folder."""
+        self.path.unlink(missing_ok=True)
+
+
 @contextmanager
 def _one_writer(folder: Path, say: Say) -> Iterator[Path]:
-    """An empty folder to write in, held by one process at a time; removed if writing fails.
+    """A folder to write in, held by one process at a time. It is removed if writing fails, and stays, with its journal, if the
+    process is interrupted.
 
     The lock is a file beside the folder, and is released when its process ends. It is removed once the folder stands, when
     nobody who waited for it has anything left to write.
     """
     partial, lock = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.lock")
     with one_at_a_time(lock, say):
-        if partial.exists():
-            say(f"tokenizing into {folder} was killed before it finished; it starts over")
-            shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        partial.mkdir(exist_ok=True)
         try:
             yield partial
             lock.unlink(missing_ok=True)
-        finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        except BaseException:
+            if not (partial / JOURNAL).exists():
+                shutil.rmtree(partial, ignore_errors=True)
+            raise

@@ -4,6 +4,26 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from argosy.core.counts import plural
+from argosy.data.sources.records import LABELED
+
+
+@dataclass(frozen=True)
+class MixedPart:
+    """One source of a mixture.
+
+    name: its path.
+    rows, tokens: the size of one pass over it.
+    text: what it holds, as a paragraph.
+    share: its part of the rows of the run.
+    epochs: passes over it in the run.
+    """
+
+    name: str
+    rows: int
+    tokens: int | None
+    text: str = ""
+    share: float | None = None
+    epochs: float | None = None
 
 
 @dataclass(frozen=True)
@@ -19,7 +39,9 @@ class CorpusSummary:
     epochs: passes over the rows in the steps of the run.
     held_out_documents, held_out_tokens: the size of what is kept for evaluation.
     max_bytes: the limit on the text, where it cut any off.
+    unreadable: image files that are damaged or too large.
     short_documents: documents of fewer than two tokens, which have no target and which packing by fit leaves out.
+    duplicates: documents that occur before.
     tail_rows: the last rows of the last epoch, too few for a batch.
     ends_short: online data ends after epochs, and it is not known how many rows are too few for a batch then.
     ends_after: batches until the epochs asked for are over.
@@ -35,6 +57,7 @@ class CorpusSummary:
     targets: tokens that are predicted in one epoch.
     learned: targets that count.
     packing: how records became rows.
+    padding: share of the places of rows that hold no token, where whole documents are packed.
     chosen_packing: `packing` is the default for them, because it was not set.
     unanswered: records that are left out because nothing in them is learned.
     too_long: what happens to records longer than a row.
@@ -45,6 +68,8 @@ class CorpusSummary:
     endless: records whose answer ends with no special token.
     identical: pairs whose answers are the same.
     slots: sequences of a packed row, at most.
+
+    parts: the sources of a mixture.
     """
 
     source: str
@@ -61,6 +86,8 @@ class CorpusSummary:
     held_out_tokens: int = 0
     max_bytes: int | None = None
     short_documents: int = 0
+    duplicates: int = 0
+    unreadable: int = 0
     tail_rows: int = 0
     ends_short: bool = False
     ends_after: int | None = None
@@ -73,6 +100,7 @@ class CorpusSummary:
     targets: int = 0
     learned: int | None = None
     packing: str | None = None
+    padding: float | None = None
     chosen_packing: bool = False
     unanswered: int = 0
     too_long: str | None = None
@@ -85,6 +113,7 @@ class CorpusSummary:
     identical: int = 0
     placeholders: tuple[str, ...] = ()
     slots: int | None = None
+    parts: tuple[MixedPart, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """All known fields, for JSON."""
@@ -93,7 +122,7 @@ class CorpusSummary:
     @property
     def text(self) -> str:
         """The summary as one paragraph."""
-        sentences = [self._what(), self._left_out(), self._cut(), self._ignored(), self.warning]
+        sentences = [self._what(), self._mixed(), self._left_out(), self._cut(), self._ignored(), self.warning]
         return " ".join(sentence for sentence in sentences if sentence)
 
     def _what(self) -> str:
@@ -109,13 +138,15 @@ class CorpusSummary:
             parts.append(plural(self.documents, self.noun))
         if self.tokens:
             parts.append(plural(self.tokens, "token"))
-        if self.format and self.targets:
+        if self.format and self.targets and self.format not in LABELED:
             share = 1.0 if self.learned is None else self.learned / self.targets
             of = "in answers" if self.compared else f"learned (data.learn={self.learn})"
             parts.append(f"{100 * share:.3g} % of targets {of}")
         if self.rows:
             default = f" by data.packing={self.packing}" + (", the default for them" if self.chosen_packing else "")
             parts.append(f"{plural(self.rows, 'row')} of {self.sequence}{default if self.format else ''}")
+        if self.padding is not None:
+            parts.append(f"{100 * self.padding:.2g} % padding")
         if self.slots:
             parts.append(f"up to {plural(self.slots, 'sequence')} a row")
         if self.online:
@@ -124,6 +155,15 @@ class CorpusSummary:
         if self.epochs is not None:
             parts.append(f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)} in this run")
         return f"data {self.source}: {', '.join(parts) or 'of unknown size'}."
+
+    def _mixed(self) -> str:
+        """How much of each source of a mixture is seen."""
+        each = [
+            f"{100 * part.share:.3g} % {part.name} ({plural(part.rows, 'row')}, {part.epochs:.3g} epoch{'s' * (part.epochs != 1)})"
+            for part in self.parts
+            if part.share is not None and part.epochs is not None
+        ]
+        return f"Mixture: {'; '.join(each)}." if each else ""
 
     def _left_out(self) -> str:
         parts = []
@@ -139,14 +179,19 @@ class CorpusSummary:
             parts.append(f"{plural(self.identical, self.noun)} whose rejected answer is the chosen one")
         if self.unanswered:
             why = "" if self.compared else " (data.learn=answers)"
-            parts.append(f"{plural(self.unanswered, self.noun)} without an answer{why}")
+            lacking = "a word" if self.format in LABELED else "an answer"
+            parts.append(f"{plural(self.unanswered, self.noun)} without {lacking}{why}")
         if self.dropped:
             why = "whose answer leaves no room for its prompt" if self.too_long == "cut_prompt" else "longer than a row"
             parts.append(f"{plural(self.dropped, self.noun)} {why} (data.too_long={self.too_long})")
         if self.unlearned:
             parts.append(f"{plural(self.unlearned, self.noun)} whose answer begins after the end of a row (data.sequence)")
+        if self.unreadable:
+            parts.append(f"{plural(self.unreadable, 'image file')} that cannot be read (data.image.invalid=drop)")
         if self.short_documents:
             parts.append(f"{plural(self.short_documents, 'document')} of fewer than two tokens")
+        if self.duplicates:
+            parts.append(f"{plural(self.duplicates, self.noun)} that occur before (data.deduplicate)")
         if self.tail_rows:
             rows = plural(self.tail_rows, "prompt" if self.format == "prompt" else "row")
             parts.append(f"the last {rows}, too few for a batch (data.epochs)")
@@ -167,8 +212,8 @@ class CorpusSummary:
 
     @property
     def compared(self) -> bool:
-        """Whether records are pairs, labeled answers or steps."""
-        return self.format in ("preference", "kto", "stepwise")
+        """Whether records are pairs, labeled answers or steps, or texts with labels."""
+        return self.format in ("preference", "kto", "stepwise", *LABELED)
 
     @property
     def noun(self) -> str:

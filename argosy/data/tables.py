@@ -20,7 +20,7 @@ from argosy.data.batch import Fingerprint
 from argosy.data.chat.conversations import with_template
 from argosy.data.encoding import Encoding
 from argosy.data.order import of_records, of_sequences, packing_of, too_long_of
-from argosy.data.pack import Corpus, PackedRows, corpus_of, counts_of, rows_of
+from argosy.data.pack import Corpus, FitRows, PackedRows, corpus_of, counts_of, rows_of
 from argosy.data.prepare import (
     HeldOut,
     Prepared,
@@ -30,9 +30,10 @@ from argosy.data.prepare import (
     open_prepared,
     prepare,
 )
-from argosy.data.rows.sequences import SequenceRows, encoder_for
+from argosy.data.rows.encoders import encoder_for, sequence_rows
 from argosy.data.settings import MADE_WITH, DataSettings
-from argosy.data.sources import RowSource, Source, find_source, is_prepared
+from argosy.data.sources import RowSource, Source, is_prepared
+from argosy.data.sources.find import find_source, is_textless
 from argosy.data.summary import CorpusSummary
 
 if TYPE_CHECKING:
@@ -68,11 +69,12 @@ def find(settings: DataSettings) -> Source | RowSource | Prepared:
     Raises:
         BadInput: there is no such source, or the settings ask for another corpus than the one that was prepared.
     """
-    if not is_prepared(settings.source):
+    place = settings.single_source
+    if not is_prepared(place):
         return find_source(settings)
     if settings.online:
-        raise BadInput("a prepared corpus is not read online", where=settings.source, hint="leave `data.online` off")
-    prepared = open_prepared(settings.source)
+        raise BadInput("a prepared corpus is not read online", where=place, hint="leave `data.online` off")
+    prepared = open_prepared(place)
     check_prepared(prepared, settings)
     return prepared
 
@@ -87,9 +89,13 @@ def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
     was = {
         "held_out": made.get("held_out"), "max_bytes": made.get("source.max_bytes"), "bos": made.get("bos"),
         "documents": made.get("source.documents", "whole"), "invalid": made.get("source.invalid", "error"),
+        "encoding": made.get("source.encoding", "utf-8"),
         "special": made.get("special", False), "format": made.get("source.format", "text"),
-        "columns": json.loads(made.get("source.columns", "{}")), "learn": made.get("learn", "all"),
+        "columns": json.loads(made.get("source.columns", "{}")), "learn": made.get("learn", "answers" if "labels" in made else "all"),
+        "labels": json.loads(str(made.get("labels", "[]"))),
     }  # fmt: skip
+    kept = prepared.manifest.get("settings") or {}
+    was |= {"map": kept.get("map"), "filter": kept.get("filter"), "deduplicate": made.get("source.deduplicate", "no")}
     check_template(prepared, settings)
     for name in (name for name in MADE_WITH if name in was and name in settings.model_fields_set):
         value = getattr(settings, name)
@@ -130,10 +136,12 @@ def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
     """
     from argosy.data.tokenizers.load import load_tokenizer
 
-    if settings.source.partition(":")[0] == "synthetic":
+    if is_textless(settings.source):
         return None
-    if "tokenizer" not in settings.model_fields_set and is_prepared(settings.source):
-        kept = open_prepared(settings.source).tokenizer
+    places = [settings.source] if isinstance(settings.source, str) else [mixed.path for mixed in settings.source]
+    first = next((place for place in places if is_prepared(place)), None)
+    if "tokenizer" not in settings.model_fields_set and first is not None:
+        kept = open_prepared(first).tokenizer
         return with_template(load_tokenizer(kept or settings.tokenizer), settings.template)
     return with_template(load_tokenizer(settings.tokenizer), settings.template)
 
@@ -148,7 +156,7 @@ def holds_out(settings: DataSettings, source: Data) -> bool:
 def fitting(tokenizer: "Tokenizer | None", settings: DataSettings, vocab: int) -> "Tokenizer":
     """The tokenizer, which must exist and make no token that the model lacks."""
     if tokenizer is None:
-        raise BadInput("text needs a tokenizer", where=f"data.source={settings.source}", hint="set `data.tokenizer`")
+        raise BadInput("text needs a tokenizer", where=f"data.source={settings.source_name}", hint="set `data.tokenizer`")
     if tokenizer.vocab > vocab:
         what = f"the tokenizer has {tokenizer.vocab:,} tokens, the model only {vocab:,}"
         raise BadInput(what, where=f"data.tokenizer={settings.tokenizer}", hint=f"set `model.vocab={tokenizer.vocab}`")
@@ -170,7 +178,11 @@ def table_of(
         rows = source.rows(sequence=settings.sequence, vocab=vocab, seed=seed, held_out=split == "held_out")
         _needed(rows, split, settings)
         made = source.fingerprint()
-        return RowTable(rows, made | {"vocab": vocab}, None, described(made["source"], settings, rows=rows))
+        # A position is JSON, which has no tuples.
+        spaces = vocab if isinstance(vocab, int) else " ".join(map(str, vocab))
+        unreadable = len(getattr(source, "unreadable", ()))
+        summary = described(made["source"], settings, rows=rows, unreadable=unreadable)
+        return RowTable(rows, made | {"vocab": spaces}, None, summary)
     if isinstance(source, Corpus):
         return table_in_memory(source, split, settings, vocab)
     tokenizer = fitting(tokenizer, settings, vocab)
@@ -203,7 +215,7 @@ def packed(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> Pac
     """The rows of a corpus under the settings; `identity` says what it was made from."""
     how = settings.sequence, packing_of(settings, identity), too_long_of(settings, identity)
     if together := of_sequences(identity):
-        return SequenceRows(corpus, together, *how)
+        return sequence_rows(corpus, str(identity["source.format"]), together, *how)
     return rows_of(corpus, how[1], how[0], how[2])
 
 
@@ -244,6 +256,8 @@ def described(
         done = counts_of(rows)
         more |= {"cut": done.cut, "dropped": done.dropped, "unlearned": done.unlearned, "targets": done.targets}
         more |= {"parted": done.parted if of_records(identity) else 0, "learned": done.learned}
+    if isinstance(rows, FitRows) and len(rows):
+        more |= {"padding": 1 - int(rows.size.sum()) / (len(rows) * settings.sequence)}
     if together and "held_out_documents" in more:
         more["held_out_documents"] //= together
     if together and rows is not None and settings.packing == "fit":
@@ -258,11 +272,12 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: PackedRows | No
     records = prepared.manifest.get("records", {})
     train, held_out = (prepared.manifest["splits"][split] for split in ("train", "held_out"))
     return described(
-        settings.source, settings, prepared.train, rows, prepared.fingerprint,
+        settings.source_name, settings, prepared.train, rows, prepared.fingerprint,
         ignored=tuple(records.get("ignored", ())), unanswered=records.get("unanswered", 0), rendered=records.get("rendered"),
         learn=records.get("learn"), endless=records.get("endless", 0), identical=records.get("identical", 0),
         bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
         files=source.get("files"), source_bytes=source.get("disk_bytes"), max_bytes=source.get("max_bytes"),
+        duplicates=source.get("duplicates", 0),
         special_documents=special.get("documents", 0), special_names=tuple(special.get("names", ())),
     )  # fmt: skip
 
@@ -275,8 +290,8 @@ def _needed(rows: PackedRows, split: str, settings: DataSettings) -> PackedRows:
         if counts.dropped or counts.unlearned:
             what = f"nothing to {purpose} on is left: every record is longer than a row of {settings.sequence} tokens, or has no "
             what += "answer within it"
-            raise BadInput(what, where=settings.source, hint="raise `data.sequence`")
-        raise BadInput(f"the corpus holds nothing to {purpose} on", where=settings.source, hint=f"{hint}give more text")
+            raise BadInput(what, where=settings.source_name, hint="raise `data.sequence`")
+        raise BadInput(f"the corpus holds nothing to {purpose} on", where=settings.source_name, hint=f"{hint}give more text")
     return rows
 
 
@@ -286,11 +301,11 @@ def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progr
     Raises:
         BadInput: more text than should be tokenized while a run starts.
     """
-    fingerprint = identity_of(source, tokenizer, settings)
+    fingerprint = source_identity(source, tokenizer, settings)
     modified = source.modified()
     identity = fingerprint | {"modified": modified} if modified else fingerprint
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_folder(settings) / f"{fingerprint['source']}-{key}"
+    folder = corpus_cache(settings) / f"{fingerprint['source']}-{key}"
     if is_prepared(folder):
         try:
             return open_prepared(folder)
@@ -299,19 +314,19 @@ def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progr
     if (source.size_bytes or 0) > CORPUS_BYTES:
         raise BadInput(
             f"{source.size_bytes or 0:,} bytes of text are too many to tokenize while a run starts",
-            where=f"data.source={settings.source}",
-            hint=f"run `argosy data prepare {settings.source} FOLDER`, then train with `data.source=FOLDER`",
+            where=f"data.source={settings.source_name}",
+            hint=f"run `argosy data prepare {settings.source_name} FOLDER`, then train with `data.source=FOLDER`",
         )
     encoding = Encoding.of_settings(tokenizer, settings)
     return prepare(source, encoding, folder, held_out=settings.held_out, progress=progress)
 
 
-def identity_of(source: Source, tokenizer: "Tokenizer", settings: DataSettings) -> Fingerprint:
+def source_identity(source: Source, tokenizer: "Tokenizer", settings: DataSettings) -> Fingerprint:
     """What decides the tokens of a source under these settings."""
     return corpus_identity(source, Encoding.of_settings(tokenizer, settings), settings.held_out)
 
 
-def cache_folder(settings: DataSettings) -> Path:
+def corpus_cache(settings: DataSettings) -> Path:
     if settings.cache is not None:
         return Path(settings.cache).expanduser()
     if (home := cache_home()) is None:
@@ -337,13 +352,13 @@ def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenize
         if tokens >= enough:
             break
     corpus = corpus_of(encoded)
-    identity = identity_of(source, tokenizer, settings)
+    identity = source_identity(source, tokenizer, settings)
     rows = packed(corpus, settings, identity)
     if not len(rows):
         raise BadInput(
             "data.online holds out whole documents, and none of this source was",
-            where=settings.source,
+            where=settings.source_name,
             hint="`data.documents=paragraphs`, a larger `data.held_out`, or `data.held_out=0` to train without evaluation",
         )
     bytes_per_token = size_bytes / (len(corpus.tokens) - corpus.documents) if size_bytes else None
-    return RowTable(rows, identity, bytes_per_token, described(settings.source, settings, corpus, rows, identity))
+    return RowTable(rows, identity, bytes_per_token, described(settings.source_name, settings, corpus, rows, identity))

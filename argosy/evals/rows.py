@@ -137,7 +137,7 @@ def read_records(path: Path, rows: Sequence[Fields], format: str) -> list[Source
         BadInput: one is not of the format; it is named.
     """
     reader = RecordReader(format)
-    return [reader.record(json.dumps(row), f"{path}, row {i} of {len(rows)}") for i, row in enumerate(rows, 1)]
+    return [reader.record(row, f"{path}, row {i} of {len(rows)}") for i, row in enumerate(rows, 1)]
 
 
 def check_task_rows(path: Path, rows: list[Fields], layout: str, task: str, more: Iterable[str] = ()) -> None:

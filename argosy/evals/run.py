@@ -67,7 +67,8 @@ def evaluate_tasks(
         stopped: asked after each batch or token; when true, the task that runs is given up.
 
     Raises:
-        Stopped: by `stopped`. BadInput: as `check_evaluable`, or the settings mean nothing for this model.
+        EvaluationStopped: `stopped` returned True.
+        BadInput: as in `check_evaluable`, or the settings do not apply to this model.
     """
     check_evaluable(lm, settings)
     for planned in plan:

@@ -9,9 +9,10 @@ models; `export.model` writes their bundles.
 """
 
 import hashlib
+import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from jax import export
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged, Unsupported, complaint
 from argosy.core.formats.safetensors import SafeTensors
+from argosy.core.progress import Say
 from argosy.data.tokenizers import Tokenizer
 from argosy.export.calls import (
     checked_inputs,
@@ -34,8 +36,10 @@ from argosy.export.calls import (
     unpadded_outputs,
 )
 from argosy.export.manifest import BundleManifest, BundleProgram, BundleSignature
-from argosy.export.steps import NormalizeStep, TokenizeStep, at_unit_length, bundled_tokenizer, detokenized, tokenized
+from argosy.export.steps import TokenizeStep, bundled_tokenizer, step_result, tokenized
 from argosy.export.verify import WARN, days_left, open_bundle_weights, verify_bundle
+from argosy.ops.programs.programs import Program, Programs
+from argosy.ops.programs.store import ProgramStore
 
 RENEW = "`argosy bundle refresh BUNDLE` renews its programs from the bundle itself; the weights stay as they are"
 
@@ -45,16 +49,18 @@ class Bundle:
     """An open bundle.
 
     path: its folder.
-    manifest: everything that is known of it.
-    platform: for which its programs run: cpu, cuda, rocm or tpu.
+    manifest: its description.
+    platform: the platform that its programs run on: cpu, cuda, rocm or tpu.
     """
 
     path: Path
     manifest: BundleManifest
     platform: str
     _weights: Mapping[str, SafeTensors] = field(repr=False)
+    _stamps: Mapping[Path, os.stat_result] = field(repr=False)
     _arrays: dict[str, jax.Array] = field(default_factory=dict, init=False, repr=False)
-    _programs: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
+    _programs: dict[str, Program] = field(default_factory=dict, init=False, repr=False)
+    _run: Programs = field(default_factory=Programs, init=False, repr=False)
     _lock: Any = field(default_factory=threading.RLock, init=False, repr=False)
 
     @classmethod
@@ -70,15 +76,16 @@ class Bundle:
 
         Args:
             key: a file with the public key whose owner must have signed it.
-            say: called with a warning, a month before newer versions of jax may no longer read its programs.
-            expired: tries to read programs after that too.
+            say: called with a warning, from a month before the end of jax's promise to read its programs.
+            expired: whether to try to read programs after that.
 
         Raises:
             BadInput: there is no bundle.
-            Damaged: it differs from what was written; the file is named.
+            Damaged: a file differs from the manifest; the message names it.
             Unsupported: another format, no program for this platform, or programs that are too old for this jax.
         """
         folder = Path(path)
+        stamps = {file: file.stat() for file in (folder / "weights").glob("*")}
         manifest = verify_bundle(folder, key)
         check_window(manifest, folder, say, expired)
         platform = running_platform()
@@ -88,49 +95,65 @@ class Bundle:
                 hint = f"export the model again with platforms={','.join([*signature.platforms, platform])}"
                 raise Unsupported(what, where=str(folder), hint=hint)
         opened = [(weights, open_bundle_weights(folder, weights)) for weights in manifest.weights]
-        return cls(folder, manifest, platform, {name: file for weights, file in opened for name in weights.tensors})
+        return cls(folder, manifest, platform, {name: file for weights, file in opened for name in weights.tensors}, stamps)
 
     def run(self, inputs: Mapping[str, Any], signature: str | None = None) -> dict[str, Any]:
         """Calls a signature.
 
         Args:
-            inputs: arrays or nested lists by name; or the input of a step before the program, such as texts.
+            inputs: arrays or nested lists by name; or inputs of the steps before the program, such as texts.
             signature: its name; None: the default.
 
         Returns:
             Outputs by name: numpy arrays, and lists of texts.
 
         Raises:
-            BadInput: a signature, input, shape or type that it does not have.
+            BadInput: the bundle has no such signature or input, or a shape or type differs.
         """
         of = self.manifest.signature(signature)
         return self.run_arrays(checked_inputs(of, self.preprocessed(of, inputs)), signature)
 
     def run_arrays(self, arrays: Mapping[str, np.ndarray], signature: str | None = None) -> dict[str, Any]:
-        """As `run`, for inputs from `calls.checked_inputs`."""
+        """Calls a signature with inputs from `calls.checked_inputs`; otherwise like `run`."""
         of = self.manifest.signature(signature)
         sizes = named_sizes(of, arrays)
         program = chosen_program(of, self.platform, sizes)
         outputs = self._called(of, program, padded_inputs(of, arrays, program))
         found: dict[str, Any] = unpadded_outputs(of, outputs, sizes)
         for step in of.postprocess:
-            if isinstance(step, NormalizeStep):
-                found[step.output] = at_unit_length(found[step.output])
-            else:
-                found[step.output] = detokenized(step, self.tokenizer(step.folder), found)
+            found[step.output] = step_result(step, found, self.tokenizer)
         return found
 
-    def warm_up(self, signature: str | None = None, sizes: Mapping[str, int] | None = None) -> int:
-        """Compiles every program of fixed sizes; of a signature with open sizes, what its example needs. Returns how many.
+    def compile(
+        self, sizes: Mapping[str, Iterable[Mapping[str, int]]], store: ProgramStore | None = None, say: Say | None = None
+    ) -> int:
+        """Compiles programs before the first call needs them. Returns the number of programs.
 
         Args:
-            sizes: of named axes, which programs with open sizes are compiled for in place of those of the example.
+            sizes: for each signature with open sizes, the sizes of named axes to compile for. Programs of fixed sizes are compiled too.
+            store: where compiled programs are read from and written to.
+            say: called every second with the remaining work.
         """
+        wanted = {}
+        for name, every in sizes.items():
+            of = self.manifest.signature(name)
+            for program in [program for program in of.programs if self.platform in program.platforms]:
+                for some in every:
+                    fixed = tuple(sorted((dict(some) | program.shapes).items()))
+                    wanted[program.file, fixed] = of, program
+        with self._run.ahead(store, say):
+            for (_, fixed), (of, program) in wanted.items():
+                arrays = filled_inputs(of, dict(fixed))
+                self._run(self._program(of, program), _shapes(arrays), self._signature_weights(of), arrays)
+        return len(wanted)
+
+    def warm_up(self, signature: str | None = None) -> int:
+        """Calls every program of fixed sizes once, and signatures with open sizes with their example. Returns the number of calls."""
         of = self.manifest.signature(signature)
         count = 0
         for program in [program for program in of.programs if self.platform in program.platforms]:
-            if program.shapes or sizes is not None:
-                self._called(of, program, filled_inputs(of, dict(sizes or {}) | program.shapes))
+            if program.shapes:
+                self._called(of, program, filled_inputs(of, program.shapes))
             elif of.example:
                 self.run(of.example, signature)
             else:
@@ -146,14 +169,34 @@ class Bundle:
             return self._tokenizers[folder]
 
     def weight(self, name: str) -> np.ndarray:
-        """A tensor as it is stored: a read-only view of its file."""
-        return self._weights[name].read(name)
+        """A tensor as it is stored: a read-only view of its file.
+
+        Raises:
+            Damaged: the file was altered in its place after the bundle was opened.
+        """
+        file = self._weights[name]
+        self._check_unaltered(file.path)
+        return file.read(name)
+
+    def _check_unaltered(self, path: Path) -> None:
+        """Checks a mapped file. Another file that took its name does not matter: the mapping is of the one that was opened."""
+        try:
+            before, now = self._stamps[path], path.stat()
+        except FileNotFoundError:
+            return
+        if before.st_ino != now.st_ino or (before.st_mtime_ns, before.st_size) == (now.st_mtime_ns, now.st_size):
+            return
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != path.stem:
+            raise Damaged(f"{path.parent.name}/{path.name} was altered after the bundle was opened", where=str(self.path))
 
     def close(self) -> None:
-        """Lets go of its programs, and of its weights on the device."""
+        """Releases its programs, and its weights on the device."""
         with self._lock:
             self._programs.clear()
             self._arrays.clear()
+            self._run = Programs()
 
     # ---------------------------------------------------------------- programs
 
@@ -162,47 +205,50 @@ class Bundle:
         return {}
 
     def preprocessed(self, signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs with those of the steps replaced by what the steps make of them."""
+        """The inputs after the steps before the program have run."""
         found = dict(inputs)
         for step in signature.preprocess:
             if step.input in found:
-                found |= self._tokenized(step, signature, found.pop(step.input), found)
+                texts = [found.pop(name, None) for name in step.texts]
+                found |= self._tokenized(step, signature, texts, found)
         return found
 
-    def _tokenized(self, step: TokenizeStep, signature: BundleSignature, texts: Any, others: Mapping[str, Any]) -> dict[str, Any]:
-        if twice := [name for name in (step.tokens, step.mask) if name in others]:
+    def _tokenized(self, step: TokenizeStep, signature: BundleSignature, texts: list[Any], others: Mapping[str, Any]) -> dict[str, Any]:
+        if twice := [name for name in step.results if name in others]:
             raise BadInput(f"`{step.input}` and `{twice[0]}`", hint="one of them: ids are made of the text")
         shape = next(i.shape for i in signature.inputs if i.name == step.tokens)
         longest = signature.limits.get(str(shape[1]), shape[1] if isinstance(shape[1], int) else None)
-        return tokenized(step, self.tokenizer(step.folder), texts, longest)
+        return tokenized(step, self.tokenizer(step.folder), texts[0], longest, *texts[1:])
 
     def _called(self, signature: BundleSignature, program: BundleProgram, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         call = self._program(signature, program)
-        outputs = call({name: self._array(name) for name in signature.weights}, dict(arrays))
+        outputs = self._run(call, _shapes(arrays), self._signature_weights(signature), dict(arrays))
         return {name: np.asarray(value) for name, value in outputs.items()}
 
-    def _array(self, name: str) -> jax.Array:
-        """A tensor on the device, where it stays."""
+    def _signature_weights(self, signature: BundleSignature) -> dict[str, jax.Array]:
+        """The weights of a signature on the device, where they stay."""
         with self._lock:
-            if name not in self._arrays:
-                self._arrays[name] = jax.device_put(self.weight(name))
-            return self._arrays[name]
+            for name in signature.weights:
+                if name not in self._arrays:
+                    self._arrays[name] = jax.device_put(self.weight(name))
+            return {name: self._arrays[name] for name in signature.weights}
 
-    def _program(self, signature: BundleSignature, program: BundleProgram) -> Callable[..., Any]:
+    def _program(self, signature: BundleSignature, program: BundleProgram) -> Program:
         """The program as a function (weights, inputs) -> outputs."""
         with self._lock:
             if program.file not in self._programs:
                 exported = self.exported(program)
                 check_program(exported, program, signature, self)
-                self._programs[program.file] = jax.jit(exported.call)
+                made_of = f"{self.manifest.files[program.file].sha256} {self.platform}"
+                self._programs[program.file] = Program(exported.call, made_of=made_of, implied=1)
             return self._programs[program.file]
 
     def exported(self, program: BundleProgram) -> export.Exported:
         """A program, deserialized.
 
         Raises:
-            Damaged: it was altered after the bundle was opened.
-            Unsupported: this version of jax does not read it.
+            Damaged: the file was altered after the bundle was opened.
+            Unsupported: this version of jax cannot read it.
         """
         data = (self.path / program.file).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.manifest.files[program.file].sha256:
@@ -216,6 +262,11 @@ class Bundle:
             raise Unsupported(what, where=str(self.path), hint=hint) from error
 
 
+def _shapes(arrays: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
+    """What tells the compilations of a program apart."""
+    return tuple(a.shape for a in arrays.values())
+
+
 def running_platform() -> str:
     """The platform of this process, by the names of `jax.export`."""
     backend = jax.default_backend()
@@ -225,10 +276,10 @@ def running_platform() -> str:
 
 
 def check_window(manifest: BundleManifest, folder: Path, say: Callable[[str], None], expired: bool = False) -> None:
-    """Checks that this version of jax promises to read the programs. The version that wrote them reads them for ever.
+    """Checks that this version of jax promises to read the programs. The version that wrote them can always read them.
 
     Raises:
-        Unsupported: it no longer does, and `expired` is false; or it is too old.
+        Unsupported: the promise has ended and `expired` is false, or this version is too old.
     """
     check_stablehlo(manifest, folder)
     left, writer = days_left(manifest), manifest.versions.get("jax", "")
@@ -243,10 +294,10 @@ def check_window(manifest: BundleManifest, folder: Path, say: Callable[[str], No
 
 
 def check_stablehlo(manifest: BundleManifest, folder: Path) -> None:
-    """Checks that this version of jax is new enough for the programs. XLA's own error says nothing of versions.
+    """Checks that this version of jax is new enough for the programs, since XLA's own error does not mention versions.
 
     Raises:
-        Unsupported: it is not.
+        Unsupported: it is too old.
     """
     from jaxlib.mlir.dialects import stablehlo
 
@@ -263,10 +314,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def check_program(exported: export.Exported, program: BundleProgram, signature: BundleSignature, bundle: Bundle) -> None:
-    """Checks that a program takes and gives what the manifest says.
+    """Checks that the inputs and outputs of a program are those of the manifest.
 
     Raises:
-        Damaged: it does not.
+        Damaged: they differ.
     """
     layouts = {name: layout for file in bundle.manifest.weights for name, layout in file.tensors.items()}
     weights = {name: (tuple(map(str, layouts[name].shape)), layouts[name].dtype) for name in signature.weights}

@@ -1,4 +1,6 @@
-"""One call of a signature, in numpy: inputs are checked, a program is chosen by their sizes, and they are padded up to its sizes."""
+"""A call of a signature, in numpy: its inputs are checked, a program is chosen by their sizes, and they are padded to the program's
+sizes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +12,13 @@ from argosy.export.manifest import BundleProgram, BundleSignature, TensorSignatu
 
 
 def checked_inputs(signature: BundleSignature, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Every input of a signature as an array of its type; those that are left out are filled.
+    """Every input of a signature as an array of its type; optional inputs that are missing get their default.
 
     Raises:
-        BadInput: an input that there is none of, that is missing, or that has another type or number of axes.
+        BadInput: an input is unknown, missing, or has another type or number of axes.
     """
     known = {spec.name: spec for spec in signature.inputs}
-    texts = [step.input for step in signature.preprocess]
+    texts = [name for step in signature.preprocess for name in step.texts]
     for name in inputs:
         if name not in known:
             raise BadInput(f"no input `{name}`", hint=nearest(name, [*texts, *known]))
@@ -26,7 +28,9 @@ def checked_inputs(signature: BundleSignature, inputs: Mapping[str, Any]) -> dic
         raise BadInput(f"input `{missing[0]}` is missing", hint=f"it takes {', '.join(known)}{other}")
     sizes = named_sizes(signature, found)
     for spec in signature.inputs:
-        if spec.name not in found:
+        if spec.name in found:
+            _check_range(spec, found[spec.name])
+        else:
             shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
             found[spec.name] = np.full(shape, spec.default, dtype_of_name(spec.dtype))
     return {spec.name: found[spec.name] for spec in signature.inputs}
@@ -45,6 +49,20 @@ def _as_array(spec: TensorSignature, value: Any) -> np.ndarray:
     return array
 
 
+def _check_range(spec: TensorSignature, array: np.ndarray) -> None:
+    """Raises: BadInput: a number is outside the range of its input; NaN is."""
+    fits = np.ones(array.shape, bool)
+    if spec.minimum is not None:
+        fits &= array >= spec.minimum
+    if spec.maximum is not None:
+        fits &= array <= np.asarray(spec.maximum)
+    if not fits.all():
+        takes = f"{spec.minimum} and more" if spec.maximum is None else f"{spec.maximum} at most"
+        if spec.minimum is not None and spec.maximum is not None:
+            takes = f"{spec.minimum} to {spec.maximum}"
+        raise BadInput(f"input `{spec.name}` has {array[~fits][0]}, and this signature takes {takes}")
+
+
 def _of_list(spec: TensorSignature, value: Any, dtype: np.dtype) -> np.ndarray:
     """Numbers of JSON. No number is rounded to a whole one, and none overflows."""
     try:
@@ -61,11 +79,15 @@ def _of_list(spec: TensorSignature, value: Any, dtype: np.dtype) -> np.ndarray:
         limits = np.iinfo(dtype)
         if int(plain.min()) < limits.min or int(plain.max()) > limits.max:
             raise BadInput(f"input `{spec.name}` has numbers outside {spec.dtype}")
-    return plain.astype(dtype)
+    with np.errstate(over="ignore"):
+        found = plain.astype(dtype)
+    if dtype.kind not in "biuc" and (np.isfinite(plain) & ~np.isfinite(found.astype(np.float64))).any():
+        raise BadInput(f"input `{spec.name}` has numbers outside {spec.dtype}")
+    return found
 
 
 def shape_text(spec: TensorSignature) -> str:
-    """A shape as people write it: [batch, 16]."""
+    """A shape in readable form, such as [batch, 16]."""
     return f"[{', '.join(map(str, spec.shape))}]"
 
 
@@ -73,7 +95,7 @@ def named_sizes(signature: BundleSignature, arrays: Mapping[str, np.ndarray]) ->
     """The size of each named axis.
 
     Raises:
-        BadInput: an axis of another size, two of one name that differ, or more than the limit.
+        BadInput: an axis has a wrong size, two axes of one name differ, or a size exceeds its limit.
     """
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
@@ -98,10 +120,10 @@ def named_sizes(signature: BundleSignature, arrays: Mapping[str, np.ndarray]) ->
 
 
 def chosen_program(signature: BundleSignature, platform: str, sizes: Mapping[str, int]) -> BundleProgram:
-    """The program of exactly these sizes, or of the smallest that they can be padded to.
+    """The program of exactly these sizes, or the smallest to which they can be padded.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such program.
     """
     mine = [program for program in signature.programs if platform in program.platforms]
     fitting = [program for program in mine if all(_fits(signature, name, sizes, size) for name, size in program.shapes.items())]
@@ -117,7 +139,7 @@ def _fits(signature: BundleSignature, name: str, sizes: Mapping[str, int], size:
 
 
 def filled_inputs(signature: BundleSignature, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Inputs of these sizes with no meaning; named axes without one have size 1."""
+    """Placeholder inputs of these sizes; named axes without a size have size 1."""
     found = {}
     for spec in signature.inputs:
         shape = [sizes.get(size, 1) if isinstance(size, str) else size for size in spec.shape]
@@ -128,7 +150,7 @@ def filled_inputs(signature: BundleSignature, sizes: Mapping[str, int]) -> dict[
 def padded_inputs(
     signature: BundleSignature, arrays: Mapping[str, np.ndarray], program: BundleProgram
 ) -> dict[str, np.ndarray]:
-    """The inputs at the sizes of a program."""
+    """The inputs, padded to the sizes of a program."""
     return {spec.name: _padded(arrays[spec.name], spec, program.shapes) for spec in signature.inputs}
 
 
@@ -142,9 +164,15 @@ def _padded(array: np.ndarray, spec: TensorSignature, sizes: Mapping[str, int]) 
 def unpadded_outputs(
     signature: BundleSignature, outputs: Mapping[str, np.ndarray], sizes: Mapping[str, int]
 ) -> dict[str, np.ndarray]:
-    """The outputs at the sizes of the inputs, in the order of the signature."""
+    """The outputs without padding, in the order of the signature.
+
+    Args:
+        sizes: the sizes of named axes before padding.
+    """
     found = {}
     for spec in signature.outputs:
         array = outputs[spec.name]
-        found[spec.name] = array[tuple(slice(sizes.get(str(name), size)) for name, size in zip(spec.shape, array.shape))]
+        part = array[tuple(slice(sizes.get(str(name), size)) for name, size in zip(spec.shape, array.shape))]
+        # numpy gives a number, and no array, for all of an array without axes.
+        found[spec.name] = np.asarray(part)
     return found

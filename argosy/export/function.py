@@ -42,22 +42,22 @@ def export_function(
 
     Args:
         function: a function, or an `nnx.Module` that is called.
-        args: an example of each argument: an array, or a `jax.ShapeDtypeStruct`, which may leave sizes open. An `nnx.Module` among them
-            is split into weights.
+        args: an example of each argument: an array, or a `jax.ShapeDtypeStruct`, which may leave sizes open. The weights of an
+            `nnx.Module` become tensors of the bundle.
         target: a new folder.
         signature: the name of the signature.
         inputs: names of its inputs, in their order; by default those of the parameters.
         outputs: names of its outputs, in their order; by default the keys of a mapping, or `output`, `output_1` ...
         platforms: what its programs run on: cpu, cuda, rocm, tpu.
-        batch: the sizes of the first axis of every input and output, with a program for each; smaller batches are filled up with zeros.
+        batch: the sizes of the first axis of every input and output, with a program for each; smaller batches are padded with zeros.
             "symbolic": any size. None: as in `args`.
-        description: what it computes.
-        lineage: what it was made from; in the manifest.
-        how: `store`, `sign` and so on, as in `write_bundle`.
+        description: a sentence that says what it computes.
+        lineage: its origin, for the manifest.
+        how: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
-        BadInput: arguments that are no arrays, names that do not fit, or the target exists; nothing is written.
-        Unsupported: it calls what has no promise of compatibility, or branches on sizes that are left open.
+        BadInput: arguments are no arrays, names do not fit, or the target exists; nothing is written.
+        Unsupported: the function uses operations without a promise of compatibility, or branches on open sizes.
     """
     call, weights, values = _without_modules(function, args)
     specs = _named(function, args, values, inputs)

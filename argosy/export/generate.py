@@ -30,16 +30,18 @@ def generated(
     room: int,
     stops: Sequence[int],
 ) -> tuple[Int[Array, "B N"], Int[Array, "B"]]:
-    """Completions, and how many tokens each has; 0 stands after the last. The token that ends a completion is not part of it.
+    """Completions [B N], padded with 0, and the number of tokens of each [B]. The token that ends a completion is not part of it.
 
     Args:
-        mask: 1 for tokens of the prompt, 0 for what follows.
-        seed: of random numbers, [] uint32.
-        max_tokens: the most tokens of each completion, [] int32.
-        room: N, the most that it may be.
+        mask: [B P], 1 for tokens of the prompt, 0 for padding after it.
+        seed: random seed, [] uint32.
+        max_tokens: limit of each completion in tokens, [] int32.
+        room: N, the largest value of `max_tokens`.
         stops: ids that end a completion.
     """
     B, P = tokens.shape
+    # Tokens of a prompt come first, in their order: transformers pads batches of prompts on the left.
+    tokens = jnp.take_along_axis(tokens, jnp.argsort(mask == 0, axis=1, stable=True), 1)
     lengths = mask.sum(1, dtype=jnp.int32)
     rows = jnp.arange(B, dtype=jnp.int32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows)
@@ -51,9 +53,12 @@ def generated(
         logits = logits.astype(sums_in(logits.dtype))
 
         def drawn() -> Array:
-            warm = jnp.where(temperature > 0, temperature, 1).astype(logits.dtype)
+            tiny = np.finfo(np.float32).tiny
+            warm = jnp.where(temperature > 0, jnp.maximum(temperature, tiny), 1).astype(logits.dtype)
+            # The largest becomes 0: at a temperature near 0, XLA's roundings of the others' quotients may differ between two uses.
+            below = logits - logits.max(-1, keepdims=True)
             here = jax.vmap(jax.random.fold_in, (0, None))(keys, at)
-            return jnp.where(temperature > 0, draw_token(logits / warm[:, None], here)[0], largest_token(logits))
+            return jnp.where(temperature > 0, draw_token(below / warm[:, None], here)[0], largest_token(logits))
 
         return jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: largest_token(logits))
 

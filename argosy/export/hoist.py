@@ -1,4 +1,4 @@
-"""Arrays that a function closes over, as weights of its program.
+"""Turns arrays that a function closes over into weights of its program.
 
 JAX puts them into a program as constants. A bundle keeps weights beside its programs, so a traced function is evaluated again with
 its large constants as arguments: those of the function itself, and those of functions under `jit` that it calls. One inside a loop or
@@ -23,7 +23,7 @@ CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 class Hoisted:
-    """The large constants of traced functions, by name. Equal arrays have one name in all of them."""
+    """The large constants of traced functions, by name. Equal arrays share one name."""
 
     def __init__(self) -> None:
         self.constants: dict[str, np.ndarray] = {}

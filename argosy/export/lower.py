@@ -1,8 +1,8 @@
 """Functions as portable StableHLO bytes, and back. Weights remain arguments.
 
-The bytes stay readable as long as `jax.export` promises: six months backward, three weeks forward. Programs for one platform or several
-use implementations of ops that every XLA compiles: kernels in Triton, cuDNN's calls and those of `ops.native` have no such promise, and
-`jax.export` refuses programs that call them.
+The bytes stay readable for the time that `jax.export` promises: six months backward, three weeks forward. Programs for one platform or
+several use implementations of ops that every XLA compiles: kernels in Triton, cuDNN's calls and those of `ops.native` have no such
+promise, and `jax.export` refuses programs that call them.
 """
 
 import re
@@ -31,13 +31,13 @@ NamedFunction = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, An
 
 
 def portable_implementations(platforms: Sequence[str]) -> dict[str, str]:
-    """The implementations by name for a program on these platforms, lowered on this machine."""
+    """The implementation of each op for a program on these platforms that is lowered on this machine, by op."""
     return dict(PORTABLE_ON_CPU if list(platforms) == ["cpu"] and jax.default_backend() == "cpu" else PORTABLE)
 
 
 @contextmanager
 def portable(platforms: Sequence[str]) -> Iterator[None]:
-    """Programs traced inside use implementations that are portable to these platforms, whatever this process runs on."""
+    """A scope for tracing programs with implementations that are portable to these platforms, whatever this process runs on."""
     with implementations(**portable_implementations(platforms)):
         yield
 
@@ -51,8 +51,8 @@ def export_program(
         weights, inputs: arrays, or shapes and types, which may leave sizes open.
 
     Raises:
-        BadInput: a platform that there is none of, or weights or inputs that do not fit the function.
-        Unsupported: it calls what has no promise of compatibility, or branches on sizes that are left open.
+        BadInput: an unknown platform, or weights or inputs that do not fit the function.
+        Unsupported: the function uses operations without a promise of compatibility, or branches on open sizes.
     """
     if unknown := [platform for platform in platforms if platform not in KNOWN_PLATFORMS]:
         raise BadInput(f"platform `{unknown[0]}`", hint=f"of {', '.join(KNOWN_PLATFORMS)}")
@@ -63,14 +63,19 @@ def export_program(
 
 @contextmanager
 def export_errors() -> Iterator[None]:
-    """Turns jax's refusals of a function into ours.
+    """Converts jax's errors about a function to ours.
 
     Raises:
-        Unsupported: it calls what has no promise of compatibility, or branches on sizes that are left open.
+        Unsupported: the function uses operations without a promise of compatibility, or branches on open sizes.
     """
     try:
         yield
-    except (InconclusiveDimensionOperation, ConcretizationTypeError) as error:
+    except (InconclusiveDimensionOperation, ConcretizationTypeError, TypeError) as error:
+        if isinstance(error, TypeError) and "_DimExpr" not in str(error):
+            raise
+        if "as an integer" in str(error):
+            what = "the function makes a number of a size that is left open, as len(x) does"
+            raise Unsupported(what, hint="x.shape[0] in place of len(x); or fixed sizes, such as batch=[1, 8, 32]") from error
         what = f"the function cannot be exported with open sizes: {complaint(error)}"
         raise Unsupported(what, hint="list the sizes: batch=1,4,16 length=128") from None
     except ValueError as error:
@@ -85,7 +90,7 @@ def export_errors() -> Iterator[None]:
 def lowered(
     model: Any, forward: Callable[..., Any], args: Sequence[Any], *, platforms: Sequence[str] = PLATFORMS
 ) -> bytes:
-    """Exports `forward(model, *args)` as a program (weights, *args) -> what it returns.
+    """Exports `forward(model, *args)` as a program (weights, *args) -> outputs.
 
     Args:
         args: arrays, or their shapes and types, which may leave sizes open.

@@ -1,8 +1,8 @@
-"""The manifest of a bundle: what it holds, how it is called, and the size and SHA-256 of every file.
+"""The manifest of a bundle: its signatures, programs and weights, and the size and SHA-256 of every file.
 
 The text of a manifest is canonical: parsing it and writing it again gives the same bytes. So each of its bytes is checked, blanks too,
-and two bundles with equal contents have equal manifests but for their dates. A name in a manifest is a path inside the bundle, never
-one outside. This module knows nothing of jax: a bundle is verified where no program can run.
+and two bundles with equal contents have equal manifests except for their dates. A file name in a manifest is a path inside the bundle.
+This module does not import jax: a bundle can be verified on a machine that cannot run its programs.
 """
 
 import hashlib
@@ -12,11 +12,18 @@ from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from argosy.core.errors import BadInput, Damaged, Unsupported, complaint
 from argosy.core.settings import Settings
-from argosy.export.steps import DetokenizeStep, NormalizeStep, TokenizeStep
+from argosy.export.steps import (
+    DetokenizeStep,
+    LabelsStep,
+    NormalizeStep,
+    ProbabilitiesStep,
+    TokenizePairsStep,
+    TokenizeStep,
+)
 
 # Counts up when the files of a bundle are laid out in another way.
 FORMAT = 1
@@ -48,16 +55,25 @@ class TensorSignature(Settings):
     default: int | float | None = None
     """The number that fills an input which is left out. None: the input is required."""
     pad: int = 0
-    """The number in rows and places that are added up to the next size of a program."""
+    """The value of padding, in rows and positions that are added to reach the size of a program."""
+    minimum: int | float | None = None
+    """The least number of an input. None: any."""
+    maximum: int | float | list[int] | None = None
+    """The largest number of an input, or one for each place of its last axis. None: any."""
+
+    @model_serializer(mode="wrap")
+    def _without_open_ranges(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A bundle from before there were ranges has the same text as when it was written."""
+        return {name: value for name, value in written(self).items() if value is not None or name not in ("minimum", "maximum")}
 
 
 class BundleProgram(Settings):
     """A program of a signature."""
 
     file: str
-    """Its file: what `jax.export` serialized."""
+    """Name of the file that `jax.export` serialized."""
     platforms: list[str]
-    """What it was lowered for: cpu, cuda, rocm, tpu."""
+    """The platforms that it was lowered for: cpu, cuda, rocm, tpu."""
     shapes: dict[str, int] = Field(default_factory=dict)
     """The size of each named axis; empty: any size."""
 
@@ -66,25 +82,25 @@ class BundleSignature(Settings):
     """One way to call a bundle."""
 
     description: str = ""
-    """What it computes."""
+    """What the signature computes, in a sentence."""
     inputs: list[TensorSignature]
     """Inputs of its programs."""
     outputs: list[TensorSignature]
     """Outputs of its programs."""
     programs: list[BundleProgram]
-    """For each platform and shape. The first that fits is run."""
+    """One program for each platform and shape. The first that fits is run."""
     weights: list[str]
-    """Names of the tensors that its programs take."""
+    """Names of the tensors that the programs take."""
     padding: list[str] = Field(default_factory=list)
-    """Named axes that may be filled up to the next size of a program, because the rest of the result does not depend on it."""
+    """Named axes that may be padded to the next size of a program, because the padding does not change other results."""
     limits: dict[str, int] = Field(default_factory=dict)
-    """The largest size of named axes."""
-    preprocess: list[TokenizeStep] = Field(default_factory=list)
+    """Largest size of each named axis."""
+    preprocess: list[TokenizeStep | TokenizePairsStep] = Field(default_factory=list)
     """Steps before the program."""
-    postprocess: list[NormalizeStep | DetokenizeStep] = Field(default_factory=list)
+    postprocess: list[NormalizeStep | ProbabilitiesStep | LabelsStep | DetokenizeStep] = Field(default_factory=list)
     """Steps after it."""
     example: dict[str, Any] = Field(default_factory=dict)
-    """Inputs of a call, for a first try and for warming up."""
+    """Example inputs, for a first call and for warming up."""
 
     @property
     def platforms(self) -> list[str]:
@@ -107,37 +123,37 @@ class WeightsFile(Settings):
 
 
 class FileRecord(Settings):
-    """What a file must be."""
+    """The size and hash of a file."""
 
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
 class BundleManifest(Settings):
-    """Everything that is known of a bundle without running it."""
+    """The description of a bundle: everything that can be known without running it."""
 
     format: Literal[1] = FORMAT
     default: str
-    """The signature that is called where none is named."""
+    """The signature that is called if a request names none."""
     signatures: dict[str, BundleSignature]
     weights: list[WeightsFile]
     files: dict[str, FileRecord]
     versions: dict[str, str]
-    """Of argosy, jax, jaxlib, StableHLO and the calling convention that wrote it."""
+    """Versions of argosy, jax, jaxlib, StableHLO and the calling convention that the bundle was written with."""
     written: str
-    """When, as an ISO date and time in UTC."""
+    """Time of writing, as an ISO date and time in UTC."""
     readable_until: str
     """The date until which newer versions of jax promise to read its programs."""
     implementations: dict[str, str] = Field(default_factory=dict)
-    """Implementations of ops in its programs, by op."""
+    """The implementation of each op in its programs, by op."""
     lineage: dict[str, Any] = Field(default_factory=dict)
-    """Model, run, data and parent."""
+    """The model, run, data and parent that the bundle was made from."""
 
     def signature(self, name: str | None = None) -> BundleSignature:
         """A signature by name; None: the default.
 
         Raises:
-            BadInput: there is none of this name.
+            BadInput: there is no signature of this name.
         """
         name = self.default if name is None else name
         if name not in self.signatures:
@@ -152,7 +168,7 @@ def bundle_text(manifest: BundleManifest) -> str:
 
 
 def bundle_digest(manifest: BundleManifest) -> str:
-    """The hash that tells this bundle from any other."""
+    """The hash that identifies this bundle."""
     return _digest(manifest.model_dump(mode="json"))
 
 
@@ -165,7 +181,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_bundle_text(data: bytes, where: str) -> BundleManifest:
-    """The manifest of this text.
+    """Parses a manifest.
 
     Args:
         where: the file, for errors.
@@ -201,7 +217,7 @@ def dtype_of_name(name: str) -> np.dtype:
     """A type by its name.
 
     Raises:
-        Damaged: there is none.
+        Damaged: there is no such type.
     """
     if name not in DTYPES:
         raise Damaged(f"unknown type `{name}`")

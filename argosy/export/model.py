@@ -1,4 +1,4 @@
-"""Models as bundles: `argosy export MODEL OUT`, and `lm.export(OUT)`."""
+"""Exports models as bundles: `argosy export MODEL OUT`, and `lm.export(OUT)`."""
 
 import itertools
 import tempfile
@@ -41,15 +41,15 @@ def export_model(
 
     Args:
         target: a new folder.
-        signature: logits, embed or generate, or several; the first is the default. None: embed for encoders, logits for decoders.
-        platforms: what its programs run on: cpu, cuda, rocm, tpu.
-        batch: the sizes of a batch, with a program for each; smaller batches are filled up. None: any size, compiled when it is first
-            met.
-        length: likewise of sequences; of `generate`, the longest prompts.
-        max_tokens: of `generate`: the most tokens of a completion.
-        lineage: what the model was made from; in the manifest.
-        say: called with what is done.
-        how: `store`, `sign` and so on, as in `write_bundle`.
+        signature: logits, embed, classify, generate, rank, user or item, or several; the first is the default. None: rank for rankers,
+            classify for models with a head of scores, else embed for encoders and logits for decoders.
+        platforms: the platforms that its programs run on: cpu, cuda, rocm, tpu.
+        batch: batch sizes, with a program for each; smaller batches are padded. None: any size, compiled on first use.
+        length: sequence lengths, with a program for each; for `generate`, lengths of prompts. None: any length.
+        max_tokens: for `generate`, limit of a completion in tokens.
+        lineage: the origin of the model, for the manifest.
+        say: called with progress messages.
+        how: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
         BadInput: the model has no such signature, a size is wrong, or the target exists; nothing is written.
@@ -58,7 +58,7 @@ def export_model(
     if lm.in_blocks:
         what = "weights in the blocks of a .gguf file are for kernels of this machine"
         raise Unsupported(what, hint="load the model without `blocks`")
-    default = "logits" if lm.config.causal else "embed"
+    default = "rank" if lm.config.inputs == "clicks" else "classify" if lm.config.scored else "logits" if lm.config.causal else "embed"
     names = [signature or default] if signature is None or isinstance(signature, str) else list(signature)
     if max_tokens is not None and "generate" not in names:
         raise BadInput("max_tokens is for signature=generate")
@@ -90,7 +90,7 @@ def listed_sizes(name: str, sizes: int | Sequence[int] | None) -> list[int] | No
     """The sizes of an axis in ascending order; None: any.
 
     Raises:
-        BadInput: a size below 1, or none.
+        BadInput: a size is below 1, or the list is empty.
     """
     if sizes is None:
         return None
@@ -104,20 +104,20 @@ def check_lengths(lengths: Sequence[int], most: int) -> None:
     """Checks that the model takes sequences of these lengths.
 
     Raises:
-        BadInput: it does not.
+        BadInput: a length exceeds its context.
     """
     if max(lengths) > most:
         raise BadInput(f"length = {max(lengths)} is more than this signature's {most} tokens")
 
 
 def combined(sizes: Mapping[str, Sequence[int] | None]) -> list[dict[str, int]]:
-    """Every combination of the listed sizes, the axes without a list left open."""
+    """Every combination of the listed sizes. Axes without a list stay open."""
     listed = {name: some for name, some in sizes.items() if some is not None}
     return [dict(zip(listed, values)) for values in itertools.product(*listed.values())]
 
 
 def abstract_inputs(signature: BundleSignature, fixed: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The inputs of a signature as shapes and types, with axes that are not fixed left open."""
+    """The shapes and types of a signature's inputs. Axes that are not fixed stay open."""
     names = {size: None for spec in signature.inputs for size in spec.shape if isinstance(size, str) and size not in fixed}
     opened = dict(zip(names, export.symbolic_shape(", ".join(names)))) if names else {}
     sizes = {**fixed, **opened}
@@ -138,7 +138,7 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def model_lineage(lm: LM) -> dict[str, Any]:
-    """What a model says of itself: its family, settings, size and type."""
+    """The description of a model for a manifest: its family, settings, size and type."""
     family = next((name for name in FAMILIES if FAMILIES[name] is type(lm.config)), type(lm.config).__name__)
     about = {"family": family, "parameters": lm.config.parameters(), "dtype": str(np.dtype(lm.module.dtype))}
     return {"model": about | {"config": dump(lm.config)}}

@@ -28,18 +28,18 @@ def refresh_bundle(
     say: Callable[[str], None] = lambda _: None,
     now: datetime | None = None,
 ) -> BundleManifest:
-    """Writes a bundle again with programs of this version of jax.
+    """Rewrites a bundle with programs exported by this version of jax.
 
     Args:
         target: a new folder; None: the bundle is replaced.
-        key: a file with the public key whose owner must have signed the bundle.
-        sign: a file with the private key that signs the new manifest. Without it the new one is not signed.
-        say: called with what is done.
+        key: a file with a public key; the bundle must be signed by its owner.
+        sign: a file with the private key that signs the new manifest; None: the new bundle is not signed.
+        say: called with progress messages.
         now: the time of writing.
 
     Raises:
         BadInput, Damaged: as `Bundle.open`; or the target exists.
-        Unsupported: this version of jax does not read the programs any more.
+        Unsupported: this version of jax can no longer read the programs.
     """
     path = Path(path)
     bundle = Bundle.open(path, key=key, expired=True)

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of a manifest (RFC 8032): who wrote a bundle, where hashes alone say only that it is whole.
+"""Ed25519 signatures of a manifest (RFC 8032). They prove who wrote a bundle; hashes alone prove only that it is intact.
 
 `manifest.sig` holds the 64 bytes of a signature of the bytes of `manifest.json`, so `openssl pkeyutl -verify -rawin` checks it too.
 """
@@ -41,7 +41,7 @@ def check_signature(data: bytes, signature: bytes, key: str | Path, where: str) 
         where: the bundle, for errors.
 
     Raises:
-        Damaged: the owner did not.
+        Damaged: the signature is missing, or not by this key.
         BadInput: there is no such file, or it holds something else.
         Unsupported: the package `cryptography` is not installed.
     """

@@ -1,10 +1,13 @@
-"""Signatures of language models and encoders: what their programs take, compute and give.
+"""Signatures of language models, encoders and rankers: the inputs, computation and outputs of their programs.
 
     logits     tokens [batch, length] -> logits [batch, length, V]
+    classify   tokens, or texts, or pairs of texts -> scores [batch, Z], probabilities and the name of the likeliest class
     embed      tokens, or texts -> embedding [batch, D], pooled and scaled as the model's folder says
+    rank       numbers, categories -> scores, and probabilities of clicks
+    user, item   ids -> embedding, of a model with two towers
     generate   prompts -> tokens [batch, N] and text (`export.generate`)
 
-A row may be shorter than the others: `mask` is 1 for its tokens and 0 for what follows.
+Rows may differ in length: `mask` is 1 for tokens and 0 for padding.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.core.errors import BadInput, UnknownName
+from argosy.data.framing import frame_of
 from argosy.export.generate import generated
 from argosy.export.manifest import BundleSignature, TensorSignature
-from argosy.export.steps import DetokenizeStep, NormalizeStep, TokenizeStep
-from argosy.infer.embed import EmbeddingSteps, frame_tokens, pool_tokens, read_steps
+from argosy.export.steps import (
+    DetokenizeStep,
+    LabelsStep,
+    NormalizeStep,
+    ProbabilitiesStep,
+    TokenizePairsStep,
+    TokenizeStep,
+)
+from argosy.infer.embed import embedding_steps, frame_tokens, text_vectors
 from argosy.infer.lm import LM
+from argosy.models.parts.texts import text_scores
 from argosy.models.parts.weight import Leaves, merge, split
 
 BATCH, LENGTH = "batch", "length"
@@ -30,9 +42,9 @@ ModelFunction = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
 
 
 class ModelSignature(NamedTuple):
-    """A signature, and what it computes.
+    """A signature and its computation.
 
-    function: of a model and its inputs.
+    function: (model, inputs) -> outputs.
     fixed: sizes of named axes that cannot be left open.
     """
 
@@ -41,12 +53,14 @@ class ModelSignature(NamedTuple):
     fixed: dict[str, int]
 
 
-def tokens_and_mask(context: int) -> list[TensorSignature]:
-    """The inputs of a signature that reads sequences."""
+def tokens_and_mask(context: int, vocab: int) -> list[TensorSignature]:
+    """The inputs of a signature that reads sequences of so many ids."""
     of = {"shape": [BATCH, LENGTH], "dtype": "int32"}
     return [
-        TensorSignature(name="tokens", **of, description=f"token ids, at most {context} in a row"),
-        TensorSignature(name="mask", **of, description="1 for tokens, 0 for what follows the last of a row", default=1),
+        TensorSignature(name="tokens", **of, description=f"token ids, at most {context} in a row", minimum=0, maximum=vocab - 1),
+        TensorSignature(
+            name="mask", **of, description="1 for tokens, 0 for what follows the last of a row", default=1, minimum=0, maximum=1
+        ),
     ]
 
 
@@ -64,7 +78,7 @@ def logits_signature(lm: LM) -> ModelSignature:
 
     signature = BundleSignature(
         description="logits of the token after each token",
-        inputs=tokens_and_mask(lm.config.context),
+        inputs=tokens_and_mask(lm.config.context, lm.config.vocab),
         outputs=[output],
         programs=[],
         weights=[],
@@ -80,28 +94,28 @@ def embed_signature(lm: LM) -> ModelSignature:
     """One vector for each text.
 
     Raises:
-        BadInput: the model is not an encoder, or its folder asks for a step that is not built.
+        BadInput: the model is not an encoder, or its folder asks for an unsupported step of sentence-transformers.
     """
+    _check_reads_texts(lm)
     if lm.config.causal:
         raise BadInput("this model predicts tokens and is not an encoder", hint="signature=logits, or signature=generate")
-    steps = EmbeddingSteps() if lm.companions is None else read_steps(lm.companions)
+    steps = embedding_steps(lm)
     longest = min(steps.tokens or lm.config.context, lm.config.context)
 
     def embedding(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         attend = model.config.attend(inputs["mask"])
-        hidden = model.hidden(inputs["tokens"], attend)[0].astype(jnp.float32)
-        return {"embedding": pool_tokens(hidden, attend.live, steps.pooling)}
+        return {"embedding": text_vectors(model, inputs["tokens"], attend, steps.pooling)}
 
     texts = []
     if lm.tokenizer is not None:
         first, last = frame_tokens(lm)
         how: Any = {"prompt": steps.prompt, "lower": steps.lower, "strip": True, "cut": True}
-        texts = [TokenizeStep(first=[first], last=[last], **how)]
+        texts = [TokenizeStep(first=first, last=last, **how)]
     about = f"{steps.pooling} of the tokens"
-    vector = TensorSignature(name="embedding", shape=[BATCH, lm.config.width], dtype="float32", description=about)
+    vector = TensorSignature(name="embedding", shape=[BATCH, lm.config.embedding_width], dtype="float32", description=about)
     signature = BundleSignature(
         description="one vector for each text",
-        inputs=tokens_and_mask(longest),
+        inputs=tokens_and_mask(longest, lm.config.vocab),
         outputs=[vector],
         programs=[],
         weights=[],
@@ -114,12 +128,140 @@ def embed_signature(lm: LM) -> ModelSignature:
     return ModelSignature(signature, embedding, {})
 
 
+def classify_signature(lm: LM) -> ModelSignature:
+    """The scores of a text or a pair of texts, with their meaning: probabilities and class names.
+
+    Raises:
+        BadInput: the model has no head of scores.
+    """
+    config = lm.config
+    if not config.scored:
+        hint = "`argosy train classify model=FOLDER data.source=FILE.jsonl` trains one"
+        raise BadInput("this model has no head of scores", hint=hint)
+    tells_apart = not config.causal and config.types > 1
+
+    def classify(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        scores = text_scores(model, inputs["tokens"], inputs["mask"], inputs.get("types"))[0][:, 0]
+        return {"scores": scores.astype(jnp.float32)}
+
+    inputs = tokens_and_mask(config.context, config.vocab)
+    if tells_apart:
+        about = "1 for tokens of the second text of a pair"
+        of: dict[str, Any] = {"shape": [BATCH, LENGTH], "dtype": "int32", "default": 0, "minimum": 0, "maximum": config.types - 1}
+        inputs.append(TensorSignature(name="types", **of, description=about))
+    texts: list[Any] = []
+    if lm.tokenizer is not None:
+        first, between, last = map(list, frame_of(lm.tokenizer))
+        texts = [TokenizePairsStep(first=first, between=between, last=last, cut=True, types="types" if tells_apart else "")]
+    names = list(config.label_names)
+    after: list[Any] = []
+    if config.activation_of_scores != "none":
+        after.append(ProbabilitiesStep(step=config.activation_of_scores, names=names if config.scored > 1 else []))
+    if config.activation_of_scores == "softmax":
+        after.append(LabelsStep(names=names))
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    output = TensorSignature(name="scores", shape=[BATCH, config.scored], dtype="float32", description=f"of {shown}")
+    signature = BundleSignature(
+        description="the class of each text" if config.scored > 1 else "the score of each text",
+        inputs=inputs,
+        outputs=[output],
+        programs=[],
+        weights=[],
+        padding=[BATCH, LENGTH],
+        limits={LENGTH: config.context},
+        preprocess=texts,
+        postprocess=after,
+        example={"text": ["a boat"]} if texts else {"tokens": [example_tokens(lm)]},
+    )
+    return ModelSignature(signature, classify, {})
+
+
+def rank_signature(lm: LM) -> ModelSignature:
+    """The score of each pair of a user and an item, and its probability if scores are logits of clicks.
+
+    Raises:
+        BadInput: the model has no numerical and categorical inputs.
+    """
+    _check_ranks(lm)
+
+    def rank(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {"scores": model(inputs["numbers"], inputs["categories"])}
+
+    tables, retrieves = lm.config.id_spaces, hasattr(lm.module, "items")
+    about = f"ids below {', '.join(map(str, tables))}"
+    limits: dict[str, Any] = {"minimum": 0, "maximum": [size - 1 for size in tables]}
+    categories = TensorSignature(name="categories", shape=[BATCH, len(tables)], dtype="int32", description=about, **limits)
+    output = TensorSignature(name="scores", shape=[BATCH], dtype="float32", description="cosines" if retrieves else "logits of clicks")
+    signature = BundleSignature(
+        description="the score of each user and item",
+        inputs=[_numbers(lm), categories],
+        outputs=[output],
+        programs=[],
+        weights=[],
+        padding=[BATCH],
+        postprocess=[] if retrieves else [ProbabilitiesStep(step="sigmoid")],
+        example={"numbers": [[0.0] * lm.config.numbers], "categories": [[0] * len(tables)]},
+    )
+    return ModelSignature(signature, rank, {})
+
+
+def user_signature(lm: LM) -> ModelSignature:
+    """The vector of each user."""
+    _check_ranks(lm, "users")
+    ids = _ids("users", lm.config.users)
+    example = {"numbers": [[0.0] * lm.config.numbers], "users": [0]}
+    return _tower(lm, [_numbers(lm), ids], example, lambda model, inputs: model.users(inputs["numbers"], inputs["users"]))
+
+
+def item_signature(lm: LM) -> ModelSignature:
+    """The vector of each item."""
+    _check_ranks(lm, "items")
+    ids = _ids("items", lm.config.items)
+    return _tower(lm, [ids], {"items": [0]}, lambda model, inputs: model.items(inputs["items"]))
+
+
+def _ids(name: str, count: int) -> TensorSignature:
+    about = f"ids below {count}"
+    return TensorSignature(name=name, shape=[BATCH], dtype="int32", description=about, minimum=0, maximum=count - 1)
+
+
+def _numbers(lm: LM) -> TensorSignature:
+    return TensorSignature(name="numbers", shape=[BATCH, lm.config.numbers], dtype="float32", description="numerical features")
+
+
+def _tower(
+    lm: LM, inputs: list[TensorSignature], example: dict[str, Any], vectors: Callable[[Any, Mapping[str, Any]], Any]
+) -> ModelSignature:
+    """A signature of one vector for each row."""
+    output = TensorSignature(name="embedding", shape=[BATCH, lm.config.output], dtype="float32", description="at length 1")
+    how: Any = {"inputs": inputs, "outputs": [output], "programs": [], "weights": [], "padding": [BATCH], "example": example}
+    signature = BundleSignature(description="one vector for each row", **how)
+    return ModelSignature(signature, lambda model, inputs: {"embedding": vectors(model, inputs).astype(jnp.float32)}, {})
+
+
+def _check_ranks(lm: LM, tower: str | None = None) -> None:
+    """Checks that a model reads numbers and categories, and has this tower.
+
+    Raises:
+        BadInput: it does not.
+    """
+    if lm.config.inputs != "clicks":
+        raise BadInput("this model reads texts: it ranks no users and items", hint="signature=logits, embed, classify or generate")
+    if tower is not None and not hasattr(lm.module, tower):
+        raise BadInput(f"this ranker has no tower of {tower}", hint="signature=rank; `argosy train two-tower` trains towers")
+
+
+def _check_reads_texts(lm: LM) -> None:
+    if lm.config.inputs == "clicks":
+        raise BadInput("this model reads numbers and categories, not texts", hint="signature=rank")
+
+
 def generate_signature(lm: LM, prompt_tokens: int | None = None, max_tokens: int | None = None) -> ModelSignature:
     """The whole completion of each prompt.
 
     Args:
-        prompt_tokens: the longest prompt.
-        max_tokens: the most tokens of a completion.
+        prompt_tokens: limit of a prompt in tokens.
+        max_tokens: limit of a completion in tokens.
 
     Raises:
         BadInput: the model predicts no tokens, or its context has no room for both.
@@ -136,10 +278,12 @@ def generate_signature(lm: LM, prompt_tokens: int | None = None, max_tokens: int
         tokens, lengths = generated(model, **inputs, room=new, stops=stops)
         return {"tokens": tokens, "lengths": lengths}
 
-    one: dict[str, Any] = {"name": "max_tokens", "shape": [], "dtype": "int32", "default": new}
+    one: dict[str, Any] = {"name": "max_tokens", "shape": [], "dtype": "int32", "default": new, "minimum": 1, "maximum": new}
     inputs = [
-        *tokens_and_mask(prompt),
-        TensorSignature(name="temperature", shape=[BATCH], dtype="float32", default=0.0, description="0: the likeliest token"),
+        *tokens_and_mask(prompt, lm.config.vocab),
+        TensorSignature(
+            name="temperature", shape=[BATCH], dtype="float32", default=0.0, minimum=0.0, description="0: the likeliest token"
+        ),
         TensorSignature(name="seed", shape=[], dtype="uint32", default=0, description="of the random numbers above temperature 0"),
         TensorSignature(**one, description=f"the most tokens of a completion, at most {new}"),
     ]
@@ -163,7 +307,7 @@ def generate_signature(lm: LM, prompt_tokens: int | None = None, max_tokens: int
 
 
 def text_steps(lm: LM) -> list[TokenizeStep]:
-    """How a decoder reads text."""
+    """The steps by which a decoder reads text."""
     if lm.tokenizer is None:
         return []
     return [TokenizeStep(first=[lm.tokenizer.bos] if lm.tokenizer.adds_bos else [])]
@@ -177,6 +321,10 @@ def example_tokens(lm: LM) -> list[int]:
 SIGNATURES: dict[str, Callable[..., ModelSignature]] = {
     "logits": logits_signature,
     "embed": embed_signature,
+    "classify": classify_signature,
+    "rank": rank_signature,
+    "user": user_signature,
+    "item": item_signature,
     "generate": generate_signature,
 }
 
@@ -185,7 +333,7 @@ def model_signature(lm: LM, name: str, **sizes: Any) -> ModelSignature:
     """A signature of a model by name.
 
     Raises:
-        UnknownName: there is none of this name.
+        UnknownName: there is no signature of this name.
         BadInput: the model has no such signature.
     """
     if name not in SIGNATURES:
@@ -194,7 +342,7 @@ def model_signature(lm: LM, name: str, **sizes: Any) -> ModelSignature:
 
 
 def split_program(module: Any, function: ModelFunction) -> tuple[Callable[..., Any], Leaves]:
-    """A function of (weights, inputs), and the weights of the module."""
+    """A function of (weights, inputs), and the module's weights."""
     graph, weights = split(module)
     dtype = module.dtype
 

@@ -1,4 +1,4 @@
-"""Verifies a bundle: every byte of it, before any of them is parsed as a program or as weights.
+"""Verifies every byte of a bundle, before any is parsed as a program or as weights.
 
 A bundle holds exactly the files of its manifest: no others, no links, no devices. Nothing here imports jax.
 """
@@ -23,11 +23,11 @@ def verify_bundle(path: str | Path, key: str | Path | None = None) -> BundleMani
     """Reads every file of a bundle and compares it with the manifest.
 
     Args:
-        key: a file with the public key whose owner must have signed the manifest; None: a signature is not looked at.
+        key: a file with a public key; the manifest must be signed by its owner. None: a signature is ignored.
 
     Raises:
         BadInput: there is no bundle, or the key cannot be read.
-        Damaged: names the file that is changed, missing, or does not belong there; or the signature is not that of the key.
+        Damaged: a file is changed, missing or unexpected, which the message names; or the signature is not by this key.
         Unsupported: another format.
     """
     folder = Path(path)
@@ -40,7 +40,7 @@ def verify_bundle(path: str | Path, key: str | Path | None = None) -> BundleMani
 
 
 def read_bundle_manifest(folder: Path, key: str | Path | None = None) -> BundleManifest:
-    """The manifest of a bundle, whose other files are not looked at. Arguments and errors are those of `verify_bundle`."""
+    """The manifest of a bundle, without a look at its other files. Arguments and errors are those of `verify_bundle`."""
     if not folder.is_dir():
         raise BadInput(f"no bundle at `{folder}`", hint="a bundle is a folder: `argosy export MODEL BUNDLE` writes one")
     data = _small_file(folder, MANIFEST, MOST_MANIFEST_BYTES)
@@ -110,10 +110,10 @@ def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def open_bundle_weights(folder: Path, weights: WeightsFile) -> SafeTensors:
-    """A file of weights, mapped.
+    """A file of weights, memory-mapped.
 
     Raises:
-        Damaged: its header is not that of the manifest.
+        Damaged: its header differs from the manifest.
     """
     opened = SafeTensors.open(folder / weights.file)
     stored = {name: (list(opened.shape(name)), str(opened.dtype(name))) for name in opened.names}

@@ -1,7 +1,7 @@
 """Writes a bundle: programs, weights named by their contents, the tokenizer's files, and last the manifest.
 
 The folder is written as `TARGET.part` and renamed once it is on disk. Weights are sorted by name and cut into files of about a
-gigabyte, so two versions of a model that share most weights share most files; with a store, equal files are one file on the disk.
+gigabyte, so two versions of a model that share most weights share most files; with a store, equal files share one file on disk.
 """
 
 import errno
@@ -46,15 +46,15 @@ _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS
 
 @dataclass
 class BundleContents:
-    """What a bundle is made of.
+    """The contents of a bundle to write.
 
-    signatures: by name, without programs.
-    programs: of each signature: the size of each named axis, and the program.
+    signatures: signatures by name, without programs.
+    programs: the programs of each signature, each with the sizes of its named axes.
     weights: tensors to write.
     files: further small files by name.
-    implementations: those of ops in the programs.
-    lineage: what the bundle was made from.
-    linked: files of weights that exist already, with their tensors, by path.
+    implementations: the implementation of each op in the programs.
+    lineage: the origin of the bundle.
+    linked: existing files of weights by path, with their tensors.
     """
 
     signatures: dict[str, BundleSignature]
@@ -67,7 +67,7 @@ class BundleContents:
 
 
 def tensor_entry(name: str, value: Any) -> TensorEntry:
-    """A tensor to write, of an array on any device."""
+    """A tensor to write, from an array on any device."""
     return TensorEntry(name, tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
 
 
@@ -210,7 +210,7 @@ def _linked(staged: StagedFolder, path: Path, file: WeightsFile) -> WeightsFile:
 
 
 def tool_versions(contents: BundleContents) -> dict[str, str]:
-    """The versions of what writes the programs."""
+    """The versions of the tools that write the programs."""
     conventions = {exported.calling_convention_version for some in contents.programs.values() for _, exported in some}
     return {
         "argosy": _installed("argosy"),

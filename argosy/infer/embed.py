@@ -30,9 +30,14 @@ from argosy.models.parts.weight import merge
 if TYPE_CHECKING:
     from argosy.infer.lm import LM
 
-POOLINGS = ("mean", "cls", "max")
+POOLINGS = ("mean", "cls", "max", "last")
 # Their names in 1_Pooling/config.json.
-MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens"}
+MODES = {
+    "mean": "pooling_mode_mean_tokens",
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "last": "pooling_mode_lasttoken",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class EmbeddingSteps:
     lower, prompt: how a text is changed before.
     """
 
-    pooling: str = "mean"
+    pooling: str
     normalize: bool = False
     tokens: int | None = None
     lower: bool = False
@@ -64,7 +69,7 @@ def embed(
         texts: strings; or token ids, which are used as they are and must include [CLS] and [SEP]. Text beyond the longest
             sequence is not read.
         normalize: scales vectors to length 1; by default as the folder says.
-        pooling: mean, cls or max over the token vectors; by default as the folder says.
+        pooling: mean, cls, max or last of the token vectors; by default as the folder says.
         batch: number of texts computed at once.
 
     Raises:
@@ -81,7 +86,7 @@ def embed(
         raise BadInput(f"batch = {batch}", hint="at least 1")
     encoder = SentenceEncoder(lm, pooling)
     rows = encoder.ids(texts, encoder.context)
-    out = np.zeros((len(rows), lm.config.width), np.float32)
+    out = np.zeros((len(rows), lm.config.embedding_width), np.float32)
     # The longest first: if one does not fit in memory, that fails at once.
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
     for at in range(0, len(order), batch):
@@ -108,7 +113,7 @@ class SentenceEncoder:
                 "this model predicts tokens and is not an encoder", hint="use lm.logits and lm.generate"
             )
         self.lm, self.say = lm, say
-        self.steps = EmbeddingSteps() if lm.companions is None else read_steps(lm.companions, pooling)
+        self.steps = embedding_steps(lm, pooling)
         self.context = min(self.steps.tokens or lm.config.context, lm.config.context)
         model = lm.sequences()
         self._program = _pooled(model.graph, lm.module.dtype, pooling or self.steps.pooling)
@@ -133,7 +138,7 @@ class SentenceEncoder:
             found = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
             for i, ids in zip(strings, found, strict=True):
                 if special:
-                    rows[i] = [first, *(ids if most is None else ids[: max(most - 2, 0)]), last]
+                    rows[i] = [*first, *(ids if most is None else ids[: max(most - len(first) - len(last), 0)]), *last]
                 else:
                     rows[i] = ids[:most]
         for row in rows:
@@ -180,31 +185,39 @@ def unit_vectors(vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
-def frame_tokens(lm: "LM") -> tuple[int, int]:
-    """The ids put before and after a text.
+def frame_tokens(lm: "LM") -> tuple[list[int], list[int]]:
+    """The ids put before and after a text; none where the family has none.
 
     Raises:
         BadInput: there is no tokenizer, or it has no such tokens.
     """
     if lm.tokenizer is None:
         raise BadInput("this model came without a tokenizer", hint="give token ids")
-    found = []
-    for role in ("cls_token", "sep_token"):
-        ids = lm.tokenizer.encode(lm.tokenizer.special.get(role, ""), special=True)
-        if len(ids) != 1:
+    found: list[list[int]] = []
+    for role in lm.config.framing:
+        ids = [] if role is None else lm.tokenizer.encode(lm.tokenizer.special.get(role, ""), special=True)
+        if len(ids) != (role is not None):
             raise BadInput(f"the tokenizer has no {role}", hint="give token ids")
-        found += ids
+        found.append(ids)
     return found[0], found[1]
 
 
 # ---------------------------------------------------------------- reading a folder
 
 
-def read_steps(folder: Path, pooling: str | None = None) -> EmbeddingSteps:
+def embedding_steps(lm: "LM", pooling: str | None = None) -> EmbeddingSteps:
+    """The steps of a model, by its folder or else by its family. Arguments and errors as `read_steps`."""
+    own = lm.config.pooling
+    return EmbeddingSteps(pooling or own) if lm.companions is None else read_steps(lm.companions, pooling, own)
+
+
+def read_steps(folder: Path, pooling: str | None = None, otherwise: str = "mean") -> EmbeddingSteps:
     """The steps that sentence-transformers would take with this model.
 
     Args:
         pooling: overrides the folder's.
+        otherwise: the pooling where the folder says nothing of it.
+
     Raises:
         BadInput: a step, or a way to pool, that is not built.
         Damaged: files with invalid contents.
@@ -213,7 +226,7 @@ def read_steps(folder: Path, pooling: str | None = None) -> EmbeddingSteps:
     tokens = beside.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
     prompt = _prompt(read_object(folder / "config_sentence_transformers.json"))
     most = int(tokens) if isinstance(tokens, int | float) and tokens > 0 else None
-    read: dict[str, Any] = {"tokens": most, "lower": bool(beside.get("do_lower_case"))}
+    read: dict[str, Any] = {"pooling": otherwise, "tokens": most, "lower": bool(beside.get("do_lower_case"))}
     for kind, where in _modules(folder):
         if kind == "Pooling":
             config = read_object(folder / where / "config.json")
@@ -270,15 +283,24 @@ def _pooled(graph: Any, dtype: Any, pooling: str) -> Any:
         model = merge(graph, weights)
         model.dtype = dtype
         attend = model.config.attend(segments)
-        return pool_tokens(model.hidden(tokens, attend)[0].astype(jnp.float32), attend.live, pooling)
+        return text_vectors(model, tokens, attend, pooling)
 
     return jax.jit(pooled)
+
+
+def text_vectors(model: Any, tokens: Any, attend: Any, pooling: str) -> Float[Array, "B D"]:
+    """The vector of each text. One pooled as the model was trained for is also projected, where it has a projection for that."""
+    vectors = pool_tokens(model.hidden(tokens, attend)[0].astype(jnp.float32), attend.live, pooling)
+    return model.project(vectors) if pooling == model.config.pooling and hasattr(model, "project") else vectors
 
 
 def pool_tokens(x: Float[Array, "B T D"], live: Bool[Array, "B T"], pooling: str) -> Float[Array, "B D"]:
     """Pools the vectors of live tokens into one."""
     if pooling == "cls":
         return x[:, 0]
+    if pooling == "last":
+        at = live.shape[1] - 1 - jnp.argmax(live[:, ::-1], 1)
+        return jnp.take_along_axis(x, at[:, None, None], 1)[:, 0]
     if pooling == "max":
         return jnp.max(jnp.where(live[..., None], x, -jnp.inf), 1)
     share = live.astype(x.dtype)

@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from argosy.adapt.quant import quantized
+from argosy.adapt.methods.settings import RoundingMethod
 from argosy.adapt.qwix import as_rules
-from argosy.adapt.rules import schemes_of
-from argosy.adapt.surgery import at, put_at
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.infer.classify import TextOrPair, classify
 from argosy.infer.completions import Completion, CompletionStream, Prompt, beam_search, check_prompts, token_ids
 from argosy.infer.cpu.panels import count_in_blocks
 from argosy.infer.embed import embed
@@ -24,6 +23,7 @@ from argosy.infer.engine.adapters import LoadedAdapter
 from argosy.infer.engine.cached_engine import EngineCache, EngineParts
 from argosy.infer.engine.engine import Engine
 from argosy.infer.forward.sequences import BATCH, SequenceScorer, length_batches
+from argosy.infer.quantize import Data, quantize_in_place
 from argosy.infer.sampling.repetition import Repetition
 from argosy.infer.sampling.sample import Seed
 from argosy.infer.scores import rewards
@@ -49,9 +49,9 @@ class LM:
     origin: the blocks of a file that the weights were read from.
     merged: the adapters that `merge(keep=True)` removed.
     say: called with the current operation, such as `compiling for 512 tokens`, if it takes longer than a second; None: silent.
-    engine_settings: of the engine under `generate`, `stream`, `chat` and `beam_search`. Its cache grows with what is asked: `slots`
-        and `context` are the most that it grows to.
-    draft: the draft model, if they ask for one.
+    engine_settings: settings of the engine under `generate`, `stream`, `chat` and `beam_search`. Its cache grows with the requests, up
+        to `slots` and `context`.
+    draft: the draft model, if the settings need one.
     exporter: writes the model as a bundle; `argosy.load` sets it.
     """
 
@@ -83,7 +83,7 @@ class LM:
 
     @property
     def in_blocks(self) -> int:
-        """How many weights are kept in the blocks of their file (`argosy.load(FILE, blocks=True)`)."""
+        """The number of weights that are kept in the blocks of their file (`argosy.load(FILE, blocks=True)`)."""
         return count_in_blocks(split(self.module)[1])[0]
 
     # ---------------------------------------------------------------- numbers
@@ -299,6 +299,17 @@ class LM:
         """
         return rewards(self, conversations, batch)
 
+    def classify(self, texts: Sequence[TextOrPair], *, batch: int = BATCH) -> list[dict[str, float]]:
+        """The probability of each class, by name, for each text or pair of texts; of a model of numbers, the number.
+
+        Args:
+            batch: tokens of one forward pass, padding included.
+
+        Raises:
+            BadInput: the model has no head of scores or no tokenizer.
+        """
+        return classify(self, texts, batch)
+
     # ---------------------------------------------------------------- adapters
 
     @property
@@ -333,25 +344,33 @@ class LM:
         """The loaded adapter of this name.
 
         Raises:
-            BadInput: there is none.
+            BadInput: there is no such adapter.
         """
         return self._held.adapted(self._parts)[1].get(name)
 
     # ---------------------------------------------------------------- files
 
-    def quantize(self, rules: str | Sequence[Any]) -> list[str]:
+    def quantize(
+        self, rules: str | Sequence[Any], *, method: str | RoundingMethod = "nearest", data: Data | None = None, samples: int = 128
+    ) -> list[str]:
         """Quantizes weights in place, by a preset of `argosy quantize`, such as "w4", a YAML file of rules, or rules: those of this
         house, mappings with their keys, or `qwix.QuantizationRule`s. Returns the names of the contractions, at least one.
 
+        Args:
+            method: how weights are rounded, as in `argosy quantize`: nearest, mse, gptq, awq, smoothquant, or one of
+                `argosy.adapt.methods.settings` with settings of its own, such as `GPTQ(damping=0.1)`.
+            data: calibration data: a file or another source as `data.source` names it, a list of texts, or a mapping of data
+                settings such as {"source": "texts.jsonl", "sequence": 256}.
+            samples: sequences of it.
+
         Raises:
-            UserError: there is no such preset or file, a rule matches nothing, or a weight is quantized already or has an adapter.
+            UserError: there is no such preset, file or method, a rule matches nothing, a weight is quantized already or has an
+                adapter, or there is too little data; the model is as it was.
         """
-        schemes = schemes_of(self.module, as_rules(rules))
-        modules = {name: quantized(at(self.module, name), scheme) for name, scheme in schemes.items()}
-        for name, module in modules.items():
-            put_at(self.module, name, module)
+        how: Any = {"method": method, "data": data, "samples": samples}
+        names = quantize_in_place(self.module, self.config, self.tokenizer, as_rules(rules), **how)
         self.forget()
-        return list(modules)
+        return names
 
     def merge(self, *, keep: bool = False) -> list[str]:
         """Merges adapters into the weights, in the weights' type. Returns the names of the contractions that had one.
@@ -478,11 +497,14 @@ class LM:
         Raises:
             BadInput: it is an encoder, or scores sequences.
         """
+        if self.config.inputs == "clicks":
+            raise BadInput("this model ranks and predicts no tokens", hint="`argosy export MODEL OUT` makes a bundle of it")
+        if self.config.scored:
+            hint = "lm.classify(texts) returns the probability of each class, lm.rewards(texts) scores"
+            raise BadInput("this model scores sequences: it predicts no tokens", hint=hint)
         if not self.config.causal:
             hint = "`argosy serve FOLDER` answers /v1/embeddings; in Python, lm.embed(texts) returns vectors"
             raise BadInput("this model is an encoder: it predicts no tokens", hint=hint)
-        if self.config.scored:
-            raise BadInput("this model scores sequences: it predicts no tokens", hint="lm.rewards(texts) returns scores")
 
     def check_ids(self, ids: Any, length: int) -> None:
         """Checks token ids, and that the context has room for a length.

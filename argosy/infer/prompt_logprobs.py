@@ -22,7 +22,7 @@ from argosy.core.progress import Say
 from argosy.infer.engine.adapters import Adapters, LoadedAdapter
 from argosy.infer.engine.cache import allocate_caches
 from argosy.infer.forward.sequences import SequenceScorer, length_bucket, over_chunks
-from argosy.infer.programs.placement import home_mesh
+from argosy.infer.placement import home_mesh
 from argosy.infer.sampling.sample import likeliest
 from argosy.infer.sampling.sampler import MOST_TOP
 from argosy.models.parts.attention.attend import Contiguous
@@ -85,7 +85,7 @@ class PromptScorer:
         return {(1, length) for length in lengths} | many
 
     def missing(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
-        """The sizes of `sizes_of` that are not compiled."""
+        """The program sizes (`sizes_of`) that these prompts need and that are not compiled yet."""
         return self.sizes_of(prompts) - self._compiled
 
     def compile(self, sizes: Iterable[tuple[int, int]]) -> int:

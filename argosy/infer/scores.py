@@ -22,6 +22,8 @@ def rewards(lm: "LM", conversations: Sequence[Any], batch: int) -> np.ndarray:
     """As `LM.rewards`."""
     if not lm.config.scored:
         raise BadInput("this model has no head of scores", hint="`argosy train reward model=FOLDER` trains one")
+    if not lm.config.causal:
+        raise BadInput("this model is an encoder, and reads texts", hint="lm.classify(texts) gives its scores as probabilities")
     if isinstance(conversations, str):
         raise BadInput("rewards takes a list of conversations, not one text", hint="rewards([text])")
     rows = [conversation_ids(lm, one) for one in conversations]

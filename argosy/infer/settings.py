@@ -16,11 +16,14 @@ class NGram(Settings):
     answers that repeat their prompt, such as edits of code and summaries. Where nothing is found, a step is a plain one."""
 
     tokens: Annotated[int, Also("num_speculative_tokens")] = Field(4, gt=0, le=32)
-    """Drafts per step and sequence, at most."""
+    """Largest number of drafted tokens per step and sequence."""
     lookup_min: Annotated[int, Also("prompt_lookup_min")] = Field(2, gt=0)
-    """Fewest last tokens that must have occurred before. Lower values draft more often, and are right less often."""
+    """Smallest number of last tokens that must have occurred before. Lower values draft more often, and drafts are accepted less often.
+    """
     lookup_max: Annotated[int, Also("prompt_lookup_max")] = Field(5, gt=0)
-    """Most last tokens that are compared: of several places the one that agrees with most of them is taken, the latest first."""
+    """Largest number of last tokens that are compared. Of several earlier occurrences, the longest match is taken, and the latest of
+    those.
+    """
 
     @model_validator(mode="after")
     def _in_order(self) -> "NGram":
@@ -33,17 +36,18 @@ class DraftModel(Settings):
     """Drafts with a second, smaller model of the same vocabulary."""
 
     model: str
-    """The draft model: a Hub folder, a .gguf file, a run directory or a checkpoint."""
+    """The draft model: a Hub folder, a .gguf file, a run directory, a checkpoint or hf:OWNER/NAME."""
     tokens: Annotated[int, Also("num_speculative_tokens")] = Field(4, gt=0, le=32)
-    """Drafts per step and sequence. The draft model makes a forward pass for each."""
+    """Number of drafted tokens per step and sequence. The draft model makes a forward pass for each."""
 
 
 class MTP(Settings):
     """Drafts with the model's own module for multi-token prediction (DeepSeek V3 and models like it)."""
 
     tokens: Annotated[int, Also("num_speculative_tokens")] = Field(1, gt=0, le=32)
-    """Drafts per step and sequence. The module is trained for the first; further ones it makes from its own output, and they are
-    right less often."""
+    """Number of drafted tokens per step and sequence. The module is trained to draft one token; it drafts further ones from its own
+    output, and they are accepted less often.
+    """
 
 
 SPECULATIVE = Registry("method of speculation", {"ngram": NGram, "draft_model": DraftModel, "mtp": MTP})
@@ -53,10 +57,10 @@ Speculative = Annotated[Annotated[Any, Choice(SPECULATIVE, tag="method")] | None
 
 
 class LoraSettings(Settings):
-    """Several low-rank adapters at a time, one or none for each request (multi-LoRA)."""
+    """Several low-rank adapters at a time, at most one for each request (multi-LoRA)."""
 
     enabled: bool = False
-    """Whether requests may name adapters. Without it nothing is added to the programs."""
+    """Whether requests may name adapters. Off, programs contain no adapters."""
     adapters: int = Field(1, gt=0, le=256)
     """Number of adapters loaded at a time. Memory and the time of a step grow with `adapters` times `rank`, whether adapters are loaded
     or not."""
@@ -80,7 +84,7 @@ CacheType = Annotated[
 
 
 class PlainEngineSettings(Settings):
-    """Settings of an engine for the model alone: memory, how prefill and decoding share a step, speculation."""
+    """Settings of an engine without adapters: memory, how prefill and decoding share a step, speculation."""
 
     slots: int = Field(32, gt=0)
     """Number of sequences that run at a time; others wait."""
@@ -94,17 +98,18 @@ class PlainEngineSettings(Settings):
     """Bytes of the cache on each device, at most, instead of `pages`: the cache has as many pages as fit. Refused if they hold no
     sequence of `context` tokens."""
     cache_dtype: Annotated[CacheType | None, Also("kv_cache_dtype", "cache_type", "kv_dtype")] = None
-    """Type of the cached keys and values: int8, fp8_e4m3 (fp8 for short) or fp8_e5m2, in eight bits with a float32 scale for each
-    token and head, so that the same memory has room for 3.8 times the tokens of float32 or 1.9 times those of bfloat16 (heads of 64).
-    None, the default, keeps the model's type: answers are then those of the whole sequence computed at once, and with eight bits they
-    are near them. int8 is the most exact of the three. Recurrent states and the keys of a sparse-attention indexer keep their type.
-    Refused where it saves no memory. On TPUs the kernel that reads pages in place takes no such scales; the portable loop over blocks
-    of pages stands in."""
+    """Type of the cached keys and values: int8, fp8_e4m3 (fp8 for short) or fp8_e5m2, in eight bits with a float32 scale for each token
+    and head, so that the same memory holds 3.8 times the tokens of float32 or 1.9 times those of bfloat16 (heads of 64). None, the
+    default: the model's type, with which completions equal those without a cache; with eight bits they are close. int8 is the most
+    exact of the three. Recurrent states and the keys of a sparse-attention indexer keep their type. Refused if it saves no memory. On
+    TPUs the kernel that reads pages in place does not support such scales; the portable loop over blocks of pages is used instead.
+    """
     activations: Literal["int8"] | None = None
-    """Rounds data to int8 before it is multiplied with weights of whole numbers: those that a GGUF file keeps in blocks, and
-    quantized ones (`w8`, `w4`) whose rule leaves data as it is. As many numbers share a scale as of the weight, 32 at least, which is
-    llama.cpp's way with such files. On CPUs with compiled kernels alone. 32 rows of SmolLM2 135M in Q4_0 take 0.6 of the time, and
-    completions differ from those of the weights. None: data is rounded where the weights' own rule says so."""
+    """Rounds activations to int8 before they are multiplied with integer weights: those that a GGUF file keeps in blocks, and quantized
+    ones (`w8`, `w4`) whose rule does not round activations. An activation scale covers as many numbers as a weight scale, at least 32,
+    as in llama.cpp. Only on CPUs with compiled kernels. 32 rows of SmolLM2 135M in Q4_0 take 0.6 of the time, and completions differ
+    from those without rounding. None: activations are rounded if the weights' own rule says so.
+    """
     context: int | None = Field(None, gt=0)
     """Longest sequence in tokens, prompt and completion; by default the model's context."""
     budget: int = Field(512, ge=ROW)
@@ -121,9 +126,10 @@ class PlainEngineSettings(Settings):
     at a time, and costs throughput where it is bound by arithmetic. None: off."""
     steps: Annotated[int, Also("num_scheduler_steps")] = Field(1, gt=0, le=64)
     """Decode steps per dispatch, while no prompt is computed. With more than one the device does not wait for the host between them,
-    which helps small models on fast devices. Tokens then come in groups of as many, and a new request waits for the group. Answers
-    whose grammar or bans depend on each token take single steps. The model is one program, on CPUs too, where that compiles several
-    times as long and gains nothing. Not with `speculative`, which needs each step's tokens."""
+    which helps small models on fast devices. Tokens then arrive in groups of this size, and a new request waits for the group.
+    Completions whose grammar or bans depend on each token take single steps. The model is compiled as one program, on CPUs too, where
+    that takes several times as long and gains nothing. It cannot be combined with `speculative`, which needs each step's tokens.
+    """
 
     @model_validator(mode="after")
     def _one_size(self) -> "PlainEngineSettings":

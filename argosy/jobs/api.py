@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from argosy.adapt.qwix import as_rules
+from argosy.core.addresses import is_missing
 from argosy.core.errors import BadInput
+from argosy.core.hub.download import local_model
 from argosy.core.settings import Settings, SettingsLayer, dump, read_settings
 from argosy.core.settings.scalars import yaml_line
 from argosy.core.settings.words import CALL
 from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
+from argosy.jobs.image_models import draws_images
 
 # A server loads a model without the settings of runs, which import every objective and environment: 0.1 s of its start.
 if TYPE_CHECKING:
@@ -32,15 +35,16 @@ def load(
     engine: EngineSettings | Mapping[str, Any] | None = None,
     blocks: bool | Literal["auto"] = False,
     quantization: str | Sequence[Any] | None = None,
-) -> "LM":
+) -> Any:
     """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
-    instead of `.logits` and `.generate`.
+    instead of `.logits` and `.generate`; a diffusers folder, or a run that trained a denoiser, is an `ImagePipeline`, with `.images`.
 
     Turns on JAX's persistent compilation cache, as commands do, unless JAX_COMPILATION_CACHE_DIR or jax.config names a folder.
 
     Args:
         model: a Hub folder, a .gguf file, a run directory (its last good checkpoint), one checkpoint step, or the address of one
-            (`gs://bucket/runs/tiny`), which is copied into a temporary folder; or, with `random`, the name of a preset.
+            (`gs://bucket/runs/tiny`), which is copied into a temporary folder; `hf:OWNER/NAME[@REVISION][:FILE]`, a model of the
+            Hub, which is downloaded into its cache; or, with `random`, the name of a preset.
         random: the seed of random weights for a preset.
         dtype: the type of weights and activations; by default float32 on CPUs, bfloat16 elsewhere.
         context: the longest sequence the model will get, in tokens, if that is less than its own context; selects between the
@@ -78,7 +82,7 @@ def load(
     from argosy.infer import load as loading
 
     if random is not None:
-        from argosy.run.settings.compose import preset_config, presets, recipes
+        from argosy.run.settings.recipe_files import preset_config, presets, recipes
 
         if str(model) in recipes():
             raise BadInput(f"`{model}` is a recipe, not a preset", hint=f"presets are {', '.join(presets()[:8])}, ...")
@@ -86,10 +90,17 @@ def load(
         lm = loading.random_lm(preset_config(str(model)), random, dtype=dtype, engine=how, draft=draft_of(how, dtype))
         lm.exporter = _export
         return _checked(lm)
-    if "://" not in str(model) and not Path(model).exists():
-        from argosy.run.settings.compose import no_model
+    model = local_model(model, _say)
+    adapter = None if adapter is None else local_model(adapter, _say)
+    if is_missing(model):
+        from argosy.run.settings.recipe_files import no_model
 
         raise no_model(str(model))
+    if draws_images(model):
+        if quantization is not None or tensor != 1:
+            named = "quantization" if quantization is not None else "tensor"
+            raise BadInput(f"{named}: not built for models that draw images", hint="leave it out")
+        return _pipeline(model, dtype, adapter)
     rules = None if quantization is None else as_rules(quantization)
     if rules is not None and blocks is True:
         raise BadInput("`quantization` and `blocks` each say how weights are kept", hint="leave one out")
@@ -100,6 +111,33 @@ def load(
     if blocks is True and not lm.in_blocks:
         _say(f"{model}: no weight is kept in blocks: that is for .gguf files with blocks, in float32, on one CPU device with kernels")
     return _checked(lm)
+
+
+def _pipeline(model: str | Path, dtype: Any, adapter: Any) -> Any:
+    """A diffusers folder, or a run that trained a denoiser, as an `ImagePipeline`; an autoencoder as an `ImageAutoencoder`."""
+    from argosy.infer.denoise.pipeline import ImagePipeline
+
+    if (Path(model) / "model_index.json").is_file():
+        from argosy.infer.denoise.folder import load_diffusers
+
+        pipeline = load_diffusers(model, dtype=dtype, adapter=adapter, say=_say)
+    else:
+        if adapter is not None:
+            raise BadInput("adapter: a run's own adapters are merged as it is loaded", hint="give a diffusers folder, or leave it out")
+        from argosy.infer.denoise.runs import load_images
+
+        pipeline = load_images(model, dtype, _say)
+        if not isinstance(pipeline, ImagePipeline):
+            return pipeline
+    pipeline.exporter = _export_images
+    return pipeline
+
+
+def _export_images(pipeline: Any, folder: str | Path, **how: Any) -> Any:
+    """`pipeline.export`; writing bundles is imported when it is first called."""
+    from argosy.export.images import export_images
+
+    return export_images(pipeline, folder, **how)
 
 
 def _export(lm: "LM", folder: str | Path, **how: Any) -> Any:
@@ -126,18 +164,21 @@ def draft_of(settings: EngineSettings, dtype: Any = None, tensor: int = 1) -> "L
 def fit(recipe: str, *words: str, view: "View | None" = None, **settings: Any) -> "Outcome":
     """Trains by a recipe, or resumes, as `argosy train` does. Returns how the run ended.
 
-    Progress is printed on stderr, as in a terminal. Ctrl-C stops after the current step, saves the state, and raises
-    KeyboardInterrupt; the same call resumes.
+    Progress is printed on stderr, as in a terminal; a notebook shows a table that changes. Ctrl-C stops after the current step, saves
+    the state, and raises KeyboardInterrupt; the same call resumes.
 
         run = argosy.fit("tiny", steps=100, dir="runs/first", optimizer="muon")
         run = argosy.fit("tiny", "optimizer.learning_rate=1e-3", **{"data.batch": 4})
+        run = argosy.fit("sft", model="FOLDER", data=[{"prompt": "2 + 2 =", "completion": " 4"}, ...])
         lm = argosy.load(run.dir)
 
     Args:
         recipe: a recipe's name, a YAML file, or a run directory.
         words: settings as on the command line.
         view: an object that shows progress instead of the terminal; `argosy.jobs.train.Quiet()` shows nothing.
-        settings: settings by key; a mapping sets the keys of a group, None means none. They override words.
+        settings: settings by key; a mapping sets the keys of a group, None means none. They override words. `data` may also be the rows
+            to train on, texts or mappings of columns: a list, a generator, a data frame or a `datasets.Dataset`. They are written to a
+            file of the cache, which is then `data.source`.
 
     Raises:
         UserError: a mistake in the settings, found before work began.
@@ -146,19 +187,34 @@ def fit(recipe: str, *words: str, view: "View | None" = None, **settings: Any) -
     from argosy.jobs.train import train
 
     machine.start_jax()
+    if "data" in settings and not (settings["data"] is None or is_settings_group(settings["data"])):
+        from argosy.data.sources.given_rows import rows_file
+
+        settings["data.source"] = rows_file(settings.pop("data"))
     given = [*words, *(_word(key, value) for key, value in settings.items())]
     if view is not None:
         outcome = train(recipe, given, view, CALL)
     else:
         from argosy.observe.terminal.live import Terminal
+        from argosy.observe.terminal.notebook import Notebook, in_notebook
 
-        with Terminal() as terminal:
-            outcome = train(recipe, given, terminal, CALL)
+        with Notebook() if in_notebook() else Terminal() as shown:
+            outcome = train(recipe, given, shown, CALL)
     if outcome.exit_code == 130:
         raise KeyboardInterrupt
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
     return outcome
+
+
+def is_settings_group(value: Any) -> bool:
+    """Whether the argument `data` sets the keys of that group, and is not the rows themselves."""
+    if isinstance(value, Mapping):
+        from argosy.data.settings import DataSettings
+
+        # Splits of a data set are no settings, and neither would be told from a misspelt key.
+        return bool(set(value) & set(DataSettings.model_fields)) or not any(hasattr(part, "column_names") for part in value.values())
+    return isinstance(value, Settings | str | os.PathLike)
 
 
 def _word(key: str, value: Any) -> str:

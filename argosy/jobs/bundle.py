@@ -18,13 +18,13 @@ MOST_INPUT_BYTES = 1 << 30
 
 
 def show_bundle(path: str) -> dict[str, Any]:
-    """What the manifest of a bundle says. Its files are not read."""
+    """The manifest of a bundle, as JSON. Its other files are not read."""
     manifest = read_bundle_manifest(Path(path))
     return {"path": path} | bundle_facts(manifest) | {"days_left": days_left(manifest), "signed": (Path(path) / SEAL).is_file()}
 
 
 def verified_bundle(path: str, key: str | None) -> dict[str, Any]:
-    """Verifies every file of a bundle, and its signature where a key is given."""
+    """Verifies every file of a bundle, and its signature if a key is given."""
     manifest = verify_bundle(path, key)
     facts = bundle_facts(manifest)
     return {
@@ -118,14 +118,14 @@ def _widened(item: tuple[str, Any]) -> tuple[str, Any]:
 
 
 def read_inputs(source: str, texts: list[str]) -> dict[str, Any]:
-    """Inputs by name, of a file or of what was typed.
+    """The inputs of a call by name, from a file or from typed text.
 
     Args:
-        texts: the names of inputs that are lists of texts. A text file has one a line.
+        texts: the names of inputs that are lists of texts. A text file has one text per line.
 
     Raises:
-        BadInput: no such file, or no inputs in it.
-        Damaged: a file that cannot be read.
+        BadInput: there is no such file, or it has no inputs.
+        Damaged: a file cannot be read.
     """
     path = Path(source)
     if source.lstrip().startswith("{"):

@@ -6,7 +6,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from argosy.core.errors import ArgosyError
 from argosy.core.settings.schema import Choice, Settings, members, shape_of
-from argosy.run.settings.compose import compose, presets, recipes
+from argosy.run.settings.compose import compose
+from argosy.run.settings.recipe_files import presets, recipes
 
 OF_A_RECIPE = ("train", "sweep")
 

@@ -19,10 +19,12 @@ from argosy.checkpoint.open import open_model
 from argosy.checkpoint.save import Progress, write_model_folder
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.core.hub.download import local_model
+from argosy.core.hub.names import name_of_path
 from argosy.core.process.signals import before_leaving
 from argosy.data.tokenizers.load import matching
 from argosy.observe import memory
-from argosy.run.settings.compose import no_model
+from argosy.run.settings.recipe_files import no_model
 from argosy.weights import manifest
 from argosy.weights.build import stored_tokenizer
 from argosy.weights.gguf.mixtures import MIXTURES, Mixture
@@ -81,6 +83,7 @@ def convert(
         say(f"{many} and become float32; dtype=bfloat16 halves their size")
     identity = identity_of(stored, to, dtype, shard_gb)
     if adapter is not None:
+        adapter = local_model(adapter, say)
         config = config_for(adapter, stored.config)
         contents = read_contents(adapter, config)
         check_base(contents, stored.weights)
@@ -188,15 +191,17 @@ def open_source(source: str, say: Say = lambda _: None) -> OpenedModel:
     Raises:
         BadInput, Damaged: it is not a model.
     """
+    source = local_model(source, say)
     if not Path(source).exists():
         raise no_model(source)
     stored = streamed(open_model(source, say))
     check_tied_head(stored)
-    return stored
+    known = name_of_path(source)
+    return replace(stored, hub={**stored.hub, "_name_or_path": known.repository}) if known and stored.kind == "hub" else stored
 
 
 def identity_of(stored: OpenedModel, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
-    """What identifies a conversion: the names, sizes and times of the source's files, and how they are written."""
+    """The identity of a conversion: names, sizes and times of the source's files, and the output format."""
     if stored.kind == "argosy":
         digest = hashlib.sha256((stored.path / manifest.NAME).read_bytes())
     else:
@@ -227,7 +232,7 @@ def memory_used(models: list[OpenedModel]) -> dict[str, Any]:
 
 
 class CountedProgress:
-    """Passes progress on and keeps the totals."""
+    """Forwards progress, and keeps the totals."""
 
     def __init__(self, progress: Progress):
         self.progress, self.all, self.kept = progress, 0, 0

@@ -14,9 +14,11 @@ from argosy.data.chat.conversations import with_template
 from argosy.data.encoding import Encoding
 from argosy.data.prepare import Progress, open_prepared
 from argosy.data.settings import MADE_WITH, DataSettings
-from argosy.data.sources import Source, find_source, is_prepared
+from argosy.data.sources import Source, is_prepared
+from argosy.data.sources.find import find_source
 from argosy.data.tokenizers.load import load_tokenizer
-from argosy.run.settings.compose import compose, recipes
+from argosy.run.settings.compose import compose
+from argosy.run.settings.recipe_files import recipes
 
 Say = Callable[[str], None]
 
@@ -27,7 +29,11 @@ def is_recipe(name: str) -> bool:
 
 
 def data_settings(name: str, words: Iterable[str]) -> DataSettings:
-    """The data settings of a recipe, with `key=value` words for the run; or of a source, with words for its data settings.
+    """The data settings of a recipe or of a source.
+
+    Args:
+        name: a recipe, or a source of data.
+        words: `key=value` settings: of the run for a recipe, of the data for a source.
 
     Raises:
         UserError: any mistake in them.
@@ -50,13 +56,13 @@ def documents_of(settings: DataSettings) -> Source:
         BadInput: it has no text, or is already prepared.
     """
     if is_prepared(settings.source):
-        made = open_prepared(settings.source).manifest.get("settings", {}).get("source")
-        hint = f"train on it: `argosy train tiny data.source={settings.source}`"
+        made = open_prepared(settings.single_source).manifest.get("settings", {}).get("source")
+        hint = f"train on it: `argosy train tiny data.source={settings.source_name}`"
         hint += f"; the text it was made from is `{made}`" if made else "; here, name the text it was made from"
-        raise BadInput(f"`{settings.source}` is already prepared", hint=hint)
+        raise BadInput(f"`{settings.source_name}` is already prepared", hint=hint)
     source = find_source(settings)
     if not isinstance(source, Source):
-        raise BadInput(f"the data source `{settings.source}` has no documents", hint="its rows are made while training")
+        raise BadInput(f"the data source `{settings.source_name}` has no documents", hint="its rows are made while training")
     return source
 
 

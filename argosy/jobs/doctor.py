@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from argosy.core.caches import clear_cache, most_bytes
 from argosy.jobs import machine
 from argosy.observe import environment
 from argosy.observe.readable import lasted, sized
@@ -51,6 +52,7 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.device_facts) ->
         "cache": {
             "folder": str(folder or "nowhere"),
             **_contents(place if folder else None),
+            "most_bytes": most_bytes(),
             "writable": folder is not None and can_write(folder),
         },
         "huge_pages": huge_pages(),
@@ -63,6 +65,12 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.device_facts) ->
     order = (BROKEN, WARNING, NOTE)
     found["findings"] = [vars(f) for f in sorted(findings, key=lambda f: order.index(f.level))]
     return found | {"ok": all(f.level != BROKEN for f in findings)}
+
+
+def clear_programs() -> dict[str, int]:
+    """Removes the compiled programs of runs and servers. Returns how many, and their bytes."""
+    found = [clear_cache(folder) for folder in (machine.cache_folder(), machine.programs_folder()) if folder is not None]
+    return {"programs": sum(count for count, _ in found), "bytes": sum(removed for _, removed in found)}
 
 
 # ---------------------------------------------------------------- checks
@@ -140,7 +148,7 @@ def check_cache(facts: Mapping[str, Any]) -> list[Finding]:
         return [Finding(WARNING, f"compiled programs cannot be kept in {cache['folder']}", hint)]
     if cache["bytes"] > 10 * GIB:
         what = f"{sized(cache['bytes'])} of compiled programs are cached"
-        return [Finding(NOTE, what, f"may be removed: {cache['folder']}")]
+        return [Finding(NOTE, what, f"`argosy doctor --clear-cache` removes them: {cache['folder']}")]
     return []
 
 

@@ -1,6 +1,6 @@
-"""`argosy eval`: evaluates a model, keeps the results with its run, compares them with those of another.
+"""`argosy eval`: evaluates a model, stores the results with its run, and compares them with another model's.
 
-What can be wrong without the model is found before jax is imported: settings, tasks, files, rows, what `against` holds.
+Mistakes in settings, tasks, files, rows and the file `against` are found before jax is imported.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
+from argosy.core.addresses import is_missing
 from argosy.core.errors import BadInput
 from argosy.core.settings import dump
 from argosy.evals.plan import PlannedTask, plan
@@ -18,18 +19,18 @@ from argosy.evals.rows import read_rows
 from argosy.evals.settings import EvalSettings
 from argosy.evals.statistics import RowScores, paired
 from argosy.jobs.history import listing as runs
-from argosy.run.settings.compose import no_model
+from argosy.run.settings.recipe_files import no_model
 
 Others = Mapping[str, Sequence[RowScores]]
 
 
 def prepared(model: str, settings: EvalSettings) -> tuple[list[PlannedTask], Others]:
-    """The tasks with their rows, for each of which there are enough examples, and the rows to compare with.
+    """The tasks with their rows and enough examples, and the rows to compare with.
 
     Raises:
         UserError: there is no such model, task or file, or a file holds something else.
     """
-    if "://" not in model and not Path(model).exists():
+    if is_missing(model):
         raise no_model(model)
     planned = plan(settings)
     for one in planned:
@@ -105,7 +106,7 @@ def write_rows(path: Path, task: str, rows: Iterable[RowScores]) -> None:
 
 
 def run_of(model: str) -> tuple[Path, int | None] | None:
-    """The run directory of a MODEL argument, and the step whose weights it means; None if it is of no run on this machine."""
+    """The run directory that a MODEL argument belongs to, and the step of its weights; None if it belongs to no run on this machine."""
     path = Path(model)
     if path.parent.name == CHECKPOINTS and path.name.isdecimal() and runs.is_run(path.parent.parent):
         return path.parent.parent, int(path.name)
@@ -117,7 +118,7 @@ def run_of(model: str) -> tuple[Path, int | None] | None:
 
 
 def keep(model: str, settings: EvalSettings, document: Mapping[str, Any]) -> Path | None:
-    """Adds the results to the run that the model is of, and writes its report anew. Returns the run directory, if there is one."""
+    """Adds the results to the model's run, and rewrites its report. Returns the run directory, if there is one."""
     found = run_of(model)
     if found is None or not document["tasks"]:
         return None

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.core.hub.download import local_model
+from argosy.core.hub.names import name_of_path
 from argosy.export.manifest import BundleManifest, bundle_digest
+from argosy.jobs.image_models import draws_images
 from argosy.weights.staging import is_occupied
 
 Say = Callable[[str], None]
@@ -20,6 +23,8 @@ def export_bundle(
     dtype: str | None = None,
     quantization: str | None = None,
     adapter: str | None = None,
+    steps: int | None = None,
+    size: tuple[int, int] | None = None,
     say: Say = lambda _: None,
     **how: Any,
 ) -> dict[str, Any]:
@@ -28,6 +33,7 @@ def export_bundle(
     Args:
         dtype, quantization, adapter: as in `argosy.load`.
         signatures, how: as in `export.model.export_model`.
+        steps, size: as in `export.images.export_images`, for models that draw images.
 
     Raises:
         BadInput, Damaged: there is no model, it has no such signature, or the target exists; nothing is written.
@@ -38,6 +44,15 @@ def export_bundle(
     from argosy.export.model import export_model
     from argosy.jobs.api import load
 
+    if draws_images(model, say):
+        _check_drawing(signatures, how)
+        how = {name: value for name, value in how.items() if name not in ("length", "max_tokens")}
+        say(f"loading {model}")
+        pipeline = load(model, dtype=dtype, quantization=quantization, adapter=adapter)
+        manifest = pipeline.export(target, steps=steps, size=size, lineage=source_lineage(model), say=say, **how)
+        return bundle_facts(manifest) | {"source": model, "target": target, "seconds": time.monotonic() - start}
+    if steps is not None or size is not None or "denoise" in (signatures or ()):
+        raise BadInput("signature=denoise, steps and size are for models that draw images", hint="leave them out")
     say(f"loading {model}")
     lm = load(model, dtype=dtype, quantization=quantization, adapter=adapter)
     lineage = source_lineage(model) | ({} if quantization is None else {"quantization": quantization})
@@ -45,12 +60,27 @@ def export_bundle(
     return bundle_facts(manifest) | {"source": model, "target": target, "seconds": time.monotonic() - start}
 
 
+def _check_drawing(signatures: Sequence[str] | None, how: dict[str, Any]) -> None:
+    """Raises:
+    BadInput: a setting is for models of another kind.
+    """
+    if other := [name for name in signatures or () if name != "denoise"]:
+        raise BadInput(f"signature={other[0]}: this model draws images", hint="signature=denoise")
+    if named := [name for name in ("length", "max_tokens") if how.get(name) is not None]:
+        raise BadInput(f"{named[0]} is for models of text, and this model draws images", hint="leave it out")
+
+
 def source_lineage(model: str) -> dict[str, Any]:
-    """Where a model came from: its name, its kind, and of a run the recipe's data, weights and step."""
+    """The origin of a model: its name and kind; for a run also the recipe's data, weights and step."""
+    model = local_model(model)
+    known = name_of_path(model)
+    name = str(known) if known else Path(model).name
+    if (Path(model) / "model_index.json").is_file():
+        return {"source": {"name": name, "kind": "diffusers"}}
     from argosy.checkpoint.open import open_model
 
     opened = open_model(model, lambda _: None)
-    found: dict[str, Any] = {"source": {"name": Path(model).name, "kind": opened.kind}}
+    found: dict[str, Any] = {"source": {"name": name, "kind": opened.kind}}
     folders = (Path(model), *Path(model).absolute().parents[:2])
     settings = next((folder / "settings.yml" for folder in folders if (folder / "settings.yml").is_file()), None)
     if opened.kind == "argosy" and settings is not None:
@@ -65,7 +95,7 @@ def source_lineage(model: str) -> dict[str, Any]:
 
 
 def bundle_facts(manifest: BundleManifest) -> dict[str, Any]:
-    """What is known of a bundle, as JSON."""
+    """The description of a bundle, as JSON."""
     return {
         "sha256": bundle_digest(manifest),
         "default": manifest.default,

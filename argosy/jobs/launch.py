@@ -1,12 +1,12 @@
-"""What `argosy launch` knows of the command that it runs: everything that is wrong with the two before anything starts or is
-written, where the files of the run are, and how far it is.
+"""The checks of `argosy launch`: reads the settings of the engine and of the command, and finds all mistakes in both before anything
+starts or is written.
 
-The machines of a scheduler may not see the files of this one. Whether a path of the settings is theirs too cannot be known here, so
-it is a remark (`jobs.launch_paths`), unless the run would be lost.
+The machines of a scheduler may not share files with this one. Whether they have a path of the settings cannot be known here, so it
+leads to a remark (`jobs.launch_paths`), unless the run would be lost.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -21,11 +21,12 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UserError, mistakes_of, problems_of, raise_mistakes
 from argosy.core.settings import Reading, read_settings, words_layer
 from argosy.launch import jobset, local, skypilot, slurm
+from argosy.launch.engines import ENGINES, SERVING, named_engine
 from argosy.launch.rendered import Command, Devices
-from argosy.launch.settings import ENGINES
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT
-from argosy.run.settings.compose import compose, recipes, run_folder
+from argosy.run.settings.compose import compose
+from argosy.run.settings.recipe_files import recipes, run_folder
 from argosy.run.settings.run import Run
 from argosy.run.start.preflight import check_experts, check_rows, directory_of, settled
 
@@ -38,7 +39,13 @@ BLIND = ("jobset", "skypilot")
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch without mistakes. settings: of the engine. run: of the run."""
+    """A launch without mistakes.
+
+    engine: name of the engine.
+    settings: settings of the engine.
+    command: the command to run.
+    run: settings of the run.
+    """
 
     engine: str
     settings: Any
@@ -48,7 +55,12 @@ class Launch:
 
 @dataclass
 class Verb:
-    """What is known of a command. run: its settings, where they have no mistakes. good: those of the root that have none."""
+    """The command to launch, as far as it could be read.
+
+    command: the command.
+    run: its settings, if they have no mistakes.
+    good: the settings of the root that have no mistakes.
+    """
 
     command: Command | None = None
     run: Reading[Run] | None = None
@@ -57,18 +69,18 @@ class Verb:
 
 @dataclass
 class KnownEngine:
-    """What is known of an engine. settings: where they have no mistakes; else `good` are those that have none of their own."""
+    """The engine, as far as it could be read.
+
+    name: its name.
+    settings: its settings, if they have no mistakes.
+    good: the settings that have no mistakes.
+    known: names of the settings that have no mistakes.
+    """
 
     name: str
     settings: Any = None
     good: Any = None
     known: frozenset[str] = frozenset()
-
-
-def named(words: Iterable[str]) -> str:
-    """The engine that the words name."""
-    found = [word.partition("=")[2] for word in words if word.startswith("engine=")]
-    return found[-1] if found else "local"
 
 
 def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
@@ -79,9 +91,9 @@ def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
         verb: the verb, the recipe and its settings.
 
     Raises:
-        UserError: every mistake in both, and in how they go together.
+        UserError: every mistake in both, and in their combination.
     """
-    engine, what, found = KnownEngine(named(words)), Verb(), list[UserError]()
+    engine, what, found = KnownEngine(named_engine(words)), Verb(), list[UserError]()
     found += mistakes_of(lambda: read_engine(engine, words))
     found += mistakes_of(lambda: read_verb(what, verb, sees_files=engine.name not in BLIND))
     found += mistakes_of(*_checks(engine, what))
@@ -95,7 +107,7 @@ def read_engine(engine: KnownEngine, words: Sequence[str]) -> None:
     """Reads the settings of an engine.
 
     Raises:
-        UserError: there is no such engine, or everything that is wrong in its settings.
+        UserError: there is no such engine, or its settings have mistakes; all are reported.
     """
     schema, own = ENGINES[engine.name], [word for word in words if not word.startswith("engine=")]
     found = mistakes_of(lambda: words_layer(own))
@@ -124,10 +136,10 @@ def read_verb(verb: Verb, words: Sequence[str], sees_files: bool) -> None:
     """Reads a verb with the settings of its run.
 
     Args:
-        sees_files: whether the machines see the files of this one; then those that the settings name are checked too.
+        sees_files: whether the machines share the files of this one; then the files in the settings are checked too.
 
     Raises:
-        UserError: there is no such verb, it names no recipe, or everything that is wrong in its settings.
+        UserError: there is no such verb, it names no recipe, or its settings have mistakes; all are reported.
     """
     if not words:
         raise BadInput("launch needs a command", hint=f"`{as_run()} launch processes=2 -- train tiny`")
@@ -135,6 +147,8 @@ def read_verb(verb: Verb, words: Sequence[str], sees_files: bool) -> None:
         is_recipe = words[0] in recipes() or words[0].endswith((".yml", ".yaml"))
         meant = get_close_matches(words[0], LAUNCHED, n=1)
         hint = f"did you mean `{meant[0]}`?" if meant else f"they run {', '.join(LAUNCHED)}"
+        if words[0] in ("predict", "serve"):
+            hint = f"engine={', '.join(SERVING[:-1])} or {SERVING[-1]} runs servers"
         if is_recipe:
             hint = f"`-- train {words[0]}` trains by this recipe"
         raise BadInput(f"several processes cannot run `{words[0]}`", hint=hint)
@@ -188,30 +202,19 @@ def _checks(engine: KnownEngine, what: Verb) -> list[Callable[[], object]]:
 
 
 def blind(good: Mapping[str, Any], mesh: MeshSettings) -> list[Callable[[], object]]:
-    """What can be checked without the files that the settings name: that the rows and the experts of a run divide over the sizes of the
-    mesh that are set, whatever devices there are; and what can be no file."""
+    """Checks that need none of the files in the settings: the rows and experts of a run must divide over the mesh axes whose sizes are
+    set, whatever the devices.
+    """
     found: list[Callable[[], object]] = []
     if (data := good.get("data")) is not None:
-        found.append(lambda: _check_source(data))
         found.append(lambda: check_rows(data.batch, good.get("accumulate", 1), mesh))
     if (model := good.get("model")) is not None:
         found.append(lambda: check_experts(model, mesh.shares("expert")))
     return found
 
 
-def _check_source(data: Any) -> None:
-    """Checks that data is no address: it would be refused where the run starts.
-
-    Raises:
-        BadInput: it is one.
-    """
-    if is_address(data.source):
-        hint = "copy it to a folder that the machines see, or mount the bucket there"
-        raise BadInput("data is read from files, not from an address", where=f"data.source={data.source}", hint=hint)
-
-
 def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) -> None:
-    """Checks that a mesh makes the devices that an engine asks for, and that the rows of the batch divide over it.
+    """Checks that a mesh fits the devices that an engine requests, and that the batch's rows divide over it.
 
     Raises:
         BadInput: it does not.
@@ -237,7 +240,7 @@ def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) ->
 
 
 def progress_of(launch: Launch) -> Callable[[], object]:
-    """The newest checkpoints of the run, in its directory and on the local disk of this host."""
+    """A function that returns the newest checkpoints of the run, in its directory and on the local disk of this host."""
     local = launch.run.value.checkpoint.local
 
     def progress() -> object:

@@ -1,4 +1,5 @@
-"""Paths of this machine in the settings of a run that a scheduler starts elsewhere: which, why they may be missing there, what to do.
+"""Remarks about paths of this machine in the settings of a run that a scheduler starts elsewhere: why they may be missing there, and
+what to do.
 
     pods of a JobSet      have their image, and the volume at `mount`; they start in the image's folder
     machines of SkyPilot  have a copy of `workdir`, in which they start, and what is mounted at `mount`
@@ -12,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from argosy.core.addresses import is_address
+from argosy.core.addresses import is_address, is_hub
 from argosy.core.errors import some
 from argosy.core.settings.plain import dump, flatten
 from argosy.data.sources import CORPORA, SOURCES
 from argosy.jobs.launch import Launch
+from argosy.run.code_files import named_code
 from argosy.run.distillation.address import is_endpoint
 
 # Settings that name a file or a folder of any model.
@@ -26,7 +28,7 @@ LOCAL = frozenset(("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "
 
 
 def remarks(launch: Launch) -> list[str]:
-    """What to tell the user before the file is written; a remark lists all paths that it is about."""
+    """The remarks to the user before the file is written; a remark lists all paths that it concerns."""
     named = dict(paths(launch.run.value))
     if launch.engine == "slurm":
         return of_slurm(launch, named)
@@ -60,14 +62,14 @@ def is_copied(path: str, copied: Path | None) -> bool:
 
 
 def any_file(path: Path) -> bool:
-    """Whether there is such a file or folder, or one that a glob matches."""
+    """Whether the file, the folder, or a match of the glob exists."""
     if any(c in str(path) for c in "*?["):
         return next(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))), None) is not None
     return path.exists()
 
 
 def of_slurm(launch: Launch, named: dict[str, str]) -> list[str]:
-    """What lies on disks of this machine, and so may be missing on those of the job."""
+    """Remarks about paths on local disks of this machine, which the machines of the job may lack."""
     named = {"the folder of this command": os.getcwd(), "dir": launch.command.folder} | named
     if launch.command.recipe is not None:
         named |= {"the recipe": str(launch.command.recipe)}
@@ -90,26 +92,29 @@ def remark(paths: list[str], why: str, way: str) -> str:
 def paths(run: Any) -> Iterator[tuple[str, str]]:
     """(setting, path) of every file and folder of this machine that the settings of a run name."""
     flat: dict[str, Any] = flatten(dump(run))
-    reader, _, argument = flat["data.source"].partition(":")
-    source = argument if reader in SOURCES else flat["data.source"]
-    if source and reader not in CORPORA:
-        yield "data.source", source
-    if (tokenizer := flat.get("data.tokenizer")) not in (None, "byte"):
+    places = [run.data.source] if isinstance(run.data.source, str) else [mixed.path for mixed in run.data.source]
+    for place in places:
+        reader, _, argument = place.partition(":")
+        source = argument if reader in SOURCES and not argument.startswith("//") else place
+        if source and reader not in CORPORA and not is_address(source):
+            yield "data.source", source
+    if (tokenizer := flat.get("data.tokenizer")) not in (None, "byte") and not is_hub(tokenizer):
         yield "data.tokenizer", tokenizer
     if (template := flat.get("data.template")) and Path(template).is_file():
         yield "data.template", template
     for key in MODELS:
-        if (model := flat.get(key)) and not is_address(model) and not is_endpoint(model):
+        if (model := flat.get(key)) and not is_hub(model) and not is_address(model) and not is_endpoint(model):
             yield key, model
     for reward in run.reward:
         if path := of_code(reward.of):
             yield "reward", path
-    if path := of_code(str(flat.get("environment.of") or "")):
-        yield "environment", path
+    for key, name in named_code(run):
+        if not key.startswith("reward."):
+            yield key.removesuffix(".of").removesuffix(".name"), name.rpartition(":")[0]
 
 
 def of_code(name: str) -> str | None:
-    """The file of FILE.py:FUNCTION, or the folder of a reward model; None where a name means something installed."""
+    """The file of FILE.py:FUNCTION, or the folder of a reward model; None if a name refers to an installed module."""
     file, colon, _ = name.rpartition(":")
     if colon:
         return file if file.endswith(".py") else None
@@ -117,7 +122,7 @@ def of_code(name: str) -> str | None:
 
 
 def mounted() -> dict[str, str]:
-    """The kind of the file system at each mount point; empty where that cannot be told."""
+    """The type of the file system at each mount point; empty if it cannot be determined."""
     try:
         rows = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:
@@ -127,6 +132,6 @@ def mounted() -> dict[str, str]:
 
 
 def kind_of(path: Path, mounts: dict[str, str]) -> str:
-    """The kind of the file system of a path, which need not exist yet."""
+    """The type of the file system of a path, which need not exist yet."""
     path = path.expanduser().resolve()
     return next((mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), "")

@@ -10,7 +10,7 @@ import platform
 import sys
 from pathlib import Path
 
-from argosy.core.caches import cache_home
+from argosy.core.caches import bound_cache, cache_home, most_bytes
 from argosy.core.counts import plural
 from argosy.core.process import signals
 from argosy.core.process.cores import core_count
@@ -56,12 +56,13 @@ def cache_folder(name: str = "xla") -> Path | None:
 
 
 def programs_folder() -> Path | None:
-    """The folder of a server's programs (`infer.programs.store`), beside that of JAX's compilation cache."""
+    """The folder of a server's programs (`ops.programs.store`), beside that of JAX's compilation cache."""
     return cache_folder("programs")
 
 
 def start_jax() -> None:
-    """Imports jax and turns on its persistent compilation cache: a second run of the same program starts without compiling.
+    """Imports jax and turns on its persistent compilation cache: a second run of the same program starts without compiling. Once a
+    day the programs that were not used for longest are removed, down to $ARGOSY_CACHE_GB.
 
     A folder that is set already, by JAX_COMPILATION_CACHE_DIR or in jax.config, stays, and so do its limits.
     """
@@ -70,6 +71,7 @@ def start_jax() -> None:
     folder = cache_folder()
     if folder is None or jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return
+    bound_cache(folder, most_bytes())
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

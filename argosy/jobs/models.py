@@ -1,4 +1,4 @@
-"""`argosy models`: the parts of a model and what they cost, from its config alone. No weight is drawn or read.
+"""`argosy models`: the parts of a model and their parameters, memory and FLOPs, from its config alone. No weight is drawn or read.
 
 Listing presets imports no jax; describing one builds it, which is free because weights begin as descriptions.
 """
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
+from argosy.core.hub.download import local_model
+from argosy.core.progress import Say
 from argosy.core.settings import dump
 from argosy.models import FAMILIES
 from argosy.models.settings import Experts
-from argosy.run.settings.compose import preset_config, presets, recipe_layers, recipes
+from argosy.run.settings.recipe_files import preset_config, presets, recipe_layers, recipes
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 # Recurrent states are float32, whatever the type of the cache.
@@ -25,8 +27,13 @@ SUBLAYERS = {"attn": "attention", "mlp": "feed-forward"}
 
 @dataclass(frozen=True)
 class Cached:
-    """What some layers cache. layers: how many. token: numbers per token and layer. row: numbers per sequence. span: how many
-    tokens a layer attends to."""
+    """The cache of some layers.
+
+    layers: number of layers.
+    token: numbers per token and layer.
+    row: numbers per sequence and layer.
+    span: number of tokens that a layer attends to; None: all.
+    """
 
     layers: int
     token: int
@@ -51,7 +58,7 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
 
     Args:
         name: a preset, or a stored model: Hub folder, .gguf file, run directory, checkpoint.
-        context: tokens for which memory and work are counted; the model's own context by default.
+        context: sequence length in tokens for memory and FLOPs; the model's own context by default.
 
     Raises:
         BadInput, UnknownName, Damaged: there is no such model.
@@ -100,7 +107,7 @@ def modules(config: Any) -> list[str]:
     return list(find(config.build(Scan()), ".*"))
 
 
-def config_named(name: str) -> Any:
+def config_named(name: str, say: Say = lambda _: None) -> Any:
     """The config of a preset or a stored model.
 
     Raises:
@@ -108,12 +115,13 @@ def config_named(name: str) -> Any:
     """
     if name in presets():
         return preset_config(name)
+    name = local_model(name, say)
     if Path(name).exists() and not name.endswith((".yml", ".yaml")):
         from argosy.checkpoint.open import open_model
 
         return open_model(name).config
     if os.sep in name and not Path(name).exists():
-        raise BadInput(f"no model at {name}", hint="a preset, Hub folder, .gguf file, run directory or checkpoint")
+        raise BadInput(f"no model at {name}", hint="a preset, Hub folder, .gguf file, run directory, checkpoint or hf:OWNER/NAME")
     if not Path(name).exists():
         raise UnknownName("model", name, presets(), all_names="`argosy models`")
     return preset_config(name)
@@ -144,7 +152,7 @@ def used_by(name: str) -> list[str]:
 
 
 def what_is_kept(model: Any) -> list[Cached]:
-    """What the layers of a model cache, grouped by how far back they attend."""
+    """The caches of a model's layers, grouped by the number of tokens they attend to."""
     out: dict[tuple[int, int, int | None], int] = {}
     for spec, layers in model.layers.holds().values():
         token, row = (sum(math.prod(shape) for _, shape in arrays) for arrays in (spec.token, spec.row))
@@ -153,9 +161,10 @@ def what_is_kept(model: Any) -> list[Cached]:
 
 
 def cache_bytes(kept: Iterable[Cached], tokens: int, size: int) -> int:
-    """Bytes of cache for one sequence of `tokens` tokens; a windowed layer needs no more than its window.
+    """Size of the cache for one sequence of `tokens` tokens, in bytes; a windowed layer needs no more than its window.
 
-    size: bytes of a cached number.
+    Args:
+        size: bytes of a cached number.
     """
     return sum(k.layers * (size * k.token * min(tokens, k.span or tokens) + STATE_BYTES * k.row) for k in kept)
 

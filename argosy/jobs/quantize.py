@@ -1,4 +1,4 @@
-"""`argosy quantize`: writes a model in few bits, weight by weight, without building it.
+"""`argosy quantize`: quantizes a model weight by weight, without building it.
 
 Memory stays below a few times the source's largest weight; with calibration data, near that of the largest layer and the Gram matrices
 of its inputs. After an interruption, a kill or a full disk, the same command resumes.
@@ -18,7 +18,7 @@ from argosy.adapt.calibration.data import CalibrationData, calibration_data
 from argosy.adapt.calibration.folder import CalibrationFolder
 from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.methods.settings import METHODS, Nearest, RoundingMethod
-from argosy.adapt.quant import Scheme, by_layer
+from argosy.adapt.quant import Scheme, as_floats, by_layer
 from argosy.adapt.rotation import describe_rotation, rotated_model
 from argosy.adapt.rules import Rule, check_dynamic, schemes_of
 from argosy.checkpoint.save import Progress, write_model_folder
@@ -59,21 +59,21 @@ def quantize(
     say: Say = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
-    """Quantizes a model. Returns what was written: a row for each weight, with its bytes and errors.
+    """Quantizes a model. Returns a report: a row for each weight, with its bytes and errors.
 
     Args:
         target: a new folder.
         method: how weights are rounded.
-        data: of calibration; None: there is none.
-        samples: sequences of it.
-        rotate: hadamard: the stream and the value heads are rotated first (`adapt.rotation`); None: they are not.
+        data: calibration data; None: there is none.
+        samples: number of sequences of calibration data.
+        rotate: hadamard: the residual stream and the value heads are rotated first (`adapt.rotation`); None: they are not.
         dtype: the type of the weights that are not quantized; None keeps each one's.
         to: argosy, or compressed-tensors: a Hub folder.
 
     Raises:
-        BadInput: the source is no model or quantized already, the target exists, a rule matches nothing or needs data, or the data
-            has too few tokens; nothing is written.
-        Unsupported: the layout cannot say a rule, or the model cannot be rotated; nothing is written.
+        BadInput: the source is no model or quantized already, the target exists, a rule matches nothing or needs data, or the data has
+            too few tokens; nothing is written.
+        Unsupported: the layout cannot express a rule, or the model cannot be rotated; nothing is written.
     """
     start = time.monotonic()
     if method.needs_data and data is None:
@@ -90,6 +90,8 @@ def quantize(
     order = {name.removesuffix(".w"): i for i, name in enumerate(stored.weights.names)}
     model = stored.config.build(Unroll())
     schemes = by_layer(model, schemes_of(model, list(rules), is_calibrated=data is not None))
+    for note in delicate_weights(schemes, is_tied=bool(getattr(stored.config, "tied", False))):
+        say(note)
     table = LayerTable()
     identity = identity_of(stored, to, dtype, 0) | {"rules": [dump(rule) for rule in rules], "method": described_method(method)}
     identity |= {} if rotate is None else {"rotate": rotate}
@@ -108,7 +110,7 @@ def quantize(
         tokens = calibration_data(
             *(data, samples, stored_tokenizer(stored)), vocab=stored.config.vocab, context=stored.config.context
         )
-        say(f"calibrating on {plural(len(tokens.tokens), 'sequence')} of {data.source}, {plural(tokens.size, 'token')}")
+        say(f"calibrating on {plural(len(tokens.tokens), 'sequence')} of {data.source_name}, {plural(tokens.size, 'token')}")
         identity |= {"data": tokens.identity}
         with before_leaving(calibrating):
             calibrated = calibrated_layers(stored, schemes, method, tokens, kept_layers, identity, say)
@@ -149,17 +151,28 @@ def quantize(
     }
 
 
+def delicate_weights(schemes: Mapping[str, Scheme], *, is_tied: bool) -> list[str]:
+    """Warnings about weights that presets do not quantize and these rules do: one sentence for each kind."""
+    out = []
+    if "embed" in schemes and is_tied:
+        out.append("a rule rounds `embed`, which is the head too: its error is in every logit; presets leave it as it is")
+    routers = [name for name in schemes if name.rpartition(".")[2] in ("router", "shared_gate")]
+    if routers:
+        out.append(f"a rule rounds {plural(len(routers), 'router')}, such as `{routers[0]}`: tokens may go to other experts")
+    return out
+
+
 def described_method(method: RoundingMethod) -> dict[str, Any]:
     """A method with its settings, as JSON."""
     return {"name": Choice(METHODS).name_of(method)} | dump(method)
 
 
 def check_plan(stored: OpenedModel, target: Path, to: str, schemes: Mapping[str, Scheme]) -> None:
-    """Checks before the work of a calibration what writing would find after it.
+    """Checks before calibration for mistakes that writing would find after it.
 
     Raises:
         BadInput: the target exists.
-        Unsupported: the layout cannot say a scheme.
+        Unsupported: the layout cannot express a scheme.
     """
     if is_occupied(target):
         raise BadInput(f"{target} is not empty", hint="name a new folder; nothing is ever overwritten")
@@ -177,7 +190,7 @@ def calibrated_layers(
     identity: Mapping[str, Any],
     say: Say,
 ) -> CalibratedWeights:
-    """The quantized layers of a model, in a folder; those that an earlier process finished are kept."""
+    """The quantized layers of a model, stored in a folder. Layers that an earlier process finished are reused."""
     runner = LayerRunner(stored.config, stored.weights, schemes)
     folder = CalibrationFolder(path, identity, (*data.tokens.shape, stored.config.width))
     if folder.layers:
@@ -199,21 +212,21 @@ def layer_progress(say: Say, verb: str) -> Callable[[int, int], None]:
 
 
 def stored_bytes(weights: TensorReader) -> int:
-    """The bytes of all weights of a model, in the types in which they are stored."""
+    """Size of all weights of a model in their stored types, in bytes."""
     return sum(int(np.prod(weights.shape(name))) * weights.dtype(name).itemsize for name in weights.names)
 
 
 def largest(weights: Any, names: Sequence[str]) -> list[str]:
-    """The largest of the weights that were kept, at most three."""
+    """Names of the largest weights that were not quantized, at most three."""
     return sorted(names, key=lambda name: -int(np.prod(weights.shape(name))))[:3]
 
 
 class LayerTable:
-    """What became of each weight.
+    """The result of quantization, a row for each weight.
 
-    rows: name, scheme, numbers, bytes, bits of a number with its scales, and error: the root mean square of what rounding changed over
-        that of the weight. With calibration data also output_error, the same of the output, nearest_error, that of rounding to
-        nearest, and uncalibrated, the share of experts that too few tokens reached.
+    rows: name, scheme, number of weights, bytes, bits per weight including scales, and error: the root mean square of the rounding
+        error over that of the weight. With calibration data also output_error, the same for the output; nearest_error, that of rounding
+        to nearest; and uncalibrated, the share of experts that got too few tokens.
     """
 
     def __init__(self) -> None:
@@ -221,7 +234,7 @@ class LayerTable:
 
     def add(self, name: str, of: Contraction, w: np.ndarray, quantized: Quantized) -> None:
         scheme: Scheme = of.scheme  # type: ignore[attr-defined]
-        change = float(np.linalg.norm((np.asarray(quantized.dequantized()) - w).ravel()))
+        change = float(np.linalg.norm((np.asarray(as_floats(quantized)) - w).ravel()))
         size = float(np.linalg.norm(w.ravel()))
         granularity = scheme.granularity or scheme.format.block or "channel"
         sizes = {"numbers": w.size, "bytes": quantized.nbytes, "bits": 8 * quantized.nbytes / w.size}
@@ -229,7 +242,7 @@ class LayerTable:
         self.rows.append({"name": name, **asdict(scheme), "granularity": granularity, **sizes, "error": error})
 
     def add_errors(self, calibrated: CalibratedWeights) -> None:
-        """Adds what calibration data says of each weight."""
+        """Adds the errors on calibration data to each row."""
         none = {"output_error": None, "nearest_error": None, "uncalibrated": 1.0, "balanced": False}
         for row in self.rows:
             row |= none | {key: value for key, value in calibrated.rows.get(row["name"], {}).items() if key != "name"}

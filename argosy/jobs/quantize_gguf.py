@@ -27,8 +27,8 @@ def quantize_gguf(
     say: Say = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
-    """Quantizes a model to nearest, as llama.cpp does. Returns what was written, as `quantize` does: a row for each tensor that is not
-    float32, and the names of those whose rows are too narrow for the type that the preset has for them.
+    """Quantizes a model by rounding to nearest, as llama.cpp does. Returns a report like that of `quantize`: a row for each tensor that
+    is not float32, and the names of tensors whose rows are too narrow for the preset's type.
 
     Args:
         target: a new file that ends in .gguf.
@@ -63,7 +63,7 @@ def quantize_gguf(
 
 
 def row(tensor: EncodedTensor) -> dict[str, Any]:
-    """What became of a tensor."""
+    """The report's row of a tensor."""
     numbers = math.prod(tensor.entry.shape)
     return {
         "name": tensor.entry.name,

@@ -1,4 +1,4 @@
-"""The report of `argosy quantize`: the perplexity of a text before and after, and the page."""
+"""The report of `argosy quantize`: the perplexity of a text before and after, as an HTML page."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +22,8 @@ def planned_text(source: str, text: str, windows: int) -> tuple[EvalSettings, Se
     Raises:
         UserError: there is no such text or model, or the model has no tokenizer.
     """
+    if not Path(text).is_file():
+        raise BadInput(f"no file {text}", where="set by text", hint="a text to measure before and after")
     settings = EvalSettings(tasks="perplexity", data=text, limit=windows)
     planned = plan(settings)
     if stored_tokenizer(open_source(source)) is None:
@@ -42,7 +44,11 @@ def measure_change(source: str, target: str, settings: EvalSettings, planned: Se
 
 
 def check_report(path: str) -> None:
-    """Raises BadInput unless a page can be written there."""
+    """Checks that a page can be written.
+
+    Raises:
+        BadInput: it cannot.
+    """
     if not path.endswith(".html"):
         raise BadInput(f"report={path} does not end in .html", hint="report=report.html")
     if not Path(path).resolve().parent.is_dir():

@@ -1,4 +1,4 @@
-"""`argosy quantize MODEL OUT.yml search=4.5`: proposes a mixed recipe under a budget of bits a weight, as a file of rules."""
+"""`argosy quantize MODEL OUT.yml search=4.5`: proposes a mixed recipe under a budget of bits per weight, as a file of rules."""
 
 import math
 import time
@@ -11,15 +11,17 @@ from argosy.adapt.calibration.layers import LayerRunner
 from argosy.adapt.quant import Scheme, by_layer
 from argosy.adapt.rules import Rule, check_dynamic, preset_rules, schemes_of
 from argosy.adapt.search.budget import PresetCost, within_budget
+from argosy.adapt.search.measured import MeasuredDivergences
 from argosy.adapt.search.patterns import mixed_rules
 from argosy.adapt.search.sensitivity import SensitivityMeter, bits_of
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported
+from argosy.core.process.signals import before_leaving
 from argosy.core.settings import dump
 from argosy.core.settings.scalars import yaml_document
 from argosy.core.storage import Store
 from argosy.data.settings import DataSettings
-from argosy.jobs.convert import open_source
+from argosy.jobs.convert import identity_of, open_source
 from argosy.jobs.quantize import Say, layer_progress
 from argosy.models.parts.stack import Unroll
 from argosy.observe.readable import one_line
@@ -36,14 +38,15 @@ def search_recipe(
     samples: int,
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
-    """Writes the rules with which a model has at most so many bits a weight and differs least. Returns what was measured.
+    """Writes the rules that stay within a budget of bits per weight and change the model's output least. Returns the measurements.
+    After a kill, the same call continues with the stored measurements.
 
     Args:
         target: a new YAML file.
-        budget: bits of a weight of the matrices of the layers, with their scales, on average.
-        presets: which of `PRESETS` each matrix may get.
-        data: of calibration.
-        samples: sequences of it.
+        budget: average bits per weight in the matrices of the layers, including scales.
+        presets: the names in `PRESETS` to choose from.
+        data: calibration data.
+        samples: number of sequences of calibration data.
 
     Raises:
         BadInput: the source is no model or quantized already, the target exists, there is no such preset, the budget is below the
@@ -70,12 +73,17 @@ def search_recipe(
     tokens = calibration_data(
         *(data, samples, stored_tokenizer(stored)), vocab=stored.config.vocab, context=stored.config.context
     )
-    say(f"measuring {plural(len(sizes), 'weight')} on {plural(tokens.size, 'token')} of {data.source}")
-    meter = SensitivityMeter(runner, tokens)
-    costs = {
-        name: {preset: PresetCost(sizes[name][1][preset], kl) for preset, kl in of.items()}
-        for name, of in meter.sensitivities(schemes, layer_progress(say, "measured"))
-    }
+    say(f"measuring {plural(len(sizes), 'weight')} on {plural(tokens.size, 'token')} of {data.source_name}")
+    identity = {"source": identity_of(stored, "rules", None, 0)["source"], "data": tokens.identity}
+    measured = MeasuredDivergences(target.with_name(f"{target.name}.part"), identity)
+    if len(measured):
+        say(f"resuming: {plural(len(measured), 'rounding', 'is', 'are')} measured already")
+    with before_leaving(lambda: say(f"stopped; what was measured is kept in {measured.path}, and the same command resumes")):
+        meter = SensitivityMeter(runner, tokens)
+        costs = {
+            name: {preset: PresetCost(sizes[name][1][preset], kl) for preset, kl in of.items()}
+            for name, of in meter.sensitivities(schemes, layer_progress(say, "measured"), measured)
+        }
     chosen = dict(zip(costs, within_budget(list(costs.values()), int(budget * numbers)), strict=True))
     recipes = {preset: dict.fromkeys(costs, preset) for preset in schemes} | {"mixed": chosen}
     rows = {
@@ -90,6 +98,7 @@ def search_recipe(
     rules = mixed_rules(recipes[best])
     text = rules_text(rules, f"{rows[best]['bits']:.3f} bits a weight, from {one_line(source)}")
     Store(target.resolve().parent).write_text(target.name, text)
+    measured.remove()
     return {
         "source": source,
         "target": str(target),
@@ -116,7 +125,11 @@ def search_recipe(
 
 
 def check_file(target: Path) -> None:
-    """Raises BadInput unless a new file can be written there."""
+    """Checks that a new file can be written.
+
+    Raises:
+        BadInput: it cannot.
+    """
     if target.exists() or target.is_symlink():
         raise BadInput(f"{target} exists", hint="name a new file; nothing is ever overwritten")
     if not target.resolve().parent.is_dir():
@@ -127,7 +140,7 @@ def preset_scheme(name: str) -> Scheme:
     """The scheme of a preset.
 
     Raises:
-        BadInput: there is none of this name, or its scales of data are static, which the search does not calibrate.
+        BadInput: there is no such preset, or its activations have static scales, which the search does not calibrate.
     """
     rules = preset_rules(name)
     check_dynamic(rules, f"search with {name}")
@@ -144,10 +157,10 @@ def matrix_bits(runner: LayerRunner, schemes: Mapping[str, Scheme]) -> dict[str,
 
 
 def check_budget(budget: float, uniform: Mapping[str, float]) -> None:
-    """Checks a budget against the bits a weight of each preset alone.
+    """Checks a budget against the bits per weight of each preset alone.
 
     Raises:
-        BadInput: it is below all, or above all.
+        BadInput: it is below or above all of them.
     """
     # Rounded up, so that a budget that is copied from the message is none that is refused again.
     every = ", ".join(f"{name} {math.ceil(1000 * bits) / 1000:.3f}" for name, bits in uniform.items())
@@ -159,7 +172,7 @@ def check_budget(budget: float, uniform: Mapping[str, float]) -> None:
 
 
 def rules_text(rules: Sequence[Rule], about: str) -> str:
-    """A file of rules, which says in a comment where it comes from."""
+    """The text of a file of rules, with a comment about its origin."""
     plain = Rule()
     entries = [{key: value for key, value in dump(rule).items() if value != getattr(plain, key)} for rule in rules]
     return f"# {about}\n{yaml_document({'rules': entries})}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.core.errors import ArgosyError, BadInput, UserError
-from argosy.run.settings.compose import run_folder
+from argosy.run.settings.recipe_files import run_folder
 from argosy.run.start.preflight import settled
 
 OPEN, CLOSE, QUOTES = "[{", "]}", "\"'"

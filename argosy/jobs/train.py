@@ -76,7 +76,7 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     if not processes.broadcast("has run", lambda: directory.has_run):
         # Finds every mistake before the first file is written.
         with telling(view.say, DATA):
-            assembly = checked(settings)
+            assembly = checked(settings, view.say)
     missing = directory.missing()
     try:
         with processes.run_together("lock", directory.store.lock):
@@ -102,16 +102,22 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     return outcome
 
 
-def checked(settings: Run) -> "Assembly":
-    """Everything that a new run needs, built; all mistakes are found. The first of several processes fills caches of the data."""
+def checked(settings: Run, say: Callable[[str], None] = lambda _: None) -> "Assembly":
+    """Everything that a new run needs, built; all mistakes are found. The first of several processes fills caches of the data.
+
+    Args:
+        say: called with what is encoded.
+    """
     from argosy.parallel import processes
     from argosy.run.assembly.assemble import assemble
     from argosy.run.assembly.decided import Decided
+    from argosy.run.assembly.winners import with_winners
     from argosy.run.distillation.served import check_served
     from argosy.run.start.initial import check_source
 
     def build() -> "Assembly":
-        made = assemble(settings, Decided.here(settings))
+        made = assemble(settings, Decided.here(settings), say=say)
+        made.decided = with_winners(made)
         check_source(settings, tokenizer=made.tokenizer)
         check_served(made)
         return made

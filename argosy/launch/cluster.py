@@ -1,4 +1,4 @@
-"""Which process of how many this one is, as whoever started it says in the environment; and joining the others.
+"""Reads this process's rank and the number of processes from the environment, and joins the other processes.
 
     engine       variables
     argosy       ARGOSY_COORDINATOR, ARGOSY_PROCESSES, ARGOSY_RANK     what `argosy launch` sets, and any engine may
@@ -11,7 +11,7 @@
     tpu          slices of several hosts: TPU_WORKER_HOSTNAMES, TPU_WORKER_ID; of several slices MEGASCALE_COORDINATOR_ADDRESS,
                  MEGASCALE_NUM_SLICES, MEGASCALE_SLICE_ID
 
-The first row whose variables are there decides. Reading the environment imports no jax.
+The first row whose variables are set decides. Reading the environment imports no jax.
 """
 
 import atexit
@@ -47,7 +47,14 @@ NATIVE = "ARGOSY_NATIVE_LOG"
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """This process among all. coordinator: HOST:PORT of rank 0. attempt: how often the gang was started before."""
+    """The place of this process among all.
+
+    engine: the row that described it.
+    coordinator: HOST:PORT of rank 0.
+    processes: number of processes.
+    rank: its rank.
+    attempt: number of earlier starts of the processes.
+    """
 
     engine: str
     coordinator: str
@@ -60,7 +67,7 @@ Environment = Mapping[str, str]
 
 
 def detect_place(environment: Environment) -> ProcessPlace | None:
-    """The place that the environment describes; None where there is one process.
+    """The place that the environment describes; None if there is only one process.
 
     Raises:
         BadInput: the variables are incomplete or contradict each other.
@@ -176,7 +183,7 @@ ENGINES: dict[str, Callable[[Environment], tuple[str, int, int] | None]] = {
 
 
 def with_port(address: str) -> str:
-    """HOST:PORT; a port is added to a host alone, an IPv6 address gets its brackets."""
+    """HOST:PORT. A host without a port gets one, and an IPv6 address gets brackets."""
     if re.fullmatch(r"(\[.*\]|[^:]+):\d+", address):
         return address
     return f"[{address}]:{PORT}" if address.count(":") > 1 and not address.startswith("[") else f"{address}:{PORT}"
@@ -198,7 +205,7 @@ def join(place: ProcessPlace) -> None:
     """Joins the processes of a run, before anything else asks jax for devices.
 
     Raises:
-        ArgosyError: the others do not come, or the coordinator cannot be reached.
+        ArgosyError: the others do not arrive, or the coordinator cannot be reached.
     """
     import jax
 
@@ -234,7 +241,7 @@ def join(place: ProcessPlace) -> None:
 
 
 def keep_apart(path: Path) -> None:
-    """From now on what libraries print below Python goes to a file, and what Python prints where it went before."""
+    """Redirects the output of libraries below Python to a file; Python's own output goes where it went before."""
     with suppress(OSError):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         for name, number in (("stdout", 1), ("stderr", 2)):
@@ -246,10 +253,10 @@ def keep_apart(path: Path) -> None:
 
 
 def check_free(place: ProcessPlace, host: str) -> None:
-    """jaxlib 0.10.2 crashes where another program listens on the port.
+    """Checks that the coordinator's port is free, because jaxlib 0.10.2 crashes if another program listens on it.
 
     Args:
-        host: to listen on; empty: on every address.
+        host: the host to listen on; empty: every address.
 
     Raises:
         ArgosyError: the port is taken.
@@ -316,7 +323,7 @@ class PeerLost(ArgosyError):
 
 @contextmanager
 def lost_peers() -> Iterator[None]:
-    """Errors of jax that say that another process is gone become a `PeerLost`."""
+    """A context in which errors of jax about a lost process become a `PeerLost`."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A manifest of a JobSet (jobset.x-k8s.io/v1alpha2): a Job for each TPU slice, or one, whose indexed pods are one process each.
+"""Writes a manifest of a JobSet (jobset.x-k8s.io/v1alpha2): one Job, or one per TPU slice, whose indexed pods run one process each.
 
     a container ends with    what follows
     0                        when all have: the JobSet is complete
@@ -6,9 +6,9 @@
                              podFailurePolicy, and the JobSet at once
     anything else            the Job fails (backoffLimit 0), and the JobSet makes all pods anew, at most `restarts` times
 
-Pods find each other by the headless service of the JobSet, which names the first one NAME-workers-0-0.NAME (`launch.cluster`). TPUs
-are asked for as GKE does, by node labels and `google.com/tpu`; all pods of a slice are kept in one node pool of their own. Slices find
-each other by the variables MEGASCALE_, which libtpu reads.
+Pods find each other by the headless service of the JobSet, which names the first one NAME-workers-0-0.NAME (`launch.cluster`). TPUs are
+requested as on GKE, by node labels and `google.com/tpu`; each slice's pods share one node pool, which no other slice uses. Slices find
+each other by the MEGASCALE_ variables, which libtpu reads.
 """
 
 from typing import Any
@@ -25,17 +25,17 @@ WORKERS, CONTAINER = "workers", "argosy"
 
 
 def launch(command: Command, settings: JobSet, say: Say) -> int:
-    """Prints or writes the manifest.
+    """Prints or writes the manifest. Returns an exit code.
 
     Raises:
-        BadInput: the recipe is not visible in pods, the run directory would be lost, or the file to write holds something else.
+        BadInput: pods cannot read the recipe, the run directory would be lost, or the file to write holds something else.
     """
     deliver(yaml_document(render(command, settings)), settings.write, say, "kubectl apply -f FILE")
     return 0
 
 
 def checks(command: Command, settings: JobSet) -> list[ScriptCheck]:
-    """What pods would not see, or not keep."""
+    """Checks of files that pods would not see, or would lose."""
 
     def recipe() -> None:
         if command.recipe is not None:
@@ -54,7 +54,7 @@ def checks(command: Command, settings: JobSet) -> list[ScriptCheck]:
 
 
 def devices(settings: JobSet, between: bool) -> Devices | None:
-    """The devices of the pods; None where the settings do not tell: CPUs, and TPUs whose chips may have two devices.
+    """The devices of the pods; None if the settings do not determine them: CPUs, and TPUs whose chips may have two devices.
 
     Args:
         between: whether the mesh has sizes between groups of devices.
@@ -77,7 +77,7 @@ def render(command: Command, settings: JobSet) -> dict[str, Any]:
     """The manifest.
 
     Raises:
-        BadInput: the recipe is not visible in pods, the run directory would be lost with them, or `program` is no command.
+        BadInput: pods cannot read the recipe, the run directory would be lost with them, or `program` is no command.
     """
     for check in checks(command, settings):
         check.run()
@@ -152,7 +152,7 @@ def pod(command: Command, settings: JobSet) -> dict[str, Any]:
 
 
 def environment(settings: JobSet) -> list[dict[str, Any]]:
-    """What a process reads to find its place; Kubernetes itself sets JOB_COMPLETION_INDEX."""
+    """The environment variables from which a process finds its place; Kubernetes itself sets JOB_COMPLETION_INDEX."""
     own = [
         {"name": "JOBSET_NAME", "value": settings.name},
         {"name": "REPLICATED_JOB_NAME", "value": WORKERS},

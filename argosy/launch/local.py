@@ -2,14 +2,14 @@
 
     exit code of a process     what follows
     0                          the others end too
-    2                          a mistake of the user's: all end, none is started again
-    65                         it would fail again (`core.errors.Final`): the same, and the exit code is 1
-    129, 130, 143              it was asked to stop, and so were all
+    2                          a mistake of the user's: all end, and none is started again
+    65                         it would fail again (`core.errors.Final`): as for 2, and the exit code is 1
+    129, 130, 143              it was asked to stop: the others are asked too
     anything else              all are killed, and start again from the last checkpoint
 
-The processes find each other through the environment (`launch.cluster`). Rank 0 has this terminal; what the others print, and what
-libraries print below Python in any of them, goes to a file each, which is named where a process fails. They end when this process ends,
-however it ends. No jax is imported here.
+The processes find each other through the environment (`launch.cluster`). Rank 0 prints to this terminal. The output of each other
+process, and the output of libraries below Python, goes to a file, which is named if the process fails. All processes end when this one
+ends, however it ends. This module does not import jax.
 """
 
 import os
@@ -52,8 +52,17 @@ DUMP_S = 1.0
 
 @dataclass
 class LocalProcess:
-    """A process of the gang. ended: when, on the monotonic clock. log: what it and its libraries print, from this byte on. was_stopped:
-    by a signal, when the others ended."""
+    """A process of the group.
+
+    rank: its rank.
+    process: its Popen.
+    printed: its last lines of output.
+    reader: the thread that reads its output.
+    ended: time of its end, on the monotonic clock.
+    log: file of its output.
+    log_from: offset of its output in the file.
+    was_stopped: whether a signal had stopped it when the others ended.
+    """
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -66,7 +75,7 @@ class LocalProcess:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; negative where a signal ended it. None while it runs."""
+        """Its exit code; negative if a signal ended it. None while it runs."""
         code = self.process.poll()
         if code is not None and self.ended is None:
             self.ended = time.monotonic()
@@ -74,17 +83,17 @@ class LocalProcess:
 
     @property
     def lost_another(self) -> bool:
-        """Whether it ended because another process did, or no longer answered."""
+        """Whether it ended because another process ended or no longer replied."""
         return self.code == LOST or (self.code == -signal.SIGABRT and any(ABORTED in line for line in self.last(KEPT)))
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended it, for a reason of its own."""
+        """Whether a signal killed it, not on behalf of this supervisor."""
         return (self.code or 0) < 0 and not self.lost_another
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it (SIGSTOP, a debugger), where that can be seen."""
+        """Whether a signal has stopped it (SIGSTOP, a debugger), as far as the system shows it."""
         pid = getattr(self.process, "pid", None)
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
@@ -92,7 +101,7 @@ class LocalProcess:
             return False
 
     def last(self, count: int) -> list[str]:
-        """The last lines that it printed, those of its libraries too."""
+        """The last lines of its output, including its libraries'."""
         try:
             text = self.log.read_bytes()[self.log_from :].decode("utf-8", "replace") if self.log is not None else ""
         except OSError:
@@ -102,8 +111,14 @@ class LocalProcess:
 
 @dataclass
 class ProcessEnding:
-    """How a gang ended. first: the process that ended first with something else than 0, and its code. silent: those that did not
-    answer, for which the others ended. place: of a rank, where its process was."""
+    """The end of a group of processes.
+
+    code: the exit code.
+    first: the process that ended first with a nonzero code.
+    stacks: stacks of the processes.
+    silent: processes that did not reply, so that the others ended.
+    places: position of each rank in the code.
+    """
 
     code: int
     first: LocalProcess | None = None
@@ -113,7 +128,10 @@ class ProcessEnding:
 
 
 class LocalGang:
-    """The processes of one start. logs: the folder for what they print."""
+    """The processes of one start.
+
+    logs: the folder for their output.
+    """
 
     def __init__(self, words: Sequence[str], settings: LocalLaunch, attempt: int, environment: Mapping[str, str], logs: Path):
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
@@ -168,7 +186,7 @@ class LocalGang:
     # ---------------------------------------------------------------- until it ends
 
     def wait(self, stop: Stop) -> ProcessEnding:
-        """Waits until all have ended. When one fails, the others say where they are, and are killed after the grace."""
+        """Waits until all have ended. If one fails, the others write their stacks, and are killed after the grace period."""
         first: LocalProcess | None = None
         silent: list[LocalProcess] = []
         passed_on, until = False, float("inf")
@@ -233,7 +251,7 @@ class LocalGang:
                 member.process.kill()
 
     def close(self) -> None:
-        """Gives back what the gang had; its processes have ended."""
+        """Releases the group's resources, after its processes have ended."""
         self.port.close()
 
     def _settle(self) -> None:
@@ -244,7 +262,7 @@ class LocalGang:
 
 
 def checks(settings: LocalLaunch) -> list[ScriptCheck]:
-    """What keeps the processes from being started."""
+    """Checks that the processes can be started."""
 
     def logs() -> None:
         folder = Path(settings.logs or ".")
@@ -256,11 +274,11 @@ def checks(settings: LocalLaunch) -> list[ScriptCheck]:
 
 
 def run(words: Sequence[str], settings: LocalLaunch, say: Say, progress: Callable[[], object] = lambda: None) -> int:
-    """Runs a command as a gang until it ends well, is stopped, or fails too often; returns its exit code.
+    """Runs a command as a group of processes until it succeeds, is stopped, or fails too often. Returns its exit code.
 
     Args:
-        words: of the command, the program first.
-        progress: something that changes when the run makes progress: its newest checkpoint.
+        words: the command, the program first.
+        progress: returns a value that changes when the run makes progress: its newest checkpoint.
     """
     logs, failed = Path(settings.logs or tempfile.mkdtemp(prefix="argosy-logs-")), False
 
@@ -282,7 +300,12 @@ def run(words: Sequence[str], settings: LocalLaunch, say: Say, progress: Callabl
 def supervise(
     start: Callable[[int], LocalGang], settings: LocalLaunch, say: Say, progress: Callable[[], object], logs: Path | None = None
 ) -> int:
-    """`run` with gangs of any kind. start: makes the gang of an attempt, which counts from 0. logs: what they print, for messages."""
+    """The loop of `run`, for groups of any kind.
+
+    Args:
+        start: starts the group of an attempt; attempts count from 0.
+        logs: the folder of their output, for messages.
+    """
     if settings.logs is not None:
         check_logs(Path(settings.logs))
     attempt = failures = 0
@@ -324,7 +347,7 @@ def check_logs(folder: Path) -> None:
     """Makes the folder of logs.
 
     Raises:
-        BadInput: it cannot be made, or written.
+        BadInput: it cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -360,7 +383,7 @@ def _show(ending: ProcessEnding, say: Say, count: int, only_others: bool = False
 
 
 def ending_words(code: int) -> str:
-    """ "with exit code 3", "by SIGKILL"."""
+    """An exit code in words: "with exit code 3", "by SIGKILL"."""
     return f"{'with' if code >= 0 else 'by'} {reason_of(code)}"
 
 
@@ -372,10 +395,10 @@ def _as_exit(code: int) -> int:
 
 
 def devices_of(rank: int, settings: LocalLaunch, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that give a process its devices.
+    """The environment variables that assign devices to a process.
 
     Raises:
-        BadInput: the GPUs do not divide among the processes.
+        BadInput: the number of GPUs is not divisible by the number of processes.
     """
     cards = gpus(environment)
     if not cards or environment.get("JAX_PLATFORMS") == "cpu":
@@ -388,7 +411,7 @@ def devices_of(rank: int, settings: LocalLaunch, environment: Mapping[str, str])
 
 
 def gpus(environment: Mapping[str, str], folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
     if (named := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [one.strip() for one in named.split(",") if one.strip() and one.strip() != "-1"]
     return [str(i) for i, _ in enumerate(folder.iterdir())] if folder.is_dir() else []

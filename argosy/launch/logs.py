@@ -1,4 +1,4 @@
-"""Files for what processes print."""
+"""Log files of processes."""
 
 import sys
 from contextlib import suppress
@@ -6,8 +6,9 @@ from pathlib import Path
 
 
 class LogFile:
-    """A file that grows. Where it cannot be written, that is said once on stderr: whoever reads a process's pipe has to go on, or the
-    process could print no more."""
+    """A growing file. If it cannot be written, that is reported once on stderr: the reader of a process's pipe must go on, or the
+    process would block when it prints.
+    """
 
     def __init__(self, path: Path):
         self.path, self._said = path, False
@@ -24,7 +25,7 @@ class LogFile:
 
 
 def show(data: bytes) -> None:
-    """Prints it on stderr, if there is one."""
+    """Prints bytes on stderr, if there is one."""
     if sys.stderr is None:
         return
     with suppress(OSError, ValueError):

@@ -1,11 +1,11 @@
-"""Ports for coordinators, held from the moment they are chosen until the processes that use them have ended.
+"""Ports for coordinators, reserved from the moment they are chosen until the processes that use them have ended.
 
-A coordinator listens seconds after its port was chosen. A port that is merely found free may meanwhile become that of another group, or
-of any connection that this machine makes. gRPC would not notice: it listens with SO_REUSEPORT, so that two coordinators of one user
-share a port, and the kernel deals the processes of both groups out among them.
+A coordinator starts to listen seconds after its port was chosen. A port that is only known to be free may meanwhile be taken by another
+group, or by any connection of this machine. gRPC would not notice: it listens with SO_REUSEPORT, so two coordinators of one user could
+share a port, and the kernel would distribute the processes of both groups between them.
 
-A port that is held is bound with SO_REUSEPORT and not listened on. The kernel gives it to nobody who asks for any port, and a
-coordinator of the same user can still listen on it.
+A reserved port is bound with SO_REUSEPORT and not listened on. The kernel does not assign it to others, and a coordinator of the same
+user can still listen on it.
 """
 
 import errno
@@ -14,7 +14,11 @@ from contextlib import suppress
 
 
 class HeldPort:
-    """A free port of this machine, which nobody else is given until it is closed. host: empty: on every address. number: the port."""
+    """A free port of this machine, reserved until it is closed.
+
+    host: the host; empty: every address.
+    number: the port.
+    """
 
     def __init__(self, host: str = "127.0.0.1"):
         self._socket = bound(host, 0)
@@ -29,10 +33,10 @@ class HeldPort:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that holds a port without listening on it; 0 is any port.
+    """A socket that reserves a port without listening on it; 0 is any port.
 
     Raises:
-        OSError: somebody has it who does not share it.
+        OSError: another program uses it without sharing.
     """
     one = socket.socket()
     try:
@@ -45,7 +49,11 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether another program has a port. One that is only held counts as free. host: empty: on every address of this machine."""
+    """Whether another program listens on a port. A reserved port counts as free.
+
+    Args:
+        host: the host; empty: every address of this machine.
+    """
     for family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError), socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,8 @@
 """Runs a command as processes on a Ray cluster, and starts all of them again when one ends, by the rules of `launch.local`.
 
-Each process is the child of an actor, and all actors are in one placement group, so that either all find room or none starts. An
-actor passes on signals and what its process prints. An actor that dies, or whose machine is lost, counts as a process that was
-killed; its process sees that its parent is gone, saves and ends. With the driver, that is this command, all actors end.
+Each process is the child of an actor, and all actors are in one placement group, so that either all find room or none starts. An actor
+forwards signals and its process's output. An actor that dies, or whose machine is lost, counts as a killed process; its process notices
+that its parent is gone, saves and ends. All actors end with the driver, which is this command.
 
 Ray Train's JaxTrainer is not used: it starts a worker again whatever its exit code was, and ends workers without time to save
 (docs/decisions/0021-on-ray-actors-start-processes.md). This is the only module that imports ray.
@@ -40,12 +40,12 @@ LAST_S = 2.0
 
 
 def ray() -> Any:
-    """The library."""
+    """The Ray library."""
     return import_module("ray")
 
 
 class Host:
-    """The actor: starts one process, and tells what it prints and how it ended. Its methods run in threads."""
+    """The actor: it starts one process, and reports its output and its end. Its methods run in threads."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,12 +56,12 @@ class Host:
         self._stacks = Path(tempfile.mkdtemp(prefix="argosy-"), "stacks")
 
     def address(self) -> tuple[str, int]:
-        """The address of this machine, and a port that this actor holds."""
+        """The address of this machine, and a port that this actor reserves."""
         self._port = self._port or HeldPort("")
         return ray().util.get_node_ip_address(), self._port.number
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
-        """Starts the process, in `folder` where this machine has it."""
+        """Starts the process, in `folder` if this machine has it."""
         own = {**os.environ, **environment, PARENT: str(os.getpid()), STACKS: str(self._stacks)}
         self._process = subprocess.Popen(
             words, env=own, cwd=folder if Path(folder).is_dir() else None, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -81,7 +81,7 @@ class Host:
             self._news.notify_all()
 
     def news(self) -> tuple[list[bytes], int | None, str]:
-        """New lines, the exit code with the last ones, and then the stacks that were asked for. Waits for news a moment."""
+        """New lines of output; with the last ones the exit code; then the requested stacks. Waits briefly for news."""
         assert self._process is not None
         with self._news:
             self._news.wait_for(lambda: self._lines or self._read, LOOK_S)
@@ -102,7 +102,7 @@ class Host:
 
 
 class RayProcess:
-    """The process of an actor, with the methods of a Popen that a gang needs. Its lines are read by iterating over `stdout`."""
+    """The process of an actor, with the methods of a Popen that a group needs. Iterating over `stdout` reads its lines."""
 
     def __init__(self, actor: Any):
         self.actor, self.stacks = actor, ""
@@ -191,7 +191,10 @@ class RayGang(LocalGang):
 
 
 def placed(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
-    """An actor of this kind for each process, in the order of ranks, and their placement group.
+    """One actor per process, in the order of ranks, and their placement group.
+
+    Args:
+        kind: class of the actors.
 
     Raises:
         ArgosyError: the cluster has no room for all of them in time.
@@ -220,12 +223,18 @@ def placed(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
 
 
 @contextmanager
-def connected(settings: Ray) -> Iterator[None]:
-    """In here there is a Ray.
+def connected(at: str | None, slots: int, needs: str = "engine=ray", extra: str = "argosy[ray]") -> Iterator[None]:
+    """A context with a connection to Ray.
+
+    Args:
+        at: address of a cluster; None: the address in RAY_ADDRESS, or a new Ray on this machine.
+        slots: smallest number of cores of a new Ray: on a machine with few cores they are shared.
+        needs: the setting that needs Ray, for errors.
+        extra: the extra that installs it, for errors.
 
     Raises:
         Unsupported: ray is not installed.
-        BadInput: no cluster answers at the address.
+        BadInput: no cluster replies at the address.
     """
     before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     # A Ray of our own tells nobody about it.
@@ -233,13 +242,12 @@ def connected(settings: Ray) -> Iterator[None]:
     try:
         ray()
     except ImportError:
-        hint = "install it beside Argosy: pip install 'argosy[ray]'"
-        raise Unsupported("engine=ray needs Ray, which is not installed", hint=hint) from None
-    address = settings.address or os.environ.get("RAY_ADDRESS")
-    # As many slots as are asked for: on a machine of few cores they share them.
+        hint = f"install it beside Argosy: pip install '{extra}'"
+        raise Unsupported(f"{needs} needs Ray, which is not installed", hint=hint) from None
+    address = at or os.environ.get("RAY_ADDRESS")
     own: dict[str, Any] = {} if address else {"include_dashboard": False}
-    if not address and settings.processes * settings.cpus > core_count():
-        own["num_cpus"] = settings.processes * settings.cpus
+    if not address and slots > core_count():
+        own["num_cpus"] = slots
     try:
         with warnings.catch_warnings():
             # Ray forks to start its own programs, which replace the copy of this process at once: JAX has no part in them.
@@ -260,16 +268,16 @@ def connected(settings: Ray) -> Iterator[None]:
 
 
 def run(words: Sequence[str], settings: Ray, say: Say, progress: Callable[[], object]) -> int:
-    """Runs a command on a Ray cluster as `local.run` does on this machine; returns its exit code.
+    """Runs a command on a Ray cluster as `local.run` does on this machine. Returns its exit code.
 
     Args:
-        words: of the command, the program first, which all machines must have.
-        progress: something that changes when the run makes progress.
+        words: the command, the program first, which all machines must have.
+        progress: returns a value that changes when the run makes progress.
 
     Raises:
-        ArgosyError: there is no Ray, or no room in it.
+        ArgosyError: there is no Ray, or it has no room.
     """
     begun = time.monotonic()
-    with connected(settings):
+    with connected(settings.address, settings.processes * settings.cpus):
         say(f"connected to Ray after {time.monotonic() - begun:.0f} s; starting {settings.processes} processes")
         return supervise(lambda attempt: RayGang(words, settings, attempt), settings, say, progress)

@@ -1,4 +1,4 @@
-"""What the engines share that write a file for a scheduler instead of starting processes."""
+"""The shared parts of engines that write a file for a scheduler instead of starting processes."""
 
 import shlex
 import sys
@@ -14,8 +14,12 @@ from argosy.core.progress import Say
 
 @dataclass(frozen=True)
 class Command:
-    """What runs: a verb with its words, its run directory, and the recipe's file, where it is one of the user's. folder: empty where
-    mistakes in the settings leave it open."""
+    """The command to run.
+
+    words: a verb with its words.
+    folder: its run directory; empty if mistakes in the settings leave it open.
+    recipe: the recipe's file, if it is a file of the user's.
+    """
 
     words: tuple[str, ...]
     folder: str
@@ -23,25 +27,34 @@ class Command:
 
     @property
     def is_local(self) -> bool:
-        """Whether the run directory is a folder, and not in an object store."""
+        """Whether the run directory is a folder, not an address in an object store."""
         return bool(self.folder) and not is_address(self.folder)
 
     @property
     def shell(self) -> str:
-        """The words as a shell reads them back."""
+        """The words, quoted for a shell."""
         return shlex.join(self.words)
 
 
 class ScriptCheck(NamedTuple):
-    """A check of an engine's settings with the command. needs: the settings that it reads, which must have no mistakes of their own."""
+    """A check of an engine's settings together with the command.
+
+    needs: the settings that it reads, which must have no mistakes of their own.
+    run: does the check.
+    """
 
     needs: tuple[str, ...]
     run: Callable[[], object]
 
 
 class Devices(NamedTuple):
-    """The devices that an engine's settings ask for: so many in each of some groups, which a slower network joins. slices: whether
-    these are TPU slices, or whole machines. shown: how they follow from the settings."""
+    """The devices that an engine's settings request.
+
+    each: number of devices in each group.
+    groups: number of groups, which are connected by a slower network.
+    slices: whether groups are TPU slices; otherwise they are whole machines.
+    shown: how the numbers follow from the settings, for messages.
+    """
 
     each: int
     groups: int
@@ -53,7 +66,7 @@ def as_argument(program: str) -> list[str]:
     """The words of `program`.
 
     Raises:
-        BadInput: a quote is left open, or it is empty.
+        BadInput: a quote is not closed, or `program` is empty.
     """
     try:
         words = shlex.split(program)
@@ -65,10 +78,10 @@ def as_argument(program: str) -> list[str]:
 
 
 def check_inside(command: Command, mount: str, label: str) -> None:
-    """Checks that a run directory lies where all machines see it.
+    """Checks that a run directory is in a place that all machines share.
 
     Raises:
-        BadInput: it does not.
+        BadInput: it is not.
     """
     folder = PurePosixPath(command.folder)
     if ".." in folder.parts or not folder.is_relative_to(mount):
@@ -76,7 +89,10 @@ def check_inside(command: Command, mount: str, label: str) -> None:
 
 
 def deliver(text: str, path: str | None, say: Say, then: str | None = None) -> None:
-    """Prints a file, or writes it. then: the command that takes it, with FILE for its name, where the user is to give it.
+    """Prints or writes the text of a file.
+
+    Args:
+        then: the command that submits it, with FILE for its name, to show to the user.
 
     Raises:
         BadInput: the file holds something else, or cannot be written.

@@ -4,65 +4,56 @@ import re
 
 from pydantic import Field, field_validator, model_validator
 
-from argosy.core.registry import Registry
 from argosy.core.settings import Settings
-
-ENGINES = Registry("engine")
-# The engines that write a file for a scheduler.
-WRITTEN = ("slurm", "jobset", "skypilot")
 
 
 class LocalLaunch(Settings):
-    """Several processes on this machine. A process that ends ends the others, and all start again from the last checkpoint."""
+    """Several processes on this machine. If one ends, the others are ended too, and all start again from the last checkpoint."""
 
     processes: int = Field(2, gt=0)
-    """Number of processes. GPUs are shared out evenly."""
+    """Number of processes. GPUs are divided evenly among them."""
     devices: int | None = Field(None, gt=0)
     """On CPUs: devices of each process. None: one."""
     restarts: int = Field(10, ge=0)
-    """Most restarts in a row without a new checkpoint. A run that makes progress may restart as often as it must."""
+    """Largest number of restarts in a row without a new checkpoint. A run that makes progress may restart any number of times."""
     stuck: float = Field(1800, gt=0)
-    """Most seconds that the first step, an evaluation or a checkpoint may take before a process counts as stuck; all then say where
-    they are, and start again. Other steps may take ten times as long as the slowest before, at least 30 seconds."""
+    """Seconds that the first step, an evaluation or a checkpoint may take before a process counts as stuck; all processes then report
+    their stacks, and start again. Other steps may take ten times as long as the slowest step so far, at least 30 seconds.
+    """
     grace: float = Field(30, gt=0)
     """Seconds that processes have to end by themselves after one of them failed, before they are killed."""
     logs: str | None = None
-    """Folder for what each process prints. None: a temporary one, kept and named where a process fails; rank 0 is shown."""
+    """Folder for the output of each process. None: a temporary folder, kept and named if a process fails; the output of rank 0 is
+    displayed.
+    """
 
 
 class Ray(LocalLaunch):
-    """Processes on the machines of a Ray cluster, one actor each. They end and start again as under `local`. Needs `argosy[ray]`."""
+    """Processes on the machines of a Ray cluster, one actor each. They end and restart as under `local`. Needs `argosy[ray]`."""
 
     address: str | None = None
-    """Address of the cluster: `auto` (the one of this machine), HOST:PORT, or ray://HOST:PORT. None: what RAY_ADDRESS names, or else a
-    Ray of its own on this machine, for as long as the command runs."""
+    """Address of the cluster: `auto` (the cluster of this machine), HOST:PORT, or ray://HOST:PORT. None: the address in RAY_ADDRESS, or
+    a new Ray on this machine, for the duration of the command.
+    """
     cpus: int = Field(1, gt=0)
-    """CPU cores that Ray sets aside for each process."""
+    """CPU cores that Ray reserves for each process."""
     gpus: int = Field(0, ge=0)
-    """GPUs of each process. 0: it computes on CPUs."""
+    """GPUs of each process. 0: it runs on CPUs."""
     spread: bool = False
-    """Whether every process must be on a machine of its own. Otherwise as many as fit share one."""
+    """Whether every process must be on its own machine. Otherwise as many as fit share one."""
     wait: float = Field(600, gt=0)
-    """Seconds until so many cores and GPUs must be free, at every start."""
+    """Seconds to wait, at every start, until enough cores and GPUs are free."""
 
 
 # Labels of GKE's TPUs, and the numbers of axes of their topologies.
 TPUS = {"tpu-v4-podslice": 3, "tpu-v5-lite-podslice": 2, "tpu-v5p-slice": 3, "tpu-v6e-slice": 2}
 
 
-class ScriptSettings(Settings):
-    """What the engines have in common that write a file for a scheduler."""
+class ScriptName(Settings):
+    """The name of a scheduler's job or service."""
 
     name: str = "argosy"
-    """Name of the job: lower-case letters, digits and dashes."""
-    nodes: int = Field(1, gt=0)
-    """Number of machines."""
-    restarts: int = Field(10, ge=0)
-    """Most restarts after failures."""
-    program: str | None = None
-    """What starts Argosy there, as a shell would read it."""
-    write: str | None = None
-    """File to write. None: it is printed. A file that holds something else is never overwritten."""
+    """Name of the job or the service: lower-case letters, digits and dashes."""
 
     @field_validator("name")
     @classmethod
@@ -73,30 +64,44 @@ class ScriptSettings(Settings):
         return name
 
 
+class ScriptSettings(ScriptName):
+    """Settings that all engines share which write a file for a scheduler."""
+
+    nodes: int = Field(1, gt=0)
+    """Number of machines."""
+    restarts: int = Field(10, ge=0)
+    """Largest number of restarts after failures."""
+    program: str | None = None
+    """The command that starts Argosy there, in shell syntax."""
+    write: str | None = None
+    """File to write. None: it is printed. A file that holds something else is never overwritten."""
+
+
 class Slurm(ScriptSettings):
     """A job script for `sbatch`. Before the time limit the run saves and stops, and the job is queued again, until the run is done."""
 
     restarts: int = Field(10, ge=0)
-    """Most restarts in a row without a new checkpoint, within a job."""
+    """Largest number of restarts in a row without a new checkpoint, within a job."""
     program: str | None = None
-    """What starts Argosy there, as a shell would read it. None: this Python, which all machines must see; with `gpus`, that of
-    `.venv-gpu` beside its `.venv`, which `./run --gpu` makes."""
+    """The command that starts Argosy there, in shell syntax. None: this Python, whose path all machines must share; with `gpus`, the
+    Python of `.venv-gpu` beside its `.venv`, which `./run --gpu` makes.
+    """
     per_node: int = Field(1, gt=0)
-    """Processes on each machine. GPUs are shared out evenly among them."""
+    """Processes on each machine. GPUs are divided evenly among them."""
     gpus: int = Field(0, ge=0)
-    """GPUs of each machine. 0: none is asked for."""
+    """GPUs of each machine. 0: none is requested."""
     cpus: int | None = Field(None, gt=0)
-    """CPU cores of each process. None: what the cluster gives."""
+    """CPU cores of each process. None: the cluster's default."""
     time: str | None = None
-    """Time limit as `sbatch` reads it: MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. None: that of the partition."""
+    """Time limit in the notation of `sbatch`: MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. None: the partition's."""
     save: int = Field(300, gt=0)
-    """Seconds before the time limit at which the run is told to save and stop."""
+    """Seconds before the time limit at which the run is asked to save and stop."""
     grace: int = Field(60, gt=0)
     """Seconds that processes have to end by themselves after the first of them ended, before they are killed."""
     partition: str | None = None
-    """Partition."""
+    """Partition to submit to."""
     account: str | None = None
-    """Account that pays."""
+    """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
@@ -106,9 +111,9 @@ class Slurm(ScriptSettings):
     setup: str | None = None
     """Shell commands before the run, such as `module load cuda`."""
     output: str = "%x-%j.log"
-    """File for what the job prints, in which %x is its name and %j its number."""
+    """File for the output of the job; %x stands for its name and %j for its number."""
     submit: bool = False
-    """Whether to hand the job over to `sbatch`. Otherwise the script is printed or written."""
+    """Whether to submit the job with `sbatch`. Otherwise the script is printed or written."""
 
     @model_validator(mode="after")
     def _fits(self) -> "Slurm":
@@ -127,28 +132,28 @@ class Slurm(ScriptSettings):
 
 
 class JobSet(ScriptSettings):
-    """A manifest for `kubectl apply`: a JobSet whose pods are one process each. All start again when one fails."""
+    """A manifest for `kubectl apply`: a JobSet whose pods run one process each. All pods restart when one fails."""
 
     nodes: int = Field(2, gt=0)
-    """Number of pods, one on a machine; of each slice, where there are several."""
+    """Number of pods, one per machine; with several slices, the number per slice."""
     slices: int = Field(1, gt=0)
     """TPU slices of this topology in one run, joined by the data center's network."""
     restarts: int = Field(10, ge=0)
-    """Most restarts of the pods. JobSet counts all of them, those after a new checkpoint too."""
+    """Largest number of restarts of the pods. JobSet counts all of them, even those after a new checkpoint."""
     program: str = "argosy"
-    """What starts Argosy in the image, as a shell would read it."""
+    """The command that starts Argosy in the image, in shell syntax."""
     image: str
     """Image of the container, which has Argosy installed."""
     namespace: str | None = None
     """Namespace. None: that of kubectl's context."""
     volume: str | None = None
-    """PersistentVolumeClaim for the run directory, which all pods can write (ReadWriteMany). None: dir= is in an object store."""
+    """PersistentVolumeClaim for the run directory, writable by all pods (ReadWriteMany). None: dir= is in an object store."""
     mount: str = "/runs"
-    """Where the volume is in the pods; dir= must be in it, or in an object store."""
+    """Path of the volume in the pods; dir= must be in it, or in an object store."""
     tpu: str | None = None
     """TPU as GKE's label `cloud.google.com/gke-tpu-accelerator` names it, such as tpu-v5p-slice."""
     topology: str | None = None
-    """Topology of a TPU slice, such as 2x2x4: as many chips as nodes times chips."""
+    """Topology of a TPU slice, such as 2x2x4; the number of its chips is `nodes` times `chips`."""
     chips: int = Field(4, gt=0)
     """TPU chips of each pod."""
     gpu: str | None = None
@@ -156,9 +161,9 @@ class JobSet(ScriptSettings):
     gpus: int = Field(0, ge=0)
     """GPUs of each pod."""
     cpu: str | None = None
-    """CPU cores that each pod asks for, as Kubernetes writes them, such as 8 or 500m."""
+    """CPU cores that each pod requests, in Kubernetes' notation, such as 8 or 500m."""
     memory: str | None = None
-    """Memory that each pod asks for, such as 64Gi."""
+    """Memory that each pod requests, such as 64Gi."""
     spot: bool = False
     """Whether pods run on spot machines of GKE."""
     grace: int = Field(300, gt=0)
@@ -202,14 +207,16 @@ class JobSet(ScriptSettings):
 
 
 class SkyPilot(ScriptSettings):
-    """A task for `sky jobs launch` (or `sky launch`), which finds machines in any cloud, and others when they are taken away."""
+    """A task for `sky jobs launch` (or `sky launch`), which finds machines in any cloud, and replaces preempted ones."""
 
     nodes: int = Field(1, gt=0)
     """Number of machines, with one process each."""
     restarts: int = Field(10, ge=0)
-    """Most restarts after failures, counted by SkyPilot: every exit code other than 0 is one. Machines taken away are not counted."""
+    """Largest number of restarts after failures, counted by SkyPilot: every exit code other than 0 is one. Preempted machines are not
+    counted.
+    """
     program: str = "argosy"
-    """What starts Argosy there, as a shell would read it."""
+    """The command that starts Argosy there, in shell syntax."""
     accelerators: str | None = None
     """Accelerators of each machine, as `sky show-gpus` lists them, such as H100:8. None: CPUs."""
     cpus: str | None = None
@@ -217,11 +224,11 @@ class SkyPilot(ScriptSettings):
     memory: str | None = None
     """Memory of each machine in GB: 64 is exactly 64, 64+ at least 64."""
     infra: str | None = None
-    """Where to run: CLOUD, CLOUD/REGION, CLOUD/REGION/ZONE, or kubernetes/CONTEXT. None: where it is cheapest."""
+    """Where to run: CLOUD, CLOUD/REGION, CLOUD/REGION/ZONE, or kubernetes/CONTEXT. None: the cheapest."""
     image: str | None = None
     """Image of the machines, such as docker:NAME."""
     spot: bool = False
-    """Whether to take spot machines."""
+    """Whether to use spot machines."""
     workdir: str | None = None
     """Folder of this machine that is copied to all machines; setup and the run start in it."""
     setup: str | None = None
@@ -229,9 +236,9 @@ class SkyPilot(ScriptSettings):
     bucket: str | None = None
     """Bucket (gs://NAME, s3://NAME) that is mounted on all machines for the run directory."""
     volume: str | None = None
-    """Volume of SkyPilot that is mounted on all machines for the run directory, which all can write."""
+    """Volume of SkyPilot that is mounted on all machines for the run directory, writable by all."""
     mount: str = "/runs"
-    """Where the bucket or the volume is; dir= must be in it, or in an object store."""
+    """Path of the bucket or the volume; dir= must be in it, or in an object store."""
 
     @model_validator(mode="after")
     def _fits(self) -> "SkyPilot":
@@ -258,23 +265,3 @@ def seconds_of(time: str) -> int:
     # After days come hours; otherwise one or two numbers begin with minutes.
     units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units))
-
-
-ENGINES.add("local", LocalLaunch)
-ENGINES.add("slurm", Slurm)
-ENGINES.add("jobset", JobSet)
-ENGINES.add("skypilot", SkyPilot)
-ENGINES.add("ray", Ray)
-
-
-def _tell_of_each_other() -> None:
-    """A setting of another engine is answered with that engine's name."""
-    for name, schema in ENGINES.items():
-        others = {other: set(one.model_fields) - set(schema.model_fields) for other, one in ENGINES.items() if other != name}
-        schema.elsewhere = {
-            key: f"it is a setting of {' and '.join(f'engine={other}' for other, has in others.items() if key in has)}"
-            for key in set().union(*others.values())
-        }
-
-
-_tell_of_each_other()

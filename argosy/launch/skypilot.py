@@ -20,17 +20,17 @@ from argosy.launch.settings import SkyPilot
 
 
 def launch(command: Command, settings: SkyPilot, say: Say) -> int:
-    """Prints or writes the task.
+    """Prints or writes the task. Returns an exit code.
 
     Raises:
-        BadInput: the recipe is not visible on the machines, the run directory would be lost, or the file to write holds something else.
+        BadInput: the machines cannot read the recipe, the run directory would be lost, or the file to write holds something else.
     """
     deliver(yaml_document(render(command, settings)), settings.write, say, "sky jobs launch FILE")
     return 0
 
 
 def checks(command: Command, settings: SkyPilot) -> list[ScriptCheck]:
-    """What the machines would not see, or not keep."""
+    """Checks of files that the machines would not see, or would lose."""
 
     def folder() -> None:
         mounted = settings.bucket is not None or settings.volume is not None
@@ -46,7 +46,7 @@ def checks(command: Command, settings: SkyPilot) -> list[ScriptCheck]:
 
 
 def devices(settings: SkyPilot, between: bool) -> Devices | None:
-    """The devices of the machines; None where the settings do not tell: CPUs, TPUs, several kinds to choose from.
+    """The devices of the machines; None if the settings do not determine them: CPUs, TPUs, or a choice of several kinds.
 
     Args:
         between: whether the mesh has sizes between groups of devices.
@@ -63,7 +63,7 @@ def render(command: Command, settings: SkyPilot) -> dict[str, Any]:
     """The task.
 
     Raises:
-        BadInput: the machines would not see the recipe, or not keep the run directory; or `program` is no command.
+        BadInput: the machines cannot read the recipe, the run directory would be lost, or `program` is no command.
     """
     for check in checks(command, settings):
         check.run()

@@ -95,7 +95,7 @@ def launch(command: Command, settings: Slurm, say: Say) -> int:
 
 
 def checks(command: Command, settings: Slurm) -> list[ScriptCheck]:
-    """What the script could not do."""
+    """Checks that the script can work."""
 
     def folder() -> None:
         directory = local_path(command.folder)
@@ -108,10 +108,10 @@ def checks(command: Command, settings: Slurm) -> list[ScriptCheck]:
 
 
 def check_sbatch(settings: Slurm) -> None:
-    """Checks that the script can be submitted, where it is to be.
+    """Checks that `sbatch` exists, if the script is to be submitted.
 
     Raises:
-        BadInput: there is no `sbatch`.
+        BadInput: it does not.
     """
     if settings.submit and shutil.which("sbatch") is None:
         hint = "leave submit out and give write=FILE; on a machine of the cluster, `sbatch FILE` submits it"
@@ -119,7 +119,7 @@ def check_sbatch(settings: Slurm) -> None:
 
 
 def devices(settings: Slurm, between: bool) -> Devices | None:
-    """The GPUs of the job; None where it asks for none.
+    """The GPUs of the job; None if it requests none.
 
     Args:
         between: whether the mesh has sizes between groups of devices.
@@ -135,7 +135,7 @@ def devices(settings: Slurm, between: bool) -> Devices | None:
 
 
 def program_of(settings: Slurm) -> str:
-    """What starts Argosy, as a shell would read it."""
+    """The command that starts Argosy, in shell syntax."""
     return settings.program or shlex.join([python_for(settings.gpus > 0, Path(sys.executable)), "-m", "argosy"])
 
 
@@ -149,7 +149,10 @@ def python_for(gpus: bool, python: Path) -> str:
 
 
 def render(command: Command, settings: Slurm, folder: Path) -> str:
-    """The job script. folder: where the command would run, and so the job runs.
+    """The job script.
+
+    Args:
+        folder: the folder in which the job runs: the current one.
 
     Raises:
         BadInput: `program` is no command, or the run directory is no folder.
@@ -175,7 +178,7 @@ def render(command: Command, settings: Slurm, folder: Path) -> str:
 
 
 def options(settings: Slurm) -> list[str]:
-    """The options of `sbatch`."""
+    """The options of `sbatch` for the job script."""
     named = {
         "job-name": settings.name,
         "nodes": settings.nodes,

@@ -2,11 +2,12 @@
 
     h = LayerNorm(x + Attention(x))        y = LayerNorm(h + MLP(h))
 
-Every token attends to the whole sequence; no token is predicted. RoBERTa's positions begin after the row of its padding token.
-Devlin et
-al. 2018 (arXiv:1810.04805), Liu et al. 2019 (arXiv:1907.11692), Conneau et al. 2019 (arXiv:1911.02116), Wang et al. 2020
+Every token attends to the whole sequence; no token is predicted. RoBERTa's positions begin after the row of its padding token. With
+`scores`, a head reads the first token: W2 tanh(W1 y + b1) + b2, of which BERT calls the inner part its pooler. Devlin et al.
+2018 (arXiv:1810.04805), Liu et al. 2019 (arXiv:1907.11692), Conneau et al. 2019 (arXiv:1911.02116), Wang et al. 2020
 (MiniLM, arXiv:2002.10957), Reimers and Gurevych 2019 (arXiv:1908.10084). `argosy.load(FOLDER).embed(texts)`: infer.embed.
-B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A positions, Y token types, O pooled.
+B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A positions, Y token types, O pooled,
+Z scores.
 """
 
 from functools import partial
@@ -45,7 +46,7 @@ class BertConfig(BertHub, AbsoluteConfig):
     @model_validator(mode="after")
     def _no_head(self) -> "BertConfig":
         if self.tied:
-            raise ValueError("tied = true: an encoder has no head")
+            raise ValueError("tied = true: an encoder has no head over its vocabulary")
         return self
 
     @classmethod
@@ -57,12 +58,17 @@ class BertConfig(BertHub, AbsoluteConfig):
         }
 
     @property
+    def projects(self) -> bool:
+        """Whether there is a projection of the first token: BERT's pooler, or the first layer of RoBERTa's head of scores."""
+        return self.pooler or bool(self.scores)
+
+    @property
     def dims(self) -> dict[str, int]:
         rows = {"A": self.first + self.context, "Y": self.types}
-        return super().dims | rows | ({"O": self.width} if self.pooler else {})
+        return super().dims | rows | ({"O": self.width} if self.projects else {})
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.TextEncoder":
         """The module. All layers are equal, without rotary positions."""
         plan = [parts.Layer("block", Reach())] * self.layers
         norm = parts.LayerNorm(self.width, self.norm_eps)
-        return parts.TextEncoder(self, plan, self.make, norm, run, first=self.first, pooler=self.pooler)
+        return parts.TextEncoder(self, plan, self.make, norm, run, first=self.first, pooler=self.projects)

@@ -128,6 +128,7 @@ class DeepSeekConfig(DeepSeekHub, LanguageConfig):
         sizes |= {"C": self.head_size + self.rope_size, "U": self.value_size, "R": self.latent_rank, "V": self.vocab}
         sizes |= {"E": self.moe.count, "M": self.moe.ffn, "shared": self.moe.shared, "twice": 2 * self.width}
         sizes |= {} if self.query_rank is None else {"Q": self.query_rank}
+        sizes |= {"Z": self.scores} if self.scores else {}
         return sizes if self.index is None else sizes | {"I": self.index.heads, "J": self.index.size}
 
     @property

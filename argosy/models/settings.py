@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from argosy.core.registry import Registry
 from argosy.core.settings import Also, Choice, Settings
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 # What layers mark by name, so that rematerialization can keep it (`parts.stack.remat`).
 Kept = Literal["qkv", "attention", "attention_out", "ffn", "experts"]
 
@@ -95,8 +95,8 @@ class Yarn(Settings):
 
 
 class LongRope(Settings):
-    """Divides the frequency of each pair by a number of its own, from one list for the original context and another for longer
-    ones. Ding et al. 2024 (arXiv:2402.13753).
+    """Divides the frequency of each pair by its own number, from one list for the original context and another for longer ones. Ding et
+    al. 2024 (arXiv:2402.13753).
 
     The list is chosen once per model (`decided`), as in vLLM, and not per sequence, as in transformers: keys rotated by one list
     do not match queries rotated by the other, and a rollout that may become long must agree with the training step that sees how
@@ -209,7 +209,7 @@ class Reach(NamedTuple):
 
 
 class Experts(Settings):
-    """A mixture of experts: how many, how they are chosen, how their load is kept even."""
+    """A mixture of experts: their number, their routing, and the balance of their load."""
 
     count: Annotated[int, Also("num_experts", "n_experts", "num_local_experts", "n_routed_experts")] = Field(gt=0)
     """Number of routed experts E."""

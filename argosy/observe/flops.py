@@ -18,6 +18,8 @@ def contraction_flops(jaxpr: Any) -> int:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape
             total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+        if eqn.primitive.name == "conv_general_dilated":
+            total += _conv_flops(eqn)
         if eqn.primitive.name == "ragged_dot_general":
             total += _ragged_flops(eqn)
         if eqn.params.get("name") == "unit_inverse":
@@ -25,6 +27,13 @@ def contraction_flops(jaxpr: Any) -> int:
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += times * sum(contraction_flops(inner) for inner in jaxprs_in_params(eqn.params))
     return total
+
+
+def _conv_flops(eqn: Any) -> int:
+    """Every tap counts at every position, at the borders too."""
+    kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+    channels_out = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * math.prod(out) * math.prod(kernel) // channels_out
 
 
 def _ragged_flops(eqn: Any) -> int:

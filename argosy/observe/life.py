@@ -54,8 +54,8 @@ class RunLife:
 
     Args:
         store: the run directory.
-        clock: of this start.
-        process: which of several this is.
+        clock: the clock of this start.
+        process: index of this process.
     """
 
     def __init__(self, store: Store, clock: Clock, process: int = 0):
@@ -110,12 +110,12 @@ class RunLife:
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time of a run went.
+    """The time of a run by cause.
 
-    wall: from the first start to the last sign of life, which the seconds sum up to.
-    starts: how often it was started.
-    lost_steps: updates that were made again.
-    by_process: seconds of each process, where there were several.
+    wall: seconds from the first start to the last sign of life; the sum of all causes.
+    starts: number of starts.
+    lost_steps: number of updates that were repeated.
+    by_process: seconds of each process, for a run of several.
     """
 
     starts: int

@@ -18,26 +18,27 @@ ANSWERS = "answers.jsonl"
 
 
 def conversation_text(line: Mapping[str, Any]) -> str:
-    """The answer of a line of answers.jsonl: its text, or who said what in its turns, with the advantages of turns."""
+    """The completion in a line of answers.jsonl: its text, or its turns with their speakers and advantages."""
     turns = line.get("turns")
     return line["completion"] if not turns else "\n".join(f"{speaker(one)}: {said(one)}" for one in turns)
 
 
 def speaker(message: Mapping[str, Any]) -> str:
-    """Who says a message, and its advantage if it has one of its own."""
+    """The speaker of a message, and its advantage if it has its own."""
     return f"{message['role']} ({message['advantage']:+.2f})" if "advantage" in message else str(message["role"])
 
 
 def said(message: Mapping[str, Any]) -> str:
-    """What a message says, and the tools that it calls."""
+    """The text of a message, and the tools that it calls."""
     calls = [one["function"] for one in message.get("tool_calls") or ()]
     words = [str(message.get("content") or ""), *(f"{one['name']}({json.dumps(one['arguments'])})" for one in calls)]
     return " ".join(word.strip() for word in words if word.strip())
 
 
 class Metrics:
-    """The metrics file of a run directory, or another file of such lines, for appending. Lines that cannot be written wait, and `say`
-    is told."""
+    """The metrics file of a run directory, or another file of such lines, for appending. Lines that cannot be written are kept for
+    later, and `say` is called.
+    """
 
     def __init__(self, store: Store, file: str = FILE, say: Callable[[str], None] = lambda _: None):
         self._lines = Backlog(store, file, say)

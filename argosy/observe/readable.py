@@ -49,7 +49,7 @@ def lasted(seconds: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """How long ago, in one unit: 12 s ago, 15 min ago, 3 h ago, 2 d ago."""
+    """An elapsed time in one unit: 12 s ago, 15 min ago, 3 h ago, 2 d ago."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"

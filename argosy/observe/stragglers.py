@@ -35,14 +35,14 @@ TAKES = {DATA: "its data takes", HOST: "its Python between steps takes"}
 
 @dataclass(frozen=True)
 class ProcessTimes:
-    """What a process told of itself, since it began.
+    """The times that a process reports, since it began.
 
     steps: number of its steps.
-    wall: seconds.
-    seconds: by cause of the host.
+    wall: seconds of wall time.
+    seconds: host seconds by cause.
     exposed: the part of `seconds` in which devices waited.
-    probes: how often its devices were timed.
-    devices: the seconds of these timings, summed, of each of its devices.
+    probes: number of timings of its devices.
+    devices: total seconds of these timings, for each of its devices.
     """
 
     steps: int
@@ -115,13 +115,15 @@ class _Seen:
 
 
 class Comparison:
-    """Compares what processes told, window by window.
+    """Compares the times that processes report, window by window.
 
     A window is closed when every process has made `every` steps since the last one, and a second has passed. The windows of different
     processes may be some steps apart, since only rates are compared.
 
     Args:
-        every: steps of a window, at least. ratio: of slow time to the median of the others. windows: in a row until one is named.
+        every: smallest number of steps in a window.
+        ratio: a process is slow if its time exceeds this multiple of the others' median.
+        windows: number of slow windows in a row before a process is named.
     """
 
     def __init__(self, every: int, ratio: float, windows: int):

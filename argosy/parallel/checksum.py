@@ -49,7 +49,7 @@ def odd_ones(sums: np.ndarray, groups: Sequence[Sequence[int]]) -> list[int]:
     """The devices whose checksum differs from most others with the same part; if there are only two and they differ, both.
 
     Args:
-        sums: of each device.
+        sums: the checksum of each device.
     """
     odd = []
     for group in groups:

@@ -23,6 +23,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings
 from argosy.core.settings.schema import Also
+from argosy.parallel.row_shares import row_positions
 from argosy.parallel.rules import DEFAULT, Rules, edited
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class BetweenSettings(Settings):
     expert: Annotated[int, Also("dcn_expert_parallelism")] = Field(1, ge=-1)
     """Number of groups with shares of the experts."""
     stage: Annotated[int, Also("dcn_pipeline_parallelism")] = Field(1, ge=-1)
-    """Number of groups with shares of the layers: what communicates least between groups, beside copies of the weights."""
+    """Number of groups with shares of the layers. Apart from copies of the weights, this communicates least between groups."""
 
     @model_validator(mode="after")
     def _possible(self) -> "BetweenSettings":
@@ -124,21 +125,25 @@ class MeshSettings(Settings):
     context: Annotated[
         int, Also("context_parallel_degree", "ici_context_parallelism", "cp", "sequence_parallel_size")
     ] = Field(1, ge=-1)
-    """Number of shares of each sequence, for sequences whose activations do not fit on one device. Keys and values go round the
-    devices, so keep it within one machine. `data.sequence` must be a multiple of twice as many."""
+    """Number of shares of each sequence, for sequences whose activations do not fit on one device. Keys and values are passed around
+    the devices, so keep it within one machine. `data.sequence` must be a multiple of twice this number.
+    """
     expert: Annotated[int, Also("expert_parallel_degree", "ici_expert_parallelism", "ep")] = Field(1, ge=-1)
-    """Number of shares of the experts, each with its own rows of the batch, which are sent to the devices of their experts and back.
-    It must divide the number of experts. All other weights are copied along it, so use it beside `mesh.fsdp`, and where a layer's
-    experts are more than what is sent of its rows."""
+    """Number of shares of the experts, each with its own rows of the batch, whose tokens are sent to the devices of their experts and
+    back. It must divide the number of experts. All other weights are copied along it, so use it beside `mesh.fsdp`, and if a layer's
+    experts are larger than the tokens that are sent.
+    """
     stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)
-    """Number of shares of the layers, with their gradients and optimizer state. Rows go through them in `execution.microbatches`. It
-    communicates least, so it may run between machines."""
+    """Number of shares of the layers, with their gradients and optimizer state (pipeline parallelism). Rows pass through them in
+    `execution.microbatches`. It communicates least, so it may span machines.
+    """
 
     between: BetweenSettings = BetweenSettings()
-    """The same axes between groups of devices that a slower network joins."""
+    """The same axes between groups of devices that are connected by a slower network."""
     rules: list[str] = Field([])
-    """Which mesh axis splits which axis of weights, tried in order before the built-in rules: `vocab:fsdp`. `vocab:none` leaves the
-    vocabulary whole. An axis of a weight that is named here follows no built-in rule."""
+    """Sharding rules from axes of weights to mesh axes, tried in order before the built-in rules: `vocab:fsdp`. `vocab:none` leaves the
+    vocabulary unsharded. Built-in rules do not apply to a weight axis that is named here.
+    """
 
     @model_validator(mode="after")
     def _possible(self) -> "MeshSettings":
@@ -232,7 +237,7 @@ def device_groups(devices: Sequence[Any], between: BetweenSettings) -> tuple[lis
 
 def _arranged(groups: Sequence[Sequence[Any]], inside: tuple[int, ...], between: tuple[int, ...]) -> Any:
     """The grid: groups are the outer parts of each axis. Neighbors of a TPU's physical torus are neighbors along the last axes,
-    unless a process would then read rows of the batch that do not follow each other; then devices are in jax's order."""
+    unless processes would then read some of the same rows and others not; then devices are in jax's order."""
     import numpy as np
     from jax.experimental import mesh_utils
 
@@ -243,21 +248,13 @@ def _arranged(groups: Sequence[Sequence[Any]], inside: tuple[int, ...], between:
         return np.block(blocks.reshape(between).tolist())
 
     torus = grid(lambda group: mesh_utils.create_device_mesh(inside, list(group), allow_split_physical_axes=True))
-    return torus if rows_follow(torus) else grid(lambda group: np.asarray(group, dtype=object).reshape(inside))
+    return torus if rows_divide(torus) else grid(lambda group: np.asarray(group, dtype=object).reshape(inside))
 
 
-def rows_follow(grid: Any) -> bool:
-    """Whether the rows that the devices of each process read are one share of the batch (`place.rows_here`)."""
-    import numpy as np
-
-    rows = [ORDER.index(axis) for axis in DEFAULT.activations["batch"] if axis != "stage"]
-    others = [i for i in range(len(ORDER)) if i not in rows]
-    shares = np.transpose(grid, rows + others).reshape(math.prod(grid.shape[i] for i in rows), -1)
-    read: dict[int, set[int]] = {}
-    for number, devices in enumerate(shares):
-        for device in devices:
-            read.setdefault(device.process_index, set()).add(number)
-    return all(max(own) - min(own) + 1 == len(own) and min(own) % len(own) == 0 for own in read.values())
+def rows_divide(grid: Any) -> bool:
+    """Whether each process of a grid of devices reads one share of the rows of a batch (`parallel.row_shares`)."""
+    rows = [axis for axis in DEFAULT.activations["batch"] if axis != "stage"]
+    return row_positions(grid, ORDER, rows).divide
 
 
 def _filled(sizes: dict[str, int], count: int, name: str, counted: str) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -10,22 +9,31 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from argosy.core.errors import Unsupported
+from argosy.parallel.row_shares import RowPositions, row_positions
 from argosy.parallel.rules import DEFAULT, Rules
 
 
 def like_weights(tree: Any, weights: Mapping[str, NamedSharding], shapes: Mapping[str, Any], mesh: Mesh) -> Any:
-    """A sharding for every leaf of `tree`: that of the weight with the same address and shape, otherwise replicated.
+    """A sharding for every leaf of `tree` that has a weight's address: along each axis that is as long as the weight's, that of the
+    weight. Everything else is replicated.
 
-    Optimizer states mirror the weights under names of their own (mu, nu); only the address is compared.
+    Optimizer states mirror the weights under names of their own (mu, nu); only the address is compared. Factors of a weight have 1 for
+    the axes that they lack, and may have more axes after the weight's.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def placed(path: Any, leaf: Any) -> NamedSharding:
         keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
         address = next((k for k in reversed(keys) if k in weights), None)
-        if address is None or tuple(leaf.shape) != tuple(shapes[address].shape):
+        if address is None:
             return everywhere
-        return weights[address]
+        shape, spec = tuple(shapes[address].shape), tuple(weights[address].spec)
+        if tuple(leaf.shape) == shape:
+            return weights[address]
+        if len(leaf.shape) < len(shape):
+            return everywhere
+        same = [n == m for n, m in zip(leaf.shape, shape)]
+        return NamedSharding(mesh, PartitionSpec(*(axes if same[i] else None for i, axes in enumerate(spec))))
 
     return jax.tree_util.tree_map_with_path(placed, tree)
 
@@ -41,25 +49,28 @@ def row_axes(mesh: Mesh, rules: Rules = DEFAULT) -> tuple[str, ...]:
 
 
 def row_shares(mesh: Mesh, rules: Rules = DEFAULT) -> int:
-    """How many shares the rows of a batch are split into."""
+    """The number of shares that the rows of a batch are split into."""
     return math.prod(mesh.shape[axis] for axis in row_axes(mesh, rules))
 
 
+def process_rows(mesh: Mesh, rules: Rules = DEFAULT) -> RowPositions:
+    """The rows that each process reads, as positions along the axes that split rows."""
+    return row_positions(mesh.devices, mesh.axis_names, row_axes(mesh, rules))
+
+
 def rows_here(mesh: Mesh, rows: int, rules: Rules = DEFAULT) -> tuple[int, int]:
-    """Which share of a batch's rows this process's devices read: (number, of how many equal shares). Without several processes it is
-    (0, 1); so it is where a process boundary runs through the other axes alone, such as `tensor`.
+    """The share of a batch's rows that this process reads from its data: (index, number of equal shares). It is (0, 1) with one
+    process, or if process boundaries only cross other axes, such as `tensor`.
 
     Raises:
-        Unsupported: its devices read rows that are not one such share.
+        Unsupported: processes read some of the same rows, and others not; or the rows are not as many for each.
     """
-    everyone = batch_sharding(mesh, rules).addressable_devices_indices_map((rows,))
-    spans = sorted({(one[0].start or 0, rows if one[0].stop is None else one[0].stop) for one in everyone.values() if one})
-    begin, end = spans[0][0], spans[-1][1]
-    joined = all(a[1] == b[0] for a, b in pairwise(spans))
-    if not joined or rows % (end - begin) or begin % (end - begin):
-        what = "the devices of a process read rows of the batch that do not follow each other"
+    found = process_rows(mesh, rules)
+    shares = found.shares
+    if not found.divide or rows % found.total:
+        what = "the processes do not each read one share of the rows of a batch"
         raise Unsupported(what, hint="of mesh.data, mesh.fsdp and mesh.expert, let the first above 1 be a multiple of the processes")
-    return begin // (end - begin), rows // (end - begin)
+    return shares.index(found.of[jax.process_index()]), len(shares)
 
 
 def on_devices(array: Any, place: Any) -> Any:
@@ -72,6 +83,22 @@ def on_devices(array: Any, place: Any) -> Any:
 
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Puts this process's rows into global arrays."""
+    """Puts this process's rows into global arrays. Its devices take them in the order of their positions, so that the global batch has
+    the rows of all processes in an order that follows from the mesh (`parallel.row_shares`)."""
     sharding = batch_sharding(mesh)
-    return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+    if sharding.is_fully_addressable:
+        return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+    found = process_rows(mesh)
+    own = found.of[jax.process_index()]
+
+    def placed(rows: np.ndarray) -> jax.Array:
+        each = len(rows) // len(own)
+        shape = (each * found.total, *rows.shape[1:])
+
+        def part(index: Any) -> np.ndarray:
+            at = own.index((index[0].start or 0) // each)
+            return rows[at * each : (at + 1) * each]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return {name: placed(rows) for name, rows in batch.items()}

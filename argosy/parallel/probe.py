@@ -27,9 +27,9 @@ class Probe:
     """Times devices.
 
     Args:
-        devices: of this process, alike.
+        devices: devices of this process, all of one kind.
 
-    All processes make one at the same time: the first says how many products make `LEAST_S`.
+    All processes create one at the same time: the first decides how many products take `LEAST_S`.
     """
 
     def __init__(self, devices: Sequence[Any]):

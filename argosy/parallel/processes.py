@@ -115,7 +115,7 @@ def run_together(name: str, work: Callable[[], T]) -> T:
 
 
 def one_by_one(name: str, work: Callable[[], T]) -> T:
-    """`run_together`, where the leader is done before the others begin: what it leaves in a cache they find there."""
+    """Like `run_together`, but the leader finishes before the others begin, so that they find its results in a cache."""
     if process_count() == 1:
         return work()
     made: list[T] = []
@@ -151,7 +151,9 @@ def check_same_facts(facts: dict[str, str], hints: dict[str, str]) -> None:
 
 
 def process_address() -> str:
-    """Where the other processes reach this one: the host by which they find the leader, or the address of the way to it."""
+    """The address at which the other processes reach this one: the host by which they find the leader, or the local address of the
+    route to it.
+    """
     if process_count() == 1:
         return "127.0.0.1"
     from jax._src import distributed
@@ -169,12 +171,13 @@ def process_address() -> str:
 class Stopping:
     """Stops all processes after the same step, once one of them was asked to.
 
-    Called once a step by each. The one that was asked says so; each then names the step that it may have begun, and all stop after the
-    latest of these. No process waits for another before it was asked.
+    Each process calls it once per step. The process that was asked announces it; each then reports the step that it may have begun, and
+    all stop after the latest of these. No process waits for another before one was asked.
 
     Args:
         asked: () -> whether this process was asked to stop.
-        code: () -> its exit code then. follow: called in the others with that code.
+        code: () -> its exit code then.
+        follow: called in the other processes with that code.
     """
 
     def __init__(self, asked: Callable[[], bool], code: Callable[[], int], follow: Callable[[int], None]):
@@ -219,11 +222,11 @@ class Board:
         self._key = _next(name)
 
     def say(self, value: Any) -> None:
-        """JSON; it replaces what this process said before."""
+        """Sets the message of this process, as JSON; it replaces the earlier one."""
         _set(f"{self._key}/{rank()}", json.dumps(value))
 
     def all(self) -> dict[int, Any]:
-        """By rank, of those that said something."""
+        """The messages by rank, of those processes that have set one."""
         try:
             found = _client().key_value_dir_get(f"{self._key}/")
         except jax.errors.JaxRuntimeError:
@@ -231,7 +234,7 @@ class Board:
         return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
 
     def leaders(self) -> Any:
-        """None, where it said nothing yet."""
+        """The leader's message; None if it has not set one yet."""
         found = _look_for(f"{self._key}/0")
         return None if found is None else json.loads(found)
 

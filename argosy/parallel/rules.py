@@ -1,9 +1,9 @@
 """Rules that map logical axes to mesh axes, as data.
 
-The rules for weights are tried in order: a rule applies if the weight has its logical axis, its mesh axis is not used for this
-weight yet, and the size is divisible. So a short table shards every family, and another sharding is another table. An activation
-is split, axis by axis, over the mesh axes of the logical axis: as many of them from the left as divide its size. Mesh axes that
-do not exist are ignored.
+The rules for weights are tried in order: a rule applies if the weight has its logical axis, its mesh axis is not used for this weight
+yet, and the size is divisible. So a short table shards every family, and another sharding is another table. An axis of an activation is
+split over the mesh axes of its logical axis: the longest prefix of them whose product divides its size. Mesh axes that do not exist are
+ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """weights: (logical axis, mesh axis), tried in order. activations: the mesh axes of each logical axis."""
+    """Sharding rules.
+
+    weights: (logical axis, mesh axis), tried in order.
+    activations: the mesh axes of each logical axis.
+    """
 
     weights: tuple[tuple[str, str], ...]
     activations: Mapping[str, tuple[str, ...]]
 
     def weight(self, axes: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> "PartitionSpec":
-        """How a weight with these logical axes is split over mesh axes of these sizes."""
+        """The partition of a weight with these logical axes over mesh axes of these sizes."""
         from jax.sharding import PartitionSpec
 
         out: list[str | None] = [None] * len(axes)
@@ -40,7 +44,7 @@ class Rules:
         return PartitionSpec(*out)
 
     def activation(self, letters: str, shape: Sequence[Any], sizes: Mapping[str, int]) -> "PartitionSpec":
-        """How an activation with these letters ("B T D") is split over mesh axes of these sizes."""
+        """The partition of an activation with these letters ("B T D") over mesh axes of these sizes."""
         from jax.sharding import PartitionSpec
 
         out: list[tuple[str, ...] | None] = []
@@ -79,6 +83,7 @@ DEFAULT = Rules(
         ("heads", "fsdp"),
         ("kv_heads", "fsdp"),
         ("delta_heads", "fsdp"),
+        ("channels_out", "fsdp"),
     ),
     activations={
         "batch": ("data", "fsdp", "expert", "stage"),
@@ -98,11 +103,11 @@ FIXED = ("layers", "experts")
 
 
 def edited(rules: Rules, custom: Sequence[str], mesh_axes: Sequence[str]) -> Rules:
-    """Rules for weights with a user's own before them, each as "LOGICAL:MESH". A logical axis that is named there follows no rule of
-    the table; "LOGICAL:none" leaves it whole.
+    """The rules with a user's own rules for weights before them, each as "LOGICAL:MESH". Built-in rules do not apply to a logical axis
+    that is named there; "LOGICAL:none" leaves it unsharded.
 
     Raises:
-        BadInput: a rule is none, or names an axis that is not there or whose split is not a matter of choice.
+        BadInput: a rule is malformed, or names an axis that does not exist or whose sharding is fixed.
     """
     pairs: list[tuple[str, str]] = []
     known = sorted({*LEGEND.values(), *(logical for logical, _ in DEFAULT.weights)} - set(FIXED))

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from argosy.core.dims import LEGEND
@@ -24,11 +24,11 @@ _rules: ContextVar[Rules] = ContextVar("rules", default=DEFAULT)
 
 
 @contextmanager
-def scope(mesh: Mesh, rules: Rules = DEFAULT) -> Iterator[Mesh]:
-    """Programs traced inside are compiled for this mesh, under these rules."""
+def scope(mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT) -> Iterator[Mesh | AbstractMesh]:
+    """Programs traced inside are compiled for this mesh, under these rules. Under an abstract mesh they are only traced."""
     token = _rules.set(rules)
     try:
-        with jax.set_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
             yield mesh
     finally:
         _rules.reset(token)
@@ -54,7 +54,7 @@ def splits(logical: str) -> bool:
 
 
 def activation_spec(letters: str, shape: tuple[int, ...]) -> PartitionSpec:
-    """How an activation is split over the mesh in scope."""
+    """The partition of an activation over the mesh in scope."""
     return _rules.get().activation(letters, shape, axis_sizes())
 
 
@@ -64,7 +64,7 @@ def axes_in(spec: PartitionSpec) -> frozenset[str]:
 
 
 def weight_spec(axes: tuple[str, ...], shape: tuple[int, ...], only: frozenset[str]) -> PartitionSpec:
-    """How a weight is split over some axes of the mesh in scope; over the others it is gathered."""
+    """The partition of a weight over some axes of the mesh in scope; it is gathered over the others."""
     spec = _rules.get().weight(axes, shape, axis_sizes())
     return PartitionSpec(*(axis if axis in only else None for axis in spec))
 
@@ -103,12 +103,18 @@ def platform() -> str:
 
 
 def device_kind() -> str:
-    """What the maker calls the devices that the program being traced is compiled for, such as "TPU v5 lite"; "" if only their
-    platform is known."""
+    """The vendor's name of the devices that the traced program is compiled for, such as "TPU v5 lite"; "" if only their platform is
+    known.
+    """
     device = _device()
     if device is None:
         device = jax.devices()[0]
     return "" if isinstance(device, str) else device.device_kind
+
+
+def default_device() -> Any:
+    """The device of arrays that are bound to none."""
+    return jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _device() -> Any:

@@ -1,33 +1,41 @@
-"""Requests of several clients in one call of a program.
+"""Batches requests of several clients into one call of a program.
 
-A thread takes what waits when the device becomes free, first come, first served: requests whose arrays can be laid one after another,
-up to the most rows of a batch. An axis that a signature names as padding is filled up to the longest of the batch, and each request
-gets its own part back. A signature whose rows are not known to be independent computes one request at a time.
+When the device becomes free, a thread takes waiting requests, first come, first served within a priority: those whose arrays can be
+concatenated, up to the largest number of rows in a batch. Axes that a signature names as padding are padded to a compiled size, and
+each request gets its own part back. A signature whose rows may depend on each other computes one request at a time. With several
+instances, several threads do so at once.
 """
 
 import asyncio
+import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
 
+from argosy.core.errors import BadInput
+from argosy.core.process.cores import core_count
+from argosy.core.progress import Say
 from argosy.export.bundle import Bundle
-from argosy.export.calls import checked_inputs, named_sizes
-from argosy.export.manifest import BundleSignature, TensorSignature
+from argosy.export.calls import checked_inputs, filled_inputs, named_sizes
+from argosy.export.manifest import BundleSignature
+from argosy.ops.programs.store import ProgramStore
+from argosy.predict.padding import Arrays, BatchPlan, join_outputs, split_outputs, stack_inputs
 from argosy.predict.settings import BatchingSettings
 
-Arrays = Mapping[str, np.ndarray]
-# The shortest length that programs are compiled for, of axes besides that of the batch.
-SHORTEST = 16
+# Characters of a request that the event loop tokenizes itself; asking a thread takes as long.
+SHORT_TEXT = 4096
+# Programs that are compiled before a signature answers, and the tokens of those that are called too.
+MOST_PROGRAMS, CALLED_TOKENS = 64, 512
 
 
 class QueueFull(Exception):
-    """So many rows wait that no more are taken."""
+    """The queue has no room for a request, or a request of a higher priority took its place."""
 
 
 class Unloaded(Exception):
@@ -36,12 +44,17 @@ class Unloaded(Exception):
 
 @dataclass(eq=False)
 class WaitingCall:
-    """A request, or a part of one, that waits.
+    """A waiting request, or a part of one.
 
-    arrays: the inputs of the program.
-    sizes: of the named axes.
-    rows: 0 where the signature has no batch.
+    signature: name of the signature.
+    arrays: inputs of the program.
+    sizes: sizes of the named axes.
+    rows: number of rows; 0 for a signature without a batch axis.
     group: calls of one group may share a batch.
+    loop: event loop of the request.
+    done: future of the result.
+    priority: calls with lower numbers go first.
+    arrived: time of arrival.
     """
 
     signature: str
@@ -51,14 +64,26 @@ class WaitingCall:
     group: Any
     loop: asyncio.AbstractEventLoop
     done: "asyncio.Future[CallResult]"
+    priority: int = 0
     arrived: float = field(default_factory=time.perf_counter)
+
+    @property
+    def places(self) -> int:
+        """The number of rows that it takes in the queue."""
+        return max(1, self.rows)
+
+    def __lt__(self, other: "WaitingCall") -> bool:
+        return self.priority < other.priority
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """Outputs of a call, and where its time went.
+    """The outputs of a call, and its timing.
 
-    queued: seconds from arrival to its batch. computed: seconds of its batch. rows: of the batch.
+    outputs: outputs by name.
+    queued: seconds from its arrival to the start of its batch.
+    computed: seconds of its batch.
+    rows: number of rows in its batch.
     """
 
     outputs: Mapping[str, Any]
@@ -67,50 +92,63 @@ class CallResult:
     rows: int
 
 
-def batch_axis(signature: BundleSignature) -> str | None:
-    """The named axis that every input and output has first, and whose rows do not change one another's results, because it may be
-    padded; None: there is none."""
-    firsts = {spec.shape[0] if spec.shape else None for spec in (*signature.inputs, *signature.outputs)}
-    name = next(iter(firsts)) if len(firsts) == 1 else None
-    return name if name in signature.padding else None
-
-
 class Batcher:
-    """The queue of a version, and the thread that computes.
+    """The queue of a version, and the threads that compute.
 
     Args:
-        seen: called in that thread with each batch: signature, calls, rows, seconds.
+        seen: called in a computing thread with each batch: signature, calls, rows, seconds.
     """
 
     def __init__(
         self, bundle: Bundle, settings: BatchingSettings, seen: Callable[[str, int, int, float], None] = lambda *_: None
     ):
         self.bundle, self.settings, self.seen = bundle, settings, seen
-        self.waiting: deque[WaitingCall] = deque()
+        self.waiting: list[WaitingCall] = []
         self.waiting_rows = 0
-        self.running = False
+        self.running = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name=f"batches of {bundle.path.name}", daemon=True)
-        self._thread.start()
+        self._plans: dict[str, BatchPlan] = {}
+        # Seconds of a batch, by its signature and padded sizes: the mean of the latest ones. None after the first one, which may have
+        # waited for the compiler: a size that seems slow is not chosen, and so never measured again.
+        self._seconds: dict[tuple[str, tuple[tuple[str, int], ...]], float | None] = {}
+        names = [f"batches of {bundle.path.name} {i}" for i in range(settings.instances)]
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
+
+    def plan(self, signature: str) -> BatchPlan:
+        """The batching plan of a signature."""
+        if signature not in self._plans:
+            self._plans[signature] = BatchPlan.of(self.bundle.manifest.signature(signature), self.settings)
+        return self._plans[signature]
 
     # ---------------------------------------------------------------- a request
 
-    async def call(self, inputs: Mapping[str, Any], signature: str | None = None) -> CallResult:
+    async def call(self, inputs: Mapping[str, Any], signature: str | None = None, priority: int = 0) -> CallResult:
         """The outputs of a request.
 
+        Args:
+            priority: level from 1, the highest; 0: `default_priority_level`. Without levels only 0 is taken.
+
         Raises:
-            BadInput: a signature, input, shape or type that the bundle does not have.
-            QueueFull: too many rows wait. Unloaded: the version is unloaded.
+            BadInput: an unknown signature, input or priority, or a wrong shape or type.
+            QueueFull: too many rows wait.
+            Unloaded: the version was unloaded.
         """
         name = self.bundle.manifest.default if signature is None else signature
         of = self.bundle.manifest.signature(name)
-        # Long texts take a while: other requests go on meanwhile.
-        prepared = await asyncio.to_thread(self.bundle.preprocessed, of, inputs) if of.preprocess else inputs
-        calls = self._calls(name, of, checked_inputs(of, prepared))
+        level = self._level(priority)
+        prepared = inputs
+        if of.preprocess:
+            # Long texts take a while: other requests go on meanwhile.
+            long = text_length(inputs.get(name) for step in of.preprocess for name in step.texts) > SHORT_TEXT
+            prepared = await asyncio.to_thread(self.bundle.preprocessed, of, inputs) if long else self.bundle.preprocessed(of, inputs)
+        calls = self._calls(name, of, checked_inputs(of, prepared), level)
         self._enqueue(calls)
         try:
-            found = [await call.done for call in calls]
+            # The first part that fails ends the request: the others leave the queue.
+            found = [await calls[0].done] if len(calls) == 1 else await asyncio.gather(*(call.done for call in calls))
         except BaseException:
             # The client went away, or a part failed. A call whose batch runs is computed to its end.
             self._withdraw(calls)
@@ -118,65 +156,100 @@ class Batcher:
         if len(found) == 1:
             return found[0]
         return CallResult(
-            _joined([one.outputs for one in found]),
+            join_outputs([one.outputs for one in found]),
             max(one.queued for one in found),
             sum(one.computed for one in found),
             max(one.rows for one in found),
         )
 
-    def _calls(self, name: str, of: BundleSignature, arrays: Arrays) -> list[WaitingCall]:
+    def _level(self, priority: int) -> int:
+        """The priority of a request.
+
+        Raises:
+            BadInput: there is no such one.
+        """
+        levels = self.settings.priority_levels
+        if not 0 <= priority <= levels:
+            hint = f"1, the first, to {levels}; or 0 for the default" if levels else "batching.priority_levels is not set"
+            raise BadInput(f"priority is {priority}", hint=hint)
+        return (priority or self.settings.default_priority_level or levels) if levels else 0
+
+    def _calls(self, name: str, of: BundleSignature, arrays: Arrays, level: int) -> list[WaitingCall]:
         """A request as one call, or as several where it has more rows than a batch."""
-        loop, sizes, axis = asyncio.get_running_loop(), named_sizes(of, arrays), batch_axis(of)
-        if axis is None:
-            return [WaitingCall(name, arrays, sizes, 0, object(), loop, loop.create_future())]
+        loop, sizes, plan = asyncio.get_running_loop(), named_sizes(of, arrays), self.plan(name)
+        if (axis := plan.axis) is None:
+            return [WaitingCall(name, arrays, sizes, 0, object(), loop, loop.create_future(), level)]
         group = (name, tuple((at, size) for at, size in sorted(sizes.items()) if at not in of.padding))
-        most, calls = self._most_rows(of, axis), []
+        calls, most = [], plan.rows_at(sizes)
         for low in range(0, sizes[axis], most):
             rows = min(most, sizes[axis] - low)
             part = {at: a[low : low + rows] for at, a in arrays.items()}
-            calls.append(WaitingCall(name, part, {**sizes, axis: rows}, rows, group, loop, loop.create_future()))
+            calls.append(WaitingCall(name, part, {**sizes, axis: rows}, rows, group, loop, loop.create_future(), level))
         return calls
 
     def _enqueue(self, calls: Sequence[WaitingCall]) -> None:
         """All of them or none. An idle server takes a request of any size."""
-        rows = sum(max(1, call.rows) for call in calls)
+        rows = sum(call.places for call in calls)
         with self._changed:
             if self._closing:
                 raise Unloaded
-            if self.waiting and self.waiting_rows + rows > self.settings.max_queue_size:
-                raise QueueFull
-            self.waiting.extend(calls)
+            if self.waiting and (more := self.waiting_rows + rows - self.settings.max_queue_size) > 0:
+                self._evict(calls[0], more)
+            for call in calls:
+                insort(self.waiting, call)
             self.waiting_rows += rows
             self._changed.notify()
+
+    def _evict(self, first: WaitingCall, rows: int) -> None:
+        """Makes so many places, of calls of a lower priority: the latest of the lowest first.
+
+        Raises:
+            QueueFull: there are not so many; nothing is changed.
+        """
+        gone: list[WaitingCall] = []
+        for call in reversed(self.waiting):
+            if rows <= 0 or not first < call:
+                break
+            gone.append(call)
+            rows -= call.places
+        if rows > 0:
+            raise QueueFull
+        self._remove(gone)
+        _tell((call, QueueFull()) for call in gone)
+
+    def _remove(self, calls: Sequence[WaitingCall]) -> None:
+        """Takes calls from the queue."""
+        gone = set(map(id, calls))
+        self.waiting = [call for call in self.waiting if id(call) not in gone]
+        self.waiting_rows = sum(call.places for call in self.waiting)
 
     def _withdraw(self, calls: Sequence[WaitingCall]) -> None:
         with self._changed:
             for call in calls:
                 if not call.done.cancel() and not call.done.cancelled():
                     call.done.exception()  # asyncio warns of one that nobody looked at
-                if call in self.waiting:
-                    self.waiting.remove(call)
-                    self.waiting_rows -= max(1, call.rows)
+            self._remove(calls)
 
-    def _most_rows(self, of: BundleSignature, axis: str) -> int:
-        """The most rows of a batch of a signature."""
-        sizes = sorted(program.shapes[axis] for program in of.programs if axis in program.shapes)
-        return min([self.settings.max_batch_size, *sizes[-1:], *self.settings.allowed_batch_sizes[-1:]])
-
-    # ---------------------------------------------------------------- the thread
+    # ---------------------------------------------------------------- the threads
 
     def close(self, *, drop: bool = False) -> None:
-        """Ends the thread after what waits is computed. drop: after the batch that runs; what waits is answered with `Unloaded`."""
+        """Ends the threads.
+
+        Args:
+            drop: whether waiting calls fail with `Unloaded`; otherwise they are computed first.
+        """
         with self._changed:
             self._closing = True
-            while drop and self.waiting:
-                _tell(self.waiting.popleft(), Unloaded())
+            if drop:
+                _tell((call, Unloaded()) for call in self.waiting)
+                self._remove(self.waiting)
             self._changed.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
+        """Whether no call waits or runs."""
         with self._changed:
             return not self.waiting and not self.running
 
@@ -186,16 +259,16 @@ class Batcher:
             try:
                 outputs = self._computed(batch)
             except BaseException as error:
-                for call in batch:
-                    _tell(call, error)
+                failure = error
+                _tell((call, failure) for call in batch)
             else:
                 seconds = time.perf_counter() - begin
-                rows = sum(max(1, call.rows) for call in batch)
+                rows = sum(call.places for call in batch)
                 self.seen(batch[0].signature, len(batch), rows, seconds)
-                for call, own in zip(batch, outputs, strict=True):
-                    _tell(call, CallResult(own, begin - call.arrived, seconds, rows))
+                answers = zip(batch, outputs, strict=True)
+                _tell((call, CallResult(own, begin - call.arrived, seconds, rows)) for call, own in answers)
             with self._changed:
-                self.running = False
+                self.running -= 1
 
     def _next(self) -> list[WaitingCall]:
         """The calls of the next batch; empty: the thread ends."""
@@ -207,117 +280,130 @@ class Batcher:
                     self._changed.wait()
                 first = self.waiting[0]
                 left = first.arrived + self.settings.max_queue_delay_ms / 1e3 - time.perf_counter()
-                if self._closing or left <= 0 or self._rows_with(first) >= self._most_of(first):
-                    self.running = True
+                if self._closing or left <= 0 or self._rows_with(first) >= self.plan(first.signature).rows_at(first.sizes):
+                    self.running += 1
                     return self._taken(first)
                 self._changed.wait(left)
 
     def _taken(self, first: WaitingCall) -> list[WaitingCall]:
         """Takes the first call and those that fit beside it from the queue."""
-        batch, rows, most = [first], first.rows, self._most_of(first)
-        for call in list(self.waiting)[1:]:
-            if call.group == first.group and rows + call.rows <= most:
+        batch, rows, plan, sizes = [first], first.rows, self.plan(first.signature), dict(first.sizes)
+        for call in self.waiting[1:]:
+            if call.group != first.group or rows + call.rows > plan.most_rows:
+                continue
+            longest = {at: max(size, call.sizes[at]) for at, size in sizes.items()}
+            if rows + call.rows <= plan.rows_at(longest):
                 batch.append(call)
-                rows += call.rows
-        for call in batch:
-            self.waiting.remove(call)
-            self.waiting_rows -= max(1, call.rows)
+                rows, sizes = rows + call.rows, longest
+        if self.settings.batch_padding_policy != "pad_up" and len(batch) > 1:
+            batch = self._cheaper(batch)
+        self._remove(batch)
+        if self.waiting:
+            self._changed.notify()
         return batch
+
+    def _cheaper(self, batch: list[WaitingCall]) -> list[WaitingCall]:
+        """The batch, or its first calls that fit a smaller size, where padding all of them costs more a row."""
+        plan = self.plan(batch[0].signature)
+        whole, rows = plan.padded([call.sizes for call in batch]), sum(call.rows for call in batch)
+        if plan.axis is None or rows == whole[plan.axis]:
+            return batch
+        below = max((size for size in plan.sizes[plan.axis] if size < rows), default=0)
+        if batch[0].rows > below:
+            # Smaller calls that went ahead of the first one could do so for ever.
+            return batch
+        kept, fewer = [], 0
+        for call in batch:
+            if fewer + call.rows <= below:
+                kept.append(call)
+                fewer += call.rows
+        if self.settings.batch_padding_policy == "batch_down":
+            return kept
+        part = plan.padded([call.sizes for call in kept])
+        seconds, less = (self._seconds.get(_batch_key(batch[0].signature, sizes)) for sizes in (whole, part))
+        return kept if seconds is not None and less is not None and less / fewer < seconds / rows else batch
 
     def _rows_with(self, first: WaitingCall) -> int:
         return sum(call.rows for call in self.waiting if call.group == first.group)
 
-    def _most_of(self, call: WaitingCall) -> int:
-        of = self.bundle.manifest.signature(call.signature)
-        axis = batch_axis(of)
-        return 1 if axis is None else self._most_rows(of, axis)
-
     def _computed(self, batch: Sequence[WaitingCall]) -> list[dict[str, Any]]:
         """The outputs of each call."""
-        of = self.bundle.manifest.signature(batch[0].signature)
-        axis = batch_axis(of)
-        if axis is None:
-            return [self.bundle.run_arrays(batch[0].arrays, batch[0].signature)]
-        sizes = {at: max(call.sizes[at] for call in batch) for at in batch[0].sizes} | {axis: sum(call.rows for call in batch)}
-        sizes = {at: self._filled(of, at, size) for at, size in sizes.items()}
-        arrays = {spec.name: _stacked([call.arrays[spec.name] for call in batch], spec, sizes) for spec in of.inputs}
-        outputs = self.bundle.run_arrays(arrays, batch[0].signature)
-        shapes = {spec.name: spec.shape for spec in of.outputs}
-        found, low = [], 0
-        for call in batch:
-            own = {}
-            for name, value in outputs.items():
-                part = value[low : low + call.rows]
-                if isinstance(part, np.ndarray):
-                    # Copied: a view would keep the arrays of the whole batch in memory.
-                    sizes = [slice(None), *(slice(call.sizes.get(str(size))) for size in shapes.get(name, [None])[1:])]
-                    part = part[tuple(sizes)].copy()
-                own[name] = part
-            found.append(own)
-            low += call.rows
-        return found
+        plan, signature = self.plan(batch[0].signature), batch[0].signature
+        if plan.axis is None:
+            return [self.bundle.run_arrays(batch[0].arrays, signature)]
+        sizes, begin = plan.padded([call.sizes for call in batch]), time.perf_counter()
+        outputs = self.bundle.run_arrays(stack_inputs(plan, [call.arrays for call in batch], sizes), signature)
+        self._remember(_batch_key(signature, sizes), time.perf_counter() - begin)
+        return split_outputs(plan, outputs, [call.sizes for call in batch])
 
-    def _filled(self, of: BundleSignature, at: str, size: int) -> int:
-        """The size that an axis is filled up to, so that few programs are compiled. The bundle pads to programs of fixed sizes."""
-        sizes = self._sizes(of, at)
-        return min((one for one in sizes if one >= size), default=size)
+    def _remember(self, key: Any, seconds: float) -> None:
+        if key not in self._seconds:
+            self._seconds[key] = None
+            return
+        before = self._seconds[key]
+        self._seconds[key] = seconds if before is None else before + 0.1 * (seconds - before)
 
-    def _sizes(self, of: BundleSignature, at: str) -> list[int]:
-        """The sizes of an axis that programs are compiled for; none: each as it comes."""
-        if at not in of.padding or any(at in program.shapes for program in of.programs):
-            return []
-        if at == batch_axis(of):
-            most = self._most_rows(of, at)
-            return list(self.settings.allowed_batch_sizes) or [*(1 << i for i in range(20) if 1 << i < most), most]
-        if (limit := of.limits.get(at)) is None:
-            return []
-        return [*(SHORTEST << i for i in range(20) if SHORTEST << i < limit), limit]
-
-    def warm_up(self) -> int:
-        """Compiles the programs of every signature in all sizes. Returns their number."""
-        count = 0
-        for name, of in self.bundle.manifest.signatures.items():
-            axes = {at: sizes for at in of.padding if (sizes := self._sizes(of, at))}
-            named = {str(size) for spec in of.inputs for size in spec.shape if isinstance(size, str)}
-            fixed = {at for program in of.programs for at in program.shapes}
-            if not axes or named - fixed - set(axes):
-                count += self.bundle.warm_up(name)
+    def warm_up(self, store: ProgramStore | None = None, say: Say | None = None) -> int:
+        """Compiles the programs of every signature, at most `MOST_PROGRAMS` each, and calls those of one row. Returns their number."""
+        wanted: dict[str, list[dict[str, int]]] = {}
+        for name in self.bundle.manifest.signatures:
+            sizes = self.plan(name).combinations()
+            if sizes is None:
+                self.bundle.warm_up(name)
                 continue
-            for sizes in product(*axes.values()):
-                count += self.bundle.warm_up(name, dict(zip(axes, sizes, strict=True)))
+            wanted[name] = sizes[:MOST_PROGRAMS]
+            if say is not None and len(sizes) > MOST_PROGRAMS:
+                fewer = "export with batch= and length=, or serve with batching.allowed_batch_sizes=, for fewer"
+                later = "compiled now, longer ones when they are first asked for"
+                say(f"`{name}` has {len(sizes)} sizes; {MOST_PROGRAMS} are {later} ({fewer})")
+        count = self.bundle.compile(wanted, store, say)
+        with ThreadPoolExecutor(core_count(), "warm up") as pool:
+            for name, sizes in wanted.items():
+                of, axis = self.bundle.manifest.signature(name), self.plan(name).axis
+                # XLA links a program when it is first called, 40 ms for a small encoder. A lone request does not wait for that; a batch
+                # may, once, since calling all sizes would take seconds.
+                alone = [some for some in sizes if axis is None or some.get(axis, 1) == sizes[0].get(axis, 1)]
+                alone = [some for some in alone if math.prod(some.values()) <= CALLED_TOKENS] or sizes[:1]
+                for done in [pool.submit(self.bundle.run_arrays, filled_inputs(of, some), name) for some in alone]:
+                    done.result()
+                self.bundle.preprocessed(of, of.example)  # reads the tokenizer
         return count
 
 
-def _stacked(arrays: Sequence[np.ndarray], spec: TensorSignature, sizes: Mapping[str, int]) -> np.ndarray:
-    """Arrays one after another, every axis filled up to its size."""
-    shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
-    out = np.full(shape, spec.pad, arrays[0].dtype)
-    low = 0
-    for a in arrays:
-        out[(slice(low, low + len(a)), *map(slice, a.shape[1:]))] = a
-        low += len(a)
-    return out
+def text_length(values: Iterable[Any]) -> int:
+    """Number of characters in nested lists of texts."""
+    return sum(len(text) for text in _texts_in(values))
 
 
-def _joined(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The outputs of parts of a request, one after another."""
-    found: dict[str, Any] = {}
-    for name, first in outputs[0].items():
-        values = [one[name] for one in outputs]
-        found[name] = np.concatenate(values) if isinstance(first, np.ndarray) else [text for value in values for text in value]
-    return found
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Iterable) and not isinstance(value, np.ndarray):
+        for one in value:
+            yield from _texts_in(one)
 
 
-def _tell(call: WaitingCall, result: CallResult | BaseException) -> None:
-    def tell() -> None:
-        if call.done.done():
-            return
-        if isinstance(result, BaseException):
-            call.done.set_exception(result)
-        else:
-            call.done.set_result(result)
+def _batch_key(signature: str, sizes: Mapping[str, int]) -> Any:
+    return signature, tuple(sorted(sizes.items()))
 
-    try:
-        call.loop.call_soon_threadsafe(tell)
-    except RuntimeError:
-        pass  # the loop has ended, and whoever asked with it
+
+def _tell(results: Iterable[tuple[WaitingCall, CallResult | BaseException]]) -> None:
+    """Answers calls, those of one event loop together."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[WaitingCall, CallResult | BaseException]]] = {}
+    for call, result in results:
+        by_loop.setdefault(call.loop, []).append((call, result))
+
+    def tell(answers: list[tuple[WaitingCall, CallResult | BaseException]]) -> None:
+        for call, result in answers:
+            if call.done.done():
+                continue
+            if isinstance(result, BaseException):
+                call.done.set_exception(result)
+            else:
+                call.done.set_result(result)
+
+    for loop, answers in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(tell, answers)
+        except RuntimeError:
+            pass  # the loop has ended, and whoever asked with it

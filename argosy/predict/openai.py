@@ -1,4 +1,4 @@
-"""OpenAI's embeddings, for models whose default signature makes vectors of texts."""
+"""OpenAI's embeddings API, for models whose default signature embeds texts."""
 
 import asyncio
 import base64

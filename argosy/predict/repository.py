@@ -1,11 +1,14 @@
-"""A repository of models: `REPOSITORY/NAME/VERSION/`, each version a bundle, its number a whole one above 0.
+"""A repository of models: `REPOSITORY/NAME/VERSION/`. Each version is a bundle, and its number an integer above 0.
 
     vision/1/manifest.json ...      vision/2/manifest.json ...      vision/config.yml (may be absent)
     embed.bundle/manifest.json ...  a bundle without a number is version 1 of a model of its folder's name
+    search/config.yml               with `ensemble:`, version 1 of a model whose steps are other models
 
-A version is loaded once its manifest is complete and every file has its hash: one that is being copied is not touched. A new version
-answers before the old one is let go, which then ends what it has. Loading takes one version at a time, in a thread of its own; the
-event loop reads `models` and `versions` meanwhile, so these are replaced, never changed.
+REPOSITORY may also be one bundle, or the versions of one model.
+
+A version is loaded once its manifest is complete and every file has its hash, so a version that is being copied is left alone. A new
+version is ready before the old one is unloaded, which first finishes its requests. Versions are loaded one at a time, in a separate
+thread. Meanwhile the event loop reads `models` and `versions`, so these are replaced, never changed.
 """
 
 import asyncio
@@ -18,12 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import ArgosyError, BadInput, complaint
+from argosy.core.errors import ArgosyError, BadInput, UserError, complaint, problems_of
+from argosy.core.process.resident import trim
 from argosy.core.progress import Say
 from argosy.core.settings import read_settings, yaml_layer
 from argosy.export.bundle import Bundle
-from argosy.export.manifest import MANIFEST
+from argosy.export.manifest import MANIFEST, BundleManifest
+from argosy.ops.programs.store import ProgramStore
 from argosy.predict.batching import Batcher
+from argosy.predict.ensemble import Ensemble, MemberNotReady, circle_of, ensemble_order
 from argosy.predict.metrics import PredictMetrics
 from argosy.predict.settings import ModelSettings, PredictSettings
 
@@ -32,28 +38,32 @@ CONFIG = "config.yml"
 
 @dataclass(eq=False)
 class LoadedVersion:
-    """A version that answers.
+    """A version that is ready.
 
-    stamp: tells its manifest from a later one at the same place.
+    stamp: distinguishes its manifest from later ones at the same path.
     """
 
     model: str
     version: int
     path: Path
-    bundle: Bundle
-    batcher: Batcher
+    bundle: Bundle | Ensemble
+    batcher: Batcher | Ensemble
     stamp: Any
     loaded: float = field(default_factory=time.time)
 
 
 @dataclass
 class ModelState:
-    """What is known of a model.
+    """The state of a model.
 
-    reasons: why a version is not loaded.
-    refused: the stamps of versions that could not be loaded, which are tried again once a file changes.
-    unloaded: whether a request unloaded it: looks at the repository leave it so.
-    said: sentences that need not be said again.
+    path: its folder.
+    settings: the settings in its `config.yml`.
+    versions: ready versions by number.
+    reasons: why other versions are not ready.
+    refused: stamps of versions that could not be loaded; they are tried again once a file changes.
+    unloaded: whether a request unloaded it; scans of the repository leave it so.
+    idle: whether it is an ensemble with a member that a request unloaded.
+    said: messages that need not be repeated.
     """
 
     path: Path
@@ -62,11 +72,15 @@ class ModelState:
     reasons: Mapping[int, str] = field(default_factory=dict)
     refused: dict[int, Any] = field(default_factory=dict)
     unloaded: bool = False
+    idle: bool = False
     said: set[str] = field(default_factory=set)
 
 
 class UnknownVersion(Exception):
-    """There is no such model or version, or it is not ready. status: of HTTP."""
+    """The model or version does not exist, or is not ready.
+
+    status: the HTTP status.
+    """
 
     def __init__(self, message: str, status: int = 404):
         super().__init__(message)
@@ -74,10 +88,17 @@ class UnknownVersion(Exception):
 
 
 class Repository:
-    """The models of a folder, and those that answer."""
+    """The models of a folder, and their ready versions.
 
-    def __init__(self, path: Path, settings: PredictSettings, metrics: PredictMetrics, say: Say):
-        self.path, self.settings, self.metrics, self.say = path, settings, metrics, say
+    Args:
+        say: called when a version is loaded, refused or unloaded.
+        store: where compiled programs are stored.
+    """
+
+    def __init__(
+        self, path: Path, settings: PredictSettings, metrics: PredictMetrics, say: Say, store: ProgramStore | None = None
+    ):
+        self.path, self.settings, self.metrics, self.say, self.store = path, settings, metrics, say, store
         self.models: Mapping[str, ModelState] = {}
         self._loading = threading.Lock()
         self._loader = ThreadPoolExecutor(1, "loads models")
@@ -87,14 +108,15 @@ class Repository:
 
     def folders(self) -> dict[str, Path]:
         """The folder of each model, by name."""
-        if (self.path / MANIFEST).is_file():
-            return {_model_name(self.path): self.path}
+        if _numbered(self.path):
+            # One bundle, or the versions of one model.
+            return {self.settings.name or _model_name(self.path): self.path}
         found = {}
         for folder in sorted(self.path.iterdir()):
             if folder.is_dir() and not folder.name.startswith("."):
                 if (folder / MANIFEST).is_file():
                     found[_model_name(folder)] = folder
-                elif any(_number(child) for child in folder.iterdir() if child.is_dir()):
+                elif any(_number(child) for child in folder.iterdir() if child.is_dir()) or _is_ensemble(folder):
                     found[folder.name] = folder
         return found
 
@@ -105,10 +127,10 @@ class Repository:
         return state
 
     def find(self, name: str, version: str | None = None, label: str | None = None) -> LoadedVersion:
-        """The version that answers; the newest where none is named.
+        """The requested version; the newest if none is named.
 
         Raises:
-            UnknownVersion: there is no such one, or it is not ready.
+            UnknownVersion: it does not exist, or is not ready.
         """
         state = self.state(name)
         versions, reasons, labels = state.versions, state.reasons, state.settings.labels
@@ -130,7 +152,7 @@ class Repository:
     # ---------------------------------------------------------------- loading
 
     def look(self) -> None:
-        """Loads what is new, loads again what changed, and lets go what is gone."""
+        """Scans the repository: loads new versions, reloads changed ones, and unloads removed ones."""
         with self._loading:
             folders = self.folders()
             gone = [state for name, state in self.models.items() if name not in folders]
@@ -142,9 +164,10 @@ class Repository:
                 if state is not None and state.unloaded:
                     continue
                 self._load(name, folder)
+            self._plan_ensembles()
 
     async def load(self, name: str) -> None:
-        """Loads a model, or loads it again where files changed.
+        """Loads a model, or reloads it if files changed.
 
         Raises:
             UnknownVersion: there is no such model, or none of its versions can be loaded.
@@ -159,24 +182,36 @@ class Repository:
             if name in self.models:
                 self.models[name].refused.clear()
             self._load(name, folders[name])
+            self._load_members(name, folders)
+            self._plan_ensembles()
             state = self.models[name]
             if not state.versions:
                 raise UnknownVersion(f"failed to load `{name}`: {next(iter(state.reasons.values()), 'it has no version')}", 400)
 
-    async def unload(self, name: str) -> None:
-        """Lets a model go once what it computes has ended.
+    async def unload(self, name: str, members: bool = False) -> None:
+        """Unloads a model once its running requests have ended.
+
+        Args:
+            members: whether the members of an ensemble are unloaded too.
 
         Raises:
             UnknownVersion: there is no such model.
         """
-        state = self.state(name)
+        names = [name]
+        if members and (ensemble := self.state(name).settings.ensemble) is not None:
+            names += dict.fromkeys(step.model for step in ensemble.steps)
+        states = [self.state(one) for one in names]
 
         def let_go() -> None:
             with self._loading:
-                state.unloaded = True
-                versions, state.versions = state.versions, {}
-                state.reasons = dict.fromkeys(versions, "unloaded")
-                for version in versions.values():
+                gone = [version for state in states for version in state.versions.values()]
+                for state in states:
+                    state.unloaded = True
+                    state.reasons = dict.fromkeys({*state.versions, *state.reasons}, "unloaded")
+                    state.versions = {}
+                # Ensembles first: they refuse what they could no longer finish.
+                self._plan_ensembles()
+                for version in gone:
                     self._close(version)
 
         await asyncio.get_running_loop().run_in_executor(self._loader, let_go)
@@ -189,9 +224,17 @@ class Repository:
         numbered = _numbered(folder)
         try:
             state.settings = read_model_settings(folder)
-        except ArgosyError as error:
-            state.reasons = {number: error.what for number in numbered if number not in state.versions}
-            self._say_once(state, f"{name}: {error.what}; its versions stay as they are")
+        except UserError as error:
+            why = "; ".join(problem.what for problem in problems_of(error))
+            state.reasons = {number: why for number in numbered or (1,) if number not in state.versions}
+            self._say_once(state, f"{name}: {why}; its versions stay as they are")
+            return
+        if state.settings.ensemble is not None:
+            # `_plan_ensembles` does the rest. Bundles that were served from this folder go.
+            reasons = state.reasons
+            self._let_go(state, {1: folder} if self._ensemble_of(state) is not None else {})
+            # They stay until it is planned again, or each look would say them anew.
+            state.reasons = {number: why for number, why in reasons.items() if number == 1}
             return
         wanted = chosen_versions(numbered, state.settings)
         for number in sorted(wanted):
@@ -214,11 +257,11 @@ class Repository:
             batching = state.settings.batching or self.settings.batching
             batcher = Batcher(bundle, batching, self.metrics.batches(name, number))
             if self.settings.warm_up:
-                batcher.warm_up()
+                batcher.warm_up(self.store, lambda left: self.say(f"{name} version {number}: {left} ..."))
         except Exception as error:
             if batcher is not None:
                 batcher.close()
-            why = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {complaint(error)}"
+            why = _reason(error)
             if old is None:
                 state.reasons = {**state.reasons, number: why}
             kept = "; the one that was loaded stays" if old is not None else ""
@@ -231,6 +274,55 @@ class Repository:
         if old is not None:
             self._close(old)
 
+    def _load_members(self, name: str, folders: Mapping[str, Path]) -> None:
+        """Loads the members of an ensemble that are not loaded."""
+        ensemble = self.models[name].settings.ensemble
+        for member in {step.model for step in ensemble.steps} if ensemble is not None else set():
+            if member in folders and (member not in self.models or self.models[member].unloaded):
+                self._load(member, folders[member])
+                self._load_members(member, folders)
+
+    def _plan_ensembles(self) -> None:
+        """Brings ensembles to what their members now are."""
+        ensembles = {name: state.settings.ensemble for name, state in self.models.items() if state.settings.ensemble is not None}
+        for name in ensemble_order(ensembles):
+            state, steps = self.models[name], ensembles[name].steps
+            if state.unloaded:
+                continue
+            try:
+                if _numbered(state.path):
+                    raise BadInput("its folder has bundles, and config.yml an ensemble")
+                if (circle := circle_of(name, ensembles)) is not None:
+                    raise BadInput(f"a circle of ensembles: {circle}")
+                planned = Ensemble(ensembles[name], self._member, self.metrics.batches(name, 1))
+            # Whatever is wrong with it disturbs no other.
+            except Exception as error:
+                why = _reason(error)
+                if state.reasons != {1: why}:
+                    self.say(f"{name} is not ready: {why}")
+                state.versions, state.reasons = {}, {1: why}
+                members = [self.models.get(step.model) for step in steps]
+                state.idle = any(member is not None and (member.unloaded or member.idle) for member in members)
+                continue
+            old = self._ensemble_of(state)
+            if old is None or not planned.plans_like(old):
+                state.versions = {1: LoadedVersion(name, 1, state.path, planned, planned, None)}
+                self.say(f"{name} version 1: an ensemble of {', '.join(dict.fromkeys(step.model for step in steps))}")
+            state.reasons, state.idle = {}, False
+
+    def _ensemble_of(self, state: ModelState) -> Ensemble | None:
+        """The ensemble that answers."""
+        version = state.versions.get(1)
+        return version.bundle if version is not None and isinstance(version.bundle, Ensemble) else None
+
+    def _member(self, model: str, version: int | None) -> tuple[BundleManifest, Batcher | Ensemble]:
+        """What an ensemble calls."""
+        try:
+            found = self.find(model, None if version is None else str(version))
+        except UnknownVersion as error:
+            raise MemberNotReady(error.message) from None
+        return found.bundle.manifest, found.batcher
+
     def _let_go(self, state: ModelState, wanted: Mapping[int, Path]) -> None:
         """Lets go all versions but these."""
         gone = [version for number, version in state.versions.items() if number not in wanted]
@@ -238,6 +330,7 @@ class Repository:
         state.reasons = {number: why for number, why in state.reasons.items() if number in wanted}
         for version in gone:
             self._close(version)
+            self.metrics.forget(version.model, version.version)
 
     def _say_once(self, state: ModelState, what: str) -> None:
         if what not in state.said:
@@ -249,11 +342,13 @@ class Repository:
         self.say(f"{version.model} version {version.version} is unloaded")
         version.bundle.close()
         gc.collect()
+        # malloc keeps what it was given back: half a megabyte for each version of a small model.
+        trim()
 
     # ---------------------------------------------------------------- life
 
     def poll(self, seconds: float) -> None:
-        """Looks again and again, in a thread of its own."""
+        """Scans the repository every `seconds`, in a separate thread."""
 
         def work() -> None:
             while not self._stop.wait(seconds):
@@ -265,13 +360,13 @@ class Repository:
         threading.Thread(target=work, name="looks at the repository", daemon=True).start()
 
     async def drain(self, seconds: float) -> None:
-        """Waits until nothing is computed, at most so long."""
+        """Waits until no request is running, for at most `seconds`."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not all(v.batcher.idle for m in self.models.values() for v in m.versions.values()):
             await asyncio.sleep(0.02)
 
     def close(self) -> None:
-        """Ends all threads, each after the batch that it computes."""
+        """Ends all threads, each after its current batch."""
         self._stop.set()
         self._loader.shutdown(wait=False, cancel_futures=True)
         for state in self.models.values():
@@ -280,17 +375,17 @@ class Repository:
 
 
 def read_model_settings(folder: Path) -> ModelSettings:
-    """`config.yml` of a model; the defaults where there is none.
+    """The settings in `config.yml` of a model; the defaults if there is none.
 
     Raises:
-        ArgosyError: it cannot be read, or has a setting that there is not.
+        UserError: the file cannot be read, or has an unknown setting.
     """
     path = folder / CONFIG
     return read_settings(ModelSettings, yaml_layer(path)).value if path.is_file() else ModelSettings()
 
 
 def chosen_versions(numbered: Mapping[int, Path], settings: ModelSettings) -> dict[int, Path]:
-    """The versions that are to be served; those that labels name too."""
+    """The versions to serve, including those that labels name."""
     match settings.versions:
         case "all":
             wanted = set(numbered)
@@ -314,6 +409,21 @@ def check_repository(path: Path) -> None:
     here = [path, *(child for child in path.iterdir() if child.is_dir())]
     if not any((one / MANIFEST).is_file() or _numbered(one) for one in here):
         raise BadInput(f"{path} has no bundle", hint="`argosy export MODEL REPOSITORY/NAME/1` writes one")
+
+
+def _reason(error: Exception) -> str:
+    """Why a version or an ensemble is not ready."""
+    if isinstance(error, MemberNotReady):
+        return error.message
+    return error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {complaint(error)}"
+
+
+def _is_ensemble(folder: Path) -> bool:
+    """Whether its config.yml has steps, or cannot be read: then it is shown with the reason."""
+    try:
+        return read_model_settings(folder).ensemble is not None
+    except UserError:
+        return True
 
 
 def _numbered(folder: Path) -> dict[int, Path]:

@@ -1,4 +1,4 @@
-"""What every protocol asks of a repository: a call of a version, within the limits, counted."""
+"""The calls that every protocol makes: they find a version, apply the limits, and are counted."""
 
 import asyncio
 import time
@@ -9,16 +9,22 @@ from starlette.requests import ClientDisconnect, Request
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.predict.batching import CallResult, QueueFull, Unloaded
+from argosy.predict.ensemble import MemberNotReady
 from argosy.predict.repository import LoadedVersion, Repository, UnknownVersion
 from argosy.web.connection import while_connected
 from argosy.web.errors import ApiError, input_error, service_unavailable
 
 
 class PredictService:
-    """The repository behind a server."""
+    """The repository behind a server.
 
-    def __init__(self, repository: Repository):
-        self.repository = repository
+    Args:
+        replicated: whether other replicas serve too. A request that changes the repository would then reach only one of them, and is
+            refused.
+    """
+
+    def __init__(self, repository: Repository, *, replicated: bool = False):
+        self.repository, self.replicated = repository, replicated
         self.settings, self.metrics = repository.settings, repository.metrics
         self.draining = False
 
@@ -31,17 +37,20 @@ class PredictService:
 
     async def call(
         self,
-        request: Request,
+        request: Request | None,
         find: Callable[[], LoadedVersion],
         inputs: Mapping[str, Any],
         signature: str | None,
         seconds: float | None = None,
+        priority: int = 0,
     ) -> tuple[LoadedVersion, CallResult]:
-        """The version that answered a call, and the outputs. The call ends when its client goes away.
+        """Calls a version. Returns the version and its result.
 
         Args:
-            find: gives the version that the request asks for. It is asked again if that version is let go meanwhile.
-            seconds: it may take at most, if less than the server's limit.
+            request: the HTTP request; the call ends when its client disconnects. None: when its task is cancelled.
+            find: returns the requested version. It is called again if that version is unloaded meanwhile.
+            seconds: time limit, if shorter than the server's.
+            priority: as in `Batcher.call`.
 
         Raises:
             ApiError: the inputs do not fit, too many rows wait, or it took too long.
@@ -53,7 +62,8 @@ class PredictService:
         limit = min(self.settings.limits.seconds, seconds or self.settings.limits.seconds)
         try:
             async with asyncio.timeout(limit):
-                version, found = await while_connected(request.receive, self._called(version, find, inputs, signature))
+                work = self._called(version, find, inputs, signature, priority)
+                version, found = await (work if request is None else while_connected(request.receive, work))
         except (TimeoutError, QueueFull, ApiError) as error:
             self.metrics.failed(name, number, "OTHER" if isinstance(error, TimeoutError) else "REJECTED")
             if isinstance(error, TimeoutError):
@@ -75,17 +85,24 @@ class PredictService:
         return version, found
 
     async def _called(
-        self, version: LoadedVersion, find: Callable[[], LoadedVersion], inputs: Mapping[str, Any], signature: str | None
+        self,
+        version: LoadedVersion,
+        find: Callable[[], LoadedVersion],
+        inputs: Mapping[str, Any],
+        signature: str | None,
+        priority: int,
     ) -> tuple[LoadedVersion, CallResult]:
         while True:
             try:
-                return version, await version.batcher.call(inputs, signature)
+                return version, await version.batcher.call(inputs, signature, priority)
+            except MemberNotReady as error:
+                raise service_unavailable(f"model `{version.model}` is not ready: {error.message}", "not_ready") from None
             except Unloaded:
                 if (newer := find()) is version:
                     raise service_unavailable(f"model `{version.model}` is being unloaded", "unloaded") from None
                 version = newer
 
     async def drain(self) -> None:
-        """Refuses new requests, and returns when what runs has ended, or after `drain` seconds."""
+        """Refuses new requests. Returns when running ones have ended, or after `drain` seconds."""
         self.draining = True
         await self.repository.drain(self.settings.drain)

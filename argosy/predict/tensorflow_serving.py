@@ -1,7 +1,8 @@
-"""TensorFlow Serving's REST API: status, metadata, and `:predict` in rows and in columns.
+"""TensorFlow Serving's REST API: status, metadata, `:predict` in rows and in columns, `:classify` and `:regress`.
 
 tensorflow.org/tfx/serving/api_rest. `instances` is a list of rows: values where the model has one input, else objects by input.
-`inputs` has whole columns. Answers have the same form: `predictions` or `outputs`, bare where there is one output.
+`inputs` has whole columns. Responses have the same form: `predictions` or `outputs`, without names if there is one output. `examples`
+of `:classify` and `:regress` are rows by feature, with `context` for features that all rows share.
 """
 
 import base64
@@ -17,9 +18,12 @@ from starlette.routing import Route
 
 from argosy.core.errors import BadInput
 from argosy.export.manifest import BundleSignature
-from argosy.predict.batching import batch_axis
+from argosy.export.steps import ProbabilitiesStep
+from argosy.predict.classes import class_names
+from argosy.predict.openai import VECTOR
+from argosy.predict.padding import batch_axis
+from argosy.predict.protocol import input_specs, output_specs
 from argosy.predict.repository import LoadedVersion
-from argosy.predict.rest import input_specs, output_specs
 from argosy.predict.service import PredictService
 from argosy.predict.tensors import TEXT, to_json
 from argosy.web.body import read_body
@@ -37,10 +41,12 @@ class TensorFlowRoutes:
         self.service, self.repository = service, service.repository
 
     def routes(self) -> list[Route]:
-        """In an order in which the first that fits is right."""
+        """The routes, in an order in which the first match is right."""
         found = []
         for path in ("/v1/models/{model}/versions/{version}", "/v1/models/{model}/labels/{label}", "/v1/models/{model}"):
             found.append(Route(path + ":predict", _plain_errors(self.predict), methods=["POST"]))
+            found.append(Route(path + ":classify", _plain_errors(self.classify), methods=["POST"]))
+            found.append(Route(path + ":regress", _plain_errors(self.regress), methods=["POST"]))
             found.append(Route(path + "/metadata", _plain_errors(self.metadata), methods=["GET"]))
             found.append(Route(path, _plain_errors(self.status), methods=["GET"]))
         return found
@@ -80,24 +86,71 @@ class TensorFlowRoutes:
             raise ApiError(f"unknown field `{min(unknown)[:64]}`; there are signature_name, instances and inputs")
         if ("instances" in asked) == ("inputs" in asked):
             raise ApiError("a request has `instances` or `inputs`")
-        name = asked.get("signature_name") or None
-        if name == "serving_default":
-            name = None
-        try:
-            of = version.bundle.manifest.signature(name if name is None else str(name)[:64])
-        except BadInput as error:
-            raise input_error(error) from None
+        of, name = _signature(version, asked.get("signature_name"))
         rows = "instances" in asked
+        if rows and batch_axis(of) is None:
+            raise ApiError("this signature has no batch: send `inputs`")
         inputs = _columns(of, asked["instances"]) if rows else _named(of, asked["inputs"])
         _, found = await self.service.call(request, lambda: self._found(request), inputs, name)
         outputs = {spec["name"]: _listed(spec["name"], found.outputs[spec["name"]]) for spec in output_specs(of)}
         if not rows:
             return Json({"outputs": next(iter(outputs.values())) if len(outputs) == 1 else outputs})
-        if batch_axis(of) is None:
-            raise ApiError("this signature has no batch: send `inputs`")
         if len(outputs) == 1:
             return Json({"predictions": next(iter(outputs.values()))})
         return Json({"predictions": [dict(zip(outputs, row, strict=True)) for row in zip(*outputs.values(), strict=True)]})
+
+    async def classify(self, request: Request) -> Response:
+        of, outputs = await self._examples(request)
+        name, scores = _scores(of, outputs)
+        labels = class_names(of, name) or [str(i) for i in range(scores.shape[-1])]
+        return Json({"result": [[[label, score] for label, score in zip(labels, row, strict=True)] for row in scores.tolist()]})
+
+    async def regress(self, request: Request) -> Response:
+        of, outputs = await self._examples(request)
+        name, scores = _scores(of, outputs)
+        if scores.shape[-1] != 1:
+            raise ApiError(f"output `{name}` has {scores.shape[-1]} numbers of each row, and a regression has one")
+        return Json({"result": scores[:, 0].tolist()})
+
+    async def _examples(self, request: Request) -> tuple[BundleSignature, Mapping[str, Any]]:
+        """The signature that a request names, and its outputs for the examples."""
+        version = self._found(request)
+        asked = parsed_object(bytes(await read_body(request, self.service.settings.limits)))
+        if unknown := set(asked) - {"signature_name", "context", "examples"}:
+            raise ApiError(f"unknown field `{min(unknown)[:64]}`; there are signature_name, context and examples")
+        examples, context = asked.get("examples"), asked.get("context") or {}
+        if not isinstance(examples, list) or not examples or not all(isinstance(one, dict) for one in [context, *examples]):
+            raise ApiError("`examples` is no list of objects by feature, or `context` no object")
+        of, name = _signature(version, asked.get("signature_name"))
+        inputs = _columns(of, [context | one for one in examples])
+        _, found = await self.service.call(request, lambda: self._found(request), inputs, name)
+        return of, found.outputs
+
+
+def _signature(version: LoadedVersion, name: Any) -> tuple[BundleSignature, str | None]:
+    """The signature that a request names, and its name; None is the default."""
+    name = None if name in (None, "", "serving_default") else str(name)[:64]
+    try:
+        return version.bundle.manifest.signature(name), name
+    except BadInput as error:
+        raise input_error(error) from None
+
+
+def _scores(of: BundleSignature, outputs: Mapping[str, Any]) -> tuple[str, np.ndarray]:
+    """The output with scores [rows, classes]: probabilities where the signature makes some.
+
+    Raises:
+        ApiError: there is none, or several.
+    """
+    made = [step.output for step in of.postprocess if isinstance(step, ProbabilitiesStep)]
+    # The numbers of a vector are no classes.
+    found = made or [s.name for s in of.outputs if len(s.shape) in (1, 2) and "float" in s.dtype and s.name != VECTOR]
+    if len(found) != 1:
+        raise ApiError("this signature has no single output of scores: send `:predict`")
+    scores = np.asarray(outputs[found[0]], np.float32)
+    if not np.isfinite(scores).all():
+        raise ApiError(f"`{found[0]}` is not finite", status=500)
+    return found[0], scores.reshape(len(scores), -1)
 
 
 def _plain_errors(handler: Handler) -> Handler:
@@ -154,7 +207,7 @@ def _listed(name: str, value: Any) -> list[Any]:
     try:
         kind, shape, flat = to_json(value)
     except BadInput as error:
-        raise ApiError(f"`{name}`: {error.what}", status=500) from None
+        raise ApiError(f"`{name}`: {error.what}") from None
     return flat if kind == TEXT else np.asarray(flat, object).reshape(shape).tolist()
 
 

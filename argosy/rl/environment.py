@@ -1,4 +1,4 @@
-"""Environments: what a policy talks with for several turns.
+"""Environments: the other side of a policy's episodes of several turns.
 
     class Countdown:
         def __init__(self, start: int = 3):                    # settings: environment.args.start=5
@@ -11,17 +11,16 @@
             self.left -= 1
             return Turn(f"{self.left} to go\\n", reward=float("down" in said), done=self.left == 0)
 
-Each answer has an object of its own in a process of its own, so that one that hangs or crashes harms no other. `seed` is all that may
-be random: answers to one prompt get the same one, since their rewards are compared, and a run that is repeated gets it again; `random`
-and NumPy's global generator are seeded by it.
+Each episode has its own object in its own process, so that one that hangs or crashes harms no other. `seed` is the only source of
+randomness; it also seeds `random` and NumPy's global generator. Completions of one prompt get the same seed, since their rewards are
+compared, and a repeated run gets it again.
 
-Where prompts are lists of messages, `step` is given the message of the assistant, with its `tool_calls` if it called tools, and
-`malformed` if it seems to have tried. An observation is then one message of the user (or of the role that the attribute `role` names),
-or a list of messages. An object with a list `tools` of JSON schemas has them shown to the model. This file needs the standard library
-alone.
+If prompts are lists of messages, `step` receives the assistant's message, with its `tool_calls` if it called tools, and with
+`malformed` if it seems to have tried. An observation is then one message of the user (or of the role in the attribute `role`), or a
+list of messages. JSON schemas in the attribute `tools` are shown to the model. This file needs the standard library alone.
 
-A classmethod `prepare`, if there is one, is called once with the arguments of the class, before any object is made: what it loads is
-shared by all processes.
+A classmethod `prepare`, if there is one, is called once with the arguments of the class, before any object is made: all processes share
+the data that it loads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +30,14 @@ Observation = str | Sequence[Mapping[str, Any]] | None
 
 
 class Turn(NamedTuple):
-    """What an environment answers to a turn of the model.
+    """The reply of an environment to a model turn.
 
-    observation: what the model reads next; nothing is said of the last turn. reward: of this turn; those of all turns are added, unless
-    `objective.credit` credits turns apart. None: no reward; an answer without any is missing one. done: the answer is over. cut: it is
-    over by a limit of the environment and not by its end, as Gymnasium's `truncated`. counts: numbers that are added up over all
-    answers of a rollout, by their metric.
+    observation: the input of the model's next turn; that of the last turn is dropped.
+    reward: the reward of this turn; None: no reward. The rewards of all turns are added, unless `objective.credit` credits turns. A
+        completion without any reward is missing one.
+    done: whether the episode is over.
+    cut: whether a limit of the environment ended it, as Gymnasium's `truncated`.
+    counts: numbers by metric, which are added up over all completions of a rollout.
     """
 
     observation: Observation = None
@@ -47,7 +48,8 @@ class Turn(NamedTuple):
 
 
 class Environment(Protocol):
-    """What a class of an environment has. `reset` takes what it names of `prompt`, `seed` and the columns of the data."""
+    """The interface of an environment. The parameters of `reset` name what it receives of `prompt`, `seed` and the columns of the data.
+    """
 
     def reset(self, **given: Any) -> Observation: ...
 

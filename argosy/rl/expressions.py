@@ -1,10 +1,10 @@
-"""Expressions as people and models write answers, in LaTeX or plain, and whether two are the same number or function.
+"""Expressions in LaTeX or plain text, and whether two are the same number or function.
 
-Rational numbers are exact. Anything else is a complex float; an expression with variables is its values at six points, so two are
-the same if they agree there to twelve digits: right for polynomials, roots and elementary functions up to an accident that nobody
-will meet, and without an algebra system. Functions are compared over the reals: sqrt(x^2) is |x|, not x.
+Rational numbers are exact. Anything else is a complex float; an expression with variables is represented by its values at six points.
+Two are the same if they agree there to twelve digits, which needs no algebra system and is right for polynomials, roots and elementary
+functions, except by an unlikely accident. Functions are compared over the reals: sqrt(x^2) is |x|, not x.
 
-`Grammar` is also that of the calculator (`environments.calculator`), which computes rational numbers alone.
+The calculator (`environments.calculator`) uses the same `ArithmeticGrammar`, for rational numbers alone.
 """
 
 import cmath
@@ -31,7 +31,7 @@ MOST_BITS = 4096
 
 
 class NoExpression(ValueError):
-    """Text that is no expression."""
+    """The text is no expression."""
 
 
 class ArithmeticGrammar:
@@ -40,7 +40,7 @@ class ArithmeticGrammar:
         sum: product (("+" | "-") product)*      product: signed (("*" | "/") signed)*      signed: ("-" | "+") signed | power
         power: factor [("^" | "**") signed]      factor: number | "(" sum ")"
 
-    A subclass says what is computed (`binary`, `raised`, `number`), and what else there is.
+    A subclass defines the computation (`binary`, `raised`, `number`) and may add rules.
     """
 
     # Parentheses and signs inside each other.
@@ -330,10 +330,10 @@ def _finite(found: complex) -> complex:
 
 
 def values(text: str) -> list[Number]:
-    """What an expression is at each point.
+    """The value of an expression at each of `POINTS`.
 
     Raises:
-        NoExpression: it is none, or has no value.
+        NoExpression: the text is no expression, or has no value at a point.
     """
     found: list[Number] = []
     for point in POINTS:
@@ -345,8 +345,11 @@ def values(text: str) -> list[Number]:
 
 
 def nearly_equal(a: Number, b: Number, decimal: bool = False) -> bool:
-    """Whether two numbers are the same: rational ones exactly, others to twelve digits. With a decimal among them, which may be
-    rounded, to the sixth place after the point, or to six digits where they are below 1."""
+    """Whether two numbers are the same: rational numbers exactly, others to twelve digits.
+
+    Args:
+        decimal: whether one of them is a decimal, which may be rounded; then to six places after the point, or below 1 to six digits.
+    """
     if isinstance(a, Fraction) and isinstance(b, Fraction) and (a == b or not decimal):
         return a == b
     try:
@@ -362,7 +365,7 @@ def equivalent(a: str, b: str) -> bool:
     """Whether two expressions are the same number, or the same function.
 
     Raises:
-        NoExpression: one of them is none.
+        NoExpression: a text is no expression.
     """
     xs, ys = values(a), values(b)
     decimal = "." in a or "." in b

@@ -1,5 +1,5 @@
-"""Users' files in processes of their own: how they are loaded, seeded and blamed. Standard library only: the scripts of those processes
-import it as a file beside them, and what is shown to users of their environments by its whole name.
+"""Loads and seeds users' files in separate processes, and traces errors to their lines. Standard library only: the scripts of those
+processes import it by path.
 """
 
 import importlib.machinery
@@ -16,14 +16,14 @@ FILES = set()
 
 
 class Unusable(Exception):
-    """A function that cannot be used, or its result: {what, where, hint} or a sentence."""
+    """A function that cannot be used, or an unusable result: {what, where, hint} or a sentence."""
 
 
 # ---- loading
 
 
 def load_file(source):
-    """The module of a file, from the source that the parent read: a file that is edited during a run changes nothing."""
+    """The module of a file, from the source that the parent has read. So editing the file during a run changes nothing."""
     path, name = source["file"], "reward_of_" + os.path.basename(source["file"]).removesuffix(".py")
     folder = os.path.dirname(path)
     if folder not in sys.path:
@@ -53,7 +53,7 @@ def source_function(module, source):
 
 
 def function_parameters(function, fixed):
-    """The parameters that a function needs, and those that it takes."""
+    """The parameters that a function needs, and those that it accepts."""
     needs, takes, every = [], [], False
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind == parameter.VAR_KEYWORD:
@@ -68,7 +68,7 @@ def function_parameters(function, fixed):
 
 
 def load_failure(error, source):
-    """A mistake in a module, with its line."""
+    """The description of a mistake in a module, with its line."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     place, shown = source.get("file") or source["module"], None
     if isinstance(error, SyntaxError) and error.filename:
@@ -84,7 +84,7 @@ def load_failure(error, source):
 
 
 class Seeding:
-    """Seeds NumPy's global generator where NumPy is imported after the seed was given. An entry of `sys.meta_path`."""
+    """An entry of `sys.meta_path` that seeds NumPy's global generator if NumPy is imported after the seed was set."""
 
     seed = None
 
@@ -120,14 +120,14 @@ def seed_generators(number):
 
 
 def traceback_text(error, tb):
-    """An exception in one line with the user's line, and its traceback."""
+    """An exception as text: one line with the user's line of code, then the traceback."""
     text = "".join(traceback.format_exception(type(error), error, tb))
     first = ", in ".join(filter(None, error_summary(error, tb)))
     return f"{first}\n{text if len(text) <= MOST_TRACEBACK else '... ' + text[-MOST_TRACEBACK:]}"
 
 
 def error_summary(error, tb):
-    """`KeyError: 'a'`, and `FILE:LINE: CODE` of the last line of a user's file that was under way."""
+    """`KeyError: 'a'`, and `FILE:LINE: CODE` of the innermost line in a user's file."""
     what = traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
     return what, user_line(tb)
 
@@ -139,7 +139,7 @@ def user_line(tb):
 
 
 def traceback_below(tb, file):
-    """A traceback without the frames of a file, and those between them."""
+    """The part of a traceback below the last frame of `file`."""
     start = tb
     while tb is not None:
         tb, ours = tb.tb_next, tb.tb_frame.f_code.co_filename == file

@@ -1,1 +1,1 @@
-"""One run: its settings, what combines with what, assembly, memory, hooks."""
+"""Training runs: settings, combinations of features, assembly, memory, hooks."""

@@ -1,7 +1,6 @@
-"""Whether the disk of a run has room for its checkpoints, asked before the first step: a run whose disk is full trains for hours, and
-nothing of it is left.
+"""Checks before the first step that the disk has room for a run's checkpoints: otherwise a run could train for hours and save nothing.
 
-Quotas, and what others write meanwhile, are not known here.
+Quotas, and writes of other programs, are not known here.
 """
 
 import shutil
@@ -17,13 +16,14 @@ from argosy.observe.readable import sized
 
 
 def check_disk(assembly: Any, folder: Path, steps: int, say: Callable[[str], None]) -> None:
-    """Checks that there is room for one checkpoint. Says where there is none for all that are kept.
+    """Checks that there is room for one checkpoint, and reports if there is none for all that are kept.
 
     Args:
-        folder: of the run. steps: checkpoints that are there already.
+        folder: the run directory.
+        steps: number of checkpoints that exist already.
 
     Raises:
-        BadInput: there is not.
+        BadInput: there is no room for one.
     """
     how, one = assembly.run.checkpoint, checkpoint_bytes(assembly)
     check_room(folder, one, "dir=NEW on another disk")
@@ -39,10 +39,15 @@ def check_disk(assembly: Any, folder: Path, steps: int, say: Callable[[str], Non
 
 
 def check_room(folder: Path, need: int, elsewhere: str) -> None:
-    """Checks that so many bytes are free where a folder is, or will be.
+    """Checks that the disk of a folder has this much free space.
+
+    Args:
+        folder: a folder that may not exist yet.
+        need: bytes.
+        elsewhere: a hint for another place.
 
     Raises:
-        BadInput: they are not.
+        BadInput: there is too little space.
     """
     free = free_bytes(folder)
     if free < need:
@@ -51,11 +56,11 @@ def check_room(folder: Path, need: int, elsewhere: str) -> None:
 
 
 def checkpoint_bytes(assembly: Any) -> int:
-    """The bytes of the arrays of a checkpoint."""
+    """Size of the arrays of a checkpoint, in bytes."""
     stored = jax.eval_shape(assembly.packed, assembly.shapes)
     return sum(int(np.prod(a.shape, dtype=np.int64)) * a.dtype.itemsize for a in jax.tree.leaves(stored))
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write there. The folder itself may not exist yet."""
+    """Free space for this user on the disk of a folder, in bytes. The folder itself may not exist yet."""
     return shutil.disk_usage(next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())).free

@@ -1,4 +1,4 @@
-"""What a run is about to do, for the header of its log and report."""
+"""The facts of a run for the header of its log and report."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,14 @@ if TYPE_CHECKING:
 
 
 def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any]:
-    """resumed: the step that the run goes on from, None if it starts."""
+    """The header's facts by name.
+
+    Args:
+        resumed: the step that the run resumes from; None if it starts.
+    """
     from argosy.observe.environment import versions
     from argosy.run.assembly import diloco, grid, stages
+    from argosy.run.assembly.winners import winners_text
 
     settings, found = a.run, versions()
     installed = {
@@ -26,7 +31,7 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
         "model": settings.model.preset or _family_of(settings),
         "parameters": a.parameters,
         **_adapter(a),
-        "vocab": settings.model.vocab,
+        **({"vocab": settings.model.vocab} if settings.model.inputs == "tokens" else {}),
         "steps": a.steps,
         **_ends(a),
         **_work(a),
@@ -35,8 +40,9 @@ def header_of(a: "Assembly", command: str, resumed: int | None) -> dict[str, Any
         "precision": a.decided.precision,
         "layers": a.decided.layers,
         "products": a.products.name,
+        **({"tuned": tuned} if (tuned := winners_text(a)) else {}),
         **grid.mesh_header(a.mesh, a.shapes.params | a.shapes.rest),
-        **stages.stages_header(a.model.layers.run),
+        **(stages.stages_header(a.model.layers.run) if hasattr(a.model, "layers") else {}),
         **diloco.diloco_header(settings, a.mesh),
         "weights": _weights(settings, resumed),
         "tokenizer": tokenizer_of(a),
@@ -84,7 +90,13 @@ def _adapter(a: "Assembly") -> dict[str, str]:
 
 
 def tokenizer_of(a: "Assembly") -> str:
-    """The tokenizer, and its size against the model's vocabulary."""
+    """The tokenizer, and its size relative to the model's vocabulary."""
+    if a.run.model.inputs == "clicks":
+        return f"none; the model's tables have {a.run.model.dims['V']:,} rows"
+    if a.run.model.inputs == "images":
+        sizes = a.batches.sizes
+        kind = "latents" if a.run.encoders.pipeline or a.run.encoders.autoencoder else "images"
+        return f"none; {kind} of {sizes['h']} x {sizes['w']} with {plural(sizes['c'], 'channel')}"
     tokenizer, vocab = a.tokenizer, a.run.model.vocab
     if tokenizer is None:
         return f"none; the model's vocabulary has {vocab:,} tokens"

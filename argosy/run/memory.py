@@ -1,15 +1,16 @@
 """Predicts the memory of a training run before its first step: an estimate from shapes, then the compiler's figure.
 
     parameters, gradients, optimizer   exact, from shapes
-    activations    what the backward pass keeps: estimated by tracing the loss (0.1 s), then what XLA reserves
-    replay         the copy from which a step is made again (`guard.replay`)
-    checkpoint     the copy that is written during the next steps; it is in the machine's memory, so it counts on CPUs only
+    activations    inputs of the backward pass: estimated by tracing the loss (0.1 s), then XLA's figure
+    replay         the copy of the state from which a step is repeated (`guard.replay`)
+    checkpoint     the copy that is written during the next steps; it is in host memory, so it counts on CPUs only
     process        Python, the libraries and the compiler; counts on CPUs only
 
 On a CPU the devices share the machine's memory, so their needs add up; each accelerator has its own memory.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
@@ -21,10 +22,10 @@ from argosy.adapt.lora import dropping
 from argosy.core.errors import BadInput
 from argosy.models.parts.stack import Scan
 from argosy.models.parts.weight import abstract
-from argosy.observe.environment import memory_bytes
 from argosy.observe.memory import resident_bytes
 from argosy.observe.readable import sized
 from argosy.parallel.place import row_shares
+from argosy.parallel.target import Target
 from argosy.rl.policy.critic import attach_critic
 from argosy.train.beside import CRITIC
 from argosy.train.objectives.distillation import projection
@@ -44,9 +45,16 @@ KEEPING = 1.5
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes by kind, on one device or, if devices share the machine's memory, on all of them. limit: available bytes, None if
-    unknown. changes: what reduces the need. shared: the devices share the machine's memory. host: bytes of what this machine's
-    accelerators keep in its memory, which is `host_limit` large."""
+    """Memory by kind, in bytes, on one device; or on all devices, if they share the machine's memory.
+
+    sizes: bytes by kind.
+    limit: available bytes; None if unknown.
+    where: name of the memory, for messages.
+    changes: settings that reduce the need.
+    shared: whether the devices share the machine's memory.
+    host: bytes that this machine's accelerators keep in host memory.
+    host_limit: size of the host memory in bytes.
+    """
 
     sizes: dict[str, int]
     limit: int | None
@@ -62,8 +70,9 @@ class Need:
 
     @property
     def leaves_room(self) -> bool:
-        """Whether the machine has memory to spare for what the process frees and keeps (`core.process.allocator`). Accelerators do not
-        allocate with malloc."""
+        """Whether the machine has enough memory for the allocator to keep freed blocks (`core.process.allocator`). False for
+        accelerators, which do not allocate with malloc.
+        """
         return self.shared and self.limit is not None and self.total * KEEPING <= self.limit
 
     def document(self) -> dict[str, int]:
@@ -75,7 +84,7 @@ class Need:
         """Checks that there is enough memory.
 
         Raises:
-            BadInput: there is not; gives sizes by kind, and what to change.
+            BadInput: there is too little; the message gives sizes by kind, and settings to change.
         """
         if self.host_limit is not None and self.host > self.host_limit:
             what = f"execution.offload keeps {sized(self.host)} in the host's memory, and this machine has {sized(self.host_limit)}"
@@ -88,42 +97,52 @@ class Need:
 
 
 def estimated_need(
-    run: Any, decided: Any, shapes: Any, places: Any, mesh: Any, roles: Mapping[str, Any] = MappingProxyType({})
+    run: Any,
+    decided: Any,
+    shapes: Any,
+    places: Any,
+    mesh: Any,
+    target: Target,
+    roles: Mapping[str, Any] = MappingProxyType({}),
+    axis_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Need:
-    """The need before anything is compiled. Activations count with the smallest share of them that XLA keeps, so a run refused
+    """The memory need before anything is compiled. It counts the smallest share of activations that XLA keeps, so a run that is refused
     here would not have fit.
 
     Args:
-        shapes, places: the state's shapes and shardings.
+        shapes: shapes of the state.
+        places: shardings of the state.
         roles: the frozen models by role (`run.frozen.role.Role`).
+        axis_sizes: as in `batch_shapes`.
     """
     traced = 0
-    if _limit(mesh)[0] is not None:
+    if target.memory_bytes is not None:
         rows = run.data.batch // run.accumulate if run.rollout is None else run.rollout.rows_over(row_shares(mesh))
         how = (run.objective, decided.precision, run.execution.recompute)
-        whole = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter, roles=roles)
-        traced = whole // (1 if _shared(mesh) else mesh.size)
-    state = _state_bytes(shapes, places, mesh, roles)
-    need = _need(state, state["gradients"], int(TRUST * traced), run, mesh)
-    return replace(need, host=host_bytes(shapes, places, mesh), host_limit=memory_bytes()[0])
+        whole = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter, roles=roles, axis_sizes=axis_sizes)
+        traced = whole // (1 if target.shares_memory else mesh.size)
+    state = state_bytes(shapes, places, mesh, target, roles)
+    need = _need(state, state["gradients"], int(TRUST * traced), run, mesh, target)
+    return replace(need, host=host_bytes(shapes, places, mesh, target), host_limit=target.host_memory_bytes)
 
 
 def compiled_need(assembly: Any, program: Any, there: Any = ()) -> Need:
-    """The need of a compiled update: XLA's temporaries are gradients and activations.
+    """The memory need of a compiled update. XLA's temporaries are gradients and activations.
 
     Args:
-        there: arrays that exist already, of the state and of frozen models. What the process holds besides is its own need.
+        there: arrays of the state and of frozen models that exist already; the process's other memory is a kind of its own.
     """
-    state = _state_bytes(assembly.shapes, assembly.places, assembly.mesh, assembly.roles)
+    target = assembly.target
+    state = state_bytes(assembly.shapes, assembly.places, assembly.mesh, target, assembly.roles)
     analysis = program.memory_analysis()
-    times = assembly.mesh.size if _shared(assembly.mesh) else 1
+    times = assembly.mesh.size if target.shares_memory else 1
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
     argument, output, temp, alias = (int(getattr(analysis, name, 0) or 0) * times for name in sizes)
     rest = argument + output + temp - alias - state["parameters"] - state["optimizer"]
     trained = state["gradients"]
     state["gradients"] = min(trained, max(rest, 0))
-    need = _need(state, trained, max(rest - state["gradients"], 0), assembly.run, assembly.mesh, _bytes_here(there))
-    return replace(need, host=host_bytes(assembly.shapes, assembly.places, assembly.mesh), host_limit=memory_bytes()[0])
+    need = _need(state, trained, max(rest - state["gradients"], 0), assembly.run, assembly.mesh, target, _bytes_here(there))
+    return replace(need, host=host_bytes(assembly.shapes, assembly.places, assembly.mesh, target), host_limit=target.host_memory_bytes)
 
 
 def activation_bytes(
@@ -135,12 +154,15 @@ def activation_bytes(
     remat: Any,
     adapter: Any = None,
     roles: Mapping[str, Any] = MappingProxyType({}),
+    axis_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> int:
-    """Bytes that the backward pass keeps for `rows` sequences of `tokens` tokens, found by tracing the loss: the inputs of every
-    gradient, before XLA fuses any of them. Layers are traced as a scan, which takes as long for 80 layers as for 2. Long
-    sequences are extrapolated as a T + b T^2, because attention masks are created while tracing and would take 17 GB for 131k
-    tokens."""
-    how = (config, rows, objective, precision, remat, adapter, roles)
+    """Bytes of activations that the backward pass keeps for `rows` sequences of `tokens` tokens. They are found by tracing the loss:
+    the inputs of every gradient, before XLA fuses any of them.
+
+    Layers are traced as a scan, which takes as long for 80 layers as for 2. Long sequences are extrapolated as a T + b T^2, because
+    attention masks are created while tracing and would take 17 GB for 131k tokens.
+    """
+    how = (config, rows, objective, precision, remat, adapter, roles, axis_sizes)
     if tokens <= 2 * TRACED:
         return _traced_bytes(tokens, *how)
     one, two = _traced_bytes(TRACED, *how), _traced_bytes(2 * TRACED, *how)
@@ -150,8 +172,33 @@ def activation_bytes(
 
 
 def _traced_bytes(
-    tokens: int, config: Any, rows: int, objective: Any, precision: Any, remat: Any, adapter: Any, roles: Mapping[str, Any]
+    tokens: int,
+    config: Any,
+    rows: int,
+    objective: Any,
+    precision: Any,
+    remat: Any,
+    adapter: Any,
+    roles: Mapping[str, Any],
+    axis_sizes: Mapping[str, int],
 ) -> int:
+    kept, weights = _kept(tokens, config, rows, objective, precision, remat, adapter, roles, axis_sizes)
+    # The weights are among what is kept.
+    return max(0, _bytes(kept) - _bytes(weights))
+
+
+def _kept(
+    tokens: int,
+    config: Any,
+    rows: int,
+    objective: Any,
+    precision: Any,
+    remat: Any,
+    adapter: Any,
+    roles: Mapping[str, Any],
+    axis_sizes: Mapping[str, int],
+) -> tuple[Any, Any]:
+    """Shapes of what the backward pass keeps, and of the weights, which are among it."""
     model = config.build(Scan(remat))
     if adapter is not None and not adapter.trains_base:
         adapter.put_on(model)
@@ -160,7 +207,7 @@ def _traced_bytes(
     if ROLE in roles:
         projection.attach(model, objective, roles)
     _, params, rest = trained(model)
-    graph, shapes, batch = training_graph(model), abstract(model), batch_shapes(objective, rows, tokens)
+    graph, shapes, batch = training_graph(model), abstract(model), batch_shapes(objective, rows, tokens, axis_sizes=axis_sizes)
 
     def residuals(params: Any, rest: Any, frozen: Any, batch: Any) -> Any:
         others = {role: model_for(roles[role].graph, precision, leaves) for role, leaves in frozen.items()}
@@ -175,18 +222,37 @@ def _traced_bytes(
 
     own, other = {a: shapes[a] for a in params}, {a: shapes[a] for a in rest}
     frozen = {role: of.shapes for role, of in roles.items()}
-    kept = jax.eval_shape(residuals, own, other, frozen, batch)
-    # The weights are among what is kept.
-    return max(0, _bytes(kept) - _bytes(own) - _bytes(other) - _bytes(frozen))
+    return jax.eval_shape(residuals, own, other, frozen, batch), (own, other, frozen)
+
+
+def kept_arrays(assembly: Any) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of the activations that the backward pass of a run keeps for a part of its batch, over all devices: as they are traced
+    for its devices, before XLA fuses any of them."""
+    run, decided = assembly.run, assembly.decided
+    rows, how = run.data.batch // run.accumulate, (run.objective, decided.precision, run.execution.recompute)
+    with assembly.tracing():
+        kept, weights = _kept(
+            run.data.sequence, run.model, rows, *how, run.adapter, assembly.roles, assembly.batches.sizes
+        )
+    there = Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights))
+    out = []
+    for leaf in jax.tree.leaves(kept):
+        if not hasattr(leaf.dtype, "itemsize"):
+            continue
+        if there[leaf.shape, leaf.dtype]:
+            there[leaf.shape, leaf.dtype] -= 1
+            continue
+        out.append(leaf)
+    return out
 
 
 def batch_shapes(
     objective: Any, rows: int, tokens: int, place: Any = None, axis_sizes: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch that an objective reads: {name: shape and type}, with this sharding.
+    """The shapes and types of the arrays that an objective reads, by name, with this sharding.
 
     Args:
-        axis_sizes: sizes of axes that are fields' own, by letter; 1 for others.
+        axis_sizes: sizes of axes that belong to one field, by letter; 1 for others.
     """
     return shapes_of(objective.reads(), rows, tokens, objective.needs.rows_per_group, axis_sizes, place)
 
@@ -204,8 +270,9 @@ def shapes_of(
 
 
 def training_bytes(config: Any, tokens: int) -> dict[str, int]:
-    """Bytes to train a model in float32 with AdamW on one sequence of `tokens` tokens: the state, and the activations for each
-    choice of recomputation."""
+    """Bytes to train a model in float32 with AdamW on one sequence of `tokens` tokens: the state, and the activations for each value of
+    `remat`.
+    """
     from argosy.train.objectives import OBJECTIVES
 
     objective: Any = OBJECTIVES["next_token"]()
@@ -213,37 +280,40 @@ def training_bytes(config: Any, tokens: int) -> dict[str, int]:
     return {"state": 16 * config.parameters(), "activations": of.none, "activations_recomputed": of.full}
 
 
-def _state_bytes(shapes: Any, places: Any, mesh: Any, roles: Mapping[str, Any]) -> dict[str, int]:
+def state_bytes(shapes: Any, places: Any, mesh: Any, target: Target, roles: Mapping[str, Any]) -> dict[str, int]:
     """Bytes of the state by kind; the parameters of frozen models count beside the model's."""
-    params = _total(shapes.params, places.params, mesh)
-    rest = _total(shapes.rest, places.rest, mesh)
+    params = _total(shapes.params, places.params, mesh, target)
+    rest = _total(shapes.rest, places.rest, mesh, target)
     own = [{a: s for a, s in role.shapes.items() if a not in role.shared} for role in roles.values()]
-    frozen = sum(_total(one, {a: s.sharding for a, s in one.items()}, mesh) for one in own)
+    frozen = sum(_total(one, {a: s.sharding for a, s in one.items()}, mesh, target) for one in own)
     return {
         "parameters": params + rest + frozen,
         # They are on the device wherever the weights are.
-        "gradients": _total(shapes.params, places.params, mesh, on_host=True),
-        "optimizer": _total(shapes.optimizer, places.optimizer, mesh),
+        "gradients": _total(shapes.params, places.params, mesh, target, on_host=True),
+        # The average of the weights counts as a part of it.
+        "optimizer": _total((shapes.optimizer, shapes.ema), (places.optimizer, places.ema), mesh, target),
     }
 
 
-def _total(shapes: Any, places: Any, mesh: Any, on_host: bool = False) -> int:
+def _total(shapes: Any, places: Any, mesh: Any, target: Target, on_host: bool = False) -> int:
     """Bytes of arrays on one device, or on all of them if they share memory. What accelerators keep on the host does not count, unless
     `on_host`."""
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
-    shared = _shared(mesh)
+    shared = target.shares_memory
     here = [(s, place) for s, place in pairs if shared or on_host or place.memory_kind != HOST]
     each = sum(math.prod(place.shard_shape(s.shape)) * s.dtype.itemsize for s, place in here)
     return each * (mesh.size if shared else 1)
 
 
-def host_bytes(shapes: Any, places: Any, mesh: Any) -> int:
-    """Bytes of a state in the memory of this machine's host, for all of its accelerators."""
-    if _shared(mesh):
+def host_bytes(shapes: Any, places: Any, mesh: Any, target: Target) -> int:
+    """Bytes of a state in a host's memory, over all of its accelerators."""
+    if target.shares_memory:
         return 0
-    here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    here = target.count // target.processes
+    if target.is_here:
+        here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
     states = [(shapes.params, places.params), (shapes.optimizer, places.optimizer)]
-    return here * sum(_total(*pair, mesh, on_host=True) - _total(*pair, mesh) for pair in states)
+    return here * sum(_total(*pair, mesh, target, on_host=True) - _total(*pair, mesh, target) for pair in states)
 
 
 def _bytes(tree: Any) -> int:
@@ -257,24 +327,12 @@ def _bytes_here(tree: Any) -> int:
     return sum(shard.data.nbytes for a in each for shard in a.addressable_shards)
 
 
-def _shared(mesh: Any) -> bool:
-    """Whether the devices compute in the machine's own memory."""
-    return mesh.devices.flat[0].platform == "cpu"
-
-
-def _limit(mesh: Any) -> tuple[int | None, str]:
-    device = mesh.devices.flat[0]
-    if _shared(mesh):
-        return memory_bytes()[0], "this machine"
-    return (device.memory_stats() or {}).get("bytes_limit"), f"each {device.device_kind}"
-
-
-def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh: Any, there: int = 0) -> Need:
-    limit, where = _limit(mesh)
+def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh: Any, target: Target, there: int = 0) -> Need:
+    limit, where = target.memory_bytes, "this machine" if target.shares_memory else f"each {target.kind}"
     sizes = sizes | {"activations": activations}
     if run.guard.replay:
         sizes["replay"] = trained + sizes["optimizer"]
-    if _shared(mesh):
+    if target.shares_memory:
         # Gradients are as large as what is trained, which is what is saved.
         saved = sizes["parameters"] if run.adapter.trains_base else sizes["gradients"]
         sizes |= {"checkpoint": saved + sizes["optimizer"], "process": max(0, resident_bytes() - there)}
@@ -287,7 +345,7 @@ def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh:
         changes.append("a smaller model")
         if mesh.size > 1 and not run.mesh.splits("fsdp"):
             changes.append("mesh.fsdp=-1: weights split over the devices")
-        if run.execution.offload != "weights" and not _shared(mesh):
+        if run.execution.offload != "weights" and not target.shares_memory:
             what = {"none": "optimizer: the optimizer's state", "optimizer": "weights: the weights of the layers too,"}
             changes.append(f"execution.offload={what[run.execution.offload]} in the host's memory")
-    return Need(sizes, limit, where, "; ".join(changes), _shared(mesh))
+    return Need(sizes, limit, where, "; ".join(changes), target.shares_memory)

@@ -1,4 +1,4 @@
-"""How a run ended, and the lines that say so."""
+"""The outcome of a run, and the lines that report it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,15 @@ from argosy.observe.readable import decimals, lasted
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The outcome of a run.
 
-    dir: a local folder, or the address of a remote one (`gs://bucket/run`). step: updates made. saved: the newest checkpoint, None
-    if there is none. exit_code: 0 if done, otherwise 128 + the signal that stopped it. last: numbers of the last logged step.
+    dir: a local folder, or the address of a remote one (`gs://bucket/run`).
+    step: number of updates so far.
+    steps: number of steps of the run.
+    exit_code: 0 if done, otherwise 128 + the signal that stopped it.
+    last: metrics of the last logged step.
     seconds: wall time by cause; empty if there was nothing left to do.
+    saved: step of the newest checkpoint; None if there is none.
     """
 
     dir: Path | str
@@ -30,7 +34,7 @@ class Outcome:
 
 
 def ending(outcome: Outcome) -> str:
-    """How a run ended, as one line for its log."""
+    """The outcome of a run as one line for its log."""
     loss = f", loss {decimals(outcome.last['loss'])}" if "loss" in outcome.last else ""
     how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
     words = f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}"
@@ -38,10 +42,10 @@ def ending(outcome: Outcome) -> str:
 
 
 def saved_words(outcome: Outcome) -> str:
-    """What is saved of a run. A run that is stopped before its first step saves checkpoint 0."""
+    """A phrase that names the newest checkpoint. A run that is stopped before its first step saves checkpoint 0."""
     return "no checkpoint is saved" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
 
 
 def next_start(outcome: Outcome) -> str:
-    """What the next start of a run that was stopped does."""
+    """A phrase that says how the next start of a stopped run begins."""
     return "starts anew" if outcome.saved is None else f"resumes from step {outcome.saved}"

@@ -1,4 +1,4 @@
-"""What a run of several processes does beside training: compare its settings, stop together, and end where it is stuck."""
+"""Coordination of a run's processes: they compare settings, stop together, and end if they are stuck."""
 
 import json
 import os
@@ -23,10 +23,10 @@ LEADER_LATER_S = 5.0
 
 
 def check_same_run(reading: Reading[Run]) -> None:
-    """Checks that all processes run the same version with the same settings on a folder that all of them see.
+    """Checks that all processes run the same version with the same settings, in a folder that all of them share.
 
     Raises:
-        UserError: they do not.
+        UserError: they differ.
     """
     if processes.process_count() == 1:
         return
@@ -38,10 +38,11 @@ def check_same_run(reading: Reading[Run]) -> None:
 
 @dataclass(frozen=True)
 class RunWatch:
-    """What a run of several processes, or one that a supervisor started, does beside training.
+    """The stop conditions of a run with several processes, or of one that a supervisor started.
 
-    stop: asked once a step, whether to stop after it. between: whether to give up what is done between two steps. patiently: of a
-    hook, the same with time to finish.
+    stop: asked once per step, whether to stop after it.
+    between: whether to give up work between two steps.
+    patiently: wraps a hook, so that it may take long without counting as stuck.
     """
 
     stop: Callable[[], bool]
@@ -51,7 +52,9 @@ class RunWatch:
 
 @contextmanager
 def watched(signaled: Stop) -> Iterator[RunWatch]:
-    """Several processes stop after the same step, and give up nothing between two. Started by a supervisor, one that is stuck ends."""
+    """The stop conditions of a run. With several processes, all stop after the same step, and none gives up work between two steps. If
+    a supervisor started the process, it ends when it is stuck.
+    """
     several = processes.process_count() > 1
     with ExitStack() as stack:
         stop: Callable[[], bool] = signaled

@@ -1,7 +1,8 @@
-"""A run under way: from its settings and its last checkpoint to the next checkpoint."""
+"""A running training: from its settings and its last checkpoint to the next checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory
@@ -11,14 +12,16 @@ from argosy.core.process import garbage
 from argosy.core.process.allocator import keep_freed_memory
 from argosy.core.process.signals import asked_to_stop
 from argosy.core.progress import telling
-from argosy.core.settings import Reading
+from argosy.core.settings import Reading, dump, flatten
 from argosy.observe.goodput import Clock
 from argosy.observe.life import RunLife
 from argosy.observe.log import Logged
 from argosy.observe.metrics import ANSWERS, Metrics
 from argosy.observe.readable import lasted
 from argosy.observe.terminal.picture import memory_words
+from argosy.observe.trackers.follow import Trackers
 from argosy.run.assembly.shared_prompts import resumed_on
+from argosy.run.code_files import changed_code
 from argosy.run.outcome import Outcome, ending
 from argosy.run.settings.run import Run
 
@@ -63,17 +66,26 @@ class Training:
         command: str,
         assembly: "Assembly | None" = None,
     ) -> "Training":
-        """Builds everything that is not built yet. meta: of the checkpoint to resume from; its layout and precision are kept."""
+        """Builds all parts that do not exist yet.
+
+        Args:
+            meta: meta.json of the checkpoint to resume from, whose layout and precision are kept.
+        """
         from argosy.parallel import processes
         from argosy.run.assembly.assemble import assemble
         from argosy.run.assembly.decided import Decided
+        from argosy.run.assembly.winners import with_winners
 
         settings = reading.value
         decided = Decided.here(settings) if meta is None else Decided(**meta["decided"])
         hub = dict(meta.get("hub") or {}) if meta else {}
-        if assembly is None or assembly.decided != decided:
+        fresh = meta is None and assembly is None
+        # A new assembly has the winners of its shapes already.
+        if assembly is None or (meta is not None and assembly.decided != decided):
             with telling(view.say, DATA):
-                assembly = processes.one_by_one("assemble", lambda: assemble(settings, decided))
+                assembly = processes.one_by_one("assemble", lambda: assemble(settings, decided, say=view.say))
+        if fresh:
+            assembly.decided = with_winners(assembly)
         if directory.store.is_local:
             from argosy.run.disk import check_disk
 
@@ -91,7 +103,7 @@ class Training:
     # ---------------------------------------------------------------- where the state comes from
 
     def fresh(self) -> Any:
-        """The state with which the run begins."""
+        """The initial state of the run."""
         init = self.settings.init
         if init.weights:
             from argosy.run.start.initial import base_described, weights_for
@@ -109,8 +121,11 @@ class Training:
             return self.assembly.start()
 
     def restored(self, step: int, frozen: Mapping[str, Any] | None = None) -> Any:
-        """The state of a checkpoint, on this run's devices. frozen: the weights of a base, where they are there already; without them
-        they are read."""
+        """The state of a checkpoint, on this run's devices.
+
+        Args:
+            frozen: weights of a base, if they are loaded already; None: they are read.
+        """
         from argosy.checkpoint.step.layout import STATE, WEIGHTS
         from argosy.checkpoint.step.load import load_data, load_item, load_weights
         from argosy.run.assembly.diloco import check_replicas
@@ -140,9 +155,12 @@ class Training:
         return restored
 
     def say_what_changed(self, meta: Mapping[str, Any]) -> None:
-        """Reports what another number of steps does to the learning rate, if anything."""
+        """Reports changed files of code, and the effect of a changed number of steps on the learning rate, if there is one."""
         from argosy.run.assembly.assembly import scheduled_steps
 
+        for name in changed_code(self.settings, meta.get("code", {})):
+            what = f"{name} is not the code of the run until step {meta['step']}: its file has changed"
+            self.view.say(f"{what}. The run goes on with the new one; dir=NEW starts another")
         before, step = int(meta["settings"]["steps"]), int(meta["step"])
         if before == self.settings.steps:
             return
@@ -170,14 +188,14 @@ class Training:
             self.directory.write_tokenizer(self.assembly.tokenizer, companions / GENERATION if companions else None)
 
     def settle_reference(self, state: Any, fresh: bool) -> None:
-        """Finds the reference that the objective compares with, if it has one."""
+        """Prepares the reference that the objective compares with, if it has one."""
         from argosy.run.frozen import reference
 
         weights = reference.ReferenceWeights(self.assembly, state, fresh, self.view.say)
         reference.settle_reference(self.assembly, self.directory, weights, self.view.say)
 
     def settle_teacher(self) -> None:
-        """Finds the teacher that the objective learns from, if it has one."""
+        """Prepares the teacher that the objective learns from, if it has one."""
         from argosy.run.distillation import teacher
 
         if self.assembly.teacher is not None:
@@ -194,16 +212,21 @@ class Training:
         from argosy.run.assembly.offload import ON_CPU
         from argosy.run.hooks.evaluation import Evaluation
         from argosy.run.hooks.guarded import Guarded
+        from argosy.run.hooks.image_samples import ImageSamplingHook
         from argosy.run.hooks.pace import paced
         from argosy.run.hooks.periodic import Between, Every
+        from argosy.run.hooks.profiling import Profiling
         from argosy.run.hooks.samples import SamplingHook
         from argosy.run.hooks.saver import Saver
         from argosy.run.memory import compiled_need
+        from argosy.run.plan.brief import plan_line
+        from argosy.run.plan.compiled import compile_update
         from argosy.run.several import watched
-        from argosy.train.loop import Meter, fit
+        from argosy.train.loop import Meter, Now, fit
 
         a, settings, store = self.assembly, self.settings, self.directory.store
         metrics, answers = Metrics(store, say=self.view.say), Metrics(store, ANSWERS, self.view.say)
+        trackers = self.trackers()
         last: dict[str, float] = {}
         began, begun = int(state.step), list[bool]()
 
@@ -223,8 +246,11 @@ class Training:
             self.view.header(header)
             self.say_example()
 
+            if processes.leads() and (line := plan_line(a, a.steps - began)):
+                self.view.say(f"plan        {line}")
+
             def compiled() -> tuple[Any, Any]:
-                update = a.compile()
+                update = compile_update(a)
                 need = compiled_need(a, update, (state, a.frozen))
                 need.check()
                 return update, need
@@ -240,6 +266,7 @@ class Training:
             if (offload := settings.execution.offload) != "none" and a.mesh.devices.flat[0].platform == "cpu":
                 self.view.say(ON_CPU.format(offload))
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
+            trackers.start()
             life.sign()
 
             def keep_lines() -> None:
@@ -268,9 +295,20 @@ class Training:
                 if settings.eval.before and self.resumed is None:
                     self.evaluate_first(hooks, state)
                 if settings.sample.every:
-                    sampling = SamplingHook(a, settings, metrics, self.view, watch.between)
+                    if settings.model.inputs == "images":
+                        sampling: Any = ImageSamplingHook(a, settings, metrics, self.view, store)
+                    else:
+                        sampling = SamplingHook(a, settings, metrics, self.view, watch.between)
                     hooks.append(Every("samples", settings.sample.every, sampling))
                 hooks = [replace(hook, do=watch.patiently(hook.do)) for hook in hooks]
+                own: Any = {"process": jax.process_index(), "processes": processes.process_count()}
+                profiling = Profiling(settings.profile, store.local_path() if store.is_local else None, self.clock, update,
+                                      self.view.say, **own)  # fmt: skip
+                before, after = profiling.hooks(watch.patiently)
+                hooks = [before, *hooks, after]
+                if after.due(began, False):
+                    with self.clock(after.name):
+                        after(Now(began, state, a.batches, False))
 
                 def stop() -> bool:
                     life.steps()
@@ -292,6 +330,8 @@ class Training:
             # Exit code 2 says that no work was done.
             raise ArgosyError(error.what, where=error.where, hint=error.hint) from error
         finally:
+            if not begun:
+                trackers.close()
             # Before the lock on the directory is released.
             self.directory.checkpoints.close()
             a.close()
@@ -307,11 +347,29 @@ class Training:
         outcome = Outcome(self.directory.place, step, settings.steps, signaled.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
         metrics.close()
+        trackers.close()
         self.directory.log_lines.close()
         return outcome
 
+    def trackers(self) -> Trackers:
+        """The trackers of the run; of several processes, the first has them."""
+        import jax
+
+        from argosy.observe.trackers.base import FOLDER, TrackedRun
+        from argosy.observe.trackers.follow import Follower, flat_config
+
+        store, settings = self.directory.store, self.settings
+        folder = store.local_path(FOLDER) if store.is_local else Path(FOLDER)
+        name = PurePosixPath(str(self.directory.place)).name or "run"
+        run = TrackedRun(name, folder, flat_config(flatten(settings)))
+        names = [dump(settings)["track"][i]["name"].rpartition(":")[2] for i in range(len(settings.track))]
+        # Two of one kind have files of their own.
+        files = [n if names.count(n) == 1 else f"{n}{i}" for i, n in enumerate(names)]
+        followers = [Follower(n, one, store, run, self.view.say) for n, one in zip(files, settings.track, strict=True)]
+        return Trackers(followers if jax.process_index() == 0 else [])
+
     def evaluate_first(self, hooks: Sequence[Any], state: Any) -> None:
-        """Evaluates the weights of the start, by the hook that evaluates later ones."""
+        """Evaluates the initial weights, with the hook that evaluates later ones."""
         from argosy.train.loop import Now
 
         for hook in hooks:
@@ -320,7 +378,11 @@ class Training:
                     hook(Now(int(state.step), state, self.assembly.batches, False))
 
     def begin_rollouts(self, saver: Any, metrics: Metrics, answers: Metrics, stop: Callable[[], bool]) -> list[Any]:
-        """Lends the rollouts what they need of the run; returns their hooks. answers: where some of theirs go."""
+        """Starts sampling for the rollouts, and returns their hooks.
+
+        Args:
+            answers: the file that receives some of their completions.
+        """
         from argosy.run.hooks.periodic import Every
         from argosy.run.rl.begin import CompletionEvaluation, begin_rollouts, completion_recorder
         from argosy.run.rl.parts import rollouts_of
@@ -348,7 +410,11 @@ class Training:
             )
 
     def say_pace(self, seconds: float, steps: int) -> None:
-        """Reports how long `steps` steps will take, where the first logged one is far away. seconds: of one step."""
+        """Reports how long `steps` steps will take, if the first logged one is far away.
+
+        Args:
+            seconds: seconds per step.
+        """
         if seconds * self.settings.log.every >= SLOW_S:
             self.view.say(
                 f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {plural(steps, 'step')}"

@@ -1,11 +1,11 @@
-"""The interface of whatever shows a run: the terminal, a test, or nothing."""
+"""The interface of the displays of a run: the terminal, a test, or nothing."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 
 class View(Protocol):
-    """Receives what a run reports, in the order it happens."""
+    """Receives the reports of a run, in the order in which things happen."""
 
     def say(self, text: str) -> None: ...
 
@@ -23,7 +23,7 @@ class View(Protocol):
 
 
 class Quiet:
-    """Shows nothing."""
+    """Displays nothing."""
 
     def say(self, text: str) -> None: ...
 

@@ -25,11 +25,11 @@ from argosy.infer.engine.replicas import copy_to_devices
 from argosy.infer.engine.updates import WeightUpdate
 from argosy.models.parts.weight import Leaves
 from argosy.serve.engine.front import PauseMode
-from argosy.serve.openai.fields import Fields
 from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings
 from argosy.web.body import read_json_body
 from argosy.web.errors import ApiError, Json, input_error
+from argosy.web.fields import Fields
 
 T = TypeVar("T")
 MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}

@@ -29,6 +29,7 @@ from argosy.web.app import guarded_app
 from argosy.web.body import read_json_body
 from argosy.web.connection import while_connected
 from argosy.web.errors import ApiError, Json
+from argosy.web.pages import page_files
 
 
 class App:
@@ -75,8 +76,8 @@ class App:
         ]
         public = ()
         if web and isinstance(service, Service):
-            routes += playground.page_routes(service, key is not None)
-            public = playground.page_files()
+            routes += playground.playground_routes(service, key is not None)
+            public = page_files(playground.FOLDER)
         apart: dict[str, str] = {}
         if admin is not None:
             assert admin.settings.key

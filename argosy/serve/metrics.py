@@ -36,7 +36,7 @@ class ServerMetrics:
     Args:
         model: its name.
         compiled: the number of programs compiled so far.
-        number: of the engine among those of the server.
+        number: index of the engine on the server.
     """
 
     def __init__(self, model: str, compiled: Callable[[], int], number: int = 0):
@@ -142,14 +142,26 @@ class EngineMetrics(ServerMetrics):
         self._speculation = _Speculation(self) if engine.speculation is not None else None
 
     def admitted(self, prompt: int, reused: int, queued: float) -> None:
-        """As `began`; `reused` of the prompt tokens were found in the prefix cache."""
+        """Counts a request that the engine began.
+
+        Args:
+            prompt: its prompt tokens.
+            reused: prompt tokens that were found in the prefix cache.
+            queued: seconds that it waited.
+        """
         self.began(prompt, queued)
         self.cache_queries.inc(prompt)
         self.cached_tokens.inc(reused)
         self.cache_hits.inc(reused)
 
     def answered(self, reason: str, generated: int, seconds: float) -> None:
-        """As `ended`, after so many tokens."""
+        """Counts a request that ended.
+
+        Args:
+            reason: its finish reason.
+            generated: number of generated tokens.
+            seconds: duration of the request.
+        """
         self.ended(reason, seconds)
         self.generation.observe(generated)
 

@@ -17,8 +17,8 @@ from argosy.data.tokenizers.config import DEFAULT
 from argosy.infer.embed import SentenceEncoder
 from argosy.infer.engine.replicas import check_device_count
 from argosy.infer.lm import LM, check_draft
-from argosy.infer.programs.store import ProgramStore
 from argosy.infer.tools.channels import MARKS, channel_marks
+from argosy.ops.programs.store import ProgramStore
 from argosy.serve.admin import Admin
 from argosy.serve.app import App, admin_app
 from argosy.serve.engine.encoder import EncoderFront, EncoderService, pass_shapes
@@ -66,7 +66,7 @@ def _check_adapters(settings: ServeSettings) -> None:
 
 
 def admin_socket(settings: ServeSettings) -> socket.socket | None:
-    """As `bound_socket`, for the admin port; None if there is none."""
+    """A socket bound to the admin port; None if there is no admin port. Errors are those of `bound_socket`."""
     return None if settings.admin.port is None else bound_socket("127.0.0.1", settings.admin.port, "admin.port")
 
 

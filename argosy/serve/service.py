@@ -144,7 +144,7 @@ class Service(ServedModel[Front | ReplicaFront]):
     reasoning: how thoughts are split off answers.
     marks: special tokens that split them, as from `channels.marks_of`.
     store: keeps responses of /v1/responses; None: nothing is kept.
-    weight_version: of the weights, as an update over HTTP named it.
+    weight_version: version of the weights, as an update over HTTP named it.
     """
 
     defaults: dict[str, Any]

@@ -79,7 +79,6 @@ OBJECTS = {
 }
 
 _ALWAYS = "leave it out: it is always so here"
-_FOLDER = "leave it out: MODEL is a folder or a file of this machine, and nothing is downloaded"
 _MEMORY = "`engine.memory=BYTES` sets the cache's size on each device; by default a GPU or TPU gives it 0.8 of what the weights leave"
 _TOOLS = "leave it out: calls are read in the notation of the model's chat template"
 _IMAGES = "leave it out: models that take images are not built yet"
@@ -93,8 +92,8 @@ ANSWERS = {
     "--skip-tokenizer-init": "leave it out: requests may give token ids as `prompt`",
     "--task": "leave it out: the model's config says whether it generates or is an encoder",
     "--runner": "leave it out: the model's config says whether it generates or is an encoder",
-    "--revision": _FOLDER,
-    "--download-dir": _FOLDER,
+    "--revision": "MODEL is hf:OWNER/NAME@REVISION",
+    "--download-dir": "the variable HF_HOME says where downloads are kept",
     "--load-format": "leave it out: a folder in the Hub's layout, a .gguf file, a run and a checkpoint are told apart by their files",
     "--hf-overrides": "edit config.json in the model's folder",
     "--rope-scaling": "edit `rope_scaling` of config.json in the model's folder",

@@ -23,7 +23,7 @@ def is_beside(address: str) -> bool:
 
 
 def parted(by_address: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """What belongs to the model, and what to parts beside it."""
+    """Splits a mapping by address: the model's entries, and those of parts beside it."""
     own = {address: leaf for address, leaf in by_address.items() if not is_beside(address)}
     return own, {address: leaf for address, leaf in by_address.items() if address not in own}
 

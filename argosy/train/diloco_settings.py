@@ -19,6 +19,6 @@ class DilocoSettings(Settings):
     """Steps between two outer steps; the paper takes 500. `steps` must be a multiple of it. 0: no replicas, gradients are summed over
     `mesh.data` in every step."""
     lr: Annotated[float, Also("diloco_outer_lr", "outer_lr")] = Field(0.7, gt=0)
-    """Learning rate of the outer steps. Below 1, the outer weights follow the mean of the replicas from behind."""
+    """Learning rate of the outer steps. Below 1, the outer weights move only part of the way to the mean of the replicas."""
     momentum: Annotated[float, Also("diloco_outer_momentum")] = Field(0.9, ge=0, lt=1)
     """Nesterov momentum of the outer steps."""

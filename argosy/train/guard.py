@@ -36,7 +36,7 @@ class Diverged(Final):
 
 
 def begin(settings: GuardSettings) -> dict[str, np.ndarray]:
-    """What the guard keeps in the state: whether it halted; of skipped steps, how many in a row and in all; the last losses."""
+    """The initial state of the guard: whether it halted; the numbers of skipped steps in a row and in total; the last losses."""
     kept = {FLAG: np.zeros((), np.int32)}
     if "skip" in settings.actions:
         kept |= {"in_row": np.zeros((), np.int32), SKIPPED: np.zeros((), np.int32)}
@@ -47,7 +47,7 @@ def begin(settings: GuardSettings) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """What the guard finds of a step, as scalar arrays, and what it keeps."""
+    """The guard's verdict on a step, as scalar arrays, and its next state."""
 
     kind: Array
     stays: Array
@@ -100,6 +100,7 @@ def guarded(step: Callable[..., Any], settings: GuardSettings) -> Callable[..., 
             chosen(state.optimizer, new.optimizer),
             state.key,
             found.kept,
+            chosen(state.ema, new.ema),
         )
         told = {VERDICT: found.kind + HALTED * found.halted.astype(jnp.int32)}
         return out, metrics | told | ({SKIPPED: found.kept[SKIPPED]} if SKIPPED in found.kept else {})
@@ -128,7 +129,12 @@ def unhalted(state: TrainState) -> TrainState:
 
 @dataclass(frozen=True)
 class Bad:
-    """A bad step: its number, what was found (`NONFINITE` or `SPIKE`), and its metrics."""
+    """A bad step.
+
+    step: its number.
+    kind: `NONFINITE` or `SPIKE`.
+    numbers: its metrics.
+    """
 
     step: int
     kind: int

@@ -128,7 +128,7 @@ def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places:
     """The pieces of each weight: its layers where they are stacked; of another that is large, as many as make a piece small.
 
     Args:
-        optimizer: its settings (`train.optim`), which know the weights that may be taken apart.
+        optimizer: its settings (`train.optimizers`), which know the weights that may be taken apart.
         places: the shardings of the weights. An axis that the mesh splits is not cut, nor is the last one: a weight without another is
             updated whole.
     """

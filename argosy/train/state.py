@@ -9,14 +9,23 @@ from flax import nnx
 
 from argosy.models.parts.moe import with_capacity
 from argosy.models.parts.weight import Leaves, merge, split, variables
-from argosy.train.optim import Meanings
+from argosy.train.optimizers.base import Meanings
+from argosy.train.optimizers.schedule_free import average_of
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """step: updates made. params: trained weights; rest: frozen weights. key: random key, folded with the step. guard: what
-    `train.guard` keeps; None without one."""
+    """The state of training.
+
+    step: number of updates so far.
+    params: trained weights.
+    rest: frozen weights.
+    optimizer: the optimizer's state.
+    key: random key, to be folded with the step.
+    guard: the state of `train.guard`; None without one.
+    ema: the average of the trained weights (`train.ema`); None without one, or if the optimizer's state holds it.
+    """
 
     # Integer and key arrays; or, in a tree of the same structure, their shapes or shardings.
     step: Any
@@ -25,10 +34,26 @@ class TrainState:
     optimizer: Any
     key: Any
     guard: Any = None
+    ema: Any = None
 
     @classmethod
-    def start(cls, params: Leaves, rest: Leaves, optimizer: Any, seed: int, guard: Any = None) -> "TrainState":
-        return cls(jnp.zeros((), jnp.int32), params, rest, optimizer, jax.random.key(seed), guard)
+    def start(
+        cls, params: Leaves, rest: Leaves, optimizer: Any, seed: int, guard: Any = None, ema: Any = None
+    ) -> "TrainState":
+        return cls(jnp.zeros((), jnp.int32), params, rest, optimizer, jax.random.key(seed), guard, ema)
+
+    @property
+    def inference_params(self) -> Leaves:
+        """The trained weights that evaluations, samples and readers of a checkpoint use: their average, if there is one."""
+        if self.ema is not None:
+            return self.ema
+        average = average_of(self.optimizer, self.params)
+        return self.params if average is None else average
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether evaluations use other weights than the trained ones."""
+        return self.inference_params is not self.params
 
 
 def trained(model: nnx.Module) -> tuple[Any, Leaves, Leaves]:

@@ -70,7 +70,8 @@ def make_step(
 
     def gradients(state: TrainState, frozen: Frozen, batch: Batch, key: Array) -> tuple[Leaves, Loss]:
         def total(moving: Leaves, rest: Leaves) -> tuple[Array, Loss]:
-            loss = objective(models_for(with_slots(state.params, moving), rest, frozen, key), batch, key)
+            with jax.named_scope("loss"):
+                loss = objective(models_for(with_slots(state.params, moving), rest, frozen, key), batch, key)
             return loss.loss.total, loss
 
         return _gradients(total, slots(state.params), state.rest)
@@ -155,7 +156,8 @@ def updated(
     grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
     norm, mean_loss = optax.tree.norm(grads), loss.loss.value()
     told = {} if stays is None else {"stays": stays(state.guard, mean_loss, norm)}
-    updates, new = optimizer.update(grads, state.optimizer, state.params, **told)
+    with jax.named_scope("optimizer"):
+        updates, new = optimizer.update(grads, state.optimizer, state.params, **told)
     # Those of the host's memory are updated where they are (`train.offload`).
     here = {a: u for a, u in updates.items() if not on_host(u)}
     params: Any = updates | optax.apply_updates({a: state.params[a] for a in here}, here)
@@ -170,11 +172,11 @@ def updated(
 
 
 def steps_of(optimizer: Any, step: Array) -> Array:
-    """The updates that an optimizer counts, from which it takes its learning rate: fewer than the steps where some were skipped.
+    """The number of updates that an optimizer has counted, which decides its learning rate: fewer than the steps if some were skipped.
 
     Args:
         optimizer: its state.
-        step: given back for an optimizer without a schedule, which counts none.
+        step: the result for an optimizer without a schedule, which does not count.
     """
     scheduled = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
     return next((part.count for part in jax.tree.leaves(optimizer, is_leaf=scheduled) if scheduled(part)), step)

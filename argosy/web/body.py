@@ -1,6 +1,10 @@
-"""The body of a request, within the limits of its bytes and of the time it may take to arrive."""
+"""The body of a request, within the limits of its bytes and of the time it may take to arrive.
+
+A body may be compressed by gzip or deflate; the limit is on what it holds.
+"""
 
 import asyncio
+import zlib
 from typing import Any
 
 from starlette.requests import Request
@@ -8,6 +12,9 @@ from starlette.requests import Request
 from argosy.web.errors import ApiError
 from argosy.web.json_text import parsed_json
 from argosy.web.settings import WebLimits
+
+# Of zlib: its own format is what HTTP calls deflate.
+WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 async def read_json_body(request: Request, limits: WebLimits, *, may_be_empty: bool = False) -> Any:
@@ -31,12 +38,15 @@ async def read_json_body(request: Request, limits: WebLimits, *, may_be_empty: b
 
 
 async def read_body(request: Request, limits: WebLimits) -> bytearray:
-    """The bytes of the body.
+    """The bytes of the body, decompressed.
 
     Raises:
-        ApiError: it is too long, or too slow.
+        ApiError: it is too long, too slow, or compressed in another way.
         ClientDisconnect: the client went away before its end.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", *WINDOWS):
+        raise ApiError("send `Content-Encoding: gzip`, `deflate` or none", status=415)
     raw = bytearray()
     try:
         async with asyncio.timeout(limits.upload_seconds):
@@ -46,7 +56,21 @@ async def read_body(request: Request, limits: WebLimits) -> bytearray:
                     raise ApiError(f"the body has more than {limits.body} bytes", status=413)
     except TimeoutError:
         raise ApiError(f"the body took more than {limits.upload_seconds:g} seconds", status=408) from None
-    return raw
+    return raw if encoding == "identity" else _decompressed(raw, encoding, limits)
+
+
+def _decompressed(raw: bytearray, encoding: str, limits: WebLimits) -> bytearray:
+    """What a body holds. No more than the limit is ever decompressed."""
+    stream = zlib.decompressobj(WINDOWS[encoding])
+    try:
+        found = stream.decompress(raw, limits.body + 1)
+    except zlib.error:
+        found = None
+    if found is not None and len(found) > limits.body:
+        raise ApiError(f"the body has more than {limits.body} bytes", status=413)
+    if found is None or not stream.eof or stream.unused_data:
+        raise ApiError(f"the body is not in {encoding}")
+    return bytearray(found)
 
 
 def _check_type(request: Request) -> None:

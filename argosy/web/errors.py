@@ -76,7 +76,10 @@ class ApiError(Exception):
 
 
 # Of the Open Inference Protocol. Others below /v2 are Cohere's.
-INFERENCE = ("/v2/health/", "/v2/models/", "/v2/repository/")
+INFERENCE = tuple(
+    f"/v2/{name}"
+    for name in ("health/", "models/", "repository/", "systemsharedmemory", "cudasharedmemory", "trace", "logging")
+)
 ANTHROPIC = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",

@@ -39,8 +39,8 @@ class Guard:
     ):
         self.app, self.local, self.headers = app, local, headers
         self.public = frozenset((*PUBLIC, *public))
-        self._key = None if key is None else f"bearer {key}".encode()
-        self._apart = {path: f"bearer {own}".encode() for path, own in (apart or {}).items()}
+        self._key = None if key is None else expected_key(key)
+        self._apart = {path: expected_key(own) for path, own in (apart or {}).items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)):
@@ -59,14 +59,29 @@ class Guard:
         if self.local and origin is not None and not is_local(host_of(origin.partition("://")[2])):
             return ApiError("this server answers to pages of localhost only", status=403, code="unknown_origin")
         expected = self._apart.get(scope["path"], self._key)
-        if expected is not None and scope["path"] not in self.public:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            sent = f"{scheme.lower()} {key.strip()}", f"bearer {headers.get('x-api-key', '')}"
-            # Both are always compared, so that timing does not reveal which one was sent.
-            if not [one for one in sent if hmac.compare_digest(one.encode(), expected)]:
-                more = {"www-authenticate": "Bearer"}
-                return ApiError("wrong or missing API key", status=401, code="invalid_api_key", headers=more)
-        return None
+        if expected is None or scope["path"] in self.public:
+            return None
+        if has_key(headers.get("authorization", ""), headers.get("x-api-key", ""), expected):
+            return None
+        more = {"www-authenticate": "Bearer"}
+        return ApiError("wrong or missing API key", status=401, code="invalid_api_key", headers=more)
+
+
+def expected_key(key: str) -> bytes:
+    """What `has_key` compares with."""
+    return f"bearer {key}".encode()
+
+
+def has_key(authorization: str, api_key: str, expected: bytes) -> bool:
+    """Whether one of the two headers holds the key.
+
+    Args:
+        authorization: `Bearer KEY`. api_key: the value of `x-api-key`.
+    """
+    scheme, _, key = authorization.partition(" ")
+    sent = f"{scheme.lower()} {key.strip()}", f"bearer {api_key}"
+    # Both are always compared, so that timing does not reveal which one was sent.
+    return bool([one for one in sent if hmac.compare_digest(one.encode(), expected)])
 
 
 def host_of(header: str) -> str:

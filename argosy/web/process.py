@@ -129,7 +129,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The command line has its own handlers."""
+        """Captures no signals, because the command line has its own handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -6,25 +6,25 @@ from argosy.core.settings import Settings
 
 
 class WebLimits(Settings):
-    """Limits on one client and on all of them together. A request beyond one gets 400, 408, 413, 431, 503 or 504, with the reason."""
+    """Limits on one client and on all clients together. A request beyond one gets 400, 408, 413, 431, 503 or 504, with the reason."""
 
     body: int = Field(2_097_152, gt=0)
-    """Bytes of a request body. Multiplied by `connections`, it bounds the memory of all bodies."""
+    """Limit of a request body in bytes. Multiplied by `connections`, it bounds the memory of all bodies."""
     headers: int = Field(64, gt=0)
-    """Headers of a request; together they may have 32 kB."""
+    """Limit of the number of headers in a request; together they may have 32 kB."""
     connections: int = Field(512, gt=0)
-    """Open connections."""
+    """Limit of open connections."""
     seconds: float = Field(600, gt=0)
-    """Seconds a request may take, from its arrival to its last byte."""
+    """Limit of a request in seconds, from its arrival to its last byte."""
     upload_seconds: float = Field(30, gt=0)
-    """Seconds for the body of a request to arrive."""
+    """Limit in seconds for the body of a request to arrive."""
 
 
 class WebSettings(Settings):
-    """Where a server listens, and to whom it answers."""
+    """The address of a server, and the clients that it admits."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Addresses other than loopback need an `api_key`, or `open=true`."""
+    """Address to listen on. An address other than loopback needs an `api_key`, or `open=true`."""
     port: int = Field(8000, ge=0, lt=2**16)
     """Port to listen on; 0 takes a free one."""
     api_key: str | None = None

@@ -11,8 +11,10 @@ import numpy as np
 from argosy.adapt.quant import QuantizedEinsum
 from argosy.adapt.settings import Lora, LowRank
 from argosy.adapt.surgery import find
+from argosy.core.addresses import is_hub
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, OverlaidTensors, TensorReader, TensorView
+from argosy.core.hub.names import HubName, name_of_path
 from argosy.data.tokenizers.load import matching
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll
@@ -94,12 +96,17 @@ class AdaptedModel:
 
 
 def peft_base(folder: Path) -> str:
-    """The path of the base model that a PEFT folder names.
+    """The path or name of the base model that a PEFT folder names.
 
     Raises:
-        BadInput: the base is not on this machine.
+        BadInput: the base is not on this machine, and it is not said to be on the Hub.
     """
-    name = read_json_object(folder / CONFIG).get("base_model_name_or_path")
+    said = read_json_object(folder / CONFIG)
+    name = said.get("base_model_name_or_path")
+    if name and not Path(str(name)).exists() and (is_hub(name) or name_of_path(folder) or said.get("revision")):
+        # Adapters from the Hub name their base by its name there.
+        revision = said.get("revision")
+        return str(HubName.parse(str(name)) if is_hub(name) else HubName(str(name), revision))
     if not name or not Path(str(name)).exists():
         hint = f'argosy.load(MODEL, adapter="{folder}") names it; or write its folder as base_model_name_or_path'
         raise BadInput(f"the base model of these adapters, {name}, is not on this machine", where=str(folder / CONFIG), hint=hint)

@@ -34,6 +34,7 @@ from argosy.weights.model import OpenedModel
 from argosy.weights.peft.attach import mark_retrained, precompute_norms, put_adapter
 from argosy.weights.peft.reader import check_base, config_for, read_contents
 from argosy.weights.peft.sites import PeftContents
+from argosy.weights.quantized import QuantizedWeights
 
 # Gives `(inner, first)`, as in `Panels`, of the weights of a model that are matrices of a product, by address.
 Forms = Callable[[Any], Mapping[str, tuple[int, bool]]]
@@ -107,7 +108,7 @@ def load_model(
         raise BadInput(f"{stored.path} has adapters", hint="merge them first: argosy convert; or leave out `quantization`")
     blocks = None if adapter is not None or tensor > 1 or run is not None or dtype != np.float32 or forms is None else stored.blocks
     layout = Unroll() if adapters or blocks is not None else run or default_run(config)
-    quantized = None if rules is not None else stored.quantized or stored.published()
+    quantized = None if rules is not None else stored.quantized or stored.published() or _under_adapters(stored)
     schemes = {} if quantized is None else quantized.schemes
     if rules is not None:
         # By layer, since a rule may name one.
@@ -153,6 +154,15 @@ def load_model(
         values = {address: v.get_value() for address, v in variables(model).items()}
         origin = Origin(stored.blocks, {address: a for address, a in values.items() if isinstance(a, jax.Array)})
     return LoadedModel(config, model, tokenizer, stored_generation(stored), hub, stored.companions, dtypes_of(stored), origin)
+
+
+def _under_adapters(stored: OpenedModel) -> QuantizedWeights | None:
+    """The codes of the base of trained adapters, where the run kept them: those of a run whose adapters start from zero, and beside
+    which no weight was trained."""
+    adapted = stored.adapted
+    if adapted is None or adapted.is_quantized or adapted.whole or any(one.m is not None for one in adapted.adapters.values()):
+        return None
+    return adapted.base.quantized or adapted.base.published()
 
 
 def tensor_shardings(model: Any, tensor: int, devices: Sequence[Any] | None = None) -> dict[str, NamedSharding]:
@@ -258,7 +268,7 @@ def default_run(config: LanguageConfig) -> Execution:
     """Unrolled layers on GPUs, where a scan copies the weights of a layer before it multiplies with them (docs/guides/gpus.md), and
     on CPUs up to 32 layers."""
     backend = jax.default_backend()
-    return Unroll() if backend == "gpu" or (backend == "cpu" and config.layers <= 32) else Scan()
+    return Unroll() if backend == "gpu" or (backend == "cpu" and getattr(config, "layers", 1) <= 32) else Scan()
 
 
 def stored_tokenizer(stored: OpenedModel) -> Any:

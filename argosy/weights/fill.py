@@ -15,14 +15,14 @@ from argosy.parallel.place import on_devices
 
 
 def read_into(
-    model: Any, weights: TensorReader, *, dtype: Any = None, place: Callable[[str], Any] | None = None, but: str | None = None
+    model: Any, weights: TensorReader, *, dtype: Any = None, place: Callable[[str], Any] | None = None, but: Collection[str] = ()
 ) -> None:
     """Fills a model in any layout from per-layer weights, one stored array at a time.
 
     Args:
         dtype: the type to keep the weights in; float32 by default.
         place: gives the sharding of a stored address.
-        but: the name of a weight that is left as it is, whether or not it is stored.
+        but: names of weights that are left as they are, whether or not they are stored.
 
     Raises:
         BadInput: weights are missing, unexpected or of the wrong shape, all listed.
@@ -32,7 +32,7 @@ def read_into(
 
 
 def stored_arrays(
-    model: Any, weights: TensorReader, *, dtype: Any = None, but: str | None = None, without: Collection[str] = ()
+    model: Any, weights: TensorReader, *, dtype: Any = None, but: Collection[str] = (), without: Collection[str] = ()
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a model in its layout, one stored array at a time, with their addresses. Arguments and errors are those of
     `read_into`.
@@ -44,7 +44,7 @@ def stored_arrays(
     check_fit(model, weights, but)
     # In the order in which they are stored, so that a stack of layers is read once.
     order = {name: i for i, name in enumerate(weights.names)}
-    own = {address: v for address, v in own.items() if address != but and address not in without}
+    own = {address: v for address, v in own.items() if address not in but and address not in without}
     for address, v in sorted(own.items(), key=lambda item: order[names(item[0])[0]]):
         stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
         target = np.dtype(kept_in(v, dtype or jnp.float32))
@@ -57,8 +57,8 @@ def stored_arrays(
         yield address, whole
 
 
-def check_fit(model: Any, weights: TensorReader, but: str | None = None) -> None:
-    """Checks that these are the weights of this model. but: the name of a weight that is not compared.
+def check_fit(model: Any, weights: TensorReader, but: Collection[str] = ()) -> None:
+    """Checks that these are the weights of this model. but: names of weights that are not compared.
 
     Raises:
         BadInput: names every difference, the first eight in full.
@@ -67,10 +67,11 @@ def check_fit(model: Any, weights: TensorReader, but: str | None = None) -> None
     expected = {}
     for name, (address, i) in stored_addresses(model).items():
         expected[name] = tuple(own[address].shape if i is None else own[address].shape[1:])
-    expected.pop(but, None)
+    for name in but:
+        expected.pop(name, None)
     here = set(weights.names)
     problems = [f"missing {n}" for n in expected if n not in here]
-    problems += [f"unexpected {n}" for n in weights.names if n not in expected and n != but]
+    problems += [f"unexpected {n}" for n in weights.names if n not in expected and n not in but]
     problems += [
         f"{n} is {weights.shape(n)}, not {shape}"
         for n, shape in expected.items()

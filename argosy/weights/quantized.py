@@ -144,7 +144,7 @@ class RoundedTensors:
         return np.asarray(getattr(self._last[1], name.rpartition(".")[2]))
 
     def see_all(self) -> None:
-        """Calls `seen` with the quantized weights that nobody has read."""
+        """Quantizes the weights that have not been read yet, so that `seen` has been called with every one."""
         for module in self.contractions:
             if module not in self._seen:
                 self.read(f"{module}.values")
@@ -154,7 +154,7 @@ class RoundedTensors:
 
 
 def describe_schemes(schemes: Mapping[str, Scheme]) -> list[dict[str, Any]]:
-    """Schemes as JSON: each once, with the names of the contractions that have it."""
+    """Schemes as JSON: each once, with the names of its contractions."""
     out: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         out.setdefault(scheme, []).append(name)
@@ -162,10 +162,10 @@ def describe_schemes(schemes: Mapping[str, Scheme]) -> list[dict[str, Any]]:
 
 
 def read_schemes(described: list[dict[str, Any]], where: str) -> dict[str, Scheme]:
-    """Schemes that `describe_schemes` wrote.
+    """Parses the result of `describe_schemes`.
 
     Raises:
-        BadInput: a format that this version does not have.
+        BadInput: it has a format that this version does not know.
     """
     out = {}
     for one in described:

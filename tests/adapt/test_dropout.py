@@ -17,7 +17,7 @@ from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, merge, put, split
 from argosy.train import step as steps
 from argosy.train.objectives.next_token import NextToken
-from argosy.train.optim import AdamW
+from argosy.train.optimizers.adam import AdamW
 from argosy.train.state import TrainState, meanings_of, trained
 
 CONFIG = CASES["llama-plain"]

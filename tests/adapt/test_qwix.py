@@ -123,8 +123,9 @@ def test_a_model_in_place_is_quantized_by_them():
 
     from argosy.infer.lm import LM
 
-    model = built(CASES["llama-plain"], Unroll())
-    lm = SimpleNamespace(module=model, forget=lambda: None)
+    config = CASES["llama-plain"]
+    model = built(config, Unroll())
+    lm = SimpleNamespace(module=model, config=config, tokenizer=None, forget=lambda: None)
     names = LM.quantize(lm, [QuantizationRule(module_path="layers/.*/mlp/.*", weight_qtype="int8")])
     assert len(names) == 9
     assert all(isinstance(one, QuantizedEinsum) == (name in names) for name, one in find(model, ".*").items())

@@ -58,6 +58,7 @@ def test_which_structures_are_refused():
     """By the name of the part that does not allow it; all others are rotated."""
     said = dict.fromkeys(("gemma", "olmo"), "post_attn_norm")
     said |= {"deepseek": "DeepSeekDecoder", "gpt2": "LayerNorm", "bert": "TextEncoder"}
+    said |= {"clip_text": "ClipTextEncoder", "t5": "T5Encoder"}
     for name, config in CASES.items():
         why = None if name in ("gemma-1", "deepseek-2", "deepseek-2-lite") else said.get(name.split("-")[0])
         if why is None:

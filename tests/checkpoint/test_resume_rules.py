@@ -13,7 +13,8 @@ from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
 
 MAY_CHANGE = re.compile(
-    r"dir|steps|execution\.(microbatches|gather|offload)|(mesh|checkpoint|eval|guard|stragglers|log|sample)\..*|data\.(cache|prefetch|epochs)"
+    r"dir|steps|track|execution\.(microbatches|gather|offload|compiler_options)"
+    r"|(mesh|checkpoint|eval|guard|stragglers|log|sample|profile)\..*|data\.(cache|prefetch|epochs)"
 )  # docs/guides/resume.md
 
 

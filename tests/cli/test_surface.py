@@ -27,7 +27,7 @@ from argosy.core.process.streams import silence
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings, read_settings, words_layer
 from argosy.jobs.complete import SCRIPTS
-from argosy.run.settings.compose import recipes
+from argosy.run.settings.recipe_files import recipes
 
 ROOT = Path(argosy.cli.__file__).parents[2]
 
@@ -248,7 +248,7 @@ def test_a_result_that_does_not_fit_on_the_disk_is_an_error(monkeypatch):
 
 def test_verbs_that_write_files_conclude_and_verbs_that_look_answer():
     """`| head` must not turn a finished training into a failure."""
-    files = {"train", "sweep", "quickstart", "convert", "report", "data", "config", "batch", "quantize", "export", "bundle"}
+    files = {"train", "sweep", "quickstart", "convert", "report", "data", "config", "batch", "quantize", "export", "bundle", "push"}
     concluding = {path.stem for path in (Path(argosy.cli.__file__).parent / "verbs").glob("*.py") if " conclude(" in path.read_text()}
     assert concluding == files
 

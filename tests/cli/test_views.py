@@ -15,13 +15,14 @@ from helpers import shared
 
 import argosy
 from argosy.cli import main
+from argosy.core.caches import most_bytes
 from argosy.jobs import doctor
 from argosy.jobs.history import listing as runs
 from argosy.jobs.models import describe
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import abstract, parameter_count
 from argosy.observe import environment
-from argosy.run.settings.compose import preset_config, presets
+from argosy.run.settings.recipe_files import preset_config, presets
 from argosy.weights import manifest
 
 MODEL = {
@@ -347,7 +348,7 @@ def well() -> dict[str, Any]:
         "jax": {"backend": "cpu", "devices": [{"kind": "cpu", "platform": "cpu", "memory_bytes": None}]},
         "gpus": [],
         "disk": {"here": {"path": "x", "free_bytes": 100 << 30, "total_bytes": 200 << 30}},
-        "cache": {"folder": "x", "programs": 1, "bytes": 10, "writable": True},
+        "cache": {"folder": "x", "programs": 1, "bytes": 10, "writable": True, "most_bytes": most_bytes()},
         "huge_pages": {"system": "madvise", "state": "asked for"},
         "kernels": {"library": "x", "why_not": ""},
         "open_files": 4096,
@@ -415,7 +416,8 @@ def test_doctor_in_a_process_of_its_own(tmp_path):
     found = json.loads(done.stdout)
     assert done.returncode == 0
     assert found["jax"]["backend"] == "cpu"
-    assert found["cache"] == {"folder": str(tmp_path / "argosy" / "xla"), "programs": 0, "bytes": 0, "writable": True}
+    kept = {"programs": 0, "bytes": 0, "writable": True, "most_bytes": most_bytes()}
+    assert found["cache"] == {"folder": str(tmp_path / "argosy" / "xla")} | kept
     assert "JAX_DEBUG_NANS" in found["variables"]
     assert any("JAX_DEBUG_NANS" in f["problem"] for f in found["findings"])
     assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))

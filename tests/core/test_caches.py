@@ -1,9 +1,10 @@
-"""A lock for those who make what caches keep."""
+"""A lock for those who make what caches keep, and the bound of what they keep."""
 
+import os
 import threading
 from pathlib import Path
 
-from argosy.core.caches import one_at_a_time
+from argosy.core.caches import bound_cache, clear_cache, most_bytes, one_at_a_time
 
 
 def test_a_process_that_must_wait_says_so_and_then_goes_on(tmp_path: Path):
@@ -20,3 +21,28 @@ def test_a_process_that_must_wait_says_so_and_then_goes_on(tmp_path: Path):
     waiting.join(10)
     assert entered.is_set()
     assert said == [f"waiting for another process that writes in {lock.parent}"]
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path):
+    for number, name in enumerate("abcd"):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 + number, 1000 + number))
+    os.utime(tmp_path / "a", (5000, 1000))
+    assert bound_cache(tmp_path, 250) == 200
+    assert {one.name for one in tmp_path.iterdir()} == {"a", "d", ".bounded"}
+    (tmp_path / "e").write_bytes(bytes(500))
+    # Not again on the same day.
+    assert bound_cache(tmp_path, 250) == 0
+    assert bound_cache(tmp_path, 250, every_s=0.0) > 0
+    assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 250
+
+
+def test_a_cache_is_cleared_and_its_bound_is_a_variable(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "program").write_bytes(bytes(7))
+    assert clear_cache(tmp_path) == (1, 7)
+    assert clear_cache(tmp_path / "gone") == (0, 0)
+    monkeypatch.setenv("ARGOSY_CACHE_GB", "1.5")
+    assert most_bytes() == 1_500_000_000
+    monkeypatch.setenv("ARGOSY_CACHE_GB", "x")
+    assert most_bytes() == 20_000_000_000

@@ -23,9 +23,9 @@ from argosy.data.inspect import render
 from argosy.data.pipeline import build, eval_batches, find
 from argosy.data.pipeline import tokenizer_for as tokenizer_in
 from argosy.data.prepare import corpus_identity, open_prepared
-from argosy.data.rows.sequences import encoder_for
+from argosy.data.rows.encoders import encoder_for
 from argosy.data.settings import DataSettings
-from argosy.data.sources.text import JsonLines
+from argosy.data.sources.jsonl import JsonLines
 from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.jobs import data as job

@@ -15,7 +15,8 @@ from argosy.data.pipeline import build, eval_batches, find, holds_out, tokenizer
 from argosy.data.prepare import open_prepared, prepare
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Document
-from argosy.data.sources.text import TextFile, TextFolder, TextsInMemory
+from argosy.data.sources.folder import FileSet
+from argosy.data.sources.text import TextFile, TextsInMemory
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.jobs.data import prepare as prepare_job
 
@@ -36,12 +37,13 @@ def batches(settings, source=None, make=build, tokenizer=None):
 def test_the_summary_counts_what_is_there(tmp_path):
     for name, text in (("a.txt", "some text\n" * 30), ("b.txt", "x")):
         (tmp_path / name).write_text(text)
-    summary = batches(settings(tmp_path, held_out=0, packing="fit"), TextFolder(tmp_path)).summary(steps=10)
+    summary = batches(settings(tmp_path, held_out=0, packing="fit"), FileSet(tmp_path)).summary(steps=10)
     assert (summary.files, summary.source_bytes, summary.bytes, summary.documents) == (2, 301, 301, 2)
     assert (summary.tokens, summary.rows, summary.sequence) == (303, 19, 16)  # 301 inputs in rows of 16
     assert summary.epochs == 10 * 4 / 19
     assert summary.text.startswith(
-        "data stdlib: 2 files of 301 bytes, 301 bytes of text, 2 documents, 303 tokens, 19 rows of 16, 2.11 epochs in this run."
+        "data stdlib: 2 files of 301 bytes, 301 bytes of text, 2 documents, 303 tokens, 19 rows of 16, 0.99 % padding, "
+        "2.11 epochs in this run."
     )
     assert "Left out" not in summary.text
     json.dumps(summary.as_dict())

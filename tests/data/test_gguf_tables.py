@@ -42,7 +42,8 @@ def check_alike(a: Tokenizer, b: Tokenizer) -> None:
     [
         ("tokenizers/smollm2", "smollm"),
         pytest.param("tokenizers/gpt2", "gpt-2", marks=pytest.mark.slow),
-        pytest.param("tokenizers/cl100k_base.tiktoken", "dbrx", marks=pytest.mark.slow),
+        # Words that are tokens are taken whole, as llama.cpp does by this name and not by `dbrx`.
+        pytest.param("tokenizers/cl100k_base.tiktoken", "llama-bpe", marks=pytest.mark.slow),
         pytest.param("tokenizers/qwen.tiktoken", "qwen2", marks=pytest.mark.slow),
     ],
 )

@@ -13,8 +13,8 @@ from argosy.data.chat.mask import encode_with_mask
 from argosy.data.pack import Encoded, corpus_of
 from argosy.data.pipeline import build, tokenizer_for
 from argosy.data.settings import DataSettings
-from argosy.data.sources.records import FORMATS
-from argosy.data.sources.text import JsonLines
+from argosy.data.sources.jsonl import JsonLines
+from argosy.data.sources.records import ASKED_FOR, FORMATS
 
 
 def first(tmp_path, *words: str) -> dict[str, np.ndarray]:
@@ -66,18 +66,23 @@ def test_only_the_assistant_is_learned():
     assert tokenizer.decode(batch["targets"][batch["mask"] > 0].tolist()) == "4"
 
 
+PAGES = ("fine-tuning-data", "preferences", "reinforcement", "classification")
+
+
 def test_every_record_of_the_fine_tuning_page_is_read(tmp_path):
-    """The examples of the formats, one file each, with the columns in the tables of three pages."""
+    """The examples of the formats, one file each, with the columns in the tables of the pages."""
     guides = Path(__file__).parents[2] / "docs" / "guides"
-    page = "\n".join((guides / f"{name}.md").read_text() for name in ("fine-tuning-data", "preferences", "reinforcement"))
+    page = "\n".join((guides / f"{name}.md").read_text() for name in PAGES)
     lines = [line.strip() for line in page.splitlines() if line.startswith('    {"')]
-    assert len(lines) == 11
+    assert len(lines) == 14
     formats = []
     for number, line in enumerate(lines):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(line + "\n")
-        # Prompts alone are never detected.
-        source = JsonLines(path, format="prompt" if set(json.loads(line)) == {"prompt", "answer"} else "auto")
+        # Some formats are never detected.
+        columns = set(json.loads(line)) - {"answer"}
+        never = (name for name in ASKED_FOR if set(FORMATS[name][0]) <= columns <= {*FORMATS[name][0], *FORMATS[name][1]})
+        source = JsonLines(path, format=next(never, "auto"))
         assert len(list(source.documents())) == 1
         formats.append(source.format)
     assert {*formats, "text"} == set(FORMATS)

@@ -21,9 +21,10 @@ from argosy.data.order import Order
 from argosy.data.pipeline import build, eval_batches
 from argosy.data.prepare import prepare
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Capped, Document, text
+from argosy.data.sources import Capped, Document, opening
+from argosy.data.sources.folder import FileSet
 from argosy.data.sources.synthetic import Synthetic, mix, splitmix
-from argosy.data.sources.text import TextFile, TextFolder, TextsInMemory
+from argosy.data.sources.text import TextFile, TextsInMemory
 
 GOLDEN_SORTED = [590, 971, 318, 260, 738, 245]
 GOLDEN_INDEX = [1277463, 1329378, 1099074, 1791703, 1884993, 1528564]
@@ -252,7 +253,7 @@ def test_a_prepared_folder_is_a_source(settings, tmp_path):
 
 def test_the_cache_is_used_and_mended(settings, monkeypatch):
     expected = take(made(settings), 5)
-    [folder] = (child for child in tables.cache_folder(settings).iterdir())
+    [folder] = (child for child in tables.corpus_cache(settings).iterdir())
     monkeypatch.setattr(tables, "prepare", None)
     assert take(made(settings), 5) == expected
     monkeypatch.undo()
@@ -260,10 +261,10 @@ def test_the_cache_is_used_and_mended(settings, monkeypatch):
     assert take(made(settings), 5) == expected
 
 
-@pytest.mark.parametrize("source", [TextFile, TextFolder, lambda path: Capped(TextFile(path), 4000)])
+@pytest.mark.parametrize("source", [TextFile, FileSet, lambda path: Capped(TextFile(path), 4000)])
 def test_the_cache_notices_an_edit_between_the_samples_of_a_large_file(settings, tmp_path, monkeypatch, source):
-    monkeypatch.setattr(text, "HASHED_BYTES", 1000)
-    monkeypatch.setattr(text, "PIECE_BYTES", 10)
+    monkeypatch.setattr(opening, "HASHED_BYTES", 1000)
+    monkeypatch.setattr(opening, "PIECE_BYTES", 10)
     settings = changed(settings, held_out=0.0, shuffle=False)
     path = tmp_path / "large.txt"
     path.write_text("a" * 5000)
@@ -280,7 +281,7 @@ def test_the_cache_notices_an_edit_between_the_samples_of_a_large_file(settings,
 
 def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tables.cache_folder(DataSettings()) == tmp_path / "argosy" / "corpora"
+    assert tables.corpus_cache(DataSettings()) == tmp_path / "argosy" / "corpora"
 
 
 def test_much_text_asks_to_be_prepared(settings, monkeypatch):

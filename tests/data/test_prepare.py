@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -255,6 +256,74 @@ def test_a_killed_writer_leaves_nothing_that_counts(tmp_path):
     made = prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus")
     made.verify()
     assert sorted(os.listdir(tmp_path)) == ["corpus"]
+
+
+def weighed(count: int) -> list[Document]:
+    """Documents some of whose tokens do not count, and from the middle on with weights."""
+    draw = random.Random(count)
+    plain = [Document(tokens=draw.choices(range(256), k=draw.randint(1, 60)), learn=((0, 1),)) for _ in range(count // 2)]
+    return [*plain, *(Document(tokens=[1, 2, 3], weights=(0.5, 1.0, 0.0)) for _ in range(count - len(plain)))]
+
+
+def pieces(count: int) -> list[Document]:
+    """Documents that arrive in pieces."""
+    return [Document(text, ends=i % 7 == 6) for i, text in enumerate(stories(count))]
+
+
+@pytest.mark.parametrize("texts", [stories, weighed, pieces])
+def test_an_interrupted_writer_goes_on_with_the_same_result(tmp_path, monkeypatch, texts):
+    monkeypatch.setattr(module, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(module, "JOURNAL_BYTES", 200)
+    whole = prepare(TextsInMemory(texts(600)), Encoding(Bytes()), tmp_path / "whole")
+    draw, said, encoded = random.Random(0), list[str](), list[int]()
+
+    def interrupt(done: int, size: int | None) -> None:
+        encoded.append(done)
+        if draw.random() < 0.3:
+            raise KeyboardInterrupt
+
+    attempts = 0
+    while not module.is_prepared(tmp_path / "cut"):
+        attempts += 1
+        assert attempts < 100
+        try:
+            prepare(TextsInMemory(texts(600)), Encoding(Bytes()), tmp_path / "cut", progress=interrupt, say=said.append)
+        except KeyboardInterrupt:
+            pass
+    cut = open_prepared(tmp_path / "cut", verify=True)
+    assert cut.manifest == whole.manifest
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["held_out", "manifest.json", "train"]
+    assert attempts > 3
+    assert any("goes on there" in one for one in said)
+    if texts is not weighed:
+        # Later attempts begin behind what earlier ones wrote.
+        assert len(encoded) - len(set(encoded)) < len(encoded) / 2
+
+
+def test_a_journal_of_another_corpus_or_with_damage_starts_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(module, "JOURNAL_BYTES", 1500)
+
+    def interrupted(count: int) -> None:
+        def interrupt(done: int, size: int | None) -> None:
+            if done > 9000:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            prepare(TextsInMemory(stories(count)), Encoding(Bytes()), tmp_path / "corpus", progress=interrupt)
+
+    interrupted(600)
+    said = list[str]()
+    tokens = tmp_path / ".corpus.partial" / "train" / "tokens.bin"
+    os.truncate(tokens, 10)
+    prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "corpus", say=said.append).verify()
+    assert "starts over" in said[0]
+    prepare(TextsInMemory(stories(600)), Encoding(Bytes()), tmp_path / "other").verify()
+    shutil.rmtree(tmp_path / "corpus")
+    interrupted(600)
+    made = prepare(TextsInMemory(stories(500)), Encoding(Bytes()), tmp_path / "corpus", say=said.append)
+    assert "starts over" in said[1]
+    assert documents_of(made.train)[0] == [*stories(500)[0].encode(), 257]
 
 
 def test_two_writers_wait_for_each_other(tmp_path):

@@ -1,5 +1,7 @@
 """What is known of prompts before they are used."""
 
+import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,8 @@ from argosy.core.errors import BadInput
 from argosy.data.encoding import Encoding
 from argosy.data.order import Order
 from argosy.data.rows import prompts as under_test
-from argosy.data.rows.prompts import LOOKED_AT, Prompts, lengths_of
+from argosy.data.rows.prompts import LOOKED_AT, Prompts, lengths_of, prompts_of
+from argosy.data.settings import DataSettings
 from argosy.data.sources import SourceRecord
 from argosy.data.summary import CorpusSummary
 from argosy.data.tokenizers.byte import ByteTokenizer
@@ -103,3 +106,20 @@ def test_what_a_template_leaves_out_of_prompts_is_said_as_in_fine_tuning(tmp_pat
     assert chats(["Hi"], "chatml").ignored == ()
     (tmp_path / "named.jinja").write_text("{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}")
     assert chats(["Hi"], str(tmp_path / "named.jinja"), name="Ann").ignored == ()
+
+
+def test_prompts_of_several_files_are_mixed(tmp_path):
+    for name in "xy":
+        lines = [json.dumps({"prompt": f"{name} {number}", "answer": name}) for number in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    x, y = (str(tmp_path / f"{name}.jsonl") for name in "xy")
+    by_size = DataSettings(source=[x, {"path": y, "epochs": 2}], held_out=0, epochs=2)
+    prompts, held_out = prompts_of(by_size, ByteTokenizer(), 0)
+    assert held_out is None
+    assert Counter(one.content for one in prompts(0, 99)) == Counter({f"x {n}": 2 for n in range(8)} | {f"y {n}": 4 for n in range(8)})
+    assert prompts(5, 7) == [*prompts(5, 3), *prompts(8, 4)]
+    weighted, _ = prompts_of(DataSettings(source=[{"path": x, "weight": 3}, {"path": y, "weight": 1}], held_out=0), ByteTokenizer(), 0)
+    counts = Counter(one.columns["answer"] for one in weighted(0, 4096))
+    assert counts == {"x": 3072, "y": 1024}
+    with pytest.raises(BadInput, match="weights by step"):
+        prompts_of(DataSettings(source=[{"path": x, "weight": {0: 1, 5: 2}}, {"path": y, "weight": 1}]), ByteTokenizer(), 0)

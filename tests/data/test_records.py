@@ -7,9 +7,11 @@ import pytest
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Capped, SourceRecord, find_source, text
-from argosy.data.sources.records import FORMATS
-from argosy.data.sources.text import JsonLines, TextFolder
+from argosy.data.sources import Capped, SourceRecord, jsonl
+from argosy.data.sources.find import find_source
+from argosy.data.sources.folder import FileSet
+from argosy.data.sources.jsonl import JsonLines
+from argosy.data.sources.records import ASKED_FOR, FORMATS
 
 HI = {"role": "user", "content": "hi"}
 HO = {"role": "assistant", "content": "ho"}
@@ -43,7 +45,7 @@ def settings_of(path, **values) -> DataSettings:
     return DataSettings(source=str(path), **values)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "prompt"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ASKED_FOR])
 def test_the_first_record_tells_the_format(tmp_path, name):
     source = JsonLines(written(tmp_path, RECORDS[name]))
     assert source.format == name
@@ -178,8 +180,8 @@ def test_a_wrong_record_is_reported_with_its_line_and_what_it_has(tmp_path, rows
 
 
 @pytest.mark.parametrize(("name", "values", "says"), [
-    ("t.txt", {"format": "messages"}, "data.format=messages is for JSONL"),
-    ("t.txt", {"columns": {"text": "body"}}, "data.columns is for JSONL"),
+    ("t.txt", {"format": "messages"}, "data.format=messages is for records"),
+    ("t.txt", {"columns": {"text": "body"}}, "data.columns is for records"),
     ("t.txt", {"template": "default"}, "data.template is for conversations"),
     ("text.jsonl", {"learn": "all", "template": "default"}, "data.template is for conversations"),
 ])  # fmt: skip
@@ -193,17 +195,17 @@ def test_settings_that_would_be_ignored_are_refused(tmp_path, name, values, says
 def test_files_of_a_folder_have_one_format(tmp_path):
     written(tmp_path, [{**GOOD, "id": 1}], "a.jsonl")
     written(tmp_path, [{**GOOD, "source": "x"}], "b.jsonl")
-    folder = TextFolder(tmp_path)
+    folder = FileSet(tmp_path)
     assert folder.format == "messages"
     assert [document.record.messages for document in folder.documents()] == [[HI, HO]] * 2
     assert folder.ignored == ("id", "source")
     written(tmp_path, RECORDS["alpaca"], "c.jsonl")
     with pytest.raises(BadInput, match="without `messages`") as e:
-        list(TextFolder(tmp_path).documents())
+        list(FileSet(tmp_path).documents())
     assert "c.jsonl:1" in str(e.value)
     (tmp_path / "c.jsonl").rename(tmp_path / "c.txt")
     with pytest.raises(BadInput, match="a text file among files of `messages`"):
-        TextFolder(tmp_path).fingerprint()
+        FileSet(tmp_path).fingerprint()
 
 
 def test_the_fingerprint_covers_how_records_are_read(tmp_path):
@@ -235,7 +237,7 @@ def test_an_array_is_read_as_its_records(tmp_path, indent):
     ("[" + " " * 300 + "]", "more than 0 MiB", "jq -c"),
 ])  # fmt: skip
 def test_an_array_that_cannot_be_read_is_reported(tmp_path, monkeypatch, content, says, hint):
-    monkeypatch.setattr(text, "ARRAY_BYTES", 200)
+    monkeypatch.setattr(jsonl, "ARRAY_BYTES", 200)
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(BadInput, match=says) as e:

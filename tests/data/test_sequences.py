@@ -19,7 +19,7 @@ from argosy.data.pipeline import build, eval_batches
 from argosy.data.prepare import prepare
 from argosy.data.rows.sequences import SequenceRows
 from argosy.data.settings import DataSettings
-from argosy.data.sources.text import JsonLines
+from argosy.data.sources.jsonl import JsonLines
 from argosy.train.objectives.preferences.sequences import FIELDS, PER_SEQUENCE, PER_TOKEN
 
 CHATML = (

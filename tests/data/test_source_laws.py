@@ -6,18 +6,32 @@ import json
 from collections import Counter
 from itertools import islice, pairwise
 
+import data_files
+import datasets
+import numpy as np
 import pytest
 from test_prepare import Bytes, stories
 
+from argosy.core.formats.png import png_bytes
 from argosy.data.batch import Batch, Batches
+from argosy.data.images.arrays import ImageArrays
+from argosy.data.images.folder import ImageFolder
+from argosy.data.images.settings import ImageSettings
+from argosy.data.images.table import IMAGES, LABELS
 from argosy.data.pipeline import build, eval_batches
 from argosy.data.settings import DataSettings
 from argosy.data.sources import SOURCES, RowSource, Source
+from argosy.data.sources.clicks import CLICK_FIELDS, Clicks
+from argosy.data.sources.find import find_source
+from argosy.data.sources.folder import FileSet
+from argosy.data.sources.jsonl import JsonLines
 from argosy.data.sources.stdlib import Docstrings, StandardLibrary
 from argosy.data.sources.synthetic import Synthetic
-from argosy.data.sources.text import JsonLines, TextFile, TextFolder, TextsInMemory
+from argosy.data.sources.text import TextFile, TextsInMemory
+from argosy.models.diffusion.base import ImageSpace
 
 SEQUENCE, BATCH = 16, 8
+IMAGE_FIELDS = {"images": IMAGES, "labels": LABELS}
 
 
 def text_file(folder):
@@ -33,7 +47,7 @@ def json_lines(folder):
 def both(folder):
     text_file(folder)
     json_lines(folder)
-    return TextFolder(folder, documents="paragraphs")
+    return FileSet(folder, documents="paragraphs")
 
 
 def modules(folder):
@@ -42,14 +56,65 @@ def modules(folder):
     return folder
 
 
+def arrays(folder):
+    draw = np.random.default_rng(0)
+    np.savez(folder / "a.npz", images=draw.integers(0, 256, (60, 3, 4, 3), np.uint8), labels=draw.integers(0, 5, 60))
+    return ImageArrays(str(folder / "a.npz"), ImageSettings(), 0.2)
+
+
+def written(name, rows=None):
+    """An example that a library wrote, of the kind that the name says."""
+
+    def make(folder):
+        given = [{"text": text} for text in stories(70)] if rows is None else rows
+        if name.endswith(".array_record"):
+            data_files.array_record(folder / name, [row["text"].encode() for row in given])
+        elif name.endswith(".bin"):
+            data_files.megatron(folder / name, [list(row["text"].encode()) for row in given])
+        else:
+            (folder / name).write_bytes(data_files.KINDS[name](given))
+        found = find_source(DataSettings(source=str(folder / name)))
+        assert isinstance(found, Source)
+        return found
+
+    return make
+
+
+def hub(folder):
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list([{"text": text} for text in stories(70)]).save_to_disk(str(folder / "set"))
+    found = find_source(DataSettings(source=f"hf:{folder}/set"))
+    assert isinstance(found, Source)
+    return found
+
+
+def image_files(folder):
+    draw = np.random.default_rng(0)
+    for i in range(60):
+        (folder / f"class{i % 5}").mkdir(exist_ok=True)
+        (folder / f"class{i % 5}" / f"{i}.png").write_bytes(png_bytes(draw.integers(0, 256, (3, 4, 3), np.uint8)))
+    return ImageFolder(str(folder), ImageSettings(), 0.2)
+
+
 EXAMPLES = {
     "text": text_file,
+    "hf": hub,
     "jsonl": json_lines,
+    "csv": written("rows.csv"),
+    "parquet": written("rows.parquet"),
+    "arrow": written("rows.arrow"),
+    "tfrecord": written("rows.tfrecord"),
+    "array_record": written("rows.array_record"),
+    "tar": written("rows.tar"),
+    "tokens": written("rows.bin"),
     "folder": both,
     "memory": lambda folder: TextsInMemory(stories(80)),
     "stdlib": lambda folder: StandardLibrary(modules(folder)),
     "docstrings": lambda folder: Docstrings(modules(folder)),
     "synthetic": lambda folder: Synthetic(count=50),
+    "clicks": lambda folder: Clicks(count=50, held_out=20),
+    "arrays": arrays,
+    "images": image_files,
 }
 
 
@@ -75,7 +140,12 @@ def settings(request, tmp_path) -> DataSettings:
 
 
 def batches(settings, source, process=0, processes=1, seed=1, make=build) -> Batches:
-    return make(settings, Bytes(), vocab=258, seed=seed, process=process, processes=processes, source=source)
+    how = {"vocab": 258}
+    if isinstance(source, Clicks):
+        how = {"vocab": (40, 20), "fields": CLICK_FIELDS}
+    if isinstance(source, ImageArrays | ImageFolder):
+        how = {"vocab": ImageSpace(3, 1, 5), "fields": IMAGE_FIELDS}
+    return make(settings, Bytes(), **how, seed=seed, process=process, processes=processes, source=source)
 
 
 def take(stream: Batches, count: int | None = None) -> list[list[tuple]]:
@@ -84,9 +154,10 @@ def take(stream: Batches, count: int | None = None) -> list[list[tuple]]:
 
 
 def rows_of(batch: Batch) -> list[tuple]:
-    assert set(batch) == {"tokens", "targets", "segments", "mask"}
-    assert len({array.shape for array in batch.values()}) == 1
-    return [tuple(tuple(batch[name][row].tolist()) for name in batch) for row in range(len(batch["tokens"]))]
+    assert set(batch) in ({"tokens", "targets", "segments", "mask"}, set(CLICK_FIELDS), set(IMAGE_FIELDS))
+    (count,) = {array.shape if "tokens" in batch else len(array) for array in batch.values()}
+    rows = range(count if isinstance(count, int) else count[0])
+    return [tuple(tuple(np.ravel(batch[name][row]).tolist()) for name in batch) for row in rows]
 
 
 def flat(batches: list[list[tuple]]) -> list[tuple]:

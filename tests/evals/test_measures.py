@@ -435,7 +435,7 @@ def test_a_chat_answer_ends_with_its_turn_and_not_at_a_stop_string(chats: LM, mo
 def test_models_that_cannot_be_evaluated(lm: LM, change: dict, what: str):
     parts = {"config": lm.config, "module": lm.module, "tokenizer": lm.tokenizer} | change
     if "config" in change:
-        parts["config"] = type("Encoder", (), {"causal": False})()
+        parts["config"] = type("Encoder", (), {"causal": False, "inputs": "tokens", "scored": False})()
     with pytest.raises(BadInput, match=what):
         run.check_evaluable(LM(**parts), EvalSettings())
 

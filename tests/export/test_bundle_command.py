@@ -116,7 +116,7 @@ def test_pickles_are_not_read(argosy, bundle, tmp_path):
         (["max_tokens=4"], "max_tokens is for signature=generate"),
         (["signature=embed"], "is not an encoder"),
         (["length=4096"], "more than this signature's 512 tokens"),
-        (["signature=classify"], "unknown signature `classify`"),
+        (["signature=classify"], "this model has no head of scores"),
     ],
 )
 def test_mistakes_of_export_are_answered(words, said, argosy, tmp_path):

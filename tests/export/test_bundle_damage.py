@@ -202,6 +202,18 @@ def test_a_program_that_is_altered_after_opening_is_not_read(bundle, monkeypatch
         opened.run({"x": np.ones((2, 3), np.float32), "gain": np.ones(2, np.float32)})
 
 
+@pytest.mark.parametrize("size", [0, None])
+def test_weights_that_are_altered_after_opening_are_not_read(size, bundle):
+    """A shorter file would end the process with SIGBUS."""
+    opened = Bundle.open(bundle)
+    file = weights_of(bundle)
+    os.utime(file)  # which alters nothing
+    assert opened.weight(next(iter(opened.manifest.weights[0].tensors))).size
+    file.write_bytes(bytes(file.stat().st_size if size is None else size))
+    with pytest.raises(Damaged, match="was altered after the bundle was opened"):
+        opened.run({"x": np.ones((2, 3), np.float32), "gain": np.ones(2, np.float32)})
+
+
 def test_a_manifest_that_is_too_large_is_not_read(bundle, monkeypatch):
     monkeypatch.setattr("argosy.export.verify.MOST_MANIFEST_BYTES", 100)
     with pytest.raises(Damaged, match=r"manifest\.json has \d+ bytes, over the limit of 100"):

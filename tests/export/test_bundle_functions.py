@@ -195,6 +195,10 @@ def test_sizes_may_be_left_open_by_name(tmp_path):
 
 
 def test_a_function_that_branches_on_an_open_size_is_refused(tmp_path):
+    with pytest.raises(Unsupported, match="as len\\(x\\) does") as caught:
+        argosy.export(lambda x: x.reshape(len(x), -1), (jnp.zeros((2, 3, 4)),), tmp_path / "len", batch="symbolic")
+    assert "x.shape[0]" in str(caught.value)
+    assert not (tmp_path / "len").exists()
     with pytest.raises(Unsupported, match="cannot be exported with open sizes"):
         argosy.export(lambda x: x if x.shape[0] > 3 else -x, (jnp.ones((2, 2)),), tmp_path / "b", batch="symbolic")
     argosy.export(lambda x: x if x.shape[0] > 3 else -x, (jnp.ones((2, 2)),), tmp_path / "b", batch=[2, 4], platforms=["cpu"])
@@ -263,6 +267,7 @@ X, GAIN = np.ones((2, 3), np.float32), np.ones(2, np.float32)
         ({"x": [["a", "b", "c"]], "gain": [1]}, "input `x` is <U1, and this signature takes float32"),
         ({"x": None, "gain": [1]}, "input `x` is object"),
         ({"x": [[True, False, True]], "gain": [1]}, "input `x` is bool"),
+        ({"x": [[1e39, 1, 1]], "gain": [1]}, "input `x` has numbers outside float32"),
     ],
 )
 def test_inputs_that_do_not_fit_are_named(inputs, match, small):

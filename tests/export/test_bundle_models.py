@@ -48,7 +48,8 @@ def expected(lm: LM, tokens: Any, mask: Any, platforms: Any = ("cpu", "tpu")) ->
         attend = lm.config.attend(mask)
         if lm.config.causal:
             return model(tokens, attend)[0]
-        return pool_tokens(model.hidden(tokens, attend)[0].astype(jnp.float32), attend.live, "mean")
+        vectors = pool_tokens(model.hidden(tokens, attend)[0].astype(jnp.float32), attend.live, lm.config.pooling)
+        return vectors if lm.config.pooling == "mean" else model.project(vectors)
 
     with portable(platforms):
         return np.asarray(jax.jit(forward)(weights, tokens, mask))
@@ -255,6 +256,42 @@ def test_a_completion_depends_on_its_own_row(stories):
     assert again["tokens"].tolist() == both["tokens"].tolist()
     assert other["tokens"][0].tolist() == both["tokens"][0].tolist()
     assert other["tokens"][1].tolist() != both["tokens"][1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"tokens": [[1, -1]]}, "input `tokens` has -1, and this signature takes 0 to 511"),
+        ({"tokens": [[1, 512]]}, "input `tokens` has 512, and this signature takes 0 to 511"),
+        ({"mask": [[1, 2]]}, "input `mask` has 2, and this signature takes 0 to 1"),
+        ({"temperature": [-0.5]}, r"input `temperature` has -0\.5, and this signature takes 0\.0 and more"),
+        ({"temperature": [float("nan")]}, "input `temperature` has nan"),
+        ({"max_tokens": 0}, "input `max_tokens` has 0, and this signature takes 1 to 20"),
+        ({"max_tokens": 21}, "input `max_tokens` has 21, and this signature takes 1 to 20"),
+    ],
+)
+def test_numbers_that_a_model_has_no_meaning_for_are_refused(inputs, said, stories):
+    """A table of embeddings would answer with another token's row."""
+    bundle = Bundle.open(stories[1])
+    with pytest.raises(BadInput, match=said):
+        bundle.run({"tokens": [[1, 2]]} | inputs)
+    assert bundle.run({"tokens": [[0, 511]], "mask": [[1, 1]], "max_tokens": 20})["lengths"] <= 20
+
+
+def test_prompts_may_be_padded_on_the_left(stories):
+    """As transformers pads batches of prompts."""
+    bundle = Bundle.open(stories[1])
+    plain = bundle.run({"tokens": [[1, 403, 407, 261]], "max_tokens": 6})["tokens"]
+    left = bundle.run({"tokens": [[0, 0, 1, 403, 407, 261]], "mask": [[0, 0, 1, 1, 1, 1]], "max_tokens": 6})["tokens"]
+    np.testing.assert_array_equal(left, plain)
+
+
+def test_temperatures_near_zero_are_greedy(stories):
+    bundle = Bundle.open(stories[1])
+    call = {"text": ["Once upon a time"], "max_tokens": 8}
+    greedy = bundle.run(call)["text"]
+    for heat in (1e-4, 1e-6, 1e-9, 1e-12, 1e-30, 1e-38, 1e-40):
+        assert bundle.run(call | {"temperature": np.asarray([heat], np.float32)})["text"] == greedy, heat
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from argosy.infer.engine.cache import CacheSize, cache_needs
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.request import Request
 from argosy.infer.engine.runner import Runner
-from argosy.infer.programs.placement import home_mesh
+from argosy.infer.placement import home_mesh
 from argosy.infer.sampling.sampler import sample
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
 from argosy.infer.speculation.speculate import verify

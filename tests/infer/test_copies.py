@@ -12,7 +12,7 @@ from argosy.core.errors import BadInput
 from argosy.infer.engine.cache import room_for_cache
 from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.replicas import check_device_count, copy_to_devices, model_copies
-from argosy.infer.programs.placement import weights_home
+from argosy.infer.placement import weights_home
 from argosy.infer.sampling import sampler
 from argosy.infer.settings import MTP, DraftModel, NGram
 from argosy.infer.speculation.speculate import verify

@@ -409,7 +409,8 @@ def test_a_grammar_that_allows_everything_changes_no_token(lm: LM, engine: Engin
         free = [Request([5, i], 8, how, EOS, 3, i) for i in range(3)]
         expected = answers(engine, free)
         found = answers(engine, [replace(one, grammar=every) for one in free])
-        assert [[event[1:] for event in one] for one in found] == [[event[1:] for event in one] for one in expected]
+        # The second round finds its prompts in the prefix cache, which `reused` counts.
+        assert [[event[1:-1] for event in one] for one in found] == [[event[1:-1] for event in one] for one in expected]
 
 
 def test_an_answer_in_a_grammar_is_the_same_in_any_company(lm: LM, engine: Engine):

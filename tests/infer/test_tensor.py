@@ -14,7 +14,7 @@ from argosy.infer.engine.request import Request
 from argosy.infer.forward.passes import PassKind, whole_sequences
 from argosy.infer.lm import LM
 from argosy.infer.load import load_lm
-from argosy.infer.programs.placement import weights_mesh
+from argosy.infer.placement import weights_mesh
 from argosy.infer.sampling import sampler
 from argosy.infer.sampling.sample import Sampling
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram

@@ -42,7 +42,8 @@ def test_an_evaluation_without_a_cross_entropy_reports_the_objectives_own_metric
         {name: WeightedMean(jnp.float32(x), jnp.float32(weight)) for name, weight in (("loss", 2), ("rewards/accuracy", 4))}
         for x in (1, 2)
     )
-    evaluation = Evaluation(SimpleNamespace(evals=Held([one, two]), place=lambda batch: batch), 1, *[None] * 4)
+    assembly = SimpleNamespace(evals=Held([one, two]), place=lambda batch: batch, run=SimpleNamespace(objective=NextToken()))
+    evaluation = Evaluation(assembly, 1, *[None] * 4)
     evaluation._program = lambda state, batch: batch
     assert evaluation.evaluate(None) == {"eval_loss": 0.75, "eval_rewards/accuracy": 0.375}
 
@@ -51,7 +52,7 @@ def test_an_evaluation_without_a_cross_entropy_reports_the_objectives_own_metric
 def test_a_signal_ends_an_evaluation_between_two_batches_unless_it_is_the_last(last: bool, made: int):
     """`eval.batches` batches of a large model take minutes."""
     seen: list[int] = []
-    assembly = SimpleNamespace(evals=Held(range(5)), place=lambda batch: batch)
+    assembly = SimpleNamespace(evals=Held(range(5)), place=lambda batch: batch, run=SimpleNamespace(objective=NextToken()))
     written: list[object] = []
     metrics, view = SimpleNamespace(write=written.append), SimpleNamespace(evaluation=lambda *_: None)
     evaluation = Evaluation(assembly, 9, SimpleNamespace(evaluated=lambda *_: None), metrics, view, Clock(), lambda: len(seen) > 1)  # pyright: ignore[reportArgumentType]
@@ -78,7 +79,7 @@ def test_a_signal_ends_a_sample_between_two_tokens(monkeypatch: pytest.MonkeyPat
     sampler.assembly = SimpleNamespace(tokenizer=object(), graph=None, decided=SimpleNamespace(dtype=None))  # pyright: ignore[reportAttributeAccessIssue]
     sampler.settings = SimpleNamespace(sample=SimpleNamespace(tokens=5, temperature=1.0), seed=0, model=None)  # pyright: ignore[reportAttributeAccessIssue]
     sampler.prompt = [1]
-    state = SimpleNamespace(params={}, rest={}, step=1)
+    state = SimpleNamespace(inference_params={}, rest={}, step=1)
     assert sampler(state, lambda: len(made) > 1) is None
     assert made == [0, 1]
     assert sampler(state) == "abcde"

@@ -11,7 +11,7 @@ from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.run.outcome import Outcome
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
-from argosy.train.optim import Muon
+from argosy.train.optimizers.muon import Muon
 
 
 @pytest.fixture
@@ -70,13 +70,13 @@ def test_provenance_names_the_call(asked):
     assert asked["origin"]["dir"] == "default"
 
 
-def test_a_recipe_is_no_preset_and_a_hub_id_is_not_downloaded():
+def test_a_recipe_is_no_preset_and_a_name_of_the_hub_has_a_prefix():
     with pytest.raises(UserError, match="`tiny` is a recipe, not a preset") as caught:
         argosy.load("tiny", random=0)
     assert "presets are argosy-1m" in (caught.value.hint or "")
     with pytest.raises(UserError, match=r"no folder `Qwen/Qwen3-0\.6B`") as caught:
         argosy.load("Qwen/Qwen3-0.6B")
-    assert "nothing is downloaded: `hf download Qwen/Qwen3-0.6B" in (caught.value.hint or "")
+    assert (caught.value.hint or "").startswith("of the Hub: hf:Qwen/Qwen3-0.6B; the preset")
 
 
 def test_progress_is_printed_on_stderr(asked, capsys):

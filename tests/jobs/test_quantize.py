@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative, shared
+from helpers import relative, shared, stories_model
 from laws.families import CASES, STRUCTURES, built
 
 import argosy
@@ -15,6 +15,7 @@ from argosy.adapt.quant import QuantizedEinsum
 from argosy.adapt.rules import ACTIVATIONS, NAMES, PRESETS, Rule, preset_rules, read_rules, rules_named, schemes_of
 from argosy.adapt.surgery import find
 from argosy.checkpoint.open import open_model
+from argosy.cli import main
 from argosy.core.errors import BadInput, UserError
 from argosy.data.settings import DataSettings
 from argosy.infer.lm import LM
@@ -124,8 +125,17 @@ def test_what_matches_nothing_is_refused():
         schemes_of(model, [Rule(weights="int8"), Rule(where=r"layers\..*\.mlp\..*", weights="int4")])
     with pytest.raises(BadInput, match="no rule quantizes"):
         schemes_of(model, [Rule()])
-    with pytest.raises(BadInput, match="no preset `w9`"):
-        preset_rules("w9")
+    for name, hint in (("w9", "w8"), ("gptq", "preset=w4 method=gptq"), ("Q4_K_M", "OUT.gguf preset=q4_k_m"), ("iq4_xs", "GGUF")):
+        with pytest.raises(BadInput, match=f"no preset `{name}`") as error:
+            preset_rules(name)
+        assert hint in str(error.value.hint)
+
+
+@pytest.mark.parametrize("verb", [["generate", "MODEL", "hi"], ["serve", "MODEL"], ["eval", "MODEL"], ["export", "MODEL", "OUT"]])
+def test_a_method_at_load_is_answered_with_the_command_that_has_it(verb, capsys):
+    words = [str(stories_model()) if word == "MODEL" else word for word in verb]
+    assert main([*words, "quantization=w4", "quantization.method=gptq"]) == 2
+    assert "argosy quantize MODEL OUT preset=w4 method=gptq" in capsys.readouterr().err
 
 
 def test_nothing_is_written_for_a_model_that_cannot_be_quantized(tmp_path):
@@ -150,6 +160,19 @@ def test_nothing_is_written_for_a_model_that_cannot_be_quantized(tmp_path):
     with pytest.raises(BadInput, match="not finite"):
         quantize(str(tmp_path / "damaged"), tmp_path / "out", preset_rules("w4"))
     assert not (tmp_path / "out").exists()
+
+
+def test_rules_that_hit_tied_embeddings_and_routers_are_said(tmp_path):
+    said = {}
+    for name, where in {"llama-tied-biased": "embed|layers.*", "mixtral-plain": ".*"}.items():
+        saved(CASES[name], tmp_path / name)
+        said[name] = list[str]()
+        quantize(str(tmp_path / name), tmp_path / f"{name}.out", [Rule(where=where, weights="int8")], say=said[name].append)
+        quiet = list[str]()
+        quantize(str(tmp_path / name), tmp_path / f"{name}.w8", preset_rules("w8"), say=quiet.append)
+        assert not any("a rule rounds" in line for line in quiet)
+    assert any("`embed`, which is the head too" in line for line in said["llama-tied-biased"])
+    assert any("such as `layers.0.mlp.router`" in line for line in said["mixtral-plain"])
 
 
 def test_names_of_formats_in_settings_are_those_of_the_table():

@@ -18,7 +18,7 @@ from argosy.adapt.search.patterns import mixed_rules
 from argosy.adapt.search.sensitivity import SensitivityMeter
 from argosy.checkpoint.open import open_model
 from argosy.cli import main
-from argosy.core.errors import Unsupported
+from argosy.core.errors import BadInput, Unsupported
 from argosy.data.settings import DataSettings
 from argosy.infer.lm import LM
 from argosy.infer.load import load_lm
@@ -159,6 +159,53 @@ def test_the_file_quantizes_to_the_promised_bits(tmp_path):
     assert 8 * size / numbers == pytest.approx(said["bits"], rel=1e-12)
     written, promised = ({row["name"]: row["bits"] for row in rows} for rows in (result["weights"], said["weights"]))
     assert written == promised
+
+
+def test_a_killed_search_goes_on_from_what_it_measured(tmp_path, monkeypatch):
+    saved("llama-plain", tmp_path / "plain")
+    how = {"source": str(tmp_path / "plain"), "data": SYNTHETIC, "samples": 3}
+    whole = search_recipe(target=tmp_path / "whole.yml", budget=7.5, presets=["w8", "w4", "w2"], **how)
+    assert not (tmp_path / "whole.yml.part").exists()
+    target, part, measure = tmp_path / "mixed.yml", tmp_path / "mixed.yml.part", SensitivityMeter.divergence
+    calls = []
+
+    def counted(self, schemes, i=0, inputs=None):
+        if len(schemes) == 1:
+            if len(calls) == 20:
+                raise KeyboardInterrupt
+            calls.append(*schemes)
+        return measure(self, schemes, i, inputs)
+
+    monkeypatch.setattr(SensitivityMeter, "divergence", counted)
+    with pytest.raises(KeyboardInterrupt):
+        search_recipe(target=target, budget=7.5, presets=["w8", "w4", "w2"], **how)
+    assert not target.exists()
+    # As a kill in the middle of a write leaves it.
+    part.write_bytes(part.read_bytes()[:-9])
+    calls.clear()
+
+    def listed(self, schemes, i=0, inputs=None):
+        calls.append(schemes)
+        return measure(self, schemes, i, inputs)
+
+    monkeypatch.setattr(SensitivityMeter, "divergence", listed)
+    said = []
+    again = search_recipe(target=target, budget=7.5, presets=["w8", "w4", "w2"], say=said.append, **how)
+    assert "resuming: 19 roundings are measured already" in said
+    assert sum(len(schemes) == 1 for schemes in calls) == 3 * len(again["weights"]) - 19
+    drop = {"seconds", "target"}
+    assert {k: v for k, v in again.items() if k not in drop} == {k: v for k, v in whole.items() if k not in drop}
+    assert target.read_text() == (tmp_path / "whole.yml").read_text()
+    assert not part.exists()
+
+
+def test_what_another_search_left_is_not_taken(tmp_path):
+    saved("llama-plain", tmp_path / "plain")
+    for text in ('{"source": "hub 1", "data": "2"}\n', "a note\n", "[3]\n"):
+        (tmp_path / "a.yml.part").write_text(text)
+        with pytest.raises(BadInput, match=r"a\.yml\.part"):
+            search_recipe(str(tmp_path / "plain"), tmp_path / "a.yml", 7.5, ["w8", "w4"], SYNTHETIC, samples=3)
+        assert (tmp_path / "a.yml.part").read_text() == text
 
 
 @pytest.mark.slow

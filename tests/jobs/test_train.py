@@ -26,7 +26,7 @@ from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.load import find_tokenizer
 from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
-from argosy.run.assembly import decided
+from argosy.parallel import target
 from argosy.run.header import tokenizer_of
 from argosy.run.outcome import ending
 from argosy.run.settings.compose import compose
@@ -167,7 +167,7 @@ def test_the_header_says_where_the_weights_come_from_and_how_large_the_tokenizer
     log = (finished / "log.txt").read_text()
     assert "weights     random, from seed 0" in log
     assert re.search(r"tokenizer   none; the model's vocabulary has \d+ tokens\n", log)
-    settings = SimpleNamespace(data=SimpleNamespace(tokenizer="byte"), model=SimpleNamespace(vocab=1024))
+    settings = SimpleNamespace(data=SimpleNamespace(tokenizer="byte"), model=SimpleNamespace(inputs="tokens", vocab=1024))
     assembly: Any = SimpleNamespace(tokenizer=SimpleNamespace(vocab=258), run=settings)
     assert tokenizer_of(assembly) == "byte, 258 tokens of the model's 1,024"
 
@@ -375,7 +375,7 @@ def test_a_directory_that_may_not_be_written():
 
 
 def test_a_run_that_does_not_fit_is_refused_with_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("argosy.run.memory.memory_bytes", lambda: (1 << 16, 1 << 16))
+    monkeypatch.setattr("argosy.parallel.target.memory_bytes", lambda: (1 << 16, 1 << 16))
     with pytest.raises(BadInput, match=r"training needs .* this machine has 64\.0 KiB") as told:
         fit(tmp_path / "run", "steps=2")
     text = str(told.value)
@@ -411,7 +411,7 @@ def test_the_best_three_are_saved_and_kept(tmp_path: Path):
 
     saved: list[int] = []
     checkpoints = SimpleNamespace(eval_losses=lambda: {10: 2.0, 20: 1.0})
-    reading = SimpleNamespace(value=SimpleNamespace(checkpoint=SimpleNamespace(keep_best=2)))
+    reading = compose(Run, "tiny", ["checkpoint.keep_best=2"])
     saver = Saver(None, reading, checkpoints, {})  # pyright: ignore[reportArgumentType]
     saver.__class__ = type("Noting", (Saver,), {"__call__": lambda self, now: saved.append(now.step)})
     for step, loss in ((0, 0.1), (30, 3.0), (40, 1.5), (50, 1.7), (60, float("nan")), (70, 0.5)):
@@ -514,7 +514,7 @@ def test_a_device_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.Monkey
         raise RuntimeError("Unable to initialize backend 'tpu': INTERNAL: no TPU\nmore")
 
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    monkeypatch.setattr(decided.jax, "default_backend", no_backend)
+    monkeypatch.setattr(target.jax, "default_backend", no_backend)
     with pytest.raises(BadInput, match="no such device: Unable to initialize backend 'tpu'") as told:
         fit(tmp_path / "run", "steps=2")
     assert "JAX_PLATFORMS=tpu" in str(told.value)

@@ -8,7 +8,7 @@ import yaml
 from argosy.cli import main
 from argosy.core.settings.scalars import yaml_document
 from argosy.core.settings.schema import documented
-from argosy.launch.settings import ENGINES
+from argosy.launch.engines import ENGINES
 
 TEXT = Path(__file__)
 SLURM = ["launch", "engine=slurm", "time=60"]

@@ -9,8 +9,8 @@ from argosy.core.settings import read_settings, words_layer
 from argosy.jobs import launch_paths
 from argosy.jobs.launch_paths import kind_of
 from argosy.launch import jobset, skypilot, slurm
+from argosy.launch.engines import ENGINES
 from argosy.launch.rendered import Devices
-from argosy.launch.settings import ENGINES
 
 PODS = ["engine=jobset", "image=a/b", "volume=claim"]
 TPU = ["tpu=tpu-v5p-slice", "topology=2x2x4", "nodes=4"]
@@ -116,7 +116,6 @@ SLICES = [*PODS, *TPU, "slices=2", "write=job"]
         ([*SLICES, *TINY, "data.batch=48", "accumulate=3", "mesh.fsdp=16"], "the 32 devices that split its rows, accumulate = 3", "32"),
         # What needs no devices to be known.
         ([*PODS, *TINY, "mesh.fsdp=3"], "data.batch = 8 does not divide over mesh.fsdp = 3", ""),
-        ([*PODS, *TINY, "data.source=gs://a/b"], "data is read from files", "data.source=gs://a/b"),
         ([*PODS, *TINY, "mesh.expert=2"], "mesh.expert = 2: the model has no experts", ""),
         ([*PODS, "gpus=8", "nodes=2", *TINY, "mesh.tensor=3"], "3 does not divide 16 devices", "nodes = 2 x gpus = 8 makes 16 devices"),
         ([*SKY, "accelerators=H100:8", "nodes=2", *TINY, "mesh.fsdp=8"], "does not make 16 devices", "accelerators = H100:8 makes 16"),

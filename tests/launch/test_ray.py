@@ -13,7 +13,6 @@ import pytest
 
 from argosy.core.errors import Unsupported
 from argosy.launch import ray as engine
-from argosy.launch.settings import Ray
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed")
 # Compiling is most of the time; the engine passes them on.
@@ -26,7 +25,7 @@ SMALL = [
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(Unsupported, match="not installed") as caught, engine.connected(Ray()):
+    with pytest.raises(Unsupported, match="not installed") as caught, engine.connected(None, 1):
         pass
     assert "argosy[ray]" in str(caught.value)
 

@@ -21,7 +21,7 @@ from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import shardings
 from argosy.parallel.scope import activation_spec, constrain, platform, scope
 from argosy.train.objectives.next_token import NextToken
-from argosy.train.optim import SGD
+from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
 from argosy.train.step import make_step

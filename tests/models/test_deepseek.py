@@ -30,9 +30,9 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, split
 from argosy.models.settings import Experts, Index, Reach, Rope
 from argosy.ops.attention import See
-from argosy.run.settings.compose import preset_config
+from argosy.run.settings.recipe_files import preset_config
 from argosy.train.objectives.next_token import NextToken
-from argosy.train.optim import AdamW
+from argosy.train.optimizers.adam import AdamW
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step

@@ -8,7 +8,7 @@ from laws.families import CASES
 from argosy.models.parts import weight
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses, to_layers
 from argosy.models.parts.weight import fill, split
-from argosy.run.settings.compose import preset_config
+from argosy.run.settings.recipe_files import preset_config
 
 
 def drawn(config, run, seed=7):

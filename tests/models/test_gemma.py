@@ -1,6 +1,6 @@
 """Gemma 3 as it is published; folders with its vision tower are in test_towers.py."""
 
-from argosy.run.settings.compose import preset_config
+from argosy.run.settings.recipe_files import preset_config
 from argosy.weights.hub.config import config_from
 
 PUBLISHED = {       # google/gemma-3-4b-it, as its config.json says

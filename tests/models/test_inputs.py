@@ -20,7 +20,7 @@ from argosy.models.parts.stack import Unroll, layer_addresses
 from argosy.models.parts.weight import fill, merge, put, split
 from argosy.models.settings import Rope
 from argosy.train.objectives.next_token import NextToken
-from argosy.train.optim import AdamW
+from argosy.train.optimizers.adam import AdamW
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step

@@ -14,7 +14,7 @@ from argosy.models.parts.attention.attend import Contiguous, Packed
 from argosy.models.parts.attention.heads import rotate_heads, scale_queries
 from argosy.models.parts.weight import put, split
 from argosy.models.settings import Llama3Scaling, Reach, Rope, Temper, Yarn
-from argosy.run.settings.compose import preset_config
+from argosy.run.settings.recipe_files import preset_config
 from argosy.weights.hub.config import config_from
 
 TEXT = {        # what the files of both released models say in `text_config`

@@ -29,7 +29,7 @@ from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
-from argosy.train.optim import AdamW
+from argosy.train.optimizers.adam import AdamW
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step

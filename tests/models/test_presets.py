@@ -3,7 +3,7 @@
 import pytest
 
 from argosy.models.parts.weight import abstract, parameter_count
-from argosy.run.settings.compose import preset_config, presets
+from argosy.run.settings.recipe_files import preset_config, presets
 
 # Parameters as the Hub's safetensors index of each model counts them; of experts, what the paper says are active, in billions.
 PUBLISHED = {

@@ -16,24 +16,54 @@ from argosy.weights.hub.config import config_from
 from tools.seams import examples
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "preferences.json").read_text(encoding="utf-8"))["scores"]
-SCORED = {name: config for name, config in examples().items() if "scores" in type(config).model_fields}
+SCORED = {name: config for name, config in examples().items() if getattr(type(config), "can_score", False)}
 
 
 @pytest.mark.parametrize("name", SCORED)
 def test_a_head_of_scores_is_counted_and_survives_config_json(name):
     plain = SCORED[name]
-    config = plain.model_copy(update={"scores": 3})
+    config = plain.model_copy(update={"scores": 3, "labels": ("no", "yes", "?"), "problem_type": "multi_label_classification"})
     model = config.build()
     assert variables(model)["head.w"].shape == (config.width, 3)
     assert config.parameters() == parameter_count(abstract(model))
-    assert "score.weight" in {row.names for row in config.hub_rows()[0]}
+    names = {row.names for row in config.hub_rows()[0]}
+    assert names & {"score.weight", "classifier.weight", "classifier.out_proj.weight"}
     try:
         written = plain.to_hub()
     except ArgosyError:
         return  # this combination has no architecture on the Hub, with either head
     scored = config.to_hub()
-    assert scored["architectures"] == [written["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
+    kind = written["architectures"][0]
+    for end in ("ForCausalLM", "LMHeadModel", "Model"):
+        kind = kind.removesuffix(end)
+    assert scored["architectures"] == [kind + "ForSequenceClassification"]
+    assert scored["id2label"] == {"0": "no", "1": "yes", "2": "?"}
     assert config_from(scored, "").resolved() == config.resolved()
+
+
+@pytest.mark.parametrize(
+    ("written", "labels", "problem_type"),
+    [
+        ({"id2label": {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}}, (), None),
+        ({"id2label": {"1": "b", "0": "a"}}, ("a", "b"), None),
+        ({}, (), None),
+        ({"id2label": {"0": "LABEL_0"}, "sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, (), "regression"),
+        ({"id2label": {"0": "LABEL_0"}, "sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}}, (), None),
+    ],
+)
+def test_names_of_classes_are_read_from_config_json(written, labels, problem_type):
+    bert = SCORED["bert-plain"].to_hub() | {"architectures": ["BertForSequenceClassification"]}
+    config = config_from(bert | written, "")
+    assert (config.labels, config.problem_type) == (labels, problem_type)
+    assert config.label_names == (labels or tuple(f"LABEL_{i}" for i in range(config.scores)))
+
+
+def test_classes_that_are_not_numbered_from_0_are_refused():
+    bert = SCORED["bert-plain"].to_hub() | {"architectures": ["BertForSequenceClassification"]}
+    with pytest.raises(BadInput, match="does not number its 2 classes"):
+        config_from(bert | {"id2label": {"1": "a", "2": "b"}}, "")
+    with pytest.raises(BadInput, match="unknown `problem_type` 'many'"):
+        config_from(bert | {"problem_type": "many"}, "")
 
 
 def test_scores_equal_those_of_transformers(tmp_path):
@@ -50,10 +80,3 @@ def test_scores_equal_those_of_transformers(tmp_path):
     lm = argosy.load(folder)
     assert lm.config.scores == 1
     assert relative(lm.rewards(GOLDEN["tokens"]), GOLDEN["scores"]) < 2e-5
-
-
-def test_a_family_without_such_a_head_says_so():
-    gpt2 = next(config for name, config in examples().items() if name.startswith("gpt2"))
-    written = gpt2.to_hub() | {"architectures": ["GPT2ForSequenceClassification"]}
-    with pytest.raises(BadInput, match="a head of scores"):
-        config_from(written, "")

@@ -28,7 +28,7 @@ from tools.seams import examples, fullest
 
 KINDS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 # Why training does not take the kernels.
-REFUSED = {"deepseek-3.2": "queries do not choose their keys"}
+REFUSED = {"deepseek-3.2": "queries do not choose their keys"} | dict.fromkeys(("t5-plain", "t5-umt5", "t5-gated"), "no bias")
 # The fullest example of each family, and latent attention without an indexer.
 BY_DEFAULT = {name: KINDS[i % len(KINDS)] for i, name in enumerate([*fullest(), "deepseek-3"])}
 

@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from argosy.core.errors import BadInput, SettingsError, UnknownName
-from argosy.parallel.mesh import BetweenSettings, MeshSettings, rows_follow
+from argosy.parallel.mesh import BetweenSettings, MeshSettings, rows_divide
 from argosy.run.assembly.grid import mesh_header
-from argosy.run.settings.compose import CONFIGS, compose
+from argosy.run.settings.compose import compose
 from argosy.run.settings.mesh_presets import mesh_presets
+from argosy.run.settings.recipe_files import CONFIGS
 from argosy.run.settings.run import Run
 
 
@@ -89,7 +90,7 @@ def test_each_process_of_a_slice_reads_one_share_of_the_rows(monkeypatch, topolo
     devices = described_tpus(monkeypatch, topology)
     assert len({d.process_index for d in devices}) > 1
     MeshSettings(**sizes).build(devices)
-    assert rows_follow(built["grid"])
+    assert rows_divide(built["grid"])
 
 
 @pytest.mark.tpu

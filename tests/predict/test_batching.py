@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from jax import export
 import argosy
 from argosy.core.errors import BadInput
 from argosy.export.bundle import Bundle
-from argosy.predict.batching import Batcher, QueueFull, Unloaded, batch_axis
+from argosy.export.manifest import BundleSignature, TensorSignature
+from argosy.ops.programs.store import ProgramStore
+from argosy.predict.batching import Batcher, QueueFull, Unloaded
+from argosy.predict.padding import BatchPlan, batch_axis
 from argosy.predict.settings import BatchingSettings
 
 W = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -225,3 +229,220 @@ def test_dropped_requests_are_told_at_once(bundle: Bundle, batched):
 def test_sizes_that_no_batch_can_have_are_refused(sizes: tuple[int, ...]):
     with pytest.raises(ValueError, match="ascending sizes from 1 to max_batch_size = 32"):
         BatchingSettings(allowed_batch_sizes=sizes)
+
+
+def occupied(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Batches wait until the event is set."""
+    go, run = threading.Event(), bundle.run_arrays
+    monkeypatch.setattr(bundle, "run_arrays", lambda *args: (go.wait(20), run(*args))[1])
+    return go
+
+
+async def started(batcher: Batcher, inputs: dict[str, np.ndarray], **how: Any) -> "asyncio.Task[Any]":
+    """A call that waits or runs."""
+    call = asyncio.ensure_future(batcher.call(inputs, **how))
+    await asyncio.sleep(0.02)
+    return call
+
+
+def test_a_higher_priority_is_computed_first_and_takes_the_place_of_a_lower_one(bundle: Bundle, batched, monkeypatch):
+    go = occupied(bundle, monkeypatch)
+    batcher = batched(max_batch_size=1, max_queue_size=3, priority_levels=3, default_priority_level=2)
+    order: list[str] = []
+
+    async def crowd() -> Any:
+        calls = {"running": await started(batcher, drawn(0, 1, 2))}
+        for name, priority in (("late", 3), ("later", 3), ("usual", 0)):
+            calls[name] = await started(batcher, drawn(1, 1, 2), priority=priority)
+        with pytest.raises(QueueFull):
+            await batcher.call(drawn(1, 1, 2), priority=3)
+        calls["first"] = await started(batcher, drawn(1, 1, 2), priority=1)
+        for name, call in calls.items():
+            call.add_done_callback(lambda _, name=name: order.append(name))
+        go.set()
+        return await asyncio.gather(*calls.values(), return_exceptions=True)
+
+    found = asyncio.run(crowd())
+    assert [type(one).__name__ for one in found] == ["CallResult", "CallResult", "QueueFull", "CallResult", "CallResult"]
+    order.remove("later")
+    assert order == ["running", "first", "usual", "late"]
+
+
+def test_a_request_that_loses_a_part_computes_nothing_more(bundle: Bundle, batched, monkeypatch):
+    """The last of its three parts gives way; the other two would be computed for nobody."""
+    go, seen = occupied(bundle, monkeypatch), []
+    batcher = batched(lambda _, calls, rows, __: seen.append(rows), max_batch_size=2, max_queue_size=6, priority_levels=2)
+
+    async def crowd() -> None:
+        running = await started(batcher, drawn(0, 1, 2))
+        split = await started(batcher, drawn(1, 6, 2), priority=2)
+        first = await started(batcher, drawn(2, 1, 2), priority=1)
+        with pytest.raises(QueueFull):
+            await asyncio.wait_for(split, 5)
+        go.set()
+        await asyncio.gather(running, first)
+
+    asyncio.run(crowd())
+    assert seen == [1, 1]
+
+
+@pytest.mark.parametrize("levels, priority", [(0, 1), (2, 3), (2, -1)])
+def test_a_priority_that_there_is_not_is_refused(bundle: Bundle, batched, levels: int, priority: int):
+    with pytest.raises(BadInput, match=f"priority is {priority}"):
+        asyncio.run(batched(priority_levels=levels).call(drawn(0, 1, 2), priority=priority))
+
+
+def test_several_instances_compute_at_once(bundle: Bundle, batched, monkeypatch):
+    both, run = threading.Barrier(2, timeout=20), bundle.run_arrays
+    monkeypatch.setattr(bundle, "run_arrays", lambda *args: (both.wait(), run(*args))[1])
+    batcher = batched(instances=2, max_batch_size=1)
+
+    async def two() -> Any:
+        return await asyncio.gather(*(batcher.call(drawn(i, 1, 2)) for i in range(2)))
+
+    found = asyncio.run(two())
+    monkeypatch.undo()
+    for i, result in enumerate(found):
+        np.testing.assert_allclose(result.outputs["sum"], bundle.run(drawn(i, 1, 2))["sum"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy, rows", [("pad_up", [5]), ("batch_down", [4, 1]), ("minimize_cost", [5])])
+def test_a_batch_between_two_sizes_follows_the_policy(bundle: Bundle, batched, monkeypatch, policy: str, rows: list[int]):
+    go, seen = occupied(bundle, monkeypatch), []
+    batcher = batched(lambda _, calls, rows, __: seen.append(rows), max_batch_size=8, batch_padding_policy=policy)
+
+    async def crowd() -> None:
+        calls = [await started(batcher, drawn(9, 1, 2))]
+        calls += [await started(batcher, drawn(i, 1, 2)) for i in range(5)]
+        go.set()
+        await asyncio.gather(*calls)
+
+    asyncio.run(crowd())
+    assert seen == [1, *rows]
+
+
+def test_the_first_call_is_in_every_batch(bundle: Bundle, batched, monkeypatch):
+    """A call above the size below would otherwise wait as long as smaller ones arrive."""
+    go, order = occupied(bundle, monkeypatch), []
+    batcher = batched(max_batch_size=8, batch_padding_policy="batch_down")
+
+    async def crowd() -> None:
+        calls = [await started(batcher, drawn(9, 1, 2))]
+        for rows in (5, 1, 1):
+            calls.append(await started(batcher, drawn(rows, rows, 2)))
+            calls[-1].add_done_callback(lambda _, rows=rows: order.append(rows))
+        go.set()
+        await asyncio.gather(*calls)
+
+    asyncio.run(crowd())
+    assert order[0] == 5
+
+
+def test_a_size_that_was_compiled_once_is_not_avoided(bundle: Bundle, batched, monkeypatch):
+    """The first batch of a size may wait for the compiler; its time says nothing of the next."""
+    run, met, seen = bundle.run_arrays, set(), []
+    gate = threading.Event()
+
+    def slow(arrays: Any, *more: Any) -> Any:
+        gate.wait(20)
+        rows = len(arrays["x"])
+        time.sleep(0.4 if rows == 8 and rows not in met else 0.01)
+        met.add(rows)
+        return run(arrays, *more)
+
+    monkeypatch.setattr(bundle, "run_arrays", slow)
+    batcher = batched(lambda _, calls, rows, __: seen.append(rows), max_batch_size=8)
+
+    async def crowd(rows: int) -> None:
+        gate.clear()
+        calls = [await started(batcher, drawn(9, 1, 2))]
+        calls += [await started(batcher, drawn(i, 1, 2)) for i in range(rows)]
+        gate.set()
+        await asyncio.gather(*calls)
+
+    for rows in (4, 4, 8, 5):
+        asyncio.run(crowd(rows))
+    assert seen == [1, 4, 1, 4, 1, 8, 1, 5]
+
+
+def test_a_batch_that_would_cost_more_padded_goes_in_two(bundle: Bundle, batched, monkeypatch):
+    """Eight rows take long, so five go as four and one."""
+    run, seen = bundle.run_arrays, []
+    gate = threading.Event()
+
+    def slow(arrays: Any, *more: Any) -> Any:
+        gate.wait(20)
+        time.sleep(0.2 if len(arrays["x"]) == 8 else 0.01)
+        return run(arrays, *more)
+
+    monkeypatch.setattr(bundle, "run_arrays", slow)
+    batcher = batched(lambda _, calls, rows, __: seen.append(rows), max_batch_size=8)
+
+    async def crowd(rows: int) -> None:
+        gate.clear()
+        calls = [await started(batcher, drawn(9, 1, 2))]
+        calls += [await started(batcher, drawn(i, 1, 2)) for i in range(rows)]
+        gate.set()
+        await asyncio.gather(*calls)
+
+    for rows in (8, 8, 4, 4, 5):
+        asyncio.run(crowd(rows))
+    assert seen == [1, 8, 1, 8, 1, 4, 1, 4, 1, 4, 1]
+
+
+def test_programs_are_compiled_in_every_size_and_found_again(bundle: Bundle, batched, tmp_path: Path):
+    rows = bundle.manifest.signature().model_copy(update={"limits": {"length": 20}, "padding": ["batch", "length"]})
+    padded = Bundle.open(bundle.path)
+    padded.manifest = padded.manifest.model_copy(update={"signatures": {"call": rows}})
+    store = ProgramStore(tmp_path / "programs", "this machine")
+    store.folder.mkdir()
+    for _ in range(2):
+        batcher = Batcher(padded, BatchingSettings(max_batch_size=3))
+        try:
+            # 1, 2 and 3 rows; lengths of 16 and 20.
+            assert batcher.warm_up(store) == 6
+            one = drawn(3, 2, 17)
+            np.testing.assert_allclose(
+                asyncio.run(batcher.call(one)).outputs["sum"], bundle.run(one)["sum"], rtol=1e-5, atol=1e-5
+            )
+        finally:
+            batcher.close()
+        assert len(list(store.folder.iterdir())) == 6
+        padded.close()
+
+
+def sequences(limit: int) -> BundleSignature:
+    """A signature of rows of tokens."""
+    tokens = TensorSignature(name="tokens", shape=["batch", "length"], dtype="int32")
+    vector = TensorSignature(name="vector", shape=["batch", 4], dtype="float32")
+    about: dict[str, Any] = {"programs": [], "weights": [], "padding": ["batch", "length"], "limits": {"length": limit}}
+    return BundleSignature(inputs=[tokens], outputs=[vector], **about)
+
+
+def test_long_rows_make_small_batches():
+    plan = BatchPlan.of(sequences(8192), BatchingSettings(max_batch_size=32, max_batch_tokens=4096))
+    assert plan.padded([{"batch": 3, "length": 20}]) == {"batch": 4, "length": 24}
+    assert [plan.rows_at({"batch": 1, "length": length}) for length in (20, 128, 129, 2048, 4097)] == [32, 32, 21, 2, 1]
+    combinations = plan.combinations()
+    assert combinations is not None
+    tokens = [one["batch"] * one["length"] for one in combinations]
+    assert tokens == sorted(tokens)
+    # A batch of 21 rows of 192 tokens is filled up to 32.
+    assert {"batch": 32, "length": 192} in combinations
+    assert {"batch": 1, "length": 8192} in combinations
+    assert {"batch": 2, "length": 8192} not in combinations
+
+
+def test_long_requests_are_split_by_their_tokens(bundle: Bundle, batched):
+    plan = bundle.manifest.signature().model_copy(update={"limits": {"length": 64}, "padding": ["batch", "length"]})
+    long = Bundle.open(bundle.path)
+    long.manifest = long.manifest.model_copy(update={"signatures": {"call": plan}})
+    seen: list[int] = []
+    batcher = Batcher(long, BatchingSettings(max_batch_tokens=96), lambda _, calls, rows, __: seen.append(rows))
+    try:
+        one = drawn(3, 7, 40)
+        found = asyncio.run(batcher.call(one))
+        np.testing.assert_allclose(found.outputs["sum"], bundle.run(one)["sum"], rtol=1e-5, atol=1e-4)
+        assert seen == [2, 2, 2, 1]
+    finally:
+        batcher.close()

@@ -9,16 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
 from helpers import shared
+from predict_servers import serving, write_scaled
 from starlette.requests import Request
 
 import argosy
@@ -32,37 +31,6 @@ from argosy.predict.service import PredictService
 from argosy.predict.settings import PredictSettings
 from argosy.web.errors import ApiError
 from argosy.weights.build import random_model
-
-
-def write_scaled(path: Path, factor: float) -> Path:
-    """A bundle that multiplies rows by a number."""
-    argosy.export(lambda x: {"y": x * factor}, (jnp.zeros((1, 3)),), path, platforms=["cpu"], batch="symbolic")
-    return path
-
-
-@contextmanager
-def serving(repository: Path, *words: str) -> Iterator[tuple[str, list[str]]]:
-    """A server: its address, and what it says, which grows."""
-    command = [sys.executable, "-m", "argosy", "predict", str(repository), "port=0", *words]
-    said: list[str] = []
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            said.append(line.strip())
-            if line.startswith("ready on "):
-                break
-        else:
-            raise AssertionError("\n".join(said))
-        # Read on: a full pipe would stop the server.
-        reader = threading.Thread(target=lambda: said.extend(map(str.strip, process.stderr)))  # type: ignore[arg-type]
-        reader.start()
-        try:
-            yield said[-1].split()[-1], said
-        finally:
-            process.terminate()
-            code = process.wait(30)
-            reader.join()
-    assert code in (0, 143), said
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +67,15 @@ def rows(**more: Any) -> dict[str, Any]:
     return {"name": "x", "shape": [2, 3], "datatype": "FP32", "data": ROWS} | more
 
 
+@pytest.mark.parametrize("words, name", [((), "scaled"), (("name=mine",), "mine")])
+def test_the_versions_of_one_model_are_a_repository(tmp_path: Path, words: tuple[str, ...], name: str):
+    write_scaled(tmp_path / "scaled" / "1", 2.0)
+    write_scaled(tmp_path / "scaled" / "2", 3.0)
+    with serving(tmp_path / "scaled", "warm_up=false", *words) as (address, _), httpx.Client(base_url=address) as client:
+        assert client.get(f"/v2/models/{name}").json()["versions"] == ["2"]
+        assert infer(client, rows(), model=name).json()["outputs"][0]["data"][:3] == [3.0, 6.0, 9.0]
+
+
 def test_the_open_inference_protocol(ask: httpx.Client):
     assert ask.get("/v2").json()["name"] == "argosy"
     assert ask.get("/v2/health/live").status_code == ask.get("/v2/health/ready").status_code == 200
@@ -127,15 +104,32 @@ def test_tensors_as_bytes(ask: httpx.Client):
     np.testing.assert_array_equal(np.frombuffer(answer.content[cut:], "<f4").reshape(2, 3), 3 * value)
 
 
+def test_a_body_of_nothing_but_bytes(ask: httpx.Client):
+    """Triton's raw binary request: one row of the only input, and bytes come back."""
+    row = np.asarray([1, 2, 3], "<f4")
+    headers = {"Inference-Header-Content-Length": "0"}
+    answer = ask.post("/v2/models/scaled/infer", content=row.tobytes(), headers=headers)
+    cut = int(answer.headers["inference-header-content-length"])
+    assert json.loads(answer.content[:cut])["outputs"][0]["shape"] == [1, 3]
+    np.testing.assert_array_equal(np.frombuffer(answer.content[cut:], "<f4"), 3 * row)
+    for raw in (row.tobytes()[:-1], row.tobytes() * 2, b""):
+        answer = ask.post("/v2/models/scaled/infer", content=raw, headers=headers)
+        assert (answer.status_code, "has 12 bytes" in answer.json()["error"]) == (400, True)
+
+
 @pytest.mark.parametrize(
     ("change", "status", "said"),
     [
         ({"name": "z"}, 400, "no input `z`"),
         ({"datatype": "FP64"}, 400, "is FP64, and this model takes FP32"),
-        ({"shape": [2, 2]}, 400, "has 4 values, and 6 were sent"),
-        ({"shape": [3, 2]}, 400, "shape [3, 2]"),
+        ({"shape": [2, 2]}, 400, "input `x` has shape [2, 2], and its data [2, 3]"),
+        ({"shape": [2, 2], "data": [1.0] * 6}, 400, "has 4 values, and 6 were sent"),
+        ({"shape": [3, 2], "data": [1.0] * 6}, 400, "has shape [3, 2], and this signature takes [batch, 3]"),
         ({"shape": [0, 3], "data": []}, 400, "is 0"),
+        ({"shape": [0, 2**62], "data": []}, 400, "has too many numbers"),
         ({"data": None}, 400, "`data` is no list"),
+        ({"parameters": 3}, 400, "parameters of input `x` are no object"),
+        ({"parameters": {"shared_memory_region": "a"}}, 400, "shared memory"),
     ],
 )
 def test_what_does_not_fit_is_said_in_the_form_of_the_protocol(ask: httpx.Client, change: dict[str, Any], status: int, said: str):
@@ -147,8 +141,15 @@ def test_what_does_not_fit_is_said_in_the_form_of_the_protocol(ask: httpx.Client
 
 def test_other_refusals(ask: httpx.Client):
     assert infer(ask, rows(), model="nobody").status_code == 404
+    wrong = {"id": 5, "parameters": [], "outputs": {}}
+    for field, value in (*wrong.items(), ("parameters", {"binary_data_output": [1]}), ("outputs", [{}])):
+        answer = infer(ask, rows(), **{field: value})
+        assert (answer.status_code, field in answer.text or "`binary_data_output`" in answer.text) == (400, True), answer.text
+    assert infer(ask, rows(), id=None, parameters=None, outputs=None).is_success
     missing = ask.post("/v2/models/scaled/versions/9/infer", json={"inputs": [rows()]})
     assert (missing.status_code, missing.json()["error"]) == (404, "model `scaled` has no version `9`; ready are 1, 2")
+    late = infer(ask, rows(), parameters={"timeout": 10**400})
+    assert (late.status_code, "microseconds" in late.text) == (400, True)
     assert "no signature `other`" in infer(ask, rows(), parameters={"signature": "other"}).json()["error"]
     assert "no output `z`" in infer(ask, rows(), outputs=[{"name": "z"}]).json()["error"]
     assert ask.post("/v2/models/scaled/infer", content=b"{").json()["error"].startswith("the body is not JSON")
@@ -178,6 +179,17 @@ def test_tensorflow_servings_rest(ask: httpx.Client):
     assert ask.get("/v1/models/scaled/labels/canary").status_code == 404
 
 
+def test_rows_for_a_signature_without_a_batch_compute_nothing(tmp_path: Path):
+    argosy.export(lambda x: {"y": x.sum()}, (np.zeros((2, 3), np.float32),), tmp_path / "sum" / "1", platforms=["cpu"])
+    with serving(tmp_path) as (url, _), httpx.Client(base_url=url) as ask:
+        wrong = ask.post("/v1/models/sum:predict", json={"instances": ROWS})
+        assert (wrong.status_code, "has no batch" in wrong.json()["error"]) == (400, True)
+        assert ask.get("/v2/models/sum/stats").json()["model_stats"][0]["execution_count"] == 0
+        assert ask.post("/v1/models/sum:predict", json={"inputs": ROWS}).json() == {"outputs": 21.0}
+        (output,) = infer(ask, rows(), model="sum").json()["outputs"]
+        assert output == {"name": "y", "shape": [], "datatype": "FP32", "data": [21.0]}
+
+
 def test_metrics_and_statistics(ask: httpx.Client):
     infer(ask, rows())
     text = ask.get("/metrics").text
@@ -186,6 +198,11 @@ def test_metrics_and_statistics(ask: httpx.Client):
     (told,) = ask.get("/v2/models/scaled/stats").json()["model_stats"]
     assert told["inference_count"] >= 2
     assert told["inference_stats"]["success"]["ns"] > 0
+    # What Triton's clients read, and perf_analyzer cannot do without.
+    parts = ("compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+    assert set(told["inference_stats"]) == {"success", "fail", "queue", *parts}
+    assert all(set(part) == {"count", "ns"} for part in told["inference_stats"].values())
+    assert abs(told["last_inference"] / 1e3 - time.time()) < 60
 
 
 def test_versions_change_under_load_without_a_lost_request(tmp_path: Path):
@@ -295,8 +312,8 @@ def test_a_damaged_version_is_refused_by_name_and_the_loaded_one_stays(tmp_path:
         ([], "has no bundle"),
         (["host=0.0.0.0"], "lets everybody on the network"),
         (["http_port=1"], "did you mean `port`?"),
-        (["--grpc-port", "8001"], "gRPC is not built"),
-        (["grpc=8001"], "gRPC is not built"),
+        (["grpc_port=8001"], "did you mean `grpc`?"),
+        (["--grpc-address", "0.0.0.0"], "gRPC listens on `host`"),
         (["batching.max_batch_size=0"], "max_batch_size"),
     ],
 )
@@ -321,3 +338,6 @@ def test_embeddings_by_openais_client(tmp_path: Path):
         np.testing.assert_allclose([one.embedding for one in found.data], expected, atol=1e-5)
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.embeddings.create(model="other", input=texts)
+        # A vector is no list of classes.
+        vector = httpx.post(f"{address}/v1/models/small:classify", json={"examples": [{"text": texts[0]}]}, timeout=30)
+        assert (vector.status_code, "no single output of scores" in vector.json()["error"]) == (400, True)

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import BadInput
+from argosy.export.manifest import BundleSignature
+from argosy.export.steps import TokenizeStep
+from argosy.predict.protocol import check_types
 from argosy.predict.tensors import DATATYPES, from_bytes, read_tensors, to_bytes, to_json
+from argosy.web.errors import ApiError
 
 
 def tensor(data: Any = None, shape: Any = (2, 2), datatype: str = "FP32", **parameters: Any) -> dict[str, Any]:
@@ -53,6 +57,9 @@ def test_types_without_a_name_are_sent_as_floats():
         ([tensor([1, 2], (1 << 40, 1 << 40))], b"", "too many numbers"),
         ([tensor([1, 2, 3])], b"", "has 4 values, and 3 were sent"),
         ([tensor([1, [2]])], b"", "lists beside values"),
+        ([tensor([[1], [2, 3, 4]])], b"", "lists of different lengths"),
+        ([tensor([[1, 2, 3], [4, 5, 6]], (3, 2))], b"", r"has shape \[3, 2\], and its data \[2, 3\]"),
+        ([tensor([[], []], (0, 2))], b"", r"has shape \[0, 2\], and its data \[2, 0\]"),
         ([tensor(["a"] * 4)], b"", "values of another type"),
         ([tensor([1.5] * 4, datatype="INT32")], b"", "values of another type"),
         ([tensor([True] * 4, datatype="INT32")], b"", "values of another type"),
@@ -74,6 +81,16 @@ def test_types_without_a_name_are_sent_as_floats():
 def test_what_does_not_fit_is_said(inputs: Any, binary: bytes, said: str):
     with pytest.raises(BadInput, match=said):
         read_tensors(inputs, memoryview(binary))
+
+
+def test_texts_are_one_axis_or_a_column():
+    step = TokenizeStep()
+    of = BundleSignature(inputs=[], outputs=[], programs=[], weights=[], preprocess=[step])
+    for shape in ([2], [2, 1]):
+        check_types(of, [{"name": step.input, "datatype": "BYTES", "shape": shape}])
+    for shape in ([2, 2], [1, 2], [], [2, 1, 1]):
+        with pytest.raises(ApiError, match="this model takes \\[batch\\]"):
+            check_types(of, [{"name": step.input, "datatype": "BYTES", "shape": shape}])
 
 
 def test_json_has_no_number_for_infinity():

@@ -33,7 +33,7 @@ from argosy.rl.rollouts.packing import (
     rows_by_part,
     stored_batches,
 )
-from argosy.train.optim import SGD
+from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_parts

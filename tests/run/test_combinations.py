@@ -33,6 +33,8 @@ WORDS: dict[str, list[str]] = {
     "context": ["mesh.context=2"],
     "expert": ["mesh.expert=2"],
     "samples": ["sample.every=5"],
+    "ema": ["ema.decay=0.99"],
+    "averaging_optimizer": ["optimizer=schedule_free", "schedule=constant"],
     "reference": ["objective=dpo"],
     "teacher": ["objective=distill", "objective.teacher=x"],
     "cached_teacher": ["objective=distill", "objective.teacher=x", "objective.logits=cached"],

@@ -12,7 +12,8 @@ from schema_check import check
 from argosy.core.errors import BadInput, SettingsError, UnknownName
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
-from argosy.run.settings.compose import CONFIGS, compose, editor_schema, preset_config, presets, recipes
+from argosy.run.settings.compose import compose, editor_schema
+from argosy.run.settings.recipe_files import CONFIGS, preset_config, presets, recipes
 from argosy.run.settings.run import Run as TrainingRun
 from argosy.train.objectives import OBJECTIVES
 from argosy.train.objectives.preferences.dpo import LOSSES as DPO_LOSSES
@@ -184,7 +185,10 @@ def settled_objective(words):
     recipe, *more = words
     needs = {"grpo": ["reward=exact"]}.get(recipe, [])
     more += ["objective.teacher=t"] if "uld" in words[-1] else []
-    reading = compose(TrainingRun, recipe, ["model.preset=llama3.2-1b", "data.source=x.jsonl", *needs, *more])
+    # Rankers bring their model and data, and autoencoders their model.
+    needs += ["data.source=x.npz"] if recipe == "vae" else []
+    needs += [] if recipe in ("ranker", "two-tower", "vae") else ["model.preset=llama3.2-1b", "data.source=x.jsonl"]
+    reading = compose(TrainingRun, recipe, [*needs, *more])
     return Choice(OBJECTIVES).name_of(reading.value.objective)
 
 
@@ -342,13 +346,12 @@ def test_a_preset_lies_inside_its_folder():
         (
             "Qwen/Qwen3-0.6B",
             "no folder `Qwen/Qwen3-0.6B`",
-            "nothing is downloaded: `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then model=Qwen3-0.6B; "
-            "the preset `qwen3-0.6b` has random weights",
+            "of the Hub: model=hf:Qwen/Qwen3-0.6B; the preset `qwen3-0.6b` has random weights",
         ),
         (
             "some/other",
             "no folder `some/other`",
-            "nothing is downloaded: `hf download some/other --local-dir other`, then model=other",
+            "of the Hub: model=hf:some/other",
         ),
         ("/nope/folder", "no such folder: `/nope/folder`", "model=FOLDER takes a Hub folder"),
         ("runs/nope", "no such folder: `runs/nope`", "model=FOLDER takes a Hub folder"),

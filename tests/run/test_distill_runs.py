@@ -259,7 +259,7 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
     [
         ([], "`distill` needs `objective.teacher`", "objective.teacher=TEACHER_FOLDER"),
         (["objective.teacher=smollm2-135m"], "is a preset: its name alone means random weights", ""),
-        (["objective.teacher=gone/model"], "no folder `gone/model`", "hf download"),
+        (["objective.teacher=gone/model"], "no folder `gone/model`", "model=hf:gone/model"),
         (["objective.teacher=http://localhost:8000/v1"], "teacher_model is missing", ""),
         (["objective.teacher={stories}"], "another tokenizer than the data: it has 512 tokens, not 258", "data.tokenizer="),
         (["objective.teacher={teacher}", "data.sequence=128", "model.context=128"], "longer than the teacher's context of 64", "=64"),

@@ -61,7 +61,10 @@ def test_on_tpus_each_weight_is_gathered_once_a_step(monkeypatch: pytest.MonkeyP
     # They are cast before.
     assert moved["once"]["all-gather"] == pytest.approx(weights / 2, rel=0.02)
     assert moved["each"]["all-gather"] > 1.05 * PARTS * weights / 2
-    assert moved["each"]["all-reduce"] == moved["once"]["all-reduce"]
+    # Gradients of matrices are summed as often either way; those of norms, which are whole, in the loop over parts or after it.
+    norms = sum(w.size * 4 for w in abstract(model).values() if len(w.shape) == 1)
+    assert 0 <= moved["each"]["all-reduce"] - moved["once"]["all-reduce"] <= (PARTS - 1) * norms
+    assert moved["once"]["all-reduce"] > 20 * PARTS * norms
 
 
 def test_weights_that_are_whole_have_nothing_to_gather():

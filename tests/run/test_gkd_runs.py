@@ -132,7 +132,7 @@ def test_eight_devices_learn_as_one(data: Path, teacher: Path, base: Path, tmp_p
         (["reward=x.py:f"], "this one learns from its teacher"),
         (["accumulate=2"], "rollouts and accumulate do not combine"),
         (["environment=x.py:Game"], "environment is for objectives that learn from rewards"),
-        (["objective.student_fraction=1.5"], "own"),
+        (["objective.student_fraction=1.5"], "should be at most 1"),
         (["objective.lmbda=1"], "objective.student_fraction"),
         (["objective.student_fraction=1", "objective.others=teacher"], "every batch has the student's own"),
         (["objective.cross_entropy=0.5"], "cross_entropy"),

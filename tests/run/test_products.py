@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -27,10 +26,6 @@ SMALL += [
     "log.every=1",
     "checkpoint.every=2",
 ]
-
-
-def mesh_of(devices: int = 1) -> jax.sharding.Mesh:
-    return jax.make_mesh((devices,), ("data",))
 
 
 def run_of(*words: str) -> Run:
@@ -69,10 +64,10 @@ def test_kernels_are_not_built_where_they_cannot_be_used(loads: list[str]):
 
 
 def test_what_was_decided_stays_or_it_is_said(loads: list[str], monkeypatch: pytest.MonkeyPatch):
-    assert products_of(run_of(), "amx", "float32", mesh_of()) == ("amx", "")
-    assert products_of(run_of(), "xla", "float32", mesh_of()) == ("xla", ""), "a run that began with it keeps it"
+    assert products_of(run_of(), "amx", "float32", "cpu", 1) == ("amx", "")
+    assert products_of(run_of(), "xla", "float32", "cpu", 1) == ("xla", ""), "a run that began with it keeps it"
     monkeypatch.setattr(library, "load", lambda *_: "no compiler")
-    assert products_of(run_of(), "amx", "float32", mesh_of()) == ("xla", "needs the kernels of CPUs: no compiler")
+    assert products_of(run_of(), "amx", "float32", "cpu", 1) == ("xla", "needs the kernels of CPUs: no compiler")
     assert Decided(**{"layers": "scan", "precision": "float32"}).products == "xla", "as old runs were"
 
 
@@ -85,7 +80,7 @@ def test_what_is_named_and_cannot_run_is_a_mistake(
 ):
     monkeypatch.setattr(library, "has_amx", lambda: False)
     with pytest.raises(Unsupported, match=said):
-        products_of(run_of("execution.products=amx"), "amx", precision, mesh_of(devices))
+        products_of(run_of("execution.products=amx"), "amx", precision, "cpu", devices)
 
 
 def train(recipe: str, *words: str, **how: str) -> str:

@@ -263,7 +263,8 @@ def test_a_model_without_a_chat_template_continues_text(chromium: Page, lm: LM):
         assert page.run("document.querySelectorAll('.answer .token').length") > 1
         assert f"{address}/v1/completions" in page.requests
         page.hover(".answer .token")
-        page.until("document.querySelectorAll('#tip tr').length >= 5")
+        # In this API's shape, tokens of the same text are one: bytes that are no character.
+        page.until("document.querySelectorAll('#tip tr').length >= 3")
         assert chromium.errors == []
 
 
@@ -304,7 +305,10 @@ def test_the_dashboard_draws_what_the_server_does(page: Page, service: Service):
     before = f"{metrics.compilations._value.get():,.0f}"
     # This server did not warm up. What was compiled before the page was opened is a number and no alarm.
     later = "Date.now = (clock => () => clock() + 61_000)(Date.now); 0"
+    readings = "performance.getEntriesByType('resource').filter(e => e.name.endsWith('/metrics')).length"
     page.run(later)
+    # The second that ends after this has begun after the jump of the clock.
+    page.until(f"{readings} >= {page.run(readings) + 2}")
     page.until("document.querySelector('#alarm').hidden")
     assert page.run("document.querySelector('#facts').textContent").find(f"Compilations{before}") >= 0
     metrics.compilations.inc(3)

@@ -274,8 +274,9 @@ def test_settings_are_documented():
 
 def test_fields_are_documented():
     from argosy.serve.anthropic.messages import Messages
-    from argosy.serve.openai.fields import IGNORED, NEUTRAL, ChatFields, CompletionFields
+    from argosy.serve.openai.fields import ChatFields, CompletionFields
     from argosy.serve.openai.responses import Responses
+    from argosy.web.fields import IGNORED, NEUTRAL
 
     text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
     fields = {*IGNORED, *NEUTRAL, *ChatFields.model_fields, *CompletionFields.model_fields}

@@ -13,17 +13,18 @@ from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer.lm import LM
 from argosy.serve.app import App
 from argosy.serve.openai.fields import ChatFields, CompletionFields
-from argosy.serve.playground import FOLDER, TYPES, page_files
+from argosy.serve.playground import FOLDER
 from argosy.serve.service import Service
+from argosy.web.pages import SHARED, TYPES, page_files
 
 Ask = Callable[..., httpx.Response]
-SOURCES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+SOURCES = {path.name: path.read_text(encoding="utf-8") for path in [*SHARED.iterdir(), *FOLDER.iterdir()]}
 SCRIPTS = [name for name in SOURCES if name.endswith(".js")]
 
 
 def test_every_file_is_served_with_its_type_and_a_strict_policy(ask: Ask):
-    assert len(page_files()) == len(SOURCES) >= 6
-    for path, file in page_files().items():
+    assert len(page_files(FOLDER)) == len(SOURCES) >= 6
+    for path, file in page_files(FOLDER).items():
         answer = ask("GET", path)
         assert answer.status_code == 200
         assert answer.headers["content-type"].split(";")[0] == TYPES[file.suffix]
@@ -45,7 +46,7 @@ def test_the_page_loads_only_its_own_files_and_holds_no_script():
     assert not re.search(r"\son\w+=|\sstyle=|<style|javascript:", page)
     assert not re.search(r"<script(?![^>]*\ssrc=)", page)
     links = {*re.findall(r'(?:src|href)="(/[^"]*)"', page), *re.findall(r'from "([^"]*)"', "".join(SOURCES[n] for n in SCRIPTS))}
-    assert links == set(page_files()) - {"/"}
+    assert links == set(page_files(FOLDER)) - {"/"}
     addresses = re.findall(r"https?://[^\s\"'`]*", "".join(SOURCES.values()))
     assert set(addresses) == {"http://www.w3.org/2000/svg"}, "the name of a language, which nothing loads"
 
@@ -59,7 +60,7 @@ def test_the_page_needs_no_key_and_knows_nothing_secret(service: Service):
     app = App(service, key="s3cret").asgi
 
     async def go(client: httpx.AsyncClient) -> None:
-        for path in page_files():
+        for path in page_files(FOLDER):
             answer = await client.get(path)
             assert answer.status_code == 200
             assert "s3cret" not in answer.text
@@ -76,7 +77,7 @@ def test_a_page_of_another_name_cannot_read_it_from_a_local_server(service: Serv
     app = App(service, local=True).asgi
 
     async def go(client: httpx.AsyncClient) -> None:
-        for path in (*page_files(), "/web/model"):
+        for path in (*page_files(FOLDER), "/web/model"):
             assert (await client.get(path)).status_code == 200
             assert (await client.get(path, headers={"host": "evil.example"})).status_code == 403
 
@@ -88,7 +89,7 @@ def test_web_false_leaves_nothing_but_the_api(service: Service):
         app = App(service, key=key, web=False).asgi
 
         async def go(client: httpx.AsyncClient) -> list[int]:
-            return [(await client.get(path)).status_code for path in (*page_files(), "/web/model")]
+            return [(await client.get(path)).status_code for path in (*page_files(FOLDER), "/web/model")]
 
         assert set(inside(app, go)) == {status}
     with listening(service, web=False) as address:

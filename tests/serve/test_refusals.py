@@ -11,9 +11,10 @@ from serve.conftest import LIMITS, inside
 
 from argosy.serve.anthropic.messages import Messages
 from argosy.serve.app import App
-from argosy.serve.openai.fields import IGNORED, NEUTRAL, OF_RENDERING, ChatFields, CompletionFields
+from argosy.serve.openai.fields import OF_RENDERING, ChatFields, CompletionFields
 from argosy.serve.openai.responses import Responses
 from argosy.serve.service import Service
+from argosy.web.fields import IGNORED, NEUTRAL
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 Ask = Callable[..., httpx.Response]

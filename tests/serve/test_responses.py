@@ -14,12 +14,12 @@ from serve.test_reasoning import with_template
 
 from argosy.infer.lm import LM
 from argosy.serve.app import App
-from argosy.serve.openai.fields import Fields
 from argosy.serve.openai.response_store import ResponseStore, StoredResponse
 from argosy.serve.openai.responses import Responses
 from argosy.serve.openai.responses_input import input_messages, with_instructions
 from argosy.serve.service import Service
 from argosy.web.errors import ApiError
+from argosy.web.fields import Fields
 
 # A call in a conversation is shown as its name; thoughts as (...).
 TEMPLATE = (

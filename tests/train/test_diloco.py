@@ -1,7 +1,6 @@
 """Replicas that train alone: against runs of one device and outer steps by hand, and what the compiled steps send."""
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,8 @@ from laws.families import built
 
 from argosy.models.parts.stack import Unroll
 from argosy.models.parts.weight import abstract, logical
-from argosy.observe.hlo import CALL, SHAPE, computations
+from argosy.observe.hlo.collectives import collectives
+from argosy.observe.hlo.module import HloModule
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import shardings
@@ -24,7 +24,9 @@ from argosy.parallel.scope import scope
 from argosy.train import diloco
 from argosy.train.diloco_settings import DilocoSettings
 from argosy.train.objectives.next_token import NextToken
-from argosy.train.optim import SGD, AdamW, Muon
+from argosy.train.optimizers.adam import AdamW
+from argosy.train.optimizers.muon import Muon
+from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
 from argosy.train.step import make_step
@@ -233,43 +235,13 @@ def test_muon_has_a_state_of_each_replica():
 # ---------------------------------------------------------------- what is sent
 
 
-LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
-COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-NAMED = re.compile(r"replica_groups=mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
-SIZES = {"f32": 4, "s32": 4, "pred": 1, "u32": 4, "bf16": 2}
-
-
-def groups(line: str) -> np.ndarray:
-    """The devices of each group, [groups, devices], in the three forms in which XLA writes them."""
-    if found := LISTED.search(line):
-        return np.asarray([[int(d) for d in one.split(",")] for one in re.findall(r"\{([\d,]+)\}", found[1])])
-    if found := COUNTED.search(line):
-        shape, count, order = ([int(n) for n in (part or "").split(",") if n] for part in found.groups())
-        ids = np.arange(math.prod(count)).reshape(count)
-        return (ids.transpose(order) if order else ids).reshape(shape)
-    found = NAMED.search(line)
-    assert found, line
-    axes = {name.strip(" '"): int(size) for name, size in (one.split("=") for one in found[1].split(","))}
-    count, order = ([int(n) for n in (part or "").split(",") if n] for part in found.groups()[1:3])
-    ids = np.arange(math.prod(axes.values())).reshape(count or -1)
-    ids = (ids.transpose(order) if order else ids).reshape(list(axes.values()))
-    over = [list(axes).index(name.strip(" '")) for name in found[4].split(",")]
-    ids = np.moveaxis(ids, over, range(-len(over), 0))
-    return ids.reshape(-1, math.prod(ids.shape[-len(over) :]))
-
-
 def sent(program: Any, mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of collectives by kind: those between replicas, and those within one."""
     replica = np.indices(mesh.devices.shape)[mesh.axis_names.index("data")].ravel()
     between, within = {}, {}
-    for lines, times in computations(program.as_text()):
-        for line in lines:
-            if not (found := CALL.search(line)):
-                continue
-            size = sum(SIZES[t] * math.prod(int(d) for d in dims.split(",") if d) for t, dims in SHAPE.findall(found[1]))
-            crosses = any(len(set(replica[one])) > 1 for one in groups(line))
-            kinds = between if crosses else within
-            kinds[found[2]] = kinds.get(found[2], 0) + size * times
+    for one in collectives(HloModule.read(program.as_text())):
+        kinds = between if (replica[one.groups] != replica[one.groups[:, :1]]).any() else within
+        kinds[one.kind] = kinds.get(one.kind, 0) + one.bytes * one.times
     return between, within
 
 

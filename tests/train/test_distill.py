@@ -21,7 +21,7 @@ from argosy.train.objectives.distillation.distributions import of_logits
 from argosy.train.objectives.distillation.gkd import GKD
 from argosy.train.objectives.distillation.layers import HIDDEN
 from argosy.train.objectives.distillation.projection import attach
-from argosy.train.optim import SGD
+from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step

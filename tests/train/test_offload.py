@@ -25,7 +25,11 @@ from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
 from argosy.train import offload
 from argosy.train.offload import HOST, pieces_for
-from argosy.train.optim import SGD, AdamW, Lion, Muon, Optimizer
+from argosy.train.optimizers.adam import AdamW
+from argosy.train.optimizers.base import Optimizer
+from argosy.train.optimizers.lion import Lion
+from argosy.train.optimizers.muon import Muon
+from argosy.train.optimizers.sgd import SGD
 from argosy.train.state import meanings_of
 from tools.devices import config_of, lowered_step
 

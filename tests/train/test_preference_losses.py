@@ -27,7 +27,7 @@ from argosy.train.objectives.preferences.process_reward import ProcessReward, st
 from argosy.train.objectives.preferences.reward import RewardModel, bradley_terry
 from argosy.train.objectives.preferences.sequences import SequenceLogps, last, sequences
 from argosy.train.objectives.preferences.simpo import SimPO, simpo
-from argosy.train.optim import SGD
+from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step

@@ -20,7 +20,9 @@ from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.objectives.objective import Needs
-from argosy.train.optim import SGD, AdamW, Muon
+from argosy.train.optimizers.adam import AdamW
+from argosy.train.optimizers.muon import Muon
+from argosy.train.optimizers.sgd import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, flattened, meanings_of, trained, unflattened
 from argosy.train.step import in_parts, make_step

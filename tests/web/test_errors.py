@@ -16,6 +16,7 @@ from argosy.web.errors import ApiError
         ("/v2", "inference"),
         ("/v2/models/m/infer", "inference"),
         ("/v2/repository/index", "inference"),
+        ("/v2/systemsharedmemory/status", "inference"),
     ],
 )
 def test_errors_have_the_shape_of_the_api_that_owns_the_path(path: str, form: str):

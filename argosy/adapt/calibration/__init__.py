@@ -1,1 +1,1 @@
-"""What calibration data tells of the inputs of contractions, layer by layer."""
+"""Calibration: statistics of the inputs of contractions, layer by layer, and quantization by them."""

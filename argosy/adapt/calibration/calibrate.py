@@ -26,7 +26,7 @@ from argosy.adapt.methods.awq import BalancedReader
 from argosy.adapt.methods.balance import divided_inputs, fold_scales, reader_scales
 from argosy.adapt.methods.gptq import output_error
 from argosy.adapt.methods.settings import BalancingMethod, RoundingMethod
-from argosy.adapt.quant import PARTS, QuantizedEinsum
+from argosy.adapt.quant import PARTS, QuantizedEinsum, as_floats
 from argosy.core.errors import BadInput
 from argosy.core.formats import TensorReader, TensorView
 from argosy.models.parts.weight import Leaves
@@ -42,20 +42,28 @@ BATCH = 2048
 class CalibratedWeights:
     """The quantized weights of the layers.
 
-    rows: what the data says of each weight, by its per-layer name: `error`, `output_error`, that of `nearest`, `uncalibrated`, the
-        share of its experts that too few tokens reached, and `balanced`, whether its inputs were scaled.
+    folder: the folder of the calibration.
+    places: layer and name in its file of each weight, by its per-layer name.
+    rows: figures of each weight on the data, by its per-layer name: `error`; `output_error`; the same of rounding to `nearest`;
+        `uncalibrated`, the share of its experts that got too few tokens; and `balanced`, whether its inputs were scaled.
     """
 
     folder: CalibrationFolder
     places: Mapping[str, tuple[int, str]]
     rows: Mapping[str, Row]
 
-    def changed(self, weights: TensorReader) -> TensorReader:
-        """The weights of the model, with what balancing changed in those that are not quantized, in float32."""
+    @property
+    def changed_places(self) -> dict[str, tuple[int, str]]:
+        """Layer and name in its file of each weight that balancing changed and no rule quantizes, by its per-layer name."""
         places = dict[str, tuple[int, str]]()
         for i in range(self.folder.layers):
             names = self.folder.read_layer(i)[0].names
             places |= {f"layers.{i}.{own}": (i, name) for name in names if (own := name.removeprefix(CHANGED)) != name}
+        return places
+
+    def changed(self, weights: TensorReader) -> TensorReader:
+        """The weights of the model. Weights that balancing changed and no rule quantizes are float32."""
+        places = self.changed_places
 
         def change(name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
             if name not in places:
@@ -67,7 +75,7 @@ class CalibratedWeights:
         return TensorView(weights, dtypes=dict.fromkeys(places, np.dtype(np.float32)), change=change)
 
     def read(self, name: str, of: QuantizedEinsum) -> Quantized:
-        """A weight that was quantized, by its per-layer name."""
+        """A quantized weight, by its per-layer name."""
         layer, own = self.places[name]
         file, _ = self.folder.read_layer(layer)
         arrays = {part: jnp.asarray(file.read(f"{own}.{part}")) for part in PARTS if getattr(of, part) is not None}
@@ -84,8 +92,8 @@ def calibrate(
     """Quantizes every layer.
 
     Args:
-        folder: of this calibration; layers that are there are not quantized again.
-        done: called with the number of layers that are done, and of all.
+        folder: the folder of this calibration; layers in it are not quantized again.
+        done: called with the number of finished layers, and of all layers.
 
     Raises:
         BadInput: a weight is not finite.
@@ -203,13 +211,13 @@ def _round(
     """
     usable = None if inputs is None or not inputs.sufficient.any() else inputs
     quantized = method.quantize(of, w, of.scheme, usable)
-    rounded = quantized.dequantized()
+    rounded = as_floats(quantized)
     size = float(jnp.linalg.norm(w))
     row: Row = {"error": float(jnp.linalg.norm(rounded - w)) / size if size else 0.0}
     if inputs is None:
         return quantized, row | {"output_error": None, "nearest_error": None, "uncalibrated": 1.0}
     before, scales = original
     plain = inputs if scales is None else divided_inputs(inputs, 1 / scales)
-    nearest = output_error(of, before, of.scheme.quantize(of, before).dequantized(), plain)
+    nearest = output_error(of, before, as_floats(of.scheme.quantize(of, before)), plain)
     row |= {"output_error": output_error(of, w, rounded, inputs), "nearest_error": nearest}
     return quantized, row | {"uncalibrated": float(1 - inputs.sufficient.mean())}

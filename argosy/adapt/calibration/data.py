@@ -19,7 +19,11 @@ SEQUENCE = 512
 
 
 class CalibrationData(NamedTuple):
-    """Sequences of equal length, whose segments are 0 at padding."""
+    """Sequences of equal length.
+
+    tokens: their tokens.
+    segments: 0 at padding.
+    """
 
     tokens: Int[np.ndarray, "S T"]
     segments: Int[np.ndarray, "S T"]
@@ -31,7 +35,7 @@ class CalibrationData(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """A hash of all of it."""
+        """A hash of all tokens and segments."""
         digest = hashlib.sha256(str(self.tokens.shape).encode())
         for array in self:
             digest.update(np.ascontiguousarray(array, np.int32).data)
@@ -44,9 +48,9 @@ def calibration_data(
     """The first sequences of the data, shuffled by its seed, which is 0 unless the settings have one.
 
     Args:
-        samples: how many.
-        tokenizer: of the model.
-        context: of the model, in tokens.
+        samples: number of sequences.
+        tokenizer: the model's tokenizer.
+        context: the model's context, in tokens.
 
     Raises:
         UserError: the data is missing or does not fit the model, or has fewer sequences.
@@ -61,6 +65,6 @@ def calibration_data(
     finally:
         batches.close()
     if len(found) < samples:
-        what = f"{settings.source} has {plural(len(found), 'sequence')} of {sequence} tokens, fewer than samples={samples}"
+        what = f"{settings.source_name} has {plural(len(found), 'sequence')} of {sequence} tokens, fewer than samples={samples}"
         raise BadInput(what, hint=f"more data, samples={len(found)}, or a shorter data.sequence")
     return CalibrationData(*(np.concatenate([batch[name] for batch in found]) for name in ("tokens", "segments")))

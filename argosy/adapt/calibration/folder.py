@@ -1,11 +1,11 @@
-"""The folder of a calibration that is under way: what every layer became, and the inputs of the next one.
+"""The folder of a running calibration: the quantized layers so far, and the inputs of the next one.
 
-    identity.json            what is calibrated, by what
+    identity.json            the model, the data and the method
     inputs.3                 the inputs of layer 3, float32 [samples T D]: the outputs of the quantized layers before it
-    layer.2.safetensors      the quantized weights of layer 2, and what the data says of them
+    layer.2.safetensors      the quantized weights of layer 2, and their errors on the data
 
-Inputs are on disk, since for models whose layers need calibration one by one they are larger than a layer; the system keeps what
-fits in memory. A layer counts once its file is there, so a killed process goes on with the first that has none.
+Inputs are on disk, since they are larger than a layer of large models; the system caches as much as fits in memory. A layer counts once
+its file exists, so after a kill calibration continues with the first layer without a file.
 """
 
 import json
@@ -26,15 +26,15 @@ Row = dict[str, Any]
 
 
 class CalibrationFolder:
-    """The folder. It is made on first use, and removed by whoever needs it no longer.
+    """The folder of a calibration. It is created on first use, and its owner removes it.
 
     Args:
-        path: of a folder that is not there, or one that a process with the same identity left.
-        identity: what decides the results, as JSON.
-        shape: of the inputs of a layer.
+        path: a folder that does not exist, or one of a process with the same identity.
+        identity: everything that decides the results, as JSON.
+        shape: shape of a layer's inputs.
 
     Raises:
-        BadInput: the folder is of another calibration, or the disk is too small.
+        BadInput: the folder belongs to another calibration, or the disk is too small.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], shape: tuple[int, int, int]):
@@ -54,14 +54,14 @@ class CalibrationFolder:
 
     @property
     def layers(self) -> int:
-        """How many layers are done."""
+        """Number of finished layers."""
         count = 0
         while self._file(count).is_file():
             count += 1
         return count
 
     def read_inputs(self, i: int, rows: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """The inputs of a layer, so many samples at a time."""
+        """The inputs of a layer, `rows` samples at a time."""
         each = int(np.prod(self.shape[1:]))
         with self._inputs(i).open("rb") as file:
             for start in range(0, self.shape[0], rows):
@@ -82,17 +82,17 @@ class CalibrationFolder:
         return self._inputs(i).is_file()
 
     def write_layer(self, i: int, arrays: Mapping[str, np.ndarray], rows: list[Row]) -> None:
-        """Writes what a layer became, and removes its inputs.
+        """Writes the quantized weights of a layer, and removes its inputs.
 
         Args:
-            rows: what the data says of each weight, as JSON.
+            rows: figures of each weight on the data, as JSON.
         """
         entries = [TensorEntry(name, a.shape, a.dtype, lambda a=a: a) for name, a in arrays.items()]
         write_file(self._file(i), tensors_file(self._file(i).name, entries, {"rows": json.dumps(rows)}))
         self._inputs(i).unlink(missing_ok=True)
 
     def read_layer(self, i: int) -> tuple[SafeTensors, list[Row]]:
-        """What a layer became."""
+        """The quantized weights of a layer, and their figures."""
         file = SafeTensors.open(self._file(i))
         return file, json.loads(file.metadata["rows"])
 

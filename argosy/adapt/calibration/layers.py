@@ -1,5 +1,5 @@
-"""One layer of a model at a time, on the outputs of the layers before it. The model is never built whole: each layer's weights are read
-when it is its turn.
+"""Runs a model one layer at a time, on the outputs of the layers before it, for calibration. The model is never built as a whole: each
+layer's weights are read when it runs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,10 +28,10 @@ AFTER = ("head.", "norm.", "pooler.", "mtp.")
 
 
 class LayerRunner:
-    """The layers of a model whose weights are at rest.
+    """The layers of a model whose weights are on disk.
 
     Args:
-        weights: of the plain model, by per-layer name.
+        weights: weights of the unquantized model, by per-layer name.
         schemes: how contractions are quantized, by per-layer name.
     """
 
@@ -48,11 +48,11 @@ class LayerRunner:
         return [name for name in find(self.block(i), ".*") if f"layers.{i}.{name}" in schemes]
 
     def contraction(self, i: int, name: str) -> QuantizedEinsum:
-        """A quantized contraction of a layer, as a description."""
+        """A quantized contraction of a layer, with shapes for weights."""
         return at(getattr(self.rounded.layers, str(i)), name)
 
     def read(self, i: int) -> Leaves:
-        """The weights of a layer, by their names in it."""
+        """The weights of a layer, by their names within the layer."""
         own = variables(self.block(i))
         return {name: jnp.asarray(self.weights.read(f"layers.{i}.{name}"), jnp.float32) for name in own}
 
@@ -69,7 +69,7 @@ class LayerRunner:
             yield np.asarray(model.embedded(jnp.asarray(tokens), _strategy(self.causal, jnp.asarray(segments))))
 
     def statistics(self, i: int, leaves: Leaves, batches: Iterator[tuple[Any, Any]]) -> dict[str, InputStatistics]:
-        """What the data tells of the inputs of each contraction that is quantized.
+        """Statistics of the inputs of each contraction that is quantized.
 
         Args:
             leaves: the weights of the layer.
@@ -88,17 +88,18 @@ class LayerRunner:
         return {name: found[places[name]] for name in self.names[i] if name in places}
 
     def contractions(self, i: int) -> dict[str, Contraction]:
-        """All contractions of a layer as descriptions, by their names in it, those that only select something too."""
+        """All contractions of a layer with shapes for weights, by their names within the layer, including those that only select."""
         modules = nnx.iter_modules(self.block(i))
         return {".".join(map(str, path)): module for path, module in modules if isinstance(module, Contraction)}
 
     def block(self, i: int) -> Any:
-        """A layer of the plain model, as a description."""
+        """A layer of the unquantized model, with shapes for weights."""
         return getattr(self.plain.layers, str(i))
 
     def balanced_pairs(self, i: int, leaves: Leaves, x: Any, segments: Any) -> list[BalancedPair]:
-        """The pairs of a layer that can be balanced: random scales change its output on these inputs by rounding alone. Layers of one
-        structure are tried once."""
+        """The pairs of a layer that can be balanced: scaling them at random changes the layer's output on these inputs only by
+        rounding. Layers with the same structure are tested once.
+        """
         block, contractions = self.block(i), self.contractions(i)
         graph, _ = split(block)
         if (kind := (graph, self.plan[i])) not in self._pairs:
@@ -123,7 +124,7 @@ class LayerRunner:
         """The output of a layer in which some matrices are rounded to nearest.
 
         Args:
-            schemes: by their names in the layer.
+            schemes: the schemes of the rounded matrices, by their names within the layer.
         """
         block, weights = self.block(i), dict(leaves)
         contractions = self.contractions(i) if schemes else {}

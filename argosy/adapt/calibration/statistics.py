@@ -1,8 +1,8 @@
 """Statistics of the inputs of contractions.
 
-A contraction that is replaced by an `ObservedContraction` computes as before, and a `StatisticsRecorder` keeps sums over its inputs
-while a program is traced: X'X, the sum of |x|, the largest |x| and the number of tokens; for each expert over its own tokens.
-Contractions that read the same array share their sums.
+An `ObservedContraction` computes like the contraction that it replaces, and adds sums over its inputs to a `StatisticsRecorder` while a
+program is traced: X'X, the sum of |x|, the largest |x| and the number of tokens; for each expert over its own tokens. Contractions that
+read the same array share their sums.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class InputSums:
     gram: X'X [G I I].
     absolute: the sum of |x| [G I].
     largest: the largest |x| [G I].
-    tokens: how many rows [G].
+    tokens: number of rows [G].
     """
 
     gram: Any
@@ -38,14 +38,14 @@ class InputSums:
     tokens: Any
 
     def added(self, other: "InputSums") -> "InputSums":
-        """The sums over both."""
+        """The sums over both sets of inputs."""
         largest = jnp.maximum(self.largest, other.largest)
         return InputSums(self.gram + other.gram, self.absolute + other.absolute, largest, self.tokens + other.tokens)
 
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """What calibration data tells of the inputs of a contraction. Arrays of numpy, as `InputSums` has them."""
+    """Statistics of the inputs of a contraction on calibration data, as numpy arrays. The fields are those of `InputSums`."""
 
     gram: Float[np.ndarray, "G I I"]
     absolute: Float[np.ndarray, "G I"]
@@ -58,12 +58,12 @@ class InputStatistics:
 
     @property
     def sufficient(self) -> Bool[np.ndarray, " G"]:
-        """Which experts have enough tokens."""
+        """Whether each expert has enough tokens."""
         return self.tokens * SHARE >= self.gram.shape[-1]
 
     @property
     def mean_squares(self) -> Float[np.ndarray, "G I"]:
-        """The mean of x^2; 1 of experts with too few tokens."""
+        """The mean of x^2; 1 for experts with too few tokens."""
         means = np.diagonal(self.gram, axis1=1, axis2=2) / np.maximum(self.tokens, 1.0)[:, None]
         return np.where(self.sufficient[:, None], means, 1.0).astype(np.float32)
 
@@ -74,11 +74,11 @@ class InputStatistics:
 
 
 class StatisticsRecorder:
-    """The sums of one layer's inputs, while a program is traced.
+    """The sums over one layer's inputs, while a program is traced.
 
-    live: which tokens are no padding.
-    sums: of each array that contractions read.
-    places: the sums of each contraction, by its name.
+    live: mask of the tokens that are not padding.
+    sums: the sums of each array that contractions read.
+    places: index of the sums of each contraction, by its name.
     """
 
     def __init__(self, live: Bool[Array, "B T"]):
@@ -90,7 +90,7 @@ class StatisticsRecorder:
         """Adds the input of a call.
 
         Raises:
-            ValueError: the contraction was called before, so that its calls cannot be told apart.
+            ValueError: the contraction was called before, and its calls cannot be distinguished.
         """
         if name in self.places:
             raise ValueError(f"{name} is called twice in a layer")
@@ -109,7 +109,7 @@ class StatisticsRecorder:
 
 
 class ObservedContraction(ContractionWrapper):
-    """A contraction that tells a recorder what it reads. Other equations over its weight (`via`) are not recorded."""
+    """A contraction that records its inputs. Other equations over its weight (`via`) are not recorded."""
 
     def __init__(self, of: Contraction, name: str, recorder: StatisticsRecorder):
         self.eq, self.legend, self.several = of.eq, of.legend, of.several

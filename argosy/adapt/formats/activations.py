@@ -1,7 +1,7 @@
-"""How the data of a product is rounded before it: to a format of a few bits, with scales of its own.
+"""Rounds activations before a matrix product to a format of few bits, with scales.
 
-    per token      one scale for each row of the data, from its largest magnitude, or for each block along the summed axes
-    static         one scale for all data, which calibration has found; larger magnitudes saturate
+    per token      one scale for each row of activations, from its largest magnitude, or for each block along the summed axes
+    static         one scale for all activations, from calibration; larger magnitudes saturate
 
 A token with NaN or an infinity becomes NaN either way.
 
@@ -25,10 +25,10 @@ from argosy.ops.quantized import Quantized
 
 
 class WholeNumbers(NamedTuple):
-    """Data as whole numbers.
+    """Activations as integers.
 
-    bits: of each number.
-    scales: of a row, for blocks of equal length.
+    bits: bits of each integer.
+    scales: number of scales per row, for blocks of equal length.
     """
 
     bits: int
@@ -37,21 +37,21 @@ class WholeNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Activations:
-    """Rounds data.
+    """The rounding of activations.
 
     format: a key of `FORMATS`.
-    block: how many numbers share a scale, along the summed axes; None: a whole row.
+    block: number of activations along the summed axes that share a scale; None: a whole row.
     """
 
     format: str
     block: int | None = None
 
     def quantize(self, x: Float[Array, "..."], summed: tuple[int, ...], scale: Array | None = None) -> Quantized:
-        """Rounds data.
+        """Rounds activations.
 
         Args:
             summed: the axes that the product sums over.
-            scale: of the data; None: its own.
+            scale: a static scale; None: dynamic scales.
         """
         format = FORMATS[self.format]
         sizes = [x.shape[axis] for axis in summed]
@@ -67,11 +67,11 @@ class Activations:
         return format.scaled(x, jnp.where(finite, scale.astype(jnp.float32), jnp.nan))
 
     def whole_numbers(self, sizes: Sequence[int], *, is_static: bool) -> WholeNumbers | None:
-        """How data is rounded to whole numbers; None if it is not, or if blocks are not contiguous.
+        """The integer form of rounded activations; None if the format is not an integer format, or if blocks are not contiguous.
 
         Args:
-            sizes: of the summed axes.
-            is_static: whether all data has one scale, which is given.
+            sizes: sizes of the summed axes.
+            is_static: whether all activations have one given scale.
         """
         format = FORMATS[self.format]
         if not format.is_integer or format.scales != "float32":
@@ -82,8 +82,9 @@ class Activations:
         return WholeNumbers(format.bits, math.prod(counts)) if block_counts(sizes, counts) == counts else None
 
     def static_scale(self, largest: float) -> Float[np.ndarray, ""]:
-        """The scale of all data from its largest magnitude, which becomes the largest element. 1 where the data was zeros, so that
-        whatever comes is rounded to whole elements."""
+        """The scale that maps the largest magnitude to the largest element. 1 if all calibration data was zero, so that activations are
+        rounded to integers.
+        """
         scale = np.float32(largest) / np.float32(FORMATS[self.format].largest)
         return np.asarray(scale if scale >= TINY else 1.0, np.float32)
 

@@ -1,4 +1,4 @@
-"""Which weights share a scale.
+"""Blocks: the weights that share a scale.
 
 Granularities are written as the field does: `tensor`, `channel`, a number of weights along the summed axes (32, 128), or a tile
 of the weight as a matrix, rows of the summed axes first (128x128). No jax here: settings are checked by it.
@@ -14,11 +14,11 @@ Granularity = str | int | None
 
 
 def along(sizes: Sequence[int], block: int | None) -> list[int]:
-    """How a block of neighboring numbers lies on several axes that are read as one, the last fastest. Where a block does not divide
-    them, the largest smaller one that does.
+    """The sizes of a block of neighboring numbers on several axes that are flattened into one, the last varying fastest. If a block
+    does not divide them, the largest smaller block that does is used.
 
     Args:
-        block: None: all numbers.
+        block: number of numbers; None: all.
     """
     if block is None:
         return list(sizes)
@@ -32,13 +32,13 @@ def along(sizes: Sequence[int], block: int | None) -> list[int]:
 
 
 def block_of(of: "Contraction", granularity: Granularity, default: int | None = None) -> tuple[int, ...]:
-    """How many weights of a contraction share a scale along each axis of its weight, one for stacked layers and for experts.
+    """The number of weights that share a scale along each axis of a contraction's weight; 1 for stacked layers and for experts.
 
     Args:
-        granularity: None: the format's own, `default`, or a channel where it has none.
+        granularity: None: the format's own, `default`, or a channel if it has none.
 
     Raises:
-        ValueError: it is no granularity.
+        ValueError: the granularity is invalid.
     """
     tile = granularity_of(granularity, default)
     summed = of.kept if of.is_lookup else of.inner
@@ -53,10 +53,10 @@ def block_of(of: "Contraction", granularity: Granularity, default: int | None = 
 
 
 def granularity_of(granularity: Granularity, default: int | None = None) -> tuple[int | None, int | None]:
-    """The weights that share a scale along the summed and along the kept axes; None: all.
+    """The number of weights that share a scale along the summed axes, and along the kept axes; None: all.
 
     Raises:
-        ValueError: it is no granularity.
+        ValueError: the granularity is invalid.
     """
     if granularity is None:
         return default, 1

@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 class Integers(NamedTuple):
-    """Whole numbers in two's complement.
+    """Integers in two's complement.
 
     bits: 8, 4 or 2.
     """
@@ -55,14 +55,14 @@ class Minifloats(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """Any numbers, ascending; values are rounded to the nearest."""
+    """Arbitrary numbers, ascending; values are rounded to the nearest."""
 
     bits: int
     levels: tuple[float, ...]
 
 
 class Floats(NamedTuple):
-    """Floats that jax has a type for."""
+    """Floats with a type in jax."""
 
     dtype: Any
     bits: int = 8
@@ -75,9 +75,9 @@ Elements = Integers | Minifloats | Levels | Floats
 class Format:
     """One number format.
 
-    name: as settings and files say it.
-    elements: what a weight is rounded to.
-    block: how many weights share a scale, along the summed axes, where nothing else is asked for; None: a whole channel.
+    name: its name in settings and files.
+    elements: the numbers that weights are rounded to.
+    block: default number of weights along the summed axes that share a scale; None: a whole channel.
     scales: how scales are stored.
     source: where it is defined.
     """
@@ -117,24 +117,24 @@ class Format:
         """Rounds a weight to nearest.
 
         Args:
-            block: how many weights share a scale along each axis; each divides its size.
-            calibration: the range that is represented. absmax: symmetric, as wide as the largest magnitude; minmax: from the smallest
-                to the largest, with a minimum, of integers alone; rms:K: K root mean squares; fixed:X: X.
-            lead: the number of leading axes, of layers and experts, each entry of which is a weight of its own.
+            block: number of weights that share a scale along each axis; each divides the axis.
+            calibration: the represented range. absmax: symmetric, up to the largest magnitude; minmax: from the smallest to the largest
+                weight, with a minimum, for integers only; rms:K: K root mean squares; fixed:X: X.
+            lead: number of leading axes of layers and experts; each of their entries is a separate weight.
             pack: the axis, counted from the end, along which codes of four or two bits share bytes; 0: none does.
         """
         return _quantized(self, jnp.asarray(w), tuple(block), calibration, lead, pack)
 
     def rounded(self, w: Weight, block: Sequence[int], limits: Limits, *, lead: int = 0, pack: int = 0) -> Quantized:
         """Rounds a weight within given limits. Arguments as `quantize`."""
-        return _rounded(self, jnp.asarray(w), tuple(block), limits, lead, pack)
+        return _rounded_within(self, jnp.asarray(w), tuple(block), limits, lead, pack)
 
     def scaled(self, x: Float[Array, "..."], scale: Float[Array, "..."]) -> Quantized:
-        """Rounds by given scales, which are shaped as those of blocks; what is beyond the largest element saturates, and a block whose
-        scale is NaN becomes NaN.
+        """Rounds with given scales, one per block. Values beyond the largest element saturate, and a block whose scale is NaN becomes
+        NaN.
 
         Raises:
-            ValueError: scales of this format are no float32.
+            ValueError: scales of this format are not float32.
         """
         if self.scales != "float32":
             raise ValueError(f"{self.name} has scales in {self.scales}, none that are given")
@@ -150,7 +150,7 @@ def limits_of(w: Weight, block: Sequence[int], calibration: str) -> Limits:
     """The range of each block.
 
     Raises:
-        ValueError: there is no such calibration.
+        ValueError: the calibration is unknown.
     """
     tiles, axes = in_blocks(jnp.asarray(w, jnp.float32), block)
     kind, _, number = calibration.partition(":")
@@ -168,7 +168,7 @@ def limits_of(w: Weight, block: Sequence[int], calibration: str) -> Limits:
 
 
 def in_blocks(w: Array, block: Sequence[int]) -> tuple[Array, tuple[int, ...]]:
-    """A weight with two axes for each of its own, blocks and places in a block, and the numbers of the latter."""
+    """A weight with two axes for each of its own (blocks, and positions within a block), and the indices of the latter."""
     shape = [n for size, each in zip(w.shape, block, strict=True) for n in (size // each, each)]
     return w.reshape(shape), tuple(range(1, len(shape), 2))
 
@@ -179,6 +179,10 @@ def _rounded(format: Format, w: Array, block: tuple[int, ...], limits: Limits, l
         return _asymmetric(format, w, high, limits.low.astype(jnp.float32), pack)
     scale, outer = _scales(format, high, lead)
     return _in_elements(format, w, scale, outer, jnp.isfinite(high), pack)
+
+
+# One program: its thirty operations one by one are thirty, of 1.5 MB each for every shape, with as many arrays of the weight's size.
+_rounded_within = jax.jit(_rounded, static_argnums=(0, 2, 4, 5))
 
 
 def _in_elements(format: Format, w: Array, scale: Array, outer: Array | None, finite: Array, pack: int) -> Quantized:

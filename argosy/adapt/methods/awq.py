@@ -40,7 +40,13 @@ class BalancedReader(NamedTuple):
 
 
 def awq_scales(pair: BalancedPair, readers: Sequence[BalancedReader], groups: int, steps: int = STEPS) -> Float[np.ndarray, "G C"]:
-    """The scales with the smallest error of the outputs; 1 where none is better."""
+    """The scales of the producer's channels with the smallest error of the outputs; 1 if none is better.
+
+    Args:
+        readers: the readers that are quantized.
+        groups: number of the producer's experts; 1 without experts.
+        steps: number of exponents to try.
+    """
     magnitudes = np.mean([mean_magnitudes(pair, reader, groups) for reader in readers], 0)
     best, chosen = np.inf, np.ones_like(magnitudes)
     for step in range(steps):

@@ -28,9 +28,11 @@ SAME = 1e-4
 
 @dataclass(frozen=True)
 class BalancedPair:
-    """What produces channels, and the contractions that read them, by their names in the layer.
+    """A producer of channels, and the contractions that read them, by their names within the layer.
 
-    heads: how many consecutive heads of the readers share one of the producer (grouped queries).
+    source: the producer.
+    readers: the contractions.
+    heads: number of consecutive heads of the readers that share one head of the producer (grouped queries).
     """
 
     source: str
@@ -63,7 +65,7 @@ def fold_scales(
     """The weights that balancing changes, by their names in the layer.
 
     Args:
-        s: of each channel of the producer; G experts, or one.
+        s: scale of each channel of the producer, [G C], for G experts or one.
     """
     out: Leaves = {}
     for name in pair.readers:
@@ -94,7 +96,11 @@ def reader_scales(of: Contraction, pair: BalancedPair, s: Float[np.ndarray, "G C
 
 
 def producer_channels(of: Contraction, pair: BalancedPair, a: Float[np.ndarray, "E I"], largest: bool) -> Float[np.ndarray, "E C"]:
-    """Numbers of a reader's input channels, for the channels of the producer: their mean, or the largest, over the heads that share."""
+    """Numbers of a reader's input channels, reduced to the producer's channels: the mean over the heads that share a channel.
+
+    Args:
+        largest: whether the largest is taken instead of the mean.
+    """
     if pair.heads == 1:
         return a
     size = of.sizes[of.inner[-1]]
@@ -109,7 +115,7 @@ def divided_inputs(inputs: InputStatistics, s: Float[np.ndarray, "E I"]) -> Inpu
 
 
 def random_scales(source: Contraction | None, size: int) -> Float[np.ndarray, "G C"]:
-    """Scales by which a pair is tried."""
+    """Random scales, to test whether a pair can be balanced."""
     groups = source.sizes[source.group] if source is not None and source.group else 1
     return np.exp(np.random.default_rng(0).uniform(-0.5, 0.5, (groups, size))).astype(np.float32)
 

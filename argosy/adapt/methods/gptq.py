@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from scipy.linalg import get_lapack_funcs
 
 from argosy.adapt.formats.format import Format, Limits, Weight, nearest_elements
 from argosy.adapt.methods.matrices import as_matrices, from_matrices
+from argosy.core.errors import BadInput
 from argosy.models.parts.einsum import Contraction
 from argosy.ops.quantized import spread
 
@@ -49,42 +51,61 @@ def compensated(
         inputs: experts with too few tokens for a Hessian are rounded to nearest (`InputStatistics.sufficient`).
     """
     grid = scheme.within(of, w, limits)
-    parts = [spread(grid.scales, w.shape), *([] if grid.minimum is None else [spread(grid.minimum, w.shape)])]
-    scale, *minimum = (as_matrices(of, jnp.broadcast_to(part, w.shape)) for part in parts)
-    rows, nearest = as_matrices(of, jnp.asarray(w)), as_matrices(of, grid.dequantized())
+    parts = [grid.scales, *([] if grid.minimum is None else [grid.minimum])]
+    scale, *minimum = (as_matrices(of, _spread_over(part, w.shape)) for part in parts)
+    rows = as_matrices(of, jnp.asarray(w))
     out = []
     for g in range(len(rows)):
         if not inputs.sufficient[g]:
-            out.append(nearest[g])
+            out.append(as_matrices(of, grid.dequantized())[g])
             continue
-        gram = np.asarray(inputs.gram[g], np.float64)
+        gram = inputs.gram[g]
         order = np.argsort(-np.diag(gram), kind="stable") if by_activation else np.arange(len(gram))
-        factor = inverse_factor(gram[np.ix_(order, order)], damping)
+        factor = inverse_factor(gram, order, damping)
         low = None if not minimum else minimum[0][g][order]
         solved = _solved(scheme.format, rows[g][order], scale[g][order], low, factor)
         out.append(solved[np.argsort(order)])
     return from_matrices(of, jnp.stack(out), w.shape)
 
 
-def inverse_factor(gram: Float[np.ndarray, "I I"], damping: float) -> Float[np.ndarray, "I I"]:
-    """The upper factor U of the inverse of a damped Gram matrix: U'U."""
-    diagonal = np.diag(gram).copy()
+@partial(jax.jit, static_argnums=1)
+def _spread_over(scales: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(spread(scales, shape), shape)
+
+
+def inverse_factor(gram: Float[np.ndarray, "I I"], order: np.ndarray, damping: float) -> Float[np.ndarray, "I I"]:
+    """The upper factor U of the inverse of a damped Gram matrix, whose channels are put in this order: U'U.
+
+    With R = U^-1, which is upper too, H = R R'. Read backwards, R is the lower Cholesky factor of H read backwards, so one factor and
+    its inverse are enough, and both are computed in the place of H: in float64, the largest array of a calibration.
+    """
+    size, backwards = len(gram), order[::-1]
+    a = np.empty((size, size), np.float64, order="F")
+    # Part by part, without a whole copy in between.
+    for start in range(0, size, 512):
+        own = backwards[start : start + 512]
+        a[:, start : start + 512] = gram[own][:, backwards].T
+    diagonal = np.diag(a).copy()
     mean = float(diagonal.mean()) or 1.0
-    damped = gram.copy()
     # A channel without inputs has nothing to do with others.
-    np.fill_diagonal(damped, np.where(diagonal > 0, diagonal, mean) + damping * mean)
-    inverse = np.linalg.inv(damped)
-    return np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
+    np.fill_diagonal(a, np.where(diagonal > 0, diagonal, mean) + damping * mean)
+    potrf, trtri = get_lapack_funcs(("potrf", "trtri"), (a,))
+    a, failed = potrf(a, lower=1, clean=1, overwrite_a=1)
+    if failed:
+        raise BadInput("the Gram matrix of the inputs is not positive", hint="more calibration data, or method.damping=0.1")
+    a, _ = trtri(a, lower=1, overwrite_c=1)
+    return a[::-1, ::-1].astype(np.float32)
 
 
 @partial(jax.jit, static_argnums=0)
 def _solved(format: Format, w: Array, scale: Array, minimum: Array | None, factor: Array) -> Array:
     """A matrix [I O], rounded row by row."""
     size, rest = len(w), -len(w) % TOGETHER
-    rows = ((0, rest), (0, 0))
-    w, scale = jnp.pad(w, rows), jnp.pad(scale, rows, constant_values=1.0)
-    minimum = jnp.zeros_like(w[:, :1]) if minimum is None else jnp.pad(minimum, rows)
-    factor = jnp.pad(factor, ((0, rest), (0, rest))) + jnp.diag(jnp.arange(size + rest) >= size).astype(factor.dtype)
+    minimum = jnp.zeros_like(w[:, :1]) if minimum is None else minimum
+    if rest:
+        rows = ((0, rest), (0, 0))
+        w, scale, minimum = jnp.pad(w, rows), jnp.pad(scale, rows, constant_values=1.0), jnp.pad(minimum, rows)
+        factor = jnp.pad(factor, ((0, rest), (0, rest))) + jnp.diag(jnp.arange(size + rest) >= size).astype(factor.dtype)
     is_asymmetric = minimum.shape[1] > 1
     places = jnp.arange(size + rest)
 

@@ -34,7 +34,7 @@ POWERS = (1.0, 0.5, 0.25, 2.0)
 
 
 def searched(of: Contraction, w: Weight, scheme: "Scheme", inputs: "InputStatistics | None") -> Limits:
-    """The range of each block that has the smallest error."""
+    """The range of each block with the smallest error."""
     w = jnp.asarray(w, jnp.float32)
     weights = jnp.ones((1,) * w.ndim, jnp.float32)
     if inputs is not None:

@@ -1,7 +1,7 @@
 """The methods by which weights are rounded, and their settings. They import no jax, so mistakes are reported at once.
 
-A method takes a weight, its scheme (`adapt.quant.Scheme`) and what calibration data tells of its inputs, and returns the weight in few
-bits. It changes neither the format nor the blocks that the scheme names.
+A method takes a weight, its scheme (`adapt.quant.Scheme`) and the statistics of its inputs on calibration data, and returns the
+quantized weight. It changes neither the format nor the blocks of the scheme.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -30,21 +30,26 @@ METHODS.add("gptq", "argosy.adapt.methods.settings:GPTQ")
 METHODS.add("awq", "argosy.adapt.methods.settings:AWQ")
 METHODS.add("smoothquant", "argosy.adapt.methods.settings:SmoothQuant")
 
+_WRITES = "loading rounds to nearest; `argosy quantize MODEL OUT preset=w4 method=gptq data.source=FILE` writes a folder to load"
+# Answers to settings beside `quantization=PRESET`, which has none: a method takes minutes, and would take them at each start.
+AT_LOAD: dict[str, str] = {f"quantization.{name}": _WRITES for name in ("method", "data", "samples", "rotate")}
+
 
 class RoundingMethod(Settings):
-    """How weights are rounded.
+    """A method of rounding weights.
 
-    needs_data: whether the method has no meaning without calibration data.
+    needs_data: whether the method requires calibration data.
     """
 
     needs_data: ClassVar[bool] = False
 
     def quantize(self, of: "Contraction", w: Any, scheme: "Scheme", inputs: "InputStatistics | None") -> "Quantized":
-        """A weight in few bits.
+        """Quantizes the weight of one layer.
 
         Args:
-            w: of one layer.
-            inputs: None where there is no calibration data, or too few tokens of it.
+            of: the contraction.
+            w: its weight.
+            inputs: statistics of its inputs; None if there is no calibration data, or too little.
         """
         raise NotImplementedError
 
@@ -67,19 +72,20 @@ class ScaleSearch(RoundingMethod):
 
 
 class GPTQ(RoundingMethod):
-    """Weights are rounded one input channel after the other, and the channels that are not rounded yet make up for the error in the
-    output. Frantar et al. 2022 (arXiv:2210.17323)."""
+    """Weights are rounded one input channel after another, and the remaining channels are adjusted to compensate the error in the
+    output. Frantar et al. 2022 (arXiv:2210.17323).
+    """
 
     needs_data: ClassVar[bool] = True
 
     damping: Annotated[float, Also("damp_percent", "dampening_frac", "percdamp")] = Field(0.01, gt=0)
-    """Is added to the diagonal of the Hessian, as a share of its mean. More for fewer tokens."""
+    """Term added to the diagonal of the Hessian, as a share of its mean. Use more for fewer tokens."""
     order: Annotated[Literal["activation", "stored"], Also("act_order", "desc_act", "actorder")] = "activation"
-    """Which input channels are rounded first. activation: those with the largest inputs, for which most others can make up; stored:
-    in the order of the weight. Blocks of scales lie as in the scheme in either order."""
+    """Order in which input channels are rounded. activation: largest inputs first, so that the most other channels can compensate for
+    them; stored: in the order of the weight. Blocks of scales are the scheme's in either order.
+    """
     scales: Literal["mse", "absmax"] = "mse"
-    """Scales before rounding. mse: as `method=mse` finds them; absmax: from the largest weight of each block, as the rule's
-    `calibration` says."""
+    """Source of the scales. mse: as in `method=mse`; absmax: from the largest weight of each block, by the rule's `calibration`."""
 
     def quantize(self, of: "Contraction", w: Any, scheme: "Scheme", inputs: "InputStatistics | None") -> "Quantized":
         from argosy.adapt.methods.gptq import compensated
@@ -93,7 +99,8 @@ class GPTQ(RoundingMethod):
 
 
 class BalancingMethod(RoundingMethod):
-    """A method that moves scales between neighboring weights first, so that the layer computes the same (`methods.balance`)."""
+    """A method that first moves scales between neighboring weights, so that the layer computes the same function (`methods.balance`).
+    """
 
     needs_data: ClassVar[bool] = True
 
@@ -101,20 +108,21 @@ class BalancingMethod(RoundingMethod):
         """The scales of the producer's channels, [groups C].
 
         Args:
-            readers: the contractions that are quantized; at least one.
-            groups: how many experts the producer has; 1 if none.
+            pair: the producer and its readers.
+            readers: the readers that are quantized; at least one.
+            groups: number of the producer's experts; 1 without experts.
         """
         raise NotImplementedError
 
 
 class AWQ(BalancingMethod):
-    """Input channels with large inputs are scaled up before rounding, and what produces them is scaled down. Lin et al. 2023
-    (arXiv:2306.00978)."""
+    """Channels with large inputs are scaled up before rounding, and their producer is scaled down. Lin et al. 2023 (arXiv:2306.00978).
+    """
 
     steps: Annotated[int, Also("n_grid")] = Field(20, gt=0)
-    """How many exponents between 0 and 1 are tried."""
+    """Number of exponents between 0 and 1 that are tried."""
     clip: Annotated[bool, Also("apply_clip")] = True
-    """Searches the range of each block afterwards, as `method=mse` does."""
+    """Whether the range of each block is searched afterwards, as in `method=mse`."""
 
     def channel_scales(self, pair: "BalancedPair", readers: "Sequence[BalancedReader]", groups: int) -> "np.ndarray":
         from argosy.adapt.methods.awq import awq_scales
@@ -128,12 +136,14 @@ class AWQ(BalancingMethod):
 
 
 class SmoothQuant(BalancingMethod):
-    """Outliers of the data move into the weights, for rules that round data too. Xiao et al. 2022 (arXiv:2211.10438)."""
+    """Outliers of the activations are moved into the weights, for rules that round activations too. Xiao et al. 2022
+    (arXiv:2211.10438).
+    """
 
     alpha: Annotated[float, Also("smoothing_strength", "migration_strength")] = Field(0.5, ge=0, le=1)
-    """How much of the range of the data moves into the weights. More for data with larger outliers."""
+    """How much of the activations' range is moved into the weights. Use more for activations with larger outliers."""
     rounding: Literal["nearest", "mse", "gptq"] = "nearest"
-    """How the scaled weights are rounded: the methods of these names."""
+    """Method by which the scaled weights are rounded: the method of this name."""
 
     def channel_scales(self, pair: "BalancedPair", readers: "Sequence[BalancedReader]", groups: int) -> "np.ndarray":
         from argosy.adapt.methods.smoothquant import smooth_scales

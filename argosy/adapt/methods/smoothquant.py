@@ -25,7 +25,13 @@ LEAST = 1e-5
 
 
 def smooth_scales(pair: BalancedPair, readers: "Sequence[BalancedReader]", groups: int, alpha: float) -> Float[np.ndarray, "G C"]:
-    """The scales of the producer's channels."""
+    """The scales of the producer's channels.
+
+    Args:
+        readers: the readers that are quantized.
+        groups: number of the producer's experts; 1 without experts.
+        alpha: how much of the activations' range is moved into the weights, from 0 to 1.
+    """
     data, weights = list[np.ndarray](), list[np.ndarray]()
     for reader in readers:
         rows = np.asarray(abs(as_matrices(reader.of, reader.w)).max(2))

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 
 class PresetCost(NamedTuple):
-    """What one preset costs in one group.
+    """The cost of a preset for one group of weights.
 
-    bits: of all its weights, with their scales.
-    divergence: the mean KL of the model's next token where this group alone is rounded, in nats.
+    bits: bits of all its weights, including scales.
+    divergence: mean KL of the model's next token if only this group is rounded, in nats.
     """
 
     bits: int
@@ -41,10 +41,11 @@ def gain(cheap: PresetCost, dear: PresetCost) -> float:
 
 
 def within_budget(groups: Sequence[Mapping[str, PresetCost]], budget: int) -> list[str]:
-    """A preset for each group. Together they have at most so many bits; at least those of the cheapest presets.
+    """A preset for each group, within a total number of bits. If the budget is too small, the cheapest presets.
 
     Args:
-        groups: what each preset costs in each group.
+        groups: the cost of each preset in each group.
+        budget: total number of bits.
     """
     hulls = [convex_hull(costs) for costs in groups]
     places = [0] * len(groups)

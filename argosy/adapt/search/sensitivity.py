@@ -19,6 +19,7 @@ from argosy.adapt.calibration.calibrate import BATCH
 from argosy.adapt.calibration.data import CalibrationData
 from argosy.adapt.calibration.layers import AFTER, LayerRunner
 from argosy.adapt.quant import Scheme
+from argosy.adapt.search.measured import MeasuredDivergences
 from argosy.core.errors import BadInput
 from argosy.models.parts.weight import Leaves, merge, split
 from argosy.ops.divergence import forward, log_probs
@@ -61,9 +62,9 @@ class SensitivityMeter:
         """The mean KL of the next token, in nats, with some matrices rounded to nearest.
 
         Args:
-            schemes: by per-layer name.
-            i: the first layer that has any.
-            inputs: of that layer; those of the first by default.
+            schemes: the schemes of those matrices, by per-layer name.
+            i: index of the first layer that has any.
+            inputs: the inputs of that layer; those of the first layer by default.
         """
         total = 0.0
         for x, exact, segments in zip(inputs or self.inputs, self.exact, self.segments, strict=True):
@@ -72,18 +73,31 @@ class SensitivityMeter:
         return total / self.data.size
 
     def sensitivities(
-        self, schemes: Mapping[str, Scheme], done: Callable[[int, int], None] = lambda layers, all: None
+        self,
+        schemes: Mapping[str, Scheme],
+        done: Callable[[int, int], None] = lambda layers, all: None,
+        measured: MeasuredDivergences | None = None,
     ) -> Iterator[tuple[str, dict[str, float]]]:
         """The divergence of each preset in each matrix, by its per-layer name.
 
         Args:
             schemes: by the name of a preset.
             done: called with the number of layers that are done, and of all.
+            measured: what an earlier process measured, and where this one writes.
         """
         inputs = self.inputs
+
+        def rounding(name: str, preset: str, i: int) -> float:
+            if measured is not None and (before := measured.get(name, preset)) is not None:
+                return before
+            found = self.divergence({name: schemes[preset]}, i, inputs)
+            if measured is not None:
+                measured.add(name, preset, found)
+            return found
+
         for i, names in enumerate(self.runner.names):
             for name in (f"layers.{i}.{name}" for name in names):
-                yield name, {preset: self.divergence({name: scheme}, i, inputs) for preset, scheme in schemes.items()}
+                yield name, {preset: rounding(name, preset, i) for preset in schemes}
             pairs = zip(inputs, self.segments, strict=True)
             inputs = [self.runner.rounded_output(i, self.leaves[i], {}, x, segments) for x, segments in pairs]
             done(i + 1, len(self.runner.plan))
@@ -117,7 +131,7 @@ def _head(runner: LayerRunner) -> tuple[Any, Leaves, Any]:
 
 
 def bits_of(runner: LayerRunner, name: str, scheme: Scheme) -> tuple[int, int]:
-    """The bits of a matrix in a format with its scales, and its numbers."""
+    """The bits of a matrix in a format, including scales, and its number of weights."""
     layer, own = name.removeprefix("layers.").split(".", 1)
     of = runner.contractions(int(layer))[own]
     w: Any = jax.ShapeDtypeStruct(of.shape, np.float32)

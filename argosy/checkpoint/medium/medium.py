@@ -62,11 +62,11 @@ class Medium(ABC):
         """Compares files of a step with their sizes and hashes.
 
         Args:
-            keep: what had to be fetched for that stays on this machine.
+            keep: whether fetched files stay on this machine.
 
         Raises:
             Damaged: one is missing, or differs from what was written.
-            ArgosyError, OSError: one cannot be reached, which says nothing about its bytes.
+            ArgosyError, OSError: a file cannot be reached, so its bytes are unknown.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Medium(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Frees the disk of what was fetched."""
+        """Removes fetched files from the disk."""
 
     @abstractmethod
     def retire(self, step: int, pace: SavePace) -> None:
@@ -88,4 +88,4 @@ class Medium(ABC):
 
     @abstractmethod
     def set_aside(self, step: int) -> str:
-        """Gives a damaged step another name, which is returned."""
+        """Renames a damaged step. Returns its new name."""

@@ -70,7 +70,7 @@ class ObjectStore(Medium):
         self.store.remove(str(step))
 
     def set_aside(self, step: int) -> str:
-        """Files are copied before anything is removed."""
+        """Renames a damaged step: its files are copied before any is removed. Returns the new name."""
         aside, n = f"{step}.damaged", 1
         # Without a manifest it is a copy that a kill cut off.
         while self.store.exists(f"{aside}/{manifest.NAME}"):

@@ -77,7 +77,7 @@ class HostMemory:
                     self._free.setdefault(block.nbytes, []).append(block)
 
     def free(self) -> None:
-        """Frees what nobody uses."""
+        """Frees unused blocks."""
         self._reserving = False
         with self._lock:
             self._free.clear()

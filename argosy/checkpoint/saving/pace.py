@@ -20,10 +20,10 @@ SPARE = 0.5
 
 
 class SavePace:
-    """How fast one save is written. `worked` is called by the thread that writes, every few milliseconds of its work.
+    """Limits the speed of one save. The writing thread calls `worked` every few milliseconds of its work.
 
     Args:
-        rest: for each second of work.
+        rest: seconds of rest for each second of work.
     """
 
     def __init__(self, rest: float = REST) -> None:

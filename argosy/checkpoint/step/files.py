@@ -18,8 +18,11 @@ SMALL_BYTES = 1 << 20
 
 
 def write_files(folder: Path, files: Iterable[File], pace: SavePace | None = None) -> manifest.Files:
-    """Writes files, hashing them meanwhile, and returns the size and hash of each, {name: ...}. They are on disk on return. pace: to
-    be kept beside training."""
+    """Writes files to disk, and hashes them while writing. Returns the size and hash of each: {name: ...}.
+
+    Args:
+        pace: limits the speed, to leave the cores to training; None: full speed.
+    """
     files = list(files)
     found = {file.name: _write(folder / file.name, file, pace) for file in files}
     small = [folder / file.name for file in files if file.bytes < SMALL_BYTES]

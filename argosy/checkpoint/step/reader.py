@@ -26,8 +26,8 @@ class StepReader:
     """The weights of one checkpoint. Retention does not remove the checkpoint while this object exists.
 
     Args:
-        folder: of the checkpoint.
-        model: a description, in the layout it was written in (`models.parts.stack.stored_as`).
+        folder: folder of the checkpoint.
+        model: the model with shapes for weights, in the layout of the checkpoint (`models.parts.stack.stored_as`).
 
     Raises:
         BadInput: the checkpoint is gone, or lacks weights of its model.

@@ -79,7 +79,7 @@ def _copy(array: Any, copies: HostCopies, leads: bool, replicas: bool) -> Sharde
 
 
 def copied_sizes(items: Mapping[str, Mapping[str, Any]], replicas: bool = False) -> Counter[int]:
-    """{bytes of a copy: how many} of those that `copy_shards` makes of what is on devices."""
+    """The sizes of the copies that `copy_shards` makes of arrays on devices: {bytes of a copy: number of copies}."""
     sizes = Counter[int]()
     for array in (array for array in _arrays_of(items) if isinstance(array, jax.Array)):
         whole = array.is_fully_addressable
@@ -255,7 +255,13 @@ def array_names(folder: Path, item: str) -> list[str]:
 
 
 def open_array(folder: Path, name: str, item: str) -> Any:
-    """An array that Orbax wrote, packed with others or not, in TensorStore."""
+    """An array that Orbax wrote, opened with TensorStore.
+
+    Args:
+        folder: folder of the checkpoint.
+        name: name of the array.
+        item: the checkpoint's item, such as weights; its arrays may be packed together or not.
+    """
     import tensorstore
 
     # TensorStore refuses paths with `..`.

@@ -20,12 +20,12 @@ from argosy.parallel import processes
 
 
 class Tier(ABC):
-    """Commit, list, verify, read, retire. All processes of a run make the same calls.
+    """Commits, lists, verifies, reads and removes checkpoints. All processes of a run make the same calls.
 
     Args:
         warn: called with a sentence.
-        noun: what is saved, with an article.
-        memory: for the copies of a save; tiers share it.
+        noun: the noun for a checkpoint of this tier, with an article.
+        memory: host memory for the copies of a save; tiers share it.
     """
 
     # Whether every process writes each shard that its devices hold, and not only one process each shard.
@@ -49,7 +49,7 @@ class Tier(ABC):
 
     @abstractmethod
     def path(self, step: int) -> Path:
-        """Where the files of a step can be read."""
+        """The folder in which the files of a step can be read."""
 
     @abstractmethod
     def meta(self, step: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Tier(ABC):
 
     @abstractmethod
     def retire(self, newest: int) -> None:
-        """Removes what is not kept once a step is committed."""
+        """Removes steps that are not kept, once a step is committed."""
 
     def save(
         self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None
@@ -113,7 +113,11 @@ class Tier(ABC):
             self.warn(f"older checkpoints could not be removed: {root_of(error)}; after the next save this is tried again")
 
     def settle(self, step: int) -> None:
-        """Waits for the previous save, and reports it if it failed. step: of the save that follows."""
+        """Waits for the previous save, and reports it if it failed.
+
+        Args:
+            step: the step of the next save.
+        """
         if self._writing is not None and self._writing.is_alive():
             self._rest /= 2
         self.join()
@@ -132,7 +136,7 @@ class Tier(ABC):
             self._writing = None
 
     def close(self) -> None:
-        """Waits until nothing is being written, and frees what was kept for the next save."""
+        """Waits until nothing is being written, and frees the memory for the next save."""
         self.join()
         self.memory.free()
 

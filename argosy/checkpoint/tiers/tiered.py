@@ -64,7 +64,11 @@ class TieredCheckpoints:
         return self.persistent.memory.reserve(self.persistent.copied(weights, state) | self.local.copied(weights, state))
 
     def settle(self, step: int) -> None:
-        """Waits for the previous saves, and reports those that failed. step: of the save that follows."""
+        """Waits for the previous saves, and reports those that failed.
+
+        Args:
+            step: the step of the next save.
+        """
         self.local.settle(step)
         self.persistent.settle(step)
 

@@ -17,7 +17,10 @@ from argosy.client.batch_files import BatchOutput, file_fingerprint, file_stamp,
 from argosy.client.client import AsgiTransport, ClientTransport, is_url
 from argosy.client.http import Http
 from argosy.client.settings import BatchSettings
+from argosy.core.addresses import is_missing
 from argosy.core.errors import BadInput
+from argosy.core.hub.download import local_model
+from argosy.core.hub.names import model_name
 from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
 from argosy.jobs import machine
@@ -49,7 +52,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def run_batch(
     model: Annotated[
         str,
-        typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint; or a server's URL", show_default=False),
+        typer.Argument(help="Hub folder, .gguf file, run, checkpoint or hf:OWNER/NAME; or a server's URL", show_default=False),
     ],
     source: Annotated[str, typer.Argument(metavar="IN.jsonl", help="requests, one a line", show_default=False)],
     target: Annotated[str, typer.Argument(metavar="OUT.jsonl", help="answers, one a line", show_default=False)],
@@ -67,10 +70,12 @@ def run_batch(
     requests, answers = Path(source), Path(target)
     if answers.exists() and requests.exists() and answers.samefile(requests):
         raise BadInput("IN and OUT are the same file")
-    if not is_url(model) and "://" not in model and not Path(model).exists():
-        from argosy.run.settings.compose import no_model
+    if not is_url(model) and is_missing(model):
+        from argosy.run.settings.recipe_files import no_model
 
         raise no_model(model)
+    if not is_url(model):
+        model = local_model(model, say)
     begun = begun_with(model, requests, settings)
     with BatchOutput(answers, begun) as out:
         lines = {row.line for row in read_batch_rows(requests)}
@@ -92,7 +97,7 @@ def run_batch(
 
 
 def begun_with(model: str, requests: Path, settings: BatchSettings) -> dict[str, Any]:
-    """What the answers depend on."""
+    """The settings that completions depend on."""
     own = {name: getattr(settings, name) for name in ("name", "seed", "dtype")}
     own["adapter"] = file_stamp(settings.adapter) if settings.adapter else None
     own["lora_modules"] = {name: file_stamp(folder) for name, folder in settings.lora_modules.items()}
@@ -126,7 +131,7 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[ClientTrans
             engine=settings.engine, limits=limits, warm_up=False, seed=settings.seed, lora_modules=settings.lora_modules
         )
         draft = draft_of(settings.engine, settings.dtype)
-        service = run.running_server(lm, settings.name or Path(model).resolve().name, how, doing, draft)
+        service = run.running_server(lm, settings.name or model_name(model), how, doing, draft)
     service.front.engine.say = None
     try:
         yield AsgiTransport(App(service).asgi), 1
@@ -137,7 +142,7 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[ClientTrans
 def work(
     requests: Path, out: BatchOutput, server: ClientTransport, settings: BatchSettings, tries: int, total: int
 ) -> int:
-    """Answers what is missing; returns the exit code of the signal that stopped it, or 0."""
+    """Completes the missing rows. Returns the exit code of the signal that stopped it, or 0."""
     before, start = out.tokens, time.monotonic()
     printed_at = start
 

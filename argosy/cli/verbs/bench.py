@@ -85,10 +85,10 @@ def serve(
 
 
 def address(words: list[str]) -> tuple[str, list[str]]:
-    """The server's address, as the first word or as `url=`, and the other words.
+    """The server's address, given as the first word or as `url=`, and the other words.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no address.
     """
     for i, word in enumerate(words):
         if word.startswith("url=") or "=" not in word or "://" in word.partition("=")[0]:
@@ -97,7 +97,7 @@ def address(words: list[str]) -> tuple[str, list[str]]:
 
 
 def api_key_of(api_key: str | None) -> str | None:
-    """The key for a server: the one that was given, or that of the environment."""
+    """The key for a server: the given one, or that of the environment."""
     return api_key or next((value for name in KEYS if (value := os.environ.get(name))), None)
 
 
@@ -113,7 +113,7 @@ def warn(result: Any, summary: dict[str, Any], settings: BenchSettings) -> None:
 
 
 def save(path: Path, document: dict[str, Any], rounds: list[dict[str, list[Any]]]) -> None:
-    """Writes the results with those of every request; one that is killed here leaves an older file as it was."""
+    """Writes the results, including those of every request. The file is replaced only when it is complete."""
     whole = document | (rounds[0] if "rounds" not in document else {})
     if "rounds" in document:
         whole["rounds"] = [one | its for one, its in zip(document["rounds"], rounds)]

@@ -30,7 +30,7 @@ class Verify(Settings):
 
 
 class RunBundle(Verify):
-    """What to run."""
+    """The call to run."""
 
     signature: str | None = None
     """Name of a signature. None: the bundle's default."""

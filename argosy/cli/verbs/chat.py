@@ -18,6 +18,7 @@ from argosy.client.conversation import ChatSession, first_model, too_long
 from argosy.client.http import Http
 from argosy.client.settings import ChatSampling, ChatSettings
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
+from argosy.core.hub.names import model_name
 from argosy.core.process import signals
 from argosy.core.settings import SettingsLayer, read_settings, words_layer
 from argosy.jobs import machine
@@ -59,7 +60,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def chat(
     model: Annotated[
         str,
-        typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint; or a server's URL", show_default=False),
+        typer.Argument(help="Hub folder, .gguf file, run, checkpoint or hf:OWNER/NAME; or a server's URL", show_default=False),
     ],
     words: Annotated[
         list[str] | None,
@@ -112,7 +113,7 @@ def open_chat(model: str, settings: ChatSettings) -> Iterator[tuple[ChatSession,
         context = settings.context or min(lm.config.context, CONTEXT)
         engine = EngineSettings(slots=1, context=context, speculative=settings.engine.speculative)
         how = ServeSettings(engine=engine, limits=ServerLimits(seconds=2**28, body=2**26), warm_up=False, seed=settings.seed)
-        name = settings.model or Path(model).resolve().name
+        name = settings.model or model_name(model)
         service = run.build_service(lm, name, how, doing, draft_of(engine, settings.dtype))
     try:
         if plain and settings.system is not None:

@@ -10,7 +10,8 @@ from argosy.cli.output import answer, conclude, say
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import Settings, diff, dump, flatten
 from argosy.core.settings.explain import annotated, explain, settings_reference, value_text
-from argosy.run.settings.compose import compose, editor_schema, recipes
+from argosy.run.settings.compose import compose, editor_schema
+from argosy.run.settings.recipe_files import recipes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -25,7 +25,7 @@ MOST_LISTED = 20
 
 
 class Convert(Settings):
-    """What to write."""
+    """The output of the conversion."""
 
     to: Literal["hub", "argosy", "gguf", "peft"] = "hub"
     """Format to write: a Hub folder, an Argosy checkpoint or a GGUF file, into which adapters are merged; or the adapters of a run
@@ -48,7 +48,7 @@ class CheckedConversion(Settings):
 @app.command()
 def convert(
     source: Annotated[
-        str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)
+        str, typer.Argument(help="Hub folder, .gguf file, run, checkpoint or hf:OWNER/NAME", show_default=False)
     ],
     target: Annotated[str | None, typer.Argument(help="a new folder, or a new file that ends in .gguf", show_default=False)] = None,
     words: Annotated[

@@ -25,7 +25,7 @@ SOURCE = typer.Argument(
 
 
 class Vocabulary(Settings):
-    """What to train a tokenizer on, and how large."""
+    """The training of a tokenizer."""
 
     vocab: int = Field(1024, gt=0)
     """Size of the vocabulary: 256 bytes, <|bos|>, <|eos|>, and merges."""
@@ -91,7 +91,7 @@ def tokenizer(
 
 
 def prepared_text(result: dict[str, Any]) -> str:
-    """What a prepared corpus holds, one line a split."""
+    """The contents of a prepared corpus, one line per split."""
     lines = [f"{result['target']}: tokens of `{result['tokenizer']}`, {result['vocab']:,} in its vocabulary"]
     for split in ("train", "held_out"):
         part = result[split]

@@ -14,9 +14,15 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+    clear: Annotated[bool, typer.Option("--clear-cache", help="removes the compiled programs that are kept, and nothing else")] = False,
 ) -> int:
     """Prints versions, devices, memory, disk and cache, and problems with them. Exits with 1 if nothing would run."""
-    from argosy.jobs.doctor import examine
+    from argosy.jobs.doctor import clear_programs, examine
+
+    if clear:
+        removed = clear_programs()
+        answer(f"removed {removed['programs']} compiled programs, {sized(removed['bytes'])}", removed, as_json)
+        return 0
 
     found = examine()
     answer(_text_of(found), found, as_json)
@@ -40,7 +46,11 @@ def _text_of(found: Mapping[str, Any]) -> str:
         },
         "devices": _devices(found["jax"]),
         "disk": {name: f"{of(d['free_bytes'], d['total_bytes'])}  {d['path']}" for name, d in found["disk"].items()},
-        "compiled programs": {"kept": f"{cache['programs']}, {sized(cache['bytes'])}", "in": cache["folder"]},
+        "compiled programs": {
+            "kept": f"{cache['programs']}, {sized(cache['bytes'])}",
+            "at most": f"{sized(cache['most_bytes'])} (ARGOSY_CACHE_GB); --clear-cache removes them",
+            "in": cache["folder"],
+        },
         "variables": found["variables"] or {"none": "that matter"},
     }
     width = max(len(name) for rows in sections.values() for name in rows)

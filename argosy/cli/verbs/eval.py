@@ -7,12 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from argosy.cli.output import Doing, answer, conclude, say
+from argosy.core.addresses import is_missing
 from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
-from argosy.evals.settings import EvalSettings
+from argosy.evals.settings import IMAGES, EvalSettings
 from argosy.jobs import evaluate, machine
 from argosy.observe.readable import columns, one_line
 from argosy.observe.report.page import metric_text, metrics_of
+from argosy.run.settings.recipe_files import no_model
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -23,7 +25,7 @@ QUIET_S = 10.0
 @app.command("eval")
 def evaluates(
     model: Annotated[
-        str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)
+        str, typer.Argument(help="Hub folder, .gguf file, run, checkpoint or hf:OWNER/NAME", show_default=False)
     ],
     words: Annotated[
         list[str] | None,
@@ -35,8 +37,11 @@ def evaluates(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
-    """Evaluates a model: perplexity, multiple choice, exact match, IFEval."""
+    """Evaluates a model: perplexity, multiple choice, exact match, IFEval, drawn images."""
     settings = read_settings(EvalSettings, words_layer(words or [])).value
+    if settings.tasks == IMAGES:
+        _images(model, settings, as_json)
+        return
     planned, others = evaluate.prepared(model, settings)
     say(f"{one_line(model)}: {', '.join(map(str, planned))}")
     with Doing() as doing:
@@ -60,6 +65,23 @@ def evaluates(
         say(f"added to {kept}, whose report.html shows it")
     if stopped:
         raise typer.Exit(stop.code)
+
+
+def _images(model: str, settings: EvalSettings, as_json: bool) -> None:
+    """Evaluates a run that draws images."""
+    if is_missing(model):
+        raise no_model(model)
+    with Doing() as doing:
+        doing("loading jax")
+        machine.start_jax()
+        from argosy.jobs.evaluate_images import evaluate_images
+
+        document = evaluate_images(model, settings, doing)
+        doing.done()
+    kept = evaluate.keep(model, settings, document)
+    answer(_table(document["tasks"]), document, as_json)
+    if kept is not None:
+        say(f"added to {kept}, whose report.html shows it")
 
 
 class Steps:

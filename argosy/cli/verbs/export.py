@@ -1,42 +1,53 @@
-"""`argosy export MODEL OUT [signature=logits|embed|generate] [platforms=cpu,cuda,tpu] [batch=1,4,16]`."""
+"""`argosy export MODEL OUT [signature=...] [platforms=cpu,cuda,tpu] [batch=1,4,16]`."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 from pydantic import Field
 
+from argosy.adapt.methods.settings import AT_LOAD
 from argosy.cli.output import Doing, conclude
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UnknownName
 from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.jobs.image_models import parsed_size
 from argosy.observe.readable import lasted, sized
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-SIGNATURES = ("logits", "embed", "generate")
+SIGNATURES = ("logits", "embed", "classify", "generate", "rank", "user", "item", "denoise")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Export(Settings):
-    """What to write."""
+    """The bundle to write."""
+
+    elsewhere: ClassVar = AT_LOAD
 
     signature: str | None = None
-    """logits, embed or generate, or several, separated by commas; the first is the default of the bundle. None: embed for encoders,
-    logits for decoders."""
+    """logits, embed, classify, generate, rank, user, item or denoise, or several, separated by commas; the first is the default of the
+    bundle. None: denoise for models that draw images, rank for rankers, classify where there is a head of scores, else embed for
+    encoders and logits for decoders."""
     platforms: str = "cpu,cuda,tpu"
     """What the programs run on, separated by commas: cpu, cuda, rocm, tpu. One program serves all of them."""
     batch: int | str = "symbolic"
     """Sizes of a batch, separated by commas, with a program for each; smaller batches are filled up. symbolic: any size, compiled when
     it is first met."""
     length: int | str | None = None
-    """Likewise of sequences, in tokens; of generate, the longest prompts, by default 128 tokens. None: any length."""
+    """Sequence lengths in tokens, separated by commas, with a program for each; for generate, the lengths of prompts, by default 128.
+    None: any length.
+    """
     max_tokens: int | None = Field(None, gt=0)
-    """The most tokens of a completion, for signature=generate. None: 64."""
+    """Limit of a completion in tokens, for signature=generate. None: 64."""
+    steps: int | None = Field(None, gt=0)
+    """Steps of the sampler, for signature=denoise. None: the model's own number."""
+    size: str | int | None = None
+    """Pixels of its images as WIDTHxHEIGHT, or one number for both. None: the model's own size."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of weights and activations. None: float32 on CPUs, bfloat16 elsewhere."""
     quantization: str | None = None
-    """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules. Folders that are quantized stay so."""
+    """A preset of `argosy quantize`, such as w8 or w4, or a YAML file of rules. Folders that are quantized already stay so."""
     adapter: str | None = None
     """A folder of low-rank adapters, which become part of the program."""
     store: str | None = None
@@ -47,7 +58,7 @@ class Export(Settings):
 
 @app.command()
 def export_words(
-    model: Annotated[str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)],
+    model: Annotated[str, typer.Argument(help="Hub folder, .gguf file, run, checkpoint or hf:OWNER/NAME", show_default=False)],
     target: Annotated[str | None, typer.Argument(metavar="OUT", help="a new folder", show_default=False)] = None,
     words: Annotated[
         list[str] | None,
@@ -65,7 +76,8 @@ def export_words(
     settings = read_settings(Export, words_layer(words or [])).value
     platforms = names_of("platforms", settings.platforms, PLATFORMS)
     signatures = None if settings.signature is None else names_of("signature", settings.signature, SIGNATURES)
-    how: dict[str, Any] = settings.model_dump(include={"max_tokens", "dtype", "quantization", "adapter", "store", "sign"})
+    how: dict[str, Any] = settings.model_dump(include={"max_tokens", "dtype", "quantization", "adapter", "store", "sign", "steps"})
+    how["size"] = parsed_size(settings.size)
     how |= {"platforms": platforms, "batch": sizes_in("batch", settings.batch), "length": sizes_in("length", settings.length)}
     with Doing() as doing:
         doing("loading jax")
@@ -103,7 +115,7 @@ def sizes_in(key: str, text: int | str | None) -> list[int] | None:
 
 
 def exported_text(result: dict[str, Any]) -> str:
-    """What was written, in a few lines."""
+    """A summary of the written bundle, in a few lines."""
     programs = sum(len(signature["programs"]) for signature in result["signatures"].values())
     counts = f"{plural(programs, 'program')}, {plural(result['tensors'], 'tensor')}, {sized(result['bytes'])}"
     text = f"{result['target']}: {', '.join(result['signatures'])}; {counts}, in {lasted(result['seconds'])}\n"

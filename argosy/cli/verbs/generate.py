@@ -1,26 +1,31 @@
-"""`argosy generate MODEL [PROMPT] [key=value ...]`."""
+"""`argosy generate MODEL [PROMPT] [key=value ...]`: text, or with `image=FILE` images."""
 
 import json
 import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from pydantic import Field
 
+from argosy.adapt.methods.settings import AT_LOAD
 from argosy.cli.output import Doing, answer, say
 from argosy.core.errors import BadInput
 from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
 from argosy.core.settings import Settings, read_settings, words_layer
 from argosy.infer.settings import PlainEngineSettings, with_adapters
 from argosy.jobs import machine
+from argosy.jobs.image_models import draws_images
+from argosy.jobs.images import GenerateImages, generate_images
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 class Generate(Settings):
-    """How to continue a prompt."""
+    """The completion of a prompt."""
+
+    elsewhere: ClassVar = AT_LOAD
 
     max_tokens: int = Field(64, gt=0)
     """Most tokens to generate."""
@@ -76,19 +81,20 @@ class Generate(Settings):
     engine: PlainEngineSettings = PlainEngineSettings()
 
 
-NAMES = [*Generate.model_fields, *(f"engine.{name}" for name in PlainEngineSettings.model_fields)]
+NAMES = [*Generate.model_fields, *GenerateImages.model_fields, *(f"engine.{name}" for name in PlainEngineSettings.model_fields)]
 
 
 @app.command()
 def generate(
     model: Annotated[
-        str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)
+        str, typer.Argument(help="Hub folder, .gguf file, run, checkpoint or hf:OWNER/NAME", show_default=False)
     ],
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[PROMPT] [key=value ...]",
-            help="text, @file, or from stdin; then settings: " + ", ".join(Generate.model_fields),
+            help="text, @file, or from stdin; then settings: " + ", ".join(Generate.model_fields)
+            + "; of images: " + ", ".join(GenerateImages.model_fields),
             show_default=False,
         ),
     ] = None,
@@ -97,8 +103,12 @@ def generate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
-    """Continues a prompt with a trained model, streaming."""
+    """Continues a prompt with a trained model, streaming; or draws it, with image=FILE."""
     prompt, settings = split_prompt(words or [])
+    if any(word.startswith("image=") for word in settings):
+        return draw(model, prompt, settings, chat, as_json)
+    if draws_images(model, say):
+        raise BadInput(f"{model} draws images", hint="image=out.png")
     how = read_settings(Generate, words_layer([literal(word) for word in settings])).value
     if how.logprobs and not as_json:
         raise BadInput("logprobs need --json", hint="add --json")
@@ -143,6 +153,19 @@ def generate(
         print()
 
 
+def draw(model: str, prompt: str | None, settings: list[str], chat: bool, as_json: bool) -> None:
+    """Draws images of the prompt, and prints the names of their files."""
+    how = read_settings(GenerateImages, words_layer(settings)).value
+    if chat:
+        raise BadInput("--chat is for text", hint="leave it out")
+    text = read_prompt(prompt)
+    with Doing() as doing:
+        doing("loading jax")
+        machine.start_jax()
+        written = generate_images(model, text, how, doing)
+    answer("\n".join(one["file"] for one in written), written, as_json)
+
+
 def split_prompt(words: list[str]) -> tuple[str | None, list[str]]:
     """The prompt is the first word, unless that is a setting, or nearly one."""
     if words and not is_setting(words[0]):
@@ -185,10 +208,10 @@ def _read_text(path: str) -> str:
 
 
 def structured_of(settings: Generate) -> dict[str, Any] | None:
-    """What the completion must match, as `lm.generate(structured=)` takes it.
+    """The constraint on the completion, as `lm.generate(structured=)` takes it.
 
     Raises:
-        BadInput: several of them, or a file that cannot be read.
+        BadInput: several constraints are given, or a file cannot be read.
     """
     names = ("json_schema", "json_object", "regex", "choice", "grammar")
     given = {name: value for name in names if (value := getattr(settings, name)) not in (None, False, ())}

@@ -2,15 +2,17 @@
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from textwrap import wrap
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from argosy.cli.output import say
+from argosy.core.process import signals
 from argosy.core.settings.explain import class_summary, default_text, type_text
 from argosy.core.settings.schema import documented
-from argosy.launch.settings import ENGINES, WRITTEN
+from argosy.launch.engines import ENGINES, SERVING, WRITTEN, named_engine
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -27,7 +29,7 @@ def launch(
     ],
 ) -> int:
     """Runs a command as several processes, and starts them again from the last checkpoint when one ends; or writes the file with which
-    a scheduler does.
+    a scheduler does. Other engines run servers on other machines.
 
     \b
     Engines (`argosy launch engine=NAME --help` lists the settings of one):
@@ -36,20 +38,24 @@ def launch(
       slurm      writes a job script for sbatch, or submits it
       jobset     writes a Kubernetes manifest
       skypilot   writes a SkyPilot task
+      kubernetes writes a Deployment and a Service of servers: -- predict REPOSITORY, -- serve MODEL
+      kserve     writes a runtime of KServe and a service that uses it: -- predict /mnt/models
+      rayserve   replicas of a server on Ray Serve: -- predict REPOSITORY
 
     \b
     Examples:
       argosy launch processes=4 -- train tiny dir=runs/four
       argosy launch processes=2 devices=4 restarts=3 logs=logs -- train my-recipe.yml
       argosy launch engine=slurm nodes=4 gpus=8 time=12:00:00 write=job.sh -- train my-recipe.yml
+      argosy launch engine=kubernetes image=REGISTRY/argosy:1 volume=models secret=keys replicas=3 -- predict /models
     """
     at = next((i for i, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
     own, verb = words[:at], words[at + (words[at : at + 1] == ["--"]) :]
     if words[at : at + 1] in (["--help"], ["-h"]):
-        from argosy.jobs.launch import named
-
-        sys.stdout.write(help_of(named(own)))
+        sys.stdout.write(help_of(named_engine(own)))
         return 0
+    if (engine := named_engine(own)) in SERVING:
+        return launch_server(engine, own, verb)
     from argosy.jobs.launch import prepared, progress_of
 
     made = prepared(own, verb)
@@ -63,6 +69,30 @@ def launch(
 
     start = ray.run if made.engine == "ray" else local.run
     return start([sys.executable, "-m", "argosy", *verb], made.settings, say, progress_of(made))
+
+
+def launch_server(engine: str, words: list[str], verb: list[str]) -> int:
+    """Runs a server on other machines, or writes the manifest with which they do."""
+    from argosy.cli.flags import PREDICT, SERVE, translated
+    from argosy.jobs.launch_servers import prepared_server, server_readers
+
+    made = prepared_server(engine, words, verb, server_readers(translated, {"predict": PREDICT, "serve": SERVE}))
+    if engine != "rayserve":
+        return import_module(f"argosy.launch.servers.{engine}").launch(made.command, made.settings, say)
+    from argosy.jobs.replicas import replica_app
+    from argosy.launch.servers import ray_serve
+    from argosy.web.process import check_open
+
+    ray_serve.check_replicated(made.command, made.server)
+    check_open(made.server)
+    models, server = str(Path(made.command.words[1]).resolve()), made.server.model_dump()
+
+    def build() -> Any:
+        return replica_app(models, server)
+
+    with signals.asked_to_stop("finishing what runs; again to end now") as stop:
+        ray_serve.launch(made.command, made.settings, made.server, build, say, stop)
+    return stop.code
 
 
 def help_of(name: str) -> str:

@@ -37,7 +37,7 @@ def models(context: typer.Context, as_json: Annotated[bool, JSON] = False) -> No
 @app.command("show")
 def show(
     name: Annotated[
-        str, typer.Argument(help="a preset, Hub folder, .gguf file, run directory or checkpoint", show_default=False)
+        str, typer.Argument(help="a preset, Hub folder, .gguf file, run, checkpoint or hf:OWNER/NAME", show_default=False)
     ],
     words: Annotated[list[str] | None, typer.Argument(metavar="[context=TOKENS]", show_default=False)] = None,
     as_json: Annotated[bool, JSON] = False,

@@ -1,6 +1,7 @@
 """`argosy predict REPOSITORY [key=value ...]`."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 
 from argosy.cli.flags import PREDICT, translated
 from argosy.cli.output import Doing, say
+from argosy.core.errors import BadInput
 from argosy.core.process import signals
 from argosy.core.settings import read_settings, words_layer
 from argosy.jobs import machine
@@ -28,25 +30,33 @@ def predict(
         ),
     ] = None,
 ) -> None:
-    """Serves bundles over HTTP: the Open Inference Protocol, TensorFlow Serving's REST, OpenAI embeddings."""
+    """Serves bundles over HTTP and gRPC: the Open Inference Protocol, TensorFlow Serving's REST, OpenAI embeddings."""
     settings = read_settings(PredictSettings, words_layer(translated(words or [], PREDICT))).value
     settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(KEY) or None})
     from argosy.web.process import bound_socket, check_open, server_address
 
     check_open(settings)
+    if settings.grpc is not None and find_spec("grpc") is None:
+        what = "gRPC needs the package `grpcio`, which is not installed"
+        raise BadInput(what, hint="pip install 'argosy[grpc]', or leave `grpc` out")
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
+        from argosy.ops.programs.store import open_store
         from argosy.predict.metrics import PredictMetrics
         from argosy.predict.repository import Repository, check_repository
         from argosy.predict.run import serve_repository
 
         check_repository(Path(repository))
         listener = bound_socket(settings.host, settings.port)
+        reserved = None if settings.grpc is None else bound_socket(settings.host, settings.grpc, "grpc")
         doing(f"loading {repository}")
-        found = Repository(Path(repository), settings, PredictMetrics(), say)
+        store = open_store(machine.programs_folder(), say, sources=False)
+        found = Repository(Path(repository), settings, PredictMetrics(), say, store)
         found.look()
     url = server_address(listener, settings)
+    if reserved is not None:
+        url += f" and grpc{server_address(reserved, settings).removeprefix('http')}"
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
-        serve_repository(found, listener, stop=stop, ready=lambda: say(f"ready on {url}"))
+        serve_repository(found, listener, reserved, stop=stop, ready=lambda: say(f"ready on {url}"))
     raise typer.Exit(stop.code)

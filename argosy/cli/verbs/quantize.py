@@ -20,6 +20,7 @@ from argosy.core.errors import BadInput
 from argosy.core.settings import Repeats, Settings, read_settings, words_layer
 from argosy.core.settings.schema import Choice
 from argosy.data.settings import DataSettings
+from argosy.jobs import machine
 from argosy.observe.readable import columns, lasted
 from argosy.weights.gguf.mixtures import MIXTURES
 
@@ -30,29 +31,35 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 class Quantize(Settings):
-    """How to quantize."""
+    """The quantization of a model."""
 
     preset: str | None = None
     """One rule by name: w8, w8a8, w4, w4a8, w4a4, nf4, fp8, fp8-blocks, mxfp8, mxfp4, nvfp4 and so on. `w` is followed by the bits of
-    the weights, `a` by those of the data; without it data stays as it is. GGUF files have presets of their own: q8_0, q6_k, q5_k_m,
-    q4_k_m, q4_1, q4_0, f16, bf16."""
+    the weights, `a` by the bits of the activations; without it activations are not rounded. GGUF files have their own presets: q8_0,
+    q6_k, q5_k_m, q4_k_m, q4_1, q4_0, f16, bf16.
+    """
     rules: str | None = None
-    """A YAML file with a list of rules, the first that matches a module decides."""
+    """A YAML file with a list of rules. The first rule that matches a module decides."""
     search: float | None = Field(None, gt=0)
-    """Writes no model but a file of rules, OUT.yml for `rules`: a preset for each matrix of the layers, with at most so many bits a
-    weight on average, scales included, and the smallest divergence of the next token from the model as it is. Needs `data.source`."""
+    """Average number of bits per weight, scales included. Instead of a model, a file of rules is written, OUT.yml for `rules`: it
+    assigns a preset to each matrix of the layers, within that number of bits and with the smallest divergence of the next token from
+    the unquantized model. Needs `data.source`.
+    """
     candidates: Annotated[list[str], Repeats()] = Field(default_factory=lambda: list(CANDIDATES))
     """Presets among which `search` chooses, at least two: `candidates=w8 candidates=w4`."""
     rotate: Literal["none", "hadamard"] = "none"
-    """hadamard: rotates the model before it is quantized, so that no channel has outliers, as QuaRot (arXiv:2404.00456) does without
-    rotations while the model runs. The float model computes the same. For four bits of data; models whose norms do not allow it are
-    refused."""
+    """hadamard: rotates the model before it is quantized, so that no channel has outliers, as in QuaRot (arXiv:2404.00456) but without
+        rotations at run time. The float model computes the same function. It helps activations of four bits; models whose norms do not
+        allow it are refused.
+    """
     report: str | None = None
-    """An HTML file for a page about the result: what became what, errors, sizes, and a recommendation."""
+    """An HTML file for a report: the format, error and size of each weight, and a recommendation."""
     text: str | None = None
-    """A text whose perplexity is measured before and after. Not the calibration data, on which a model looks better than it is."""
+    """A text whose perplexity is measured before and after. Use another text than the calibration data, on which the result looks
+    better than it is.
+    """
     windows: int = Field(20, gt=0)
-    """How many windows of the text are measured."""
+    """Number of windows of the text to measure."""
     to: Literal["argosy", "compressed-tensors", "gguf"] | None = None
     """Layout. compressed-tensors: a Hub folder that transformers and vLLM read, with int8, int4, fp8, NVFP4 or MXFP4; gguf: a file for
     llama.cpp. None: gguf if the target's name ends so, otherwise argosy."""
@@ -61,14 +68,14 @@ class Quantize(Settings):
     method: Annotated[Any, Choice(METHODS)] = "nearest"
     """How weights are rounded."""
     samples: int = Field(128, gt=0)
-    """Sequences of calibration data."""
+    """Number of sequences of calibration data."""
     data: DataSettings = DataSettings()
     """Calibration data, read as in training: `data.source=FILE` turns it on. `data.sequence` is 512 tokens unless it is set."""
 
 
 @app.command()
 def quantize(
-    model: Annotated[str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)],
+    model: Annotated[str, typer.Argument(help="Hub folder, .gguf file, run, checkpoint or hf:OWNER/NAME", show_default=False)],
     target: Annotated[
         str | None, typer.Argument(metavar="OUT", help="a new folder, a .gguf file, or a .yml file with search", show_default=False)
     ] = None,
@@ -92,6 +99,7 @@ def quantize(
     rules = [] if is_gguf else rules_of(settings)
     # No accelerator is needed, and another program may be using it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    machine.start_jax()
     from argosy.jobs import quantize_report as reports
     from argosy.jobs.quantize import quantize as job
     from argosy.jobs.quantize_gguf import quantize_gguf
@@ -160,8 +168,9 @@ def check_search(settings: Quantize, target: str) -> None:
 
 
 def write_rules(model: str, target: str, settings: Quantize, as_json: bool) -> None:
-    """Searches for a recipe and says what it found."""
+    """Searches for a recipe and prints the result."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    machine.start_jax()
     from argosy.jobs.quantize_search import search_recipe
 
     with ConversionProgress("written") as progress:
@@ -171,10 +180,10 @@ def write_rules(model: str, target: str, settings: Quantize, as_json: bool) -> N
 
 
 def rules_of(settings: Quantize) -> list[Rule]:
-    """The rules of a preset or a file.
+    """The rules of the settings `preset` or `rules`.
 
     Raises:
-        BadInput: neither or both are given, or as `read_rules`.
+        BadInput: neither or both settings are given, or the file has mistakes, as in `read_rules`.
     """
     if (settings.preset is None) == (settings.rules is None):
         what = "neither a preset nor rules are" if settings.preset is None else "both a preset and rules are"

@@ -15,7 +15,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 class Quickstart(Settings):
-    """Where the first run goes."""
+    """The place of the first run."""
 
     dir: str | None = None
     """A new directory. None: the next `runs/quickstart-N`."""

@@ -79,7 +79,7 @@ def compare(
 
 
 def comparison(result: dict[str, Any]) -> str:
-    """What `runs.compare` found, as two tables: a column a run, or a row a run where that is too wide."""
+    """The result of `runs.compare` as two tables: a column per run, or a row per run if that is too wide."""
     from argosy.jobs.history import listing as runs
 
     rows = {name: ["-" if v is None else _end(v) for v in values] for name, values in result["numbers"].items()}

@@ -11,7 +11,7 @@ from argosy.core.counts import plural
 from argosy.core.process.signals import before_leaving
 from argosy.jobs import machine
 from argosy.launch.cluster import detect_place, join, lost_peers
-from argosy.run.settings.compose import about, recipes
+from argosy.run.settings.recipe_files import about, recipes
 from argosy.run.view import Quiet
 
 LONGEST = max(map(len, recipes()))
@@ -73,9 +73,11 @@ def train(
         say(f"{skipped:,} of {plural(outcome.step, 'step')} were skipped: docs/guides/faults.md")
     if outcome.done and outcome.seconds:
         shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
-        # A reward model generates nothing.
-        scores = reading.value.model.scored
-        follows = f"argosy convert {outcome.dir} FOLDER to=hub" if scores else f"argosy generate {outcome.dir}"
+        # What scores or ranks generates nothing.
+        model = reading.value.model
+        follows = f"argosy generate {outcome.dir}" if model.causal and not model.scored else f"argosy export {outcome.dir} BUNDLE"
+        if model.inputs == "images":
+            follows = f"argosy eval {outcome.dir} tasks=images"
         say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
     if outcome.exit_code:
         say(

@@ -117,7 +117,7 @@ class GGUF:
         return np.require(view.reshape(place.shape), requirements="A")
 
     def read_part(self, name: str, i: int) -> np.ndarray:
-        """As `read`, for one entry of the first of several axes: only that entry is dequantized."""
+        """Reads one entry of the first axis of a tensor with several axes; only that entry is dequantized."""
         if (kind := self.places[name].kind).dtype is None:
             raw = self.raw(name)[i]
             found = dequantize(kind.name, raw)

@@ -55,9 +55,10 @@ def _groups(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 class IntegerBlocks(NamedTuple):
-    """Blocks as whole numbers: w = scale * q - minimum, with an exact product.
+    """Blocks of integers: w = scale * q - minimum, with an exact product.
 
-    q: int8 [n, values]. scale, minimum: float32 [n, groups], each for the same number of neighboring values.
+    q: int8 [n, values].
+    scale, minimum: float32 [n, groups], each for the same number of neighboring values.
     """
 
     q: np.ndarray
@@ -293,7 +294,11 @@ def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Values and their scales. shapes: of the stored tensors, from that of the weight. read: computes the weight."""
+    """Values and their scales.
+
+    shapes: (shape of the weight) -> shapes of the stored tensors.
+    read: computes the weight.
+    """
 
     shapes: Callable[[Shape], tuple[Shape, ...]]
     read: Callable[..., np.ndarray]

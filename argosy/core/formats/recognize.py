@@ -1,6 +1,6 @@
-"""Recognizes files that hold no text by their first bytes, so that a table or an archive is refused by what it is.
+"""Recognizes binary files by their first bytes, so that the refusal of a table or an archive names its kind.
 
-Signatures are those that each format's specification names. A name plays no part: a Parquet file called `data.txt` is one all the same.
+Signatures are those of each format's specification. File names do not matter: a Parquet file called `data.txt` is recognized too.
 """
 
 from argosy.core.errors import BadInput
@@ -18,6 +18,8 @@ SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"ORC", "an ORC file", TABLE),
     (0, b"Obj\x01", "an Avro file", TABLE),
     (0, b"\xff\xff\xff\xff", "an Arrow stream", TABLE),
+    (0, bytes.fromhex("83af70d10d884a3f"), "an ArrayRecord file", TABLE),
+    (0, b"MMIDIDX\0\0", "an index of token ids (Megatron-LM)", NO_TEXT),
     (0, b"SQLite format 3\0", "an SQLite database", TABLE),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file", NO_TEXT),
     (0, b"\x93NUMPY", "an array of numpy (.npy)", NO_TEXT),
@@ -50,7 +52,7 @@ PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 def binary_kind(head: bytes) -> tuple[str, str] | None:
-    """What a file of bytes that are no text is, and what to do with it; None for what may be text.
+    """The kind of a binary file, and a hint; None for a file that may be text.
 
     Args:
         head: its first HEAD_BYTES, or all of it.
@@ -71,7 +73,7 @@ def binary_kind(head: bytes) -> tuple[str, str] | None:
 
 
 def zipped(head: bytes) -> tuple[str, str]:
-    """Which of the kinds of files that are zip archives it is, by the name of its first member."""
+    """The kind of a zip archive, by the name of its first member, and a hint."""
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     if name.endswith(b".npy"):
         return "an archive of numpy arrays (.npz)", NO_TEXT
@@ -83,7 +85,7 @@ def zipped(head: bytes) -> tuple[str, str]:
 
 
 def is_text(head: bytes) -> bool:
-    """Whether they decode, and hold no control characters but those of terminals and pages."""
+    """Whether the first bytes of a file are UTF-8 without control characters, except those of terminals and page breaks."""
     return is_utf8(head) and not CONTROLS & set(head)
 
 
@@ -100,7 +102,7 @@ def refuse_binary(head: bytes, where: str) -> None:
     """Checks that the first bytes of a file may be text.
 
     Raises:
-        BadInput: they are another kind of file, which is named.
+        BadInput: they belong to another kind of file, which the message names.
     """
     if (found := binary_kind(head)) is not None:
         what, hint = found

@@ -25,6 +25,8 @@ from argosy.core.formats.files import File, Order, check_space, of_text, slabs, 
 MOST_HEADER_BYTES = 100_000_000
 MOST_AXES = 32
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What the names of a folder's files begin with: transformers' and diffusers'.
+STEMS = MODEL, DIFFUSION = ("model", "diffusion_pytorch_model")
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
@@ -105,7 +107,7 @@ class SafeTensors:
         return self._view(self.places[name])
 
     def read_part(self, name: str, i: int) -> np.ndarray:
-        """As `read`, for one entry of the first axis: no more than that is copied."""
+        """Reads one entry of the first axis of a tensor; only that entry is copied."""
         place = self.places[name]
         n_bytes = (place.end - place.begin) // place.shape[0]
         begin = place.begin + i * n_bytes
@@ -201,7 +203,8 @@ def _check_tiling(places: Mapping[str, TensorSpan], size: int, path: Path) -> No
 
 @dataclass(frozen=True)
 class SafetensorsFolder:
-    """An open Hub folder: a `TensorReader` of `model.safetensors`, or of the shards named by its index.
+    """An open Hub folder: a `TensorReader` of `model.safetensors`, or of the shards named by its index; or of the files that diffusers
+    names `diffusion_pytorch_model`.
 
     If both exist, the single file is used, as in transformers.
     """
@@ -220,14 +223,17 @@ class SafetensorsFolder:
         path = Path(path)
         if not path.is_dir():
             raise BadInput(f"no folder `{path}`")
-        if (path / SINGLE).exists():
-            file = SafeTensors.open(path / SINGLE)
-            return SafetensorsFolder(path, dict.fromkeys(file.names, file))
-        if not (path / INDEX).exists():
+        for stem in STEMS:
+            if (path / f"{stem}.safetensors").exists():
+                file = SafeTensors.open(path / f"{stem}.safetensors")
+                return SafetensorsFolder(path, dict.fromkeys(file.names, file))
+        indexes = (path / f"{stem}.safetensors.index.json" for stem in STEMS)
+        index = next((file for file in indexes if file.exists()), None)
+        if index is None:
             pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
             hint = "pickled weights are never read: save them as safetensors" if pickled else None
             raise BadInput(f"no `{SINGLE}` and no `{INDEX}`", where=f"in {path}", hint=hint)
-        return SafetensorsFolder(path, _open_shards(path))
+        return SafetensorsFolder(path, _open_shards(index))
 
     @property
     def names(self) -> KeysView[str]:
@@ -251,8 +257,7 @@ class SafetensorsFolder:
         return self.files[name].read_part(name, i)
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    index = folder / INDEX
+def _weight_map(index: Path) -> dict[str, str]:
     weight_map = _json(map_file(index).tobytes(), index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise damaged_container(index, "`weight_map` is not a map from tensors to files")
@@ -262,8 +267,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_shards(folder: Path) -> dict[str, SafeTensors]:
-    weight_map = _weight_map(folder)
+def _open_shards(index: Path) -> dict[str, SafeTensors]:
+    weight_map, folder = _weight_map(index), index.parent
     shards: dict[str, SafeTensors] = {}
     problems: list[str] = []
     kind: type[ArgosyError] = BadInput
@@ -300,13 +305,14 @@ def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, SafeTens
 
 
 def folder_files(
-    entries: Iterable[TensorEntry], shard_bytes: float = 5e9, metadata: Mapping[str, str] | None = None
+    entries: Iterable[TensorEntry], shard_bytes: float = 5e9, metadata: Mapping[str, str] | None = None, stem: str = MODEL
 ) -> list[File]:
     """The files of a folder with these tensors, in the given order: one file, or shards followed by their index.
 
     Args:
         shard_bytes: the most bytes of tensors in a shard; a larger tensor has its own shard.
         metadata: of every file; by default {"format": "pt"}, which transformers requires.
+        stem: what the names of the files begin with, one of `STEMS`.
 
     Raises:
         Unsupported: safetensors has no name for a type.
@@ -316,10 +322,10 @@ def folder_files(
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
     shards = tensor_shards(entries, shard_bytes)
     if len(shards) == 1:
-        return [tensors_file(SINGLE, shards[0], metadata)]
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        return [tensors_file(f"{stem}.safetensors", shards[0], metadata)]
+    names = [f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = [tensors_file(name, shard, metadata) for name, shard in zip(names, shards)]
-    return [*files, of_text(INDEX, _index(dict(zip(names, shards))))]
+    return [*files, of_text(f"{stem}.safetensors.index.json", _index(dict(zip(names, shards))))]
 
 
 def write_folder(

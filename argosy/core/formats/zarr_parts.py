@@ -56,7 +56,7 @@ class Laid:
 
 
 def laid(folder: Path) -> Laid | None:
-    """How an array was written; None if by something else than `zarr.array_files` and `zarr.shard_file`."""
+    """The layout of a stored array; None if it was not written by `zarr.array_files` and `zarr.shard_file`."""
     try:
         stored = json.loads((folder / "zarr.json").read_bytes())
         shape, dtype = tuple(stored["shape"]), np.dtype(stored["data_type"])

@@ -129,7 +129,7 @@ class ChildProcess:
 
 
 def reason_of(code: int) -> str:
-    """How a process with this exit code ended: "exit code 3", "SIGKILL"."""
+    """How a process with this exit code ended, in words: "exit code 3", "SIGKILL"."""
     if code >= 0:
         return f"exit code {code}"
     return signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"

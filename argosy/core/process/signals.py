@@ -82,7 +82,7 @@ def end_command(code: int) -> None:
 
 
 def ended_with() -> int | None:
-    """The exit code that `end_command` was told; None before."""
+    """The exit code that was passed to `end_command`; None before."""
     return _State.code
 
 

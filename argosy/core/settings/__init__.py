@@ -73,5 +73,15 @@ def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
     unknown = [mistakes.unknown_key(key, where, names) for key, where in reader.unknown]
     if problems := unknown + reader.problems:
         raise SettingsError(problems, reader.good)
-    origin = {key: reader.setter[key].origin if key in reader.setter else DEFAULT for key in flatten(value)}
+    origin = {key: _origin(reader, key) for key in flatten(value)}
     return Reading(value, origin, reader.tried, reader.choices, names)
+
+
+def _origin(reader: SettingsReader, key: str) -> str:
+    """Who set a key. The parts of a value that is read as a whole, such as one that is a text or a list, are set with it."""
+    whole = key
+    while whole not in reader.setter and "." in whole:
+        whole = whole.rpartition(".")[0]
+    if whole not in reader.setter or (whole != key and any(name.startswith(f"{whole}.") for name in reader.setter)):
+        return DEFAULT
+    return reader.setter[whole].origin

@@ -82,7 +82,7 @@ def _nearest_key(key: str, names: KnownNames) -> str:
     if key in known:
         return f"in a file, write `{leaf}` under `{group}`, without the dot"
     if group in known and not any(other.startswith(f"{group}.") for other in known):
-        return f"`{group}` is one value, without keys of its own"
+        return names.elsewhere.get(key) or f"`{group}` is one value, without keys of its own"
     if answer := _of_other_trainers(key, names):
         return answer
     if owner := _other_owner(group, leaf, choices):
@@ -188,6 +188,8 @@ def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[
         about = f": {first_sentence(info.description)}" if first_sentence(info.description) else ""
         return [BadInput(f"`{key}` is required", where=NOBODY, hint=f"add `{key}={(info.examples or ['...'])[0]}`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
+    if len(options) > 1 and (said := next((error for error in errors if error["type"] == "value_error"), None)):
+        return [_wrong_part(key, info, said, setter)]
     # Pydantic reports each member of the union; the key is reported once.
     if len(options) > 1:
         first = next((e for e in errors if e["type"] == "finite_number"), errors[0])

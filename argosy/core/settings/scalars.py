@@ -5,7 +5,7 @@ Numbers are the decimal ones people mean (`1e5`, `4_096`, `25k`). YAML 1.1 reads
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Context, Decimal
 from typing import Any
 
@@ -87,6 +87,11 @@ def _flow(value: Any, **style: Any) -> str:
 def yaml_document(value: Any) -> str:
     """A plain value as a YAML document of blocks, in the order of its keys, which readers of YAML 1.1 and 1.2 read alike."""
     return yaml.dump(value, Dumper=_Blocks, sort_keys=False, width=10**6, allow_unicode=True)
+
+
+def yaml_documents(values: Iterable[Any]) -> str:
+    """Plain values as YAML documents of one file."""
+    return "---\n".join(map(yaml_document, values))
 
 
 class _Blocks(yaml.SafeDumper):

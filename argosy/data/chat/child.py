@@ -127,7 +127,7 @@ def _refuse(message):
 
 
 def answers(environment, request):
-    """Every part of every job."""
+    """The results of all jobs of a request, each with its parts."""
     environment.now = None if request["now"] is None else datetime.fromisoformat(request["now"])
     found = []
     for job in request["jobs"]:
@@ -161,13 +161,13 @@ def _limit():
 
 
 def forbid(event, _):
-    """An audit hook: what it raises ends what was about to be done."""
+    """An audit hook: the exception that it raises prevents the audited operation."""
     if event.startswith(FORBIDDEN):
         raise PermissionError(f"a chat template may not do this: {event}")
 
 
 def warm(environment):
-    """Has Jinja and the C library read what they would read at first use: words, filters, the time zone, how to report a failure."""
+    """Loads modules and data that Jinja and the C library would read at first use: words, filters, the time zone, error messages."""
     used = "{{ lipsum(n=1) }}{{ [1]|pprint }}{{ 'a b'|wordwrap(1) }}{{ ('a.com'|urlize)|striptags }}{{ strftime_now('%c %Z') }}"
     for template in (used, "{{ nothing.more }}", "{% if %}"):
         with contextlib.suppress(jinja2.TemplateError):

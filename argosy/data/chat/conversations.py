@@ -1,11 +1,12 @@
 """Records to tokens: conversations by a chat template, prompts with completions as their text.
 
-What is learned is what an assistant says, with the token that ends its turn, or a completion with the end of sequence. The
-ids in front of it are those that inference feeds: messages get no beginning-of-sequence token but the template's own, as in
-`lm.chat`, and a prompt gets one where the tokenizer puts it there, as in `lm.generate`. TRL does the same: two texts are
-never put through a chat template. An Alpaca record becomes messages where there is a template, and Stanford's text otherwise.
+The learned tokens are an assistant's words with the token that ends its turn, or a completion with the end of sequence. The ids before
+them are those of inference: messages get no beginning-of-sequence token but the template's own, as in `lm.chat`, and a prompt gets one
+where the tokenizer puts it there, as in `lm.generate`. TRL does the same: two texts are never put through a chat template. An Alpaca
+record becomes messages where there is a template, and Stanford's text otherwise.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -23,6 +24,7 @@ from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import ALPACA, TEMPLATE_HINT, Encoding
 from argosy.data.pack import Encoded
 from argosy.data.sources import Document, Source, SourceRecord
+from argosy.data.sources.records import LABELED
 from argosy.data.tokenizers.config import DEFAULT
 
 if TYPE_CHECKING:
@@ -35,15 +37,17 @@ RECORDS_VERSION = 3
 
 
 class ConversationEncoder(DocumentEncoder):
-    """Encodes documents that hold records; the counts are of those so far.
+    """Encodes documents that hold records. Its counts cover the records so far.
 
-    read: records.
-    unanswered: records that are left out because nothing in them is learned.
-    endless: conversations whose last answer ends with no special token, so that a model does not learn to stop.
-    toolless: conversations with tools, of which their template writes none.
-    unwritten: fields of messages that their template leaves out.
+    read: number of records.
+    unanswered: number of records that are left out because no token of them is learned.
+    endless: number of conversations whose last completion ends with no special token, so that a model does not learn to stop.
+    toolless: number of conversations with tools that their template does not write.
+    unwritten: fields of messages that their template does not write.
     unread: names in `chat_template_kwargs` that their template does not read.
     """
+
+    counted = (*DocumentEncoder.counted, "read", "unanswered", "endless", "toolless", "unwritten", "unread")
 
     def __init__(self, encoding: Encoding):
         """Raises:
@@ -59,10 +63,10 @@ class ConversationEncoder(DocumentEncoder):
         self._writes: dict[tuple[str, str], bool] = {}
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
-        """The records in order, one answer each, which is empty for those that are left out.
+        """The encoded records in order; empty for a record that is left out.
 
         Raises:
-            BadInput: the template refuses one, or does not show what the assistant said; its file and line are named.
+            BadInput: the template refuses a record, or does not write the assistant's words; the message names file and line.
         """
         records = [document.record for document in documents if document.record is not None]
         chats = encode_all(self.tokenizer, [self.conversation(one) for one in records if self.is_chat(one)], self.way)
@@ -80,7 +84,7 @@ class ConversationEncoder(DocumentEncoder):
             yield self.finished(found, is_chat)
 
     def skip(self, document: Document) -> None:
-        """Passes over a record; only names of special tokens in its texts are counted."""
+        """Skips a record; only names of special tokens in its texts are counted."""
         if document.record is not None and document.record.messages is None:
             self._look_for_names(document.record.words, ends=True)
 
@@ -88,10 +92,10 @@ class ConversationEncoder(DocumentEncoder):
         chat.close_all()
 
     def is_chat(self, record: SourceRecord) -> bool:
-        """Whether a record goes through a chat template.
+        """Whether a record is rendered by a chat template.
 
         Raises:
-            BadInput: it can only do that, and there is none.
+            BadInput: it can only be rendered by a template, and there is none.
         """
         if self.templates and record.messages is not None:
             return True
@@ -124,7 +128,7 @@ class ConversationEncoder(DocumentEncoder):
         return self._writes[template, field]
 
     def completion(self, record: SourceRecord) -> Ids:
-        """A prompt and what follows it. Names of special tokens are text, unless `special`."""
+        """The ids of a prompt and its completion. Names of special tokens are plain text, unless `special` is set."""
         prompt, answer = record.prompt or "", record.completion or ""
         span = [(len(prompt), len(prompt) + len(answer))] if answer else []
         self._look_for_names(prompt + answer, ends=True)
@@ -153,8 +157,9 @@ NOTHING = Encoded(np.zeros(0, np.uint16), np.zeros(0, np.uint8), begins=False)
 
 
 def says_something(record: SourceRecord) -> bool:
-    """Whether any message that may be learned holds words, a call, or anything else that a template writes. An empty one would teach a
-    model to end its turn at once. Records that are texts are judged by their tokens."""
+    """Whether a message that may be learned holds words, a call, or anything else that a template writes. An empty one would teach a
+    model to end its turn at once. Records of plain texts are judged by their tokens.
+    """
     if record.messages is None:
         return True
     learned = record.learned or [True] * len(record.messages)
@@ -163,7 +168,7 @@ def says_something(record: SourceRecord) -> bool:
 
 
 def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
-    """The tokenizer, with a template that is not one of its own, a published one or a file, as its default one."""
+    """The tokenizer with a published template, or one from a file, as its default template."""
     templates, name = Encoding(tokenizer, template=template).chat_templates
     if template is not None and name is None:
         tokenizer.config = replace(tokenizer.config, templates={**tokenizer.chat_templates, **templates})
@@ -172,31 +177,33 @@ def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
 
 
 def record_identity(source: Source, encoding: Encoding) -> dict[str, Any]:
-    """What decides the tokens of records, for a fingerprint: what is learned, by which templates, and how records are read.
+    """The settings that decide the tokens of records, for a fingerprint: learned tokens, templates, and how records are read.
 
-    Another way of reading them gets another number, or an older corpus in the cache would be taken for the same.
+    A change of the reading code changes a number in it, so that older corpora in the cache are not reused.
     """
     if source.format == "text":
         return {}
+    if source.format in LABELED:
+        return {"labels": json.dumps(list(encoding.labels))} | ({"learn": "all"} if encoding.learn == "all" else {})
     return {"learn": encoding.learn, "template": encoding.template_hash, "records": RECORDS_VERSION}
 
 
 def record_counts(encoder: DocumentEncoder, source: Source) -> dict[str, Any]:
-    """What a manifest keeps of the records that were read; empty for text."""
+    """The counts of records for a manifest; empty for text."""
     ignored = [*source.ignored, *(["tools"] if getattr(encoder, "toolless", 0) else [])]
     ignored += [f"{name} of messages" for name in sorted(getattr(encoder, "unwritten", ()))]
     ignored += [f"{name} of chat_template_kwargs" for name in sorted(getattr(encoder, "unread", ()))]
     found: dict[str, Any] = {"ignored": ignored} if ignored else {}
-    if isinstance(encoder, ConversationEncoder):
+    if (read := getattr(encoder, "read", None)) is not None:
         rendered = encoder.encoding.rendering(source.format)
-        found |= {"read": encoder.read, "unanswered": encoder.unanswered, "rendered": rendered, "learn": encoder.learn}
-        found |= {"endless": encoder.endless} if encoder.endless else {}
+        found |= {"read": read, "unanswered": getattr(encoder, "unanswered", 0), "rendered": rendered, "learn": encoder.encoding.learn}
+        found |= {"endless": endless} if (endless := getattr(encoder, "endless", 0)) else {}
         found |= {"identical": identical} if (identical := getattr(encoder, "identical", 0)) else {}
     return found
 
 
 def nothing_to_learn(encoder: DocumentEncoder, where: str) -> BadInput | None:
-    """The error for records none of which has an answer."""
+    """The error for data in which no record has a completion; None if some have."""
     if not isinstance(encoder, ConversationEncoder):
         return None
     if identical := getattr(encoder, "identical", 0):

@@ -1,4 +1,4 @@
-"""Finds the tokens of a conversation that an assistant wrote: the ones that fine-tuning trains on.
+"""Finds the tokens of a conversation that an assistant wrote, which fine-tuning trains on.
 
 Few templates mark the assistant's words (`{% generation %}`). For the others, renders are compared. A turn begins where the
 render of the messages before it, with the generation prompt, ends; it ends where the render that stops with it ends. That is
@@ -41,9 +41,12 @@ Ids = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True)
 class MaskedConversation:
-    """Messages to encode, with what else their template reads.
+    """The messages to encode, and the further inputs of their template.
 
-    learned: for each message, whether its words count where it is an assistant's; None: all do.
+    messages: the messages.
+    tools: JSON schemas of functions.
+    variables: further variables of the template.
+    learned: for each message of an assistant, whether its words count; None: all do.
     """
 
     messages: Sequence[Message]
@@ -56,8 +59,10 @@ class MaskedConversation:
 class Way:
     """How conversations are encoded.
 
-    templates, name: of the chat templates the named one; see `choose_template`. now: the clock of templates. masked: look for what
-    assistants said; otherwise every token counts.
+    templates: the chat templates by name.
+    name: the name of the template to use; see `choose_template`.
+    now: the clock of templates.
+    masked: whether only the assistant's tokens count; otherwise every token does.
     """
 
     templates: Mapping[str, str]
@@ -138,7 +143,7 @@ def encode_chunk(
 
 
 def in_known_roles(conversation: MaskedConversation, template: str) -> MaskedConversation:
-    """A conversation in the roles that its template knows, as chats are asked."""
+    """The conversation with its roles converted to those that its template knows, as for chats."""
     messages, learned = with_known_roles(conversation.messages, template), conversation.learned
     # Only system messages at the beginning become fewer.
     learned = None if learned is None else learned[len(conversation.messages) - len(messages) :]
@@ -157,10 +162,10 @@ def _parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
 
 
 def kept(turns: Mapping[int, Span], conversation: MaskedConversation) -> dict[int, Span]:
-    """The turns that count.
+    """The turns that count in the loss.
 
     Raises:
-        BadInput: only some do, and the template's own marks do not show which turn is which message's.
+        BadInput: only some count, and the template's own marks do not show which turn belongs to which message.
     """
     learned = conversation.learned
     if learned is None:
@@ -194,15 +199,16 @@ def encoded(
 def begins_as_prompt(
     tokenizer: Tokenizer, text: str, ids: Sequence[int], places: Sequence[Span], start: int, special: bool
 ) -> bool:
-    """Whether the ids before a place are those of the text before it alone, as a prompt is encoded. What follows the last special
-    token decides: text before one has no effect on what comes after it."""
+    """Whether the ids before a position equal those of the text before it alone, as a prompt is encoded. Only the text after the last
+    special token matters: tokens before a special token do not affect those after it.
+    """
     count = bisect_left(places, start, key=lambda place: place[0])
     first = next((place for place in range(count - 1, 0, -1) if ids[place] in tokenizer.hidden), 0)
     return not count or tokenizer.encode(text[places[first][0] : start], special=special) == list(ids[first:count])
 
 
 def straddled(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span], hidden: Collection[int]) -> list[int]:
-    """The edges of spans that lie inside a token of text. Special tokens are exempt: they may include blanks beside them."""
+    """The ends of spans that lie inside a token of text. Special tokens are exempt: they may include neighboring blanks."""
     inside = []
     for edge in sorted({edge for span in spans for edge in span}):
         token = bisect_left(places, edge, key=lambda place: place[0]) - 1
@@ -255,7 +261,8 @@ def render_with_mask(
 class Renders:
     """One conversation, rendered completely and in parts.
 
-    known: answers to parts that were rendered before. name: the template's, for errors.
+    known: parts that were rendered before.
+    name: the template's name, for errors.
     """
 
     def __init__(
@@ -272,12 +279,12 @@ class Renders:
         self.whole = self.of(len(self.messages))
 
     def of(self, count: int, prompt: bool = False) -> str:
-        """The first `count` messages."""
+        """The rendered text of the first `count` messages."""
         known = self.known.get((count, prompt))
         return self.render_once(self.messages, count, prompt) if known is None else checked_answer(known)["text"]
 
     def attempt(self, count: int, prompt: bool = False) -> str | None:
-        """`of`; None where the template refuses to render a part of the conversation, such as one without a question."""
+        """The same as `of`; None if the template refuses to render a part of the conversation, such as one without a question."""
         try:
             return self.of(count, prompt)
         except BadInput:
@@ -288,8 +295,9 @@ class Renders:
         return checked_answer(all_rendered([job], self.special, self.now, self.child)[0][0])["text"]
 
     def turns(self, ends: Collection[str]) -> dict[int, Span]:
-        """The span of each message of the assistant that is not empty, by the message's place. Where the template's own marks are
-        not one for each of these messages, the keys are -1, -2, ..."""
+        """The span of each non-empty message of the assistant, by the message's index. If the template's own marks do not correspond
+        one to one to these messages, the keys are -1, -2, ...
+        """
         places = [place for place, message in enumerate(self.messages) if message.get("role") == "assistant"]
         if TAG.search(self.job.template):
             spans = [(start, stop) for start, stop in checked_answer(self.known[len(self.messages), False])["spans"]]
@@ -304,7 +312,7 @@ class Renders:
         """Checks that the template writes the calls of tools: without them a turn would be learned as an empty answer.
 
         Args:
-            turns: the spans that were found, by the place of their message.
+            turns: the spans that were found, by the index of their message.
 
         Raises:
             BadInput: the name of a function is not in the turn that calls it; or not in the text, where turns are not known.
@@ -319,7 +327,7 @@ class Renders:
                 )
 
     def turn(self, place: int, ends: Collection[str]) -> Span:
-        """The span of the message at a place in the whole text."""
+        """The span of a message in the whole text."""
         prompt, through = self.attempt(place, prompt=True) if place else None, self.attempt(place + 1)
         if prompt is None:
             start = self.header_stop(place)
@@ -336,7 +344,7 @@ class Renders:
         return start, stop
 
     def with_other_words(self, place: int) -> str:
-        """The whole text with a message's words replaced, which shows what surrounds them."""
+        """The whole text with the words of one message replaced, which shows the text around them."""
         said = self.messages[place].get("content")
         if not isinstance(said, str) or not said.strip():
             raise self.unclear(place)
@@ -347,8 +355,9 @@ class Renders:
             raise self.unclear(place) from None
 
     def common_start(self, place: int, prompt: str) -> int:
-        """Where the prompt and the turn separate, independent of the words: a prompt may contain text that earlier turns do not
-        keep."""
+        """The position where the prompt ends and the turn begins, independent of the words. A prompt may contain text that earlier
+        turns do not keep.
+        """
         other, before = self.with_other_words(place), self.of(place)
         start = common_length(prompt, other)
         # There is no generation prompt: an answer begins with its first word.
@@ -359,9 +368,10 @@ class Renders:
         return start
 
     def header_stop(self, place: int) -> int:
-        """Where the header of a turn ends that has no prompt before it: a conversation that an assistant begins, or one that the
-        template refuses to render up to there. The header is what opens an answer to a question; of its last occurrence before the
-        words, as much as is there, since some templates open a thought that earlier turns do not keep."""
+        """The end of the header of a turn without a prompt before it: a conversation that an assistant begins, or one that the template
+        refuses to render up to there. A header is the text that opens the reply to a question. Its last occurrence before the words is
+        used, as far as it matches, since some templates open a thought that earlier turns do not keep.
+        """
         words = common_length(self.whole, self.with_other_words(place))
         question, header = self.generation_prompt(place)
         if not header:
@@ -373,7 +383,7 @@ class Renders:
         return at + common
 
     def generation_prompt(self, place: int) -> tuple[str, str]:
-        """A question as text, and what the template puts behind it to open an answer."""
+        """A question as text, and the text that the template adds after it to open a reply."""
         question = [{"role": "user", "content": PROBE}]
         try:
             asked, opened = self.render_once(question, 1), self.render_once(question, 1, prompt=True)
@@ -384,14 +394,16 @@ class Renders:
         return asked, opened[len(asked) :]
 
     def same_stop(self, start: int, through: str, ends: Collection[str]) -> int | None:
-        """After the first special token that also ends the turn when it is the last one, if the turn is then the same."""
+        """The position after the first special token that also ends the turn when it is the last one; None unless the turn is then the
+        same.
+        """
         last = through.rstrip()
         mark = max((end for end in ends if end and last.endswith(end)), key=len, default="")
         stop = self.whole.find(mark, start) + len(mark)
         return stop if mark and start < stop and last.endswith(self.whole[start:stop]) else None
 
     def common_stop(self, place: int, ends: Collection[str]) -> int:
-        """After the special token that follows the words, where the last turn ends with another one."""
+        """The position after the special token that follows the words, for templates whose last turn ends with another token."""
         other = self.with_other_words(place)
         stop = len(self.whole) - common_length(self.whole[::-1], other[::-1])
         found = max((end for end in ends if end and self.whole.startswith(end, stop)), key=len, default=None)
@@ -408,13 +420,15 @@ class Renders:
 
 
 def longest_shared(part: str, text: str) -> tuple[int, int]:
-    """Where most of the beginning of a part occurs last in a text, and how many characters of it."""
+    """The last position in a text at which the longest possible beginning of a part occurs, and the length of that beginning in
+    characters.
+    """
     begins = (at for at in range(len(text) - 1, -1, -1) if text[at] == part[0])
     at = max(begins, key=lambda at: common_length(part, text[at:]), default=len(text))
     return at, common_length(part, text[at:])
 
 
 def without_blanks(text: str, start: int, stop: int, ends: Collection[str]) -> int:
-    """A span's end, back at the special token that only blanks follow."""
+    """The end of a span without trailing blanks after its last special token."""
     words = text[start:stop].rstrip()
     return start + len(words) if any(end and words.endswith(end) for end in ends) else stop

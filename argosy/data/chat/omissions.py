@@ -1,8 +1,8 @@
-"""What a chat template leaves out: a prompt without something that its sender wrote is refused by name.
+"""Detects content that a chat template leaves out: a prompt that lacks something its sender wrote is refused by name.
 
-Templates ignore what they do not know: tools, documents, messages of a role, calls of tools. A model then answers another conversation,
-and nobody is told. So where something may be missing, the conversation is rendered once more with a mark behind each text, and a mark
-that is not in the result names what is left out. Thoughts of earlier turns are no omission: reasoning models drop them by design.
+Templates silently ignore unknown content: tools, documents, messages of a role, tool calls. A model would then reply to another
+conversation. So if content may be missing, the conversation is rendered once more with a mark after each text, and a mark that is not
+in the result names the missing content. Thoughts of earlier turns are no omission: reasoning models drop them by design.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,18 @@ PREFIX, SUFFIX = "Kq7", "Zw"
 
 
 class Omitted(BadInput):
-    """A chat template leaves out part of a conversation. param: the part: messages, tools or documents."""
+    """A chat template leaves out part of a conversation.
+
+    param: the part: messages, tools or documents.
+    """
 
     param: str = "messages"
 
 
 def with_known_roles(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Messages with the role `developer` as `system`, for a template without that role. System messages at the beginning then become
-    one, because many templates refuse a second. What an assistant refused with is its content, where it has none."""
+    """Messages with the role `developer` changed to `system`, for a template without that role. Leading system messages are then merged
+    into one, because many templates refuse a second. An assistant's refusal becomes its content, if it has no other.
+    """
     found = [_with_refusal(message) for message in messages]
     if "developer" in template or not any(message.get("role") == "developer" for message in found):
         return found
@@ -46,7 +50,7 @@ def check_complete(
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Checks that a prompt has everything that it was made from.
+    """Checks that a prompt contains all content of its messages, tools and documents.
 
     Args:
         render: renders other messages in the same way; takes `messages`, `tools` and `documents`.
@@ -73,7 +77,7 @@ def check_complete(
 
 
 class Marks:
-    """Makes marks that do not occur in a text, and remembers what each was put behind.
+    """Makes marks that do not occur in a text, and remembers the text before each.
 
     Args:
         text: the text without marks.
@@ -88,7 +92,7 @@ class Marks:
         self.known: list[tuple[str, str, str, Any]] = []
 
     def __call__(self, value: Any, what: str, part: str, group: Any = None) -> Any:
-        """A text with a mark behind it; anything else, and an empty text, as it is."""
+        """A text with a mark after it; other values, and empty texts, unchanged."""
         if not isinstance(value, str) or not value.strip():
             return value
         mark = f"{self.prefix}{len(self.known)}{SUFFIX}"
@@ -113,8 +117,9 @@ def _with_refusal(message: Message) -> dict[str, Any]:
 
 
 def extra_fields(message: Message) -> list[str]:
-    """The fields of a message that few templates write, where they are filled. The name of a tool is no such field: the call that it
-    answers has it too."""
+    """The non-empty fields of a message that few templates write. A tool's name is not among them: the call that it replies to has it
+    too.
+    """
     names = ("refusal",) if message.get("role") == "tool" else ("name", "refusal")
     return [name for name in names if isinstance(message.get(name), str) and message[name].strip()]
 
@@ -124,9 +129,11 @@ FIELD_MARK = "Kq7Zw"
 
 
 def writes_field(render: Callable[[list[dict[str, Any]]], str], field: str) -> bool:
-    """Whether a template writes this field of messages. render: renders a conversation by it.
+    """Whether a template writes this field of messages. A template that refuses the conversation counts as writing it, so that its own
+    error names the record.
 
-    A template that refuses the conversation counts as writing it: it names the record by its own words.
+    Args:
+        render: renders a conversation by the template.
     """
     messages = [{"role": role, "content": text, field: FIELD_MARK} for role, text in (("user", "a"), ("assistant", "b"))]
     try:

@@ -1,4 +1,4 @@
-"""Conversations as text, by the chat template that comes with a model: exactly as Hugging Face transformers renders it.
+"""Renders conversations by the chat template that comes with a model, exactly as Hugging Face transformers does.
 
 A template is a program written by somebody else, so each is rendered in a process with limits (`child.py`): 2 seconds of
 CPU, 512 MB, a bound on its text. No template is trusted more than another, because its cost depends on the messages and
@@ -81,7 +81,7 @@ def render(
 
 
 def marked(template: str, messages: Sequence[Message]) -> list[Message]:
-    """The messages with a mark behind the content of the last one."""
+    """The messages with a mark after the content of the last one."""
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str) or "content" not in template:
         raise BadInput("continue_final_message: the last message has no content to continue")
@@ -89,7 +89,7 @@ def marked(template: str, messages: Sequence[Message]) -> list[Message]:
 
 
 def cut(text: str, content: str) -> str:
-    """A conversation up to the mark behind its last message."""
+    """A rendered conversation up to the mark after its last message."""
     if content.strip() not in text or MARK.strip() not in text:
         raise BadInput("continue_final_message: the chat template drops part of the last message", hint="send another message")
     at = text.rindex(MARK.strip())
@@ -142,10 +142,10 @@ def rendered(
 
 
 def checked_answer(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
-    """An answer that is not a failure.
+    """The result of a render, unless it failed.
 
     Raises:
-        BadInput: it is one.
+        BadInput: it failed.
     """
     if isinstance(answer, BadInput):
         raise answer
@@ -157,9 +157,9 @@ def checked_answer(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
 def all_rendered(
     jobs: Sequence[RenderJob], special: Mapping[str, str], now: datetime | None, child: "Child"
 ) -> list[list[dict[str, Any] | BadInput]]:
-    """The answers to every part of some jobs, which one process renders in one request; `checked_answer` opens each.
+    """The results of all parts of some jobs, which one process renders in one request; pass each to `checked_answer`.
 
-    A job that is refused, or that its process dies of, does not harm the others: those are rendered again without it.
+    A job that is refused, or that kills its process, does not affect the others: those are rendered again without it.
     """
     numbers = {template: number for number, template in enumerate(dict.fromkeys(job.template for job in jobs))}
     asked: list[dict[str, Any] | BadInput] = []
@@ -182,7 +182,7 @@ def all_rendered(
 
 
 def request_of(job: RenderJob, number: int, special: Mapping[str, str]) -> dict[str, Any]:
-    """What the process reads for a job.
+    """The request of a job, as the process reads it.
 
     Raises:
         BadInput: the template is too long, or its variables are not JSON.
@@ -214,7 +214,7 @@ def costly(why: str) -> BadInput:
 
 
 class Child:
-    """The rendering process: started by the first request, again after it died, and anew in a forked process."""
+    """The rendering process. It is started by the first request, and again after it died or this process was forked."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -223,10 +223,10 @@ class Child:
         self._process: ChildProcess | None = None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one request.
+        """The reply to one request.
 
         Raises:
-            BadInput: it took too long, or the process died of it.
+            BadInput: it took too long, or killed the process.
         """
         with self._lock:
             process = self._running()
@@ -252,7 +252,7 @@ class Child:
             process.end()
 
     def forget(self) -> None:
-        """Called in a forked process: the rendering process, and perhaps the lock, are the parent's."""
+        """Drops the process in a forked process, where it belongs to the parent."""
         process, self._process, self._lock, self.turn = self._process, None, Lock(), Lock()
         if process is not None:
             process.forget()
@@ -294,8 +294,9 @@ def children() -> list[Child]:
 
 @contextmanager
 def free_child() -> Iterator[Child]:
-    """A process for one conversation. A second one renders while the first is busy, and so on up to `RENDERING`: a template that takes
-    two seconds delays nobody else."""
+    """An idle rendering process for one conversation. While one is busy another is started, up to `RENDERING`, so that a template which
+    takes two seconds delays nobody else.
+    """
     with GROWING:
         CHILDREN.extend(Child() for _ in range(RENDERING - len(CHILDREN)))
     for child in CHILDREN[:RENDERING]:
@@ -314,7 +315,7 @@ def close_all() -> None:
 
 
 def forget_all() -> None:
-    """Called in a forked process."""
+    """Drops all processes in a forked process, where they belong to the parent."""
     global GROWING
     GROWING = Lock()
     for child in CHILDREN:

@@ -1,18 +1,19 @@
-"""The same text by two tokenizers: rows of a student's tokens beside those of its teacher, and which of both stand for the same bytes.
+"""Aligns two tokenizers on the same text: rows of a student's tokens, the same text in its teacher's tokens, and which of both stand
+for the same bytes.
 
 A document is cut where the student has special tokens. Between them the teacher's tokenizer encodes the same text; tokens of both are
-joined into groups that end where both end at the same byte, the finest ones there are. A special token is a group with the teacher's
-own of that role (beginning, end), or with what its name becomes by the teacher's tokenizer. Nothing is assumed of how a tokenizer
-writes a text: where the bytes of its tokens are not those of the text (unknown characters, joined spaces), only what comes before the
-first difference and after the last one is aligned.
+joined into groups that end where both end at the same byte, the finest ones there are. A special token is grouped with the teacher's
+special token of the same role (beginning, end), or with the teacher's tokens of its name. Tokenizers need not reproduce a text: if the
+bytes of their tokens differ from the text (unknown characters, joined spaces), only the text before the first difference and after the
+last one is aligned.
 
 Fields that are added to those of language modeling, U places a row for the teacher's tokens:
 
     teacher_tokens, teacher_segments   [B U]  documents as in the student's row
     teacher_targets                    [B U]  the token after each
-    group, teacher_group               [B T], [B U]  the number of the group that a target belongs to, in its row; 0: none
+    group, teacher_group               [B T], [B U]  number of the target's group within its row; 0: none
     last                               [B T]  1 where a target is the last one of its group
-    teacher_last                       [B T]  there, the place of the teacher's last target of the group
+    teacher_last                       [B T]  at those targets, the index of the teacher's last target of the group
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ FIELDS: Fields = {
 
 
 class AlignedSpan(NamedTuple):
-    """Half-open ranges of tokens of both that stand for the same bytes."""
+    """Half-open ranges of student and teacher tokens that stand for the same bytes."""
 
     student: tuple[int, int]
     teacher: tuple[int, int]
@@ -48,9 +49,12 @@ class AlignedSpan(NamedTuple):
 
 @dataclass
 class Aligned:
-    """A document by both tokenizers.
+    """A document in both tokenizers.
 
-    unreadable: some of its tokens are no text. rewritten: the teacher's tokenizer writes other bytes than the student's.
+    teacher: the teacher's tokens.
+    groups: the aligned spans.
+    unreadable: whether some of its tokens are not valid text.
+    rewritten: whether the teacher's tokenizer writes other bytes than the student's.
     """
 
     teacher: list[int] = field(default_factory=list)
@@ -60,17 +64,26 @@ class Aligned:
 
 
 class TeacherPrompt(NamedTuple):
-    """A prompt as a teacher is fed it, ready for an answer, and what it reads in place of a special token that ends the answer."""
+    """A prompt in the teacher's tokens, ready for a completion.
+
+    tokens: the tokens.
+    end: the teacher's token in place of a special token that ends the completion.
+    """
 
     tokens: Sequence[int]
     end: int | None = None
 
 
 def align(student: Sequence[int], teacher: Sequence[int]) -> list[AlignedSpan]:
-    """The finest groups of pieces that end at the same byte, from the bytes of each piece; both have equally many.
+    """Groups the tokens of two texts into the finest spans that end at the same byte in both.
 
-    A piece without bytes belongs to the group that ends next; at the end, to the last one. What is left where one text is longer than
-    the other belongs to none."""
+    A token without bytes belongs to the span that ends next; at the end, to the last span. Tokens beyond the shorter text belong to no
+    span.
+
+    Args:
+        student: the number of bytes of each student token.
+        teacher: the number of bytes of each teacher token.
+    """
     ours, theirs = np.cumsum(student).tolist(), np.cumsum(teacher).tolist()
     groups, begin, i, j = [], (0, 0), 0, 0
     while i < len(ours) and j < len(theirs):
@@ -96,7 +109,7 @@ class Across:
         self.special: dict[int, list[int]] = {}
 
     def __call__(self, ids: Sequence[int]) -> Aligned:
-        """A document of the student's tokens."""
+        """A document of student tokens, aligned with the teacher's."""
         out = Aligned()
         if self.teacher.adds_bos and self.teacher.bos is not None and (not ids or ids[0] != self.student.bos):
             out.teacher.append(self.teacher.bos)
@@ -104,20 +117,24 @@ class Across:
         return out
 
     def answer(self, prompt: Sequence[int], answer: Sequence[int], teacher_prompt: TeacherPrompt | None = None) -> Aligned:
-        """An answer after its prompt, both of the student's tokens. The groups are those of the answer, counted from the prompt's
-        beginning.
+        """A completion after its prompt, both in student tokens. The spans cover the completion, with indices counted from the
+        beginning of the prompt.
 
-        The teacher's tokens of the prompt are those that it would be fed to answer itself, so none of them reaches into the answer.
+        The prompt is encoded separately for the teacher, so no teacher token spans the boundary between prompt and completion.
 
         Args:
-            teacher_prompt: the prompt as the teacher is fed it; None: the student's text.
+            teacher_prompt: the prompt in the teacher's tokens; None: the student's text is encoded.
         """
         out = Aligned(list(teacher_prompt.tokens if teacher_prompt is not None else self(prompt).teacher))
         self.follow(out, [*prompt, *answer], len(prompt), teacher_prompt.end if teacher_prompt is not None else None)
         return out
 
     def follow(self, out: Aligned, ids: Sequence[int], at: int, ends: int | None = None) -> None:
-        """Adds the tokens from `at` on. ends: what the teacher reads in place of a special token at the end; None: by its role."""
+        """Adds the student's tokens from index `at` on.
+
+        Args:
+            ends: the teacher's token for a special token at the end; None: the token of the same role.
+        """
         hidden, begin = self.student.hidden, at
         while at < len(ids):
             end = next((i for i in range(at, len(ids)) if ids[i] in hidden), len(ids))
@@ -131,7 +148,7 @@ class Across:
             at += 1
 
     def role(self, token: int) -> list[int]:
-        """What the teacher reads in place of a special token of the student."""
+        """The teacher's tokens for a special token of the student."""
         if token not in self.special:
             ours, theirs = self.student, self.teacher
             roles = [(ours.eos, theirs.eos), (ours.bos, theirs.bos)]
@@ -142,7 +159,12 @@ class Across:
         return self.special[token]
 
     def stretch(self, out: Aligned, ids: Sequence[int], begin: int, end: int, first: bool, rest: bool = False) -> None:
-        """Adds the tokens from `begin` to `end`, which are ordinary text. first: of a document. rest: the text before them goes on."""
+        """Adds the student's tokens from `begin` to `end`, which are ordinary text.
+
+        Args:
+            first: whether they begin a document.
+            rest: whether they continue the text before them.
+        """
         pieces = [self.student.piece(ids[i], first and i == begin) for i in range(begin, end)]
         cut = whole_characters(pieces)
         a, b = cut or (0, len(pieces))
@@ -161,14 +183,15 @@ class Across:
 
 
 def beginning(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
-    """The groups of the common beginning of two texts' pieces."""
+    """The spans of the common beginning of two token sequences."""
     most = common_length(b"".join(student), b"".join(teacher))
     return align(_inside(student, most), _inside(teacher, most))
 
 
 def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[AlignedSpan]:
-    """The groups of two texts' pieces. Where the texts differ, as where a tokenizer joins spaces, those of their common beginning and
-    end."""
+    """The spans of two token sequences. If their texts differ, for instance by joined spaces, only those of the common beginning and
+    end.
+    """
     ours, theirs = b"".join(student), b"".join(teacher)
     if ours == theirs:
         return align([len(piece) for piece in student], [len(piece) for piece in teacher])
@@ -187,7 +210,8 @@ def _inside(pieces: Sequence[bytes], most: int) -> list[int]:
 
 
 def whole_characters(pieces: Sequence[bytes]) -> tuple[int, int] | None:
-    """The longest range of pieces that is text: rows may begin and end inside of a character. None: there are other bytes in it."""
+    """The longest range of tokens that is valid text: rows may begin and end inside a character. None: it contains other invalid bytes.
+    """
     most = min(4, len(pieces))
     for left in range(2 * most):
         for a in range(max(0, left - most), min(left, most) + 1):
@@ -204,7 +228,7 @@ class BothTokenizers(BatchWrapper):
     """Batches with the teacher's tokens of the same text.
 
     Args:
-        places: U, for the teacher's tokens of a row. What is beyond is not aligned, which is said once.
+        places: U, the number of teacher tokens in a row. Further tokens are not aligned, which is reported once.
     """
 
     def __init__(self, inner: Batches, across: Across, places: int, say: Say = lambda _: None):
@@ -226,7 +250,12 @@ class BothTokenizers(BatchWrapper):
 
 
 def full(places: int, tokens: int) -> str:
-    """What is said where the teacher's tokens of a row are more than there are places for. tokens: of the document that is cut."""
+    """The warning that a row has more teacher tokens than fit.
+
+    Args:
+        places: U, the number of teacher tokens in a row.
+        tokens: number of teacher tokens of the document that is cut.
+    """
     return (
         f"the teacher's tokens of some rows are more than {places:,} (one document has {tokens:,}): beyond them the "
         "student does not learn from it, which `aligned` shows; objective.teacher_sequence=N has room for more"
@@ -245,9 +274,9 @@ def aligned_fields(
     """A batch of language modeling with the fields above.
 
     Args:
-        places: U.
-        aligned: (row, the places of a document in it) -> that document by both tokenizers.
-        cut: is told how many tokens a document has by the teacher that is not wholly in its row.
+        places: U, the number of teacher tokens in a row.
+        aligned: (row, the indices of a document in it) -> that document in both tokenizers.
+        cut: called with the number of teacher tokens of each document that does not fit in its row.
     """
     rows, length = batch["tokens"].shape
     sizes = {"B": rows, "T": length, "U": places}

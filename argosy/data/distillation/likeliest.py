@@ -1,11 +1,11 @@
-"""A model's likeliest tokens at each target of a table's rows, on disk: a cache that is filled row by row.
+"""A cache on disk of a model's most likely tokens at each target of a table's rows. It is filled row by row.
 
-    NAME.bin    of each row: the number n of its targets (int64), k ids of each (uint16, or uint32 of larger vocabularies), then k
-                log-probabilities of each (float16), then that of all other tokens together (float32)
-    NAME.npy    int64 [rows], where a row begins in it; -1 where nothing is known
+    NAME.bin    for each row: the number n of its targets (int64), k ids per target (uint16, or uint32 for larger vocabularies), then k
+                log-probabilities per target (float16), then that of all other tokens together (float32)
+    NAME.npy    int64 [rows], the offset of each row in it; -1 for rows that are not cached
 
-Only targets that count in the loss are kept. float16 has log-probabilities to one part in 2,000. What is written becomes known after it
-has reached the disk, so a kill at any time leaves whole rows.
+Only targets that count in the loss are stored. float16 holds log-probabilities to one part in 2,000. The offset of a row is written
+after the row has reached the disk, so a kill at any time leaves whole rows.
 """
 
 import os
@@ -24,7 +24,12 @@ UNKNOWN = -1
 
 
 class TopTokens(NamedTuple):
-    """The likeliest tokens of n targets: ids and log-probabilities [n k], and log-probabilities of all others [n]."""
+    """The most likely tokens of n targets.
+
+    ids: [n k].
+    logps: [n k], their log-probabilities.
+    rest: [n], the log-probability of all other tokens together.
+    """
 
     ids: np.ndarray
     logps: np.ndarray
@@ -32,7 +37,7 @@ class TopTokens(NamedTuple):
 
 
 def bytes_per_target(k: int, vocab: int) -> int:
-    """What a target takes on disk."""
+    """Size of a target on disk, in bytes."""
     return k * (id_type(vocab).itemsize + 2) + 4
 
 
@@ -41,11 +46,13 @@ def id_type(vocab: int) -> np.dtype:
 
 
 class Likeliest:
-    """The rows that are known so far.
+    """The cached rows.
 
     Args:
-        path: of the file of offsets; the other one is beside it.
-        rows: of the table. k: tokens of a target. vocab: every id is below it.
+        path: the file of offsets; the other file is beside it.
+        rows: number of rows in the table.
+        k: number of tokens per target.
+        vocab: every id is below it.
     """
 
     def __init__(self, path: Path, rows: int, k: int, vocab: int):
@@ -56,7 +63,7 @@ class Likeliest:
         self.load()
 
     def load(self) -> None:
-        """Reads what is on disk."""
+        """Reads the offsets from disk."""
         self.begins = np.full(self.rows, UNKNOWN, np.int64)
         if self.path.exists() and self.path.stat().st_size == 128 + 8 * self.rows:
             self.begins = np.load(self.path)
@@ -71,14 +78,14 @@ class Likeliest:
             self.begins[row] = UNKNOWN
 
     def missing(self, rows: np.ndarray) -> np.ndarray:
-        """The ones of these rows that are not known."""
+        """The rows, of these, that are not cached."""
         return rows[self.begins[rows] < 0]
 
     def read(self, row: int) -> TopTokens:
-        """What is known of a row.
+        """The cached tokens of a row.
 
         Raises:
-            KeyError: nothing.
+            KeyError: the row is not cached.
         """
         at = int(self.begins[row])
         if at < 0:
@@ -93,11 +100,13 @@ class Likeliest:
         return TopTokens(parts[0], parts[1], parts[2][:, 0])
 
     def targets_at(self, at: int) -> int:
-        """The number of targets of the row that begins there."""
+        """The number of targets of the row at this offset."""
         return int.from_bytes(self.records[at : at + 8].tobytes(), "little")
 
     def with_top_tokens(self, mask: np.ndarray, rows: np.ndarray) -> Batch:
-        """The arrays of a batch whose targets count where the mask is above 0; zeros elsewhere, and in rows below 0."""
+        """The arrays of the cached fields for a batch. They are filled at targets whose mask is above 0; other targets, and rows with a
+        negative number, hold zeros.
+        """
         ids, logps = np.zeros((*mask.shape, self.k), np.int32), np.zeros((*mask.shape, self.k), np.float32)
         rest = np.zeros(mask.shape, np.float32)
         for place, row in enumerate(rows.tolist()):
@@ -108,7 +117,7 @@ class Likeliest:
 
     @contextmanager
     def writing(self, say: Say) -> Iterator["LikeliestWriter"]:
-        """Adds rows; by one process at a time. What others have added meanwhile is there inside."""
+        """A writer that adds rows. One process writes at a time, and starts from the rows that others have added meanwhile."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with one_at_a_time(self.path.with_suffix(".lock"), say):
             self.load()
@@ -125,7 +134,7 @@ class LikeliestWriter:
     """Appends rows to the files of a `Likeliest`.
 
     store: the object whose files they are.
-    targets: how many targets were added.
+    targets: number of targets added.
     offsets: row -> its offset in the file, for the rows that were added since the last flush.
     """
 

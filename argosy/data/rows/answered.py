@@ -1,8 +1,7 @@
-"""Prompts with the answers that the data has, for training that may answer them anew: fine-tuning data, or prompts alone.
+"""Prompts with the data's completions, for training that may also sample completions: fine-tuning data, or prompts alone.
 
-A record becomes tokens as in fine-tuning. The answer of a conversation is the last turn that is learned, with the token that ends it;
-what is before it is the prompt, exactly as inference feeds it, and what is after it is left out. Records are held in memory and
-rendered as they are used.
+A record becomes tokens as in fine-tuning. The completion of a conversation is its last learned turn, with the token that ends it. The
+text before it is the prompt, exactly as in inference; later messages are dropped. Records are held in memory and rendered on use.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,8 @@ from argosy.data.order import Order
 from argosy.data.prepare import HeldOut
 from argosy.data.rows.prompts import OF_ROWS, Prompt, Prompts
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Document, Source, SourceRecord, find_source
+from argosy.data.sources import Document, Source, SourceRecord
+from argosy.data.sources.find import find_source
 from argosy.data.sources.records import GROUPS, PROMPT
 
 if TYPE_CHECKING:
@@ -28,18 +28,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt, and the tokens of its answer with their end; None: the data has none."""
+    """A prompt and its completion.
+
+    answer: the tokens of the completion with their end; None: the data has none.
+    """
 
     prompt: Prompt
     answer: Sequence[int] | None = None
 
 
 class AnsweredPrompts:
-    """The records of a file in the order of a run, as `Prompts`.
+    """The records of a file in the order of a run, like `Prompts`.
 
     Args:
         prompts: the records, and how prompts alone are rendered.
-        encoder: renders prompts with answers; None: the data has no answers.
+        encoder: renders prompts with completions; None: the data has no completions.
     """
 
     def __init__(self, prompts: Prompts, encoder: ConversationEncoder | None):
@@ -51,17 +54,17 @@ class AnsweredPrompts:
 
     @property
     def special_names(self) -> dict[str, int]:
-        """As `Prompts.special_names`."""
+        """The same as `Prompts.special_names`."""
         return self.prompts.special_names
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """As `Prompts.ignored`."""
+        """The same as `Prompts.ignored`."""
         return self.prompts.ignored
 
     @property
     def placeholders(self) -> tuple[str, ...]:
-        """As `Prompts.placeholders`."""
+        """The same as `Prompts.placeholders`."""
         return self.prompts.placeholders
 
     @property
@@ -74,11 +77,11 @@ class AnsweredPrompts:
         return any(record.messages is not None for record in self.prompts.records)
 
     def __call__(self, first: int, count: int) -> list[Answered | str]:
-        """What is at `count` places of the order, from `first` on; fewer where the order ends. In place of a record that has nothing to
-        learn there is its file and line.
+        """The `count` records from index `first` on; fewer at the end of the order. A record that has nothing to learn is replaced by
+        its file and line.
 
         Raises:
-            BadInput: a template refuses a record, there is none, or a prompt is empty; the record is named.
+            BadInput: a template refuses a record, there is no template, or a prompt is empty; the message names the record.
         """
         if self.encoder is None:
             return [Answered(one) for one in self.prompts(first, count)]
@@ -91,10 +94,10 @@ class AnsweredPrompts:
 
 
 def divided(record: SourceRecord, encoded: Any) -> Answered:
-    """The prompt and the answer of a record's tokens.
+    """Divides a record's tokens into prompt and completion.
 
     Raises:
-        BadInput: nothing is before the answer.
+        BadInput: there are no tokens before the completion.
     """
     ids, learned = encoded.tokens.tolist(), np.flatnonzero(encoded.weights)
     end = begin = int(learned[-1])
@@ -114,14 +117,14 @@ def divided(record: SourceRecord, encoded: Any) -> Answered:
 def answered_prompts(
     settings: DataSettings, tokenizer: "Tokenizer", seed: int
 ) -> tuple[AnsweredPrompts, AnsweredPrompts | None]:
-    """What to train on, and what is held out, in the order of the file; None if nothing is.
+    """The prompts for training, in the order of a run, and the held-out ones in the order of the file; None if none are held out.
 
     Raises:
-        BadInput: no file, no records, records of another kind, or settings that mean nothing for answers that may be sampled.
+        BadInput: there is no file, there are no records, records have another format, or settings do not apply to sampled completions.
     """
     check_settings(settings)
     source = find_source(settings)
-    where = f"data.source={settings.source}"
+    where = f"data.source={settings.source_name}"
     if not isinstance(source, Source) or source.format in ("text", *GROUPS):
         has = "no prompts" if not isinstance(source, Source) else f"`{source.format}` records"
         hint = "prompts with completions, conversations, or prompts alone with data.format=prompt"
@@ -139,7 +142,7 @@ def answered_prompts(
     made |= {"seed": seed, "shuffle": settings.shuffle, "format": source.format}
 
     def read(some: list[SourceRecord], order: Order, most: int | None = None) -> AnsweredPrompts:
-        prompts = Prompts(some, encoding, order, made, settings.source, most)
+        prompts = Prompts(some, encoding, order, made, settings.source_name, most)
         return AnsweredPrompts(prompts, None if source.format == PROMPT else ConversationEncoder(encoding))
 
     most = None if settings.epochs is None else int(settings.epochs * len(records))
@@ -148,10 +151,10 @@ def answered_prompts(
 
 
 def check_settings(settings: DataSettings) -> None:
-    """Checks that no setting is given that would be ignored.
+    """Checks that no setting would be ignored.
 
     Raises:
-        BadInput: one is.
+        BadInput: a setting would be.
     """
     fields = type(settings).model_fields
     for name in OF_ROWS:

@@ -3,8 +3,8 @@
     pairs = [Group((Example(chosen), Example(rejected)), values={"margin": 0.5}), ...]
     batches = build(settings, None, vocab=..., seed=..., source=Examples(pairs), rows_per_group=2, fields=...)
 
-One example is one row: nothing is packed. Groups are shuffled as a whole, and a batch and each process's share of it hold
-whole groups. Knows nothing of losses; what a column means is between who fills it and the objective that reads it.
+One example is one row: nothing is packed. Groups are shuffled as a whole, and a batch and each process's share of it hold whole groups.
+This module knows no losses; the caller and the objective agree on the meaning of columns.
 """
 
 import hashlib
@@ -24,10 +24,11 @@ from argosy.data.sources import RowSource
 class Example:
     """One row.
 
-    tokens: n ids, of which n - 1 are inputs.  weights: [n] of each token in the loss; None means 1. The first is not used,
-    because the first token is no target.  columns: further numbers for each token, [n] each, such as advantages; they come
-    out beside the targets.  inputs: numbers or vectors for each token that come out beside the inputs, [n ...] each, such as the
-    embeddings of an image.  values: one number or array for the row, such as a reward.
+    tokens: n ids, of which n - 1 are inputs.
+    weights: [n], the weight of each token in the loss; None: all are 1. The first is not used, because the first token is no target.
+    columns: further numbers per token, [n] each, such as advantages; they are aligned with the targets.
+    values: one number or array per row, such as a reward.
+    inputs: numbers or vectors per token, [n ...] each, such as the embeddings of an image; they are aligned with the inputs.
     """
 
     tokens: Sequence[int]
@@ -39,7 +40,11 @@ class Example:
 
 @dataclass(frozen=True)
 class ExampleGroup:
-    """Examples that are never parted, in their order, and one number or array for the group by name."""
+    """Examples that always stay together, in order.
+
+    examples: the examples.
+    values: one number or array for the group, by name.
+    """
 
     examples: Sequence[Example]
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +97,7 @@ class GroupRows:
         return len(self.groups) * self.per_group
 
     def gather(self, rows: np.ndarray) -> Batch:
-        """The batch of whole groups of rows: [B] numbers to arrays of B rows, and of B / per_group groups."""
+        """The batch of whole groups of rows: from [B] row numbers to arrays of B rows, and of B / per_group groups."""
         numbers = rows[:: self.per_group] // self.per_group
         if (rows != (numbers[:, None] * self.per_group + np.arange(self.per_group)).ravel()).any():
             raise ValueError("the rows asked for are not whole groups")
@@ -116,7 +121,7 @@ class GroupRows:
 
 
 class Examples(RowSource):
-    """Groups of examples that the caller holds in memory, and others for evaluation."""
+    """Groups of examples in memory, for training and for evaluation."""
 
     def __init__(self, groups: Sequence[ExampleGroup], held_out: Sequence[ExampleGroup] = ()):
         self.groups, self.held_out = groups, held_out
@@ -136,11 +141,14 @@ class Examples(RowSource):
 
 
 def stacked(items: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False) -> dict[str, np.ndarray]:
-    """One array for each name, from mappings that must have the same names; of columns of tokens, an empty one of their type and of
-    the shape of one entry.
+    """One array per name, from mappings with equal names. Empty columns of tokens have the type and shape of their entries.
+
+    Args:
+        noun: what the mappings belong to, for errors.
+        tokens: whether the values are columns of tokens.
 
     Raises:
-        BadInput: names or shapes that differ.
+        BadInput: names or shapes differ.
     """
     names = list(items[0]) if items else []
     for number, one in enumerate(items):
@@ -162,7 +170,7 @@ def stacked(items: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False)
 
 
 def number_array(value: Any) -> np.ndarray:
-    """Numbers as an array: float32 and int32 where Python's own numbers say no type."""
+    """Numbers as an array; Python numbers become float32 and int32."""
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
     array = np.asarray(value)

@@ -1,9 +1,9 @@
-"""The answers to other prompts that KTO compares with (arXiv:2402.01306): for each record, one of another prompt.
+"""Mismatched completions for KTO (arXiv:2402.01306): for each record, a completion of another prompt.
 
-Records of one prompt often stand together, and sorted files hold thousands in a row. So the file is read by runs of records of one
-prompt: the k-th record of a run gets the k-th answer of the run after it, and those of the last run get answers of the first. The file
-is read a second time, up to a run ahead of the first reading, and only the first KEPT records of each run are in memory. Which answer
-a record gets depends on the file alone, not on how it is read in groups.
+Records of one prompt are often neighbors, and sorted files hold thousands of them in a row. So the file is read by runs of records with
+one prompt: the k-th record of a run gets the k-th completion of the next run, and the last run gets completions of the first. The file
+is read a second time, up to a run ahead of the first reading, and only the first KEPT records of each run are in memory. The pairing
+depends only on the file, not on the groups in which it is read.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ class MismatchedRecords:
     """Records of other prompts.
 
     Args:
-        records: begins to read all records from the first, as often as it is called.
+        records: starts to read all records from the first, every time it is called.
     """
 
     def __init__(self, records: Callable[[], Iterable[SourceRecord]]):
@@ -29,7 +29,7 @@ class MismatchedRecords:
         self._runs: dict[bool, _Runs] = {}
 
     def of(self, record: SourceRecord) -> SourceRecord:
-        """The record whose answer goes with this one's prompt. It is asked for every record in the order of the file.
+        """The record whose completion is paired with this record's prompt. Call it for every record, in the order of the file.
 
         Raises:
             BadInput: all records have the same prompt.
@@ -89,5 +89,5 @@ def is_chat(record: SourceRecord) -> bool:
 
 
 def prompt_key(record: SourceRecord) -> Any:
-    """What a record asks, to tell whether two ask the same."""
+    """A key that is equal for records with the same prompt."""
     return list(record.messages[: record.prompt_messages]) if record.messages is not None else record.prompt

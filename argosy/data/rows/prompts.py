@@ -1,7 +1,7 @@
-"""Prompts of reinforcement learning: what is asked, as token ids, with the columns that rewards read.
+"""Prompts of reinforcement learning: their token ids, and the columns that rewards read.
 
-All records are held in memory, because their texts are small beside what is generated for them. They are rendered as they are used.
-Which of them are held out depends on their own text alone, as in a corpus.
+All records are held in memory, because their texts are small compared with the completions. They are rendered on use. Whether a record
+is held out depends only on its own text, as in a corpus.
 """
 
 import re
@@ -20,10 +20,13 @@ from argosy.data.chat.conversations import CLOCK
 from argosy.data.chat.omissions import extra_fields, with_known_roles, writes_field
 from argosy.data.chat.template import choose_template, render
 from argosy.data.encoding import TEMPLATE_HINT, Encoding
+from argosy.data.mixtures.order import MixedOrder
+from argosy.data.mixtures.table import check_mixture, mixed_order, part_settings
 from argosy.data.order import Order
 from argosy.data.prepare import HeldOut
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Source, SourceRecord, find_source
+from argosy.data.sources import Source, SourceRecord
+from argosy.data.sources.find import find_source
 from argosy.data.sources.records import PROMPT
 
 if TYPE_CHECKING:
@@ -37,10 +40,15 @@ LOOKED_AT = 64
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as a policy reads it.
+    """One prompt.
 
-    content: the text or the messages, as in the file. tokens: what the model is fed, ready for an answer. columns: the other columns.
-    place: in the order of the prompts. tools, variables: what the template reads beside messages.
+    content: the text or the messages, as in the file.
+    tokens: the model's input, ready for a completion.
+    columns: the other columns.
+    where: file and line, for errors.
+    place: index in the order of the prompts.
+    tools: JSON schemas of functions, for the template.
+    variables: further variables of the template.
     """
 
     content: str | Sequence[Mapping[str, Any]]
@@ -56,12 +64,13 @@ class Prompt:
 class Prompts:
     """The prompts of a file in the order of a run: epochs follow each other, each shuffled anew.
 
-    records: at least one. names: of all columns, in the order of their first occurrence; a record without one has None there.
+    records: the records; at least one.
+    names: names of all columns, in the order of their first occurrence. A record without a column has None there.
     """
 
     records: Sequence[SourceRecord]
     encoding: Encoding
-    order: Order
+    order: Order | MixedOrder
     fingerprint: Fingerprint
     source: str = ""
     # Places of the order before it ends; None: it does not.
@@ -81,10 +90,10 @@ class Prompts:
         return len(self.records)
 
     def __call__(self, first: int, count: int) -> list[Prompt]:
-        """The prompts at `count` places of the order, from `first` on; fewer where the order ends.
+        """The `count` prompts from index `first` on; fewer at the end of the order.
 
         Raises:
-            BadInput: a template refuses one, or there is none; the record is named.
+            BadInput: a template refuses a prompt, or there is no template; the message names the record.
         """
         count = count if self.most is None else min(count, self.most - first)
         rows = self.order(np.arange(first, first + max(count, 0)))
@@ -93,8 +102,9 @@ class Prompts:
 
     @cached_property
     def special_names(self) -> dict[str, int]:
-        """Names of special tokens that stay text in prompts, and how many prompts hold each one first: they were rendered by a chat
-        template elsewhere. Prompts of messages have none."""
+        """Names of special tokens that are plain text in prompts, with the number of prompts in which each occurs first. Such prompts
+        were rendered by a chat template elsewhere. Empty for prompts of messages.
+        """
         found: dict[str, int] = {}
         pattern = self.tokenizer.special_names
         if self.encoding.special or pattern is None:
@@ -106,7 +116,7 @@ class Prompts:
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:
-        """What messages of prompts hold and their template leaves out, as in fine-tuning."""
+        """Fields of messages that their template does not write, as in fine-tuning."""
         found: dict[str, None] = {}
         for record in self.records if self.templates else ():
             if record.messages is None:
@@ -127,8 +137,9 @@ class Prompts:
 
     @cached_property
     def placeholders(self) -> tuple[str, ...]:
-        """Names in braces, such as `{question}`, that every prompt holds: a text to fill in, which nothing fills. One prompt alone
-        counts where a column has the name. Braces behind a letter, `\\`, `_` or `^` are LaTeX or code."""
+        """Names in braces, such as `{question}`, that occur in every prompt and are never filled in. In a file of one prompt, only
+        names of columns count. Braces after a letter, `\\`, `_` or `^` are LaTeX or code.
+        """
         common: set[str] | None = None
         for record in self.records:
             texts = [record.prompt or ""] if record.messages is None else [str(one.get("content")) for one in record.messages]
@@ -139,7 +150,7 @@ class Prompts:
         return tuple(sorted(name for name in common or () if len(self.records) > 1 or name in self.names))
 
     def rendered(self, record: SourceRecord) -> Prompt:
-        """One record as token ids, and all columns."""
+        """One record as a prompt, with all columns."""
         columns = {name: record.columns.get(name) for name in self.names}
         if record.messages is None:
             text = record.prompt or ""
@@ -163,7 +174,7 @@ class Prompts:
         return Prompt(record.messages, ids, columns, record.where, tools=tools, variables=record.variables)
 
     def text_of(self, messages: Sequence[Mapping[str, Any]], tools: Any, variables: Mapping[str, Any]) -> str:
-        """A conversation as text, ready for an answer.
+        """A conversation as text, ready for a completion.
 
         Raises:
             BadInput: the template refuses it.
@@ -173,13 +184,19 @@ class Prompts:
         return render(chosen, with_known_roles(messages, chosen), self.tokenizer.special, **how, **variables)
 
     def template_for(self, tools: Any) -> str:
-        """The chat template of conversations with or without tools."""
+        """The chat template for conversations with or without tools."""
         return choose_template(self.templates, name=self.name, tools=bool(tools))
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What is known of the lengths of prompts before a run: of `looked` of `all`, how many have more than `longest` tokens."""
+    """Lengths of prompts, measured before a run.
+
+    longest: limit in tokens.
+    all: number of prompts.
+    looked: number of prompts that were measured.
+    long: number of those that exceed the limit.
+    """
 
     longest: int
     all: int
@@ -197,13 +214,16 @@ class Lengths:
 
 
 def lengths_of(prompts: Callable[[int, int], Sequence[Any]], count: int, longest: int, within_s: float) -> Lengths:
-    """Looks at prompts in their order, for so many seconds: they are rendered as they are used, and a file may have millions.
+    """Measures prompts in their order, for a limited time: they are rendered on use, and a file may have millions.
 
     Args:
-        prompts: (first, count) -> those at these places; what has no `tokens` and no `prompt` with them is passed over.
+        prompts: (first, count) -> the items at these indices; items without tokens are skipped.
+        count: number of prompts.
+        longest: limit in tokens.
+        within_s: time limit in seconds.
 
     Raises:
-        BadInput: one cannot be rendered; the record is named.
+        BadInput: a prompt cannot be rendered; the message names the record.
     """
     looked = long = 0
     begun = time.monotonic()
@@ -218,31 +238,52 @@ def lengths_of(prompts: Callable[[int, int], Sequence[Any]], count: int, longest
 
 
 def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tuple[Prompts, Prompts | None]:
-    """The prompts to train on, and those held out, in the order of the file; None if none are.
+    """The prompts for training, in the order of a run, and the held-out ones in the order of the file; None if none are held out.
 
     Raises:
-        BadInput: no file, no records, no prompt in one of them, or settings that mean nothing for prompts.
+        BadInput: there is no file, there are no records, one has no prompt, or settings do not apply to prompts.
     """
     check_prompt_settings(settings)
-    source = find_source(settings.model_copy(update={"format": PROMPT}))
-    if not isinstance(source, Source) or source.format != PROMPT:
-        what = "reinforcement learning reads prompts from a JSONL file, and this source has none"
-        raise BadInput(what, where=f"data.source={settings.source}", hint='lines like {"prompt": "...", "answer": "..."}')
-    held, records, others = HeldOut(settings.held_out), list[SourceRecord](), list[SourceRecord]()
-    for document in source.documents():
-        assert document.record is not None
-        (others if held.takes(document) else records).append(document.record)
-    if not records:
-        raise BadInput("no prompts", where=f"data.source={settings.source}", hint="the file is empty")
+    if isinstance(settings.source, list):
+        check_mixture(settings)
+        parts = [part_settings(mixed, settings, format=PROMPT) for mixed in settings.source]
+    else:
+        parts = [settings.model_copy(update={"format": PROMPT})]
+    sizes, records, others = list[int](), list[SourceRecord](), list[SourceRecord]()
+    made: Fingerprint = {}
+    for number, part in enumerate(parts):
+        source = find_source(part)
+        if not isinstance(source, Source) or source.format != PROMPT:
+            what = "reinforcement learning reads prompts from files of records, and this source has none"
+            raise BadInput(what, where=f"data.source={part.source_name}", hint='lines like {"prompt": "...", "answer": "..."}')
+        held, before = HeldOut(part.held_out), len(records)
+        for document in source.documents():
+            assert document.record is not None
+            (others if held.takes(document) else records).append(document.record)
+        sizes.append(len(records) - before)
+        if not sizes[-1]:
+            raise BadInput("no prompts", where=f"data.source={part.source_name}", hint="the file is empty")
+        of = f" of {number}" if isinstance(settings.source, list) else ""
+        made |= {f"{name}{of}": value for name, value in (source.fingerprint() | {"held_out": part.held_out}).items()}
     seed = seed if settings.seed is None else settings.seed
-    made = source.fingerprint() | {"held_out": settings.held_out, "tokenizer": tokenizer.fingerprint}
+    made |= {"tokenizer": tokenizer.fingerprint}
     encoding = Encoding.of_settings(tokenizer, settings)
     made |= {"template": encoding.template_hash, "bos": settings.bos, "special": settings.special}
     made |= {"seed": seed, "shuffle": settings.shuffle}
     order, once = Order(len(records), seed if settings.shuffle else None), Order(len(others), None, repeats=False)
-    most = None if settings.epochs is None else int(settings.epochs * len(records))
-    held_out = Prompts(others, encoding, once, made, settings.source) if others else None
-    return Prompts(records, encoding, order, made, settings.source, most), held_out
+    places = len(records)
+    if isinstance(settings.source, list):
+        # How many prompts a step takes is the rollout's business, so their places at a step are not known here.
+        if any(isinstance(mixed.weight, dict) for mixed in settings.source):
+            what = "weights by step are for rows of data, not for prompts"
+            raise BadInput(what, where="data.source", hint="give each file one weight")
+        order = mixed_order(settings.source, sizes, [1.0] * len(sizes), 1, settings, seed)
+        places = order.order.places_per_epoch or places
+        made |= {f"share of {number}": str((mixed.weight, mixed.epochs)) for number, mixed in enumerate(settings.source)}
+        made |= {"temperature": settings.mixture_temperature}
+    most = None if settings.epochs is None else int(settings.epochs * places)
+    held_out = Prompts(others, encoding, once, made, settings.source_name) if others else None
+    return Prompts(records, encoding, order, made, settings.source_name, most), held_out
 
 
 # Settings that say something about rows of given tokens, with their defaults.
@@ -250,10 +291,10 @@ OF_ROWS = ("packing", "too_long", "online", "learn")
 
 
 def check_prompt_settings(settings: DataSettings) -> None:
-    """Checks that no setting is given that would be ignored.
+    """Checks that no setting would be ignored.
 
     Raises:
-        BadInput: one is.
+        BadInput: a setting would be.
     """
     if settings.format not in ("auto", PROMPT):
         what = f"data.format={settings.format}, and reinforcement learning reads prompts"

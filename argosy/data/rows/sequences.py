@@ -1,9 +1,9 @@
-"""Sequences that are compared or labeled: preference pairs, answers that are good or bad, answers in steps. Records to tokens, and
-tokens to rows.
+"""Sequences that are compared or labeled: preference pairs, completions labeled good or bad, completions in steps. Converts records to
+tokens, and tokens to rows.
 
-A record of a pair gives two sequences, one of KTO its own and its prompt with the answer to another prompt. The sequences of a record
-are a group, which is kept or left out as a whole. Each is complete, prompt included, because its log-probability depends on the
-prompt; both encode the prompt alike, as inference does.
+A preference record gives two sequences: chosen and rejected. A KTO record gives two: its own, and its prompt with the completion of
+another prompt. The sequences of a record form a group, which is kept or dropped as a whole. Each includes the prompt, because its
+log-probability depends on it; all encode the prompt in the same way, as in inference.
 
 Rows hold one sequence each, or several by best fit (`data.packing=fit`), where the first rows of groups hold their first sequences and
 the second rows their second ones, in the same order: slot k of a row belongs to slot k of the next. Nothing here knows losses.
@@ -20,20 +20,22 @@ from argosy.core.errors import BadInput
 from argosy.data.batch import Batch, Field, Fields
 from argosy.data.chat.conversations import NOTHING, ConversationEncoder, says_something
 from argosy.data.chat.mask import encode_all, encode_cut
-from argosy.data.encode import DocumentEncoder
 from argosy.data.encoding import Encoding
 from argosy.data.pack import Corpus, Encoded, PackCounts, best_fit_decreasing
 from argosy.data.rows.mismatched import MismatchedRecords
 from argosy.data.sources import Document, Source, SourceRecord
-from argosy.data.sources.records import GROUPS
 
 
 class SequenceEncoder(ConversationEncoder):
-    """Encodes records of sequences; the counts are of those so far.
+    """Encodes records of sequences. Its counts cover the records so far.
 
-    read, endless: as in ConversationEncoder.  unanswered: records with a sequence of which nothing is learned.  identical: pairs whose
-    two answers are the same.
+    read, endless: as in `ConversationEncoder`.
+    unanswered: number of records with a sequence of which no token is learned.
+    identical: number of pairs whose completions are equal.
     """
+
+    # Completions of other prompts are read ahead.
+    resumes = False
 
     def __init__(
         self,
@@ -41,7 +43,8 @@ class SequenceEncoder(ConversationEncoder):
         format: str,
         source: Source | None = None,
     ):
-        """source: of the documents, from which KTO takes answers to other prompts; None: of those that are encoded together.
+        """source: the documents' source, from which KTO takes completions of other prompts; None: from documents that are encoded
+            together.
 
         Raises:
             BadInput: as ConversationEncoder; or prompts are to be learned.
@@ -54,10 +57,11 @@ class SequenceEncoder(ConversationEncoder):
         self.others = None if source is None else MismatchedRecords(lambda: records_of(source.documents()))
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
-        """The records in order, one answer each: the first sequence, with the others in its `group`. Empty for those left out.
+        """The encoded records in order: the first sequence of each, with the others in its `group`; empty for a record that is left
+        out.
 
         Raises:
-            BadInput: as ConversationEncoder; or KTO's records all have one prompt.
+            BadInput: as in `ConversationEncoder`; or all KTO records have the same prompt.
         """
         records = list(records_of(documents))
         others = self.others or MismatchedRecords(lambda: records)
@@ -95,7 +99,7 @@ class SequenceEncoder(ConversationEncoder):
             self.others.of(document.record)
 
     def rows_of(self, record: SourceRecord, mismatched: MismatchedRecords) -> list[SourceRecord]:
-        """The sequences of a record; none if its answers are the same."""
+        """The sequences of a record; none if its completions are equal."""
         if self.format == "kto":
             return [record, answered_by(record, mismatched.of(record))]
         others = list(record.others)
@@ -106,7 +110,9 @@ class SequenceEncoder(ConversationEncoder):
         return super().completion(record) if not record.steps else self.in_steps(record)
 
     def in_steps(self, record: SourceRecord) -> tuple[list[int], list[bool]]:
-        """A prompt and steps, each encoded alone, so that a step's tokens do not depend on what follows; the last of each is marked."""
+        """The tokens of a prompt and its steps, and whether each token is the last of a step. Steps are encoded separately, so that a
+        step's tokens do not depend on later steps.
+        """
         text, cuts = record.prompt or "", []
         for step, _ in record.steps:
             cuts.append(len(text))
@@ -119,7 +125,7 @@ class SequenceEncoder(ConversationEncoder):
         return ids, mask
 
     def sequence(self, record: SourceRecord, content: Any) -> Encoded:
-        """One sequence with what is learned of it."""
+        """One encoded sequence, with its learned tokens."""
         if not record.steps:
             return self.finished(content, self.is_chat(record))
         made, right = self.finished(content, False, ends=False), np.zeros(0, np.float32)
@@ -134,7 +140,7 @@ def records_of(documents: Iterable[Document]) -> Iterator[SourceRecord]:
 
 
 def answered_by(record: SourceRecord, other: SourceRecord) -> SourceRecord:
-    """A record's prompt with another record's answer."""
+    """A record's prompt with another record's completion."""
     if record.messages is None:
         return SourceRecord(where=record.where, prompt=record.prompt, completion=other.completion)
     messages = [*record.messages[: record.prompt_messages], *(other.messages or ())[other.prompt_messages :]]
@@ -142,33 +148,25 @@ def answered_by(record: SourceRecord, other: SourceRecord) -> SourceRecord:
     return replace(record, messages=messages, learned=learned, values={})
 
 
-def encoder_for(source: Source, encoding: Encoding) -> DocumentEncoder:
-    """The encoder of a source's documents: of text, of conversations, or of sequences."""
-    if source.format == "text":
-        return DocumentEncoder(encoding)
-    if source.format in GROUPS:
-        return SequenceEncoder(encoding, source.format, source)
-    return ConversationEncoder(encoding)
-
-
 class SequenceRows:
-    """Rows of `sequence` places with whole sequences. Beside what language modeling reads, a batch has for each slot of a row
+    """Rows of `sequence` positions with whole sequences. Beside the fields of language modeling, a batch has for each slot of a row
 
         live       float32  [B s]  1 where there is a sequence
-        document   int32    [B s]  its number in the corpus
+        document   int32    [B s]  the sequence's number in the corpus
         and the values of records by name, float32 [B s]
 
     and the columns of the corpus for each token. All tokens of a sequence are inputs, the last one without a target.
 
-    dropped: groups with a sequence longer than a row, left out.  cut: groups with one that was cut, at the end or at the beginning of
-    the prompt.  unlearned: groups left out because no token of an answer is within the row.
+    dropped: number of groups that are left out because a sequence is longer than a row.
+    cut: number of groups with a sequence that was cut, at the end or at the beginning of the prompt.
+    unlearned: number of groups that are left out because no completion token is within the row.
     """
 
     def __init__(self, corpus: Corpus, per_group: int, sequence: int, packing: str = "alone", too_long: str = "drop"):
         """too_long: what happens to a group with a sequence longer than a row: `drop`, `cut`, `cut_prompt`, or `error`.
 
         Raises:
-            BadInput: there is one, and it is an error.
+            BadInput: a sequence is longer than a row, and `too_long` is `error`.
         """
         self.corpus, self.per_group, self.sequence = corpus, per_group, sequence
         sizes = np.diff(corpus.starts).reshape(-1, per_group)
@@ -201,22 +199,23 @@ class SequenceRows:
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.slots = int(counts.max(initial=1))
         named = {"live": np.float32, "document": np.int32, **dict.fromkeys(corpus.values, np.float32)}
-        self.fields: Fields = {**corpus.fields, **{name: Field("B s", dtype, "row") for name, dtype in named.items()}}
+        self.stored: Fields = {**corpus.fields, **{name: Field("B s", dtype, "row") for name, dtype in named.items()}}
+        self.fields: Fields = self.stored
 
     @property
     def counts(self) -> PackCounts:
-        """What was done to groups, and how many targets there are and count."""
+        """The effect of packing on groups, and the numbers of targets."""
         sizes = self.sizes[self.groups]
         learned = int(self.learned_of(self.sizes)[self.groups].sum())
         return PackCounts(self.cut, self.dropped, self.unlearned, 0, int((sizes - 1).sum()), learned)
 
     @property
     def own_sizes(self) -> dict[str, int]:
-        """The sizes of axes of its own fields."""
+        """The sizes of axes that belong to its own fields, by letter."""
         return {"s": self.slots}
 
     def learned_of(self, sizes: np.ndarray) -> np.ndarray:
-        """How many targets of each sequence count, where that many of its tokens are kept."""
+        """The number of targets of each sequence that count, if this many of its tokens are kept."""
         begin = self.corpus.starts[:-1].reshape(sizes.shape) + self.skipped[:, None]
         if self.corpus.weights is None:
             return np.maximum(sizes - 1, 0)
@@ -224,7 +223,7 @@ class SequenceRows:
         return edges[begin + sizes] - edges[np.minimum(begin + 1, begin + sizes)]
 
     def prompts(self, sizes: np.ndarray) -> np.ndarray:
-        """How many tokens of each sequence come before its answer."""
+        """The number of tokens of each sequence before its completion."""
         begin, weights = self.corpus.starts[:-1], self.corpus.weights
         if weights is None:
             return np.zeros_like(sizes)
@@ -238,7 +237,7 @@ class SequenceRows:
     def gather(self, rows: np.ndarray) -> Batch:
         batch: Batch = {}
         sizes = {"T": self.sequence, "s": self.slots}
-        for name, field in self.fields.items():
+        for name, field in self.stored.items():
             shape = (len(rows), *(sizes[axis] for axis in field.axes.split()[1:]))
             batch[name] = np.full(shape, -1 if name == "document" else 0, field.dtype)
         for row, number in enumerate(rows.tolist()):
@@ -249,7 +248,7 @@ class SequenceRows:
         return batch
 
     def write(self, batch: Batch, row: int, at: int, slot: int, group: int, place: int) -> int:
-        """Writes a sequence into a slot; returns the places it takes."""
+        """Writes a sequence into a slot. Returns the number of positions it takes."""
         document, corpus = group * self.per_group + place, self.corpus
         begin, size = int(corpus.starts[document] + self.skipped[group]), int(self.sizes[group, place])
         tokens = corpus.tokens[begin : begin + size]

@@ -1,8 +1,9 @@
-"""Where data comes from: the registry of sources, and the interface of each.
+"""The registry of data sources, and their interface.
 
     data.source=stdlib            a registered name
-    data.source=corpus.jsonl      a file, folder or glob: the suffix chooses the reader
+    data.source=corpus.parquet    a file, folder, glob or address: what the file holds chooses the reader (`sources.kinds`)
     data.source=text:server.log   a reader by name, and what it reads
+    data.source=FILE.py:CLASS     a class of one's own that derives from `Source`
 
 A source of documents yields the same documents in the same order every time. A source of rows makes any row from its
 number. Neither knows the tokenizer: a source of conversations yields records, which `data.chat.conversations` renders.
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from argosy.core.errors import BadInput
+from argosy.core.input_files import InputFile
 from argosy.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -28,29 +30,50 @@ SOURCES = Registry(
     "data source",
     {
         "text": "argosy.data.sources.text:TextFile",
-        "jsonl": "argosy.data.sources.text:JsonLines",
-        "folder": "argosy.data.sources.text:TextFolder",
+        "jsonl": "argosy.data.sources.jsonl:JsonLines",
+        "csv": "argosy.data.sources.separated:SeparatedValues",
+        "parquet": "argosy.data.sources.arrow:ParquetFile",
+        "arrow": "argosy.data.sources.arrow:ArrowFile",
+        "tfrecord": "argosy.data.sources.tfrecord:TfRecords",
+        "array_record": "argosy.data.sources.array_record:ArrayRecords",
+        "tar": "argosy.data.sources.tar_files:TarFile",
+        "hf": "argosy.data.sources.hub:HubDataset",
+        "tokens": "argosy.data.sources.token_files:TokenFile",
+        "folder": "argosy.data.sources.folder:FileSet",
         "memory": "argosy.data.sources.text:TextsInMemory",
         "stdlib": "argosy.data.sources.stdlib:StandardLibrary",
         "docstrings": "argosy.data.sources.stdlib:Docstrings",
         "synthetic": "argosy.data.sources.synthetic:Synthetic",
+        "clicks": "argosy.data.sources.clicks:Clicks",
+        "arrays": "argosy.data.images.arrays:ImageArrays",
+        "images": "argosy.data.images.folder:ImageFolder",
     },
 )
+SOURCES.add_installed("argosy.sources")
 
 
 # The sources that need no path.
-CORPORA = ("stdlib", "docstrings", "synthetic")
+CORPORA = ("stdlib", "docstrings", "synthetic", "clicks")
+# Sources without text.
+TEXTLESS = ("synthetic", "clicks", "arrays", "images")
 
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """One example to fine-tune on: messages for a chat template, or a prompt and its completion. With both, they say the same.
+    """One example to fine-tune on: messages for a chat template, or a prompt and its completion. If it has both, their content is the
+    same.
 
-    where: the file and line, for errors. learned: for each message, whether it counts where it is an assistant's; None: all do.
-    tools: JSON schemas of functions. variables: of the template.
-    others: what belongs together with it, such as the rejected answer of a pair. prompt_messages: how many messages are the prompt of a
-    completion. values: numbers of the record. steps: texts of a completion, and whether each is right. columns: what else the file says
-    of a prompt, under its own names.
+    where: the file and line, for errors.
+    messages: the messages.
+    learned: for each message of an assistant, whether it counts; None: all do.
+    tools: JSON schemas of functions.
+    variables: further variables of the template.
+    prompt, completion: the texts.
+    others: records that belong to this one, such as the rejected completion of a pair.
+    prompt_messages: number of messages that are the prompt of a completion.
+    values: numbers of the record.
+    steps: texts of a completion's steps, and whether each is right.
+    columns: other columns of a prompt, by name.
     """
 
     where: str
@@ -68,7 +91,7 @@ class SourceRecord:
 
     @property
     def words(self) -> str:
-        """What is said in it, without the names of roles and columns."""
+        """Its content, without the names of roles and columns."""
         if self.messages is None:
             own = f"{self.prompt or ''}{self.completion or ''}"
         else:
@@ -92,9 +115,9 @@ class Document:
     """Text, or tokens where the source already has them, or a record.
 
     learn: half-open spans of `tokens` that count in the loss; None means all of them.
-    weights: of each of `tokens` in the loss, in place of `learn`.
+    weights: the weight of each token in the loss, in place of `learn`.
     ends: False for a piece of a long document; the next Document continues it.
-    record: what to render; `text` is then its JSON, by which it is measured and held out.
+    record: the record to render; `text` is then its JSON, by which it is measured and held out.
     """
 
     text: str = ""
@@ -114,6 +137,9 @@ class Document:
 class DocumentOrigin(ABC):
     """Anything that `data.source` can name."""
 
+    # Whether the setting `columns` applies, and for texts `format`: to files of records and arrays.
+    has_columns: bool = False
+
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
         """The source that `NAME:ARGUMENT` names; the argument is empty where there is none.
@@ -122,8 +148,8 @@ class DocumentOrigin(ABC):
             BadInput: this source takes no argument, or not this one.
         """
         if argument:
-            name = settings.source.partition(":")[0]
-            raise BadInput(f"the data source `{name}` takes no argument", where=settings.source)
+            name = settings.single_source.partition(":")[0]
+            raise BadInput(f"the data source `{name}` takes no argument", where=settings.source_name)
         return cls()
 
     @abstractmethod
@@ -138,11 +164,10 @@ class Source(DocumentOrigin):
     size_bytes: int | None = None
     disk_bytes: int | None = None  # of all files, read or not
     files: int | None = None
+    # Documents that were left out because they occur before, as far as the source has been read.
+    duplicates: int = 0
     # The limit on the text, if it cut some off; known once the text has been read.
     max_bytes: int | None = None
-    # Whether the settings `format` and `columns` apply: to JSONL.
-    has_columns: bool = False
-
     @property
     def format(self) -> str:
         """One of `records.FORMATS`. Any other than `text` yields records."""
@@ -171,13 +196,13 @@ class RowSource(DocumentOrigin):
         """The rows to train on, or others to evaluate on."""
 
 
-class Capped(Source):
-    """The first `limit` bytes of another source's text; the document that crosses the limit is cut there."""
+class DerivedSource(Source):
+    """What is read of another source: a part of its documents, in their order."""
 
-    def __init__(self, source: Source, limit: int):
-        self.source, self.limit = source, limit
-        self.size_bytes = limit if source.size_bytes is None else min(source.size_bytes, limit)
-        self.disk_bytes, self.files, self.has_columns = source.disk_bytes, source.files, source.has_columns
+    def __init__(self, source: Source):
+        self.source = source
+        self.size_bytes, self.disk_bytes, self.files = source.size_bytes, source.disk_bytes, source.files
+        self.has_columns = source.has_columns
 
     @property
     def format(self) -> str:
@@ -186,6 +211,18 @@ class Capped(Source):
     @property
     def ignored(self) -> tuple[str, ...]:
         return self.source.ignored
+
+    def modified(self) -> list[int]:
+        return self.source.modified()
+
+
+class Capped(DerivedSource):
+    """The first `limit` bytes of another source's text; the document that crosses the limit is cut there."""
+
+    def __init__(self, source: Source, limit: int):
+        super().__init__(source)
+        self.limit = limit
+        self.size_bytes = limit if source.size_bytes is None else min(source.size_bytes, limit)
 
     def documents(self) -> Iterator[Document]:
         left, inside, self.max_bytes = self.limit, False, None
@@ -203,88 +240,37 @@ class Capped(Source):
     def fingerprint(self) -> dict[str, Any]:
         return self.source.fingerprint() | {"source.max_bytes": self.limit}
 
-    def modified(self) -> list[int]:
-        return self.source.modified()
+    @property
+    def duplicates(self) -> int:  # type: ignore[override]
+        return self.source.duplicates
 
 
-def find_source(settings: "DataSettings") -> Source | RowSource:
-    """The source that `settings.source` names.
-
-    Raises:
-        BadInput: no such name, file or folder (with the nearest name), or nothing there to read.
-    """
-    name, _, argument = settings.source.partition(":")
-    if name in SOURCES:
-        source = SOURCES[name].from_settings(argument, settings)
-    else:
-        source = SOURCES[reader_of(settings.source)].from_settings(settings.source, settings)
-    check_described(source, settings)
-    if settings.max_bytes is not None and isinstance(source, Source):
-        return Capped(source, settings.max_bytes)
-    return source
-
-
-def check_described(source: DocumentOrigin, settings: "DataSettings") -> None:
-    """Checks that the settings about records say nothing of a source that has none.
-
-    Raises:
-        BadInput: they do, since they would be ignored.
-    """
-    has_columns = isinstance(source, Source) and source.has_columns
-    if not has_columns and (settings.format not in ("auto", "text") or settings.columns):
-        name = "columns" if settings.columns else f"format={settings.format}"
-        hint = "such a file ends in .jsonl, .ndjson or .json, or is named as `jsonl:FILE`"
-        raise BadInput(f"data.{name} is for JSONL, and this source is not", where=f"data.source={settings.source}", hint=hint)
-    # A run that resumes has the defaults among its settings, so `learn=answers` cannot be told from saying nothing.
-    if settings.template is not None and not (isinstance(source, Source) and source.format != "text"):
-        what = "data.template is for conversations, and this data is text: every token is learned"
-        raise BadInput(what, where=f"data.source={settings.source}", hint="leave `data.template` out")
-
-
-def check_readable(settings: "DataSettings") -> None:
-    """Checks that there is something to read and that the beginning of a text can be read, without tokenizing it.
-
-    Raises:
-        UserError: there is no such source, or its first document cannot be read.
-    """
-    name, _, _ = settings.source.partition(":")
-    if name in CORPORA or is_prepared(settings.source):
-        return
-    source = find_source(settings)
-    if isinstance(source, Source):
-        next(source.documents(), None)
-
-
-def is_prepared(folder: str | Path) -> bool:
-    """Whether `argosy data prepare` wrote the folder, good or damaged."""
+def is_prepared(folder: Any) -> bool:
+    """Whether `argosy data prepare` wrote the folder, good or damaged. A mixture is none."""
+    if not isinstance(folder, str | Path):
+        return False
     return (Path(folder).expanduser() / "manifest.json").is_file()
 
 
-def reader_of(spec: str) -> str:
-    """Which source reads a path: by what is there, then by its suffix. A file with any other suffix is text."""
-    path = Path(spec).expanduser()
-    if path.is_dir() or (not path.exists() and any(c in spec for c in "*?[")):
-        return "folder"
-    if not path.exists():
-        raise missing(path)
-    refuse_table(path)
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    return "jsonl" if suffixes and suffixes[-1] in (".jsonl", ".ndjson", ".json") else "text"
-
-
-def refuse_table(path: Path) -> None:
-    """Checks that a file is no table of separated values, whose lines would train as text. `text:FILE` reads it as text all the same.
+def existing(place: "str | Path | InputFile") -> InputFile:
+    """The file, which must exist.
 
     Raises:
-        BadInput: it is, by its name.
+        BadInput: there is none, or it is a folder.
     """
-    if path.name.lower().removesuffix(".gz").endswith((".csv", ".tsv")):
-        hint = "convert it to JSON lines, an object a row: pandas reads it, and `.to_json(FILE, orient='records', lines=True)` writes"
-        raise BadInput("tables of separated values (CSV, TSV) are not read yet", where=str(path), hint=hint)
+    file = place if isinstance(place, InputFile) else InputFile(place)
+    if file.is_folder:
+        raise BadInput(f"`{file}` is a folder", hint=f"read it with `data.source={file}`")
+    if not file.is_file:
+        raise missing(file)
+    return file
 
 
-def missing(path: Path) -> BadInput:
+def missing(file: InputFile) -> BadInput:
     """The error for a source that is neither a name nor a file, with the nearest of both."""
+    if not file.is_local:
+        return BadInput("no such file", where=str(file), hint="check the address, and that its store may be read from here")
+    path = file.path
     if not path.parent.is_dir():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.suffix:
             fetched = f"`hf download {path} --repo-type dataset --local-dir {path.name}`"

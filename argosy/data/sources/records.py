@@ -1,4 +1,4 @@
-"""Records to train on: which format the objects of a JSONL file have, and what each of them asks and answers.
+"""Records to train on: which format the objects of a JSONL file, or the rows of a table, have, and what each of them asks and answers.
 
     text         text                                   a document, as in pre-training
     completion   prompt, completion                     two texts, or two lists of messages
@@ -7,20 +7,22 @@
     sharegpt     conversations                          from and value; role and content too, since many files mix the names
     preference, kto, stepwise                           `sources.preferences`
     prompt       prompt                                 a text, or a list of messages; every other column is kept, for rewards
+    classification                                      `sources.labeled`
 
-`prompt` is never detected, because the others have a prompt too: whoever wants prompts alone asks for it. Beside messages, `tools`
+`prompt` is never detected, because the others have a prompt too: whoever wants prompts alone asks for it. Nor is `classification`,
+whose texts would be detected as documents: its objective asks for it. Beside messages, `tools`
 are JSON schemas of functions (a list, or its JSON) and `chat_template_kwargs` further variables of the template, as in TRL.
 A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column that is null counts as absent, because
 that is how tables with optional columns become JSONL.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from argosy.core.errors import BadInput, nearest
 from argosy.core.json_text import parse_json
 from argosy.data.sources import SourceRecord
+from argosy.data.sources.labeled import classification_record
 from argosy.data.sources.preferences import instructed, labeled, preference, stepwise
 
 Row = Mapping[str, Any]
@@ -37,12 +39,17 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kto": (("prompt", "completion", "label"), ("tools", "chat_template_kwargs")),
     "stepwise": (("prompt", "completions", "labels"), ()),
     "prompt": (("prompt",), ("tools", "chat_template_kwargs")),
+    "classification": (("text", "label"), ("text_pair",)),
 }  # fmt: skip
 # The format whose other columns are free, and kept.
 PROMPT = "prompt"
+# Formats that are read only where they are asked for.
+ASKED_FOR = (PROMPT, "classification")
 # Formats whose columns are told apart from those of fine-tuning beside them, and how many sequences of a record belong together. KTO's
 # second one is the prompt with the answer to another.
-GROUPS = {"preference": 2, "kto": 2, "stepwise": 1}
+GROUPS = {"preference": 2, "kto": 2, "stepwise": 1, "classification": 1}
+# Of these, those whose sequences are texts that are read whole, without an answer.
+LABELED = ("classification",)
 # What a message holds, which `data.columns` may rename too.
 OF_A_MESSAGE = ("role", "content", "from", "value")
 NAMES = tuple(dict.fromkeys([*(name for needs, may in FORMATS.values() for name in needs + may), *OF_A_MESSAGE]))
@@ -66,6 +73,21 @@ ALPACA_WITH_INPUT = (
 )
 
 
+def line_fields(line: str, where: str) -> dict[str, Any]:
+    """The columns of a line of JSON.
+
+    Raises:
+        BadInput: it is not an object.
+    """
+    try:
+        found = parse_json(line)
+    except (ValueError, RecursionError) as e:
+        raise BadInput(f"not a line of JSON: {e}"[:200], where=where) from None
+    if not isinstance(found, dict):
+        raise BadInput("each line of a JSONL file must be an object", where=where, hint='like {"text": "..."}')
+    return found
+
+
 class RecordReader:
     """Reads the records of one format.
 
@@ -84,21 +106,15 @@ class RecordReader:
         # Columns that were found and are not read, in order.
         self.ignored: dict[str, None] = {}
 
-    def row(self, line: str, where: str) -> dict[str, Any]:
-        """The columns of a line of JSON, under the format's names.
+    def row(self, fields: Row, where: str) -> dict[str, Any]:
+        """The columns of a record, under the format's names.
 
         Raises:
-            BadInput: it is not an object, or not of the format.
+            BadInput: it is not of the format.
         """
-        try:
-            found = parse_json(line)
-        except (ValueError, RecursionError) as e:
-            raise BadInput(f"not a line of JSON: {e}"[:200], where=where) from None
-        if not isinstance(found, dict):
-            raise BadInput("each line of a JSONL file must be an object", where=where, hint='like {"text": "..."}')
-        has = {name: value for name, value in found.items() if value is not None}
+        has = {name: value for name, value in fields.items() if value is not None}
         if not self.begun:
-            self.begin(found, has, where)
+            self.begin(fields, has, where)
         needs, may = FORMATS[self.format or "text"]
         if lacking := [name for name in needs if self.named(name) not in has]:
             raise self.other(lacking, has, where)
@@ -135,7 +151,7 @@ class RecordReader:
     def fitting(self, has: Row) -> list[str]:
         """The formats that a record has the columns of. One that needs more columns is meant, such as a pair beside `messages`; but not
         one that lacks a column which the settings rename."""
-        detected = [one for one in FORMATS if one != PROMPT]
+        detected = [one for one in FORMATS if one not in ASKED_FOR]
         fits = [one for one in detected if all(self.named(name) in has for name in FORMATS[one][0])]
         renamed = {name for name in self.columns if name not in OF_A_MESSAGE}
         fits = [one for one in fits if renamed <= {*FORMATS[one][0], *FORMATS[one][1]}] or fits
@@ -152,21 +168,27 @@ class RecordReader:
         way_out = f"data.columns.{lacking[0]}=NAME reads it from another column"
         return BadInput(what, where=where, hint=f"this data is read as `{self.format}`; {_listed(has)}; {way_out}")
 
-    def text(self, line: str, where: str) -> str:
+    def columns_read(self) -> set[str] | None:
+        """The names in the file of the columns that are read, once the format is known; None: all."""
+        if self.format == PROMPT:
+            return None
+        return {self.named(name) for names in FORMATS[self.format or "text"] for name in names}
+
+    def text(self, fields: Row, where: str) -> str:
         """The text of a record of the format `text`."""
-        text = self.row(line, where)["text"]
+        text = self.row(fields, where)["text"]
         if not isinstance(text, str):
             name = self.named("text")
             raise BadInput(f"no text in the field `{name}`", where=where, hint=f"it holds {kind(text)}")
         return text
 
-    def record(self, line: str, where: str) -> SourceRecord:
+    def record(self, fields: Row, where: str) -> SourceRecord:
         """A record of any other format.
 
         Raises:
             BadInput: something in it is not what the format says.
         """
-        row = self.row(line, where)
+        row = self.row(fields, where)
         how = {"where": where, "tools": tools_of(row.get("tools"), where), "variables": variables_of(row, where)}
         if self.format == "alpaca":
             return alpaca(row, where)
@@ -177,12 +199,14 @@ class RecordReader:
         if self.format == "stepwise":
             return stepwise(row, where, kind)
         if self.format == PROMPT:
-            return self.asking(row, json.loads(line), how, where)
+            return self.asking(row, fields, how, where)
+        if self.format == "classification":
+            return classification_record(row, where, kind)
         if self.format == "preference" and "instruction" in row and "prompt" not in row:
             return instructed(row, alpaca, where, kind)
         if self.format == "preference":
             read = lambda given, column: self.messages(given, column, where)  # noqa: E731
-            return preference(row, json.loads(line), self.named, read, how, kind)
+            return preference(row, fields, self.named, read, how, kind)
         column = "messages" if self.format == "messages" else "conversations"
         messages, taught = self.messages(row[column], self.named(column), where)
         if row.get("system"):

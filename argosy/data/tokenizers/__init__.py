@@ -83,7 +83,8 @@ class Tokenizer(ABC):
         bos, eos, pad: ids, or None.
         adds_bos: the model was trained with `bos` in front of every text.
         special: the texts of special tokens by their role (`bos_token` ...), for chat templates.
-        chat_template: Jinja, or None. chat_templates: all of them by name.
+        chat_template: the default template in Jinja, or None.
+        chat_templates: all templates by name.
         hidden: ids of special tokens, which decode to nothing unless asked for.
         strips, trims: number of spaces taken off the beginning and the end of a decoded text.
         lasting: after a token that decodes to nothing, the next one still counts as the first.

@@ -28,9 +28,15 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """roles: text of each special token. adds_bos: None where no file says. templates: chat templates by name.
-    added: tokens beside the vocabulary, by id. more: special tokens without a role. raw: the whole
-    tokenizer_config.json."""
+    """The configuration beside a vocabulary.
+
+    roles: text of each special token.
+    adds_bos: whether a text begins with the beginning-of-sequence token; None if no file says.
+    templates: chat templates by name.
+    added: tokens beside the vocabulary, by id.
+    more: special tokens without a role.
+    raw: the whole tokenizer_config.json.
+    """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     adds_bos: bool | None = None

@@ -25,8 +25,12 @@ codecs.register_error(EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.st
 
 
 class Decoding(NamedTuple):
-    """steps: what happens to each token. strips, trims: spaces taken off the beginning and the end of the whole. invalid:
-    codecs error handler."""
+    """The decoding of tokens to bytes.
+
+    steps: functions that are applied to each token.
+    strips, trims: number of spaces removed from the beginning and the end of the whole text.
+    invalid: codecs error handler.
+    """
 
     steps: list[TokenDecoder]
     strips: int = 0

@@ -7,6 +7,7 @@
     cl100k_base.tiktoken      ranks, where their rule is known by name (also Kimi's tiktoken.model)
     bpe_simple_vocab.txt.gz   CLIP's list of merges
     model.gguf                the one inside a GGUF file
+    hf:OWNER/NAME             that of a model of the Hub
     a folder                  a Hub folder (also vocab.json with merges.txt), a run directory or a prepared corpus (tokenizer/)
 
 Encoding never adds a special token, and text that looks like one stays text. File sizes are checked before anything is
@@ -18,6 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from argosy.core.errors import BadInput
+from argosy.core.hub.download import local_model
 from argosy.data.tokenizers import TextStream, Tokenizer
 from argosy.data.tokenizers.config import TokenizerConfig, read_bytes, read_config, read_text
 
@@ -45,7 +47,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
         return ByteTokenizer()
     check_tokenizer(spec)
-    tokenizer = find_tokenizer(Path(spec).expanduser())
+    tokenizer = find_tokenizer(_path(spec))
     if tokenizer is None:
         raise BadInput(f"no tokenizer in `{spec}`", where="it holds no vocabulary", hint=KINDS)
     return tokenizer
@@ -57,13 +59,18 @@ def check_tokenizer(spec: str | Path) -> None:
     Raises:
         BadInput: nothing is there, or a folder without a vocabulary.
     """
-    path = Path(spec).expanduser()
     if str(spec) == "byte":
         return
+    path = _path(spec)
     if not path.exists():
         raise BadInput(f"no tokenizer at `{spec}`", where="no such file or folder", hint=KINDS)
     if path.is_dir() and not any(matching(folder, VOCABULARIES) for folder in (path, path / "tokenizer")):
         raise BadInput(f"no tokenizer in `{spec}`", where=f"it holds none of {', '.join(VOCABULARIES)}", hint=KINDS)
+
+
+def _path(spec: str | Path) -> Path:
+    """For a model of the Hub, only the files beside its weights are downloaded."""
+    return Path(local_model(spec, small=True)).expanduser()
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:

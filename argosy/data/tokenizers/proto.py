@@ -23,8 +23,16 @@ _PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5  # fields of the model
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """pieces: text and kind of each. scores: theirs. prefix: a space is put in front of a text. trims: runs of spaces become one,
-    those at the ends none. unknown: what an unknown piece decodes to. denormalizes: text is changed again after decoding."""
+    """The contents of a SentencePiece model.
+
+    pieces: text and kind of each piece.
+    scores: score of each piece.
+    bpe: whether it is a BPE model.
+    prefix: whether a space is added before a text.
+    trims: whether runs of spaces become one, and spaces at the ends are removed.
+    unknown: text of an unknown piece when it is decoded.
+    denormalizes: whether text is changed again after decoding.
+    """
 
     pieces: list[tuple[str, int]]
     scores: list[float]

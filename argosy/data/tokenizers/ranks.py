@@ -29,8 +29,12 @@ CL100K = {END: 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259, "<
 
 @dataclass(frozen=True)
 class Kind:
-    """rule: how text is cut. special: ids of special tokens by name, given the lowest free id and the config. roles: of
-    those that go without saying."""
+    """A kind of tiktoken vocabulary.
+
+    rule: how text is split.
+    special: (lowest free id, config) -> ids of special tokens by name.
+    roles: default roles of special tokens.
+    """
 
     rule: SplitRule
     special: Callable[[int, TokenizerConfig], Mapping[str, int]]
@@ -44,7 +48,7 @@ def reserved(first: int, config: TokenizerConfig) -> dict[str, int]:
 
 
 def known(rule: str) -> SplitRule:
-    """A rule, with words that are tokens found before any merge, as tiktoken does it."""
+    """The split rule of a vocabulary, in which words that are tokens are taken before any merge, as in tiktoken."""
     return replace(RULES[rule], whole=True)
 
 

@@ -55,8 +55,13 @@ MARKS = "!-/:-~！-／：-～‘-‟\u3000-。"
 
 @dataclass(frozen=True)
 class SplitRule:
-    """cuts: expressions applied one after the other. nfc: composed first. whole: a word that is a token is not built from
-    merges. bos: a text begins with the beginning-of-sequence token where the file does not say."""
+    """How text is split into words.
+
+    cuts: regular expressions, applied one after another.
+    nfc: whether text is normalized to NFC first.
+    whole: whether a word that is a token is taken whole, without merges.
+    bos: whether a text begins with the beginning-of-sequence token if the file does not say.
+    """
 
     cuts: tuple[str, ...]
     nfc: bool = False

@@ -23,9 +23,10 @@ ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 class InstructionCheck(NamedTuple):
-    """How one kind is checked: (response, **arguments) -> followed.
+    """The check of one kind of instruction.
 
-    takes: its arguments, each with what it holds.
+    is_followed: (response, **arguments) -> whether it is followed.
+    takes: its arguments, each with a description.
     """
 
     is_followed: Callable[..., bool]
@@ -33,8 +34,13 @@ class InstructionCheck(NamedTuple):
 
 
 def follows(kind: str, response: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a response follows an instruction. Arguments that are None are left out, as the Hub's copy of the data writes them, and
-    3.0 is 3."""
+    """Whether a response follows an instruction.
+
+    Args:
+        kind: name of the kind of instruction.
+        arguments: of its check. Arguments that are None are ignored, and 3.0 counts as 3, since the Hub's copy of the data writes
+            arguments so.
+    """
     some = {name: value for name, value in arguments.items() if value is not None}
     return CHECKS[kind].is_followed(response, **{k: int(v) if isinstance(v, float) else v for k, v in some.items()})
 

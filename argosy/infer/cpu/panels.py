@@ -58,10 +58,11 @@ class PanelPacker:
         self.panels: Leaves = {}
 
     def of(self, weights: Leaves) -> Leaves:
-        """The weights, packed where that helps, until `forget` the same ones. Takes what it packs out of `weights`.
+        """The weights, packed where that makes products faster; the same arrays until `forget`. Packed weights are removed from
+        `weights`.
 
         Raises:
-            BadInput: data is to be rounded, and nothing is packed whose data could be.
+            BadInput: activations are to be rounded, but no packed weight supports it.
         """
         if not self.panels:
             chosen = {at: form for at, form in self.forms.items() if is_packable(weights.get(at), at in self.quantized)}
@@ -169,7 +170,7 @@ def block_forms(model: nnx.Module) -> dict[str, tuple[int, bool]]:
 
 
 def count_in_blocks(weights: Leaves) -> tuple[int, int]:
-    """How many of these weights are packed as codes, from a file's blocks or quantized, and their bytes."""
+    """The number of weights that are packed as codes, from a file's blocks or quantized, and their bytes."""
     found = [a for a in weights.values() if isinstance(a, Panels) and a.scale is not None]
     return len(found), sum(a.nbytes for a in found)
 

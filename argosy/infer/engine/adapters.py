@@ -30,7 +30,7 @@ from argosy.adapt.bank import AdapterIds, Bank, refused
 from argosy.adapt.surgery import find, put_at
 from argosy.core.errors import BadInput, Unsupported, nearest, some
 from argosy.infer.forward.step import StepSizes, split_words
-from argosy.infer.programs.placement import Home, weights_home, weights_mesh
+from argosy.infer.placement import Home, weights_home, weights_mesh
 from argosy.infer.settings import LoraSettings
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import layer_addresses
@@ -45,7 +45,7 @@ Factors = dict[str, np.ndarray]
 
 
 class UnknownAdapter(BadInput):
-    """A name under which no adapter is loaded."""
+    """No adapter of this name is loaded."""
 
 
 class LoadedAdapter(NamedTuple):
@@ -118,8 +118,8 @@ class Adapters:
     """The adapters of one engine.
 
     Args:
-        model: for its settings and type; `on` is called with what the engine runs.
-        slots: of the engine.
+        model: a module, for its settings and type; `on` is called with the module that the engine runs.
+        slots: number of the engine's slots.
     """
 
     def __init__(self, settings: LoraSettings, model: Any, slots: int):
@@ -208,7 +208,9 @@ class Adapters:
         return self.arrays | self._spread(places, places[:, np.asarray(picks)])
 
     def sequence_leaves(self, adapter: LoadedAdapter | None, rows: int, length: int) -> Leaves:
-        """As `step_leaves`, for whole sequences [rows length] under one adapter, or under none. The head takes any number of tokens."""
+        """The weights of a program over whole sequences [rows length] under one adapter, or under none; otherwise like `step_leaves`.
+        The head may process any number of tokens.
+        """
         places = np.full((rows, length), -1 if adapter is None else adapter.place, np.int32)
         return self.arrays | self._spread(places, places[:1, :1])
 
@@ -308,7 +310,7 @@ class Adapters:
         self._bank.loaded = {other: one for other, one in self.loaded.items() if other != name}
 
     def compile(self) -> None:
-        """Compiles the programs that load an adapter: into the first free place, which is zeros."""
+        """Compiles the programs that load an adapter, by loading zeros into the first free place."""
         if free := self._free():
             self._write(self.packed({}), free[0])
 
@@ -334,7 +336,7 @@ class Adapters:
         """The adapter of this name.
 
         Raises:
-            NoAdapter: there is none.
+            UnknownAdapter: there is no such adapter.
         """
         if (found := self.loaded.get(name)) is None:
             raise UnknownAdapter(f"no adapter `{name}` is loaded", hint=nearest(name, self.loaded))

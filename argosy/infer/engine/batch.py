@@ -17,15 +17,15 @@ from argosy.parallel.scope import platform
 class StepBatch(NamedTuple):
     """A step as arrays.
 
-    sizes: what it is compiled for.
+    sizes: the sizes that the program is compiled for.
     words: its rows, as `step.split_words` reads them.
-    due: the requests that are sampled.
-    picks: the place of the last token of each request that is sampled. With drafts: of the last known token of each, then of the
-        first draft of each, and so on.
-    owners: the slot of each request that is sampled; -1 beyond them, up to the length that the sampler is compiled for.
-    drafts: as `speculate.verify` takes them; None without.
-    counts: tokens that are sampled for each of `due`, one after the other; empty if it is one.
-    embeddings: of the tokens of prompt rows, in place of those of their ids; None: none has any.
+    due: the requests that get a token sampled.
+    picks: index of the last token of each of those requests. With drafts: of the last known token of each, then of the first draft of
+        each, and so on.
+    owners: slot of each of those requests; padded with -1 to the length that the sampler is compiled for.
+    drafts: the drafts, as `speculate.verify` takes them; None without drafts.
+    counts: number of tokens sampled for each request, one after another; empty if it is one.
+    embeddings: embeddings that replace those of ids in prompt rows; None: there are none.
     """
 
     sizes: StepSizes
@@ -42,11 +42,11 @@ class StepBatch(NamedTuple):
 class BatchBuilder:
     """Fills the arrays of steps.
 
-    settings: of the engine.
+    settings: the engine's settings.
     tables: the page tables of a row.
     shares: whether several rows of one step may belong to one request.
-    width: of the model's embeddings.
-    text: whether what requests have besides token ids is left out.
+    width: width of the model's embeddings.
+    text: whether inputs other than token ids are ignored.
     """
 
     settings: EngineSettings

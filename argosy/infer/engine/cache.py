@@ -13,8 +13,7 @@ from jaxtyping import Array
 
 from argosy.core.errors import BadInput
 from argosy.core.process.resident import drop
-from argosy.infer.programs.placement import Home, default_device, home_mesh
-from argosy.infer.programs.programs import Program, Programs
+from argosy.infer.placement import Home, home_mesh
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.attention.cache import (
     AttentionWindow,
@@ -28,7 +27,8 @@ from argosy.models.parts.attention.cache import (
 from argosy.models.parts.weight import Leaves
 from argosy.observe.environment import memory_bytes
 from argosy.observe.readable import sized
-from argosy.parallel.scope import scope
+from argosy.ops.programs.programs import Program, Programs
+from argosy.parallel.scope import default_device, scope
 
 # The most bytes of a cache in the memory of a CPU, and the share of what is free there, unless one sequence needs more. On other
 # devices the cache takes this share of what the weights leave: activations, logits and XLA's programs need the rest.
@@ -103,7 +103,7 @@ class CacheNeeds:
         return paged(self.specs, slots, extent.pages, self.page, self.dtype, **how)
 
     def bytes(self, mesh: Mesh | None, extent: CacheSize) -> int:
-        """Bytes of these pools on each device, without what is kept for each slot."""
+        """Size of these pools on each device in bytes, without the caches per slot."""
         return bytes_on_each(self.specs, mesh, lambda: self.empty(0, extent))
 
     def size(self, slots: int, pages: int) -> CacheSize:

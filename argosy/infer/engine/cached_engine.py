@@ -17,7 +17,7 @@ from argosy.infer.engine.adapters import Adapters, UnknownAdapter
 from argosy.infer.engine.cache import CacheNeeds, CacheSize, cache_needs, check_sequence_fits, room_for_cache
 from argosy.infer.engine.engine import Engine
 from argosy.infer.forward.sequences import SequenceScorer
-from argosy.infer.programs.placement import weights_mesh
+from argosy.infer.placement import weights_mesh
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import variables
 from argosy.weights.gguf.blocks import Origin
@@ -72,7 +72,7 @@ class EngineParts(NamedTuple):
 
 
 class EngineCache:
-    """Holds what was made from a module in its current state, and the adapters that were loaded, which outlive that state."""
+    """Caches the objects built from a module in its current state, and the loaded adapters, which outlive that state."""
 
     def __init__(self) -> None:
         self._found: list[Any] = []
@@ -117,14 +117,16 @@ class EngineCache:
         return self._loaded
 
     def load_adapter(self, parts: EngineParts, name: str, folder: str | Path, *, replace: bool) -> None:
-        """As `Engine.load_adapter`. The contents of the folder stay in memory, to be loaded again after surgery."""
+        """Loads an adapter, as `Engine.load_adapter`. The contents of the folder stay in memory, so that it can be loaded again after
+        surgery.
+        """
         _, adapters = self.adapted(parts)
         factors = read_adapter(folder, parts.module.config)
         adapters.put(name, adapters.packed(factors), replace=replace)
         self._loaded[name] = factors
 
     def unload_adapter(self, parts: EngineParts, name: str) -> None:
-        """As `Engine.unload_adapter`."""
+        """Unloads an adapter, as `Engine.unload_adapter`."""
         self.adapted(parts)[1].unload(name)
         del self._loaded[name]
 
@@ -154,7 +156,7 @@ class EngineCache:
         return self._engine
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the beginnings of prompts, so that what is answered next is as if nothing had been asked before."""
+        """Clears the prefix cache, so that the next completions do not depend on earlier ones."""
         if self._engine is not None:
             self._engine.reset_prefix_cache()
 

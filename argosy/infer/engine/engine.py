@@ -39,11 +39,11 @@ from argosy.infer.engine.runner import Runner
 from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import Scheduler, StepPlan, WindowPool
 from argosy.infer.engine.state import RequestState, new_state
-from argosy.infer.programs.store import ProgramStore
 from argosy.infer.sampling.sampler import SamplerOutput
 from argosy.infer.settings import ROW, EngineSettings
 from argosy.infer.speculation.speculate import VerifiedTokens
 from argosy.models.parts.weight import Leaves
+from argosy.ops.programs.store import ProgramStore
 from argosy.weights.gguf.blocks import Origin
 
 

@@ -46,7 +46,7 @@ def mask_rows(
 
 
 def mask_arrays(rows: Sequence[MaskRow], count: int, no_slot: int) -> tuple[np.ndarray, np.ndarray]:
-    """The slots and the masks as arrays of this many; what is left over has a slot that does not exist."""
+    """The slots and masks as arrays of length `count`; unused entries have a slot that does not exist."""
     slots, values = np.full(count, no_slot, np.int32), np.zeros((count, len(rows[0][1])), rows[0][1].dtype)
     for i, (slot, row) in enumerate(rows):
         slots[i], values[i] = slot, row

@@ -74,7 +74,7 @@ class PromptInputs:
         return rows.start < rows.stop
 
     def digests(self, page: int) -> tuple[tuple[int, bytes], ...]:
-        """What pages of this many tokens depend on, as `PageKey` takes it."""
+        """The content that pages of `page` tokens depend on, as `PageKey` takes it."""
         if page not in self._digests:
             entries = sorted([*self._embedded(), *self._moved()])
             pages = [list(own) for _, own in groupby(entries, lambda entry: entry[0] // page)]

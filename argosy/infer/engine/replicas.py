@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from argosy.core.errors import BadInput
-from argosy.infer.programs.placement import weights_mesh
+from argosy.infer.placement import weights_mesh
 from argosy.models.parts.weight import Leaves, merge, put, split
 
 
@@ -32,8 +32,9 @@ def check_device_count(copies: int, tensor: int) -> None:
 
 
 def model_copies(model: Any, count: int) -> list[Any]:
-    """So many modules with the weights of this one, which is the first of them. The next ones are on the devices after its own, laid
-    out alike, and tied to them. One copy is the module as it is."""
+    """`count` modules with equal weights, of which this module is the first. The others are on the following devices, with the same
+    sharding, and committed to them. With a count of 1, the module is returned unchanged.
+    """
     if count == 1:
         return [model]
     graph, weights = split(model)

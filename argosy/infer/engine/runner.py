@@ -35,9 +35,7 @@ from argosy.infer.engine.scheduler import StepPlan
 from argosy.infer.engine.state import RequestState
 from argosy.infer.forward.passes import OneProgram, forward_of
 from argosy.infer.forward.step import PageTables
-from argosy.infer.programs.placement import home_mesh, weights_home
-from argosy.infer.programs.programs import Program, Programs, abstract_arrays
-from argosy.infer.programs.store import ProgramStore
+from argosy.infer.placement import home_mesh, weights_home
 from argosy.infer.sampling.sample import Sampling, Seed, seed_words, stream_data
 from argosy.infer.sampling.sampler import SamplerOutput, empty_slots, sample, slot_row, write_masks, write_slot
 from argosy.infer.settings import MTP, EngineSettings
@@ -49,6 +47,8 @@ from argosy.models.parts.weight import Leaves, put, split, variable
 from argosy.observe.readable import sized
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels
+from argosy.ops.programs.programs import Program, Programs, abstract_arrays
+from argosy.ops.programs.store import ProgramStore
 from argosy.parallel.scope import scope
 from argosy.weights.gguf.blocks import Origin
 
@@ -127,7 +127,7 @@ class Runner:
         return {address: v.get_value() for address, v in self.variables.items()}
 
     def swap_weights(self, weights: Mapping[str, Any]) -> None:
-        """As `Engine.swap_weights`."""
+        """Replaces weights, as `Engine.swap_weights`."""
         put(self.model, dict(weights))
         self._unchanged = False
 

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RequestState:
-    """A request in the engine, from the moment that it is added.
+    """A request in the engine.
 
-    request: as it was added.
+    request: the request as it was added.
     scheduled: the scheduler's part.
     random_key: data of its random key.
-    restrictions: of the tokens that may follow.
-    matcher: where its grammar stands; None without.
-    adapter: the adapter that it uses; None: the model alone.
+    restrictions: restrictions of the next tokens.
+    matcher: the state of its grammar; None without one.
+    adapter: its adapter; None: the model alone.
     slot: the slot, and the number of preemptions, when the sampler's row was last written.
-    mask: the mask in that row.
+    mask: the token mask in that row.
     """
 
     request: Request
@@ -49,7 +49,7 @@ class RequestState:
 
     @property
     def needs_slot(self) -> bool:
-        """Whether the sampler's row of its slot is still that of an earlier owner."""
+        """Whether the sampler's row of its slot must be written, because it still belongs to an earlier request."""
         return self.slot != (self.scheduled.slot, self.scheduled.preemptions)
 
 
@@ -67,10 +67,10 @@ def new_state(
 
     Args:
         id: its number in the engine.
-        key: of its pages.
+        key: the key of its pages.
 
     Raises:
-        BadInput: no token that is allowed, a grammar over another vocabulary.
+        BadInput: no token is allowed, or the grammar has another vocabulary.
     """
     restrictions, matcher = Restrictions(request.sampling, request.stop_tokens, vocab), None
     if request.grammar is not None:

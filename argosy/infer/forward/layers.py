@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from argosy.infer.programs.programs import Program, RunProgram, run_jitted
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.stack import Layer, repeating, run_block
 from argosy.models.parts.weight import Leaves, merge, split
+from argosy.ops.programs.programs import Program, RunProgram, run_jitted
 
 
 class LayerPrograms:
@@ -53,7 +53,7 @@ class LayerPrograms:
 
         Args:
             attend: a strategy (`parts.attention.attend`).
-            run, at: how programs are called, and what stands for the shapes of these arguments (`infer.programs.programs`).
+            run, at: how programs are called, and what stands for the shapes of these arguments (`ops.programs.programs`).
         """
         kept = {}
         for start, end, program in self._runs:
@@ -74,7 +74,7 @@ def equal_runs(kinds: Sequence[Any], most: int) -> list[tuple[int, int]]:
 
 
 class AbsentWeights(dict[str, jax.ShapeDtypeStruct]):
-    """Weights that a program does not use, as descriptions. Hashable, because what is compiled does not depend on them."""
+    """Shapes of weights that a program does not use. Hashable, because the program does not depend on them."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self))

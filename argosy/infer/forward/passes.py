@@ -29,12 +29,12 @@ from argosy.infer.cpu.prepare import WeightPreparation
 from argosy.infer.cpu.views import is_on_one_cpu
 from argosy.infer.forward.layers import AbsentWeights, LayerPrograms, traced_model
 from argosy.infer.forward.step import StepSizes, read_overlaid_step, read_step, split_words
-from argosy.infer.programs.programs import Program, RunProgram, run_jitted
 from argosy.infer.sampling.sampler import SamplerOutput, Slots, sample_rows
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.attention.cache import Caches, Specs, laid_out
 from argosy.models.parts.inputs import as_inputs
 from argosy.models.parts.weight import Leaves, split
+from argosy.ops.programs.programs import Program, RunProgram, run_jitted
 from argosy.parallel.scope import on_several_devices
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Forward:
 
     Args:
         adapters: those that its tokens may use; None: the model alone.
-        run: how its programs are called (`infer.programs.programs`).
+        run: how its programs are called (`ops.programs.programs`).
         hidden: whether a step returns the input of the head at every token too.
         preparation: how its weights are prepared; None: they are taken as they are.
 
@@ -135,7 +135,7 @@ class Forward:
     def step(
         self, weights: Any, caches: Caches, last: Any, words: Any, picks: Any, sizes: StepSizes, embeddings: Any = None
     ) -> StepOutput:
-        """One step. While programs are prepared (`infer.programs.programs`), of descriptions.
+        """One step. While programs are prepared (`ops.programs.programs`), of descriptions.
 
         Args:
             weights: from `prepared`.

@@ -18,7 +18,7 @@ from argosy.core.progress import Say, telling
 from argosy.infer.cpu.prepare import WeightPreparation
 from argosy.infer.cpu.views import is_on_one_cpu
 from argosy.infer.forward.passes import ByLayer, Forward, OneProgram, PassKind, Tail, whole_sequences
-from argosy.infer.programs.placement import home_mesh, weights_home
+from argosy.infer.placement import home_mesh, weights_home
 from argosy.infer.sampling.sample import token_logprobs
 from argosy.models.parts.attention.attend import Attend, Packed
 from argosy.models.parts.attention.cache import Caches, Specs
@@ -39,10 +39,10 @@ BATCH = 2048
 
 
 class TokenScores(NamedTuple):
-    """The tokens of one sequence, from the second on.
+    """Scores of the tokens of one sequence, from the second on.
 
-    logprobs: of each, given those before it.
-    greedy: whether it is the likeliest.
+    logprobs: log-probability of each token, given those before it.
+    greedy: whether it is the most likely token.
     """
 
     logprobs: Float[np.ndarray, " S"]
@@ -81,8 +81,8 @@ class SequenceScorer:
         model: a module, which is split here: 15 ms for 270 weights. `infer.engine.cached_engine` reuses this object while nothing
             changes.
         say: called with what is being compiled, if that takes longer than a second.
-        adapters: those that `run` and `advance` may name.
-        whole: whether the engine that they are for runs the model as one program, on CPUs too; if it is made after this.
+        adapters: the adapters that `run` and `advance` may name.
+        whole: whether the engine of these adapters, if it is built later, runs the model as one program, on CPUs too.
 
     specs: of the caches that `advance` takes.
     """
@@ -184,7 +184,7 @@ class SequenceScorer:
         """The results of a tail, and the caches after these tokens, in place; with the current weights and under this adapter.
 
         Args:
-            label: what is computed, for the message while it compiles.
+            label: name of the computation, for the message while it compiles.
             more: further arguments of the tail.
         """
         if self.adapters is not None:

@@ -158,7 +158,7 @@ def read_overlaid_step(
     """As `read_step`, with embeddings in place of those of some ids.
 
     Args:
-        embeddings: of every token of the prompt rows; anything where the id's is used.
+        embeddings: embedding of every token of the prompt rows; ignored for tokens that use their id's embedding.
     """
     tokens, attend = read_step(last, words, sizes)
     where = split_words(words, sizes)[2]["overlay"].reshape(1, -1) > 0

@@ -26,10 +26,12 @@ from argosy.infer.sampling.sampler import MOST_TOP
 
 @dataclass(frozen=True)
 class Beam:
-    """tokens: of the completion, without the token that ended it.
-    logprobs: of these, and of the one that ended it.
-    tops: the likeliest tokens at the place of each.
-    ended_by: the token that ended it; None: `most` did.
+    """A beam, or a finished completion.
+
+    tokens: its tokens, without the token that ended it.
+    logprobs: their log-probabilities, and that of the token that ended it.
+    tops: the most likely tokens at each position.
+    ended_by: the token that ended it; None: the limit did.
     """
 
     tokens: tuple[int, ...] = ()

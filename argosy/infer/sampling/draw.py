@@ -33,10 +33,10 @@ def largest_token(values: Float[Array, "B V"]) -> Int[Array, "B"]:
 
 
 def draw_token(logits: Float[Array, "B V"], keys: Any) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """One token a row, drawn from softmax(logits), and its log-probability.
+    """One token per row, drawn from softmax(logits), and its log-probability.
 
-    The smallest of exponential variables divided by weights is that of an item in proportion to its weight (the Gumbel-max trick):
-    first among blocks, by their sums, then among the tokens of the block.
+    It uses the Gumbel-max trick: among exponential variables divided by weights, the smallest belongs to an item with a probability in
+    proportion to its weight. A block is drawn first, by the blocks' sums, then a token of the block.
 
     Args:
         keys: a random key for each row. A row's token depends on its logits and its key alone.

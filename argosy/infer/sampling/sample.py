@@ -29,8 +29,8 @@ from pydantic import Field
 
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings
-from argosy.infer.programs.programs import Program
 from argosy.infer.sampling.draw import draw_token, largest_token
+from argosy.ops.programs.programs import Program
 
 # Likeliest tokens that are looked at before the whole vocabulary is.
 CANDIDATES = 256
@@ -41,7 +41,7 @@ Seed = int | Sequence[int]
 
 
 class Sampling(Settings):
-    """How tokens are chosen."""
+    """The settings of sampling."""
 
     elsewhere: ClassVar = {
         "max_new_tokens": "did you mean `max_tokens`?",
@@ -271,11 +271,10 @@ def likeliest(
 def threshold(
     logits: Float[Array, "B V"], top: Float[Array, "B C"], settings: dict[str, Array]
 ) -> Float[Array, "B"]:
-    """The smallest logit that top-k, then top-p of what is left, then min-p leave in each row: minus infinity where there is no
-    filter.
+    """The smallest logit in each row that passes top-k, then top-p of the rest, then min-p; minus infinity without filters.
 
     Args:
-        top: from `likeliest`.
+        top: the largest logits, from `likeliest`.
     """
     V, C = logits.shape[-1], top.shape[-1]
     draws = settings["temperature"] > 0
@@ -296,7 +295,7 @@ def threshold(
 def lowest_of_all(
     logits: Float[Array, "B V"], k: Int[Array, "B"], settings: dict[str, Array]
 ) -> Float[Array, "B"]:
-    """The smallest logit that top-k, then top-p of what is left, leave in each row."""
+    """The smallest logit in each row that passes top-k, then top-p of the rest."""
     by_k = lowest_by_bits(logits, lambda above: above.sum(-1) < k)
     left = logits >= by_k[:, None]
     mass = jnp.where(left, jnp.exp(logits - jnp.max(logits, -1, keepdims=True)), 0.0)

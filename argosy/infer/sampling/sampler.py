@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
-from argosy.infer.programs.programs import Program
 from argosy.infer.sampling.restrictions import MAX_BIASES
 from argosy.infer.sampling.sample import (
     NextTokens,
@@ -21,6 +20,7 @@ from argosy.infer.sampling.sample import (
     next_tokens,
     sampling_columns,
 )
+from argosy.ops.programs.programs import Program
 
 # Upper limit on the likeliest tokens that come with a token.
 MOST_TOP = 20

@@ -21,7 +21,7 @@ from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import StepPlan
 from argosy.infer.forward.passes import forward_of
 from argosy.infer.forward.step import StepSizes
-from argosy.infer.programs.placement import weights_home
+from argosy.infer.placement import weights_home
 from argosy.infer.sampling.sampler import Slots
 from argosy.infer.speculation.drafts import (
     DraftContext,

@@ -21,10 +21,10 @@ from argosy.infer.engine.cache import CacheNeeds, CacheSize, reserve_caches
 from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import StepPlan
 from argosy.infer.forward.step import StepSizes, empty_words, split_words
-from argosy.infer.programs.placement import Home, home_mesh
-from argosy.infer.programs.programs import Program, Programs
+from argosy.infer.placement import Home, home_mesh
 from argosy.infer.sampling.sampler import Slots, sample
 from argosy.models.parts.attention.cache import Caches, Specs
+from argosy.ops.programs.programs import Program, Programs
 
 
 class DraftContext(NamedTuple):
@@ -58,11 +58,11 @@ class DraftContext(NamedTuple):
 
 
 class Drafter:
-    """Proposes what follows the known tokens of sequences. A wrong draft costs time and nothing else.
+    """Proposes the next tokens of sequences. A wrong draft costs time and nothing else.
 
-    tokens: the most drafts of a sequence in a step.
-    page_bytes: of its own caches, for each page of the engine's.
-    caches: these.
+    tokens: largest number of drafts per sequence and step.
+    page_bytes: size of its own caches, for each page of the engine's.
+    caches: its own caches.
     """
 
     tokens: int

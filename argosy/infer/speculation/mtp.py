@@ -26,7 +26,6 @@ from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import StepPlan
 from argosy.infer.forward.layers import AbsentWeights, traced_model
 from argosy.infer.forward.step import StepSizes, read_step, split_words
-from argosy.infer.programs.programs import Program
 from argosy.infer.sampling.sampler import Slots
 from argosy.infer.speculation.drafts import (
     DraftContext,
@@ -40,6 +39,7 @@ from argosy.models.parts.attention.cache import Caches, Specs, laid_out
 from argosy.models.parts.attention.ragged import rows_share_pages
 from argosy.models.parts.inputs import as_inputs
 from argosy.models.parts.weight import Leaves, split, variable
+from argosy.ops.programs.programs import Program
 from argosy.parallel.scope import on_several_devices
 
 

@@ -33,12 +33,12 @@ from argosy.infer import settings
 from argosy.infer.engine.batch import StepBatch
 from argosy.infer.engine.scheduled import ScheduledRequest
 from argosy.infer.engine.scheduler import Scheduler, StepPlan
-from argosy.infer.programs.programs import Program
 from argosy.infer.sampling.sampler import SamplerOutput, Slots, sample_rows
 from argosy.infer.speculation.draft_model import ModelDrafter
 from argosy.infer.speculation.drafts import DraftContext, Drafter, NGramDrafter
 from argosy.infer.speculation.mtp import MTPDrafter
 from argosy.models.parts.attention.cache import Caches, Specs, laid_out, restore, snapshot
+from argosy.ops.programs.programs import Program
 from argosy.parallel.scope import on_several_devices
 
 
@@ -91,10 +91,11 @@ class Speculation:
 
     Args:
         drafter: proposes the drafts.
-        specs: of the model's caches.
+        specs: the specs of the model's caches.
 
-    rows, drafted, accepted: the rows with drafts so far, their drafts, and how many of these were accepted, by their place in the
-    row.
+    rows: number of rows with drafts so far.
+    drafted: number of drafts so far, by their index in the row.
+    accepted: number of accepted drafts so far, by their index in the row.
     """
 
     def __init__(self, drafter: Drafter, specs: Specs, context: DraftContext):
@@ -174,11 +175,11 @@ def _restored(
 
 
 def speculation_of(method: Any, model: Any, draft: Any, specs: Specs, context: DraftContext) -> Speculation | None:
-    """The speculation that `engine.speculative` asks for; None without.
+    """The speculation of the setting `engine.speculative`; None without it.
 
     Args:
         draft: the module of the draft model, for the method that has one.
-        specs: of the model's caches.
+        specs: the specs of the model's caches.
 
     Raises:
         BadInput: the draft model does not fit the model, or the model has no module for multi-token prediction.

@@ -51,15 +51,15 @@ class CallDelta:
 class CallNotation(ABC):
     """How a chat template writes calls, for one tokenizer.
 
-    title: as messages to people name it.
-    names: the special tokens, each with the character that is its mark.
-    needs_marks: the tokenizer must have all of them.
-    like_json: a call begins as any other JSON object does.
-    marks: those of the tokenizer, by id.
+    title: its name in messages to users.
+    names: special tokens, each with the character that represents it.
+    needs_marks: whether the tokenizer must have all of them.
+    like_json: whether a call begins like any other JSON object.
+    marks: characters of the tokenizer's special tokens, by id.
 
     Args:
-        tokenizer: None: marks are their own names.
-        tools: those that are offered. Notations that write values without their types read them by the tools' schemas.
+        tokenizer: None: special tokens are written by their names.
+        tools: the offered tools. Notations that write values without types read them by the tools' schemas.
     """
 
     title: ClassVar[str]
@@ -84,7 +84,7 @@ class CallNotation(ABC):
         """A whole completion, as its text with marks."""
 
     def mark(self, name: str) -> str:
-        """How a mark stands in the text of a completion."""
+        """The text by which a special token appears in a completion."""
         return self.names[name] if name in self.ids else name
 
     def spelled(self, text: str) -> str:
@@ -313,10 +313,10 @@ def _refuse(constant: str) -> Any:
 
 
 def loads(text: str) -> Any:
-    """A JSON document, without the constants that Python adds to JSON.
+    """Parses a JSON document, without the constants that Python adds to JSON.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not JSON.
     """
     return json.loads(text, parse_constant=_refuse)
 
@@ -358,10 +358,10 @@ class CallScanner:
         return comes
 
     def match(self, pattern: "re.Pattern[str]") -> "re.Match[str]":
-        """The match at this place, which is passed.
+        """The match at this position, which is consumed.
 
         Raises:
-            ValueError: nothing does.
+            ValueError: the pattern does not match.
         """
         found = pattern.match(self.text, self.at)
         if found is None:
@@ -376,10 +376,10 @@ class CallScanner:
         return self.text[start : self.at]
 
     def json(self) -> tuple[Any, str]:
-        """The JSON document that begins here, and its text.
+        """The JSON document at this position, and its text.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no JSON document.
         """
         start = self.at
         value, self.at = _DECODER.raw_decode(self.text, start)
@@ -391,13 +391,13 @@ OF_A_CALL = {"name", "arguments", "parameters", "id", "type"}
 
 
 def call_names(call: Any, *, marked: bool = True) -> ToolCall:
-    """A call that is an object with its name and arguments.
+    """A call from an object with its name and arguments.
 
     Args:
-        marked: a mark says that it is a call, so one of a function without arguments may have none.
+        marked: whether a special token marks it as a call; then a call without arguments may leave them out.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the object is no call.
     """
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or set(call) - OF_A_CALL:
         raise ValueError("no call")

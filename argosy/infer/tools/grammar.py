@@ -107,7 +107,7 @@ def read_structure(structured: Mapping[str, Any]) -> Structure:
 
 
 def whitespace_rule(structured: Mapping[str, Any]) -> str | None:
-    """The regular expression for whitespace in JSON; None: there is none."""
+    """The regular expression for whitespace in JSON; None: no whitespace is allowed."""
     if structured.get("disable_any_whitespace"):
         return None
     return _text("whitespace_pattern", structured.get("whitespace_pattern", WHITESPACE)) or None
@@ -208,7 +208,7 @@ class Grammars:
 
         Raises:
             BadInput: llguidance does not support it, nothing matches it, or it takes too long.
-            Crowded: others are being compiled all that time.
+            TooManyGrammars: other grammars are being compiled all that time.
         """
         if (known := self._known(structure)) is not None:
             return known

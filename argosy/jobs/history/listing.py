@@ -1,4 +1,5 @@
-"""The runs on disk or in a store: what each is, how far it got, whether it can resume. Reads only files, and imports no jax.
+"""Lists the runs on disk or in a store: their state, their progress, and whether they can resume. It only reads files, and imports no
+jax.
 
 Reading changes nothing: it takes no lock and renames nothing. A checkpoint is checked by its manifest and the sizes of its files,
 which finds truncation at once; flipped bits are found when it is loaded, or here with `verify`.
@@ -35,8 +36,18 @@ FINAL = ("loss", "reward", "eval_loss", "eval_perplexity", "eval_bits_per_byte",
 
 @dataclass(frozen=True)
 class Summary:
-    """A run at a glance. path: its folder, or its address. step: of the newest checkpoint. numbers: the last value of each. problem:
-    what is damaged. life: where its time went."""
+    """A run at a glance.
+
+    path: its folder or address.
+    state: its state in a word.
+    step: step of the newest checkpoint.
+    steps: number of steps of the run.
+    numbers: the last value of each metric.
+    written_s: time of the last write, in seconds since 1970.
+    checkpoints: steps of its checkpoints.
+    problem: the damage, if there is any.
+    life: how its time was spent.
+    """
 
     path: Path | str
     state: str
@@ -111,7 +122,7 @@ def _settings_text(path: str | Path) -> str:
 
 
 def settings(path: str | Path) -> list[tuple[str, Any, str]]:
-    """(key, value, who set it) of a run, from its settings.yml.
+    """The settings of a run from its settings.yml, as (key, value, who set it).
 
     Raises:
         UserError, Damaged: the file cannot be read.
@@ -174,7 +185,7 @@ def require(path: str | Path) -> Path | str:
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether this is a run directory. A folder of this machine that was only configured is none."""
+    """Whether this is a run directory. A local folder that only has settings is not one."""
     store = store_of(path)
     if not store.is_local:
         return store.exists(SETTINGS)
@@ -208,7 +219,7 @@ def _files_of(store: Store, step: int) -> dict[str, Any]:
 
 
 def trouble(path: str | Path, step: int, verify: bool = False) -> str | None:
-    """What is wrong with a checkpoint: its manifest, a missing file, a size; with `verify`, any byte. None if nothing is."""
+    """The problem of a checkpoint: its manifest, a missing file, or a size; with `verify`, any byte. None if there is none."""
     store = store_of(path)
     try:
         files = _files_of(store, step)
@@ -252,8 +263,9 @@ def _trouble_elsewhere(store: Store, step: int, files: Mapping[str, Any], verify
 
 
 def is_held(path: str | Path) -> bool:
-    """Whether a process holds the run: one of this machine, according to its lock file; of a run in a store any that has renewed its
-    lease."""
+    """Whether a process holds the run: for a local run a process of this machine, by its lock file; for a run in a store any process
+    that renews its lease.
+    """
     store = store_of(path)
     try:
         holder = json.loads(store.read_text(LOCK))
@@ -277,14 +289,14 @@ def _last_numbers(path: str | Path) -> dict[str, float]:
 
 
 def written_s(path: str | Path) -> float | None:
-    """When the run last wrote, in seconds since 1970."""
+    """Time of the run's last write, in seconds since 1970."""
     store = store_of(path)
     times = [store.written_s(name) for name in (metrics.FILE, SETTINGS) if store.exists(name)]
     return max((one for one in times if one is not None), default=None)
 
 
 def as_int(value: Any) -> int | None:
-    """The value if it is a whole number, otherwise None."""
+    """The value if it is an integer, otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

@@ -1,7 +1,7 @@
 """`argosy report RUN`: writes a page about a run into its directory.
 
-This module collects what is on disk; `observe.report.page` draws it. What cannot be read, because it is damaged or was never written,
-is left out: reports are needed most for runs that went wrong.
+This module collects what is on disk; `observe.report.page` draws it. Data that cannot be read, because it is damaged or was never
+written, is left out: reports are needed most for runs that went wrong.
 """
 
 import json
@@ -22,6 +22,7 @@ from argosy.jobs.history import listing as runs
 from argosy.models import FAMILIES
 from argosy.observe import environment, metrics
 from argosy.observe.life import account
+from argosy.observe.profile.capture import captures
 from argosy.observe.readable import sized
 from argosy.observe.report.page import Evaluated, RunRecord, SavedCheckpoint, render_report
 
@@ -61,9 +62,31 @@ def record(path: Path | str) -> RunRecord:
         story=_story(store),
         evaluations=_evaluations(path),
         answers=metrics.read(store, metrics.ANSWERS),
+        images=_images(store, lines),
         life=account(store),
+        profile=_profile(store),
         date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
+
+
+def _profile(store: Store) -> Any:
+    """The newest capture by the profiler, if the run has one: reading it imports jax."""
+    if not store.is_local or not captures(store.local_path()):
+        return None
+    from argosy.jobs.profile import profile_of_run
+
+    return profile_of_run(store)
+
+
+def _images(store: Any, lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, bytes]]:
+    """The grids that a run of images drew, of which the last of each step counts."""
+    named = {line["sample_image"]: line for line in lines if "sample_image" in line}
+    found = []
+    for name, line in named.items():
+        if store.exists(name):
+            with store.open(name) as file:
+                found.append((int(line["step"]), f"by the {line.get('of', 'weights')}", file.read()))
+    return found
 
 
 def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -72,11 +95,12 @@ def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, A
     try:
         config: Any = Choice(FAMILIES, tag="family").build(values["model"])
         found["model"] = values["model"].get("preset") or values["model"]["family"]
-        found["family"], found["vocab"] = values["model"]["family"], config.vocab
+        found["family"], found["vocab"] = values["model"]["family"], getattr(config, "vocab", None)
         found["data"], found["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
         found["parameters"], objective = config.parameters(), values.get("objective") or {}
         found |= {"objective": objective["name"]} if "name" in objective else {}
-        if values.get("rollout") is None:
+        # The header of a run of images knows their size.
+        if values.get("rollout") is None and config.inputs != "images":
             found["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
     except (ArgosyError, ValueError, KeyError, TypeError):
         # Settings of another version, or edited by hand: the page omits them.
@@ -103,7 +127,7 @@ def surroundings() -> dict[str, str]:
 
 
 def command(path: Path | str, settings: Sequence[tuple[str, Any, str]], lines: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The command that runs it again from its own settings, and the command as it was typed, if known."""
+    """The command that repeats the run from its own settings, and the command as it was typed, if known."""
     again = f"{as_run()} train {path} dir={path}-again"
     typed = str(headers(lines).get("command") or "")
     if typed:

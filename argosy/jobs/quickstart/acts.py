@@ -42,7 +42,7 @@ class Story:
 
 
 class Stage:
-    """Where the acts are shown: `speak` prints words for the user, `view` shows training, `stream` the model's own text."""
+    """The output of the acts: `speak` prints text for the user, `view` shows training, `stream` prints the model's own text."""
 
     def __init__(self, speak: Callable[[str], None], view: View, stream: Callable[[str], None]):
         self.speak, self.view, self.stream = speak, view, stream
@@ -126,7 +126,8 @@ def fresh(directory: str | None) -> Path:
 def make_vocabulary(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
     """Trains a byte-pair tokenizer into the run's `tokenizer/`."""
     from argosy.data.settings import DataSettings
-    from argosy.data.sources import Source, find_source
+    from argosy.data.sources import Source
+    from argosy.data.sources.find import find_source
     from argosy.data.tokenizers.train import train as train_bpe
 
     source = find_source(DataSettings(source="stdlib", max_bytes=TOKENIZER_BYTES))
@@ -138,7 +139,7 @@ def make_vocabulary(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
 
 
 def say_size(run: Run, speak: Callable[[str], None]) -> None:
-    """Says what a step computes and holds."""
+    """Reports the FLOPs and the memory of a step."""
     flops, weights = run.data.batch * run.model.training_flops(run.data.sequence), run.model.parameters() * 4
     speak(
         f"   {run.model.parameters():,} parameters, {flops / 1e9:.1f} GFLOP a step, "

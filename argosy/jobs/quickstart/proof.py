@@ -27,7 +27,14 @@ PATIENCE_S = 120
 
 @dataclass(frozen=True)
 class Proof:
-    """killed_at: the last step logged before the kill. resumed_from: the step of the checkpoint it resumed from."""
+    """The result of the proof.
+
+    steps: number of steps of both runs.
+    killed_at: the last logged step before the kill.
+    resumed_from: step of the checkpoint that it resumed from.
+    same_losses: whether the losses are equal bit for bit.
+    same_weights: whether the weights are equal bit for bit.
+    """
 
     steps: int
     killed_at: int

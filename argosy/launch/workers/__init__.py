@@ -1,17 +1,17 @@
-"""One controller, many workers: functions are called in groups of processes, what they return stays there, and arrays go from group to
-group without coming here.
+"""One controller, many workers: the controller calls functions in groups of processes. Results stay in the group, and arrays are moved
+from group to group without passing through the controller.
 
     with open_workers({"trainer": Group(processes=2, devices=2), "rollouts": Group()}) as workers:
         state = workers["trainer"].run("mine:make", 3)
-        weights = workers.move(state, to="rollouts")        # workers.send: of what this program has
+        weights = workers.move(state, to="rollouts")        # workers.send: from this program
         print(workers["rollouts"].run("mine:answer", weights, prompts).value())
 
-A group is a gang: every call goes to all its processes, which have one mesh (`here().mesh`) and have joined by jax.distributed. Calls
-return at once, with a `Ref`. Engines differ in where groups are:
+Every call goes to all processes of a group, which share one mesh (`here().mesh`) and are joined by jax.distributed. Calls return a
+`Ref` at once. Engines differ in where groups run:
 
     local     processes of this machine
     ray       processes that actors of a Ray cluster start
-    inline    this process: each group has some of its devices and a thread. So it is over the proxy of Pathways (JAX_PLATFORMS=proxy),
+    inline    this process: each group has some of its devices and a thread. This is for the proxy of Pathways (JAX_PLATFORMS=proxy),
               where one process has all devices
 
 Workers are trusted, and so is the controller: each can run code in the other.
@@ -44,7 +44,10 @@ Begin = Callable[[str, Callable[[WorkerLost], None]], GroupLife]
 
 
 class Workers(Mapping[str, WorkerGroup]):
-    """The groups, by name. offers: of the controller; None where the groups are in its process."""
+    """The groups, by name.
+
+    offers: arrays that the controller offers; None if the groups are in its process.
+    """
 
     def __init__(self, groups: Mapping[str, WorkerGroup], offers: Offers | None = None):
         self._groups, self._offers, self._lock = dict(groups), offers, threading.Lock()
@@ -61,10 +64,10 @@ class Workers(Mapping[str, WorkerGroup]):
         return len(self._groups)
 
     def move(self, ref: Ref, to: str, sharding: Any = None) -> Ref:
-        """Brings a value to another group, from worker to worker; returns at once. Its arrays are jax arrays over the mesh there.
+        """Moves a value to another group, from worker to worker; returns at once. Its arrays become jax arrays over that group's mesh.
 
         Args:
-            sharding: a PartitionSpec for all arrays, or a tree of them that is a prefix of the value; None: each device has everything.
+            sharding: a PartitionSpec for all arrays, or a tree of them that is a prefix of the value; None: replicated.
         """
         group = self[to]
         if not isinstance(ref, Ref):
@@ -74,14 +77,14 @@ class Workers(Mapping[str, WorkerGroup]):
         return moved(ref, group, sharding, self._lock)
 
     def send(self, value: Any, to: str, sharding: Any = None) -> Ref:
-        """Brings a value of this program to a group, which fetches its arrays; returns at once. Until `wait` returns they must stay as
-        they are, neither donated nor written to. They are jax arrays over the mesh there.
+        """Sends a value of this program to a group, which fetches its arrays; returns at once. Until `wait` returns they must not be
+        donated or written to. They become jax arrays over the group's mesh.
 
         Args:
             sharding: as in `move`.
 
         Raises:
-            BadInput: there is something else than arrays and plain values, or an array is not whole in this process.
+            BadInput: the value has leaves other than arrays and plain values, or an array is not complete in this process.
         """
         return sent(value, self[to], sharding, self._offers)
 
@@ -95,14 +98,16 @@ def open_workers(
 
     Args:
         engine: `local`, `ray` or `inline`.
-        logs: folder for what each process prints, a file `GROUP-RANK.log` each; None: it is printed on stderr, with its origin.
-        address: of the Ray cluster; None: RAY_ADDRESS, or a Ray of its own on this machine.
-        wait: seconds to wait for room on the Ray cluster, where there is one.
-        say: called, by threads, with what happens to groups; None: it is printed on stderr.
+        logs: folder for the output of each process, in files `GROUP-RANK.log`; None: output is printed on stderr, with its origin.
+        address: address of the Ray cluster; None: RAY_ADDRESS, or a new Ray on this machine.
+        wait: seconds to wait for room on the Ray cluster.
+        say: called, from threads, with events of groups; None: they are printed on stderr.
 
     Raises:
-        BadInput: a group cannot be. Unsupported: what an engine needs is not installed.
-        WorkerLost: a process ended before it had joined. WorkerError: a `start` function raised.
+        BadInput: a group is not possible.
+        Unsupported: a library that the engine needs is not installed.
+        WorkerLost: a process ended before it had joined.
+        WorkerError: a `start` function raised.
     """
     if engine not in ENGINES:
         raise BadInput(f"engine={engine!r}", hint=nearest(str(engine), ENGINES))

@@ -1,4 +1,4 @@
-"""What goes wrong in workers, as the controller raises it."""
+"""Errors of workers, as the controller raises them."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,11 @@ SHOWN = 12
 
 
 class WorkerError(ArgosyError):
-    """A function raised in a worker. group, rank: where; traceback: its text, as the worker would have printed it."""
+    """A function raised in a worker.
+
+    group, rank: the worker.
+    traceback: the text of its traceback.
+    """
 
     def __init__(self, what: str, group: str, rank: int, traceback: str, hint: str | None = None):
         self.group, self.rank, self.traceback = group, rank, traceback
@@ -17,10 +21,12 @@ class WorkerError(ArgosyError):
 
 
 class WorkerLost(ArgosyError):
-    """A process of a group ended, or did not answer in time, and with it the group and what it held.
+    """A process of a group ended, or did not reply in time. The group and its values are lost.
 
-    group, rank: which. code: its exit code, negative where a signal ended it; None where it was ended because it did not answer.
-    printed: the last lines that it printed. meant: whether the controller ended it on purpose.
+    group, rank: the process.
+    code: its exit code, negative if a signal ended it; None if it was ended because it did not reply.
+    printed: its last lines of output.
+    meant: whether the controller ended it on purpose.
     """
 
     def __init__(
@@ -33,5 +39,5 @@ class WorkerLost(ArgosyError):
         super().__init__(what, hint=f'workers["{group}"].restart() starts the group again; what it held is gone')
 
     def again(self) -> "WorkerLost":
-        """A new exception that says the same: one that is raised twice gets a longer and longer traceback."""
+        """A copy of this error: raising the same exception repeatedly would make its traceback grow."""
         return WorkerLost(self.why, self.group, self.rank, self.code, self.printed, self.meant)

@@ -1,7 +1,7 @@
-"""The processes of a group, as the controller has them: what it asks them, and what follows when one ends.
+"""The controller's side of a group's processes: sends them requests, and handles the end of one.
 
-A group lives and dies as one. When a process ends, or one answers a call with an error while another waits for it in a collective, all
-of them are killed; what was pending raises.
+The processes of a group live and die together. If one ends, or replies with an error while another waits for it in a collective, all of
+them are killed, and pending calls raise.
 """
 
 import pickle
@@ -33,8 +33,8 @@ class WorkerGang:
 
     Args:
         start: starts them, one for each member.
-        stuck: seconds after which a process that has not answered a call is taken for stuck; None: never.
-        died: called once, by a thread, when the group is lost.
+        stuck: seconds after which a process that has not replied to a call counts as stuck; None: never.
+        died: called once, from a thread, when the group is lost.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class WorkerGang:
         """Waits until the processes have joined each other.
 
         Raises:
-            WorkerLost, ArgosyError: they have not.
+            WorkerLost, ArgosyError: a process failed to join.
         """
         try:
             for member, ready in zip(self.members, self._all(dict(enumerate(member.joined for member in self.members)), meet=True)):
@@ -78,7 +78,7 @@ class WorkerGang:
         self.lose(WorkerLost(f"ended {ending_words(member.code or 0)}", self.name, member.rank, member.code, list(member.printed)))
 
     def lose(self, error: WorkerLost) -> None:
-        """Ends all processes of the group, for this reason unless there is an earlier one."""
+        """Kills all processes of the group, and records this error unless there is an earlier one."""
         with self._lock:
             first, self.lost = self.lost is None, self.lost or error
         for member in self.members:
@@ -88,14 +88,16 @@ class WorkerGang:
             self._died(error)
 
     def check(self) -> None:
-        """Raises:
-        WorkerLost: a process has ended.
+        """Checks that all processes are alive.
+
+        Raises:
+            WorkerLost: a process has ended.
         """
         if self.lost is not None:
             raise self.lost.again()
 
     def close(self) -> None:
-        """Ends the processes, and waits until they have."""
+        """Ends the processes, and waits for their end."""
         with self._lock:
             self.lost = self.lost or WorkerLost("was ended by its controller", self.name, 0, meant=True)
         for do, patience in (("leave", LEAVE_S), ("kill", LEAVE_S)):
@@ -167,10 +169,10 @@ class WorkerGang:
         self._ask("call", {"number": number, "function": function, "arguments": arguments}, self.stuck, meet=True)
 
     def source(self, number: int) -> TransferSource:
-        """Where a value is that all processes have alike.
+        """The source of a value that is equal in all processes.
 
         Raises:
-            BadInput: they have not.
+            BadInput: the processes have different values.
         """
         found: list[tuple[bytes, list[Leaf]]] = self._ask("describe", number)
         check_alike(self.name, [leaves for _, leaves in found])
@@ -181,14 +183,14 @@ class WorkerGang:
         return TransferSource(self.name, number, found[0][0], [leaves for _, leaves in found], [one.address for one in self.members])
 
     def pull(self, number: int, source: TransferSource, sharding: Any) -> int:
-        """Gets a value from another group, as `number`; returns the number of bytes that came."""
+        """Fetches a value from another group, and stores it as `number`. Returns the number of bytes received."""
         return sum(self._ask("pull", {"number": number, "source": source, "sharding": pickle.dumps(sharding)}))
 
     def value(self, number: int) -> Any:
-        """A value with its arrays as numpy arrays, each byte brought once.
+        """A value with numpy arrays. Each byte is fetched once.
 
         Raises:
-            BadInput: the processes have different values, or something else than arrays and plain values.
+            BadInput: the processes have different values, or a leaf is neither an array nor a plain value.
         """
         source = self.source(number)
         wanted: dict[int, list[tuple[int, Box]]] = {}
@@ -200,10 +202,10 @@ class WorkerGang:
         return self._assembled(source.skeleton, source.leaves[0], number, wanted)
 
     def values(self, number: int) -> list[Any]:
-        """The values of each process.
+        """The values of each process, by rank.
 
         Raises:
-            BadInput: an array is not whole in each process.
+            BadInput: an array is not complete in each process.
         """
         out = []
         for rank, (skeleton, leaves) in enumerate(self._ask("describe", number)):

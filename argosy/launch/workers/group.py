@@ -1,7 +1,7 @@
-"""A group of workers as the controller uses it: calls in their order, and references to what they returned.
+"""A group of workers as the controller uses it: ordered calls, and references to their results.
 
-Every group has a thread, which does one thing after the other: a call, a move, a restart, freeing. So calls to one group follow each
-other, and those to different groups run at the same time.
+Every group has a thread, which runs its calls, moves, restarts and frees one after another. So calls to one group are ordered, and
+calls to different groups run at the same time.
 """
 
 import queue
@@ -27,13 +27,15 @@ LOOK_S = 0.1
 
 
 class WorkerGroup:
-    """A group of `Workers`. started: what its `start` function returned; while the group starts again, what it returned in the life
-    before, which raises WorkerLost.
+    """A group of `Workers`.
+
+    started: a reference to the result of its `start` function. While the group restarts, it is the reference of the previous life,
+        which raises WorkerLost.
 
     Args:
-        begin: starts it; is called with what to do when it is lost.
-        start: a function to call in every life first, with its arguments.
-        restarts: how often it is started again by itself.
+        begin: starts the group; its argument is a function to call when the group is lost.
+        start: the function to call first in every life, with its arguments.
+        restarts: number of automatic restarts.
     """
 
     def __init__(
@@ -57,14 +59,14 @@ class WorkerGroup:
     # ---------------------------------------------------------------- for users
 
     def run(self, function: Any, /, *arguments: Any, **named: Any) -> Ref:
-        """Calls a function in every process of the group, after what was asked of the group before; returns at once.
+        """Calls a function in every process of the group, after all earlier calls; returns at once.
 
         Args:
             function: `module:function`, or a function that can be imported.
-            arguments: pytrees of arrays, which come as numpy arrays, plain values, and references to what this group has.
+            arguments: pytrees of arrays, which arrive as numpy arrays, plain values, and references to values of this group.
 
         Raises:
-            BadInput: a worker could not import the function, an argument is of no such kind or was freed, or the group is closed.
+            BadInput: a worker cannot import the function, an argument has another type or was freed, or the group is closed.
         """
         name = name_of(function)
         refs: list[Ref] = []

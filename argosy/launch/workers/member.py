@@ -26,7 +26,10 @@ class WorkerEnded(Exception):
 
 
 class WorkerProcess:
-    """A process of a group. died: called, by a thread, when it has ended."""
+    """A process of a group.
+
+    died: called, from a thread, when it has ended.
+    """
 
     def __init__(self, rank: int, told: Callable[[str], None], died: Callable[["WorkerProcess"], None]):
         self.rank, self.told, self.died = rank, told, died

@@ -5,7 +5,7 @@ maps names on the Hub. Everything architectural is in the config; nothing branch
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from argosy.core.dims import LOOKED_UP, named_axes
 from argosy.core.errors import ArgosyError, BadInput, Unsupported, complaint
@@ -13,6 +13,8 @@ from argosy.core.keymap import KeyRow, filled_tensors
 from argosy.core.settings import Settings
 from argosy.models import parts
 from argosy.models.hub.rows import scaled_rows
+
+InputKind = Literal["tokens", "clicks", "images"]
 
 
 class ModelConfig(Settings):
@@ -33,8 +35,25 @@ class ModelConfig(Settings):
     hub_blocks: ClassVar[Mapping[str, str]] = {}
     # For folders with MXFP4 blocks: how a weight is read from them, by how it is read plain.
 
+    causal: ClassVar[bool] = False
+    # Whether it predicts tokens.
+    inputs: ClassVar[InputKind] = "tokens"
+    # What it reads: tokens; clicks, which are rows of numbers and categories; or images and latents.
+    adapted: ClassVar[str | None] = None
+    # Which contractions get adapters unless told otherwise, as a pattern of their paths. None: every matrix of `layers` except routers.
+
     preset: str | None = None
     """Name of the preset these settings came from."""
+
+    @property
+    def scored(self) -> int:
+        """How many scores a head gives in place of logits."""
+        return 0
+
+    @property
+    def id_spaces(self) -> Any:
+        """How many ids there are of each kind that it looks up."""
+        raise NotImplementedError
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
         """Builds the module; every weight is a description (`parts.weight`)."""
@@ -113,7 +132,8 @@ class ModelConfig(Settings):
         Raises:
             Unsupported: no architecture on the Hub has this combination of options.
         """
-        raise NotImplementedError
+        what = f"the Hub has no architecture for models of this kind ({type(self).__name__})"
+        raise Unsupported(what, hint='Argosy\'s own format keeps it: to=argosy, lm.save(..., format="argosy")')
 
     def agreed(self, written: dict[str, Any]) -> dict[str, Any]:
         """Returns the config.json if reading it gives this model again.
@@ -141,22 +161,44 @@ class ModelConfig(Settings):
 
 # The end of the name of transformers' classes with a head of scores.
 SCORING = "ForSequenceClassification"
+# What scores mean, by the names of transformers.
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def with_scores(config: Any, hub: Mapping[str, Any]) -> Any:
     """The settings of a model whose config.json names a class with a head of scores; of any other, unchanged.
 
     Raises:
-        BadInput: the family has no such head.
+        BadInput: the family has no such head, or the names of its classes are not numbered from 0.
     """
     if not any(str(name).endswith(SCORING) for name in hub.get("architectures") or ()):
         return config
-    if "scores" not in type(config).model_fields:
+    if not getattr(type(config), "can_score", False):
         what = f"a `{hub.get('model_type')}` with a head of scores ({SCORING}) is not built"
         raise BadInput(what)
     # transformers writes labels only if there are not two.
-    labels = hub.get("id2label")
-    return config.model_copy(update={"scores": len(labels) if isinstance(labels, dict) and labels else 2})
+    names = hub.get("id2label")
+    names = names if isinstance(names, dict) and names else {"0": "LABEL_0", "1": "LABEL_1"}
+    if set(map(str, names)) != {str(i) for i in range(len(names))}:
+        raise BadInput(f"config.json: `id2label` does not number its {len(names)} classes from 0")
+    labels = tuple(str({str(k): v for k, v in names.items()}[str(i)]) for i in range(len(names)))
+    head = {"scores": len(labels), "labels": () if labels == numbered_labels(len(labels)) else labels}
+    return config.model_copy(update=head | {"problem_type": _problem_type(hub, len(labels))})
+
+
+def numbered_labels(count: int) -> tuple[str, ...]:
+    """The names that transformers gives to classes without one."""
+    return tuple(f"LABEL_{i}" for i in range(count))
+
+
+def _problem_type(hub: Mapping[str, Any], scores: int) -> str | None:
+    """What scores mean. A cross-encoder of sentence-transformers says so by its activation: Identity leaves a score as it is."""
+    found = hub.get("problem_type")
+    if found is not None and found not in PROBLEM_TYPES:
+        raise BadInput(f"config.json: unknown `problem_type` {found!r}", hint=f"one of {', '.join(PROBLEM_TYPES)}")
+    own = hub.get("sentence_transformers")
+    activation = str(own.get("activation_fn") if isinstance(own, dict) else "").rpartition(".")[2]
+    return "regression" if found is None and scores == 1 and activation == "Identity" else found
 
 
 def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
@@ -175,4 +217,6 @@ def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
         settings["rope"] = settings["rope"] | {"scaling": scaling | {"table": None}}
     moe = settings.get("moe")
     kept = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance", "balance_over")} if moe else moe
-    return settings | {"preset": None} | ({"moe": kept} if moe else {})
+    # What a denoiser predicts is written in the settings of its scheduler.
+    elsewhere = {name: None for name in ("preset", "prediction") if name in settings}
+    return settings | elsewhere | ({"moe": kept} if moe else {})

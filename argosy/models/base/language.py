@@ -1,8 +1,9 @@
 """Models of text: the settings of language models, and of families with ordinary attention."""
 
+import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,7 +11,7 @@ from argosy.core.dims import named_axes
 from argosy.core.errors import BadInput
 from argosy.core.settings import Also
 from argosy.models import parts
-from argosy.models.base.config import SCORING, ModelConfig
+from argosy.models.base.config import SCORING, ModelConfig, numbered_labels
 from argosy.models.settings import Activation, Experts, Reach, Rope
 
 
@@ -19,10 +20,17 @@ class LanguageConfig(ModelConfig):
 
     moe_parts: ClassVar[frozenset[str]] = frozenset()
     """The optional parts its experts may have, of `shared`, `shared_gate` and `bias`."""
+    can_score: ClassVar[bool] = True
+    """Whether it may have a head of scores."""
     make: ClassVar[Any] = None
     # Builds a block, as `make(kind)`; a function of the config and the kind.
     causal: ClassVar[bool] = True
     # A token attends to earlier tokens only. False: to its full sequence, and no token is predicted (encoders).
+
+    pooling: ClassVar[str] = "mean"
+    # How an encoder's vectors of tokens become one for a text, where its folder does not say.
+    framing: ClassVar[tuple[str | None, str | None]] = ("cls_token", "sep_token")
+    # The special tokens that an encoder reads before and after a text, by the tokenizer's names for them.
 
     vocab: Annotated[int, Also("vocab_size")] = Field(gt=0)
     """Vocabulary size V: rows of the embedding."""
@@ -38,6 +46,16 @@ class LanguageConfig(ModelConfig):
     """Longest sequence the model was made for, in tokens."""
     tied: Annotated[bool, Also("tie_word_embeddings", "tie_embeddings", "logits_via_embedding")] = False
     """Uses the embedding as the output head (tied embeddings)."""
+    scores: Annotated[int, Also("num_labels")] = Field(0, ge=0)
+    """Number of scores that the head outputs in place of logits: 1 for a reward model or a reranker, one per class for a classifier.
+    Objectives that train scores set it. 0: a language model, or an encoder without a head.
+    """
+    labels: Annotated[tuple[str, ...], Also("id2label")] = ()
+    """Names of the classes, one for each score. Empty: LABEL_0, LABEL_1 and so on."""
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
+    """The meaning of scores. regression: the number itself; single_label_classification: logits of a softmax;
+    multi_label_classification: logits of one sigmoid per class. None: a sigmoid for one score and a softmax for several.
+    """
 
     @property
     def recurrent(self) -> bool:
@@ -45,9 +63,39 @@ class LanguageConfig(ModelConfig):
         return False
 
     @property
+    def embedding_width(self) -> int:
+        """Width of an encoder's vector for a text."""
+        return self.width
+
+    @property
     def scored(self) -> int:
         """How many scores the head gives for a token, in place of logits; 0 for a language model."""
-        return getattr(self, "scores", 0)
+        return self.scores
+
+    @property
+    def id_spaces(self) -> int:
+        return self.vocab
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The name of each score."""
+        return self.labels or numbered_labels(self.scores)
+
+    @property
+    def activation_of_scores(self) -> Literal["none", "sigmoid", "softmax"]:
+        """What makes probabilities of scores; that of transformers' pipeline for text classification."""
+        if self.problem_type == "regression":
+            return "none"
+        return "sigmoid" if self.problem_type == "multi_label_classification" or self.scores == 1 else "softmax"
+
+    @model_validator(mode="after")
+    def _labels_name_scores(self) -> "LanguageConfig":
+        if self.labels and len(self.labels) != self.scores:
+            raise ValueError(f"labels names {len(self.labels)} classes, and the head gives {self.scores} scores")
+        if len(set(self.labels)) < len(self.labels):
+            twice = next(name for name in self.labels if self.labels.count(name) > 1)
+            raise ValueError(f"labels: two classes are called `{twice}`")
+        return self
 
     @model_validator(mode="after")
     def _experts_have_names(self) -> "LanguageConfig":
@@ -99,12 +147,11 @@ class LanguageConfig(ModelConfig):
         if not self.scored:
             return {}
         (kind,) = written["architectures"]
-        labels = [f"LABEL_{i}" for i in range(self.scored)]
         return {
-            "architectures": [kind.replace("ForCausalLM", SCORING)],
-            "id2label": {str(i): label for i, label in enumerate(labels)},
-            "label2id": {label: i for i, label in enumerate(labels)},
-        }
+            "architectures": [re.sub("(ForCausalLM|LMHeadModel|Model)$", SCORING, kind)],
+            "id2label": {str(i): label for i, label in enumerate(self.label_names)},
+            "label2id": {label: i for i, label in enumerate(self.label_names)},
+        } | ({} if self.problem_type is None else {"problem_type": self.problem_type})
 
 
 class DecoderConfig(LanguageConfig):
@@ -137,9 +184,6 @@ class DecoderConfig(LanguageConfig):
     """Added to the mean square in RMSNorm."""
     activation: Annotated[Activation, Also("hidden_act", "mlp_activations", "hidden_activation")] = "silu"
     """Activation of the feed-forward gate."""
-    scores: Annotated[int, Also("num_labels")] = Field(0, ge=0)
-    """Scores that the head gives for each token, in place of logits: 1 for a reward model. Objectives that train scores set it. 0: a
-    language model."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "DecoderConfig":
@@ -243,7 +287,8 @@ class AbsoluteConfig(LanguageConfig):
     @property
     def dims(self) -> dict[str, int]:
         heads = {"N": self.heads, "K": self.heads, "H": self.H}
-        return {"D": self.width, "F": self.ffn, **heads, "V": self.vocab, "A": self.context}
+        sizes = {"D": self.width, "F": self.ffn, **heads, "V": self.vocab, "A": self.context}
+        return sizes | ({"Z": self.scores} if self.scores else {})
 
     def mixing_flops(self, tokens: int) -> int:
         return 4 * tokens * tokens * self.width * self.layers

@@ -9,7 +9,7 @@ from argosy.models.hub.config import ConfigTable
 
 
 class BertHub:
-    """Reads and writes folders of this family; a base of its config."""
+    """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("bert", "roberta", "xlm-roberta")
     hub_ignore: ClassVar[tuple[str, ...]] = ("*embeddings.position_ids", "*embeddings.token_type_ids")
@@ -19,13 +19,16 @@ class BertHub:
     hub_old_ends: ClassVar[dict[str, str]] = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
-        rows = [
-            KeyRow("embeddings.word_embeddings.weight", "embed.w", "V D -> V D"),
-            KeyRow("embeddings.position_embeddings.weight", "positions.w", "A D -> A D"),
-            KeyRow("embeddings.token_type_embeddings.weight", "types.w", "Y D -> Y D"),
-            KeyRow("embeddings.LayerNorm.weight", "embed_norm.scale", "D -> D"),
-            KeyRow("embeddings.LayerNorm.bias", "embed_norm.b", "D -> D"),
-        ]
+        # Folders with a head of scores have the encoder under a name of its own.
+        encoder = "" if not self.scores else "roberta." if self.first else "bert."
+        ends = (
+            ("embeddings.word_embeddings.weight", "embed.w", "V D -> V D"),
+            ("embeddings.position_embeddings.weight", "positions.w", "A D -> A D"),
+            ("embeddings.token_type_embeddings.weight", "types.w", "Y D -> Y D"),
+            ("embeddings.LayerNorm.weight", "embed_norm.scale", "D -> D"),
+            ("embeddings.LayerNorm.bias", "embed_norm.b", "D -> D"),
+        )
+        rows = [KeyRow(encoder + theirs, ours, reading) for theirs, ours, reading in ends]
         rows += hub.of_layers(
             range(self.layers),
             ("attention.self.query.weight", "attn.q.w", "(N H) D -> D N H"),
@@ -44,18 +47,19 @@ class BertHub:
             ("output.dense.bias", "mlp.down.b", "D -> D"),
             ("output.LayerNorm.weight", "mlp_norm.scale", "D -> D"),
             ("output.LayerNorm.bias", "mlp_norm.b", "D -> D"),
-            prefix="encoder.layer.{l}.",
+            prefix=f"{encoder}encoder.layer.{{l}}.",
         )
-        if self.pooler:
-            rows += [
-                KeyRow("pooler.dense.weight", "pooler.w", "O D -> D O"),
-                KeyRow("pooler.dense.bias", "pooler.b", "O -> O"),
-            ]
+        if self.projects:
+            pooler = "classifier.dense" if self.scores and self.first else f"{encoder}pooler.dense"
+            rows += [KeyRow(f"{pooler}.weight", "pooler.w", "O D -> D O"), KeyRow(f"{pooler}.bias", "pooler.b", "O -> O")]
+        if self.scores:
+            head = "classifier.out_proj" if self.first else "classifier"
+            rows += [KeyRow(f"{head}.weight", "head.w", "Z O -> O Z"), KeyRow(f"{head}.bias", "head.b", "Z -> Z")]
         return rows, self.dims
 
     def fitted(self: Any, names: Collection[str]) -> Any:
         """The same config, with a pooler if the folder has one."""
-        return self.model_copy(update={"pooler": "pooler.dense.weight" in names})
+        return self.model_copy(update={"pooler": any(name.endswith("pooler.dense.weight") for name in names)})
 
     @classmethod
     def from_hub(cls: Any, config: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ HARMLESS = frozenset(
     transformers.js_config unsloth_version unsloth_fixed use_bfloat16 use_cache add_cross_attention bad_words_ids do_sample
     early_stopping length_penalty max_length min_length num_beams temperature top_k top_p repetition_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size num_beam_groups num_return_sequences diversity_penalty typical_p
-    remove_invalid_values output_scores suppress_tokens begin_suppress_tokens exponential_decay_length_penalty
+    sentence_transformers remove_invalid_values output_scores suppress_tokens begin_suppress_tokens exponential_decay_length_penalty
     gradient_checkpointing is_llama_config""".split()  # noqa: SIM905
 )
 
@@ -56,8 +56,13 @@ SIZES = [
 
 @dataclass(frozen=True)
 class ConfigTable:
-    """rows: (their key, our key), ours dotted if it is in a group. defaults: values of missing keys. fixed: keys that must have
-    one of these values, because nothing else is built. harmless: keys without effect here."""
+    """The mapping between config.json and a family's settings.
+
+    rows: (their key, our key); ours is dotted if it is in a group.
+    defaults: values of missing keys.
+    fixed: keys that must have one of these values, because no other is supported.
+    harmless: keys without effect here.
+    """
 
     rows: Sequence[tuple[str, str]]
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from argosy.models.settings import Rope
 
 
 class DeepSeekHub:
-    """Reads and writes folders of this family; a base of its config."""
+    """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 
@@ -23,9 +23,9 @@ class DeepSeekHub:
         for d in range(self.mtp):
             rows += self._mtp_rows(d)
         copies = [f"model.layers.{self.layers + d}." for d in range(self.mtp)]
-        embed, *others = hub.ends(self.tied)
+        embed, *others = hub.ends(self.tied, scores=self.scores)
         rows.append(replace(embed, copies=tuple(f"{at}embed_tokens.weight" for at in copies)))
-        heads = tuple(f"{at}shared_head.head.weight" for at in copies)
+        heads = () if self.scores else tuple(f"{at}shared_head.head.weight" for at in copies)
         return rows + [replace(row, copies=heads) if row.paths == "head.w" else row for row in others], self.dims
 
     def _attention_rows(self: Any, layers: range) -> list[KeyRow]:

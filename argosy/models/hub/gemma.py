@@ -9,7 +9,7 @@ from argosy.models.settings import Rope
 
 
 class GemmaHub:
-    """Reads and writes folders of this family; a base of its config."""
+    """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("gemma", "gemma2", "gemma3_text", "gemma3")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)

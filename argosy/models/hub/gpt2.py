@@ -8,7 +8,7 @@ from argosy.models.hub.config import ConfigTable
 
 
 class GPT2Hub:
-    """Reads and writes folders of this family; a base of its config."""
+    """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("gpt2",)
     hub_ignore: ClassVar[tuple[str, ...]] = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
@@ -16,9 +16,10 @@ class GPT2Hub:
 
     def hub_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         layers = range(self.layers)
+        tied_to = "lm_head.weight" if self.tied and not self.scores else None
         qkv = [("attn.q", "attn.k", "attn.v"), "((N|K|K) H)"]
         rows = [
-            KeyRow("transformer.wte.weight", "embed.w", "V D -> V D", tied_to="lm_head.weight" if self.tied else None),
+            KeyRow("transformer.wte.weight", "embed.w", "V D -> V D", tied_to=tied_to),
             KeyRow("transformer.wpe.weight", "positions.w", "A D -> A D"),
             KeyRow(f"{LAYER}attn.c_attn.weight", _each(qkv[0], "w"), f"D {qkv[1]} -> D N H, D K H, D K H", layers),
             KeyRow(f"{LAYER}attn.c_attn.bias", _each(qkv[0], "b"), f"{qkv[1]} -> N H, K H, K H", layers),
@@ -39,6 +40,8 @@ class GPT2Hub:
             ("ln_2.bias", "mlp_norm.b", "D -> D"),
             prefix=LAYER,
         )
+        if self.scores:
+            return [*rows, KeyRow("score.weight", "head.w", "Z D -> D Z")], self.dims
         return rows if self.tied else [*rows, KeyRow("lm_head.weight", "head.w", "V D -> D V")], self.dims
 
     @classmethod

@@ -11,7 +11,7 @@ from argosy.models.settings import Rope, Temper
 
 
 class Llama4Hub:
-    """Reads and writes folders of this family; a base of its config."""
+    """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("llama4_text", "llama4")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
@@ -34,7 +34,8 @@ class Llama4Hub:
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Llama 4 is published with a vision tower; `text_config` describes the text model."""
+        """The settings of the text model in a config.json: those under `text_config`, since Llama 4 is published with a vision tower.
+        """
         return text_config(config, "llama4", ARCHITECTURE)
 
     @classmethod

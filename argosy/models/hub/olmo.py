@@ -9,7 +9,7 @@ from argosy.models.settings import Rope
 
 
 class OlmoHub:
-    """Reads and writes folders of this family; a base of its config."""
+    """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("olmo2", "olmo3")
 

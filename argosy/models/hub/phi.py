@@ -10,7 +10,7 @@ from argosy.models.settings import Rope
 
 
 class PhiHub:
-    """Reads and writes folders of this family; a base of its config."""
+    """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("phi3",)
 

@@ -11,7 +11,7 @@ from argosy.models.settings import Rope
 
 
 class Qwen3NextHub:
-    """Reads and writes folders of this family; a base of its config."""
+    """Reads and writes Hub folders of this family; a base class of its config."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
     # Modules for multi-token prediction, which config.json does not mention.

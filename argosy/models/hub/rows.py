@@ -96,6 +96,30 @@ def experts(layers: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[KeyR
     )
 
 
+def dense_layers(path: str, widths: Sequence[int]) -> tuple[list[KeyRow], dict[str, int]]:
+    """The rows of `DenseLayers`, weights [out, in] as torch has them, and the sizes they use."""
+    rows: list[KeyRow] = []
+    for i in range(len(widths) - 1):
+        a, b = f"{path}{i}", f"{path}{i + 1}"
+        rows.append(KeyRow(f"{path}.{i}.weight", f"{path}.{i}.w", f"{b} {a} -> {a} {b}"))
+        rows.append(KeyRow(f"{path}.{i}.bias", f"{path}.{i}.b", f"{b} -> {b}"))
+    return rows, {f"{path}{i}": width for i, width in enumerate(widths)}
+
+
+def table_rows(dims: Mapping[str, int], widths: Mapping[str, Sequence[int]]) -> tuple[list[KeyRow], dict[str, int]]:
+    """The rows of a recommender, an embedding table and its stacks of layers, and the sizes they use.
+
+    Args:
+        dims: sizes of the table, by letter.
+        widths: widths of each stack, by its path.
+    """
+    rows, sizes = [KeyRow("embeddings.weight", "embed.w", "V D -> V D")], dict(dims)
+    for path, some in widths.items():
+        more, own = dense_layers(path, some)
+        rows, sizes = rows + more, sizes | own
+    return rows, sizes
+
+
 def scaled_rows(rows: Sequence[KeyRow], names: Collection[str], blocks: Mapping[str, str]) -> list[KeyRow]:
     """The rows for a folder in which some weights are quantized as values and scales.
 

@@ -9,6 +9,7 @@ al. 2017, arXiv:1706.03762). A block may have one of the two sublayers only.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
@@ -88,11 +89,13 @@ class Block(nnx.Module):
             raise ValueError("this block reads no condition")
         aux: dict[str, Array] = {}
         if self.attn is not None:
-            y, cache = self.attn(self._read(x, self.attn_norm), each, cache, attend)
-            x = self._added(x, y, self.attn_norm, self.post_attn_norm)
+            with jax.named_scope("attn"):
+                y, cache = self.attn(self._read(x, self.attn_norm), each, cache, attend)
+                x = self._added(x, y, self.attn_norm, self.post_attn_norm)
         if self.mlp is not None:
-            y, aux = feed_forward(self.mlp, self._read(x, self.mlp_norm), attend.live)
-            x = self._added(x, y, self.mlp_norm, self.post_mlp_norm)
+            with jax.named_scope("mlp"):
+                y, aux = feed_forward(self.mlp, self._read(x, self.mlp_norm), attend.live)
+                x = self._added(x, y, self.mlp_norm, self.post_mlp_norm)
         return x, cache, aux
 
     def _read(self, x: Array, norm: Any) -> Array:

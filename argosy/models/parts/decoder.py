@@ -6,6 +6,7 @@ B batch, T time, D width, V vocabulary, A positions.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -70,16 +71,18 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "B T"] | Inputs, attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
         """The input of the head, the cache after these tokens, and the aux outputs of the layers."""
-        x = self.embedded(tokens, attend)
+        with jax.named_scope("embed"):
+            x = self.embedded(tokens, attend)
         x, cache, aux = self.layers(x, cache, attend, positions=as_inputs(tokens).positions)
         return constrain(self.norm(x), "B T D"), cache, aux
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits, or scores [B T Z], summed and kept in float32 at least, whatever the type of x."""
-        if self.head is None:
-            y = self.embed.via("BTD,VD->BTV", x, dtype=sums_in(x.dtype))
-        else:
-            y = self.head(x, dtype=sums_in(x.dtype))
+        with jax.named_scope("head"):
+            if self.head is None:
+                y = self.embed.via("BTD,VD->BTV", x, dtype=sums_in(x.dtype))
+            else:
+                y = self.head(x, dtype=sums_in(x.dtype))
         if getattr(self.config, "scores", 0):
             return y
         y = constrain(y, "B T V")

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from argosy.models.parts.attention.attend import Attend
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.stack import Aux, Execution, Layer, Stack
+from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
 
 
@@ -42,6 +43,8 @@ class TextEncoder(nnx.Module):
         self.embed_norm = norm
         self.layers = Stack(plan, make, run=run)
         self.pooler = Einsum("BD,DO->BO", config.dims, bias=True) if pooler else None
+        # The deviation of transformers' new heads: first scores near 0.
+        self.head = Einsum("BO,OZ->BZ", config.dims, bias=True, scale=0.02) if config.scored else None
 
     def embedded(
         self, tokens: Int[Array, "B T"], attend: Attend, types: Int[Array, "B T"] | None = None
@@ -75,6 +78,17 @@ class TextEncoder(nnx.Module):
         if self.pooler is None:
             raise ValueError("this model has no pooler")
         return jnp.tanh(self.pooler(x[:, 0]))
+
+    def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Z"]:
+        """Scores from the vectors of first tokens, float32 at least.
+
+        Raises:
+            ValueError: this model has no head of scores.
+        """
+        if self.head is None or self.pooler is None:
+            raise ValueError("this model has no head of scores")
+        flat = jnp.tanh(self.pooler(x.reshape(-1, x.shape[-1])))
+        return self.head(flat, dtype=sums_in(x.dtype)).reshape(*x.shape[:-1], -1)
 
     def __call__(
         self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None

@@ -4,11 +4,12 @@ It opens with a sentence that says what happened. Everything shown comes from a 
 are left out. Everything from a run is treated as text: it is escaped, and control characters are replaced.
 """
 
+import base64
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from argosy.core.counts import plural
 from argosy.observe.faults import bad_steps, faults_text, row
@@ -20,6 +21,9 @@ from argosy.observe.report.pieces import code_of, html_table, html_text, legend_
 from argosy.observe.report.style import page
 from argosy.observe.stragglers import stragglers
 from argosy.observe.terminal.curve import Point
+
+if TYPE_CHECKING:
+    from argosy.observe.profile.table import Profile
 
 # In the order of their colors.
 CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "rollouts", "other")
@@ -75,6 +79,7 @@ class RunRecord:
     story: the results of `argosy quickstart` with the run: proof, export.
     evaluations: their results.
     answers: lines of answers.jsonl, of a run that learns from rewards.
+    images: grids that a run of images drew: the step, what drew it, and the PNG file.
     devices: see `stragglers`.
     """
 
@@ -91,14 +96,18 @@ class RunRecord:
     story: Mapping[str, Any] = field(default_factory=dict)
     evaluations: Sequence[Evaluated] = ()
     answers: Sequence[Mapping[str, Any]] = ()
+    images: Sequence[tuple[int, str, bytes]] = ()
     # None of runs that kept no account of their starts.
     life: Account | None = None
+    # The newest capture by the profiler.
+    profile: "Profile | None" = None
 
 
 def render_report(record: RunRecord) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[RunRecord], str]] = [
-        _head, _samples, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _slow, _optimizer, _experts,
+        _head, _samples, _images, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _profile, _slow,
+        _optimizer, _experts,
         _time, _checkpoints, _settings, _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
@@ -172,8 +181,9 @@ def _head(record: RunRecord) -> str:
 
 
 def summary_sentence(record: RunRecord) -> str:
-    """What happened, in one sentence: "A 919k-parameter Llama learned to write Python in 40 s; killed at step 25 of
-    40, a second run finished bit-identical."."""
+    """A summary of the run in one sentence: "A 919k-parameter Llama learned to write Python in 40 s; killed at step 25 of 40, a second
+    run finished bit-identical.".
+    """
     parameters, family = record.facts.get("parameters"), str(record.facts.get("family") or "model")
     family = {"gpt2": "GPT-2", "gpt_oss": "gpt-oss"}.get(
         family, family.replace("_", " ").capitalize() if family != "model" else family
@@ -199,7 +209,7 @@ def summary_sentence(record: RunRecord) -> str:
 
 
 def proof_words(story: Mapping[str, Any]) -> str:
-    """How the run that was killed ended; empty if none was."""
+    """The outcome of the killed run, in words; empty if there was none."""
     proof = story.get("proof")
     if not isinstance(proof, Mapping) or "killed_at" not in proof:
         return ""
@@ -256,6 +266,15 @@ def _bad(record: RunRecord) -> str:
     rows = [tuple(map(html_text, row(one))) for one in found]
     table = html_table(("step", "batch", "found", "then"), rows, numeric=0)
     return section_of("Bad steps", f"<p>{html_text(faults_text(found))}</p>" + table)
+
+
+def _profile(record: RunRecord) -> str:
+    if record.profile is None:
+        return ""
+    # It imports numpy, which reports without a capture do not need.
+    from argosy.observe.report.profiled import profile_section
+
+    return profile_section(record.profile)
 
 
 def _slow(record: RunRecord) -> str:
@@ -443,6 +462,24 @@ def _samples(record: RunRecord) -> str:
         else ""
     )
     return section_of("What it writes", drawn[-1] + rest)
+
+
+def _images(record: RunRecord) -> str:
+    """The grids of the last step that drew some, and those of earlier ones."""
+    if not record.images:
+        return ""
+    steps = sorted({step for step, _, _ in record.images})
+    drawn = {step: [_grid(*one) for one in record.images if one[0] == step] for step in steps}
+    earlier = "".join("".join(drawn[step]) for step in steps[:-1])
+    rest = f"<details><summary>earlier steps</summary>{earlier}</details>" if earlier else ""
+    return section_of("What it draws", "".join(drawn[steps[-1]]) + rest)
+
+
+def _grid(step: int, drawn_by: str, png: bytes) -> str:
+    """A grid, enlarged without smoothing: its images are small."""
+    title = f"step {step:,}, {html_text(drawn_by)}"
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return f'<h3>{title}</h3><img alt="{title}" src="{source}" style="width:100%;max-width:40em;image-rendering:pixelated">'
 
 
 def _sample(step: int, prompt: str, text: str) -> str:

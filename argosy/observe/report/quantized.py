@@ -38,7 +38,7 @@ def bits_a_weight(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def recommendation(result: Mapping[str, Any]) -> str:
-    """What to do with the model, in a sentence."""
+    """A recommendation about the quantized model, in a sentence."""
     rows = result["weights"]
     worst = max(rows, key=lambda row: row["error"])
     kind = module_kind(worst["name"])
@@ -119,7 +119,7 @@ def histogram(values: Sequence[float]) -> str:
 def _cells(row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
     data = str(row.get("activations") or "as it is")
     shown = ["" if row.get(key) is None else f"{row[key]:.4f}" for key in ("error", *extra)]
-    figures = [f"{bits_a_weight([row]):.2f}", f"{row['bytes'] / 1e6:.2f}", *shown]
+    figures = [f"{bits_a_weight([row]):.2f}", sized(row["bytes"]), *shown]
     return [html_text(str(row["weights"])), html_text(str(row.get("granularity") or "")), html_text(data), *figures]
 
 
@@ -141,17 +141,17 @@ def _kinds(result: Mapping[str, Any]) -> str:
         most = {key: max((row[key] for row in rows if row.get(key) is not None), default=None) for key in ("error", *keys)}
         whole = dict(rows[0]) | most | {key: sum(row[key] for row in rows) for key in ("bytes", "numbers")}
         lines.append([html_text(kind), str(len(rows)), *_cells(whole, keys)])
-    head = ("module", "layers", "weights", "scales for", "data", "bits", "MB", "largest error", *names)
+    head = ("module", "layers", "weights", "scales for", "data", "bits", "size", "largest error", *names)
     kept = result["kept"]
     rest = f"{plural(kept['tensors'], 'tensor')} kept as they are ({sized(kept['bytes'])}), such as {', '.join(kept['largest'])}."
-    return section_of("What became what", html_table(head, lines, numeric=5) + f'<p class="soft">{html_text(rest)}</p>')
+    return section_of("What became what", html_table(head, lines, "many", numeric=5) + f'<p class="soft">{html_text(rest)}</p>')
 
 
 def _layers(result: Mapping[str, Any]) -> str:
     """Every weight, the largest error first."""
     keys, names = _extra(result)
     rows = sorted(result["weights"], key=lambda row: -row["error"])
-    head = ("weight", "format", "scales for", "data", "bits", "MB", "error", *names)
-    table = html_table(head, [[html_text(row["name"]), *_cells(row, keys)] for row in rows], numeric=4)
+    head = ("weight", "format", "scales for", "data", "bits", "size", "error", *names)
+    table = html_table(head, [[html_text(row["name"]), *_cells(row, keys)] for row in rows], "many", numeric=4)
     summary = f"<summary>{plural(len(rows), 'weight')}, largest error first</summary>"
     return section_of("Layers", f"<details>{summary}{table}</details>")

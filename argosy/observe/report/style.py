@@ -42,6 +42,7 @@ table{border-collapse:collapse;width:100%;font-size:.9rem}.few{width:auto;min-wi
 td,th{text-align:left;padding:.22rem 1.4rem .22rem 0;border-bottom:1px solid var(--rule);vertical-align:top;
 overflow-wrap:anywhere}
 th{font-weight:600;color:var(--soft);font-size:.8rem}.n{text-align:right}
+.many td,.many th{overflow-wrap:normal;padding-right:.9rem}.many td.n{white-space:nowrap}.many{display:block;overflow-x:auto}
 code,pre,.mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:.86em}
 pre{background:var(--panel);border-radius:5px;padding:.7rem .9rem;margin:.3rem 0 .9rem;white-space:pre-wrap;
 overflow-wrap:anywhere}

@@ -23,6 +23,8 @@ NARROW, LOW = 40, 18
 RATE_WINDOW = 20
 # What objectives report of the answers that they compare: rewards, or the scores of right and wrong steps.
 SIDES = ("rewards/chosen", "rewards/rejected", "scores/right", "scores/wrong")
+# Classes whose figures fit into a line.
+MOST_CLASSES = 8
 PREFERENCES = ("rewards/accuracy", "accuracy", "rewards/margin", *SIDES)
 # The x axis is logarithmic if it ends at least this many times later than it begins.
 LOG_FROM = 50.0
@@ -159,6 +161,7 @@ class Picture:
 # Entries of a header that take whole lines.
 WIDE = (
     *("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "samplers", "environment", "rewards", "whole"),
+    "tuned",
     "memory",
 )
 
@@ -257,6 +260,18 @@ def evaluated(numbers: Mapping[str, float]) -> str:
     if "eval_bits_per_byte" in numbers:
         words.append(f"{numbers['eval_bits_per_byte']:.3f} bits/byte")
     words += filter(None, [preference_text(numbers, "eval_")])
+    for name in ("auc", "recall@1", "recall@10", "recall@50"):
+        if f"eval_{name}" in numbers:
+            best = f" (best {numbers[f'eval_best_{name}']:.4f})" if f"eval_best_{name}" in numbers else ""
+            words.append(f"{name.replace('auc', 'AUC')} {numbers[f'eval_{name}']:.4f}{best}")
+    if "eval_best_loss" in numbers:
+        words[0] += f" (best {decimals(numbers['eval_best_loss'])})"
+    if "eval_majority_accuracy" in numbers:
+        words[-1] += f" (the most frequent class alone: {numbers['eval_majority_accuracy']:.1%})"
+    if "eval_f1_macro" in numbers:
+        classes = {name.removeprefix("eval_f1/"): value for name, value in numbers.items() if name.startswith("eval_f1/")}
+        each = ", ".join(f"{name} {value:.2f}" for name, value in classes.items()) if len(classes) <= MOST_CLASSES else ""
+        words.append(f"F1 {numbers['eval_f1_macro']:.3f}" + (f" ({each})" if each else ""))
     return "  ".join(words)
 
 

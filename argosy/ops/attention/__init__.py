@@ -33,6 +33,7 @@ class Score:
 
     window: a query sees itself and the window-1 tokens before it.
     chunked: of these, only those in its own chunk; sequences are cut every `window` tokens (Llama 4).
+    bias: added to the scaled scores of every row (T5, arXiv:1910.10683).
     cap: scores become cap * tanh(score / cap).
     sinks: one more logit per head, which takes part in the softmax and has no value (gpt-oss).
     """
@@ -42,6 +43,7 @@ class Score:
     cap: float | None = None
     sinks: Float[Array, "N"] | None = None
     chunked: bool = False
+    bias: Float[Array, "N T S"] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ def attention_reference(
     s = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=sums_in(q.dtype)) * score.scale
     if score.cap is not None:
         s = score.cap * jnp.tanh(s / score.cap)
+    if score.bias is not None:
+        s = s + score.bias.astype(s.dtype).reshape(1, K, N // K, T, -1)
     s = jnp.where(see.dense(score.window)[:, None, None], s, UNSEEN)
     if score.sinks is not None:
         sink = jnp.broadcast_to(score.sinks.astype(s.dtype).reshape(1, K, N // K, 1, 1), (B, K, N // K, T, 1))
@@ -145,7 +149,11 @@ def merged(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]
 # What to try first on each platform: docs/reference/kernels.md says what is known of their speed. The reference computes [B N T S]
 # scores in memory, so on TPUs and GPUs kernels are preferred to it unmeasured. `ring` refuses unless sequences are split over devices.
 ATTENTION = Op(
-    "attention", "attention", prefer={"cpu": ("blocked",), "tpu": ("splash",), "gpu": ("cudnn",)}, always=("ring",)
+    "attention",
+    "attention",
+    prefer={"cpu": ("blocked",), "tpu": ("splash",), "gpu": ("cudnn",)},
+    always=("ring",),
+    case="argosy.ops.attention.case:attention_case",
 )
 ATTENTION.add("reference", Implementation(attention_reference))
 ATTENTION.add("blocked", "argosy.ops.attention.blocked:BLOCKED")

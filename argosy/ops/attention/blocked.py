@@ -23,6 +23,8 @@ Segments = tuple[Int[Array, "B T"] | None, Int[Array, "B T"] | None]
 
 # Rows; measured best of 32, 64, 128 at 256 tokens.
 BLOCK = 64
+# Others that `argosy autotune` measures.
+SIZES = (32, 64, 128, 256, 512)
 # The program is unrolled over blocks, so longer sequences get longer blocks.
 MOST_BLOCKS = 16
 
@@ -30,8 +32,8 @@ MOST_BLOCKS = 16
 def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
     if not (see.aligned and see.causal) or see.picked is not None:
         return "only a causal pass over a whole sequence"
-    if score.cap is not None or score.sinks is not None:
-        return "no soft cap and no sinks"
+    if score.cap is not None or score.sinks is not None or score.bias is not None:
+        return "no soft cap, no sinks and no bias"
     if lse:
         return "no log-sum-exp"
     if not isinstance(q.shape[1], int):
@@ -39,11 +41,17 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
     return None
 
 
-def _run(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool = False) -> Array:
-    return _attend(q, k, v, (see.q_segment, see.q_prefix), score.scale, score.window)
+def _run(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool = False, block: int = BLOCK) -> Array:
+    return _attend(q, k, v, (see.q_segment, see.q_prefix), score.scale, score.window, block)
 
 
-BLOCKED = Implementation(_run, _refuses)
+def _blocks(q: Array, *_: Any) -> list[int]:
+    T = q.shape[1]
+    # A shorter block than the least gives the same program, and one block computes all scores.
+    return [size for size in SIZES if size != _block_size(T, BLOCK) and -(-T // MOST_BLOCKS) <= size < T]
+
+
+BLOCKED = Implementation(_run, _refuses, _blocks)
 
 
 class _Block:
@@ -58,10 +66,14 @@ class _Block:
         return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
 
 
-def query_blocks(T: int, window: int | None) -> list[_Block]:
-    size = max(BLOCK, -(-T // MOST_BLOCKS))
+def query_blocks(T: int, window: int | None, block: int = BLOCK) -> list[_Block]:
+    size = _block_size(T, block)
     starts = range(0, T, size)
     return [_Block(a, min(a + size, T), 0 if window is None else max(0, a - window + 1)) for a in starts]
+
+
+def _block_size(T: int, block: int) -> int:
+    return max(block, -(-T // MOST_BLOCKS))
 
 
 def _masked(s: Array, block: _Block, segments: Segments, window: int | None, groups: int) -> Array:
@@ -97,16 +109,16 @@ def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     return jax.lax.dot_general(a, b, axes, preferred_element_type=sums_in(a.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q: Array, k: Array, v: Array, segments: Segments, scale: float, window: int | None) -> Array:
-    return _forward(q, k, v, segments, scale, window)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attend(q: Array, k: Array, v: Array, segments: Segments, scale: float, window: int | None, size: int) -> Array:
+    return _forward(q, k, v, segments, scale, window, size)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, segments: Segments, scale: float, window: int | None) -> Any:
+def _forward(q: Array, k: Array, v: Array, segments: Segments, scale: float, window: int | None, size: int) -> Any:
     T, N, K = q.shape[1], q.shape[2], k.shape[2]
     kt, vt = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     outs, kept = [], []
-    for block in query_blocks(T, window):
+    for block in query_blocks(T, window, size):
         rows = _rows(q * scale, K, block)
         keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
         s = _dot(rows, keys, (3, 3))
@@ -120,12 +132,12 @@ def _forward(q: Array, k: Array, v: Array, segments: Segments, scale: float, win
     return _unrows(outs, N), (kt, vt, kept, segments)
 
 
-def _backward(scale: float, window: int | None, kept: Any, g: Array) -> Any:
+def _backward(scale: float, window: int | None, size: int, kept: Any, g: Array) -> Any:
     kt, vt, saved, segments = kept
     T, N = g.shape[1:3]
     K = kt.shape[1]
     dq, dk, dv = [], [], []
-    for block, (rows, p, z, out) in zip(query_blocks(T, window), saved):
+    for block, (rows, p, z, out) in zip(query_blocks(T, window, size), saved):
         keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
         go = (wide(_rows(g, K, block)) * z).astype(g.dtype)
         inner = jnp.sum(wide(go) * wide(out), -1, keepdims=True)

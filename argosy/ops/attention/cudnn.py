@@ -107,8 +107,8 @@ def cudnn_refusal(q: Array, k: Array, v: Array, see: See, score: Score, lse: boo
         return "only a length that is known when the program is made"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"no {q.dtype.name}, only bfloat16 and float16"
-    if score.cap is not None or score.sinks is not None:
-        return "no soft cap and no sinks"
+    if score.cap is not None or score.sinks is not None or score.bias is not None:
+        return "no soft cap, no sinks and no bias"
     if lse:
         return "no log-sum-exp"
     if (size := max(q.shape[-1], v.shape[-1])) > LARGEST:

@@ -10,7 +10,7 @@ of 2n pieces, device i works on i and 2n-1-i (Brandon et al. 2023, arXiv:2311.09
 but the first is the same two blocks of scores on every device, all of which are seen. With a window the shares stay where they are,
 and only the steps within the window are taken.
 
-Scores exist for `QUERIES` queries at a time. Any score is computed, soft caps and sinks too.
+Scores exist for `QUERIES` queries at a time. Soft caps and sinks are computed too; a bias is not.
 """
 
 from functools import partial
@@ -115,6 +115,8 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
         return "only a pass over whole sequences, in which queries do not choose their keys"
     if see.q_prefix is not None:
         return "no prefixes of segments"
+    if score.bias is not None:
+        return "no bias"
     n = axis_sizes()[AXIS]
     if not isinstance(q.shape[1], int) or q.shape[1] % (2 * n):
         return f"only a length that divides into {2 * n} pieces, twice mesh.context, and not {q.shape[1]}"

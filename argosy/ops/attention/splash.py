@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from argosy.core.errors import Unsupported
 from argosy.ops.attention import KEPT, Score, See
-from argosy.ops.attention.splash_blocks import block_of, block_sizes
+from argosy.ops.attention.splash_blocks import INSTRUCTIONS, LIKE, block_of, block_sizes
 from argosy.ops.attention.split import cannot_split, split_over_mesh
 from argosy.ops.op import Implementation
 from argosy.ops.precision import wide
@@ -40,10 +40,12 @@ def splash(
     *,
     lse: bool = False,
     interpret: bool = False,
+    block: int | None = None,
 ) -> Any:
     """As `attention`, but with `lse` it has no gradient.
 
     Args:
+        block: the side of the kernels' blocks; None: as `splash_blocks` chooses.
         interpret: computes the kernels with XLA, for tests.
 
     Raises:
@@ -51,7 +53,7 @@ def splash(
     """
     if lse:
         q, k, v = map(_without_gradient, (q, k, v))
-    call = partial(_call, score=score, causal=see.causal, lse=lse, interpret=interpret)
+    call = partial(_call, score=score, causal=see.causal, lse=lse, interpret=interpret, side=block)
     return split_over_mesh(call, q, k, v, see.q_segment, score.sinks, lse=lse)
 
 
@@ -67,7 +69,7 @@ def _refused(x: Any, tangents: Any) -> Any:
 
 def _call(
     q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None,
-    *, score: Score, causal: bool, lse: bool, interpret: bool,
+    *, score: Score, causal: bool, lse: bool, interpret: bool, side: int | None = None,
 ) -> Any:  # fmt: skip
     """What one device computes."""
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
@@ -75,11 +77,11 @@ def _call(
     T, N, U = q.shape[1], q.shape[2], v.shape[-1]
     wider = [-a.shape[-1] % HEAD for a in (q, k, v)]
     head = max(a.shape[-1] + more for a, more in zip((q, k, v), wider))
-    block = block_of(T, score.window, causal, head, q.dtype.itemsize, device_kind())
+    block = side or block_of(T, score.window, causal, head, q.dtype.itemsize, device_kind())
     length = -(-T // block) * block
     # A window of w tokens is the token itself and w-1 before it; without causality also w-1 behind it.
-    side = None if score.window is None else score.window - 1
-    kind = kernels.FullMask if side is None and not causal else partial(_band(), window_size=(side, 0 if causal else side), offset=0)
+    reach = None if score.window is None else score.window - 1
+    kind = kernels.FullMask if reach is None and not causal else partial(_band(), window_size=(reach, 0 if causal else reach), offset=0)
     kernel: Any = kernels.make_splash_mha(
         kernels.MultiHeadMask([kind((length, length))] * N),
         block_sizes=kernels.BlockSizes(**block_sizes(block)),
@@ -143,9 +145,18 @@ def splash_refusal(q: Array, k: Array, v: Array, see: See, score: Score, lse: bo
         return "only a length that is known when the program is made"
     if see.q_prefix is not None:
         return "no prefixes of segments"
+    if score.bias is not None:
+        return "no bias"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"no {q.dtype.name}"
     return cannot_split(q, k)
 
 
-SPLASH = Implementation(splash, _refuses)
+def _blocks(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> list[int]:
+    """The sides that splash_blocks knows, except the one that it chooses."""
+    T, head = q.shape[1], max(-(-a.shape[-1] // HEAD) * HEAD for a in (q, v))
+    own = block_of(T, score.window, see.causal, head, q.dtype.itemsize, device_kind())
+    return [side for side in INSTRUCTIONS[LIKE][0] if side != own and side < 2 * T]
+
+
+SPLASH = Implementation(splash, _refuses, _blocks)

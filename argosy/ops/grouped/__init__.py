@@ -44,7 +44,9 @@ def cleared(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array,
 
 
 # What is preferred was measured to be faster there: docs/log.
-GROUPED_MATMUL = Op("experts", "grouped matmul", prefer={"cpu": ("blocked",)}, default="ragged_dot")
+GROUPED_MATMUL = Op(
+    "experts", "grouped matmul", prefer={"cpu": ("blocked",)}, default="ragged_dot", case="argosy.ops.grouped.case:grouped_case"
+)
 GROUPED_MATMUL.add("ragged_dot", Implementation(cleared(jax.lax.ragged_dot)))
 GROUPED_MATMUL.add("blocked", "argosy.ops.grouped.blocked:BLOCKED")
 GROUPED_MATMUL.add("megablox", "argosy.ops.grouped.kernels:MEGABLOX")

@@ -62,7 +62,7 @@ def paged_reference(
 
 
 def join_heads(keys: Float[Array, "*B K H"], values: Float[Array, "*B K H"]) -> Float[Array, "*B 2*K H"]:
-    """Keys and values as a joined pool holds them."""
+    """Keys and values concatenated along the axis of heads, as a joined pool stores them."""
     return jnp.stack([keys, values], -2).reshape(*keys.shape[:-2], -1, keys.shape[-1])
 
 

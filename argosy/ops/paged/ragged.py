@@ -23,7 +23,7 @@ from argosy.ops.attention import Score
 from argosy.ops.narrow import Narrow
 from argosy.ops.op import Implementation
 from argosy.ops.paged.attention import PAGED_ATTENTION, Pools
-from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, on_several_devices, platform
+from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, device_kind, on_several_devices, platform
 
 # Bytes of the kernel's two buffers of pages, of 16 MB that it may take by default.
 BUFFERS = 4 << 20
@@ -118,7 +118,7 @@ def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, l
         return "reads no scales of a quantized cache"
     if platform() != "tpu":
         return "is for TPUs"
-    if jax.devices()[0].device_kind in OLD:
+    if device_kind() in OLD:
         return "is for TPU v4 and later"
     if len(pools) != 1:
         return "reads joined pools"

@@ -1,7 +1,7 @@
-"""From the rewards of a rollout to the advantage of every token, by the policy's choice (`rl.algorithms`).
+"""From the rewards of a rollout to the advantage of every token, by the policy's settings (`rl.algorithms`).
 
-It is done once over all answers of a rollout, on the host's arrays, because advantages compare answers with each other. The numbers
-are small, so where they are computed does not matter.
+Advantages are computed once over all completions of a rollout, because they compare completions with each other. They are computed on
+the host: the arrays are small.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,14 @@ from argosy.rl.rollouts.episodes.turn_rewards import EpisodeTurns
 
 
 class RolloutAdvantages(NamedTuple):
-    """The advantage of each token [B L], 0 where there is none; which answers count [B]; which groups teach [g]; metrics; where there
-    is a critic, the returns that it learns [B L]; and where turns are credited apart, the advantage of each [B K]."""
+    """The advantages of a rollout.
+
+    values: [B L], the advantage of each token; 0 where there is no token.
+    counted: [B], whether the completion counts.
+    useful: [g], whether the group can be learned from.
+    returns: [B L], with a critic: the returns that it learns.
+    turns: [B K], with credit for turns: the advantage of each turn.
+    """
 
     values: np.ndarray
     counted: np.ndarray
@@ -36,13 +42,16 @@ class RolloutAdvantages(NamedTuple):
 
 
 class RolloutRewards(NamedTuple):
-    """What is known of a rollout of g groups of n answers, B = g n in their order.
+    """The inputs of advantages, for a rollout of g groups of n completions; B = g n, in the same order.
 
-    rewards: [g n k], NaN where missing. weights: of the k rewards. live: [B L], 1 on tokens of the policy.
-    greedy: [g k], the rewards of the greedy answers, for `advantages: remax`.
-    penalty: [B L], what is subtracted from the reward at each token.
-    values, after: [B L] of the critic, and [B] its value after the last token of answers that were cut, 0 for others.
-    turns: of the answers, where they are credited apart; the first of the k rewards is then the sum of those of turns.
+    rewards: [g n k], NaN where missing.
+    weights: the weights of the k rewards.
+    live: [B L], 1 for tokens of the policy.
+    greedy: [g k], the rewards of greedy completions, for `advantages: remax`.
+    penalty: [B L], the penalty to subtract from the reward at each token.
+    values: [B L], the critic's values.
+    after: [B], the critic's value after the last token of completions that were cut; 0 for others.
+    turns: the turns, with credit for turns. The first of the k rewards is then the sum of the turns' rewards.
     """
 
     rewards: np.ndarray
@@ -76,7 +85,7 @@ def rollout_advantages(policy: Policy, of: RolloutRewards) -> RolloutAdvantages:
 def advantages_of(
     policy: Policy, of: RolloutRewards, summed: Array, mask: Array, penalty: Array | None
 ) -> Advantages | TokenAdvantages:
-    """What the function of the policy's choice makes of the rewards (`rl.algorithms`)."""
+    """The advantages by the function that the policy's setting `advantages` names (`rl.algorithms`)."""
     if policy.normalize == "each":
         return gdpo(jnp.asarray(of.rewards), of.weights)
     function = ADVANTAGES[policy.comparison]
@@ -90,7 +99,7 @@ def advantages_of(
 
 
 def of_turns(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, summed: Array, penalty: Array | None) -> RolloutAdvantages:
-    """Advantages of turns, the same for all tokens of one."""
+    """The advantages of turns, repeated for all tokens of a turn."""
     plain = groups(summed).advantages(jnp.zeros_like(summed))
     found = turn_advantages(policy, of, turns, penalty)
     values = np.asarray(found.values).reshape(turns.rewards.shape)
@@ -100,7 +109,7 @@ def of_turns(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, summed: Ar
 
 
 def turn_advantages(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, penalty: Array | None = None) -> TurnAdvantages:
-    """The advantages of turns by the policy's choice. A penalty of tokens is one of their turn."""
+    """The advantages of turns by the policy's `credit`. Penalties of tokens are added up by turn."""
     g, n = of.rewards.shape[:2]
     own = rewards_of_turns(of, turns) - (0.0 if penalty is None else turns.sums(np.asarray(penalty)))
     rewarded = TurnRewards(jnp.asarray(own).reshape(g, n, -1), outcome(of), jnp.asarray(turns.turn_count).reshape(g, n))
@@ -110,12 +119,12 @@ def turn_advantages(policy: Policy, of: RolloutRewards, turns: EpisodeTurns, pen
 
 
 def rewards_of_turns(of: RolloutRewards, turns: EpisodeTurns) -> np.ndarray:
-    """The environment's rewards by turn as they are added [B K]."""
+    """The environment's rewards by turn, times their weight [B K]."""
     return np.float32(of.weights[0]) * turns.rewards
 
 
 def outcome(of: RolloutRewards) -> Array:
-    """What rewards whole answers [g n]: all but the environment's; NaN: the answer has no reward at all."""
+    """The rewards of whole completions [g n]: all but the environment's. NaN: the completion has no reward at all."""
     scored = jnp.isfinite(jnp.asarray(of.rewards)).any(-1)
     if of.rewards.shape[-1] == 1:
         return jnp.where(scored, 0.0, jnp.nan)
@@ -124,14 +133,14 @@ def outcome(of: RolloutRewards) -> Array:
 
 
 def useful_groups(policy: Policy, of: RolloutRewards) -> np.ndarray:
-    """Which groups can be learned from [g], by their rewards alone."""
+    """Whether each group can be learned from [g], by its rewards alone."""
     if of.turns is not None and policy.critic is None:
         return _flattened(turn_advantages(policy, of, of.turns).useful)
     return _flattened(groups(total(jnp.asarray(of.rewards), of.weights)).useful)
 
 
 def against_critic(critic: Critic, of: RolloutRewards, summed: Array, mask: Array, penalty: Array | None) -> RolloutAdvantages:
-    """Advantages of tokens against a critic's values: every group teaches."""
+    """The advantages of tokens relative to a critic's values. Every group can be learned from."""
     plain = groups(summed).advantages(jnp.zeros_like(summed))
     assert of.values is not None
     rewards = at_last((summed if of.turns is None else outcome(of)).reshape(-1), mask)

@@ -2,14 +2,14 @@
 
     delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lambda A_{t+1}        R_t = A_t + V_t
 
-V_t is the critic's value before token t is chosen. After the EOS there is nothing: V_{T+1} = 0. An answer that was cut at the length
+V_t is the critic's value before token t is chosen. After the EOS nothing follows: V_{T+1} = 0. A completion that was cut at the length
 limit has not ended: V_{T+1} is the critic's value after its last token (`after`). Taking 0 there, as verl does, tells the critic that
 nothing would have followed.
 
-Tokens outside the mask (tools, environments) are no actions: they are skipped, and the next value is that of the next own token. A
-reward outside the mask belongs to the own token before it, so a reward put on padding is not lost.
+Tokens outside the mask (tools, environments) are no actions: they are skipped, and V_{t+1} is the value at the policy's next token. A
+reward outside the mask counts for the policy's token before it, so a reward on padding is not lost.
 
-gamma = 1, so that a reward at the end is worth as much to a long answer as to a short one; lambda = 0.95 is that of PPO's paper. With
+gamma = 1, so that a reward at the end is worth as much to a long completion as to a short one; lambda = 0.95 is from PPO's paper. With
 lambda = 1, verl's default, the advantage is the return minus the value.
 """
 
@@ -32,13 +32,13 @@ def gae(
 ) -> TokenAdvantages:
     """Advantages and returns of every token.
 
-    A row with a reward that is NaN has none: its mask is 0.
+    A row with a reward of NaN has no reward: its mask is 0.
 
     Args:
-        rewards: of tokens; `argosy.rl.advantages.totals.at_last` makes them of the rewards of answers.
-        values: of the critic, before each token.
-        after: the critic's value after the last token of answers that were cut, 0 for those that ended. None: all ended.
-        normalize: to mean 0 and standard deviation 1 over all tokens of the batch; the returns are not.
+        rewards: rewards of tokens; `argosy.rl.advantages.totals.at_last` makes them from the rewards of completions.
+        values: the critic's value before each token.
+        after: the critic's value after the last token of completions that were cut, 0 for those that ended. None: all ended.
+        normalize: normalizes advantages to mean 0 and standard deviation 1 over all tokens of the batch; returns stay as they are.
     """
     scored = jnp.all(jnp.isfinite(rewards), 1, keepdims=True)
     own = (mask > 0) & scored

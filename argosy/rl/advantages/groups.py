@@ -1,13 +1,13 @@
-"""Advantages: how much better each completion is than expected. One algorithm a file.
+"""Advantages: how much better each completion is than expected. One algorithm per file.
 
-What holds for all that compare the completions of a prompt:
+These rules hold for all algorithms that compare the completions of a prompt:
 
-- A missing reward (NaN) is not 0: the completion takes no part in the statistics of its group, its advantage is 0, and `rows` takes
-  its tokens out of the mask, so that it does not weigh in the loss either. TRL leaves its tokens in the divisor.
-- A group is useless if fewer than two of its rewards are there or all are equal. Its advantages are exactly 0, and it is counted:
-  dynamic sampling (DAPO, arXiv:2503.14476) resamples such groups. Equal means within 8 roundings of the largest reward: 0.1 + 0.2
-  and 0.3 are equal rewards, and their rounding divided by itself must not become an advantage of 1. TRL and verl divide it by
-  1e-4 and 1e-6 instead.
+- A missing reward (NaN) is not 0: the completion takes no part in the statistics of its group, its advantage is 0, and `rows` takes its
+  tokens out of the mask, so that it does not weigh in the loss either. TRL leaves its tokens in the divisor.
+- A group is useless if it has fewer than two rewards, or if all are equal. Its advantages are exactly 0, and it is counted: dynamic
+  sampling (DAPO, arXiv:2503.14476) resamples such groups. Equal means within 8 roundings of the largest reward: 0.1 + 0.2 and 0.3 are
+  equal rewards, and their rounding error divided by its own standard deviation must not become an advantage of 1. TRL and verl add 1e-4
+  and 1e-6 to the divisor instead.
 """
 
 from typing import NamedTuple
@@ -23,8 +23,8 @@ class Advantages(NamedTuple):
     """The advantages of completions, before micro-batches.
 
     values: 0 where the reward is missing or the group is useless.
-    scored: the completion has a reward.
-    useful: at least one advantage of the group can differ from 0.
+    scored: whether the completion has a reward.
+    useful: whether an advantage of the group can differ from 0.
     """
 
     values: Float[Array, "g n"]
@@ -33,7 +33,7 @@ class Advantages(NamedTuple):
     metrics: Metrics
 
     def rows(self, mask: Float[Array, "B T"]) -> tuple[Float[Array, "B 1"], Float[Array, "B T"]]:
-        """The advantage of each row, and the mask without completions that have no reward."""
+        """The advantage of each row, and the mask with the tokens of completions without a reward set to 0."""
         kept = jnp.where(self.scored.reshape(-1, 1), mask, 0.0)
         return self.values.reshape(-1, 1), kept
 
@@ -47,7 +47,13 @@ class TokenAdvantages(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Rewards by group. rewards: 0 where missing; size: how many are there."""
+    """Rewards by group.
+
+    rewards: 0 where missing.
+    scored: whether the reward exists.
+    size: number of rewards in the group.
+    useful: whether the group can be learned from.
+    """
 
     rewards: Float[Array, "g n"]
     scored: Bool[Array, "g n"]
@@ -60,7 +66,7 @@ class Groups(NamedTuple):
 
     @property
     def std(self) -> Float[Array, "g 1"]:
-        """The standard deviation of a sample (divided by size - 1); 0 where fewer than two rewards are there."""
+        """The sample standard deviation (divided by size - 1); 0 for fewer than two rewards."""
         return deviation(jnp.where(self.scored, self.rewards - self.mean, 0.0), self.size, 1)
 
     def advantages(self, values: Float[Array, "g n"]) -> Advantages:
@@ -76,7 +82,7 @@ class Groups(NamedTuple):
 
 
 def groups(rewards: Float[Array, "g n"]) -> Groups:
-    """Which rewards are there, and which groups can be learned from."""
+    """Groups rewards, and finds which are missing and which groups can be learned from."""
     scored = jnp.isfinite(rewards)
     clean = jnp.where(scored, rewards, 0.0)
     size = jnp.sum(scored.astype(rewards.dtype), 1, keepdims=True)
@@ -94,7 +100,7 @@ def differ(values: Float[Array, "..."], where: Bool[Array, "..."], axis: int | N
 def standardized(
     values: Float[Array, "..."], where: Bool[Array, "..."], epsilon: float = 1e-8
 ) -> Float[Array, "..."]:
-    """Values less their mean, divided by their standard deviation (of a sample) plus epsilon; 0 outside, and if all are equal."""
+    """Values minus their mean, divided by their sample standard deviation plus epsilon; 0 outside `where`, and if all are equal."""
     weight = where.astype(values.dtype)
     count = jnp.sum(weight)
     mean = jnp.sum(jnp.where(where, values, 0.0)) / jnp.maximum(count, 1.0)
@@ -103,8 +109,9 @@ def standardized(
 
 
 def deviation(apart: Float[Array, "..."], count: Float[Array, "..."], axis: int | None = None) -> Float[Array, "..."]:
-    """The standard deviation of a sample from distances to its mean. They are scaled before they are squared: the square of 1e30 is
-    infinite in float32, and what is divided by it 0."""
+    """The sample standard deviation from distances to the mean. Distances are scaled before they are squared: the square of 1e30
+    overflows float32, and dividing by infinity gives 0.
+    """
     scale = jnp.max(jnp.abs(apart), axis, keepdims=True)
     scale = jnp.where(scale > 0, scale, 1.0)
     squares = jnp.sum((apart / scale) ** 2, axis, keepdims=True) / jnp.maximum(count - 1, 1.0)

@@ -14,10 +14,10 @@ from argosy.rl.policy.metrics import Metrics, mean_where
 
 
 def total(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Float[Array, "g n"]:
-    """The weighted sum of k rewards. A missing one is left out; a completion with none at all is missing.
+    """The weighted sum of k rewards. Missing rewards are left out; a completion without any reward gets NaN.
 
-    So a reward function may answer for some prompts only (mathematics, code), as in TRL 1.16. To normalize each reward before the
-    sum, see `argosy.rl.algorithms.gdpo`.
+    So a reward function may score some prompts only (mathematics, code), as in TRL 1.16. To normalize each reward before the sum, see
+    `argosy.rl.algorithms.gdpo`.
 
     Raises:
         BadInput: the number of weights is not k.
@@ -52,14 +52,14 @@ def reward_metrics(rewards: Float[Array, "g n k"], names: Sequence[str]) -> Metr
 
 
 def overlong(lengths: Float[Array, "*n"], longest: int, margin: int) -> Float[Array, "*n"]:
-    """DAPO's soft punishment of overlong answers (arXiv:2503.14476, equation 13), to be added to the reward.
+    """DAPO's soft punishment of overlong completions (arXiv:2503.14476, equation 13), to be added to the reward.
 
         0 up to longest - margin tokens, then falling evenly to -1 at longest, -1 beyond
 
-    The paper has longest = 20480 and margin = 4096. With margin 0 only answers longer than `longest` are punished.
+    The paper has longest = 20480 and margin = 4096. With margin 0 only completions longer than `longest` are punished.
 
     Args:
-        lengths: in tokens, the EOS included.
+        lengths: lengths of completions in tokens, the EOS included.
 
     Raises:
         BadInput: margin is not between 0 and longest.
@@ -72,9 +72,9 @@ def overlong(lengths: Float[Array, "*n"], longest: int, margin: int) -> Float[Ar
 
 
 def at_last(rewards: Float[Array, "B"], mask: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """The reward of each answer at the last token of its mask (its EOS, if it ended by one), 0 elsewhere.
+    """The reward of each completion, placed at the last token of its mask (its EOS, if it ended with one); 0 elsewhere.
 
-    A row without tokens has no place for its reward, which is lost.
+    The reward of a row without tokens is lost.
     """
     own = mask > 0
     after = jnp.cumsum(own[:, ::-1].astype(jnp.int32), 1)[:, ::-1]

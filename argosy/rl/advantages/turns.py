@@ -1,22 +1,25 @@
-"""Advantages of turns: each turn is credited with what came of it, and compared with the same turn of the other answers to its prompt.
+"""Advantages of turns: each turn is credited with the rewards that follow it, and compared with the same turn of its prompt's other
+completions.
 
-    r_ik   the reward of turn k of answer i        O_i   what rewards the whole answer        K_i   turns of answer i
+    r_ik   reward of turn k of completion i        O_i   reward of the whole completion        K_i   number of turns
 
     reward to go   G_ik = sum over l >= k of gamma^(l - k) r_il + gamma^(K_i - k) O_i            A_ik = norm_k(G_ik)
     mixed          A_ik = norm(O_i + r_iK) + weight norm_k(r_ik) for k < K_i                     A_iK = norm(O_i + r_iK)
 
-norm_k is GRPO's comparison (`argosy.rl.algorithms.grpo`) over those answers of the group that have a turn k; norm that over the group.
+norm_k is GRPO's comparison (`argosy.rl.algorithms.grpo`) over those completions of the group that have a turn k; norm is the same over
+the whole group.
 
-- Reward to go: a turn cannot change what was rewarded before it, so leaving that out removes variance and no signal. Normalized returns
-  of turns are the advantages of GTPO (arXiv:2511.14846). GiGPO (arXiv:2505.10978) compares such returns among steps from the same
-  state. Here the turn's number stands for the state: exact for the first turn, and coarser than GiGPO's after it, but no state has to
+- Reward to go: a turn cannot change earlier rewards, so leaving them out removes variance and no signal. Normalized returns of turns
+  are the advantages of GTPO (arXiv:2511.14846). GiGPO (arXiv:2505.10978) compares such returns among steps from the same state. Here
+  the turn's number stands for the state. That is exact for the first turn and coarser than GiGPO's state after it, but no state has to
   occur twice.
-- Mixed: MT-GRPO (arXiv:2505.11821), the advantage of the outcome for all turns, and for each but the last one that of its own reward.
-  For two turns and weight 1 it is the paper's. For more turns the paper branches a tree of answers at each turn; here each answer is
-  sampled once.
+- Mixed: MT-GRPO (arXiv:2505.11821). All turns get the advantage of the outcome, and each turn but the last also that of its own reward.
+  For two turns and weight 1 this is the paper's. For more turns the paper branches a tree of completions at each turn; here each
+  completion is sampled once.
 
-A turn that one answer alone has reached, or at which all are equal, teaches nothing: its advantage is 0. A reward of None is 0 in an
-answer that has some reward. With gamma = 1 and rewards at the last turns alone, and as many turns each, both give GRPO's advantages.
+A turn that only one completion has reached, or at which all rewards are equal, teaches nothing: its advantage is 0. A turn's reward of
+None counts as 0 if the completion has some reward. If all completions have the same number of turns, only last turns are rewarded and
+gamma = 1, both variants give GRPO's advantages.
 """
 
 from typing import NamedTuple
@@ -32,8 +35,11 @@ from argosy.rl.policy.settings import Scale
 
 
 class TurnAdvantages(NamedTuple):
-    """The advantages of turns. values: 0 where there is no turn, where the answer has no reward, and where nothing is taught.
-    useful: at least one advantage of the group can differ from 0."""
+    """The advantages of turns.
+
+    values: 0 where there is no turn, where the completion has no reward, and where nothing is taught.
+    useful: whether an advantage of the group can differ from 0.
+    """
 
     values: Float[Array, "g n K"]
     useful: Bool[Array, "g 1"]
@@ -41,11 +47,11 @@ class TurnAdvantages(NamedTuple):
 
 
 class TurnRewards(NamedTuple):
-    """The rewards of answers by turn.
+    """The rewards of completions by turn.
 
-    rewards: of each turn.
-    outcome: of the whole answer; NaN: the answer has no reward at all.
-    turn_count: how many turns there are.
+    rewards: the reward of each turn.
+    outcome: the reward of the whole completion; NaN: the completion has no reward at all.
+    turn_count: number of turns.
     """
 
     rewards: Float[Array, "g n K"]
@@ -62,7 +68,7 @@ class TurnRewards(NamedTuple):
 
     @property
     def there(self) -> Bool[Array, "g n K"]:
-        """The turns of answers that have a reward."""
+        """Whether a turn exists and its completion has a reward."""
         return self.scored[..., None] & (self.number < self.turn_count[..., None])
 
     @property
@@ -71,21 +77,21 @@ class TurnRewards(NamedTuple):
 
     @property
     def turn_rewards(self) -> Float[Array, "g n K"]:
-        """The rewards of turns, 0 where there is none."""
+        """The rewards of turns, 0 where there is no turn or no reward."""
         return jnp.where(self.there, self.rewards, 0.0)
 
     def whole(self) -> Float[Array, "g n K"]:
-        """The rewards of turns, with what rewards the whole answer at its last one."""
+        """The rewards of turns, with the outcome added to the last turn."""
         return self.turn_rewards + jnp.where(self.last, self.outcome[..., None], 0.0)
 
 
 def to_go(of: TurnRewards, *, gamma: float = 1.0, scale: Scale = "group") -> TurnAdvantages:
-    """The discounted reward from each turn on, against that of the others of its group at the same turn.
+    """The discounted reward from each turn on, relative to the other completions of the group at the same turn.
 
     Args:
-        gamma: the discount for each turn that a reward is away.
-        scale: what differences are divided by: the standard deviation of the group at the turn, that of all turns of all answers
-            (batch), or nothing (Dr. GRPO, arXiv:2503.20783).
+        gamma: discount per turn of distance.
+        scale: divisor of the differences: the standard deviation of the group at the turn, that of all turns of all completions
+            (batch), or none (Dr. GRPO, arXiv:2503.20783).
     """
     start = jnp.zeros_like(of.outcome), jnp.asarray(gamma, of.rewards.dtype)
     returns = jnp.moveaxis(jax.lax.scan(_back, start, jnp.moveaxis(of.whole(), -1, 0), reverse=True)[1], 0, -1)
@@ -100,11 +106,11 @@ def _back(carry: tuple[Array, Array], reward: Array) -> tuple[tuple[Array, Array
 
 
 def mixed(of: TurnRewards, *, weight: float = 1.0, scale: Scale = "group") -> TurnAdvantages:
-    """The outcome of the answer against its group, and beside it the reward of each turn but the last against the same turn.
+    """The advantage of the outcome relative to the group, plus, for each turn but the last, that of its own reward at the same turn.
 
     Args:
-        weight: of the turn's part.
-        scale: as in `to_go`, of both parts.
+        weight: weight of the turn's own advantage.
+        scale: divisor of the differences in both parts, as in `to_go`.
     """
     end = jnp.sum(jnp.where(of.last, of.rewards, 0.0), -1)
     whole = grpo(of.outcome + end, scale=scale)
@@ -116,7 +122,7 @@ def mixed(of: TurnRewards, *, weight: float = 1.0, scale: Scale = "group") -> Tu
 def at_turns(
     values: Float[Array, "g n K"], there: Bool[Array, "g n K"], scale: Scale
 ) -> tuple[Float[Array, "g n K"], Bool[Array, "g K"], Metrics]:
-    """Values compared with those of the same group at the same turn, and which of these can be learned from."""
+    """The advantages of values relative to the same group at the same turn, and whether those can be learned from."""
     g, n, turns = values.shape
     flat = jnp.moveaxis(jnp.where(there, values, jnp.nan), -1, 1).reshape(g * turns, n)
     found, of = grpo(flat, scale=scale), groups(flat)
@@ -129,5 +135,5 @@ def at_turns(
 
 
 def useless(of: TurnAdvantages) -> Metrics:
-    """The share of groups at none of whose turns there is anything to learn."""
+    """The share of groups that cannot be learned from at any turn."""
     return {"groups/useless": share_where(~of.useful, of.values.dtype)}

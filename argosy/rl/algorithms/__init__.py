@@ -1,4 +1,5 @@
-"""Algorithms of reinforcement learning, one a file: its settings, equation, paper, differences, and its own advantages or loss.
+"""Algorithms of reinforcement learning, one per file: settings, equation, paper, differences, and the algorithm's own advantages or
+loss.
 
     name             advantages                      loss of a token          mean over            source
     ppo              against a critic's values       PPO's, clipped           tokens               arXiv:1707.06347
@@ -13,11 +14,12 @@
     gpg              against its group, not divided  REINFORCE                tokens               arXiv:2504.02546
     opo              against a length-weighted mean  REINFORCE                tokens               arXiv:2505.23585
 
-They are one set of parts with different defaults, so any part can be exchanged: `objective=grpo objective.scale=none`. What a name
-means beyond these parts is in `rollout` (dynamic sampling, punishment of overlong completions), which its recipe sets.
+They are one set of parts with different defaults, so any part can be exchanged: `objective=grpo objective.scale=none`. An algorithm's
+further parts are settings of `rollout` (dynamic sampling, punishment of overlong completions), which its recipe sets.
 
-To add one: a file here, and its lines below. A file of one's own needs no line: `objective=FILE.py:CLASS`, a class of settings that
-derives from `Policy`; `objective.advantages=FILE.py:FUNCTION`; `objective.loss=FILE.py:FUNCTION`. A function takes what it names of
+To add an algorithm: a file here, and its lines below. A user's file needs no line: `objective=FILE.py:CLASS`, a class of settings that
+derives from `Policy`; `objective.advantages=FILE.py:FUNCTION`; `objective.loss=FILE.py:FUNCTION`. The parameters of a function name its
+inputs, out of
 
     advantages    rewards [g n] (less the KL penalty, unless it takes `penalty` [B T] too), lengths [g n] in tokens, greedy [g 1] (the
                   rewards of greedy completions, which are then sampled), mask [B T], scale (a setting); it returns
@@ -79,3 +81,5 @@ LOSSES = Registry(
     },
     files=True,
 )
+ADVANTAGES.add_installed("argosy.advantages")
+LOSSES.add_installed("argosy.token_losses")

@@ -6,8 +6,8 @@ PPO drops the gradient of clipped tokens, most of them rare and decisive ("howev
 weight. sg stops the gradient. Normalized by `TokenMean` in the paper.
 
 The bounds are of the ratio itself. The paper writes 1 + epsilon_high, tunes only that, and has no lower bound in effect; 5 is the
-middle of what arXiv:2510.13786 found equally good (4, 5 and 8), and what TRL's documentation gives. verl's bounds are 1 - 0.2 and
-1 + 0.2 unless told otherwise, those of PPO.
+middle of the values that arXiv:2510.13786 found equally good (4, 5 and 8), and the value of TRL's documentation. verl's default bounds
+are PPO's, 1 - 0.2 and 1 + 0.2.
 """
 
 from typing import TYPE_CHECKING
@@ -42,7 +42,7 @@ def cispo(
     low: float = 0.0,
     high: float = 5.0,
 ) -> "TokenLoss":
-    """REINFORCE with bounded importance weights. Its value is not that of an objective; its gradient is meant.
+    """REINFORCE with bounded importance weights. Only its gradient is meaningful; its value is not an objective.
 
     Args:
         new, old: log-probabilities of the tokens by the trained policy, and by the policy at the start of the step.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GRPO(Policy):
-    """Group relative policy optimization (arXiv:2402.03300): rewards are compared with those of other answers to the same prompt."""
+    """Group relative policy optimization (arXiv:2402.03300): rewards are compared with those of the prompt's other completions."""
 
 
 def grpo(rewards: "Float[Array, 'g n']", *, scale: Scale = "group", epsilon: float = 1e-6) -> "Advantages":

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class GSPO(Policy):
-    """Group sequence policy optimization (arXiv:2507.18071): the ratio of the whole answer is clipped, at the paper's 3e-4 and 4e-4."""
+    """Group sequence policy optimization (arXiv:2507.18071): the ratio of the whole completion is clipped, at the paper's 3e-4 and
+    4e-4.
+    """
 
     loss: LossName = "gspo"
     low: float = Field(3e-4, ge=0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class OPO(Policy):
-    """On-policy RL with the baseline of least variance (arXiv:2505.23585): one update a rollout, no clipping, no KL."""
+    """On-policy RL with the baseline of least variance (arXiv:2505.23585): one update per rollout, no clipping, no KL."""
 
     advantages: AdvantageName = "opo"
     loss: LossName = "reinforce"

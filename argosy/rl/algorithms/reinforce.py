@@ -2,7 +2,7 @@
 
     L_t = -A_t log p_new(y_t)
 
-Right only for samples of the policy that is trained: one update per batch of samples. For more, take `cispo`, which is this with an
+It is right only for samples of the current policy: one update per batch of samples. For several updates, use `cispo`, which adds an
 importance weight, or multiply by `argosy.rl.policy.correction`.
 """
 
@@ -13,7 +13,7 @@ from argosy.rl.policy.token_losses import TokenLoss
 
 
 def reinforce(new: Float[Array, "B T"], advantages: Float[Array, "B #T"], mask: Float[Array, "B T"]) -> TokenLoss:
-    """The loss of each token. Its value is not that of an objective; its gradient is meant.
+    """The loss of each token. Only its gradient is meaningful; its value is not an objective.
 
     Args:
         new: log-probabilities of the tokens by the trained policy.

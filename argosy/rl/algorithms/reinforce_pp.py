@@ -6,9 +6,9 @@
 penalty_i is beta log(p_old / p_ref) of token i: `argosy.rl.policy.kl.in_reward` without a reward. The baseline variant has its KL in
 the loss.
 
-Without the baseline, groups play no part: a prompt whose answers are all right has positive advantages, as the paper means it, and no
+Without the baseline, groups play no part: a prompt whose completions are all right has positive advantages, as in the paper, and no
 group is useless. With it, the mean over completions is 0, so equal groups keep their zeros. That is the difference from verl, which
-normalizes the baseline variant over tokens: there long answers shift the mean, and equal groups get advantages.
+normalizes the baseline variant over tokens: there long completions shift the mean, and groups of equal rewards get advantages.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -33,7 +33,7 @@ class ReinforcePP(Policy):
 def reinforce_pp(
     rewards: "Float[Array, 'g n']", mask: "Float[Array, 'B T']", penalty: "Float[Array, 'B T'] | None" = None
 ) -> "TokenAdvantages":
-    """Advantages of tokens, normalized over the batch; 0 where the reward is missing. The returns are those before.
+    """Advantages of tokens, normalized over the batch; 0 where the reward is missing. The returns are the values before normalization.
 
     Args:
         rewards: NaN where missing.

@@ -1,9 +1,10 @@
-"""ReMax: Li et al. 2023, arXiv:2310.10505. The baseline is the reward of the greedy answer to the same prompt.
+"""ReMax: Li et al. 2023, arXiv:2310.10505. The baseline is the reward of the prompt's greedy completion.
 
     A_i = r_i - r_greedy
 
-One sampled answer a prompt is enough. A prompt is useless if all its sampled answers have the reward of the greedy one. Where the
-greedy answer has no reward, there is no baseline, and its completions count as missing; verl subtracts whatever is there.
+One sampled completion per prompt is enough. A prompt is useless if all its sampled completions have the reward of the greedy one. If
+the greedy completion has no reward, there is no baseline, and the prompt's completions count as missing; verl subtracts whatever is
+there.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ReMax(Policy):
-    """REINFORCE with the greedy answer's reward as baseline (arXiv:2310.10505). One answer a prompt is enough."""
+    """REINFORCE with the greedy completion's reward as baseline (arXiv:2310.10505). One completion per prompt is enough."""
 
     advantages: AdvantageName = "remax"
     loss: LossName = "reinforce"
@@ -25,11 +26,11 @@ class ReMax(Policy):
 
 
 def remax(rewards: "Float[Array, 'g n']", greedy: "Float[Array, 'g 1']") -> "Advantages":
-    """Advantages over the greedy answer.
+    """Advantages over the greedy completion.
 
     Args:
         rewards: NaN where missing.
-        greedy: the reward of the greedy answer to each prompt; NaN where missing.
+        greedy: the reward of each prompt's greedy completion; NaN where missing.
     """
     import jax.numpy as jnp
 

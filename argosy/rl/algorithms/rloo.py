@@ -4,8 +4,8 @@
 
 A completion's baseline does not contain its own reward, so the gradient is unbiased; A_i is n / (n - 1) times GRPO's without std.
 
-Difference from TRL 1.16: a group with one reward gets 0 and is counted; TRL computes 0 / 0 and replaces it. TRL's RLOO has the
-product of a sequence's ratios in its loss; here the loss is chosen apart (`argosy.rl.policy.token_losses`).
+Difference from TRL 1.16: a group with one reward gets 0 and is counted; TRL computes 0 / 0 and replaces it. TRL's RLOO has the product
+of a sequence's ratios in its loss; here the loss is a separate choice (`argosy.rl.policy.token_losses`).
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RLOO(Policy):
-    """REINFORCE with the mean of the other answers as baseline (arXiv:2402.14740)."""
+    """REINFORCE with the mean of the other completions as baseline (arXiv:2402.14740)."""
 
     kl_in: Literal["loss", "reward"] = "reward"
     advantages: AdvantageName = "rloo"

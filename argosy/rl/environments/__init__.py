@@ -1,2 +1,2 @@
-"""The environments that come with Argosy, one file each. They run in processes of their own, and need little beside the standard
-library."""
+"""The environments that come with Argosy, one per file. They run in separate processes, and import little beyond the standard library.
+"""

@@ -33,7 +33,7 @@ def tokens_of(expression: str) -> list[str]:
     """The numbers and signs of an expression.
 
     Raises:
-        ValueError: there is something else in it.
+        ValueError: it contains something else.
     """
     found, at, text = [], 0, expression.rstrip().removesuffix("=")
     text = text.rstrip()
@@ -50,7 +50,7 @@ def tokens_of(expression: str) -> list[str]:
 
 
 class Calculation(ArithmeticGrammar):
-    """An expression of rational numbers, none of them too long to be written."""
+    """Evaluates an expression of rational numbers, and refuses numbers that are too long to be written."""
 
     mistake = ValueError
 
@@ -76,10 +76,10 @@ class Calculation(ArithmeticGrammar):
 
 
 def bounded(value: Fraction) -> Fraction:
-    """A value that is not too long to be written.
+    """The value, if it is short enough to be written.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is too long.
     """
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_DIGITS * 3.33:
         raise ValueError(f"a result of more than {MOST_DIGITS} digits")
@@ -87,7 +87,7 @@ def bounded(value: Fraction) -> Fraction:
 
 
 def number_text(value: Fraction) -> str:
-    """A number: whole or decimal where it is one; otherwise as a fraction, with its first decimals."""
+    """A number as text: as a whole number or decimal if it is exactly one; otherwise as a fraction with its first decimals."""
     if value.denominator == 1:
         return str(value.numerator)
     rest, twos, fives = value.denominator, 0, 0

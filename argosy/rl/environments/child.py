@@ -1,11 +1,13 @@
-"""The process that environments come from: run by path, never imported by others.
+"""The process that forks the environments: run by path, never imported by others.
 
-It loads a class once, and forks a process for each object of it, which costs 1 ms and copies nothing: no answer waits for another's
-environment, and one that hangs is killed alone. It is a new interpreter itself, since the parent has jax's threads.
+It loads a class once, and forks a process for each of its objects, which costs 1 ms and copies nothing. So no episode waits for
+another's environment, and an environment that hangs is killed alone. This process is a new interpreter itself, since the parent has
+jax's threads.
 
-It is told what to load by a pickle of the parent's, then gets commands of 9 bytes: open a number (with the socket of the new process),
-end a number. A process answers JSON with JSON (`core.process.channel`). All of them end with the parent, and what they have started (on
-Linux; elsewhere their group), by a guard (`core.process.guard`).
+The first message is a pickle of the parent that names the class. Commands of 9 bytes follow: open the environment of a number (with the
+socket of the new process), or end it. An environment's process answers JSON with JSON (`core.process.channel`). A guard
+(`core.process.guard`) ends all of them with the parent, together with the processes that they have started (on Linux; elsewhere their
+process group).
 """
 
 import gc
@@ -39,7 +41,7 @@ MOST_CHARACTERS = 1 << 20
 
 
 def load_class(request):
-    """The class, and what is known of it: or why it cannot be used."""
+    """Loads the class. Returns it and its requirements, or why it cannot be used."""
     sys.path[:] = request["path"]
     one, module = request["class"], None
     try:
@@ -62,7 +64,7 @@ def load_class(request):
 
 
 def class_requirements(cls, args):
-    """What a class needs. Nothing of it is run."""
+    """The requirements of a class, read from its signature without running it."""
     if not callable(cls):
         raise user_code.Unusable({"what": f"it is a {type(cls).__name__}, not a class"})
     try:
@@ -82,13 +84,13 @@ def class_requirements(cls, args):
 
 
 class EnvironmentHost:
-    """One object and the process around it."""
+    """One environment object and its message loop."""
 
     def __init__(self, made, source):
         self.made, self.source, self.environment = made, source, None
 
     def answered(self, request):
-        """The answer to one message of the parent."""
+        """The reply to one message of the parent."""
         try:
             if "seed" in request:
                 user_code.seed_generators(request["seed"])
@@ -111,7 +113,7 @@ class EnvironmentHost:
 
 
 def environment_interface(environment):
-    """What `reset` takes, and the tools that the model is shown."""
+    """The parameters of `reset`, and the tools that are shown to the model."""
     for name in ("reset", "step"):
         if not callable(getattr(environment, name, None)):
             hint = "it has reset(self, prompt, seed, ...) and step(self, said)"
@@ -143,7 +145,7 @@ def turn_document(turn):
 
 
 def observation_document(observation):
-    """A text, messages or None; a text of a megabyte is cut, and told by its length."""
+    """An observation as JSON: a text, messages or None. A text above a megabyte is cut, and its full length is added."""
     if observation is None:
         return None
     if isinstance(observation, str):
@@ -167,7 +169,9 @@ def observation_document(observation):
 
 
 def host_process(connection, environment, source, server):
-    """The process around that of one object, on Linux. However that one ends, what it has started comes to this one, which ends it."""
+    """Runs one environment object in a process below this one, on Linux. However that process ends, its orphaned children are
+    reparented to this process, which ends them.
+    """
     guard.end_with(server)
     if sys.platform == "linux":
         guard.collect_orphans()
@@ -187,7 +191,7 @@ def host_process(connection, environment, source, server):
 
 
 def host_messages(connection, environment, source):
-    """The process of one object, to its end."""
+    """Runs one environment object until its channel closes."""
     played = EnvironmentHost(environment, source)
     messages = channel.Channel(connection.fileno())
     while True:

@@ -4,8 +4,8 @@
     the model       5                                 up to the end of the line
     the environment higher                            and so on, until `tries` are used up
 
-The number follows from the seed alone. The reward is 1 for the number; a wrong guess gives less than 0.5, the more the nearer it is, of
-which the best counts. What is no number is a guess too, and gives nothing.
+The number depends on the seed alone. The reward is 1 for the number. Otherwise the best guess counts: less than 0.5, and more the
+nearer it is. A turn that is no number is a guess too, and scores 0.
 """
 
 import random

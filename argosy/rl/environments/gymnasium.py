@@ -3,8 +3,8 @@
     reset(seed=..., options=...) -> (observation, info)
     step(action) -> (observation, reward, terminated, truncated, info)
 
-An action is the text of a turn without blanks at its ends. `options` has the prompt and the columns of the data, where `reset` takes
-options. Gymnasium itself is not needed.
+An action is the text of a turn without leading and trailing blanks. If `reset` takes `options`, it receives the prompt and the columns
+of the data in them. Gymnasium itself is not needed.
 """
 
 import importlib
@@ -18,10 +18,11 @@ from argosy.rl.user_code import FILES, load_file
 
 
 class Gymnasium:
-    """One object around another.
+    """Adapts a Gymnasium environment.
 
     Args:
-        make: where the class or function comes from that makes it. args: what it is called with.
+        make: source of the class or function that makes the environment.
+        args: keyword arguments of the call.
     """
 
     _made: typing.ClassVar[Callable[..., Any] | None] = None
@@ -34,7 +35,7 @@ class Gymnasium:
 
     @classmethod
     def prepare(cls, make: Mapping[str, Any], **_: Any) -> None:
-        """Loads it once, in the process that others are forked from."""
+        """Loads the class once, in the process that the others are forked from."""
         cls._made = staticmethod(cls.load(make))
 
     @staticmethod

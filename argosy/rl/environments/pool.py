@@ -1,6 +1,7 @@
-"""Processes of environments (`child.py`): one loads the class, and each object has a process that is forked from it.
+"""Processes of environments (`child.py`): one loads the class, and each environment object runs in a process that is forked from it.
 
-Nothing here waits for an environment unless it is asked to: `look` reads what has arrived, and ends what takes longer than its time.
+Nothing here waits for an environment unless it is asked to: `look` reads the replies that have arrived, and ends environments that
+exceed their time.
 """
 
 import json
@@ -31,7 +32,12 @@ Reply = dict[str, Any]  # one of: about, observation (with reward, done, cut, co
 
 @dataclass(eq=False)
 class EnvironmentProcess:
-    """The environment of one answer. reply: what it answered last; None while it works."""
+    """The environment of one episode.
+
+    timeout: limit of a step in seconds.
+    until: time at which the current step times out, by the monotonic clock.
+    reply: the last reply; None while the environment works.
+    """
 
     number: int
     socket: socket.socket
@@ -41,7 +47,7 @@ class EnvironmentProcess:
     reply: Reply | None = None
 
     def ask(self, document: Mapping[str, Any]) -> None:
-        """Sends a message; `Environments.look` reads the reply."""
+        """Sends a message; `EnvironmentPool.look` reads the reply."""
         self.reply, self.until = None, time.monotonic() + self.timeout
         try:
             self.channel.send(json.dumps(document).encode(), self.timeout)
@@ -51,7 +57,7 @@ class EnvironmentProcess:
             self.reply = {"died": error.strerror or str(error)}
 
     def receive(self) -> None:
-        """Reads what has arrived."""
+        """Reads the reply, if it has arrived."""
         try:
             message = self.channel.arrived()
         except EOFError:
@@ -66,9 +72,10 @@ class EnvironmentPool:
     """Makes environments of one class.
 
     Args:
-        source: what to load: `of` (its name in errors), `module` or `file` with its `source`, `function`, and `args`.
-        timeout: seconds of a step.
-        columns: of the data, to check what `reset` needs.
+        source: the class to load, as a mapping: `of` (its name in errors), `module` or `file` with its `source`, `function`, and
+            `args`.
+        timeout: limit of a step in seconds.
+        columns: columns of the data, to check the parameters of `reset`.
 
     Raises:
         BadInput: there is no such class, it cannot be loaded or made, lacks a method, or needs a column that there is not.
@@ -97,17 +104,17 @@ class EnvironmentPool:
 
     @property
     def tools(self) -> list[Mapping[str, Any]] | None:
-        """JSON schemas of the tools that the model is shown."""
+        """JSON schemas of the tools that are shown to the model."""
         return self.about["tools"]
 
     def first_message(self, prompt: Any, seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The message that begins an answer: what `reset` takes of what there is."""
+        """The message that begins an episode: those arguments of `reset` that are available."""
         everything = {**columns, "prompt": prompt, "seed": seed}
         named = everything if self.about["every"] else {name: everything[name] for name in everything if name in self.about["takes"]}
         return {"seed": seed, "reset": named}
 
     def open(self) -> EnvironmentProcess:
-        """A process for one answer; its object is made with the first message."""
+        """Starts a process for one episode. Its object is made with the first message."""
         ours, theirs = socket.socketpair()
         number, self._next = self._next, self._next + 1
         try:
@@ -123,7 +130,7 @@ class EnvironmentPool:
         return played
 
     def end(self, played: EnvironmentProcess) -> None:
-        """Ends the process of an answer."""
+        """Ends the process of an episode."""
         if self._open.pop(played.number, None) is not None:
             with suppress(KeyError):
                 self._selector.unregister(played.socket)
@@ -132,13 +139,16 @@ class EnvironmentPool:
                 self._process.socket.sendall(COMMAND.pack(b"e", played.number))
 
     def end_all(self) -> None:
-        """Ends the processes of all answers."""
+        """Ends the processes of all episodes."""
         for played in list(self._open.values()):
             self.end(played)
 
     def look(self, processes: Iterable[EnvironmentProcess], wait_s: float = 0.0) -> None:
-        """Reads the replies that have arrived, waiting at most so long for the first. An environment whose time is over has timed
-        out."""
+        """Reads the replies that have arrived. An environment that exceeds its time gets a reply that says so.
+
+        Args:
+            wait_s: longest wait for the first reply, in seconds.
+        """
         waiting = [one for one in processes if one.reply is None]
         left = min((one.until for one in waiting), default=0.0) - time.monotonic()
         for key, _ in self._selector.select(max(0.0, min(wait_s, left))):

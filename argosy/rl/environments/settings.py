@@ -1,6 +1,6 @@
-"""The settings of environments, without jax. Each knows the class that its processes load.
+"""The settings of environments, without jax. Each class of settings names the environment class that its processes load.
 
-A name is a set of defaults and settings of its own; `environment=FILE.py:CLASS` is `custom` with that class.
+A named environment is a set of defaults with settings of its own; `environment=FILE.py:CLASS` is `custom` with that class.
 """
 
 import os
@@ -35,13 +35,13 @@ OWN = "argosy.rl.environments"
 
 
 class NoEnvironment(Settings):
-    """An answer is one turn."""
+    """No environment: a completion is one turn."""
 
     played: ClassVar[bool] = False
 
 
 class EnvironmentSettings(Settings):
-    """What every environment has."""
+    """The settings of every environment."""
 
     played: ClassVar[bool] = True
     # Whether it gives rewards; otherwise there are reward functions.
@@ -50,24 +50,26 @@ class EnvironmentSettings(Settings):
     reads: ClassVar[str] = "either"
 
     weight: float = 1.0
-    """What the sum of the environment's rewards is multiplied by before rewards are added."""
+    """Factor of the sum of the environment's rewards, before rewards are added."""
     turns: Annotated[int, Also("max_turns", "max_steps", "max_assistant_turns", "max_tool_calling_iterations")] = Field(8, gt=0)
-    """The most turns of the model in an answer."""
+    """Limit of model turns in a completion."""
     tokens: Annotated[int | None, Also("max_turn_tokens")] = Field(None, gt=0)
-    """The most tokens of a turn of the model, which then ends as it is. None: as many as `rollout.tokens` leaves."""
+    """Limit of a model turn in tokens; a longer turn is cut there. None: the room that `rollout.tokens` leaves."""
     timeout: Annotated[float, MayChange(), Also("step_timeout", "env_timeout")] = Field(10.0, gt=0)
-    """Seconds of a step, and of making and resetting an environment. One that takes longer is ended with its process, and its answer
-    has no reward."""
+    """Limit in seconds of a step, and of making and resetting an environment. An environment that exceeds it is ended with its process,
+    and its completion has no reward.
+    """
     observation: Annotated[int, Also("max_tool_response_length", "max_observation_length")] = Field(256, gt=0)
-    """The most tokens of what an environment says after a turn. A longer text is cut, which is counted, and says so."""
+    """Limit of an observation in tokens. A longer text is cut and says so; cut observations are counted."""
     stop: str | None = None
-    """A text that ends a turn of the model, such as a line break, in prompts that are texts. None: only end tokens do."""
+    """A text that ends a model turn, such as a line break, for prompts that are texts. None: only end tokens do."""
     wait: int | None = Field(16, ge=0)
-    """Steps of the engine after which an answer goes on. Until then its environment has time; if it needs more, the engine waits, so
-    that the same run gives the same answers, bit for bit, whatever the time that environments take. None: an answer goes on as soon as
-    there is a reply, which suits slow environments; results then differ by rounding from run to run."""
+    """Engine steps between a turn and the next one of its completion. The environment has that time to reply; if it needs more, the
+    engine waits, so that the same run gives the same completions, bit for bit, however long environments take. None: a completion
+    continues as soon as there is a reply, which suits slow environments; results then differ by rounding from run to run.
+    """
     processes: int = Field(256, gt=0)
-    """Environments at a time, each a process; other answers wait."""
+    """Number of environments that run at a time, each in its own process; other completions wait."""
 
     @field_validator("stop")
     @classmethod
@@ -77,7 +79,7 @@ class EnvironmentSettings(Settings):
         return value
 
     def source(self) -> dict[str, Any]:
-        """What a process loads (`environment_pool.Environments`).
+        """The description from which a process loads the environment (`EnvironmentPool`).
 
         Raises:
             UserError: it cannot be found, or cannot run here.
@@ -86,12 +88,12 @@ class EnvironmentSettings(Settings):
 
 
 class CustomEnvironment(EnvironmentSettings):
-    """A class of one's own (`argosy.rl.environment`)."""
+    """An environment class of the user (`argosy.rl.environment`)."""
 
     of: Annotated[str, Also("env_class", "env_name", "environment_factory")]
     """FILE.py:CLASS (from the working directory) or package.module:CLASS."""
     args: Annotated[dict[str, Any], Also("env_config", "env_kwargs")] = Field(default_factory=dict)
-    """What the class is called with."""
+    """Keyword arguments of the class."""
 
     @field_validator("of")
     @classmethod
@@ -113,7 +115,7 @@ class ToolSettings(EnvironmentSettings):
     called: ClassVar[bool] = True
 
     call_timeout: Annotated[float, MayChange()] = Field(5.0, gt=0)
-    """Seconds of a call of a tool. One that takes longer is told so to the model, and the answer goes on."""
+    """Limit of a tool call in seconds. If a call exceeds it, the model is told so, and the completion goes on."""
 
     @model_validator(mode="after")
     def _in_time(self) -> "ToolSettings":
@@ -126,7 +128,7 @@ class ToolsEnvironment(ToolSettings):
     """Plain Python functions as tools."""
 
     functions: Annotated[list[str], Repeats()] = Field(min_length=1)
-    """FILE.py:FUNCTION or package.module:FUNCTION of each tool."""
+    """The functions of the tools, each as FILE.py:FUNCTION or package.module:FUNCTION."""
 
     @field_validator("functions")
     @classmethod
@@ -152,9 +154,9 @@ class PythonEnvironment(ToolSettings):
     """A tool that runs Python in a sandbox (`argosy.rl.environments.python`)."""
 
     seconds: float = Field(3.0, gt=0)
-    """Seconds of a program, of the clock and of the CPU."""
+    """Limit of a program in seconds, both of the clock and of the CPU."""
     memory_mb: int = Field(512, ge=64)
-    """Megabytes of a program."""
+    """Memory limit of a program, in megabytes."""
 
     @model_validator(mode="after")
     def _programs_in_time(self) -> "PythonEnvironment":
@@ -177,9 +179,9 @@ class GymnasiumEnvironment(EnvironmentSettings):
     """An object of Gymnasium's form whose observations and actions are texts (`argosy.rl.environments.gymnasium`)."""
 
     make: str
-    """FILE.py:NAME or package.module:NAME of a class or a function that makes it."""
+    """The class, or the function that makes the environment, as FILE.py:NAME or package.module:NAME."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """What it is called with."""
+    """Keyword arguments of `make`."""
 
     @field_validator("make")
     @classmethod
@@ -193,7 +195,9 @@ class GymnasiumEnvironment(EnvironmentSettings):
 
 
 class GuessEnvironment(EnvironmentSettings):
-    """Finds a number by asking whether it is higher or lower (`argosy.rl.environments.guess`), in prompts that are texts."""
+    """A game in which the model guesses a number and learns whether it is higher or lower (`argosy.rl.environments.guess`), for prompts
+    that are texts.
+    """
 
     reads: ClassVar[str] = "texts"
     stop: str | None = "\n"
@@ -202,7 +206,7 @@ class GuessEnvironment(EnvironmentSettings):
     high: int = 9
     """The highest number."""
     tries: int = Field(3, gt=0)
-    """Guesses of a game."""
+    """Number of guesses in a game."""
 
     @model_validator(mode="after")
     def _in_order(self) -> "GuessEnvironment":
@@ -217,13 +221,13 @@ class GuessEnvironment(EnvironmentSettings):
 
 
 def own_source(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The source of an environment that comes with Argosy."""
+    """The source description of an environment that comes with Argosy."""
     module, _, made = name.partition(":")
     return {"of": module, "module": f"{OWN}.{module}", "function": made, "args": dict(args)}
 
 
 def file_source(of: str) -> dict[str, Any]:
-    """A class or function by FILE.py:NAME or package.module:NAME; a file is read here, once.
+    """The source description of a class or function, named as FILE.py:NAME or package.module:NAME. A file is read here, once.
 
     Raises:
         BadInput: there is no such file.
@@ -241,7 +245,7 @@ def environment_summary(settings: EnvironmentSettings) -> str:
 
 
 def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Prompts | None") -> "EpisodeSetup":
-    """Starts the processes of an environment, and tries it, its prompts and their template.
+    """Starts the processes of an environment, and tries it with its prompts and their template.
 
     Raises:
         UserError: it cannot be used, or does not fit the prompts.

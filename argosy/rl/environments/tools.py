@@ -7,9 +7,9 @@
             a: the first.
         \"\"\"
 
-A turn with calls is answered by one message of each tool, and a turn without ends the answer. What goes wrong (a call that does not
-parse, a tool that there is not, wrong arguments, an exception, a tool that takes too long) is told to the model and counted, because a
-model must learn to call tools; the answer goes on. What a tool keeps in its module belongs to one answer.
+A turn with calls gets one message from each called tool; a turn without calls ends the episode. Failed calls (unparsable text, an
+unknown tool, wrong arguments, an exception, a tool that takes too long) are reported to the model and counted, because a model must
+learn to call tools; the episode goes on. The module state of a tool belongs to one episode.
 """
 
 import importlib
@@ -35,12 +35,12 @@ MOST_CHARACTERS = 500
 
 
 class Tools:
-    """The tools of one answer.
+    """The tools of one episode.
 
     Args:
-        functions: where each comes from: `file` with its `source`, or `module`; and `function`.
-        seconds: of a call.
-        fixed: arguments that are given to every function and not shown.
+        functions: source of each function: `file` with its `source`, or `module`; and `function`.
+        seconds: limit of a call in seconds.
+        fixed: arguments that every function receives and the model does not see.
     """
 
     # For whoever trains, of the last call that raised.
@@ -54,15 +54,15 @@ class Tools:
 
     @classmethod
     def prepare(cls, functions: Sequence[Mapping[str, Any]], **_: Any) -> None:
-        """Loads the functions once, in the process that others are forked from."""
+        """Loads the functions once, in the process that the others are forked from."""
         cls._loaded = cls.load(functions)
 
     @staticmethod
     def load(functions: Sequence[Mapping[str, Any]]) -> dict[str, Callable[..., Any]]:
-        """The functions by name.
+        """Loads the functions, by name.
 
         Raises:
-            ValueError: one is no function, or two have one name.
+            ValueError: a source is no function, or two have the same name.
         """
         found: dict[str, Callable[..., Any]] = {}
         for one in functions:
@@ -104,7 +104,7 @@ class Tools:
         return more
 
     def called(self, name: str, arguments: Any) -> tuple[str, str | None]:
-        """What the model reads of a call, and how it failed."""
+        """The result of a call as the model reads it, and the kind of failure, if it failed."""
         function = self.functions.get(name)
         if function is None:
             return f"error: there is no tool `{name}`; there are {', '.join(self.functions)}", "unknown"
@@ -130,12 +130,14 @@ class Tools:
 
 
 class TimeIsOver(BaseException):
-    """A call has used up its time. No `except Exception` of a tool holds it back."""
+    """A call has exceeded its time. It is no `Exception`, so that a tool's `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeIsOver` in Python code that runs for longer. Code that never gives the interpreter back is ended with its answer."""
+    """Raises `TimeIsOver` in Python code that runs for longer than `seconds`. Code that never returns to the interpreter is ended with
+    its episode's process.
+    """
 
     def interrupt(*_: object) -> None:
         raise TimeIsOver
@@ -156,7 +158,7 @@ def schema_of(function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[st
     """A function as a JSON schema, in the form that chat templates read.
 
     Raises:
-        ValueError: a parameter without a type, or of one that JSON has not; or one that cannot be given by name.
+        ValueError: a parameter has no type, has a type that JSON lacks, or cannot be given by name.
     """
     hints = typing.get_type_hints(function)
     described, about = parameter_texts(function)
@@ -197,7 +199,7 @@ def json_kind(hint: Any, where: str) -> dict[str, Any]:
 
 
 def parameter_texts(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What a docstring in Google's form says of a function, and of its parameters."""
+    """The descriptions of a function and of its parameters, from a docstring in Google's form."""
     text, _, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     about: dict[str, str] = {}
     last = None
@@ -217,7 +219,7 @@ def parameter_texts(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def mistake(name: str, schema: Mapping[str, Any], arguments: Any) -> str | None:
-    """What is wrong with the arguments of a call."""
+    """What is wrong with the arguments of a call, as a sentence; None if nothing is."""
     if not isinstance(arguments, dict):
         return f"the arguments of {name} are no JSON object"
     known = schema["properties"]
@@ -236,7 +238,7 @@ def kind_words(schema: Mapping[str, Any]) -> Any:
 
 
 def fits(schema: Mapping[str, Any], value: Any) -> bool:
-    """Whether a value is of a schema that `kind_of` made."""
+    """Whether a value matches a schema of `json_kind`."""
     if "anyOf" in schema:
         return any(fits(one, value) for one in schema["anyOf"])
     if "enum" in schema:

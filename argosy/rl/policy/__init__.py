@@ -1,1 +1,1 @@
-"""What algorithms of reinforcement learning share."""
+"""The shared parts of policy-gradient algorithms: settings, losses, KL penalty, importance weights, critic."""

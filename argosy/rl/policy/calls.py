@@ -1,4 +1,4 @@
-"""How the functions of algorithms are called: each is given what its parameters name, and no more."""
+"""Calls the functions of algorithms: each receives only the arguments that its parameters name."""
 
 import inspect
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def call_with(function: Callable[..., Any], **offers: Any) -> Any:
-    """Calls a function with those of the offers that it has parameters for."""
+    """Calls a function with those of the offered arguments that it has parameters for."""
     return function(**{name: offers[name] for name in parameter_names(function) if name in offers})
 
 

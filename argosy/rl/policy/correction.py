@@ -6,14 +6,14 @@ not exactly those that the trainer computes for them (quantized rollout, other k
     mask:     w if lowest <= w <= highest, else 0        IcePop (arXiv:2510.18855)
 
 The loss of each token is multiplied by its weight; tokens of weight 0 still count in the normalization, as in TRL and verl. Weights
-have no gradient. p_trainer is that at the start of the step, `old` of the losses.
+have no gradient. p_trainer is the trainer's probability at the start of the step (`old` in the losses).
 
-Sampling by top-k, top-p or min-p changes the sampler's distribution: its log-probabilities must be those after that truncation, or
-every weight is too small by the same cut.
+Sampling by top-k, top-p or min-p changes the sampler's distribution: its log-probabilities must be taken after that truncation, or
+every weight is too small by the same factor.
 
-A sampler log-probability that is NaN is missing: no difference, and counted. Differences from TRL 1.16: the default is one weight a
-token, truncated at 2, instead of one a sequence, masked at 3 (a product over hundreds of tokens is far from 1 although each token is
-near); missing ones are reported; so is the effective sample size.
+A sampler log-probability of NaN is missing: its weight is 1, and it is counted. Differences from TRL 1.16: the default is one weight
+per token, truncated at 2, instead of one per sequence, masked at 3 (a product over hundreds of tokens is far from 1 although each
+factor is near 1); missing values and the effective sample size are reported.
 """
 
 from typing import Literal, NamedTuple
@@ -28,7 +28,10 @@ from argosy.rl.policy.token_losses import ratios, sequence_mask
 
 
 class ImportanceWeights(NamedTuple):
-    """weights: of tokens, or of rows [B 1], to multiply losses of tokens by. 1 outside the mask."""
+    """Importance weights and their metrics.
+
+    weights: factors of the token losses, [B T], or one per row, [B 1]; 1 outside the mask.
+    """
 
     weights: Float[Array, "B #T"]
     metrics: Metrics
@@ -44,7 +47,7 @@ def correction(
     lowest: float = 0.0,
     highest: float = 2.0,
 ) -> ImportanceWeights:
-    """The weights and how far sampler and trainer are apart.
+    """The importance weights, and metrics of the difference between sampler and trainer.
 
     Metrics: `sampler/difference_max` and `_mean` of the absolute differences of log-probabilities, in nats; `sampler/outside`, the
     share of weights that were truncated or masked; `sampler/missing`; `sampler/effective`, the effective sample size of the weights
@@ -52,7 +55,7 @@ def correction(
 
     Args:
         trainer, sampler: log-probabilities of the sampled tokens.
-        outside: what happens to weights below `lowest` or above `highest`.
+        outside: whether weights below `lowest` or above `highest` are moved to the bound (`truncate`) or set to 0 (`mask`).
 
     Raises:
         BadInput: not 0 <= lowest <= 1 <= highest.

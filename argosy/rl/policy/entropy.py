@@ -1,4 +1,4 @@
-"""The entropy bonus: arXiv:1602.01783, section 4. It keeps the policy from settling before it has tried other answers.
+"""The entropy bonus: arXiv:1602.01783, section 4. It keeps the policy from converging before it has explored other completions.
 
     H_t = -sum over the vocabulary of p log p        L_t = -coefficient H_t
 
@@ -25,7 +25,7 @@ def entropy_bonus(entropies: Float[Array, "B T"], mask: Float[Array, "B T"], coe
     """The bonus as a loss of each token.
 
     Args:
-        entropies: of the distribution that each token was drawn from, by the trained policy, in nats.
+        entropies: entropy of the trained policy's distribution at each token, in nats.
     """
     clean = jnp.where(mask > 0, entropies, 0.0)
     return TokenLoss(-coefficient * clean, {"entropy": mean_where(jax.lax.stop_gradient(clean), mask)})

@@ -4,13 +4,13 @@ joschu.net/blog/kl-approx.html; on gradients: arXiv:2510.01555.
     d = log p_new - log p_ref        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
     k3+: the value of k3 with the gradient of k2
 
-The expected value of k1 and k3 is the divergence; k3 is never negative and varies less. As a LOSS the estimate is differentiated
-after sampling, and what counts is the expected gradient, which is another matter:
+The expected value of k1 and k3 is the divergence; k3 is never negative and has less variance. As a LOSS the estimate is differentiated
+after sampling, so the expected gradient counts. The expected gradient is:
 
-    k1      0: a penalty that does nothing on-policy (Tunix's default)
-    k2      that of KL(policy, reference): the right one
-    k3      that of KL(reference, policy): bounded however unlikely the reference finds a token (TRL, GRPO's paper)
-    k3+     the right one (verl's name); the default here
+    k1      0: the penalty does nothing on-policy (Tunix's default)
+    k2      the gradient of KL(policy, reference): the right one
+    k3      the gradient of KL(reference, policy): bounded however unlikely the reference finds a token (TRL, GRPO's paper)
+    k3+     the right one, as of k2 (verl's name); the default here
 
 In the REWARD the estimate is a number, and only k1 gives the right gradient, so it is the default there (PPO, RLOO, REINFORCE++).
 
@@ -62,7 +62,7 @@ def kl_loss(
 
     Args:
         new, reference: log-probabilities of the tokens by the trained policy and by the reference.
-        old: those of the policy that the tokens were drawn from, where it is not the trained one.
+        old: log-probabilities by the policy that sampled the tokens, if it is not the trained one.
     """
     weight = 1.0 if old is None else jax.lax.stop_gradient(ratios(log_ratios(new, old, mask)))
     divergence = jax.lax.stop_gradient(weight * estimate(new, reference, mask, "k3"))
@@ -80,10 +80,11 @@ def in_reward(
     coefficient: float,
     estimator: Value = "k1",
 ) -> tuple[Float[Array, "B T"], Metrics]:
-    """The rewards of tokens less the penalty. No gradient.
+    """The rewards of tokens minus the penalty, without gradient.
 
     Args:
-        old, reference: log-probabilities of the tokens by the policy that they were drawn from and by the reference.
+        old: log-probabilities of the tokens by the policy that sampled them.
+        reference: log-probabilities of the tokens by the reference.
     """
     old = jax.lax.stop_gradient(old)
     metrics: Metrics = {"kl": mean_where(estimate(old, reference, mask, "k3"), mask)}

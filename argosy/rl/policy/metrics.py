@@ -1,7 +1,6 @@
 """Metrics that add up: `whole = part + part`, then `whole.value()`.
 
-A mean alone cannot report an extreme or an effective sample size, so each has a type of its own. Zeros are neutral in all of them:
-accumulation starts from zeros.
+A mean alone cannot report an extreme or an effective sample size, so each kind of metric is a type. All of them accumulate from zeros.
 """
 
 from typing import Any, NamedTuple
@@ -57,15 +56,15 @@ Metrics = dict[str, Metric]
 
 
 def mean_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> WeightedMean:
-    """The mean of the values at which the mask is 1; the others may be NaN."""
+    """The mean of the values where the mask is 1; the other values may be NaN."""
     return WeightedMean(jnp.sum(jnp.where(mask > 0, values, 0.0)), jnp.sum((mask > 0).astype(values.dtype)))
 
 
 def highest_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Highest:
-    """The largest of the values (0 or more) at which the mask is 1."""
+    """The largest of the values where the mask is 1. Values are 0 or more."""
     return Highest(jnp.max(jnp.where(mask > 0, values, 0.0), initial=0.0))
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
-    """The values of metrics. A mean of nothing has none and is left out: 0 would be a reward."""
+    """The values of metrics by name. A mean over nothing is left out: 0 would read as a reward."""
     return {name: float(one.value()) for name, one in metrics.items() if not isinstance(one, WeightedMean) or float(one.weight)}

@@ -1,22 +1,22 @@
-"""The loss of a policy over packed answers, and the log-probabilities that it compares.
+"""The loss of a policy over packed completions, and the log-probabilities that it compares.
 
-A row of a batch holds several prompts with their answers, as fine-tuning packs them. What belongs to the tokens of answers is held
-answer by answer, [S L]: S answers of at most L tokens, in no order. `places` says where each token stands in the rows, flattened,
-as a target. So packing, padding and the order of answers change no number of `rl.algorithms`.
+A row of a batch holds several prompts with their completions, packed as in fine-tuning. Arrays of completion tokens are stored by
+completion, [S L]: S completions of at most L tokens, in any order. `places` maps each token to its index among the targets of the
+flattened rows. So packing, padding and the order of completions change no result of `rl.algorithms`.
 
     tokens, targets, segments  [B T]  as in language modeling
-    prefixes, positions        [B T]  where answers share prompts: the segment before the token's own, and where it stands (`Branched`)
-    places                     [S L]  the token's place among B T targets; 0 where there is none
-    ends                       [S]    the place of the answer's last token as an input
-    live                       [S L]  1 on tokens of the policy, 0 on what an environment wrote, and where there is none
-    advantages                 [S L]  of each token
-    sampler                    [S L]  its log-probability when it was drawn by the engine; NaN: unknown
-    old                        [S L]  by the trainer, before the first update with this rollout, if there are several
-    reference                  [S L]  by the reference, if there is a KL penalty in the loss
-    values, returns            [S L]  by the critic before the first update, and what it learns, if there is one
+    prefixes, positions        [B T]  with shared prompts: the segment before the token's own, and its position (`Branched`)
+    places                     [S L]  the token's index among the B T targets; 0 for padding
+    ends                       [S]    the index of the completion's last token among the B T inputs
+    live                       [S L]  1 for tokens of the policy, 0 for tokens of an environment and padding
+    advantages                 [S L]  advantage of each token
+    sampler                    [S L]  log-probability by the engine when it sampled the token; NaN: unknown
+    old                        [S L]  log-probability by the trainer before the first of several updates with this rollout
+    reference                  [S L]  log-probability by the reference, if the loss has a KL penalty
+    values, returns            [S L]  with a critic: its value before the first update, and the return that it learns
 
-The critic is a model of its own with a head of one score, `model.critic`. Its value of a token is what it expects before the token
-is chosen, so it stands where the policy's log-probability of the token does.
+The critic is a separate model with a head of one score, `model.critic`. Its value of a token is the return that it expects before the
+token is chosen, so it has the same index as the policy's log-probability of the token.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -59,34 +59,38 @@ Answers = Float[Array, "S L"]
 
 
 def shared_of(shape: PartShape) -> Fields:
-    """The arrays that parts of this shape have besides what an objective reads."""
+    """The arrays for shared prompts, if this shape has them, by name."""
     return SHARED if shape.shared else {}
 
 
 def fields_of(settings: "Policy") -> Fields:
-    """The arrays of a batch. `old` is among them always: with one update a rollout it is NaN, which stands for the present policy."""
+    """The arrays of a batch, by name.
+
+    `old` is always among them. With one update per rollout it is NaN, and the loss uses the current policy's log-probabilities instead.
+    """
     answers = ["live", "advantages", "sampler", "old", *(["reference"] if settings.kl and settings.kl_in == "loss" else [])]
     answers += ["values", "returns"] if settings.critic is not None else []
     return {**ROWS, "places": PLACES, **dict.fromkeys(answers, OF_ANSWERS)}
 
 
 def attend_of(batch: dict[str, Array]) -> Attend:
-    """Who sees whom in the rows of a part."""
+    """The attention mask of the rows of a part."""
     if "prefixes" in batch:
         return Branched(batch["segments"], batch["prefixes"], batch["positions"])
     return Packed(batch["segments"])
 
 
 def logps_of(settings: "Policy", model: Any, batch: dict[str, Array]) -> tuple[Answers, Float[Array, "B T D"], Aux]:
-    """The log-probability of each token of the answers at the policy's temperature, the last hidden states, and the aux outputs of
-    the layers. Numbers outside the answers are those of place 0."""
+    """The log-probability of each completion token at the policy's temperature, the last hidden states, and the aux outputs of the
+    layers. Positions outside completions hold the value at index 0, and nothing reads them.
+    """
     x, _, aux = model.hidden(batch["tokens"], attend_of(batch))
     nll, _ = losses(settings, model, x, batch["targets"], temperature=settings.temperature)
     return values_at(-nll, batch["places"]), x, aux
 
 
 def critic_values(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"], Aux]:
-    """The value of the model's critic at each token of the rows: what it expects once that token is there."""
+    """The critic's value at each token of the rows: the return that it expects after that token."""
     critic = model.critic
     critic.dtype = model.dtype
     x, _, aux = critic.hidden(batch["tokens"], attend_of(batch))
@@ -94,13 +98,14 @@ def critic_values(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B 
 
 
 def values_at(values: Float[Array, "B T"], places: Int[Array, "S L"]) -> Answers:
-    """The values at these places of the flattened rows."""
+    """The values at these indices of the flattened rows."""
     return values.reshape(-1)[places]
 
 
 def entropies(settings: "Policy", model: Any, x: Float[Array, "B T D"], places: Int[Array, "S L"]) -> Answers:
-    """The entropy of the distribution that each token of the answers was drawn from, in nats. Rows of logits are recomputed in the
-    backward pass, `chunk` of them exist at once."""
+    """The entropy of the distribution that each completion token was drawn from, in nats. `chunk` rows of logits exist at once, and are
+    recomputed in the backward pass.
+    """
     flat = x.reshape(-1, x.shape[-1])[places.reshape(-1)]
     rows = min(settings.chunk, len(flat))
     pad = -len(flat) % rows
@@ -110,14 +115,14 @@ def entropies(settings: "Policy", model: Any, x: Float[Array, "B T D"], places: 
 
 
 def token_losses(policy: "Policy", new: Answers, old: Answers, advantages: Answers, live: Answers) -> TokenLoss:
-    """The loss of each token by the policy's choice."""
+    """The loss of each token, by the policy's setting `loss`."""
     bounds = {"low": policy.low, "high": policy.high, "dual": policy.dual}
     made = call_with(LOSSES[policy.loss], new=new, old=old, advantages=advantages, mask=live, **bounds)
     return made if made.metrics else TokenLoss(made.tokens, ratio_metrics(jnp.where(live > 0, new - old, 0.0), live))
 
 
 def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> Loss:
-    """Computes the objective over a part of a rollout."""
+    """The loss of one part of a rollout."""
     model = models["model"]
     new, x, aux = logps_of(settings, model, batch)
     live, places = batch["live"], batch["places"]
@@ -144,7 +149,7 @@ def policy_loss(settings: "Policy", models: Models, batch: dict[str, Array]) -> 
 
 
 def corrected(settings: "Policy", tokens: Answers, old: Answers, sampler: Answers, live: Answers) -> tuple[Answers, Metrics]:
-    """The losses times their importance weights, and how far sampler and trainer are apart."""
+    """The token losses times their importance weights, and metrics of the difference between sampler and trainer."""
     by = settings.correction
     bounds = {"lowest": by.lowest, "highest": by.highest}
     outside = "truncate" if by.outside == "off" else by.outside
@@ -153,6 +158,7 @@ def corrected(settings: "Policy", tokens: Answers, old: Answers, sampler: Answer
 
 
 def router_rows(weight: Float[Array, ""], segments: Int[Array, "B T"]) -> Float[Array, "B"]:
-    """The weight of each row for aux losses of experts: its share of the tokens of the part, times the weight of the part's loss."""
+    """The weight of each row in the aux losses of experts: the row's share of the part's tokens, times the weight of the part's loss.
+    """
     own = jnp.sum((segments > 0).astype(jnp.float32), 1)
     return weight * own / jnp.maximum(jnp.sum(own), 1.0)

@@ -1,5 +1,6 @@
-"""What the settings of all algorithms share (`rl.algorithms`), without jax. A policy is also the objective's function
-(`rl.policy.objective`)."""
+"""The settings that all algorithms share (`rl.algorithms`), without jax. A policy's settings are also its objective
+(`rl.policy.objective`).
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -37,7 +38,7 @@ class Correction(Settings):
     """What happens to weights out of bounds. truncate: they are moved to the bound (TIS); mask: their tokens are left out of the loss
     (IcePop, arXiv:2510.18855); off: no weights. The differences are logged either way."""
     level: Annotated[Literal["token", "sequence"], Also("vllm_importance_sampling_mode")] = "token"
-    """One weight a token, or one an answer, the product over its tokens."""
+    """One weight per token, or one per completion: the product over its tokens."""
     lowest: float = Field(0.0, ge=0, le=1)
     """Lower bound of a weight."""
     highest: Annotated[float, Also("vllm_importance_sampling_cap")] = Field(2.0, ge=1)
@@ -45,17 +46,18 @@ class Correction(Settings):
 
 
 class Credit(Settings):
-    """Which turns of an answer a reward is credited to, where an environment rewards turns (`rl.advantages.turns`)."""
+    """Which turns of a completion a reward is credited to, if an environment rewards turns (`rl.advantages.turns`)."""
 
     by: Literal["answer", "to_go", "mixed"] = "answer"
-    """answer: rewards of all turns are added, and the sum is credited to every token of the answer. to_go: a turn is credited with its
-    reward and those after it, compared with the same turn of the other answers to the prompt; with a critic, rewards stand at the last
-    token of their turn. mixed: every turn is credited with the outcome, which is the reward of the last turn and those of functions,
-    and each turn before the last also with its own reward (MT-GRPO, arXiv:2505.11821)."""
+    """answer: the rewards of all turns are added, and the sum is credited to every token of the completion. to_go: a turn is credited
+    with its own and all later rewards, compared with the same turn of the prompt's other completions; with a critic, rewards are placed
+    at the last token of their turn. mixed: every turn is credited with the outcome, which is the reward of the last turn plus those of
+    reward functions; each earlier turn is also credited with its own reward (MT-GRPO, arXiv:2505.11821).
+    """
     gamma: float = Field(1.0, gt=0, le=1)
-    """For `to_go`: discount of a reward for each turn that it is away. Below 1 a turn is credited less with what comes late."""
+    """For `to_go`: discount of a reward per turn of distance. Below 1, late rewards count less for early turns."""
     weight: Annotated[float, Also("turn_advantage_coef", "step_advantage_w")] = Field(1.0, gt=0)
-    """For `mixed`: weight of the turn's own advantage beside that of the outcome."""
+    """For `mixed`: weight of a turn's own advantage relative to that of the outcome."""
 
     @model_validator(mode="after")
     def _apply(self) -> "Credit":
@@ -66,11 +68,11 @@ class Credit(Settings):
 
 
 class Critic(Settings):
-    """A model of its own that learns what reward to expect at each token: a copy of the first weights with a head of one score."""
+    """A second model that learns the expected reward at each token: a copy of the initial policy with a head of one score."""
 
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of a reward for each token that it is away. 1: a reward at the end is worth as much to a long answer as to a short
-    one."""
+    """Discount of a reward per token of distance. With 1, a reward at the end is worth as much to a long completion as to a short one.
+    """
     lam: Annotated[float, Also("gae_lambda")] = Field(0.95, ge=0, le=1)
     """For generalized advantage estimation (arXiv:1506.02438): 1 trusts the rewards, 0 the critic. 0.95 as in PPO's paper and TRL."""
     weight: Annotated[float, Also("vf_coef", "value_loss_coef")] = Field(0.1, gt=0)
@@ -78,58 +80,65 @@ class Critic(Settings):
     rate: float = Field(10.0, gt=0)
     """The critic's learning rate as a multiple of the policy's; verl's examples use 1e-5 and 1e-6."""
     clip: Annotated[float | None, Also("cliprange_value", "value_clip")] = Field(0.2, gt=0)
-    """How far a value may move from that before the update, in units of the return (arXiv:1707.06347). None: no clipping."""
+    """How far a value may move from its value before the update, in units of the return (arXiv:1707.06347). None: no clipping."""
 
 
 class Policy(TokenObjective):
-    """A policy that learns from rewards of answers that it gave itself."""
+    """A policy that learns from rewards of its own completions."""
 
     temperature: float = Field(1.0, gt=0)
-    """Divides the logits, of sampling and of the log-probabilities that are trained alike: the policy is the distribution that is
-    sampled. Below 1 answers are more alike."""
+    """Divides the logits, both in sampling and in the trained log-probabilities, so the trained policy is the sampled distribution.
+    Below 1, completions vary less.
+    """
     advantages: Annotated[AdvantageName, Also("advantage_estimator", "adv_estimator")] = "grpo"
-    """What a reward is compared with (`rl.algorithms`). grpo, or group: the mean of its group, see `scale`; rloo, or leave_one_out: the
-    mean of the others of its group; reinforce_pp, or batch: the mean of all completions of the rollout; reinforce_pp_baseline, or
-    group_batch: that of its group, then divided by the standard deviation of the batch; remax, or greedy: the reward of the greedy
-    completion to the prompt; gpg, or useful: the mean of its group, times all groups over those whose rewards differ; opo, or length:
-    the mean of its group weighted by length; or FILE.py:FUNCTION."""
+    """The baseline that a reward is compared with (`rl.algorithms`). grpo, or group: the mean of its group, see `scale`; rloo, or
+    leave_one_out: the mean of the others of its group; reinforce_pp, or batch: the mean of all completions of the rollout;
+    reinforce_pp_baseline, or group_batch: the mean of its group, then divided by the standard deviation of the batch; remax, or greedy:
+    the reward of the prompt's greedy completion; gpg, or useful: the mean of its group, scaled by the number of groups over the number
+    of groups whose rewards differ; opo, or length: the mean of its group, weighted by length; or FILE.py:FUNCTION.
+    """
     scale: Annotated[Scale, Also("scale_rewards", "norm_adv_by_std_in_grpo")] = "group"
-    """What `advantages: grpo` are divided by: the standard deviation of the group's rewards, of all rewards of the rollout, or
-    nothing."""
+    """The divisor of `advantages: grpo`: the standard deviation of the group's rewards, of all rewards of the rollout, or none."""
     normalize: Annotated[Literal["sum", "each"], Also("multi_objective_aggregation")] = "sum"
     """For several rewards: sum adds them by weight, then compares; each compares every reward with its group first, then adds
     (GDPO, arXiv:2601.05242), so that a reward of small range counts too. `each` is for `advantages: grpo` only."""
     loss: Annotated[LossName, Also("importance_sampling_level")] = "ppo"
-    """The loss of a token (`rl.algorithms`). ppo: clipped ratio; gspo: clipped ratio of the whole answer, which moves less (`low` 3e-4,
-    `high` 4e-4); cispo: REINFORCE with bounded weights (`low` 0, `high` 5); reinforce: no ratio, for one update a rollout; or
-    FILE.py:FUNCTION."""
+    """The loss of a token (`rl.algorithms`). ppo: clipped ratio; gspo: clipped ratio of the whole completion, which moves less (`low`
+    3e-4, `high` 4e-4); cispo: REINFORCE with bounded weights (`low` 0, `high` 5); reinforce: no ratio, for one update per rollout; or
+    FILE.py:FUNCTION.
+    """
     low: Annotated[float, Also("epsilon", "clip_ratio", "clip_ratio_low")] = Field(0.2, ge=0)
-    """Lower clip: the ratio stops mattering below 1 - low. For `cispo` it is the lower bound of the weight itself."""
+    """Lower clip: below a ratio of 1 - low, the ratio has no gradient. For `cispo`, the lower bound of the weight itself."""
     high: Annotated[float, Also("epsilon_high", "clip_ratio_high")] = Field(0.2, ge=0)
-    """Upper clip: the ratio stops mattering above 1 + high. For `cispo` it is the upper bound of the weight itself."""
+    """Upper clip: above a ratio of 1 + high, the ratio has no gradient. For `cispo`, the upper bound of the weight itself."""
     dual: Annotated[float | None, Also("delta", "clip_ratio_c")] = Field(None, gt=1)
-    """Bounds the loss of bad tokens whose ratio has exploded (dual-clip PPO, arXiv:1912.09729, uses 3). None: off, as in the papers."""
+    """Bound of the loss of tokens with negative advantage whose ratio has exploded (dual-clip PPO, arXiv:1912.09729, uses 3). None:
+    off, as in the papers of PPO, GRPO and DAPO.
+    """
     average: Annotated[Average, Also("loss_agg_mode", "loss_type")] = "answers"
-    """What the loss is a mean over. answers: every answer weighs the same; tokens: every token does; sums: the sum over the tokens
-    of an answer divided by the constant `rollout.tokens`, then the mean over answers."""
+    """How token losses are averaged. answers: every completion weighs the same; tokens: every token weighs the same; sums: the sum over
+    the tokens of a completion divided by the constant `rollout.tokens`, then the mean over completions.
+    """
     kl: Annotated[float, Also("beta", "kl_coef", "kl_loss_coef")] = Field(0.0, ge=0)
-    """Weight of the KL divergence from the first weights, as a loss. 0: none, and no reference is computed, as in TRL and in DAPO's
-    paper; GRPO's paper uses 0.04."""
+    """Weight of the KL divergence from the initial policy. 0: no penalty, and no reference is computed, as in TRL and in DAPO's paper;
+    GRPO's paper uses 0.04.
+    """
     kl_estimator: Annotated[Literal["k1", "k2", "k3", "k3+"], Also("kl_loss_type", "kl_penalty")] = "k3+"
     """How the divergence is estimated (`rl.policy.kl`). k3+: k3's value with the right gradient. As a loss k1 has no gradient on
     average."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the penalty stands. loss: each token's, with a gradient of its own; reward: subtracted from the reward (PPO, RLOO,
-    REINFORCE++), estimated by k1, which is right there."""
+    """Where the penalty is applied. loss: added to each token's loss, with its own gradient; reward: subtracted from the reward (PPO,
+    RLOO, REINFORCE++), estimated by k1, which is right there.
+    """
     entropy: Annotated[float, Also("entropy_coef", "entropy_coeff")] = Field(0.0, ge=0)
-    """Weight of the entropy bonus. Above 0 the whole distribution of every token is computed once more."""
+    """Weight of the entropy bonus. Above 0, the whole distribution of every token is computed a second time."""
     correction: Correction = Correction()
-    """For the difference between engine and trainer."""
+    """Importance weights for the difference between the engine's and the trainer's log-probabilities."""
     credit: Credit = Credit()
-    """For answers with several turns: which turns a reward is credited to."""
+    """For completions of several turns: which turns a reward is credited to."""
 
     critic: Critic | None = None
-    """The critic. None: advantages compare rewards alone."""
+    """The critic. None: advantages compare rewards with each other."""
 
     needs: ClassVar[Needs] = Needs(formats=("prompt",), rollouts="rewards")
 
@@ -189,17 +198,17 @@ class Policy(TokenObjective):
 
     @property
     def comparison(self) -> str:
-        """What a reward is compared with, by the name of its algorithm, whichever word was written."""
+        """The canonical name of the setting `advantages`, whichever alias was written."""
         return ALIASES.get(self.advantages, self.advantages)
 
     @property
     def needs_greedy(self) -> bool:
-        """Whether rewards are compared with those of greedy completions, which have to be sampled."""
+        """Whether rewards are compared with the rewards of greedy completions, which must then be sampled."""
         return self.critic is None and "greedy" in parameter_names(ADVANTAGES[self.comparison])
 
     @property
     def compares_groups(self) -> bool:
-        """Whether rewards are compared within their group, so that completions of equal rewards teach nothing."""
+        """Whether rewards are compared within their group, so that groups of equal rewards teach nothing."""
         return self.critic is None and not parameter_names(ADVANTAGES[self.comparison]) & {"greedy", "mask"}
 
     @property
@@ -216,7 +225,7 @@ class Policy(TokenObjective):
         return fields_of(self)
 
     def __call__(self, models: Any, batch: Any, key: Any) -> Any:
-        """Computes the `train.objectives.loss.Loss`."""
+        """The loss of a batch, a `train.objectives.loss.Loss`."""
         from argosy.rl.policy.objective import policy_loss
 
         return policy_loss(self, models, batch)

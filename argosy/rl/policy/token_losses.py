@@ -1,13 +1,13 @@
-"""Losses of policy and critic, one idea a file. Each returns the loss of every token; how they are normalized is chosen apart.
+"""Shared parts of policy losses. A loss returns a value for every token; its normalization is a separate choice.
 
     made = ppo(new, old, advantages, mask)
     loss = TokenMean()(made.tokens, mask)            a WeightedMean: the sum and its weight
 
-Losses of tokens may be added (the KL penalty, the entropy bonus) and multiplied by importance weights (`argosy.rl.policy.correction`)
-before they are normalized. Sums and weights are those of the rows given, and add up over parts of a batch, so accumulation and
-devices change nothing; a mean of means over micro-batches, as TRL's for GRPO, weighs tokens by the micro-batch they fell into.
+Token losses may be added (the KL penalty, the entropy bonus) and multiplied by importance weights (`argosy.rl.policy.correction`)
+before they are normalized. Sums and weights add up over the parts of a batch, so accumulation and the number of devices change nothing.
+A mean of means over micro-batches, as in TRL's GRPO, weighs tokens by the micro-batch they fall into.
 
-Ratios are exp(new - old), at most e^20: a greater one would be infinite, and its gradient not a number.
+Ratios are exp(new - old), at most e^20: a greater one could overflow, and its gradient would be NaN.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 class TokenLoss(NamedTuple):
-    """The loss of each token, 0 outside the mask, and metrics."""
+    """The loss of each token, 0 outside the mask, and its metrics."""
 
     tokens: Float[Array, "B T"]
     metrics: Metrics
@@ -41,9 +41,9 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class SequenceMean:
-    """Every answer weighs the same, its tokens 1 / length (GRPO, GSPO). A long wrong answer is punished less per token.
+    """Every completion weighs the same, each of its tokens 1 / length (GRPO, GSPO). A long wrong completion is punished less per token.
 
-    Rows without tokens weigh nothing; TRL counts them as answers.
+    Rows without tokens have weight 0; TRL counts them as completions.
     """
 
     def __call__(self, tokens: Float[Array, "B T"], mask: Float[Array, "B T"]) -> WeightedMean:
@@ -52,11 +52,11 @@ class SequenceMean:
 
 @dataclass(frozen=True)
 class ConstantLength:
-    """The sum over the tokens of an answer divided by a constant, then the mean over answers (Dr. GRPO, arXiv:2503.20783): no bias
-    by length.
+    """The sum over a completion's tokens divided by a constant, then the mean over completions (Dr. GRPO, arXiv:2503.20783): no bias by
+    length.
 
-    length: the constant, in tokens; the longest answer allowed is usual. It only scales the loss, so it must not change from batch
-    to batch, as the padded width does that verl divides by.
+    length: the constant, in tokens; usually the limit of a completion. It only scales the loss, so it must not change from batch to
+        batch, as verl's divisor does, which is the padded width.
     """
 
     length: int
@@ -74,18 +74,18 @@ Normalization = TokenMean | SequenceMean | ConstantLength
 
 
 def sequence_mask(mask: Float[Array, "B T"]) -> Float[Array, "B 1"]:
-    """1 for rows with tokens."""
+    """1 for rows with tokens, 0 for others."""
     return jnp.any(mask > 0, 1, keepdims=True).astype(mask.dtype)
 
 
 def sequence_means(values: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Float[Array, "B 1"]:
-    """The mean over the tokens of each row; 0 for rows without."""
+    """The mean over the tokens of each row; 0 for rows without tokens."""
     count = jnp.sum((mask > 0).astype(values.dtype), 1, keepdims=True)
     return jnp.sum(jnp.where(mask > 0, values, 0.0), 1, keepdims=True) / jnp.maximum(count, 1.0)
 
 
 def log_ratios(new: Float[Array, "B T"], old: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """log(p_new / p_old), 0 outside the mask: numbers there reach neither value nor gradient."""
+    """log(p_new / p_old), 0 outside the mask, so that inputs there reach neither value nor gradient."""
     return jnp.where(mask > 0, new - old, 0.0)
 
 

@@ -1,10 +1,10 @@
-"""The loss of PPO's critic, with clipping: arXiv:1707.06347, as its authors' code has it (arXiv:2005.12729).
+"""The clipped loss of PPO's critic: arXiv:1707.06347, in the form of its authors' code (arXiv:2005.12729).
 
     L_t = 1/2 max((V_t - R_t)^2, (clip(V_t, V_old - epsilon, V_old + epsilon) - R_t)^2)
 
-The maximum is pessimistic: a value that moved more than epsilon towards its return stops learning, one that moved away does not.
-epsilon is in units of the return, and 0.2 is for returns of about 1. Where rewards are larger, scale epsilon with them or turn
-clipping off: arXiv:2006.05990 found that it hurts at any threshold. 1/2 as in TRL and verl; the coefficient is the caller's.
+The maximum is pessimistic: a value that moved more than epsilon towards its return stops learning; a value that moved away keeps
+learning. epsilon is in units of the return; 0.2 suits returns of about 1. For larger rewards, scale epsilon with them or turn clipping
+off: arXiv:2006.05990 found that it hurts at any threshold. 1/2 as in TRL and verl; the coefficient is the caller's.
 """
 
 import jax
@@ -27,8 +27,9 @@ def value_loss(
     """The squared error of each value.
 
     Args:
-        values, old: of the critic, now and at the start of the step.
-        clip: how far a value may move from the old one, in units of the return. None: no clipping.
+        values: the critic's values.
+        old: the critic's values at the start of the step.
+        clip: how far a value may move from `old`, in units of the return. None: no clipping.
 
     Raises:
         BadInput: clip is not above 0.

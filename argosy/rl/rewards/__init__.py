@@ -1,1 +1,1 @@
-"""Where rewards come from."""
+"""Rewards of completions: reward functions, built-in graders and reward models."""

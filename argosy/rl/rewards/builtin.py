@@ -1,7 +1,7 @@
-"""Built-in rewards: functions like those of users, each for one completion alone. Rows whose column is empty have no reward.
+"""Built-in reward functions. Each scores one completion at a time. Rows whose column is empty have no reward.
 
-A completion is a text, or the text of its last message. All but `format` grade what stands behind its thoughts; a thought that is not
-closed earns nothing.
+A completion is a text, or the text of its last message. All functions but `format` grade the text after the thoughts; a completion
+whose thought is not closed scores 0.
 """
 
 import math
@@ -20,7 +20,7 @@ SHARE = 0.8
 
 
 def completion_text(completion: Any) -> str:
-    """A completion, or the content of its last message."""
+    """The text of a completion: itself, or the content of its last message."""
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else ""
@@ -41,7 +41,7 @@ def _each(
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], thinking_prompts: Sequence[bool] | None = None) -> list[float | None]:
-    """1 where a completion is the answer, blanks at both ends aside; 0 elsewhere."""
+    """1 if a completion equals the answer, leading and trailing blanks aside; 0 otherwise."""
     return _each(completions, answer, lambda text, right: float(text.strip() == str(right).strip()), thinking_prompts)
 
 
@@ -51,8 +51,9 @@ def maths(
     finish_reasons: Sequence[str] | None = None,
     thinking_prompts: Sequence[bool] | None = None,
 ) -> list[float | None]:
-    """1 where a completion ends with the right answer to a question of mathematics (`argosy.rl.rewards.maths`); 0 elsewhere. If
-    one was cut, only an answer that it finished counts."""
+    """1 if a completion ends with the right answer to a question of mathematics (`argosy.rl.rewards.maths`); 0 otherwise. In a
+    completion that was cut, only a finished answer counts.
+    """
     return _graded(completions, answer, finish_reasons, thinking_prompts, strict=False)
 
 
@@ -62,7 +63,7 @@ def maths_strict(
     finish_reasons: Sequence[str] | None = None,
     thinking_prompts: Sequence[bool] | None = None,
 ) -> list[float | None]:
-    """As `maths`, but an answer counts only in \\boxed{} or behind ####."""
+    """As `maths`, but an answer counts only in \\boxed{} or after ####."""
     return _graded(completions, answer, finish_reasons, thinking_prompts, strict=True)
 
 
@@ -82,8 +83,9 @@ def _graded(
 
 
 def format(completions: Sequence[Any], format: Sequence[str | None] | None = None) -> list[float | None]:
-    """1 where a whole completion is `<think> </think> <answer> </answer>`, as of DeepSeek-R1, or matches the regular expression in the
-    column `format`, in which a dot is also the end of a line; 0 elsewhere."""
+    """1 if a whole completion is `<think> </think> <answer> </answer>`, as in DeepSeek-R1, or matches the regular expression in the
+    column `format`, whose dot also matches line breaks; 0 otherwise.
+    """
     patterns = format or [None] * len(completions)
     found = zip(completions, patterns, strict=True)
     return [float(re.fullmatch(pattern or R1, completion_text(one), re.DOTALL) is not None) for one, pattern in found]
@@ -92,14 +94,18 @@ def format(completions: Sequence[Any], format: Sequence[str | None] | None = Non
 def code(
     completions: Sequence[Any], tests: Sequence[Any], thinking_prompts: Sequence[bool] | None = None, timeout: float = 10.0
 ) -> list[float | None]:
-    """The share of tests that the last Python block of a completion passes, each in a sandbox of its own (`argosy.rl.sandbox`).
+    """The share of tests that the last Python block of a completion passes. Each test runs in its own sandbox (`argosy.rl.sandbox`).
 
-    tests: for each completion a list of Python texts, run behind the code and passed if they end without an exception (MBPP, arXiv:
-    2108.07732); or of {input, output}, where the code as a program writes the output, blanks at the ends of lines aside (APPS,
-    arXiv:2105.09938). One text is one test. A test that is not reached in `timeout` seconds is not passed; 0 without a block.
+    A test of a completion is one of two kinds. A Python text is run after the code, and passes if it ends without an exception (MBPP,
+    arXiv: 2108.07732). For {input, output} the code runs as a program and must write the output, blanks at the ends of lines aside
+    (APPS, arXiv:2105.09938). A test that takes more than `timeout` seconds fails. A completion without a block scores 0.
 
-    A test in Python shares its process with the code, which can read it and end before it: ending early is no pass, but a program that
-    is written to deceive can still succeed. Input and output have no such hole: the process does not get the expected output.
+    A test in Python shares its process with the code, which can read the test and exit before it. Exiting early does not pass, but a
+    program that is written to deceive can still succeed. Input and output have no such hole: the process never receives the expected
+    output.
+
+    Args:
+        tests: for each completion a list of tests, or one test.
     """
     share = lambda text, its: _share([its] if isinstance(its, str | Mapping) else list(its), text, timeout)  # noqa: E731
     return _each(completions, tests, share, thinking_prompts)

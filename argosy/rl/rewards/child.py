@@ -4,7 +4,8 @@ if a user's function does.
 Messages (`core.process.channel`) are pickles of the parent's objects on their way in, and JSON on their way out, so that nothing that a
 function returns can run code in the parent. The first message loads functions; each further one calls one of them.
 
-It ends with its parent, and what it has started too, also inside a call that never gives the interpreter back (`core.process.guard`).
+The process and everything that it has started end with its parent, even inside a call that never returns to the interpreter
+(`core.process.guard`).
 """
 
 import asyncio
@@ -31,7 +32,7 @@ del sys.path[:2], sys.modules["channel"], sys.modules["guard"], sys.modules["use
 
 
 def load_functions(request):
-    """What is known of each function: its parameters, or why it cannot be used."""
+    """Loads reward functions. Returns the parameters of each, or why it cannot be used."""
     sys.path[:] = request["path"]
     modules, functions, known = {}, [], []
     for source in request["functions"]:
@@ -51,7 +52,7 @@ def load_functions(request):
 
 
 def with_fixed_arguments(function, source):
-    """A function with the arguments that are fixed."""
+    """The function with the arguments that its source fixes."""
     fixed = source.get("fixed", {})
     return (lambda **given: function(**given, **fixed)) if fixed else function
 
@@ -60,7 +61,7 @@ def with_fixed_arguments(function, source):
 
 
 def answer_call(functions, request, runner):
-    """The rewards of one call, or why there are none."""
+    """The rewards of one call, or the reason why there are none."""
     function, given = functions[request["function"]], request["given"]
     # The same draws whichever process runs the call, and whatever ran before in it.
     user_code.seed_generators(request["seed"])
@@ -80,7 +81,7 @@ async def _awaited(found):
 
 
 def rewards_of(rewards, count):
-    """What a function returned as a list of numbers and None."""
+    """The return value of a reward function as a list of numbers and None."""
     if hasattr(rewards, "tolist"):
         rewards = rewards.tolist()
     if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
@@ -126,7 +127,7 @@ def run_rewards(lifeline, descriptor):
 
 
 def next_request(parent):
-    """The next message. Without a parent this process ends, whatever threads functions have left."""
+    """The next message. If the parent is gone, this process exits, whatever threads functions have left."""
     try:
         return parent.receive()
     except EOFError:

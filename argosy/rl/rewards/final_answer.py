@@ -1,8 +1,9 @@
-r"""The answer that a text to a question of mathematics ends with.
+r"""Extracts the final answer of a solution to a question of mathematics.
 
-It is what stands, in this order, in the last \boxed{} or \fbox{}; behind the last ####, as in GSM8K (arXiv:2110.14168); in the last
-<answer> </answer>; behind the last `answer is`; otherwise the last number or expression (`last_value`). Strictly, only a box or four
-hashes count. If a text was cut, an answer in it counts only if it was finished: the 4 at its end may be the beginning of 42.
+The answer is the first that exists of: the content of the last \boxed{} or \fbox{}; the text after the last ####, as in GSM8K
+(arXiv:2110.14168); the content of the last <answer> </answer>; the text after the last `answer is`; the last number or expression
+(`last_value`). In strict mode only a box or four hashes count. If a text was cut, an answer in it counts only if it was finished: the 4
+at its end may be the beginning of 42.
 """
 
 import re
@@ -13,11 +14,11 @@ FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 
 
 def final_answer(text: str, *, cut: bool = False, strict: bool = False) -> str | None:
-    """The answer that a text ends with; None if it has none, as one that breaks off inside its box.
+    """The final answer of a text; None if it has none, for instance because it breaks off inside its box.
 
     Args:
-        cut: the limit of tokens ended the text.
-        strict: only a box or what stands behind #### is an answer.
+        cut: whether the token limit ended the text.
+        strict: whether only a box or the text after #### is an answer.
     """
     if (at := max(text.rfind("\\boxed"), text.rfind("\\fbox"))) >= 0:
         return _boxed(text[at:])

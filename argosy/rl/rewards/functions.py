@@ -1,20 +1,20 @@
-"""Rewards of completions, from functions that run in processes of their own and from reward models.
+"""Rewards of completions, from functions that run in separate processes and from reward models.
 
     settings = [RewardSettings(of="rewards.py:short"), RewardSettings(of="maths", weight=2)]
     with open_rewards(settings, workers=4, columns=["answer"]) as rewards:
         scored = rewards(prompts, completions, {"answer": answers})     # scored.values [n k], NaN where there is no reward
 
-A function takes what it names of `prompts`, `completions`, the data's columns and what a run knows of completions (`GIVEN`), each a
-list with one item per completion, and returns as many numbers; None where it has no reward to give. It may be `async`. It is called
-once for a whole batch, so that it can compare completions or ask another service for all of them at once. With the attribute
-`per_completion = True` it is called for each completion alone, on all processes, and one completion that crashes it or takes too long
-harms no other.
+A function's parameters name the columns that it receives: `prompts`, `completions`, columns of the data, and columns that a run adds
+(`GIVEN`). Each is a list with one item per completion. It returns as many numbers, with None for a completion that it does not score.
+It may be `async`. It is called once for a whole batch, so that it can compare completions or ask another service for all of them at
+once. With the attribute `per_completion = True` it is called for each completion alone, on all processes, and one completion that
+crashes it or takes too long harms no other.
 
-None leaves the decision to the other rewards. A function that fails leaves its completions out: counted as 0 beside others, a time-out
-of the sandbox would punish them.
+None leaves the decision to the other rewards. If a function fails, its completions are left out: counting a time-out of the sandbox as
+0 would punish them.
 
-What is random in a function (`random`, NumPy's global generator) is seeded by its arguments, so the result depends neither on the
-process that ran it nor on the number of processes. State that a module keeps between calls does.
+The random generators of a function (`random`, NumPy's global generator) are seeded by its arguments, so the result depends neither on
+the process that ran it nor on the number of processes. State that a module keeps between calls does depend on them.
 """
 
 import math
@@ -42,12 +42,11 @@ FAILURES = ("raised", "timed out", "died", "not finite")
 class RewardScores:
     """The rewards of one batch.
 
-    values: [n k] float32, NaN where there is none.
-    names: of the k rewards.
-    failed: [n], whether a reward of the completion failed. None is no failure: that reward has no opinion, and the others decide.
-    counts: by reward and kind of failure (`FAILURES`), the completions whose reward is missing for it. None that a function returned
-        counts nowhere.
-    messages: by reward and kind, the first message of this batch.
+    values: [n k] float32, NaN where there is no reward.
+    names: names of the k rewards.
+    failed: [n], whether a reward of the completion failed. None is no failure: the other rewards decide.
+    counts: number of completions whose reward failed, by reward and kind of failure (`FAILURES`). A returned None is not counted.
+    messages: the first message of this batch, by reward and kind of failure.
     """
 
     values: np.ndarray
@@ -65,7 +64,7 @@ class RewardScores:
         """Checks that there is a reward.
 
         Raises:
-            ArgosyError: none at all.
+            ArgosyError: there is none at all.
         """
         if self.none_at_all:
             count = len(self.values)
@@ -80,14 +79,16 @@ class Rewards:
     def __init__(
         self, rewards: Sequence[RewardSettings], pool: RewardPool | None, places: Sequence[int], models: Mapping[int, Any], say: Say
     ):
-        """places: of each function of the pool among all rewards, as the keys of `models`."""
+        """Args:
+            places: index among all rewards of each function of the pool; the keys of `models` are the indices of the models.
+        """
         self.rewards, self.names = tuple(rewards), tuple(reward_names(rewards))
         self._pool, self._places, self._models, self._say = pool, list(places), dict(models), say
         self._said: set[tuple[str, str]] = set()
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weight of each reward, in the order of the columns of `Scored.values`."""
+        """The weight of each reward, in the order of the columns of `RewardScores.values`."""
         return tuple(reward.weight for reward in self.rewards)
 
     def __enter__(self) -> "Rewards":
@@ -97,7 +98,7 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the worker processes."""
         if self._pool is not None:
             self._pool.close()
 
@@ -105,13 +106,13 @@ class Rewards:
         """Scores a batch.
 
         Args:
-            prompts: of each completion, so a prompt with several completions is there several times. Texts or lists of messages.
-            completions: texts, or lists of messages. Functions are given both as they are here.
-            columns: further columns of the data, and those of `GIVEN` that are known, each with one item for each completion.
+            prompts: the prompt of each completion, so a prompt with several completions is repeated. Texts or lists of messages.
+            completions: texts, or lists of messages. Functions receive both unchanged.
+            columns: further columns of the data, and known columns of `GIVEN`, each with one item for each completion.
 
         Raises:
-            BadInput: lists of different lengths, a column that a function needs and there is not, or a function that returns
-                something else than one number or None for each completion.
+            BadInput: lists of different lengths, a missing column that a function needs, or a function that does not return one number
+                or None for each completion.
             ArgosyError: a function that was loaded before cannot be loaded again, after its process had to be ended.
         """
         self._check(prompts, completions, columns)
@@ -235,13 +236,13 @@ def open_rewards(
 
     Args:
         workers: processes for functions; all functions are loaded in each.
-        columns: the names of the data's further columns, to check at once what functions need; otherwise checked in each call.
+        columns: names of the data's further columns, to check the functions' parameters now; None: they are checked in each call.
         load: loads the language model of a folder; `argosy.infer.load.load_lm` if not given.
-        say: is told the first failure of each kind of each reward, when it happens; by default written to stderr.
+        say: called with the first failure of each kind of each reward; by default it is written to stderr.
 
     Raises:
         BadInput, SettingsError: no rewards, no such file, function, built-in or folder; a file that cannot be imported, with its line;
-            a function that needs a column that there is not; a model without a head of one score.
+            a function that needs a missing column; a model without a head of one score.
         ArgosyError: a process cannot be started, or ends while it loads.
     """
     if not rewards:

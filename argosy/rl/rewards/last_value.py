@@ -1,10 +1,10 @@
-r"""The last number or expression of a prose text, whole or not at all: of `\frac{1}{2}` never the 2.
+r"""Finds the last number or expression of a prose text, always whole: in `\frac{1}{2}` never the 2.
 
 A text is split into runs of numbers, variables, LaTeX commands, operators and brackets; words, relations (`=`), dollars and line ends
 stand between runs. The last run with a number or a command is the value. It is none where it breaks off (`= 4 *`, `\frac{1`), lacks
 an operand (`3 * apples`), or is arithmetic that is not carried out (`2 + 3`), which would let a text earn by restating the question.
 
-It does not know which letters are units: a letter behind a number is one if it stands in `UNIT`, otherwise a variable.
+It has no list of all units: a letter after a number is a unit if it is in `UNIT`, otherwise a variable.
 """
 
 import re

@@ -18,8 +18,9 @@ def math_verify(
     finish_reasons: Sequence[str] | None = None,
     thinking_prompts: Sequence[bool] | None = None,
 ) -> list[float | None]:
-    """1 where the library finds the right answer in a completion; 0 elsewhere. None where it finds none in the column `answer`. If a
-    completion was cut, only a box counts."""
+    """1 if the library finds the right answer in a completion; 0 otherwise. None if it finds no answer in the column `answer`. In a
+    completion that was cut, only a box counts.
+    """
     cuts = [reason == "length" for reason in finish_reasons or ["stop"] * len(completions)]
     given = [None if right in (None, "", []) else (right, cut) for right, cut in zip(answer, cuts, strict=True)]
     return _each(completions, given, lambda text, its: _verified(text, *its), thinking_prompts)

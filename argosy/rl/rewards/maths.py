@@ -1,12 +1,13 @@
-"""The answer of a text to a question of mathematics, and whether it is the right one.
+"""Grades solutions to questions of mathematics: extracts the final answer and compares it with the right one.
 
     grade("... so the sum is $\\boxed{\\frac{14}{3}}$.", "14/3")            # True
 
 `final_answer` finds the answer. Answers are compared as tuples, intervals, sets and matrices part by part, as numbers and expressions
 by value (`maths_expression`), as equations up to a factor, otherwise as text without regard to case.
 
-What graders differ in: 10% is 10 and also 0.1, as in Hendrycks' MATH (arXiv:2103.03874) and math-verify; a list has an order, as in
-MATH, where {} has none; 1,000 is a thousand and 1,5 a list, since a comma is no decimal point; 2\\frac13 and 2 1/3 are seven thirds.
+Graders differ in some conventions. Here 10% is 10 and also 0.1, as in Hendrycks' MATH (arXiv:2103.03874) and math-verify; a list has an
+order, as in MATH, where {} has none; 1,000 is a thousand and 1,5 a list, since a comma is no decimal point; 2\\frac13 and 2 1/3 are
+seven thirds.
 """
 
 import re
@@ -21,7 +22,7 @@ OPEN, CLOSE = "([{", ")]}"
 
 
 def reference_answer(answer: object) -> str:
-    """The right answer from a column: a number, an answer, or a solution that ends with one in a box or behind ####."""
+    """The right answer from a column: a number, an answer, or a solution that ends with an answer in a box or after ####."""
     text = str(answer)
     if "\\boxed" in text or "\\fbox" in text or "####" in text:
         return final_answer(text) or text
@@ -29,12 +30,12 @@ def reference_answer(answer: object) -> str:
 
 
 def grade(completion: str, answer: object, *, cut: bool = False, strict: bool = False, thinking: bool = False) -> bool:
-    """Whether a completion ends with the right answer, behind its thoughts.
+    """Whether a completion ends with the right answer, thoughts aside.
 
     Args:
-        cut: the limit of tokens ended it: only an answer that it finished counts.
-        strict: only a box or what stands behind #### counts.
-        thinking: the prompt has opened a thought.
+        cut: whether the token limit ended it; then only a finished answer counts.
+        strict: whether only a box or the text after #### counts.
+        thinking: whether the prompt has opened a thought.
     """
     text = without_thoughts(completion, thinking)
     given = None if text is None else final_answer(text, cut=cut, strict=strict)
@@ -54,7 +55,8 @@ def equal(a: str, b: str) -> bool:
 
 
 def normalized(text: str) -> str:
-    """An answer without what does not change its meaning: dollars, styles, spaces of LaTeX, degrees, separators of thousands."""
+    """An answer without notation that does not change its meaning: dollars, styles, spaces of LaTeX, degrees, separators of thousands.
+    """
     text = text.strip().strip("$").strip().rstrip(".").strip()
     text = re.sub(r"^\\\(|\\\)$|^\\\[|\\\]$", "", text)
     text = re.sub(r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\.?", "", text)

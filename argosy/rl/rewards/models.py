@@ -33,8 +33,9 @@ class ModelReward:
         return cls(lm)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-        """The scores [n], NaN where a conversation cannot be scored (longer than the model's context, for example), and for each of
-        these its row, the kind of failure and a message."""
+        """The scores [n], and the failures as (row, kind, message). The score is NaN where a conversation cannot be scored, for example
+        because it is longer than the model's context.
+        """
         from argosy.infer.scores import conversation_ids
 
         scores, failed = np.full(len(completions), np.nan, np.float32), list[tuple[int, str, str]]()

@@ -1,8 +1,9 @@
-"""Processes that run reward functions (`child.py`): started once, kept, ended after their time, started again.
+"""Processes that run reward functions (`child.py`). A process is started once and reused; one that exceeds its time is ended and
+replaced.
 
 They are new interpreters, never forks: this process may have jax's threads. So neither a function that never returns nor one that
-crashes the interpreter can harm the run. It knows nothing of rewards: a call is a function's number and its arguments, an answer is
-what came back.
+crashes the interpreter can harm the run. This module knows nothing of rewards: a call is a function's number and its arguments, and its
+reply is whatever the process sent back.
 """
 
 import json
@@ -32,7 +33,13 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class RewardCall:
-    """One call of one function. arguments: its arguments, made when a process is free, so that few are in memory at once."""
+    """One call of one function.
+
+    function: number of the function.
+    count: number of completions.
+    arguments: makes the arguments once a process is free, so that few are in memory at once.
+    timeout: limit in seconds.
+    """
 
     function: int
     count: int
@@ -78,7 +85,10 @@ class RewardPool:
         self.run([])
 
     def run(self, calls: Sequence[RewardCall], done: Callable[[int, Answer], None] = lambda *_: None) -> list[Answer]:
-        """The answer to each call, in order; `done` is told each as it comes.
+        """The replies to calls, in order.
+
+        Args:
+            done: called with the index and the reply of each call as it arrives.
 
         Raises:
             ArgosyError: a process cannot be started, or cannot load its functions again.
@@ -102,7 +112,7 @@ class RewardPool:
         return answers
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the worker processes."""
         self._end()
 
     def _start(self) -> None:

@@ -1,6 +1,7 @@
-"""The settings of reinforcement learning, without jax. So far its rewards.
+"""The settings of rewards, without jax.
 
-A root that has rewards holds `reward: Annotated[list[Reward], Repeats("of")]`, so that `reward=a.py:f reward=b.py:g` are two.
+A settings tree with rewards has the field `reward: Annotated[list[RewardSettings], Repeats("of")]`, so that `reward=a.py:f
+reward=b.py:g` are two rewards.
 """
 
 from pydantic import Field, field_validator
@@ -9,17 +10,18 @@ from argosy.core.settings import Settings
 
 
 class RewardSettings(Settings):
-    """One reward of a completion, and how much it counts."""
+    """One reward of a completion, and its weight."""
 
     of: str
     """Where the reward comes from: FILE.py:FUNCTION (from the working directory), package.module:FUNCTION, the name of a built-in
     (`exact`, `maths`, `maths_strict`, `math_verify`, `format`, `code`), or the
     folder of a reward model, a model with a head of one score."""
     weight: float = 1.0
-    """What the reward is multiplied by before rewards are added. A negative weight makes a penalty of it."""
+    """Factor of the reward before rewards are added. A negative weight makes it a penalty."""
     timeout: float = Field(10.0, gt=0)
-    """Seconds for one call of the function, which is then ended with its process and its completions have no reward. A call is the
-    whole batch; one completion if the function says `per_completion = True`. Models have no limit."""
+    """Limit of one call of the function, in seconds. A call that exceeds it is ended with its process, and its completions have no
+    reward. A call scores the whole batch, or one completion if the function says `per_completion = True`. Models have no limit.
+    """
 
     @field_validator("of")
     @classmethod

@@ -1,4 +1,4 @@
-"""Where rewards come from: `Reward.of`, read and checked as far as that needs nobody else's code to run."""
+"""Resolves `RewardSettings.of` to a function or model, and checks it as far as that needs no user code to run."""
 
 import os
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ REWARDS = Registry(
     {name: f"argosy.rl.rewards.builtin:{name}" for name in ("exact", "format", "maths", "maths_strict", "code")}
     | {"math_verify": "argosy.rl.rewards.math_verify_reward:math_verify"},
 )
+REWARDS.add_installed("argosy.rewards")
 
 # What a run knows of each completion beside its text. A function gets it if it has a parameter of that name. finish_reasons: `stop`, or
 # `length` where the limit of tokens cut it. thinking_prompts: whether the rendered prompt ends inside a thought.
@@ -26,10 +27,10 @@ HINT = "write FILE.py:FUNCTION, package.module:FUNCTION, a built-in reward or th
 
 
 def source_of(reward: RewardSettings) -> dict[str, Any] | Path:
-    """What a process needs to load the function, or the folder of a model.
+    """The description from which a process loads the function, or the folder of a model.
 
-    A file's source is read here, once, so that every process runs the same, also one that starts later. What the file imports is
-    not.
+    A file's source is read here, once, so that every process runs the same, also one that starts later. Modules that the file imports
+    are not covered by this.
 
     Raises:
         BadInput: there is no such file, built-in or folder, or a built-in's library is missing.
@@ -41,7 +42,7 @@ def source_of(reward: RewardSettings) -> dict[str, Any] | Path:
         return {"of": of, "file": os.path.abspath(place), "function": function, "source": text_of_file(place, of)}
     if of.endswith(".py"):
         raise BadInput(f"`{of}` names a file and no function", hint=f"write `{of}:FUNCTION`")
-    if of in REWARDS._items:
+    if of in REWARDS:
         return _builtin(of, reward.timeout)
     if Path(of).is_dir():
         return Path(of)
@@ -66,7 +67,7 @@ def text_of_file(place: str, of: str, noun: str = "reward") -> str:
     """The source of a file.
 
     Raises:
-        BadInput: there is none, or it is no text.
+        BadInput: the file does not exist, or is no text.
     """
     path = Path(place)
     try:
@@ -81,7 +82,7 @@ def text_of_file(place: str, of: str, noun: str = "reward") -> str:
 
 
 def reward_names(rewards: Sequence[RewardSettings]) -> list[str]:
-    """A short name for each reward, as metrics have it: that of the function or folder, with its file or module where two are alike.
+    """A short name for each reward, used in metrics: the function's or folder's, with its file or module where two are equal.
 
     Raises:
         BadInput: the same reward is given twice.
@@ -107,10 +108,11 @@ def _with_place(of: str) -> str:
 
 
 def check_functions(sources: Sequence[dict[str, Any]], about: Sequence[dict[str, Any]], columns: Sequence[str] | None) -> None:
-    """Checks what a process found when it loaded the functions, against the columns of the data if they are known.
+    """Checks what a process reported when it loaded the functions, and their parameters against the columns of the data if they are
+    known.
 
     Raises:
-        BadInput, SettingsError: a function cannot be loaded, or needs what there is not.
+        BadInput, SettingsError: a function cannot be loaded, or needs a missing column.
     """
     mistakes: list[UserError] = []
     for source, known in zip(sources, about, strict=True):
@@ -133,7 +135,7 @@ def _not_usable(source: dict[str, Any], wrong: dict[str, Any]) -> UserError:
 
 
 def lacking(of: str, known: dict[str, Any], columns: Sequence[str] | None) -> BadInput | None:
-    """The mistake of a function that does not take completions, or needs columns that there are not."""
+    """The error of a function that does not take completions, or needs a missing column; None if it is usable."""
     if not known["every"] and "completions" not in known["takes"]:
         hint = "def reward(completions, **columns), or with `prompts` and columns by name"
         return BadInput(f"the reward `{of}` has no parameter `completions`", hint=hint)

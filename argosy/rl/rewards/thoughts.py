@@ -1,8 +1,8 @@
-"""The text behind the thoughts of a reasoning model. Rewards grade that alone: a thought may try every answer.
+"""The text after the thoughts of a reasoning model. Rewards grade only that text: a thought may try every answer.
 
 The marks are those of DeepSeek R1, Qwen 3 and SmolLM 3, of Mistral's Magistral, of Kimi VL and of Seed OSS. gpt-oss writes thoughts as
-messages of a channel (`infer.tools.channels`), whose marks are special tokens and decode to nothing: where a completion becomes text,
-they become `<think>`. Where a chat template opens the thought at the end of the prompt, a completion has the closing mark only.
+messages of a channel (`infer.tools.channels`), whose marks are special tokens and decode to nothing; they become `<think>` when a
+completion is converted to text. If a chat template opens the thought at the end of the prompt, a completion has the closing mark only.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ TAIL = 24
 
 
 def without_thoughts(text: str, thinking: bool = False) -> str | None:
-    """What a completion says after its last thought; None if a thought is not closed.
+    """The text of a completion after its last thought; None if a thought is not closed.
 
     Args:
-        thinking: the prompt has opened a thought.
+        thinking: whether the prompt has opened a thought.
     """
     after = max((text.rfind(close) + len(close) for _, close in MARKS if close in text), default=None)
     if after is None and thinking:
@@ -33,8 +33,9 @@ def without_thoughts(text: str, thinking: bool = False) -> str | None:
 
 
 def text_with_thoughts(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of a completion, in which thoughts of channels stand between `<think>` and `</think>`. A thought that no message follows
-    is not closed."""
+    """The text of a completion, with thoughts of channels between `<think>` and `</think>`. A thought that no message follows is not
+    closed.
+    """
     from argosy.infer.tools.channels import ChannelParser, channel_marks
 
     marks = channel_marks(tokenizer)

@@ -1,13 +1,13 @@
 """Rollouts as batches: prompts are answered, and updates learn from the completions.
 
-    prompts -> completions -> what they teach (a `Signal`) -> packed parts -> `epochs` times `minibatches` updates
+    prompts -> completions -> a training signal (`Signal`) -> packed parts -> `epochs` times `minibatches` updates
 
 A signal is rewards of the policy's completions (`reward_signal`), or a teacher's distributions at them (`teacher_signal`).
 
-Completions depend on the weights of the moment, so `advance` reads the training state before each batch; where updates of the last
-rollout are left, nothing is sampled. A position is the place in the prompts and the number of the rollout; updates that are left are
-arrays beside it, since the weights that sampled them are gone, and so are rollouts that were sampled ahead. So a run that was killed
-goes on bit for bit, wherever it was.
+Completions depend on the current weights, so `advance` reads the training state before each batch. While updates of the last rollout
+remain, it samples nothing. A position holds the place in the prompts and the number of the rollout. The remaining updates and the
+rollouts that were sampled ahead are stored beside it as arrays, since the weights that sampled them are gone. So a killed run resumes
+bit for bit from any batch.
 """
 
 from abc import ABC, abstractmethod
@@ -37,18 +37,20 @@ Engine = Callable[[], LM | RemoteSampler]
 
 
 class Signal(Complaining, ABC):
-    """What updates learn from completions.
+    """The training signal of a rollout: it samples completions and turns them into updates.
 
-    prompts: of the run. held_out: to evaluate.
-    rollout: how completions are sampled.
-    batch: completions of a rollout.
-    shape: of the parts that they are packed into.
-    seed: of the run.
-    place, number: in the prompts, and of the rollout that is sampled next.
-    identity: what decides the updates beside the prompts.
-    trainer: what the run lends, from `begin` on.
-    keep: is called with the completions of each rollout.
-    interrupted: whether what is being sampled is given up.
+    prompts: the prompts of the run.
+    held_out: the prompts of the evaluation.
+    rollout: the settings of sampling.
+    batch: number of completions in a rollout.
+    shape: the shape of the parts that completions are packed into.
+    seed: the random seed of the run.
+    place: index of the next prompt.
+    number: number of the rollout that is sampled next.
+    identity: the settings, beside the prompts, that decide the updates.
+    trainer: access to the run's weights and models, from `begin` on.
+    keep: called with the completions of each rollout.
+    interrupted: whether the current sampling is to be given up.
     """
 
     def __init__(
@@ -64,44 +66,50 @@ class Signal(Complaining, ABC):
         self.interrupted: Callable[[], bool] = lambda: False
 
     def records(self, number: int) -> int:
-        """Prompts of a rollout."""
+        """Number of prompts in a rollout."""
         return self.batch // self.rollout.completions
 
     @abstractmethod
     def sample(self, engine: Engine, seen: int) -> SampledRollout:
-        """Samples the next rollout. If it raises, the place in the prompts is what it was.
+        """Samples the next rollout. If it raises, the place in the prompts is unchanged.
 
         Args:
-            engine: gives the model, with the weights that have learned from `seen` rollouts.
+            engine: builds the model with the weights that have learned from `seen` rollouts.
 
         Raises:
-            Interrupted: it was given up. Ended: too few prompts are left. SamplersLost: what samples elsewhere cannot go on.
+            Interrupted: sampling was given up.
+            PromptsExhausted: too few prompts are left.
+            SamplersLost: the sampling processes cannot go on.
         """
 
     @abstractmethod
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
-        """What is learned from a rollout."""
+        """The updates that learn from a rollout."""
 
     @abstractmethod
     def evaluate(self, state: Any, engine: Engine, most: int) -> dict[str, float]:
-        """Numbers of greedy completions of held-out prompts, at most so many.
+        """Metrics of greedy completions of held-out prompts.
+
+        Args:
+            most: largest number of prompts.
 
         Raises:
-            Interrupted: it was given up. SamplersLost: what samples elsewhere cannot go on.
+            Interrupted: sampling was given up.
+            SamplersLost: the sampling processes cannot go on.
         """
 
     def close(self) -> None:
-        """Ends what it has started."""
+        """Ends the processes and threads that the signal started."""
 
 
 class RolloutBatches(Batches):
-    """Updates of one rollout after the other. Nothing is sampled before the first `advance`.
+    """The updates of one rollout after another, as batches. Nothing is sampled before the first `advance`.
 
-    signal: what updates learn.
-    place: in the prompts, after the last rollout.
-    number: rollouts so far.
-    tokens: of all updates that were handed out.
-    failed: why there are no more, where that is an error: the run ends with it when it has saved.
+    signal: samples rollouts and makes their updates.
+    place: index of the prompt after the last rollout.
+    number: number of rollouts so far.
+    tokens: number of tokens in all updates so far.
+    failed: the error that ended sampling, if one did; the run raises it after it has saved.
     """
 
     bytes_per_token = None
@@ -128,27 +136,28 @@ class RolloutBatches(Batches):
     def begin(
         self, trainer: Trainer, say: Say, keep: Callable[[Sequence[TrajectoryRecord]], None], interrupted: Callable[[], bool]
     ) -> None:
-        """Takes what a run lends, before the first `advance`.
+        """Connects the signal to the run, before the first `advance`.
 
         Args:
+            trainer: access to the run's weights and models.
             keep: called with the completions of each rollout.
-            interrupted: whether to stop. Then a rollout is given up, which is sampled again later; except one that is sampled ahead,
-                whose weights will be gone.
+            interrupted: whether to stop. The current rollout is then given up and sampled again after a resume. A rollout that is
+                sampled ahead is finished instead, because its weights will be gone.
         """
         self.stopping = interrupted
         self.signal.trainer, self.signal.say, self.signal.keep, self.signal.interrupted = trainer, say, keep, self.gives_up
 
     def gives_up(self) -> bool:
-        """Whether what is being sampled is given up."""
+        """Whether the current sampling is to be given up."""
         return self.closing or (self.stopping() and (self.evaluating or not self.rollout.ahead))
 
     # ---------------------------------------------------------------- as batches
 
     def advance(self, state: Any) -> None:
-        """Samples a rollout with the weights of a state, unless updates of the last one are left.
+        """Samples a rollout with the weights of a training state, unless updates of the last rollout remain.
 
         Raises:
-            ArgosyError: nothing can be learned, or no prompt fits.
+            ArgosyError: no completion has a reward, or no prompt fits.
         """
         if self.queue or self.failed is not None:
             return
@@ -167,7 +176,7 @@ class RolloutBatches(Batches):
         return RolloutBatch(made.parts, made.numbers | {"tokens": self.tokens})
 
     def position(self) -> dict[str, Any]:
-        """Waits for what is sampled ahead."""
+        """The position of the batches. Waits for the rollouts that are being sampled ahead."""
         position = {"place": self.place, "rollout": self.number, "tokens": self.tokens, "waiting": stored_batches(self.queue)[1]}
         return position | {"ahead": stored_rollouts(self.ahead.settled())[1]}
 
@@ -236,7 +245,7 @@ class RolloutBatches(Batches):
         return self.signal.trainer
 
     def next_updates(self, state: Any) -> list[RolloutBatch]:
-        """The updates of the next rollout. If it raises, the position is what it was."""
+        """The updates of the next rollout. If it raises, the position is unchanged."""
         if not self.rollout.ahead:
             made = self.collected((self.trainer.weights(state), self.number))
         else:
@@ -250,12 +259,20 @@ class RolloutBatches(Batches):
         return self.signal.updates(state, made)
 
     def collected(self, position: tuple[Any, int]) -> SampledRollout:
-        """A rollout by these weights, which may be sampled ahead, in a thread of its own."""
+        """Samples a rollout; with `rollout.ahead` in a thread of its own.
+
+        Args:
+            position: the weights, and the number of rollouts that they have learned from.
+        """
         weights, seen = position
         return self.signal.sample(lambda: self.trainer.engine(weights), seen)
 
     def evaluated(self, state: Any, most: int) -> dict[str, float] | None:
-        """Numbers of greedy completions of held-out prompts, at most so many; None if it was interrupted."""
+        """Metrics of greedy completions of held-out prompts; None if it was interrupted.
+
+        Args:
+            most: largest number of prompts.
+        """
         if self.held_out is None:
             return {}
         # The engine does one thing at a time.

@@ -1,7 +1,7 @@
-"""Answers to prompts, sampled by the engine with the weights of the moment.
+"""Completions of prompts, sampled by the engine with the current weights.
 
-Every rollout has random streams of its own: the run's seed, the number of the rollout and the place of the answer decide them, and
-nothing else does. The end-of-sequence token is part of an answer and is learned, because without it stopping is never learned.
+Every rollout has its own random streams: the run's seed, the number of the rollout and the index of the completion decide them, and
+nothing else does. The end-of-sequence token is part of a completion and is learned, because without it the model never learns to stop.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +20,20 @@ ROLLOUT, EVALUATION = 0, 1
 
 
 class Interrupted(ArgosyError):
-    """A signal asked the run to stop while answers were generated; they are given up."""
+    """A signal asked the run to stop while completions were generated; they are given up."""
 
 
 class SamplersLost(ArgosyError):
-    """What samples elsewhere cannot go on. The run saves what it has learned, and ends with this."""
+    """The sampling processes cannot go on. The run saves what it has learned, and ends with this error."""
 
 
 class SamplingRequest(NamedTuple):
-    """How prompts are answered.
+    """How prompts are completed.
 
-    most: tokens of an answer, its end included. seed: of this call alone; answers to equal prompts differ by their place. ignore_eos:
-    no token ends an answer.
+    most: limit of a completion in tokens, the end-of-sequence token included.
+    sampling: temperature and truncation.
+    seed: random seed of this call alone; completions of equal prompts differ by their index.
+    ignore_eos: whether completions go on after an end-of-sequence token.
     """
 
     most: int
@@ -42,8 +44,12 @@ class SamplingRequest(NamedTuple):
 
 @dataclass
 class SampledCompletion:
-    """The tokens of an answer, the log-probability of each in the distribution that it was drawn from, and whether the answer came to
-    its own end."""
+    """A completion in tokens.
+
+    tokens: its token ids.
+    logprobs: the log-probability of each token in the distribution that it was drawn from.
+    ended: whether it ended by itself, before the limit.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -52,8 +58,11 @@ class SampledCompletion:
 
 @runtime_checkable
 class RemoteSampler(Protocol):
-    """A language model whose engines are in other processes. lost: processes that ended while they sampled for it. weights_s: seconds
-    in which its weights got there."""
+    """A language model whose engines run in other processes.
+
+    lost: number of processes that ended while they sampled.
+    weights_s: seconds that it took to send the weights.
+    """
 
     tokenizer: Any
     lost: int
@@ -62,7 +71,12 @@ class RemoteSampler(Protocol):
     def drawn(
         self, prompts: Sequence[Sequence[int]], request: SamplingRequest, interrupted: Callable[[], bool]
     ) -> list[SampledCompletion]:
-        """An answer to each prompt. Raises Interrupted, SamplersLost."""
+        """A completion of each prompt.
+
+        Raises:
+            Interrupted: a signal asked the run to stop.
+            SamplersLost: the processes cannot go on.
+        """
         ...
 
     def sleep(self) -> None: ...
@@ -70,19 +84,19 @@ class RemoteSampler(Protocol):
 
 @dataclass
 class Episode:
-    """How an answer of several turns went.
+    """The course of a completion of several turns.
 
-    turns: messages of the assistant and of the environment, in order; those of a text have the environment's role.
-    reward: the sum of the environment's rewards; None: it gave none.
+    turns: messages of the assistant and of the environment, in order. Turns of a text prompt have the environment's role.
+    reward: the sum of the environment's rewards; None if it gave none.
     rewards: the environment's reward of each turn that it replied to.
-    starts: the place of the first token of each of the model's turns in the answer.
-    said: the place of each of the model's turns in `turns`.
-    turn_count: turns of the model.
-    failure: why the answer has no reward (`raised`, `timed out`, `died`, `not rendered`), with its message.
-    why: the reason of its end (`done`, `environment`, `turns`, `room`, `failed`).
-    observed: tokens of the environment.
-    cut: observations that were too long.
-    counts: the numbers that the environment counted.
+    starts: index of the first token of each model turn in the completion.
+    said: index of each model turn in `turns`.
+    turn_count: number of model turns.
+    failure: why the completion has no reward (`raised`, `timed out`, `died`, `not rendered`), with its message.
+    why: why the episode ended (`done`, `environment`, `turns`, `room`, `failed`).
+    observed: number of tokens that the environment wrote.
+    cut: number of observations that were cut to the limit.
+    counts: numbers that the environment counted, by name.
     begun: the tokens of the prompt, if the environment spoke first.
     """
 
@@ -102,11 +116,15 @@ class Episode:
 
 @dataclass
 class Trajectory:
-    """An answer to a prompt.
+    """A prompt and its completion.
 
-    tokens: after the prompt, the end-of-sequence token included. live: whether the policy made each of them; an environment made the
-    others. logprobs: of each in the distribution that it was drawn from; NaN for the environment's. ended: by its own end, not by the
-    limit. text: of the tokens, without the end. played: with an environment, how it went. thinking: the prompt ends inside a thought.
+    tokens: tokens after the prompt, the end-of-sequence token included.
+    live: whether the policy sampled the token; the environment wrote the others.
+    logprobs: log-probability of each token in the distribution that it was drawn from; NaN for the environment's tokens.
+    ended: whether the completion ended by itself, before the limit.
+    text: the text of the tokens, without the end-of-sequence token.
+    played: with an environment, the course of its turns.
+    thinking: whether the prompt ends inside a thought.
     """
 
     prompt: Prompt
@@ -120,12 +138,14 @@ class Trajectory:
 
     @property
     def finish_reason(self) -> str:
-        """`stop`, or `length` where the limit of tokens cut it."""
+        """`stop`, or `length` if the token limit cut the completion."""
         return "stop" if self.ended else "length"
 
     @property
     def said(self) -> Any:
-        """The answer as rewards read it: a text, or messages where the prompt is messages, as in TRL. With an environment all turns."""
+        """The completion as reward functions receive it: a text, or messages if the prompt is messages, as in TRL. With an environment,
+        all turns.
+        """
         if self.played is not None and not isinstance(self.prompt.content, str):
             return [{name: item for name, item in one.items() if name != "reward"} for one in self.played.turns]
         return self.text if isinstance(self.prompt.content, str) else [{"role": "assistant", "content": self.text}]
@@ -140,16 +160,16 @@ def sample_trajectories(
     interrupted: Callable[[], bool] = lambda: False,
     ignore_eos: bool = False,
 ) -> list[Trajectory]:
-    """One answer to each of these prompts, in their order; a prompt may occur several times.
+    """One completion of each prompt, in their order; a prompt may occur several times.
 
     Args:
-        most: tokens of an answer, its end included.
-        seed: of this call alone. Answers to equal prompts differ by their place.
-        interrupted: asked between steps.
-        ignore_eos: no token ends an answer.
+        most: limit of a completion in tokens, the end-of-sequence token included.
+        seed: random seed of this call alone; completions of equal prompts differ by their index.
+        interrupted: asked between steps whether to stop.
+        ignore_eos: whether completions go on after an end-of-sequence token.
 
     Raises:
-        Interrupted: it said yes.
+        Interrupted: `interrupted` returned True.
     """
     how, asked = SamplingRequest(most, sampling, seed, ignore_eos), [one.tokens for one in prompts]
     found = sample_completions(lm, asked, how, interrupted) if isinstance(lm, LM) else lm.drawn(asked, how, interrupted)
@@ -165,13 +185,13 @@ def sample_trajectories(
 def sample_completions(
     lm: LM, prompts: Sequence[Sequence[int]], sampling: SamplingRequest, interrupted: Callable[[], bool] = lambda: False, first: int = 0
 ) -> list[SampledCompletion]:
-    """One answer to each of these prompts, in token ids, by the engine of this process.
+    """One completion of each prompt, in token ids, by the engine of this process.
 
     Args:
-        first: the place of the first prompt among those that are answered by the same seed.
+        first: index of the first prompt among all prompts that are sampled with this seed.
 
     Raises:
-        Interrupted: it said yes, between two steps.
+        Interrupted: `interrupted` returned True between two steps.
     """
     ends = frozenset[int]() if sampling.ignore_eos else frozenset(lm.stops())
     asked = [Request(list(one), sampling.most, sampling.sampling, ends, sampling.seed, row) for row, one in enumerate(prompts, first)]

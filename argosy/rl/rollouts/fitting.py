@@ -1,4 +1,4 @@
-"""The prompts of a rollout: the next that leave room for a completion, and whether sizes fit each other."""
+"""The next prompts of a rollout that leave room for a completion, and checks that sizes of a rollout fit each other."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -22,11 +22,14 @@ def next_that_fit(
     """The next prompts that fit, and the place after them.
 
     Args:
-        prompts: (first, count) -> those at these places, fewer where they end. fit: keeps those that fit.
-        longest: tokens of a prompt, for the error. most: places that may be passed over.
+        prompts: (first, count) -> the prompts from `first` on; fewer at the end of the data.
+        fit: returns those prompts that fit.
+        longest: limit of a prompt in tokens, for the error message.
+        most: number of prompts that may be skipped.
 
     Raises:
-        Ended: too few are left. BadInput: none fits.
+        PromptsExhausted: too few prompts are left.
+        BadInput: no prompt fits.
     """
     out: list[K] = []
     begin = place
@@ -43,7 +46,7 @@ def next_that_fit(
 
 
 def length_warning(prompt: Prompt, longest: int) -> str:
-    """What is said of a prompt that is too long."""
+    """The warning about a prompt that is too long."""
     return (
         f"{prompt.where}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer and is passed over, as are others of "
         f"more than {longest} (data.sequence - rollout.tokens)"
@@ -51,13 +54,15 @@ def length_warning(prompt: Prompt, longest: int) -> str:
 
 
 def check_sizes(batch: int, rollout: Rollout, shape: PartShape, most: int | None, prompts: int) -> None:
-    """Checks that the answers of a rollout divide into groups and updates, and that there is room for a prompt before each.
+    """Checks that the completions of a rollout divide into groups and updates, and that prompts have room before them.
 
     Args:
-        most: prompts of all epochs; None: they do not end. prompts: of a rollout, at most.
+        batch: completions of a rollout.
+        most: number of prompts in all epochs; None if they do not end.
+        prompts: largest number of prompts in a rollout.
 
     Raises:
-        UserError: they do not, or there is none.
+        UserError: the sizes do not divide, or there is no room.
     """
     mistakes: list[UserError] = []
     n = rollout.completions

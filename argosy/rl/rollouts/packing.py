@@ -1,10 +1,10 @@
-"""Answers with their advantages, packed into parts of one shape, each of which a device computes at once.
+"""Packs completions with their advantages into parts of one shape. A device computes one part at a time.
 
-A part has R rows of T tokens. Prompts with their answers are packed into rows by best fit, rows into parts in that order; a part is
-closed when its rows or its S places for answers are full. How many parts there are depends on the lengths, so the number of programs
-does not, and little is computed for padding. See `rl.policy.objective` for the arrays.
+A part has R rows of T tokens and S places for completions. Prompts with their completions are packed into rows by best fit, and rows
+into parts in that order; a part is closed when its rows or its places are full. The lengths change only the number of parts, so one
+program serves all, and little is computed for padding. See `rl.policy.objective` for the arrays.
 
-Where the shape says that prompts are shared, answers to one prompt that stand in one row follow a single copy of it (Liu et al. 2025,
+With `PartShape.shared`, the completions of one prompt that stand in one row follow a single copy of it (Liu et al. 2025,
 arXiv:2506.05433). The prompt's last token is repeated before each, because it has another target for each.
 """
 
@@ -28,11 +28,11 @@ SHORTER = 8
 class PartShape:
     """The shape of a part of a rollout.
 
-    rows: of packed answers.
+    rows: number of rows.
     sequence: tokens of a row.
-    longest: tokens of the longest answer.
-    teacher_sequence: tokens of a row by another tokenizer, a teacher's; 0: none reads it.
-    shared: answers to one prompt share it.
+    longest: limit of a completion in tokens.
+    teacher_sequence: tokens of a row in a teacher's other tokenizer; 0 without one.
+    shared: whether completions of one prompt share one copy of it.
     """
 
     rows: int
@@ -47,13 +47,17 @@ class PartShape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By the letters of the fields' axes."""
+        """The sizes of the axes that belong to one field, by letter."""
         return {"S": self.answers, "L": self.longest} | ({"U": self.teacher_sequence} if self.teacher_sequence else {})
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one update learns from. numbers: metrics of the host, which are logged with the update."""
+    """The batch of one update.
+
+    parts: the packed parts, whose gradients are summed.
+    numbers: metrics of the rollout, which are logged with the update.
+    """
 
     parts: Sequence[Batch]
     numbers: dict[str, float]
@@ -61,28 +65,40 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Packed answers without what is to be learned from them. owners: [S], the answer in each place, -1: none."""
+    """Packed completions without advantages.
+
+    rows: the arrays of the rows.
+    owners: [S], the index of the completion in each place; -1 for an empty place.
+    """
 
     rows: Batch
     owners: np.ndarray
 
     def filled(self, columns: Mapping[str, np.ndarray]) -> Batch:
-        """The part with numbers of the answers' tokens, [B L] each."""
+        """The part with columns of per-token numbers added.
+
+        Args:
+            columns: arrays [B L] over all completions, by name.
+        """
         there = (self.owners >= 0)[:, None]
         own = {name: np.where(there, values[self.owners], np.zeros((), values.dtype)) for name, values in columns.items()}
         return {**self.rows, **own}
 
     def spread(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Writes what was found for each place, [S ...], to its answer, [B ...]."""
+        """Scatters the values of this part's places [S ...] to the completions they belong to.
+
+        Args:
+            out: [B ...], written in place.
+        """
         there = self.owners >= 0
         out[self.owners[there]] = values[there]
 
 
 def per_token(answers: Sequence[Trajectory], longest: int, label: str) -> np.ndarray:
-    """`live` or `logprobs` of answers as [B L], 0 beyond their end.
+    """`live` or `logprobs` of completions as an array [B L], 0 beyond their ends.
 
     Raises:
-        BadInput: an answer is longer.
+        BadInput: a completion is longer than `longest`.
     """
     out = np.zeros((len(answers), longest), np.float32)
     for row, answer in enumerate(answers):
@@ -96,13 +112,14 @@ def per_token(answers: Sequence[Trajectory], longest: int, label: str) -> np.nda
 def pack_trajectories(
     answers: Sequence[Trajectory], numbers: Sequence[int], shape: PartShape, room: np.ndarray | None = None
 ) -> list[PackedPart]:
-    """Parts of the answers of these numbers.
+    """Packs some of the completions into parts.
 
     Args:
-        room: what each of all answers takes of a row, at least its tokens and its prompt's; None: just these.
+        numbers: the indices of the completions to pack.
+        room: tokens of a row that each completion occupies, at least those of itself and its prompt; None: just these.
 
     Raises:
-        BadInput: a prompt with its answer is longer than a row.
+        BadInput: a prompt with its completion is longer than a row.
     """
     sizes = np.array([len(answers[i].prompt.tokens) + len(answers[i].tokens) for i in numbers], np.int64)
     if sizes.max(initial=0) > shape.sequence:
@@ -121,7 +138,11 @@ def pack_trajectories(
 
 
 def best_fit_bins(sizes: np.ndarray, room: int) -> list[list[int]]:
-    """Which items share a bin of this room, by best fit."""
+    """Packs items into bins by best fit. Returns the indices of the items of each bin.
+
+    Args:
+        room: the capacity of a bin.
+    """
     bin_of = best_fit_decreasing(sizes, room)
     bins: list[list[int]] = [[] for _ in range(int(bin_of.max(initial=-1)) + 1)]
     for item, own in enumerate(bin_of.tolist()):
@@ -133,10 +154,12 @@ Prompts = Sequence[tuple[int, ...]]
 
 
 def rows_of_groups(prompts: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
-    """The answers of each row: groups, as many answers of each as fit beside their prompt, by best fit.
+    """The indices of the completions of each row, by best fit. A row's group has as many completions as fit beside their prompt.
 
     Args:
-        prompts: that of each answer. said: the tokens of each answer.
+        prompts: the prompt of each completion.
+        said: the number of tokens of each completion.
+        room: tokens of a row.
     """
     families, sizes = list[list[int]](), list[int]()
     for prompt, own in by_prompt(prompts).items():
@@ -148,8 +171,9 @@ def rows_of_groups(prompts: Prompts, said: np.ndarray, room: int) -> list[list[i
 
 
 def rows_in_order(prompts: Prompts, said: np.ndarray, room: int) -> list[list[int]]:
-    """The answers of each row, in order: each row is filled to its end, and a group goes on in the next one, with another copy of its
-    prompt. Arguments as `rows_of_groups`."""
+    """The indices of the completions of each row, filled in order. A group that does not fit continues in the next row, with another
+    copy of its prompt. The arguments are those of `rows_of_groups`.
+    """
     rows, left = list[list[int]](), 0
     for prompt, own in by_prompt(prompts).items():
         begun = False
@@ -171,7 +195,7 @@ def by_prompt(prompts: Prompts) -> dict[tuple[int, ...], list[int]]:
 
 
 def rows_by_part(rows: Sequence[list[int]], shape: PartShape) -> Iterator[list[list[int]]]:
-    """The answers of each row of each part."""
+    """Groups rows into parts. Yields, for each part, the indices of the completions of each of its rows."""
     part: list[list[int]] = []
     held = 0
     for row in rows:
@@ -188,8 +212,14 @@ def rows_by_part(rows: Sequence[list[int]], shape: PartShape) -> Iterator[list[l
 
 
 def packed_part(answers: Sequence[Trajectory], shape: PartShape, rows: list[list[int]]) -> PackedPart:
-    """One part: the answers of each of its rows. The last token of an answer is an input too, without a target. Where prompts are
-    shared, answers that follow each other in a row and have the same prompt share it."""
+    """Packs one part.
+
+    The last token of a completion is an input too, without a target. With `PartShape.shared`, neighboring completions of a row that
+    have the same prompt share it.
+
+    Args:
+        rows: the indices of the completions of each row.
+    """
     tokens, targets, segments, prefixes, positions = np.zeros((5, shape.rows, shape.sequence), np.int32)
     places, ends = np.zeros((shape.answers, shape.longest), np.int32), np.zeros(shape.answers, np.int32)
     owners = np.full(shape.answers, -1, np.int32)
@@ -226,7 +256,7 @@ def packed_part(answers: Sequence[Trajectory], shape: PartShape, rows: list[list
 
 
 def prompt_families(prompts: Sequence[Sequence[int]], shared: bool) -> list[list[int]]:
-    """Places that follow each other and have the same prompt; each alone where prompts are not shared."""
+    """Groups neighboring indices that have the same prompt. Each index stays alone where prompts are not shared."""
     found: list[list[int]] = []
     for i, prompt in enumerate(prompts):
         if shared and i and list(prompt) == list(prompts[i - 1]):
@@ -237,18 +267,18 @@ def prompt_families(prompts: Sequence[Sequence[int]], shared: bool) -> list[list
 
 
 def density(parts: Sequence[Batch]) -> float:
-    """The share of the tokens of parts that are no padding."""
+    """The share of the tokens of parts that are not padding."""
     return float(np.mean([np.mean(part["segments"] > 0) for part in parts])) if parts else 0.0
 
 
 def shared_share(parts: Sequence[PackedPart], answers: Sequence[Trajectory]) -> float:
-    """The share of the tokens of prompts and answers that parts do not repeat, because answers share prompts."""
+    """The share of prompt and completion tokens that is saved because completions share prompts."""
     alone = sum(len(answers[i].prompt.tokens) + len(answers[i].tokens) for part in parts for i in part.owners.tolist() if i >= 0)
     return 1 - sum(int(np.sum(part.rows["segments"] > 0)) for part in parts) / alone if alone else 0.0
 
 
 def stored_batches(experiences: Sequence[RolloutBatch]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """Experiences as arrays by name, and as JSON what else they are. Parts that several share, as epochs do, are stored once."""
+    """Batches as arrays by name, and their other data as JSON. Parts that several batches share, as epochs do, are stored once."""
     own: dict[int, int] = {}
     arrays: dict[str, np.ndarray] = {}
     for one in experiences:
@@ -259,7 +289,7 @@ def stored_batches(experiences: Sequence[RolloutBatch]) -> tuple[dict[str, np.nd
 
 
 def restored_batches(arrays: dict[str, np.ndarray], described: Sequence[dict[str, Any]]) -> list[RolloutBatch]:
-    """The experiences that `stored` gave."""
+    """The inverse of `stored_batches`."""
     held: dict[int | None, list[Batch]] = {None: []}
     for number in sorted({int(name.partition(".")[0]) for name in arrays}):
         own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{number}.")}

@@ -1,6 +1,7 @@
-"""Work that is done ahead in a thread of its own, one piece after the other, and whose results can be kept before they are taken.
+"""Runs tasks ahead of time in a thread, one after another. Their results can be saved before they are taken.
 
-Rollouts are sampled so while the trainer updates. JAX releases the interpreter while a device computes, so one thread is enough.
+The trainer uses it to sample rollouts while it updates. JAX releases the interpreter lock while a device computes, so one thread is
+enough.
 """
 
 import queue
@@ -15,10 +16,10 @@ Out = TypeVar("Out")
 
 
 class Prefetch(Generic[In, Out]):
-    """Pieces of work in their order.
+    """Tasks and their results, in order.
 
     Args:
-        do: the work, called in the thread. What it raises is raised by `take`, and nothing is done after it.
+        do: the task, called in the thread. `take` raises its exception, and no further task runs after it.
     """
 
     def __init__(self, do: Callable[[In], Out]):
@@ -29,7 +30,7 @@ class Prefetch(Generic[In, Out]):
         self._failed = False
 
     def __len__(self) -> int:
-        """Pieces that were submitted and not taken yet."""
+        """Number of tasks that were submitted and whose results were not taken yet."""
         return len(self._pieces)
 
     def submit(self, item: In) -> None:
@@ -42,15 +43,15 @@ class Prefetch(Generic[In, Out]):
         self._waiting.put((item, piece))
 
     def take(self) -> Out:
-        """Waits for the oldest piece and hands it out.
+        """Waits for the oldest task and returns its result.
 
         Raises:
-            Exception: what the work raised.
+            Exception: the exception of the task.
         """
         return self._pieces.popleft().result()
 
     def settled(self) -> list[Out]:
-        """Waits for all pieces. Returns those that are done, which stay; one that failed ends the list."""
+        """Waits for all tasks. Returns their results, up to the first task that failed; the results also stay in the queue."""
         out: list[Out] = []
         for piece in self._pieces:
             if piece.exception() is not None:
@@ -59,14 +60,14 @@ class Prefetch(Generic[In, Out]):
         return out
 
     def put_back(self, done: Sequence[Out]) -> None:
-        """Puts results at the end, as if they had been submitted."""
+        """Appends results to the queue, as if their tasks had been submitted."""
         for one in done:
             piece: Future[Out] = Future()
             piece.set_result(one)
             self._pieces.append(piece)
 
     def close(self) -> None:
-        """Waits for the piece that is being done, and does no other."""
+        """Waits for the running task, and runs no other."""
         self._failed = True
         self._waiting.put(None)
         if self._thread is not None:

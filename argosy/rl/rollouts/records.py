@@ -1,4 +1,4 @@
-"""What rollouts are made of: who scores answers, what a trainer lends, and the answers of a rollout."""
+"""The interfaces of a rollout: its judge, its access to the trainer, and the records of its completions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ from argosy.rl.rollouts.completions import RemoteSampler, Trajectory
 class Scores(Protocol):
     """The rewards of completions.
 
-    values: [B k], NaN where missing.
-    failed: [B], whether a reward of the completion failed, so that the completion is left out.
-    counts: by reward and kind of failure, the completions.
+    values: [B k], NaN where a reward is missing.
+    failed: [B], whether a reward of the completion failed; such completions are left out.
+    counts: number of failed completions, by reward and kind of failure.
     """
 
     @property
@@ -31,7 +31,7 @@ class Scores(Protocol):
 
 @runtime_checkable
 class Judge(Protocol):
-    """Scores answers by k rewards, and says what goes wrong (`rl.rewards.functions.Rewards`)."""
+    """Scores completions by k rewards, and reports failures (`rl.rewards.functions.Rewards`)."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -45,10 +45,10 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a training run lends to its rollouts.
+    """Access of a rollout to the training run.
 
-    weights: (state) -> the state's weights for the engine: its own arrays, copies on other devices, or what other processes get.
-    engine: (weights) -> the language model with these.
+    weights: (state) -> the weights for the engine: the state's own arrays, copies on other devices, or a message for other processes.
+    engine: (weights) -> the language model with these weights.
     """
 
     weights: Callable[[Any], Any]
@@ -57,11 +57,11 @@ class Trainer:
 
 @dataclass(frozen=True)
 class PolicyTrainer(Trainer):
-    """What the trainer of a policy lends besides. Only what the policy asks for is called.
+    """Access of a policy's rollouts to the training run. Only functions that the policy needs are called.
 
-    old, reference: (state, rows of a part) -> the log-probabilities of the tokens of its completions by the trained model and by the
-        reference, [S L].
-    values: those of the critic, [S L], and its value after the last token, [S].
+    old: (state, rows of a part) -> log-probabilities of the completions' tokens by the trained model, [S L].
+    reference: the same by the reference model, [S L].
+    values: (state, rows of a part) -> the critic's values, [S L], and its value after the last token, [S].
     """
 
     old: Callable[[Any, Batch], np.ndarray]
@@ -71,9 +71,9 @@ class PolicyTrainer(Trainer):
 
 @dataclass(frozen=True)
 class StudentTrainer(Trainer):
-    """What the trainer of a student lends besides.
+    """Access of a student's rollouts to the training run.
 
-    teacher: () -> the teacher, to answer.
+    teacher: () -> the teacher, to sample from.
     compare: (state, parts) -> the objective's metrics and its `loss`, as means over the parts.
     """
 
@@ -83,8 +83,15 @@ class StudentTrainer(Trainer):
 
 @dataclass(frozen=True)
 class TrajectoryRecord:
-    """One answer, as it is shown and kept. Its reward is the weighted sum. advantage: of the first token; where turns are credited
-    apart, the mean over turns. tokens: the policy's. turns: messages of the policy and of its environment, if it has one."""
+    """One completion as it is displayed and stored.
+
+    rollout: number of the rollout.
+    rewards: rewards by name; None where missing.
+    advantage: advantage of the first token; with credit for turns, the mean over turns.
+    tokens: number of tokens that the policy sampled.
+    ended: whether the completion ended by itself, before the limit.
+    turns: messages of the policy and of its environment, if it has one.
+    """
 
     rollout: int
     prompt: Any
@@ -97,7 +104,7 @@ class TrajectoryRecord:
 
 
 class NoRewards:
-    """The judge of answers that their environment alone rewards."""
+    """The judge where only the environment gives rewards."""
 
     names: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
@@ -110,7 +117,7 @@ class NoRewards:
 
 @dataclass(frozen=True)
 class NoScores:
-    """No rewards of n answers, [n 0]."""
+    """Scores without columns: the values of n completions have shape [n 0]."""
 
     values: np.ndarray
     failed: np.ndarray
@@ -118,7 +125,7 @@ class NoScores:
 
 
 def cut_warning(cut: float, number: int) -> str:
-    """What is said where more than half of the completions were cut."""
+    """The warning that more than half of the completions were cut."""
     return f"{cut:.0%} of the completions of rollout {number} were cut at rollout.tokens before they ended (answers/cut)"
 
 
@@ -128,7 +135,11 @@ class PromptsExhausted(ArgosyError):
 
 @dataclass
 class ScoredTrajectories:
-    """The answers of a rollout, group by group, with their rewards [B k]."""
+    """The completions of a rollout, group by group.
+
+    rewards: [B k].
+    greedy: rewards of the greedy completion of each prompt, where the policy compares with it.
+    """
 
     answers: list[Trajectory] = field(default_factory=list)
     rewards: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
@@ -141,7 +152,12 @@ class ScoredTrajectories:
         return ScoredTrajectories([*self.answers, *answers], np.concatenate([self.rewards, rewards]), both)
 
     def groups(self, kept: Sequence[int], size: int) -> "ScoredTrajectories":
-        """Some groups of it."""
+        """A selection of the groups.
+
+        Args:
+            kept: indices of the groups to keep.
+            size: completions of a group.
+        """
         rows = [g * size + i for g in kept for i in range(size)]
         greedy = None if self.greedy is None else self.greedy[list(kept)]
         return ScoredTrajectories([self.answers[row] for row in rows], self.rewards[rows], greedy)

@@ -1,4 +1,4 @@
-"""A rollout that was sampled, and how it is kept beside a position: prompts by their places, tokens as arrays, the rest as JSON."""
+"""A sampled rollout, and its form in a checkpoint: prompts as their places, tokens as arrays, the rest as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -19,13 +19,13 @@ OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
 class SampledRollout:
     """A rollout that was sampled and scored.
 
-    number: its place among the rollouts of the run, from 0.
-    seen: the number of rollouts that the policy had learned from when it sampled this one.
-    rounds: how often completions were generated for it (`rollout.resample`).
-    place: the position in the prompts behind its last one.
-    failed: by metric, the number of missing rewards and of processes that ended.
-    clock: by metric, the seconds that it took.
-    source: who wrote the completions: `own` (the policy), `teacher`, or `data`.
+    number: index among the rollouts of the run, from 0.
+    seen: number of rollouts that the policy had learned from when it sampled this one.
+    rounds: number of rounds of generation (`rollout.resample`).
+    place: index of the prompt after its last one.
+    failed: number of missing rewards and of processes that ended, by metric.
+    clock: seconds spent, by metric.
+    source: the author of the completions: `own` (the policy), `teacher`, or `data`.
     """
 
     number: int = 0
@@ -39,7 +39,7 @@ class SampledRollout:
 
 
 def stored_rollouts(rollouts: Sequence[SampledRollout]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """Rollouts as arrays by name, and as JSON what else they are. Prompts are kept as their places."""
+    """Rollouts as arrays by name, and their other data as JSON. Prompts are stored as their places."""
     arrays: dict[str, np.ndarray] = {}
     told: list[dict[str, Any]] = []
     for i, one in enumerate(rollouts):
@@ -57,7 +57,7 @@ def stored_rollouts(rollouts: Sequence[SampledRollout]) -> tuple[dict[str, np.nd
 
 
 def restored_rollouts(arrays: Mapping[str, np.ndarray], records: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[SampledRollout]:
-    """The rollouts that `kept` gave."""
+    """The inverse of `stored_rollouts`."""
     out: list[SampledRollout] = []
     for i, one in enumerate(records):
         own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
@@ -73,7 +73,7 @@ def restored_rollouts(arrays: Mapping[str, np.ndarray], records: Sequence[Mappin
 
 
 def restored_trajectory(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Trajectory:
-    """One answer that `kept` wrote."""
+    """One trajectory from what `stored_rollouts` wrote."""
     (prompt,) = prompts(rest["prompt"], 1)
     its = rest.get("played")
     played = its and Episode(**{**its, "failure": its["failure"] and tuple(its["failure"])})

@@ -1,7 +1,7 @@
-"""Samples rollouts: prompts to answers to rewards. What is learned from them is no concern of this file (`reward_signal`).
+"""Samples rollouts: from prompts to completions to rewards. Advantages and updates are made in `rl.rollouts.signals.rewards`.
 
-A rollout depends on the weights, the place in the prompts, its number and the run's seed, and on nothing else; so it may be sampled by
-another thread or on other devices than those that train.
+A rollout depends only on the weights, the place in the prompts, its number and the run's seed. So another thread or other devices than
+those of training may sample it.
 """
 
 from collections.abc import Sequence
@@ -38,11 +38,11 @@ LARGEST = 1e15
 
 
 class RewardSampler:
-    """Samples one rollout after the other.
+    """Samples rollouts and their rewards.
 
-    signal: whose prompts and place in them these are.
+    signal: owner of the prompts and of the place in them.
     judge: scores completions.
-    table: where completions of several turns are played; None: one has one turn.
+    table: the setup of completions of several turns; None for single turns.
     """
 
     def __init__(self, signal: Signal, policy: Policy, judge: Judge, table: EpisodeSetup | None):
@@ -88,7 +88,9 @@ class RewardSampler:
     def round(
         self, lm: LM | RemoteSampler, count: int, rollout: SampledRollout
     ) -> tuple[list[Trajectory], np.ndarray, np.ndarray | None]:
-        """Answers to the next `count` prompts, their rewards, and those of the greedy answers where they are compared with those."""
+        """Completions of the next `count` prompts, their rewards, and the rewards of greedy completions if the policy compares with
+        those.
+        """
         each, how = self.rollout, self.policy
         prompts = self.next_prompts(count)
         with rollout.clock("generate_s"):
@@ -113,7 +115,7 @@ class RewardSampler:
         rollout: SampledRollout,
         ignore_eos: bool = False,
     ) -> list[Trajectory]:
-        """One answer to each prompt, of one turn or of as many as its environment has."""
+        """One completion of each prompt; with an environment, of several turns."""
         most = self.rollout.tokens
         if self.table is None:
             return sample_trajectories(lm, prompts, most, sampling, seed, self.signal.interrupted, ignore_eos)
@@ -134,11 +136,7 @@ class RewardSampler:
         return answers
 
     def greedy(self, lm: LM | RemoteSampler, prompts: Sequence[Prompt]) -> tuple[list[Trajectory], np.ndarray]:
-        """The greedy answers to the prompts that leave room for one, and their rewards, for evaluation.
-
-        Raises:
-            Interrupted: a signal asked to stop.
-        """
+        """Greedy completions of the prompts that leave room for one, and their rewards, for evaluation."""
         fitting, how = self.fitting(prompts), Sampling(temperature=0.0)
         if not fitting:
             return [], np.zeros((0, len(self.names)), np.float32)
@@ -148,13 +146,13 @@ class RewardSampler:
     # ---------------------------------------------------------------- prompts
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next prompts that leave room for an answer; longer ones are passed over and reported."""
+        """The next prompts that leave room for a completion. Longer ones are skipped and reported."""
         most = LOOKED_AT * len(self.prompts)
         found, self.signal.place = next_that_fit(self.prompts, self.signal.place, count, self.fitting, self.longest_prompt, most)
         return found
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts that leave room for an answer. The first one that does not is said."""
+        """The prompts that leave room for a completion. The first longer one is reported."""
         for prompt in prompts:
             if len(prompt.tokens) > self.longest_prompt:
                 self.complain(length_warning(prompt, self.longest_prompt), "long")
@@ -164,7 +162,7 @@ class RewardSampler:
 
     @property
     def scored(self) -> list[str]:
-        """The rewards for what an answer says and does; the environment's is the first."""
+        """Names of the rewards of a completion's content; the environment's is the first."""
         own = [ENVIRONMENT] if self.table is not None and self.table.gives else []
         return [*own, *self.judge.names]
 
@@ -178,7 +176,7 @@ class RewardSampler:
         return [*own, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
 
     def judged(self, answers: list[Trajectory], rollout: SampledRollout) -> np.ndarray:
-        """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
+        """The rewards of completions [B k]. The penalty of overlong completions is the last column, if there is one."""
         columns = {name: [one.prompt.columns[name] for one in answers] for name in self.prompts.names}
         columns |= {"finish_reasons": [one.finish_reason for one in answers], "thinking_prompts": [one.thinking for one in answers]}
         with rollout.clock("reward_s"):
@@ -201,7 +199,7 @@ class RewardSampler:
         return np.where(none[:, None], np.float32(np.nan), values)
 
     def too_large(self, values: np.ndarray) -> np.ndarray:
-        """Which answers have a reward, times its weight, whose square float32 may not hold [B]."""
+        """Whether a completion has a weighted reward whose square overflows float32 [B]."""
         weights = np.asarray([*self.weights][: values.shape[1]], np.float64)
         largest = np.abs(np.where(np.isfinite(values), values, 0.0) * weights).max(1, initial=0.0)
         if (largest > LARGEST).any():
@@ -210,11 +208,11 @@ class RewardSampler:
         return largest > LARGEST
 
     def useful(self, scored: ScoredTrajectories) -> list[int]:
-        """The groups that can be learned from."""
+        """Indices of the groups whose advantages are not all zero."""
         return np.flatnonzero(useful_groups(self.policy, self.judgment(scored))).tolist()
 
     def judgment(self, scored: ScoredTrajectories) -> RolloutRewards:
-        """What the answers alone tell."""
+        """The inputs of advantages that the completions alone provide."""
         live = per_token(scored.answers, self.rollout.tokens, "live")
         turns = None
         if self.table is not None and self.policy.credit.by != "answer":
@@ -228,10 +226,10 @@ class RewardSampler:
         return rewards.reshape(-1, self.rollout.completions, rewards.shape[1])
 
     def check_rewarded(self, rollout: SampledRollout) -> None:
-        """Checks that some answer has a reward.
+        """Checks that some completion has a reward.
 
         Raises:
-            ArgosyError: none has.
+            ArgosyError: no completion has one.
         """
         if not np.isfinite(rollout.trajectories.rewards[:, : len(self.scored)]).any():
             hint = "what they said is above; nothing was learned from this rollout, and what was saved before is good"

@@ -40,10 +40,10 @@ DEFAULT = SandboxLimits()
 
 
 def run_code(code: str, stdin: str = "", limits: SandboxLimits = DEFAULT) -> SandboxResult:
-    """Runs Python code as `main.py` in an empty folder, to its end or to that of its limits.
+    """Runs Python code as `main.py` in an empty folder, until it ends or reaches a limit.
 
     Raises:
-        Unsupported: this machine cannot keep it from files, the network or other processes (`available` says why).
+        Unsupported: this machine cannot keep the code from files, the network or other processes (`available` says why).
     """
     if reasons := available():
         what = f"untrusted code cannot be run here: {'; '.join(reasons)}"
@@ -52,7 +52,7 @@ def run_code(code: str, stdin: str = "", limits: SandboxLimits = DEFAULT) -> San
 
 
 def available() -> list[str]:
-    """Why code cannot be run here; nothing if it can. It is tried until it succeeds once, which takes 0.2 seconds."""
+    """The reasons why code cannot be run here; empty if it can. Code is tried until it succeeds once, which takes 0.2 seconds."""
     with _LOCK:
         try:
             _try()

@@ -1,8 +1,8 @@
 """The process in which untrusted code runs: started by path, in a new interpreter, never imported. Standard library only.
 
-It takes away its own rights, one after the other, tries whether they are gone, says so, and only then runs the code in this same
-interpreter, because nothing in it may start a program. From the moment it says `ready` there is no way back: every limit is the
-kernel's. It imports as little as it can, because that is most of what a run costs.
+It gives up its own rights one by one, tries whether they are gone, reports `ready`, and only then runs the code in this same
+interpreter, because it may no longer start a program. After `ready` there is no way back: the kernel enforces every limit. It imports
+as little as it can, because imports take most of the time of a run.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ FIRST_UID = 0x70000000
 
 
 class MissingProtection(Exception):
-    """A protection that is not there."""
+    """A protection that this machine lacks."""
 
 
 def _require(result, what):
@@ -57,8 +57,9 @@ def prctl(option, *values):
 
 
 def count_apart(ways, keep_fsuid, folder):
-    """Sees to it that the kernel counts this process's threads apart from those of other processes, or says how many there are.
-    Returns the way, and the number of threads and processes that count already."""
+    """Makes the kernel count this process's threads separately from those of other processes, or counts the existing ones. Returns the
+    way that worked, and the number of threads and processes that already count.
+    """
     for way in ways:
         if way == "uid" and os.geteuid() == 0 and own_uid(keep_fsuid, folder):
             return way, 1
@@ -70,8 +71,9 @@ def count_apart(ways, keep_fsuid, folder):
 
 
 def own_uid(keep_fsuid, folder):
-    """A user of its own, who owns the folder. Files are still looked at as by root where the standard library is only for root; root's
-    power over all files goes with the capabilities."""
+    """Changes to a new user, who owns the folder. The file system still checks root's user id where the standard library is readable
+    for root only; root's power over all files goes with the capabilities.
+    """
     uid = FIRST_UID + os.getpid()
     try:
         prctl(PR_SET_KEEPCAPS, 1)
@@ -98,7 +100,7 @@ def capabilities(kept):
 
 
 def tasks_of(uid):
-    """How many threads this user has."""
+    """Number of threads of this user."""
     count = 0
     for name in os.listdir("/proc"):
         try:
@@ -125,7 +127,7 @@ def thread_starts():
 
 
 def limit_resources(limits, counted):
-    """Limits that the kernel keeps for one process."""
+    """Sets the kernel's limits of this process."""
     mega = 1 << 20
     for which, value in (
         (resource.RLIMIT_CORE, 0),
@@ -150,7 +152,9 @@ def limit_resources(limits, counted):
 
 
 def end_at(seconds):
-    """Has the kernel kill this process, whatever it does with signals; it cannot undo that, because the filter refuses these calls."""
+    """Makes the kernel kill this process after a time, whatever it does with signals. The process cannot undo that, because the filter
+    refuses these calls.
+    """
     event = struct.pack("=QiI48x", 0, SIGKILL, 0)
     number = ctypes.c_int()
     _require(LIBC.syscall(TIMER_CREATE, 1, event, ctypes.byref(number)), "no timer")
@@ -162,7 +166,7 @@ def end_at(seconds):
 
 
 def landlock(reads, lists, writes):
-    """Leaves these files and folders to be read, these to be listed and this one to be changed, and no others."""
+    """Restricts the file system: reads of some paths, listings of others, changes of one folder, and nothing else."""
     version = LIBC.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     _require(version, "Landlock is not available")
     rights = sum(bits for since, bits in RIGHTS.items() if since <= version)
@@ -195,7 +199,7 @@ def seccomp(filter):
 
 
 def attempt(filter):
-    """Tries what must not work. A kernel that takes every rule and keeps none, as emulators of Linux do, is found here."""
+    """Tries forbidden operations. This finds a kernel that accepts every rule and enforces none, as emulators of Linux do."""
     for path in ("/", "/proc/self/environ", "/etc"):
         try:
             os.close(os.open(path, os.O_RDONLY))
@@ -218,7 +222,7 @@ def attempt(filter):
 
 
 def restrict(limits):
-    """Takes away every right but those of the code's own folder."""
+    """Gives up every right except those to the code's own folder."""
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     import system_calls as filter
 
@@ -245,7 +249,7 @@ def restrict(limits):
 
 
 def run_code_file(folder):
-    """The file main.py in the folder, as Python runs a script."""
+    """Runs the file main.py of the folder, as Python runs a script."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     module.__dict__["__file__"] = "main.py"

@@ -1,4 +1,4 @@
-"""The files of untrusted code: the standard library, which it may read, and its own folder, removed behind it."""
+"""The files of untrusted code: the standard library, which it may read, and its own folder, which is removed afterwards."""
 
 import json
 import os
@@ -13,8 +13,9 @@ from argosy.core.errors import ArgosyError
 
 @cache
 def library() -> tuple[list[str], list[str], bool]:
-    """The files and folders of the standard library, without packages installed beside it, and the shared objects that it loads; the
-    folders to be listed for imports; and whether everybody may read them."""
+    """The paths of the standard library and its shared objects, without installed packages; the folders that imports list; and whether
+    everybody may read them.
+    """
     found = subprocess.run(
         [sys.executable, "-I", "-S", "-c", OBJECTS], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}
     )
@@ -47,13 +48,15 @@ print(json.dumps({"path": sys.path, "objects": sorted(p for p in paths if ".so" 
 
 
 def everybody_reaches(path: str) -> bool:
-    """Whether a user who owns nothing can get there and read it."""
+    """Whether a user without any rights can read this path."""
     real = Path(os.path.realpath(path))
     return all(parent.stat().st_mode & 0o001 for parent in real.parents) and bool(real.stat().st_mode & 0o004)
 
 
 def remove(folder: str) -> None:
-    """Removes the folder of code that has ended. It may be deeper than any path is long, so what is deep is moved up first."""
+    """Removes the folder of code that has ended. Its paths may exceed the longest that the system accepts, so deep folders are moved up
+    first.
+    """
     while entries := list(os.scandir(folder)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):

@@ -1,5 +1,6 @@
-"""One run of `child.py`: its process, what goes in and comes out, and the limits that are kept from outside: the clock, the folder
-and the output. Why a run is safe is told in `rl.sandbox`."""
+"""One run of `child.py`: its process, its input and output, and the limits that are enforced from outside: the clock, the folder and
+the output. `rl.sandbox` explains why a run is safe.
+"""
 
 import marshal
 import os
@@ -29,11 +30,17 @@ LEAST = {"threads": 0, "memory_mb": 64, "open_files": 16}
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What code may use.
+    """The limits of code.
 
-    cpu_s: seconds of CPU, whole. wall_s: seconds by the clock, its interpreter's start aside. memory_mb: address space, of which the
-    interpreter takes 40 MB. threads: beside the first. file_mb: the largest file. folder_mb, files: all files together.
-    open_files: at a time. output_kb: kept of stdout, and of stderr.
+    cpu_s: CPU time in whole seconds.
+    wall_s: time by the clock in seconds, without the start of the interpreter.
+    memory_mb: address space, of which the interpreter takes 40 MB.
+    threads: number of threads beside the first.
+    file_mb: size of the largest file.
+    folder_mb: size of all files together.
+    files: number of files.
+    open_files: number of files that are open at a time.
+    output_kb: kept output, of stdout and of stderr each.
     """
 
     cpu_s: int = 5
@@ -57,12 +64,14 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How code ended.
+    """The result of running code.
 
-    stdout, stderr: text, with � for bytes that are none. exit_code: that of the interpreter, 1 after an exception, minus the
-    signal's number where one ended it. timed_out: it used up its CPU seconds or its time. killed_by: which limit ended it (`cpu`,
-    `wall`, `folder`), or the name of a signal; None where it ended by itself. seconds: by the clock. capped: it wrote more than was
-    kept.
+    stdout, stderr: output as text, with � for bytes that are no text.
+    exit_code: exit status of the interpreter: 1 after an exception, minus the signal's number if a signal ended it.
+    timed_out: whether it used up its CPU time or its time by the clock.
+    killed_by: the limit that ended it (`cpu`, `wall`, `folder`), or the name of a signal; None if it ended by itself.
+    seconds: duration by the clock.
+    capped: whether it wrote more output than was kept.
     """
 
     stdout: str
@@ -185,7 +194,7 @@ class SandboxProcess:
 
 
 class SandboxStreams:
-    """The input and output of a process, a part of each kept."""
+    """The pipes of a process. Output beyond a limit is read and dropped."""
 
     def __init__(self, process: subprocess.Popen[bytes], waiting: selectors.BaseSelector, stdin: bytes, most: int):
         assert process.stdin is not None

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import jax
-
 from argosy.core.errors import mistakes_of, raise_mistakes
+from argosy.core.progress import Say
+from argosy.parallel.target import Target
 from argosy.rl.policy.critic import PREFIX
 from argosy.run.assembly import diloco as replicas
 from argosy.run.assembly.assembly import Assembly, scheduled_steps
 from argosy.run.assembly.checks import check_implementations, mesh_of, prompts_tokenizer, source_of
-from argosy.run.assembly.data import sampled_data, stored_data
-from argosy.run.assembly.decided import Decided, backend
+from argosy.run.assembly.data import sampled_data, stored_data, unread_data
+from argosy.run.assembly.decided import Decided
 from argosy.run.assembly.model import ModelParts, build_model
 from argosy.run.assembly.products import products_of
 from argosy.run.assembly.state import StateParts, build_state
@@ -22,32 +22,49 @@ from argosy.run.settings.run import Run
 from argosy.train.beside import CRITIC
 
 
-def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
-    """Checks and builds everything, without drawing or reading weights.
+def assemble(
+    run: Run,
+    decided: Decided,
+    progress: Any = None,
+    target: Target | None = None,
+    reads: bool = True,
+    say: Say = lambda _: None,
+) -> Assembly:
+    """Builds and checks all parts of a run, without drawing or reading weights but those of encoders whose results are not cached.
+
+    Args:
+        target: the devices; None: this machine's.
+        reads: whether data and tokenizer are read. Without them, a run has shapes of batches only, and its memory is not checked.
+        progress: as in `data.prepare.prepare`.
+        say: called with what is encoded.
 
     Raises:
         UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
     """
-    raise_mistakes(list(violated(Situation(run, jax.process_count(), backend()))))
+    target = target or Target.here()
+    raise_mistakes(list(violated(Situation(run, target.processes, target.platform))))
     checked: dict[str, Any] = {}
     raise_mistakes(
         mistakes_of(
             lambda: check_implementations(run.execution),
-            lambda: checked.update(mesh=mesh_of(run)),
-            lambda: checked.update(source=source_of(run) if run.rollout is None else (None, prompts_tokenizer(run))),
+            lambda: checked.update(mesh=mesh_of(run, target)),
+            lambda: checked.update(source=_source(run) if reads else (None, None)),
         )
     )
     mesh, (source, tokenizer) = checked["mesh"], checked["source"]
     replicas.check(run, mesh)
-    if run.rollout is None:
-        data = stored_data(run, mesh, source, tokenizer, progress)
+    if not reads:
+        data = unread_data(run)
+    elif run.rollout is None:
+        data = stored_data(run, decided, mesh, source, tokenizer, progress, say)
     else:
         data = sampled_data(run, decided, mesh, tokenizer)
     steps = scheduled_steps(run.steps, data.batches)
     model = build_model(run, decided, mesh, tokenizer, steps)
     state = build_state(run, decided, mesh, model.model, steps)
     roles = model.roles | _reference(run, model, state)
-    estimated_need(run, decided, state.shapes, state.places, mesh, roles).check()
+    if reads:
+        estimated_need(run, decided, state.shapes, state.places, mesh, target, roles, data.batches.sizes).check()
     return Assembly(
         run=run,
         decided=decided,
@@ -56,8 +73,13 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         **vars(data),
         **vars(model) | {"roles": roles},
         **vars(state),
-        products=products_of(run, decided.products, decided.precision, mesh),
+        products=products_of(run, decided.products, decided.precision, target.platform, mesh.size),
+        target=target,
     )
+
+
+def _source(run: Run) -> tuple[Any, Any]:
+    return source_of(run) if run.rollout is None else (None, prompts_tokenizer(run))
 
 
 def _reference(run: Run, model: ModelParts, state: StateParts) -> dict[str, Role]:

@@ -1,7 +1,7 @@
 """The parts of a training run, and the functions that read several of them: states, sizes, and the scope that programs are traced in.
 
-`run.assembly.assemble` builds the record. What objectives do differently is a part: `updates` is how a batch becomes an update, and
-`rollouts` is there where batches are sampled.
+`run.assembly.assemble` builds the record. Two parts depend on the kind of objective: `updates` turns a batch into an update, and
+`rollouts` samples batches, if the objective learns from samples.
 """
 
 import math
@@ -14,26 +14,32 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from argosy.adapt.quant import Scheme
 from argosy.data.batch import Batches
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import fill, parameter_count
-from argosy.ops.op import implementations
+from argosy.ops.op import implementations, winners
+from argosy.parallel.compiler_options import OPTIONS
 from argosy.parallel.place import batch_sharding, on_devices, place_batch
 from argosy.parallel.scope import scope
+from argosy.parallel.target import Target
 from argosy.run.assembly.decided import Decided
 from argosy.run.assembly.products import ProductChoice
+from argosy.run.assembly.winners import winners_of
 from argosy.run.distillation.served import ServedTeacher
 from argosy.run.distillation.teacher import Teacher
 from argosy.run.frozen.role import Role
 from argosy.run.memory import batch_shapes
 from argosy.run.settings.run import Run
 from argosy.train.beside import parted
+from argosy.train.ema import RAW
 from argosy.train.guard import FLAG, begin
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.state import TrainState, flattened, meanings_of, trained, unflattened
 
 if TYPE_CHECKING:
+    from argosy.run.assembly.encoded import SamplePrompts
     from argosy.run.rl.parts import RolloutParts
 
 # The prefix of a guard's arrays in a checkpoint, and the names of all of them.
@@ -42,10 +48,14 @@ GUARD_ARRAYS = tuple(begin(GuardSettings(nonfinite="skip", spike="skip")))
 
 
 class Updates(Protocol):
-    """How a batch becomes an update."""
+    """Turns batches into updates."""
 
     def roles(self, assembly: "Assembly") -> Mapping[str, Role]:
         """The frozen models that an update reads."""
+        ...
+
+    def lower(self, assembly: "Assembly") -> Any:
+        """The update before it is compiled."""
         ...
 
     def compile(self, assembly: "Assembly") -> Any:
@@ -61,34 +71,40 @@ class Updates(Protocol):
 class AdapterParts:
     """The adapters of a run; empty without any.
 
-    contractions: the contractions that have one.
-    base: the addresses of the frozen weights under them, which checkpoints leave out.
-    retrained: the addresses of the weights that are trained in full beside them.
-    stacked: the factors of adapters that stay as they are under the trained ones, by address.
+    contractions: names of the contractions that have an adapter.
+    base: addresses of the frozen weights under adapters, which checkpoints leave out.
+    retrained: addresses of the weights that are trained in full beside adapters.
+    stacked: factors of frozen adapters under the trained ones, by address.
+    schemes: quantization of the base in its file, by per-layer name, if its codes are kept. If empty, the base is converted to floats,
+        which `adapter=qlora` rounds.
     """
 
     contractions: tuple[str, ...] = ()
     base: frozenset[str] = frozenset()
     retrained: frozenset[str] = frozenset()
     stacked: Mapping[str, Any] = field(default_factory=dict)
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)
 
 
 @dataclass
 class Assembly:
     """The parts of a run. No array exists until `start` or `restored` creates a state.
 
-    batches: of training.
-    evals: of evaluation; None where it has none, or where rollouts evaluate.
+    batches: training batches.
+    evals: evaluation batches; None without evaluation, or if rollouts evaluate.
     model: the module; its weights are shapes until they are drawn or read.
-    graph: its structure without weights.
+    graph: the module's structure without weights.
     rate: (step) -> the learning rate.
-    shapes, places: of the state, the shapes and the shardings of its arrays.
-    updates: how a batch becomes an update.
-    products: the implementation of products with weights.
+    shapes: shapes of the state's arrays.
+    places: shardings of the state's arrays.
+    updates: turns a batch into an update.
+    products: the implementation of matrix products with weights.
     roles: frozen models that steps read, by role.
-    frozen: the weights of those, once they are known.
-    teacher: the model to learn from, in distillation.
-    rollouts: what a run has whose batches are sampled from its own model.
+    target: the devices that it is built for.
+    frozen: weights of the frozen models by role, once they are read.
+    teacher: in distillation, the model to learn from.
+    rollouts: the parts of sampling, if batches are sampled from the run's own model.
+    prompts: what a denoiser that reads captions is asked to draw during training.
     """
 
     run: Run
@@ -107,20 +123,22 @@ class Assembly:
     updates: Updates
     products: ProductChoice
     roles: dict[str, Role]
+    target: Target
     teacher: Teacher | ServedTeacher | None = None
     rollouts: "RolloutParts | None" = None
+    prompts: "SamplePrompts | None" = None
     frozen: dict[str, Any] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- states
 
     def start(self) -> TrainState:
-        """A state with random weights from the seed."""
+        """A state with random weights, drawn from the run's seed."""
         self.draw()
         _, params, rest = trained(self.model)
         return self.begin(params, rest)
 
     def draw(self) -> None:
-        """Draws the weights that the model does not have yet from the seed."""
+        """Draws the weights that the model still lacks from the run's seed."""
         places = self.places.params | self.places.rest
         fill(self.model, jax.random.key(self.run.seed), addresses=layer_addresses(self.model), place=places.__getitem__)
 
@@ -130,14 +148,19 @@ class Assembly:
             optimizer = jax.jit(self.optimizer.init, out_shardings=self.places.optimizer)(params)
         key = jax.random.key(self.run.seed)
         number = on_devices(np.asarray(step, np.int32), self.places.step)
-        return TrainState(number, params, rest, optimizer, key, self._guard({}))
+        # Arrays of their own: the next update donates both.
+        ema = {a: w.copy() for a, w in params.items()} if self.run.ema.on else None
+        return TrainState(number, params, rest, optimizer, key, self._guard({}), ema)
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state as a checkpoint stores it: weights except those of a base, and the rest, both {name: array}. The weights of parts
-        beside the model are in the rest."""
-        key = jax.random.key_data(state.key)
-        weights = {name: leaf for name, leaf in (state.params | state.rest).items() if name not in self.adapters.base}
+        """The state as a checkpoint stores it: (weights without those of a base, the rest), both {name: array}. Weights of parts beside
+        the model, such as a critic, are in the rest. With an average of the weights, it is what is stored as weights, and the trained
+        ones are in the rest.
+        """
+        key, inference = jax.random.key_data(state.key), state.inference_params
+        weights = {name: leaf for name, leaf in (inference | state.rest).items() if name not in self.adapters.base}
         weights, beside = parted(weights)
+        beside |= {f"{RAW}{a}": w for a, w in state.params.items()} if self.run.averages else {}
         guard = {f"{GUARD}{name}": a for name, a in state.guard.items() if name != FLAG}
         return weights, {"step": state.step, "key": key} | guard | beside | {
             f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
@@ -148,10 +171,12 @@ class Assembly:
         arrays, beside = parted(arrays)
         weights = weights | beside
         optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
-        params = {a: weights[a] for a in self.shapes.params}
+        params, ema = {a: weights[a] for a in self.shapes.params}, None
+        if self.run.averages:
+            params, ema = {a: arrays[f"{RAW}{a}"] for a in params}, params if self.run.ema.on else None
         rest = {a: weights[a] for a in self.shapes.rest}
         key = jax.random.wrap_key_data(arrays["key"])
-        return TrainState(arrays["step"], params, rest, optimizer, key, self._guard(arrays))
+        return TrainState(arrays["step"], params, rest, optimizer, key, self._guard(arrays), ema)
 
     def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shardings of the arrays that `packed` returns."""
@@ -160,7 +185,8 @@ class Assembly:
         state = {"step": everywhere, "key": everywhere} | {f"{GUARD}{name}": everywhere for name in GUARD_ARRAYS}
         state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
         weights, beside = parted(self.places.params | self.places.rest)
-        return weights, state | beside
+        raw = {f"{RAW}{a}": place for a, place in self.places.params.items()} if self.run.averages else {}
+        return weights, state | beside | raw
 
     def _guard(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The guard's arrays, from a checkpoint where they fit these settings, or as they begin."""
@@ -172,25 +198,38 @@ class Assembly:
 
     # ---------------------------------------------------------------- programs
 
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """The options that steps are compiled with."""
+        return OPTIONS.get(self.target.platform, {}) if self.run.execution.compiler_options == "auto" else {}
+
     def compile(self) -> Any:
         """The compiled update; the state is donated, except the frozen weights of a base."""
         return self.updates.compile(self)
 
+    def lower(self) -> Any:
+        """The update before it is compiled, for devices that may be absent."""
+        return self.updates.lower(self)
+
     def with_frozen(self, program: Any) -> Any:
-        """A compiled update or evaluation as a function of state and batch, with this run's frozen models."""
+        """A compiled update or evaluation as a function of state and batch, with this run's frozen models bound."""
         names = tuple(self.updates.roles(self))
         return lambda state, batch: program(state, batch, {name: self.frozen[name] for name in names})
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Programs of this run are traced inside: under its mesh, with the implementations its settings name."""
+        """A scope for tracing programs of this run: under its mesh, with the implementations of its settings and its winners."""
         execution = self.run.execution
         chosen = implementations(attention=execution.attention, experts=execution.experts, products=self.products.name)
-        with scope(self.mesh, self.run.mesh.table()), chosen:
+        with scope(self.mesh, self.run.mesh.table()), chosen, winners(winners_of(self)):
             yield
 
     def batch_shapes(self, batches: Batches | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a training batch, or of one of others."""
+        """The shapes and types of the arrays of a batch, by name.
+
+        Args:
+            batches: the batches whose sizes count; None: the training batches.
+        """
         data, sizes = self.run.data, (batches or self.batches).sizes
         return batch_shapes(self.run.objective, data.batch, data.sequence, batch_sharding(self.mesh), sizes)
 
@@ -199,7 +238,7 @@ class Assembly:
         return self.updates.place(self, batch)
 
     def place_fields(self, batch: Any) -> Any:
-        """Puts arrays of rows onto the devices."""
+        """Puts arrays of rows onto the devices, split over the rows."""
         return place_batch(batch, self.mesh)
 
     def close(self) -> None:
@@ -212,21 +251,29 @@ class Assembly:
 
     @property
     def steps(self) -> int:
-        """The steps of the run, or fewer if its epochs end before."""
+        """The number of steps of the run: the setting, or fewer if the epochs end before."""
         return scheduled_steps(self.run.steps, self.batches)
 
     @property
     def parameters(self) -> int:
-        """The parameters of the model and of its adapters; those of a quantized base count as before."""
+        """The number of parameters of the model and of its adapters. A quantized base counts as before quantization."""
         if self.adapters.base:
             return self.run.model.parameters() + parameter_count(self._factors)
         return parameter_count(self.shapes.params) + parameter_count(self.shapes.rest)
 
     @property
+    def positions(self) -> int:
+        """Positions of a row: tokens of a text, patches of an image."""
+        sizes = self.batches.sizes
+        if self.run.model.inputs != "images":
+            return self.run.data.sequence
+        return sizes["h"] * sizes["w"] // self.run.model.size_multiple**2
+
+    @property
     def flops_per_step(self) -> int:
         """FLOPs of the forward and backward pass; attention counts in full, although half of it is masked. Frozen weights have no
         gradient, which saves one of three passes over them; adapters have all three."""
-        model, tokens = self.run.model, self.run.data.sequence
+        model, tokens = self.run.model, self.positions
         if not self.adapters.base:
             return self.run.data.batch * model.training_flops(tokens)
         weights = model.flops(tokens) - model.mixing_flops(tokens)
@@ -242,6 +289,7 @@ class Assembly:
 
 
 def scheduled_steps(steps: int, batches: Batches) -> int:
-    """The steps over which the learning rate is scheduled: those of the run, or fewer if its epochs end before. Otherwise a small file
-    would end in the middle of a warm-up."""
+    """The number of steps over which the learning rate is scheduled: the run's, or fewer if its epochs end before. Otherwise a run on a
+    small file would end in the middle of its warm-up.
+    """
     return min(steps, batches.summary().ends_after or steps)

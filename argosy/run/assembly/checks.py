@@ -1,4 +1,4 @@
-"""The mesh, the data and the tokenizer of a run, checked against its settings."""
+"""The mesh, data and tokenizer of a run, checked against its settings."""
 
 from functools import partial
 from typing import Any
@@ -15,34 +15,35 @@ from argosy.ops.attention import ATTENTION
 from argosy.ops.grouped import GROUPED_MATMUL
 from argosy.ops.matmul import MATMUL
 from argosy.parallel.place import row_shares
+from argosy.parallel.target import Target
 from argosy.run.settings.run import Run
 from argosy.run.start.preflight import check_experts
 from argosy.train.objectives import OBJECTIVES
 
 
 def check_implementations(execution: Any) -> None:
-    """Checks that the implementations that the settings name exist.
+    """Checks that the implementations in the settings exist.
 
     Raises:
-        UserError: one does not.
+        UserError: an implementation does not exist.
     """
     named = ((ATTENTION, execution.attention), (GROUPED_MATMUL, execution.experts), (MATMUL, execution.products))
     raise_mistakes(mistakes_of(*(partial(registry.__getitem__, name) for registry, name in named if name is not None)))
 
 
-def mesh_of(run: Run) -> Mesh:
-    """The mesh of a run over the devices of this process.
+def mesh_of(run: Run, target: Target) -> Mesh:
+    """The mesh of a run over its devices; on this machine, without those that only sample.
 
     Raises:
-        BadInput: it does not fit the devices, or the batch or the experts do not divide over it.
+        BadInput: the mesh does not fit the devices, or the batch or the experts are not divisible by its axes.
     """
     if run.rollout is not None:
         from argosy.run.rl.rollout_engine import trainer_devices
 
-        mesh = run.mesh.build(trainer_devices(run.rollout))
+        mesh = (Target.here(trainer_devices(run.rollout)) if target.is_here else target).mesh(run.mesh)
         check_experts(run.model, mesh.shape["expert"])
         return mesh
-    mesh = run.mesh.build()
+    mesh = target.mesh(run.mesh)
     check_experts(run.model, mesh.shape["expert"])
     shares, together = row_shares(mesh), run.objective.needs.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
@@ -62,7 +63,7 @@ def source_of(run: Run) -> tuple[Any, Tokenizer | None]:
     """The source of a run's data and its tokenizer.
 
     Raises:
-        UserError: one of them is missing, or the tokenizer makes tokens that the model lacks.
+        UserError: the source or the tokenizer is missing, or the tokenizer has tokens that the model lacks.
     """
     source, tokenizer = pipeline.find(run.data), pipeline.tokenizer_for(run.data)
     is_text = not isinstance(source, RowSource)
@@ -71,10 +72,10 @@ def source_of(run: Run) -> tuple[Any, Tokenizer | None]:
 
 
 def prompts_tokenizer(run: Run) -> Tokenizer:
-    """The tokenizer of a run that learns from answers to prompts.
+    """The tokenizer of a run that learns from completions of prompts.
 
     Raises:
-        BadInput: there is none.
+        BadInput: the data has no tokenizer.
     """
     tokenizer = pipeline.tokenizer_for(run.data)
     if tokenizer is None:
@@ -83,20 +84,25 @@ def prompts_tokenizer(run: Run) -> Tokenizer:
 
 
 def check_formats(run: Run, source: Any) -> None:
-    """Checks that the records of the data are what the objective trains on.
+    """Checks that the records of the data have the format that the objective trains on.
 
     Raises:
-        BadInput: they are not, or the data has none.
+        BadInput: they have another format, or the data has no records.
     """
+    from argosy.data.mixtures.table import DataMixture
     from argosy.data.prepare import Prepared
     from argosy.data.sources import Source
     from argosy.data.sources.records import FORMATS, GROUPS
 
+    if isinstance(source, DataMixture):
+        for part in source.parts:
+            check_formats(run, part.source)
+        return
     if not isinstance(source, Source | Prepared):
         return
     found = source.format if isinstance(source, Source) else source.fingerprint.get("source.format", "text")
     wanted, name = run.objective.needs.formats, Choice(OBJECTIVES).name_of(run.objective)
-    where = f"data.source={run.data.source}"
+    where = f"data.source={run.data.source_name}"
     if wanted and found not in wanted:
         columns = " or ".join(" and ".join(f"`{c}`" for c in FORMATS[one][0]) for one in wanted)
         what = f"objective={name} trains on `{'` or `'.join(wanted)}` records, and this data is `{found}`"

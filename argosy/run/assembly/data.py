@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
+from argosy.core.progress import Say
 from argosy.data import pipeline
-from argosy.data.batch import Batches
+from argosy.data.batch import Batch, Batches
 from argosy.data.distillation.across import FIELDS as TEACHER_FIELDS
+from argosy.data.sources.clicks import ClickRows
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.parallel.place import rows_here
 from argosy.run.assembly.assembly import Updates
@@ -21,32 +23,89 @@ from argosy.run.frozen import reference
 from argosy.run.settings.run import Run
 
 if TYPE_CHECKING:
+    from argosy.run.assembly.encoded import SamplePrompts
     from argosy.run.rl.parts import RolloutParts
 
 
 @dataclass(frozen=True)
 class DataParts:
-    """The parts of a run that its data decides; `Assembly` says what each is."""
+    """The parts of a run that depend on its data; `Assembly` describes each."""
 
     batches: Batches
     evals: Batches | None
     updates: Updates
     rollouts: "RolloutParts | None" = None
+    prompts: "SamplePrompts | None" = None
 
 
-def stored_data(run: Run, mesh: Mesh, source: Any, tokenizer: Tokenizer | None, progress: Callable[..., Any] | None) -> DataParts:
-    """Rows of stored data, with what their objective reads beside them.
+class UnreadBatches(Batches):
+    """Batches of which only the shapes are known, for a run that is planned and not started."""
+
+    def __init__(self, run: Run):
+        self.fingerprint, self.bytes_per_token = {}, None
+        is_text = run.model.inputs == "tokens"
+        # A row of other data counts as one token.
+        self.tokens_per_batch = run.data.batch * (run.data.sequence if is_text else 1)
+        self.sizes = {"images": image_sizes, "clicks": lambda run: ClickRows.own_sizes}.get(run.model.inputs, lambda run: {})(run)
+
+    def __next__(self) -> Batch:
+        raise StopIteration
+
+    def position(self) -> dict[str, Any]:
+        return {}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def image_sizes(run: Run) -> dict[str, int]:
+    """The sizes of images or latents, and of states of captions, by the letters of their fields: those of the settings. Without
+    `data.image.size`, they are those that the model was made for."""
+    model = run.model
+    side = getattr(model, "size", model.size_multiple)
+    if (pixels := run.data.image.size) is not None:
+        from argosy.infer.denoise.encoders import autoencoder_factor
+
+        side = pixels // autoencoder_factor(run.encoders)
+    text = {"s": getattr(model, "text_tokens", 1), "e": getattr(model, "text_width", 1), "o": getattr(model, "pooled_width", None) or 1}
+    return {"h": side, "w": side, "c": model.channels} | text
+
+
+def unread_data(run: Run) -> DataParts:
+    """The parts of a run whose data is not read."""
+    return DataParts(UnreadBatches(run), UnreadBatches(run) if run.eval.batches else None, BatchUpdates())
+
+
+def stored_data(
+    run: Run,
+    decided: Decided,
+    mesh: Mesh,
+    source: Any,
+    tokenizer: Tokenizer | None,
+    progress: Callable[..., Any] | None,
+    say: Say,
+) -> DataParts:
+    """Batches of stored data, with the further fields that their objective reads.
 
     Raises:
         UserError: a mistake in data or settings.
     """
+    encoded = None
+    if run.encoders.used:
+        from argosy.run.assembly.encoded import EncodedData
+
+        encoded = EncodedData(run, decided, source, say)
+        source = encoded.source
     share, shares = rows_here(mesh, run.data.batch)
     cached_teacher = run.objective.roles.get(TEACHER) == "cached"
     both = Both(run, tokenizer) if is_across(run.objective) else None
     fields = (teacher_cache if cached_teacher else reference).asked_of_data(run.objective)
     fields = {name: field for name, field in fields.items() if both is None or name not in TEACHER_FIELDS}
     common: dict[str, Any] = {
-        "vocab": run.model.vocab,
+        "vocab": run.model.id_spaces,
         "seed": run.seed,
         "progress": progress,
         "process": share,
@@ -67,11 +126,12 @@ def stored_data(run: Run, mesh: Mesh, source: Any, tokenizer: Tokenizer | None, 
     evals = None
     if run.eval.batches and pipeline.holds_out(run.data, source):
         evals = completed(pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common))
-    return DataParts(batches, evals, BatchUpdates())
+    prompts = None if encoded is None else encoded.finish(batches.sizes)
+    return DataParts(batches, evals, BatchUpdates(), prompts=prompts)
 
 
 def sampled_data(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer) -> DataParts:
-    """Rollouts, which rewards or a teacher turn into batches.
+    """Batches from rollouts, by rewards or by a teacher.
 
     Raises:
         UserError: a mistake in prompts, rewards or settings.

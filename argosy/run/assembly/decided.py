@@ -1,16 +1,15 @@
-"""What "auto" means on the devices of a run. It is decided once and stored with the run: one that resumes elsewhere keeps its first
-choice, because scan and unroll agree only to rounding.
+"""Resolves "auto" settings for the devices of a run. The choices are stored with the run, and a run that resumes elsewhere keeps them,
+because scan and unroll agree only to rounding.
 """
 
-import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 
-from argosy.core.errors import BadInput
 from argosy.models.parts.stack import Execution, Scan, Unroll
+from argosy.parallel.target import Target
 from argosy.run.assembly.products import decided_products
 from argosy.run.assembly.shared_prompts import decided_sharing
 from argosy.run.settings.run import Run
@@ -19,7 +18,16 @@ from argosy.train.step import Precision
 
 @dataclass(frozen=True)
 class Decided:
-    """What "auto" means on these devices."""
+    """The resolved "auto" settings of a run.
+
+    layers: whether layers are unrolled or scanned.
+    precision: type of the activations.
+    base_dtype: type of frozen weights under adapters.
+    rounds: rounds of the pipeline (`execution.rounds`).
+    products: implementation of matrix products with weights.
+    shared_prompts: whether completions of one prompt share it in gradients.
+    winners: implementations that `argosy autotune` chose, by the kind of device and the case; None: none (`run.assembly.winners`).
+    """
 
     layers: Literal["unroll", "scan"]
     precision: Precision
@@ -31,21 +39,24 @@ class Decided:
     products: str = "xla"
     # Whether answers share prompts in gradients.
     shared_prompts: bool = False
+    winners: dict[str, dict[str, str]] | None = None
 
     @classmethod
-    def here(cls, run: Run) -> "Decided":
-        cpu = backend() == "cpu"
+    def here(cls, run: Run, target: Target | None = None) -> "Decided":
+        """The choices for a run on these devices; None: this machine's."""
+        target = target or Target.here()
+        cpu = target.platform == "cpu"
         layers, rounds = run.execution.run, run.execution.rounds
         if layers == "auto":
-            unrolls = cpu or (backend() == "gpu" and jax.device_count() == 1)
-            unrolls &= run.model.layers <= 32 and not run.mesh.splits("stage") and rounds == 1
+            unrolls = cpu or (target.platform == "gpu" and target.count == 1)
+            unrolls &= getattr(run.model, "layers", 1) <= 32 and not run.mesh.splits("stage") and rounds == 1
             layers = "unroll" if unrolls else "scan"
         precision = run.precision
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"
-        products = decided_products(run, precision, jax.device_count(), "cpu" if cpu else "other")
+        products = decided_products(run, precision, target.count, "cpu" if cpu else "other")
         base = base_dtype(run) if precision == "bfloat16" else "float32"
-        return cls(layers, precision, base, rounds, products, decided_sharing(run, backend()))
+        return cls(layers, precision, base, rounds, products, decided_sharing(run, target.platform))
 
     @property
     def dtype(self) -> Any:
@@ -57,26 +68,14 @@ class Decided:
 
 def base_dtype(run: Run) -> Precision:
     """The type of frozen weights in a run that computes in bfloat16: bfloat16 if their file has no more bits, float32 otherwise, so
-    that nothing is rounded."""
+    that no weight is rounded.
+    """
     if run.adapter.trains_base or not run.init.weights:
         return "float32"
+    if "://" not in run.init.weights and not Path(run.init.weights).exists():
+        # A plan names no file, or not yet; published weights are bfloat16.
+        return "bfloat16"
     from argosy.checkpoint.open import open_model
 
     weights = open_model(run.init.weights).weights
     return "bfloat16" if {str(weights.dtype(name)) for name in weights.names} == {"bfloat16"} else "float32"
-
-
-def backend() -> str:
-    """The platform that jax computes on.
-
-    Raises:
-        BadInput: the requested platform does not exist here.
-    """
-    try:
-        return jax.default_backend()
-    except RuntimeError as error:
-        asked = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if os.environ.get("JAX_PLATFORMS") else None
-        reason = (str(error).splitlines() or ["no reason given"])[0][:200]
-        raise BadInput(
-            f"jax has no such device: {reason}", where=asked, hint="`argosy doctor` lists the devices there are"
-        ) from None

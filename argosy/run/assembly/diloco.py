@@ -1,4 +1,4 @@
-"""Whether a run can be one of replicas that train alone (`train.diloco`), and what its header says of them."""
+"""Checks that a run can train replicas independently (`train.diloco`), and describes them for its header."""
 
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ WITHIN = ("fsdp", "tensor", "context")
 
 
 def check(run: Any, mesh: Mesh) -> None:
-    """Checks that such a run is one whose replicas can train alone.
+    """Checks that the replicas of a run can train independently.
 
     Raises:
-        BadInput: there is one replica.
+        BadInput: there is only one replica.
         Unsupported: two axes of the mesh split a replica.
     """
     if not run.diloco.every:
@@ -35,14 +35,14 @@ def check(run: Any, mesh: Mesh) -> None:
 
 
 def check_model(run: Any, model: Any, steps: int) -> None:
-    """Checks what is known once the model and the data are.
+    """Checks the model and the number of steps.
 
     Args:
-        steps: that the run makes, or fewer if its epochs end before.
+        steps: number of steps of the run, or fewer if its epochs end before.
 
     Raises:
-        BadInput: steps would be left that no outer step follows.
-        Unsupported: some weights move by a rule.
+        BadInput: no outer step would follow the last steps.
+        Unsupported: some weights are updated by a rule instead of a gradient.
     """
     every = run.diloco.every
     if not every:
@@ -61,7 +61,7 @@ def check_replicas(run: Any, mesh: Mesh, folder: Path) -> None:
     """Checks that a checkpoint of the run has as many replicas as the mesh.
 
     Raises:
-        BadInput: it has others.
+        BadInput: the numbers differ.
     """
     if not run.diloco.every:
         return
@@ -77,14 +77,14 @@ def check_replicas(run: Any, mesh: Mesh, folder: Path) -> None:
 
 
 def left_over(run: Any, step: int) -> str:
-    """What is to be said of a run whose data ended in the middle of a phase, as a rollback may make it."""
+    """A note for a run whose data ended between two outer steps, as after a rollback; "" if it did not."""
     if not run.diloco.every or not (left := step % run.diloco.every):
         return ""
     return f"; its last {plural(left, 'step')} moved no outer weights, which are those of step {step - left} (diloco.every)"
 
 
 def diloco_header(run: Any, mesh: Mesh) -> dict[str, str]:
-    """The header's line."""
+    """The header's line about replicas; empty without them."""
     how = run.diloco
     if not how.every:
         return {}

@@ -1,4 +1,4 @@
-"""What the header of a run says of its mesh, and of the weights that it leaves whole."""
+"""The mesh of a run in its header, and the weights that the mesh does not split."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,11 @@ NAMED = 3
 
 
 def mesh_header(mesh: Mesh, weights: Mapping[str, Any]) -> dict[str, str]:
-    """The header's lines. weights: arrays or their descriptions, with shardings, by address."""
+    """The header's lines about the mesh.
+
+    Args:
+        weights: arrays, or their shapes with shardings, by address.
+    """
     if mesh.size == 1:
         return {}
     lines = {"mesh": " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)}

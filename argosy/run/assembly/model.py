@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from argosy.adapt.base import base_addresses, lay, retrained
-from argosy.adapt.settings import Dora
+from argosy.adapt.quant import Scheme, apply_schemes
+from argosy.adapt.settings import Dora, Lora
+from argosy.core.addresses import is_address, is_missing
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported
 from argosy.data.tokenizers.load import Tokenizer
@@ -28,11 +29,12 @@ from argosy.run.frozen.role import Role
 from argosy.run.settings.run import Run
 from argosy.train.beside import CRITIC
 from argosy.train.objectives.distillation import projection
+from argosy.train.optimizers.groups import freeze_groups
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The parts of a run that its model decides; `Assembly` says what each is."""
+    """The parts of a run that depend on its model; `Assembly` describes each."""
 
     model: Any
     adapters: AdapterParts
@@ -41,14 +43,15 @@ class ModelParts:
 
 
 def build_model(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer | None, steps: int) -> ModelParts:
-    """The model as its layers run on this mesh, with all that trains beside it.
+    """Builds the model with the strategy of its layers on this mesh, its adapters, and the frozen models.
 
     Raises:
-        UserError: its layers do not divide, something of it would stay random, or the teacher does not fit.
+        UserError: its layers do not divide, some weights would stay random, or the teacher does not fit.
     """
     layers = execution(run, decided, mesh)
     model = run.model.build(layers)
-    check_groups(model, mesh.shape["stage"], run.execution.rounds)
+    if run.model.inputs != "clicks":
+        check_groups(model, mesh.shape["stage"], run.execution.rounds)
     check_kept(model, run.execution.keep)
     replicas.check_model(run, model, steps)
     _check_trained(run, model)
@@ -56,6 +59,7 @@ def build_model(run: Run, decided: Decided, mesh: Mesh, tokenizer: Tokenizer | N
     adapters = AdapterParts() if run.adapter.trains_base else _put_adapters(run, decided, model)
     if CRITIC in run.objective.trained_parts:
         attach_critic(model, run.model, layers)
+    freeze_groups(model, run.optimizer.groups)
     teacher, kind = None, run.objective.roles.get(TEACHER)
     if kind:
         served = kind == "cached" and is_endpoint(run.objective.teacher)
@@ -82,24 +86,43 @@ def _check_trained(run: Run, model: Any) -> None:
 
 
 def _put_adapters(run: Run, decided: Decided, model: Any) -> AdapterParts:
-    under, stacked = stacked_adapters(run), dict[str, Any]()
-    prepare = (lambda model: stacked.update(lay(model, under))) if under else None
+    under, stacked, schemes = stacked_adapters(run), dict[str, Any](), kept_schemes(run)
+
+    def prepare(model: Any) -> None:
+        apply_schemes(model, schemes)
+        if under:
+            stacked.update(lay(model, under))
+
     contractions = run.adapter.put_on(model, jnp.dtype(decided.base_dtype), prepare)
     base = frozenset(base_addresses(model)) if contractions else frozenset()
-    return AdapterParts(tuple(contractions), base, frozenset(retrained(model)), stacked)
+    return AdapterParts(tuple(contractions), base, frozenset(retrained(model)), stacked, schemes)
+
+
+def kept_schemes(run: Run) -> Mapping[str, Scheme]:
+    """The quantization of the base in its file, by per-layer name, if its codes can stay under the run's adapters. That needs adapters
+    that start from zero, and no trained weights beside them. Otherwise empty.
+    """
+    from argosy.checkpoint.open import open_model
+
+    weights, adapter = str(run.init.weights), run.adapter
+    if type(adapter) is not Lora or adapter.init != "zero" or adapter.train or is_address(weights) or is_missing(weights):
+        return {}
+    stored = open_model(weights)
+    found = stored.quantized or stored.published()
+    return {} if found is None or stored.adapted is not None else found.schemes
 
 
 def stacked_adapters(run: Run) -> Mapping[str, Any]:
-    """The adapters of the base that stay as they are under the run's, by the per-layer name of their contraction.
+    """The factors of the base's adapters that stay frozen under the run's, by the per-layer name of their contraction.
 
     Raises:
-        BadInput: the base has adapters, and the run does not say what happens to them; or it says so, and there are none.
+        BadInput: the base has adapters and the run does not say how to treat them, or it says so and there are none.
         Unsupported: DoRA on either side, adapters of a quantized base, or rollouts.
     """
     from argosy.checkpoint.open import open_model
 
     onto, weights = run.adapter.onto, str(run.init.weights)
-    if "://" not in weights and not Path(weights).exists():
+    if is_missing(weights):
         # A run that resumes says what is missing when it looks for its base.
         return {}
     under = open_model(weights).adapted

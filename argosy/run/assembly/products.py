@@ -1,9 +1,8 @@
-"""Which implementation multiplies matrices in a run's programs (`ops.matmul`). It is decided once and stored with the run, because
-two of them agree only to rounding."""
+"""Chooses the implementation of matrix products with weights (`ops.matmul`). The choice is stored with the run, because implementations
+agree only to rounding.
+"""
 
 from typing import NamedTuple
-
-from jax.sharding import Mesh
 
 from argosy.core.errors import Unsupported
 from argosy.ops.native import library
@@ -14,10 +13,10 @@ SMALLEST = 1_000_000
 
 
 class ProductChoice(NamedTuple):
-    """The implementation of products with weights.
+    """The implementation of matrix products with weights.
 
-    name: its name among `ops.matmul.MATMUL`.
-    reason: why it is not the one that was decided; "" if it is.
+    name: its name in `ops.matmul.MATMUL`.
+    reason: why it differs from the stored choice; "" if it does not.
     """
 
     name: str
@@ -25,7 +24,7 @@ class ProductChoice(NamedTuple):
 
 
 def decided_products(run: Run, precision: str, devices: int, platform: str) -> str:
-    """What `execution.products` names; otherwise `amx` in float32 on one CPU device that has it, and `xla` elsewhere."""
+    """The setting `execution.products`; without it `amx` in float32 on one CPU device that has it, and `xla` elsewhere."""
     if run.execution.products is not None:
         return run.execution.products
     if run.model.parameters() < SMALLEST or _why_not(precision, devices, platform):
@@ -33,13 +32,13 @@ def decided_products(run: Run, precision: str, devices: int, platform: str) -> s
     return "amx"
 
 
-def products_of(run: Run, products: str, precision: str, mesh: Mesh) -> ProductChoice:
-    """The implementation that multiplies here.
+def products_of(run: Run, products: str, precision: str, platform: str, devices: int) -> ProductChoice:
+    """The implementation that can run here.
 
     Raises:
         Unsupported: the settings name one that cannot run here.
     """
-    reason = "" if products == "xla" else _why_not(precision, mesh.size, mesh.devices.flat[0].platform)
+    reason = "" if products == "xla" else _why_not(precision, devices, platform)
     if reason and run.execution.products is not None:
         raise Unsupported(f"execution.products={products} {reason}", hint="without it, the fastest that runs here is taken")
     return ProductChoice("xla", reason) if reason else ProductChoice(products, "")

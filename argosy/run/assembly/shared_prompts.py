@@ -1,5 +1,6 @@
-"""Whether answers of a rollout that have one prompt share it in gradients. It is decided once and stored with the run, because parts
-that are packed either way agree only to rounding."""
+"""Decides whether completions of one prompt share it in gradients. The choice is stored with the run, because both ways agree only to
+rounding.
+"""
 
 from typing import Any
 
@@ -9,10 +10,10 @@ from argosy.train.objectives.distillation.teacher import ROLE as TEACHER
 
 
 def decided_sharing(run: Run, platform: str) -> bool:
-    """What `rollout.share_prompts` says; otherwise whether it is faster here.
+    """The setting `rollout.share_prompts`; without it, whether sharing is faster here.
 
     Raises:
-        BadInput, Unsupported: the settings ask for what cannot be.
+        BadInput, Unsupported: the settings ask for sharing that is not possible.
     """
     how = run.rollout
     if how is None:
@@ -29,7 +30,7 @@ def decided_sharing(run: Run, platform: str) -> bool:
 
 
 def resumed_on(shared: bool, platform: str) -> str:
-    """What a run that shares prompts says when it resumes on this platform; "" for nothing."""
+    """A note for a run that shares prompts and resumes on this platform; "" if none is needed."""
     if not shared or platform != "tpu":
         return ""
     return "answers share their prompts, as the run began; no kernel for TPUs has these masks, so all scores of a row are in memory"

@@ -1,4 +1,4 @@
-"""How the layers of a run are executed: as its layout says, or over the stages of its mesh."""
+"""The strategy that executes a run's layers: scan, unroll, or a pipeline over the stages of its mesh."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
     """The strategy of a run's layers on this mesh.
 
     Raises:
-        BadInput: the rows do not divide into microbatches, microbatches are asked for without stages, or layers that are stages or
-            rounds of are a list.
+        BadInput: the rows do not divide into microbatches, microbatches are set without stages, or the layers of stages or rounds are
+            unrolled.
     """
     stages = mesh.shape[AXIS]
     if decided.rounds > 1 and decided.layers == "unroll":
@@ -38,7 +38,7 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
 
 
 def microbatches(run: Any, mesh: Mesh) -> int:
-    """How many microbatches the rows of a pass are split into: a multiple of the stages.
+    """The number of microbatches that the rows of a pass are split into: a multiple of the number of stages.
 
     Raises:
         BadInput: the rows do not divide into them.
@@ -60,10 +60,10 @@ def microbatches(run: Any, mesh: Mesh) -> int:
 
 
 def check_groups(model: nnx.Module, stages: int, rounds: int) -> None:
-    """Checks that some layers of every stack run over the stages, and in all rounds.
+    """Checks that every stack has layers that run over all stages and in all rounds.
 
     Raises:
-        BadInput: none do.
+        BadInput: a stack has none.
     """
     for path, stack in nnx.iter_modules(model):
         if not isinstance(stack, Stack) or not stack.run.stacked or stages == rounds == 1:
@@ -80,7 +80,7 @@ def check_groups(model: nnx.Module, stages: int, rounds: int) -> None:
 
 
 def stages_header(run: Execution) -> dict[str, str]:
-    """What the header of a run says of its stages."""
+    """The header's lines about pipeline stages."""
     if not isinstance(run, Pipeline):
         return {}
     idle = (run.stages - 1) / (run.microbatches * run.rounds + run.stages - 1)

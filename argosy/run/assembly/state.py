@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from argosy.core.errors import BadInput
+from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.gather import GatherOnce
 from argosy.parallel.place import like_weights
@@ -20,13 +21,13 @@ from argosy.train import diloco
 from argosy.train.beside import CRITIC
 from argosy.train.guard import begin
 from argosy.train.offload import HOST, pieces_for, places_on_host, weights_on_host
-from argosy.train.optim import scaled
+from argosy.train.optimizers.base import scaled
 from argosy.train.state import TrainState, meanings_of, trained
 
 
 @dataclass(frozen=True)
 class StateParts:
-    """The parts of a run that its state is made of; `Assembly` says what each is. The shapes carry their shardings."""
+    """The parts of a run's state; `Assembly` describes each. The shapes carry their shardings."""
 
     graph: Any
     optimizer: Any
@@ -36,26 +37,28 @@ class StateParts:
 
 
 def build_state(run: Run, decided: Decided, mesh: Mesh, model: Any, steps: int) -> StateParts:
-    """The optimizer over these steps, and where each array of the state lies.
+    """The optimizer over these steps, and the shapes and shardings of the state's arrays.
 
     Raises:
-        UserError: settings ask for what this state does not have.
+        UserError: the settings need something that this state lacks.
     """
     graph, params, rest = trained(model)
     shapes = abstract(model)
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, run.mesh.table(), mesh)
     offloads = run.execution.offload != "none"
     if offloads:
-        check_offload(run, decided, mesh)
+        check_offload(decided, mesh)
     pieces = pieces_for(run.optimizer, meanings_of(model), shapes, weights) if offloads else None
     schedule = run.schedule.build(steps)
-    optimizer = run.optimizer.build(schedule, meanings_of(model), pieces)
+    optimizer = run.optimizer.build(schedule, meanings_of(model), pieces, layer_addresses(model))
     if CRITIC in run.objective.trained_parts:
         optimizer = scaled(optimizer, PREFIX, run.objective.critic.rate)
     if run.diloco.every:
         optimizer = diloco.replicated_optimizer(optimizer, mesh.shape[diloco.AXIS])
     state = jax.eval_shape(
-        lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0, begin(run.guard)),
+        lambda params, rest: TrainState.start(
+            params, rest, optimizer.init(params), 0, begin(run.guard), params if run.ema.on else None
+        ),
         {a: shapes[a] for a in params},
         {a: shapes[a] for a in rest},
     )

@@ -1,4 +1,4 @@
-"""Updates that one program makes from one batch, and evaluations of a batch."""
+"""Updates and evaluations of whole batches: one program computes one batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 
+from argosy.parallel.compiler_options import compile_lowered
 from argosy.parallel.gather import GatherOnce
 from argosy.run.assembly.assembly import Assembly
 from argosy.run.frozen.role import Role
 from argosy.train import diloco
+from argosy.train.ema import with_average
 from argosy.train.guard import guarded, judged
 from argosy.train.state import TrainState, training_graph
 from argosy.train.step import make_evaluation, make_step
@@ -26,6 +28,10 @@ class BatchUpdates:
         return assembly.place_fields({name: batch[name] for name in assembly.run.objective.reads()})
 
     def compile(self, assembly: Assembly) -> Any:
+        compiled, base = compile_lowered(self.lower(assembly), assembly.compiler_options), assembly.adapters.base
+        return UpdateWithBase(compiled, base) if base else compiled
+
+    def lower(self, assembly: Assembly) -> Any:
         a, run, base = assembly, assembly.run, assembly.adapters.base
 
         def stays(guard: Any, loss: Any, norm: Any) -> Any:
@@ -42,23 +48,27 @@ class BatchUpdates:
             gather=GatherOnce(a.places.params | a.places.rest) if run.execution.gather == "once" else None,
             stays=stays if run.execution.offload != "none" else None,
         )
+        step = with_average(step, run.ema)
         step = guarded(diloco.alone(step), run.guard) if run.diloco.every else guarded(step, run.guard)
         step = diloco.together(step, run.diloco) if run.diloco.every else step
         if base:
             moving = replace(a.places, rest={name: p for name, p in a.places.rest.items() if name not in base})
             jitted = jax.jit(_with_base(step), donate_argnums=0, out_shardings=(moving, None))
             with a.tracing():
-                lowered = jitted.lower(*split_base(a.shapes, base), a.batch_shapes(), _frozen_shapes(a))
-                return UpdateWithBase(lowered.compile(), base)
+                return jitted.lower(*split_base(a.shapes, base), a.batch_shapes(), _frozen_shapes(a))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(a.places, None))
         with a.tracing():
-            return jitted.lower(a.shapes, a.batch_shapes(), _frozen_shapes(a)).compile()
+            return jitted.lower(a.shapes, a.batch_shapes(), _frozen_shapes(a))
 
 
 def compile_evaluation(assembly: Assembly) -> Any:
     """The compiled evaluation (state, batch, frozen weights) -> {name: sum and weight}."""
     a = assembly
-    evaluate = make_evaluation(a.graph, a.run.objective, precision=a.decided.precision, roles=_graphs(a))
+    evaluate_state = make_evaluation(a.graph, a.run.objective, precision=a.decided.precision, roles=_graphs(a))
+
+    def evaluate(state: TrainState, batch: Any, frozen: Any) -> Any:
+        return evaluate_state(replace(state, params=state.inference_params), batch, frozen)
+
     with a.tracing():
         return jax.jit(evaluate).lower(a.shapes, a.batch_shapes(a.evals), _frozen_shapes(a)).compile()
 
@@ -92,7 +102,7 @@ def _with_base(step: Any) -> Any:
 
 @dataclass(frozen=True)
 class UpdateWithBase:
-    """A compiled update that takes the base as an argument, called as one of the whole state."""
+    """A compiled update that takes the base's weights as a separate argument, called like an update of the whole state."""
 
     program: Any
     base: frozenset[str]
@@ -104,3 +114,6 @@ class UpdateWithBase:
 
     def memory_analysis(self) -> Any:
         return self.program.memory_analysis()
+
+    def as_text(self) -> str:
+        return self.program.as_text()

@@ -1,4 +1,4 @@
-"""Distillation across tokenizers as a training run: what is asked of the teacher and its tokenizer, and the batches of both."""
+"""Distillation across tokenizers: the teacher's prompts and tokens, and batches with the tokens of both models."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ def is_across(objective: Any) -> bool:
 
 
 def teacher_places(run: Any, context: int) -> int:
-    """Places of a row for the teacher's tokens.
+    """The number of teacher tokens in a row.
 
     Raises:
-        BadInput: more were asked for than its context has.
+        BadInput: the setting exceeds the teacher's context.
     """
     asked = run.objective.teacher_sequence
     if asked is not None and asked > context:
@@ -71,10 +71,10 @@ class Both:
 
 
 def asking(run: Any, tokenizer: Tokenizer, prompts: AnsweredPrompts) -> TeacherPrompts | None:
-    """How the teacher of a run is asked, whose tokenizer this is; None: it reads the student's text.
+    """The prompts of a run's teacher, in the tokens of its tokenizer; None: it reads the student's text.
 
     Raises:
-        BadInput: it is to be asked by a chat template, and has none; or there are no conversations.
+        BadInput: the settings ask for a chat template, and the teacher has none or the data has no conversations.
     """
     chats, where = prompts.conversations, f"objective.teacher={run.objective.teacher}"
     if run.objective.template == "student":
@@ -88,7 +88,7 @@ def asking(run: Any, tokenizer: Tokenizer, prompts: AnsweredPrompts) -> TeacherP
 
 
 def begin_across(assembly: Any, say: Say) -> None:
-    """Lends the batches the run's voice."""
+    """Connects the batches to the run's log."""
     for batches in (assembly.batches, assembly.evals):
         if isinstance(batches, BothTokenizers):
             batches.say = say

@@ -1,8 +1,8 @@
 """A teacher behind an OpenAI-compatible server: log-probabilities of given tokens, asked over HTTP.
 
-What is asked is `POST /v1/completions` with token ids as the prompt and vLLM's `prompt_logprobs`: at every place of a text the
-likeliest tokens by their ids. `argosy serve` and vLLM answer it. OpenAI's own API and others with `logprobs` alone do not: these are of
-generated tokens, and name tokens by their text, which several tokens share.
+The request is `POST /v1/completions` with token ids as the prompt and vLLM's `prompt_logprobs`, which returns the most likely tokens by
+id at every position of a text. `argosy serve` and vLLM support it. OpenAI's own API and others that only have `logprobs` do not: these
+are for generated tokens, and name tokens by their text, which several tokens may share.
 
 A key comes from the environment alone, ARGOSY_TEACHER_KEY or OPENAI_API_KEY, and appears in no message and no file.
 """
@@ -38,7 +38,7 @@ UNKNOWN = "\ufffd"
 
 
 class Unmoved(HTTPRedirectHandler):
-    """Follows no redirection: a key must not go to another server."""
+    """Follows no redirect: the key must not be sent to another server."""
 
     def redirect_request(self, *args: Any, **how: Any) -> None:
         return None
@@ -46,7 +46,13 @@ class Unmoved(HTTPRedirectHandler):
 
 @dataclass
 class Endpoint:
-    """A model of a server. url: up to `/v1`. sleep: waits so many seconds."""
+    """A model on a server.
+
+    url: the address up to `/v1`.
+    model: the model's name there.
+    tokenizer: this run's tokenizer.
+    sleep: waits for a number of seconds.
+    """
 
     url: str
     model: str
@@ -54,11 +60,12 @@ class Endpoint:
     sleep: Callable[[float], None] = time.sleep
 
     def top(self, ids: Sequence[int], k: int, vocab: int) -> TopTokens:
-        """The k likeliest tokens at every place of a text from its second on, and the log-probability of all others.
+        """The k most likely tokens at every position of a text from its second on, and the log-probability of all other tokens
+        together.
 
         Raises:
-            BadInput: the server does not have the model, the tokens or the field, or refuses the request.
-            ArgosyError: it does not answer, or with numbers that are none.
+            BadInput: the server lacks the model, the tokens or the field, or refuses the request.
+            ArgosyError: it does not answer, or its numbers are invalid.
         """
         body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
         found = self.request("completions", body)
@@ -81,7 +88,7 @@ class Endpoint:
         return TopTokens(made, logps.astype(np.float32), rest.astype(np.float32))
 
     def place(self, token: int, entry: Any, k: int, vocab: int) -> list[tuple[int, float]]:
-        """The k likeliest tokens of one place, in falling order."""
+        """The k most likely tokens at one position, the most likely first."""
         if not isinstance(entry, dict) or str(token) not in entry:
             what = f"{self.url} does not name token {token}, which it was given: its tokens are not this run's"
             raise BadInput(what, where=f"objective.teacher_model={self.model}", hint="the teacher must have the student's tokenizer")
@@ -101,7 +108,7 @@ class Endpoint:
         return found[:k]
 
     def check_token(self, number: int, text: Any, vocab: int) -> None:
-        """Compares a token of the server with this run's of the same id.
+        """Compares a token of the server with this run's token of the same id.
 
         Raises:
             BadInput: they differ.
@@ -117,10 +124,11 @@ class Endpoint:
     # ---------------------------------------------------------------- HTTP
 
     def request(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that a request is answered with. It is made again after errors that may pass, a few times.
+        """The JSON reply to a request. After transient errors the request is repeated a few times.
 
         Raises:
-            BadInput: the server refuses it. ArgosyError: it does not answer.
+            BadInput: the server refuses it.
+            ArgosyError: the server does not answer.
         """
         where, said = f"{self.url.rstrip('/')}/{path}", ""
         for wait in (*WAITS_S, None):
@@ -150,7 +158,7 @@ class Endpoint:
             return json.loads(answer.read())
 
     def without_key(self, text: str) -> str:
-        """A server's words; some repeat the key."""
+        """A server's error message with the key removed; some servers repeat it."""
         key = _key_of()
         return text.replace(key, "[key]") if key else text
 
@@ -161,14 +169,19 @@ def _key_of() -> str | None:
 
 
 def waited(header: str | None, wait: float | None) -> float | None:
-    """Seconds before the next try: what the server asks for, within bounds. None: there is none."""
+    """Seconds before the next try: the server's request, within bounds. None: there is no next try.
+
+    Args:
+        header: the value of Retry-After.
+        wait: the default in seconds; None after the last try.
+    """
     if wait is None or header is None or not header.strip().isdigit():
         return wait
     return min(max(float(header), wait), LONGEST_WAIT_S)
 
 
 def message_of(words: str) -> str:
-    """What an error's body says."""
+    """The error message in the body of a reply."""
     try:
         found = json.loads(words)
     except ValueError:

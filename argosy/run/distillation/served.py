@@ -1,8 +1,8 @@
-"""A served teacher's likeliest tokens at every target that a run will visit, asked once before its first step
+"""A served teacher's most likely tokens at every target that a run will visit, requested once before its first step
 (`run.distillation.teacher_cache`).
 
-A served model has no hash of its weights: what is kept belongs to its address and name, and a run trusts that they stay the same model.
-The tokens that come back are compared with this run's, place by place.
+A served model has no hash of its weights. Cached numbers belong to its address and name, and a run trusts that these stay the same
+model. Returned tokens are compared with this run's tokens at every position.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ PROBE = "Once upon a time"
 
 
 class ServedTeacher:
-    """A teacher that a server has."""
+    """A teacher that runs on a server."""
 
     note: str | None = None
 
@@ -47,7 +47,7 @@ class ServedTeacher:
         self.endpoint = Endpoint(how.teacher, how.teacher_model, tokenizer)
 
     def check(self) -> None:
-        """Asks the server for a few tokens.
+        """Sends a short request to the server.
 
         Raises:
             BadInput, ArgosyError: as `Endpoint.top`.
@@ -61,14 +61,14 @@ class ServedTeacher:
         return {"endpoint": self.given.rstrip("/"), "model": self.endpoint.model}
 
     def key(self, batches: RowBatches) -> str:
-        """What decides the numbers: the server, the model, and the rows."""
+        """The key of the cached numbers: a hash of the server, the model and the rows."""
         order = ("batch", "shuffle", *(("seed",) if hasattr(batches.blocks.rows, "corpus") else ()))
         data = {name: value for name, value in batches.fingerprint.items() if name not in order}
         decided = self.described | {"data": data, "vocab": self.run.model.vocab, "top": self.run.objective.top}
         return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
     def compute(self, rows: Any, todo: np.ndarray, writer: Any, say: Say) -> None:
-        """Adds what the server says of these rows."""
+        """Requests the numbers of these rows and writes them to the cache."""
         with ThreadPoolExecutor(TOGETHER) as threads:
             for new, some in passes(todo, ROWS, "teacher", say, writer.flush):
                 batch = rows.gather(some[:new])
@@ -84,7 +84,7 @@ class ServedTeacher:
 
 
 def texts(batch: Any, row: int) -> list[tuple[np.ndarray, list[int]]]:
-    """The documents of a row in which something counts: the places of their targets, and their tokens."""
+    """The documents of a row that have targets in the loss: the indices of their targets, and their tokens."""
     found, segments, mask = [], batch["segments"][row], batch["mask"][row]
     for segment in range(1, int(segments.max(initial=0)) + 1):
         places = np.flatnonzero(segments == segment)
@@ -97,10 +97,10 @@ def texts(batch: Any, row: int) -> list[tuple[np.ndarray, list[int]]]:
 
 
 def check_same_server(teacher: ServedTeacher, directory: RunDirectory) -> None:
-    """Checks that a run goes on with the teacher that it began with.
+    """Checks that a resumed run has the teacher that it began with.
 
     Raises:
-        BadInput: it was another one.
+        BadInput: it is another one.
     """
     known = directory.teacher()
     if known is None:
@@ -111,7 +111,7 @@ def check_same_server(teacher: ServedTeacher, directory: RunDirectory) -> None:
 
 
 def check_served(assembly: Any) -> None:
-    """Asks the server of a new run, before a file is written, if it has one.
+    """Sends a short request to the teacher's server, if there is one, before a new run writes a file.
 
     Raises:
         BadInput, ArgosyError: as `Endpoint.top`.

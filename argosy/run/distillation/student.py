@@ -1,7 +1,7 @@
 """The rollouts of a student: on-policy distillation, with a frozen teacher in every update.
 
-The teacher lies beside the student, sharded by the rules for its own axes. Where it answers itself (`objective.others=teacher`), an
-engine reads the same arrays.
+The teacher's weights are on the same devices as the student's, sharded by the rules for the teacher's axes. If the teacher writes
+completions too (`objective.others=teacher`), its engine reads the same arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from argosy.weights.build import stored_generation
 
 
 def student_rollouts(run: Run, mesh: Any, tokenizer: Any) -> RolloutParts:
-    """The rollouts of a run. Everything is checked, nothing is sampled.
+    """The rollouts of a student. Everything is checked, nothing is sampled.
 
     Raises:
         UserError: a mistake in prompts or settings.
@@ -78,14 +78,14 @@ def _trainer(assembly: Assembly, engine: Any, say: Say) -> StudentTrainer:
 
 
 class StudentPrograms:
-    """The teacher as a language model, and the comparison of student and teacher, each made when it is first asked for."""
+    """The teacher as a language model, and the program that compares student and teacher. Both are built on first use."""
 
     def __init__(self, assembly: Assembly):
         self.assembly, self.arrays = assembly, PartArrays(assembly)
 
     @cached_property
     def teacher(self) -> LM:
-        """The teacher on the arrays that updates read."""
+        """The teacher as a language model, on the same arrays that updates read."""
         a = self.assembly
         assert isinstance(a.teacher, Teacher)
         stored = a.teacher.stored
@@ -96,7 +96,7 @@ class StudentPrograms:
         return LM(stored.config, module, a.tokenizer, **more)
 
     def compare(self, state: Any, parts: Sequence[Batch]) -> dict[str, float]:
-        """The means over these parts of the objective's metrics and of its `loss`."""
+        """The objective's metrics and its `loss`, as means over these parts."""
         sums: dict[str, WeightedMean] = {}
         for part in parts:
             means = self._compared(state.params, state.rest, self.assembly.frozen[ROLE], self.arrays.place(part))

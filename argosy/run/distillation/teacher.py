@@ -1,14 +1,14 @@
-"""The teacher of a run of distillation: another model, frozen, whose distributions the student learns.
+"""The teacher of a distillation run: another, frozen model whose distributions the student learns.
 
-    online   its weights are beside the student's, laid out by the rules for its own axes, and every step computes its logits
-    cached   its likeliest tokens are computed before the first step (`run.distillation.teacher_cache`)
+    online   its weights are on the devices too, sharded by the rules for its own axes, and every step computes its logits
+    cached   its most likely tokens are computed before the first step (`run.distillation.teacher_cache`)
 
-A teacher is any stored model: Hub folder, GGUF file, run directory or checkpoint. The name of a preset is none, because it has no
-weights. Ids must stand for the same tokens in both, or the student would learn noise: the tokens are compared one by one.
-Tokenizers may still cut a text differently (other merges); then the teacher sees tokens that it would not have made, and the run
-says so.
+A teacher is any stored model: Hub folder, GGUF file, run directory or checkpoint. A preset cannot be a teacher, because it has no
+weights. Ids must stand for the same tokens in both models, or the student would learn noise: the tokens are compared one by one.
+Tokenizers may still split a text differently (other merges); then the teacher reads tokens that its own tokenizer would not produce,
+and the run reports it.
 
-What the teacher is, by path and the hashes of its files, is kept with the run: one that has changed does not go on by accident.
+The teacher's path and the hashes of its files are stored with the run, so that a run cannot resume with a changed teacher by accident.
 """
 
 import math
@@ -42,7 +42,7 @@ WHERE = "objective.teacher"
 
 
 class Teacher:
-    """An opened teacher, whose weights are read when they are needed."""
+    """A teacher in a folder or file, whose weights are read on demand."""
 
     def __init__(self, run: Any, decided: Any, mesh: Any, tokenizer: Tokenizer | None):
         """Raises:
@@ -57,7 +57,7 @@ class Teacher:
 
     @cached_property
     def model(self) -> Any:
-        """The model without weights, its layers run as the student's, with the tokens that it shares with the student."""
+        """The model without weights. Its layers run with the student's strategy, and its vocabulary is matched to the student's."""
         made = self.config.build(self.decided.run("none"))
         if self.both is not None and self.both.matched is not None:
             made.matched = self.both.matched
@@ -75,7 +75,7 @@ class Teacher:
         return Role(split(model)[0], {a: described(a, s) for a, s in shapes.items()})
 
     def read(self, stored: OpenedModel | None = None) -> Leaves:
-        """{address: array}, on the run's devices."""
+        """Reads the teacher's weights: {address: array}, on the run's devices."""
         role = self.role
         model = self.config.build(self.decided.run("none"))
         dtype = kept_as(self.stored, self.decided.precision)
@@ -84,7 +84,8 @@ class Teacher:
 
 
 def kept_as(stored: OpenedModel, precision: str) -> Any:
-    """The type of the teacher's weights: bfloat16 if their file has no more bits and the run computes in it; None: float32."""
+    """The type of the teacher's weights: bfloat16 if the run computes in it and the file has no more bits; otherwise None, for float32.
+    """
     types = {str(stored.weights.dtype(name)) for name in stored.weights.names} if precision == "bfloat16" else set()
     return jnp.dtype("bfloat16") if types == {"bfloat16"} else None
 
@@ -119,10 +120,10 @@ def _check_model(run: Any, config: Any, given: str) -> None:
 
 
 def check_tokens(run: Any, stored: OpenedModel, tokenizer: Tokenizer | None) -> str | None:
-    """Checks that ids stand for the same tokens in both. Returns what else is worth saying.
+    """Checks that ids stand for the same tokens in both models. Returns a warning about other differences, if there are any.
 
     Raises:
-        BadInput: they do not, or the teacher has no tokenizer.
+        BadInput: the tokens differ, or the teacher has no tokenizer.
     """
     given, vocab = run.objective.teacher, stored.config.vocab
     where = f"{WHERE}={given}"
@@ -145,7 +146,7 @@ def check_tokens(run: Any, stored: OpenedModel, tokenizer: Tokenizer | None) -> 
 
 
 def differing(ours: Tokenizer, theirs: Tokenizer) -> str | None:
-    """How two tokenizers differ in what ids stand for; None if they do not."""
+    """How the tokens of two tokenizers differ, as a sentence; None if they do not."""
     if ours.vocab != theirs.vocab:
         return f"it has {theirs.vocab:,} tokens, not {ours.vocab:,}"
     # The token for text without a token has none of its own, and is shown in several ways.
@@ -166,7 +167,7 @@ def settle_teacher(assembly: Any, teacher: Teacher | ServedTeacher, directory: R
     """Gives a run its teacher, before its first step.
 
     Raises:
-        BadInput: it is gone, or it has changed since the run began.
+        BadInput: the teacher is gone, or it has changed since the run began.
     """
     if isinstance(teacher, ServedTeacher):
         from argosy.run.distillation import teacher_cache

@@ -1,9 +1,9 @@
-"""A teacher's likeliest tokens at every target that a run will visit, computed once before its first step.
+"""A teacher's most likely tokens at every target that a run will visit, computed once before its first step.
 
-Rows are not augmented, so a target has the same context each time, and the teacher says the same of it. What is computed is kept beside
-the corpora (`data.distillation.likeliest`), under a hash of the teacher's weights, of the rows and of what else decides the numbers:
-other runs find it there, and one that is killed on the way goes on. The teacher is in memory only while something is missing. Should
-the cache be gone when a run resumes, the same numbers are computed again by the same program.
+Rows are not augmented, so a target always has the same context and the same teacher distribution. The cache is stored beside the
+corpora (`data.distillation.likeliest`), under a hash of the teacher's weights, the rows and the settings that decide the numbers. Other
+runs reuse it, and a killed run continues it. The teacher is in memory only while numbers are missing. If the cache is gone when a run
+resumes, the same program computes the same numbers again.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from argosy.core.settings import dump
 from argosy.data.batch import Batch, BatchWrapper, Field, Fields
 from argosy.data.distillation.likeliest import Likeliest, TopTokens, bytes_per_target
 from argosy.data.pipeline import ROW, RowBatches
-from argosy.data.tables import cache_folder
+from argosy.data.tables import corpus_cache
 from argosy.models.parts.attention.attend import Packed
 from argosy.models.parts.weight import Leaves
 from argosy.observe.readable import sized
@@ -39,12 +39,16 @@ INPUTS = ("tokens", "segments")
 
 
 def asked_of_data(objective: Any) -> Fields:
-    """The fields that batches must have: those that the objective reads, with the number of each row in place of what is cached."""
+    """The fields that the data must provide: those that the objective reads, with the number of each row in place of the cached fields.
+    """
     return {**{name: field for name, field in objective.reads().items() if name not in CACHED}, ROW: Field("B", np.int64, "row")}
 
 
 class WithTeacher(BatchWrapper):
-    """Batches with the teacher's likeliest tokens. kept: those of all rows, once they are known."""
+    """Batches with the teacher's most likely tokens added.
+
+    kept: the tokens of all rows, once they are known.
+    """
 
     def __init__(self, inner: RowBatches, k: int):
         super().__init__(inner)
@@ -59,13 +63,14 @@ class WithTeacher(BatchWrapper):
 
 
 def fill_teacher_cache(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> None:
-    """Fills the cache for the rows that a run visits, and gives it to its batches.
+    """Fills the cache for the rows that a run visits, and connects it to the run's batches.
 
     Args:
-        described: the teacher, as `checkpoint.base.describe_base` does. stored: the same, opened. A served one has neither.
+        described: the description of the teacher by `checkpoint.base.describe_base`; None for a served teacher.
+        stored: the opened teacher; None for a served teacher.
 
     Raises:
-        ArgosyError: the teacher gives probabilities that are not finite.
+        ArgosyError: the teacher's probabilities are not finite.
     """
     run, leaves = assembly.run, None
     each = bytes_per_target(run.objective.top, run.model.vocab)
@@ -76,7 +81,7 @@ def fill_teacher_cache(assembly: Any, described: dict[str, Any], stored: Any, sa
         rows = inner.blocks.rows
         served = isinstance(assembly.teacher, ServedTeacher)
         key = assembly.teacher.key(inner) if served else _key_of(assembly, inner, described)
-        path = cache_folder(run.data) / "teacher" / f"{key}.{split}.npy"
+        path = corpus_cache(run.data) / "teacher" / f"{key}.{split}.npy"
         kept = batches.kept = Likeliest(path, len(rows), run.objective.top, run.model.vocab)
         wanted = visited(inner, run.steps if split == "train" else None)
         if not len(kept.missing(wanted)):

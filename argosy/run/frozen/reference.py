@@ -1,14 +1,14 @@
-"""The reference of a run: its model as it was before the first step, for objectives that compare with it.
+"""The reference of a run: its initial model, for objectives that compare with it.
 
-    online   a frozen copy of the first weights, sharded as the model is, which every step computes anew
-    cached   the log-probability of every sequence by those weights, computed once before the first step
+    online   a frozen copy of the initial weights, sharded as the model is; every step computes its outputs
+    cached   the log-probability of every sequence by the initial weights, computed once before the first step
 
-The reference never changes and rows are not augmented, so both give the same numbers; the cached one saves a forward pass of every
-step and a copy of the weights. It is computed for the rows that the run will visit, in the precision of the run. What is computed is
-kept beside the corpora, under a hash of the weights, of the data and of what else decides the numbers: other runs find it there, and a
-run that is killed on the way resumes. A copy in the run directory makes a resume independent of that folder.
+The reference never changes and rows are not augmented, so both give the same numbers; the cached one saves a forward pass per step and
+a copy of the weights. It is computed for the rows that the run will visit, in the precision of the run. The cache is stored beside the
+corpora, under a hash of the weights, the data and the settings that decide the numbers. Other runs reuse it, and a killed run continues
+it. A copy in the run directory makes a resume independent of that folder.
 
-An adapter that begins at nothing leaves the model's first output as it was, so a run with one has the right reference either way.
+An adapter that starts from zero does not change the model's initial output, so its run has the right reference either way.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from argosy.core.progress import Say
 from argosy.core.settings import dump
 from argosy.data.batch import Batch, BatchWrapper, Field, Fields
 from argosy.data.pipeline import RowBatches
-from argosy.data.tables import cache_folder
+from argosy.data.tables import corpus_cache
 from argosy.models.parts.weight import Leaves
 from argosy.run.frozen.visits import passes, visited
 from argosy.train.objectives.preferences.sequences import FIELDS, sequences
@@ -43,8 +43,9 @@ NOTHING = np.float32(np.nan)
 
 
 def asked_of_data(objective: Any) -> Fields:
-    """The fields that batches must have: those that the objective reads, with the number of each sequence in place of its cached
-    log-probability."""
+    """The fields that the data must provide: those that the objective reads, with the number of each sequence in place of its cached
+    log-probability.
+    """
     fields = dict(objective.reads())
     if objective.roles.get(ROLE) == "cached":
         del fields[ROLE]
@@ -53,7 +54,10 @@ def asked_of_data(objective: Any) -> Fields:
 
 
 class WithReference(BatchWrapper):
-    """Batches with the reference's log-probability of each sequence. table: those of all documents, once they are known."""
+    """Batches with the reference's log-probability of each sequence added.
+
+    table: the log-probabilities of all documents, once they are known.
+    """
 
     def __init__(self, inner: RowBatches):
         super().__init__(inner)
@@ -68,7 +72,7 @@ class WithReference(BatchWrapper):
 
 
 class ReferenceWeights:
-    """The first weights of a run: those of its state, if it has not made a step, otherwise read or drawn again.
+    """The initial weights of a run: those of its state before the first step; otherwise they are read or drawn again.
 
     Args:
         state: the state that the run begins or resumes with.
@@ -92,8 +96,8 @@ def settle_reference(assembly: Any, directory: RunDirectory, weights: ReferenceW
     """Gives a run its reference, before its first step.
 
     Raises:
-        BadInput: what the run started from is gone or has changed, and the reference must be computed.
-        ArgosyError: the reference's log-probability of an answer is not finite.
+        BadInput: the reference must be computed, but the run's initial model is gone or has changed.
+        ArgosyError: the reference's log-probability of a sequence is not finite.
     """
     kind = assembly.run.objective.roles.get(ROLE)
     if kind is None:
@@ -134,7 +138,7 @@ def _table_of(
     table = directory.read_reference(split, documents)
     if table is not None and not len(_missing(rows, groups, table)):
         return table
-    folder = cache_folder(assembly.run.data) / "reference"
+    folder = corpus_cache(assembly.run.data) / "reference"
     with one_writer(folder / f"{_key_of(assembly, batches, known)}.{split}.npy", documents, say) as shared:
         if table is not None:
             shared[:] = np.where(np.isnan(shared), table, shared)
@@ -216,7 +220,7 @@ def _key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
 
 
 def changed(assembly: Any) -> BadInput:
-    """The error for a run whose first weights are no longer what they were."""
+    """The error that a run's initial weights have changed."""
     init = assembly.run.init
     what = "the weights that this run started from have changed, and its reference must be computed from them"
     return BadInput(what, where=init.weights or init.state, hint="put them back, or start again with dir=NEW")
@@ -224,7 +228,7 @@ def changed(assembly: Any) -> BadInput:
 
 @contextmanager
 def one_writer(path: Path, documents: int, say: Say) -> Iterator[np.ndarray]:
-    """A file of one float32 for each document, NaN where nothing is known, held by one process at a time."""
+    """A memory-mapped file with one float32 per document, NaN where unknown. A lock admits one process at a time."""
     with one_at_a_time(path.with_suffix(".lock"), say):
         if not path.exists() or path.stat().st_size != 128 + 4 * documents:
             made = path.with_name(f"{path.name}.{os.getpid()}")

@@ -1,4 +1,6 @@
-"""Before a run whose objective compares relations within layers: do its layers have them, and can both be cut into as many heads?"""
+"""Checks of objectives that compare relations within layers: both models must have attention that divides into the same number of
+relation heads.
+"""
 
 import math
 from typing import Any
@@ -30,7 +32,7 @@ def check_relations(run: Any, config: Any, where: str) -> None:
     """Checks that relations of the student's layers can be compared with the teacher's.
 
     Raises:
-        BadInput: a layer has no attention, or its features cannot be cut into so many relation heads.
+        BadInput: a layer has no attention, or its features do not divide into the number of relation heads.
     """
     terms = run.objective.layer_terms
     if not terms.relations:

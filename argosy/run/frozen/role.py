@@ -1,5 +1,5 @@
-"""Frozen models beside the trained one: an online reference, an online teacher. Each is an argument of every step, laid out over the
-devices as the rules say for its own weights.
+"""Frozen models beside the trained one: an online reference, an online teacher. Each is an argument of every step, sharded by the rules
+for its own weights.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from typing import Any
 class Role:
     """A frozen model.
 
-    graph: of the model, which may be of another architecture than the trained one. shapes: its weights by address, with shardings.
-    shared: the addresses of weights that are the trained model's own frozen ones, and take no memory of their own.
+    graph: its structure without weights; its architecture may differ from the trained model's.
+    shapes: shapes of its weights by address, with shardings.
+    shared: addresses of weights that are the trained model's own frozen weights, and take no extra memory.
     """
 
     graph: Any

@@ -1,6 +1,4 @@
-"""The rows of data that a run will visit, and a pass over some of them before its first step, to compute what a frozen model says of
-them.
-"""
+"""The rows of data that a run will visit, and passes over them before its first step to compute a frozen model's outputs."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +14,11 @@ EVERY_S = 10.0
 
 
 def visited(batches: RowBatches, steps: int | None) -> np.ndarray:
-    """The groups of rows that so many batches visit, None: all batches; in ascending order."""
+    """The indices of the groups of rows that the first `steps` batches visit, ascending.
+
+    Args:
+        steps: number of batches; None: all.
+    """
     blocks = batches.blocks
     each, all_groups = blocks.batch // blocks.per_group, len(blocks.rows) // blocks.per_group
     places = min(blocks.count, steps if steps is not None else blocks.count) * each
@@ -27,8 +29,9 @@ def visited(batches: RowBatches, steps: int | None) -> np.ndarray:
 
 
 def passes(groups: np.ndarray, each: int, name: str, say: Say, keep: Callable[[], None]) -> Iterator[tuple[int, np.ndarray]]:
-    """The groups, `each` at a time, the last ones repeated to fill up: (how many are new, groups [each]). Between them it says how
-    far it is, and calls `keep` to put results on disk."""
+    """Yields `each` groups at a time, as (number of new groups, groups [each]); the last ones are repeated to fill up. In between it
+    reports progress, and calls `keep` to write results to disk.
+    """
     began = told = time.monotonic()
     for at in range(0, len(groups), each):
         some = groups[at : at + each]

@@ -1,1 +1,1 @@
-"""Work between two steps: evaluation, checkpoints, samples, guards, and the comparison of processes."""
+"""Hooks between two steps: evaluation, checkpoints, samples, guards, and the comparison of processes."""

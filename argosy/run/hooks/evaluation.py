@@ -1,4 +1,4 @@
-"""Evaluates the loss between two steps."""
+"""A hook that evaluates the loss on held-out data."""
 
 import math
 from collections.abc import Callable
@@ -18,11 +18,10 @@ from argosy.run.view import View
 
 
 class Evaluation:
-    """Evaluates the loss on held-out data: of text its perplexity and bits per byte, with the metrics that the objective
-    names (`evaluated`); of anything else all of the objective's metrics.
+    """Evaluates the loss on held-out data. For text it logs perplexity, bits per byte and the metrics that the objective names
+    (`evaluated`); for other data, all of the objective's metrics.
 
-    A signal to stop is not kept waiting until all batches are through: the evaluation is given up, except that of the last step,
-    which nothing would make up for.
+    A signal to stop ends an evaluation early, except that of the last step, which no later one would replace.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Evaluation:
             self.saver.evaluated(now, numbers["eval_loss"])
 
     def evaluate(self, state: Any, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """The numbers of one evaluation; None if it was interrupted."""
+        """The metrics of one evaluation; None if it was interrupted."""
         evals = self.assembly.evals
         assert evals is not None
         evals.rewind()
@@ -70,7 +69,9 @@ class Evaluation:
         found = {f"eval_{name}": totals[name] / max(weight, 1e-30) for name, weight in weights.items()}
         loss = found["eval_loss"]
         if "eval_cross_entropy" not in found:
-            return {"eval_loss": loss} | found
+            figures = {name.removeprefix("eval_"): value for name, value in found.items()}
+            more = self.assembly.run.objective.derived(figures)
+            return {"eval_loss": loss} | found | {f"eval_{name}": value for name, value in more.items()}
         numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
         if evals.bytes_per_token:
             numbers["eval_bits_per_byte"] = loss / math.log(2) / evals.bytes_per_token

@@ -1,11 +1,11 @@
-"""The loop of a run under its guard: what follows a bad step. `train.guard` finds it, in the compiled step.
+"""The loop of a run under its guard, which handles bad steps. `train.guard` detects them in the compiled step.
 
     stop       the state before the step is saved, with its place in the data, and the run ends
     skip       the step changed nothing; it is logged, and the run goes on
     rollback   the newest good checkpoint is restored; the batches after it, up to that of the step, are left out for good
 
-Rollbacks are written to `rollbacks.json` of the run before it goes on. Which batches a step takes follows from that file, so a run
-that is killed and resumed, by another number of processes too, makes the same steps.
+Rollbacks are written to the run's `rollbacks.json` before it goes on. That file decides the batch of each step, so a killed run resumes
+with the same steps, even with another number of processes.
 """
 
 import math
@@ -30,8 +30,10 @@ START_LOWER = "start again in dir=NEW with a lower optimizer.learning_rate or a 
 
 
 class Guarded:
-    """What a run does about bad steps. Its meter calls `watch` with the numbers of each. went_back: called with the step restored by a
-    rollback."""
+    """Handles the bad steps of a run. The run's meter calls `watch` with the metrics of each step.
+
+    went_back: called with the step that a rollback restored.
+    """
 
     def __init__(self, training: "Training", saver: Saver, metrics: Metrics, went_back: Callable[[int], None] = lambda step: None):
         self.went_back = went_back
@@ -55,7 +57,11 @@ class Guarded:
         fit: Callable[[Any, Any, Callable[[Any, Any], Any]], Any],
         patiently: Callable[[Any], Any] = lambda do: do,
     ) -> Any:
-        """Runs the loop to its end. fit: (state, batches, update) -> state. patiently: for what takes long between two steps.
+        """Runs the loop to its end.
+
+        Args:
+            fit: (state, batches, update) -> state.
+            patiently: wraps work between two steps that takes long.
 
         Raises:
             Diverged: a bad step stopped the run.
@@ -88,7 +94,8 @@ class Guarded:
         """The metrics of a step to log.
 
         Raises:
-            Halted: the step was bad, and the state halted. Corrupted: it was computed wrong.
+            Halted: the step was bad, and the state halted.
+            Corrupted: the devices computed it wrong.
         """
         left = dict(metrics)
         if (sums := left.pop(SUMS, None)) is not None:
@@ -99,13 +106,13 @@ class Guarded:
         return self._watch(step, left)
 
     def skipped(self, bad: Bad) -> None:
-        """Tells of a step that was skipped."""
+        """Reports a step that was skipped."""
         number, _ = self.batches.of_step(bad.step)
         self._write(bad, "skip", batch=number)
         self.view.say(f"step {bad.step} is skipped: {bad.cause} ({bad.other}, batch {number})")
 
     def after(self, bad: Bad) -> Any:
-        """The state to go on with after a step at which all halted.
+        """The state to continue with after a step at which all processes halted.
 
         Raises:
             Diverged: there is none.
@@ -141,7 +148,7 @@ class Guarded:
         return processes.run_together("bad step", fail)
 
     def roll_back(self, bad: Bad) -> Any:
-        """The state of the newest good checkpoint, after which the batches up to the bad one are left out."""
+        """Restores the newest good checkpoint, and skips the batches from there up to the bad one."""
         number, _ = self.batches.of_step(bad.step)
         if any(one["step"] == bad.step for one in self.rolled):
             return self.stop(bad, "a rollback from there did not help, so it is not the data")
@@ -175,5 +182,5 @@ class Guarded:
 
 
 def raised(error: Exception) -> None:
-    """Raises the error."""
+    """Raises an error, for use in expressions."""
     raise error

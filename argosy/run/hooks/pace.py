@@ -1,8 +1,8 @@
-"""Measures what a process of a run does by itself, so that the one which the others wait for is named (`observe.stragglers`).
+"""Measures each process's own time, so that the process which the others wait for can be named (`observe.stragglers`).
 
-Around each step it adds up the seconds of the host, and every so many steps it times the devices. A thread tells the leader, which
-compares; nobody waits for another, so a stop, a rollback or the end of a process finds nothing to unlock. The leader says how often
-devices are timed, from what a timing and a step take there: `SHARE` of the time at most.
+It adds up the host's seconds around each step, and times the devices every few steps. A thread sends the times to the leader, which
+compares them. No process waits for another, so nothing needs unlocking at a stop, a rollback or the end of a process. The leader
+decides how often devices are timed, from the duration of a timing and of a step there: at most `SHARE` of the time.
 """
 
 import math
@@ -37,8 +37,11 @@ class PaceMeter:
     """Measures one process.
 
     Args:
-        devices: of this process that train; others may be busy between two steps.
-        clock: of the run. step: () -> the step under way. say, write: a message, and a line of metrics.jsonl.
+        devices: devices of this process that train; others may be busy between two steps.
+        clock: the run's clock.
+        step: () -> number of the current step.
+        say: called with a message.
+        write: called with a line for metrics.jsonl.
     """
 
     def __init__(
@@ -172,7 +175,7 @@ class PaceMeter:
             self.spacing = (self._board.leaders() or {}).get("spacing")
 
     def spaced(self) -> int | None:
-        """Steps between two timings of devices; None until a window was closed."""
+        """Number of steps between two timings of devices; None until a window was closed."""
         if self.compare.step_s is None:
             return None
         least = math.ceil(self.probe_s / (SHARE * self.compare.step_s) / self.how.every) * self.how.every
@@ -187,8 +190,11 @@ def _pace_words(document: dict[str, Any]) -> ProcessTimes:
 
 @contextmanager
 def paced(settings: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any) -> Iterator[Callable[[Update], Update]]:
-    """Measures steps where there is something to compare: several processes, or several devices that do not share processors. more:
-    what else `PaceMeter` takes."""
+    """A context in which steps are measured, if there are several processes, or several devices that do not share processors.
+
+    Args:
+        more: further arguments of `PaceMeter`.
+    """
     if not settings.every or (processes.process_count() == 1 and (len(devices) == 1 or devices[0].platform == "cpu")):
         yield lambda update: update
         return

@@ -1,4 +1,4 @@
-"""Hooks that run every so many steps."""
+"""Hooks that run every few steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class Every:
 
 @dataclass(frozen=True)
 class Between(Every):
-    """As `Every`, but not at the last step."""
+    """A hook that runs every `every` steps, but not at the last step."""
 
     def due(self, step: int, last: bool) -> bool:
         return not last and step % self.every == 0
 
 
 def is_stopping(now: Any, steps: int) -> bool:
-    """Whether a signal asked the run to stop; then it only saves."""
+    """Whether a signal asked the run to stop; hooks then only save."""
     return now.last and now.step < steps

@@ -1,9 +1,10 @@
-"""Looks for silent corruption: a step is made twice from the same state, and the copies of the state on different devices are compared.
+"""Detects silent data corruption: a step is computed twice from the same state, and the copies of the state on different devices are
+compared.
 
-The same program with the same inputs gives the same bits; where it does not, a device computes wrong or its memory changed. The state
-is copied, since a step takes its buffers. Both results are compared by checksums that every device makes of what it holds, so what it
-costs is an extra step, a copy of the state and two passes over it, each `guard.replay` steps. Sums over devices spread the error of
-one to all: then all of them differ, and it is known that there is one, not where.
+The same program with the same inputs gives the same bits; otherwise a device computes wrong or its memory changed. The state is copied,
+since a step donates its buffers. Both results are compared by checksums that every device computes over its own shards. The cost is an
+extra step, a copy of the state and two passes over it, every `guard.replay` steps. Reductions over devices spread an error of one
+device to all; then it is detected, but not located.
 """
 
 import os
@@ -26,18 +27,19 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 class Corrupted(ArgosyError):
-    """A computation or a memory is not what it should be."""
+    """A computation or a memory is corrupt."""
 
 
 class Replay:
-    """Makes every `every`-th step twice.
+    """Computes every `every`-th step twice.
 
     Args:
-        places, shapes: of the state.
-        base: addresses of weights that no step changes and none takes.
+        places: shardings of the state.
+        shapes: shapes of the state.
+        base: addresses of frozen weights, which steps neither change nor donate.
 
     Raises:
-        BadInput: programs of these devices do not give the same twice.
+        BadInput: programs of these devices are not deterministic.
     """
 
     def __init__(self, every: int, places: Any, shapes: Any, mesh: Any, base: frozenset[str] = frozenset()):
@@ -74,7 +76,7 @@ class Replay:
         return self._sums(jax.tree.leaves(self._moving(state)))
 
     def check(self, step: int, sums: tuple[Any, Any]) -> None:
-        """Compares both results of a step, and the copies of the state.
+        """Compares the checksums of both results of a step, and of the copies of the state.
 
         Raises:
             Corrupted: they differ.
@@ -114,4 +116,5 @@ class Replay:
     def _moving(self, state: Any) -> dict[str, Any]:
         """What a step changes. The random key does not."""
         rest = {a: leaf for a, leaf in state.rest.items() if a not in self.base}
-        return {"step": state.step, "params": state.params, "rest": rest, "optimizer": state.optimizer, "guard": state.guard}
+        names = ("step", "params", "optimizer", "guard", "ema")
+        return {name: getattr(state, name) for name in names} | {"rest": rest}

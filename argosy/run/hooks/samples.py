@@ -15,7 +15,9 @@ from argosy.run.view import View
 
 
 class Sampler:
-    """Continues the run's prompt with the weights of a state. The step is folded into the seed, so each sample is drawn anew."""
+    """Continues the run's prompt with the weights of a state. The step is folded into the seed, so samples of different steps use
+    different random numbers.
+    """
 
     def __init__(self, assembly: Assembly, settings: Run):
         self.assembly, self.settings, tokenizer = assembly, settings, assembly.tokenizer
@@ -32,7 +34,7 @@ class Sampler:
     def __call__(self, state: Any, interrupted: Callable[[], bool] = lambda: False) -> str | None:
         """The text, without the prompt; None if it was interrupted between two tokens."""
         sample, tokenizer = self.settings.sample, self.assembly.tokenizer
-        model = merge(self.assembly.graph, state.params, state.rest)
+        model = merge(self.assembly.graph, state.inference_params, state.rest)
         model.dtype = self.assembly.decided.dtype
         lm = LM(self.settings.model, model, tokenizer)
         answers = lm.pieces(
@@ -50,7 +52,7 @@ class Sampler:
 
 
 class SamplingHook:
-    """Generates text from the current weights, and logs it with its prompt. Given up at a signal to stop, as an evaluation is."""
+    """Generates text from the current weights, and logs it with its prompt. A signal to stop ends it early."""
 
     def __init__(
         self,

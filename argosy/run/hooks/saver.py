@@ -8,6 +8,7 @@ from argosy.checkpoint.checkpoints import Checkpoints
 from argosy.checkpoint.tiers.tiered import TieredCheckpoints
 from argosy.core.settings import Reading, dump
 from argosy.run.assembly.assembly import Assembly
+from argosy.run.code_files import code_hashes
 from argosy.run.settings.run import Run
 
 
@@ -15,10 +16,11 @@ class Saver:
     """Saves checkpoints, each step once.
 
     Args:
-        reading: the run's settings and who set each.
-        hub: the config.json of the model that the weights came from.
-        base: what identifies the base model under adapters (`checkpoint.base`); empty without any.
-        saved: called with a step when its checkpoint is under way. before: called before a checkpoint is begun.
+        reading: the run's settings, with the provenance of each.
+        hub: the config.json of the initial model.
+        base: the identity of the base model under adapters (`checkpoint.base`); empty without adapters.
+        saved: called with a step when its checkpoint is being written.
+        before: called before a checkpoint is begun.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class Saver:
         self.assembly, self.reading, self.checkpoints, self.hub = assembly, reading, checkpoints, hub
         self.base = {"base": base} if base else {}
         self.eval_losses = checkpoints.eval_losses()
+        # As the files were when the run began: it was read then.
+        self.code = code_hashes(reading.value)
         # The step that went last to each tier.
         self.newest: dict[bool, int] = {}
         # Those that led to the state.
@@ -44,7 +48,7 @@ class Saver:
         self._save(now)
 
     def local(self, now: Any) -> None:
-        """Saves to the local tier, unless this step is in the persistent one already."""
+        """Saves to the local tier, unless this step is in the persistent tier already."""
         self._save(now, local=True)
 
     def _save(self, now: Any, local: bool = False) -> None:
@@ -63,6 +67,7 @@ class Saver:
             "origin": self.reading.origin,
         } | self.base
         meta |= {"rollbacks": self.rollbacks} if self.rollbacks else {}
+        meta |= {"code": self.code} if self.code else {}
         weights, state = self.assembly.packed(now.state)
         self.before()
         if local:
@@ -73,8 +78,9 @@ class Saver:
         self.saved(now.step)
 
     def evaluated(self, now: Any, loss: float) -> None:
-        """Records an evaluation, and saves at once if it is among the best that are kept; not the first weights, which came from
-        somewhere."""
+        """Records an evaluation, and saves at once if it is among the best that are kept. The initial weights are not saved for this,
+        since their source still has them.
+        """
         if not now.step:
             return
         best = sorted(kept for step, kept in self.eval_losses.items() if step != now.step)

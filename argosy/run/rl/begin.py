@@ -1,8 +1,8 @@
 """The start of a run's rollouts: the engine that samples, and the hooks that evaluate and record completions.
 
-The engine and the trainer are one model on the same devices, unless `rollout.devices` says otherwise: before a rollout the engine's
-module is given the state's own arrays, without a copy; after it the engine frees its cache, and the update gives away the arrays that
-the engine still names. With `rollout.processes` the engines are in other processes (`run.rl.rollout_workers`).
+The engine and the trainer share devices and weights, unless `rollout.devices` is set. Before a rollout the engine's module takes the
+state's own arrays, without a copy. After it the engine frees its cache, and the update donates the arrays that the engine still refers
+to. With `rollout.processes` the engines are in other processes (`run.rl.rollout_workers`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,11 +37,11 @@ def begin_rollouts(
     keep: Callable[[Sequence[TrajectoryRecord]], None],
     interrupted: Callable[[], bool],
 ) -> None:
-    """Starts what samples, and lends the rollouts what they read of the run, before its first step.
+    """Starts sampling for a run, before its first step: builds the engine or the sampling processes, and connects them to the rollouts.
 
     Args:
-        hub, generation: config.json and generation_config.json of the model that the weights came from, which say what ends a
-            completion.
+        hub: config.json of the initial model, which names end-of-sequence tokens.
+        generation: generation_config.json of the initial model, which names further ones.
         keep: called with the completions of each rollout.
         interrupted: whether to stop.
     """
@@ -62,7 +62,7 @@ def begin_rollouts(
 
 
 def rollout_header(assembly: Assembly) -> dict[str, str]:
-    """The rollouts of a run and the processes that sample, for its header."""
+    """The header's lines about rollouts and the processes that sample."""
     settings, summary = _settings(assembly), dict(rollouts_of(assembly).summary)
     if settings.processes is None:
         return summary
@@ -74,7 +74,7 @@ def _settings(assembly: Assembly) -> Rollout:
 
 
 class CompletionEvaluation:
-    """Evaluates greedy completions of held-out prompts. The best checkpoints are those of the least `RolloutParts.selection`."""
+    """Evaluates greedy completions of held-out prompts. The best checkpoints have the lowest `RolloutParts.selection`."""
 
     def __init__(self, assembly: Assembly, saver: Saver, metrics: Metrics, view: View, clock: Clock):
         self.assembly, self.saver, self.metrics, self.view, self.clock = assembly, saver, metrics, view, clock
@@ -95,7 +95,9 @@ class CompletionEvaluation:
 
 
 def completion_recorder(lines: Metrics, view: View) -> Callable[[Sequence[TrajectoryRecord]], None]:
-    """Writes some completions of each rollout into a file of the run directory, a line each, and now and then shows the best one."""
+    """A function that writes some completions of each rollout to a file of the run directory, one per line, and sometimes displays the
+    best one.
+    """
 
     def record(records: Sequence[TrajectoryRecord]) -> None:
         for item in records[:KEPT]:

@@ -1,6 +1,6 @@
-"""The parts that a run has besides where its batches are sampled from its own model, and the arrays of a part of a rollout.
+"""The parts of a run whose batches are sampled from its own model, and the arrays of a part of a rollout.
 
-A rollout's completions are packed into parts of one shape, by which one program computes an update of any size.
+Completions are packed into parts of one shape, so one program computes updates of any size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ from argosy.run.settings.run import Run
 
 @dataclass
 class RolloutParts:
-    """What objectives that learn from rollouts do differently from each other.
+    """The parts that differ between objectives that learn from rollouts.
 
     batches: the rollouts.
-    trainer: (assembly, engine, say) -> what the rollouts read of the trainer.
-    first_prompt: the prompt that a run shows before its first step.
-    selection: (numbers of an evaluation) -> the number by which checkpoints are compared, less is better; None where every reward was
+    trainer: (assembly, engine, say) -> the rollouts' access to the trainer.
+    first_prompt: the prompt that a run displays before its first step.
+    selection: (metrics of an evaluation) -> the number by which checkpoints are compared, lower is better; None if every reward was
         missing.
     summary: lines of the run's header.
     roles: the frozen models that every update reads.
@@ -59,7 +59,7 @@ def rollouts_of(assembly: Assembly) -> RolloutParts:
 
 
 class PartArrays:
-    """The arrays of a part: rows are split over devices, numbers of completions are on every device."""
+    """The arrays of a part: rows are split over devices, per-completion arrays are on every device."""
 
     def __init__(self, assembly: Assembly):
         self.shape = rollouts_of(assembly).batches.shape
@@ -79,7 +79,11 @@ class PartArrays:
         return {name: jax.device_put(a, self._place_of(name)) for name, a in part.items()}
 
     def place_scored(self, part: Batch, *more: str) -> dict[str, Any]:
-        """Puts the arrays that log-probabilities are computed from onto the devices, and more by name."""
+        """Puts onto the devices the arrays that log-probabilities are computed from.
+
+        Args:
+            more: names of further arrays.
+        """
         return self.place({name: part[name] for name in (*self.scored, *more)})
 
     def _place_of(self, name: str) -> Any:
@@ -88,10 +92,13 @@ class PartArrays:
 
 
 def part_shape(run: Run, mesh: Any, shared: bool = False) -> PartShape:
-    """The shape of the parts that completions are packed into. shared: completions of one prompt share it.
+    """The shape of the parts that completions are packed into.
+
+    Args:
+        shared: whether completions of one prompt share it.
 
     Raises:
-        BadInput: their rows do not divide over the devices.
+        BadInput: the rows do not divide over the devices.
     """
     rollout, shares = run.rollout, row_shares(mesh)
     assert rollout is not None

@@ -1,4 +1,4 @@
-"""The rollouts of a policy: completions are rewarded, and their log-probabilities and values are computed by the trainer's model."""
+"""The rollouts of a policy: rewards of completions, and log-probabilities and values by the trainer's model."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -35,7 +35,7 @@ MOST_WORKERS = 8
 
 
 def policy_rollouts(run: Run, decided: Decided, mesh: Any, tokenizer: Any) -> RolloutParts:
-    """The rollouts of a run. Everything is checked, nothing is sampled.
+    """The rollouts of a policy. Everything is checked, nothing is sampled.
 
     Raises:
         UserError: a mistake in prompts, rewards or settings.
@@ -114,7 +114,7 @@ def _say_lengths(assembly: Assembly, say: Say) -> None:
 
 
 class PolicyPrograms:
-    """Log-probabilities and values of the tokens of a part's completions, compiled when they are first asked for."""
+    """Log-probabilities and values of the tokens of a part's completions. Their programs are compiled on first use."""
 
     def __init__(self, assembly: Assembly):
         self.assembly, self.arrays = assembly, PartArrays(assembly)
@@ -124,13 +124,13 @@ class PolicyPrograms:
         return self._logps(state.params, state.rest, part)
 
     def reference_logps(self, state: TrainState, part: Batch) -> np.ndarray:
-        """Log-probabilities by the weights of the first step, over the base that both share, [S L]."""
+        """Log-probabilities by the initial weights, [S L]. The frozen base is shared with the trained model."""
         first = self.assembly.frozen[reference.ROLE]
         params, rest = ({a: first.get(a, leaf) for a, leaf in leaves.items()} for leaves in (state.params, state.rest))
         return self._logps(params, rest, part)
 
     def values(self, state: TrainState, part: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """The critic's values of the tokens [S L], and after the last token of each completion [S]."""
+        """The critic's values of the tokens, [S L], and after the last token of each completion, [S]."""
         tokens, ends = self._critic(state.params, state.rest, self.arrays.place_scored(part, "ends"))
         return np.asarray(tokens), np.asarray(ends)
 

@@ -1,7 +1,7 @@
-"""The engine of a run that learns from rewards: the language model that answers prompts with the weights of the moment.
+"""The engine of a run that learns from rewards: the language model that completes prompts with the current weights.
 
-On the trainer's devices its module holds the trainer's own arrays. On devices of its own it holds copies, which are laid out anew on
-the way; no name is mapped. A copy is compared with its source by a checksum over the bits of all weights.
+On the trainer's devices its module holds the trainer's own arrays. On separate devices it holds copies, which are resharded during the
+transfer; names stay the same. Copies are compared with their sources by a checksum over the bits of all weights.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,11 @@ from argosy.weights.build import tensor_shardings
 
 
 def trainer_devices(settings: Rollout | None) -> list[Any]:
-    """The devices that train: all but those that sample only.
+    """The devices that train: all but those that only sample.
 
     Raises:
-        BadInput: none is left. Unsupported: processes that sample would have to share accelerators with this one.
+        BadInput: no device is left to train.
+        Unsupported: sampling processes would share accelerators with this process.
     """
     here = jax.devices()
     if settings is not None and settings.processes is not None and here[0].platform != "cpu":
@@ -57,8 +58,11 @@ def policy_weights(state: TrainState) -> Leaves:
 class RolloutEngine:
     """The language model of rollouts.
 
-    graph, shapes: of the module that is trained. hub, generation: config.json and generation_config.json of the model that the weights
-    came from, which name the tokens that end an answer.
+    graph: structure of the trained module.
+    shapes: shapes of its weights by address.
+    dtype: type of the activations.
+    hub: config.json of the initial model, which names end-of-sequence tokens.
+    generation: generation_config.json of the initial model, which names further ones.
     """
 
     config: Any
@@ -74,7 +78,7 @@ class RolloutEngine:
     _rounded: dict[str, QuantizedEinsum] = field(default_factory=dict, init=False, repr=False)
 
     def weights(self, state: TrainState) -> Leaves:
-        """The weights of a state where the engine computes, without the critic's.
+        """The weights of a state on the engine's devices, without the critic's.
 
         Raises:
             ArgosyError: a copy differs from its source.
@@ -133,5 +137,5 @@ class RolloutEngine:
 
 @jax.jit
 def checksums(arrays: list[jax.Array]) -> jax.Array:
-    """For each array the sum of its bits as words, modulo 2**32."""
+    """For each array the sum of its bits as 32-bit words, modulo 2**32."""
     return jnp.stack([checksum(a) for a in arrays])

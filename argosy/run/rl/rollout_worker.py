@@ -1,6 +1,6 @@
-"""A process that samples for a run: it holds the engine, takes the weights of the moment, and answers its share of the prompts.
+"""A process that samples for a run: it holds the engine, receives weights, and completes its share of the prompts.
 
-Its functions are called by `run.rl.rollout_workers`, which knows the run; this file knows the engine alone.
+`run.rl.rollout_workers` calls its functions and knows the run; this file knows only the engine.
 """
 
 import pickle
@@ -21,8 +21,8 @@ class RolloutWorker:
     """The engine of this process.
 
     Args:
-        engine: a `RolloutEngine`, pickled.
-        config: settings of jax, by name: where compiled programs are kept.
+        engine: a pickled `RolloutEngine`.
+        config: settings of jax by name, such as the folder of compiled programs.
     """
 
     def __init__(self, engine: bytes, config: Mapping[str, Any]):
@@ -33,7 +33,7 @@ class RolloutWorker:
         self.lm: LM | None = None
 
     def take(self, moved: Mapping[str, jax.Array]) -> np.ndarray:
-        """Takes the weights that moved. Returns the checksum of each of all weights, in the order of their addresses."""
+        """Receives the weights that have changed. Returns the checksum of every weight, in the order of their addresses."""
         device = jax.local_devices()[0]
         self.weights |= {a: jax.device_put(leaf, device) for a, leaf in moved.items()}
         self.lm = self.engine(self.weights)
@@ -41,7 +41,13 @@ class RolloutWorker:
         return np.asarray(checksums([self.weights[a] for a in sorted(self.weights)]))
 
     def answer(self, tokens: np.ndarray, lengths: np.ndarray, first: int, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Answers prompts, which follow each other in `tokens`. first: the place of the first one."""
+        """Completes prompts.
+
+        Args:
+            tokens: the tokens of all prompts, concatenated.
+            lengths: the length of each prompt.
+            first: index of the first prompt among all prompts of the rollout.
+        """
         assert self.lm is not None, "prompts before weights"
         prompts = [one.tolist() for one in np.split(tokens, np.cumsum(lengths)[:-1])]
         sampling = Sampling.model_validate_json(options["sampling"])
@@ -55,7 +61,7 @@ class RolloutWorker:
 
 
 def joined_completions(answers: list[SampledCompletion]) -> dict[str, np.ndarray]:
-    """Answers as arrays."""
+    """Completions as concatenated arrays."""
     return {
         "lengths": np.array([len(one.tokens) for one in answers], np.int64),
         "tokens": np.array([token for one in answers for token in one.tokens], np.int64),
@@ -65,7 +71,7 @@ def joined_completions(answers: list[SampledCompletion]) -> dict[str, np.ndarray
 
 
 def split_completions(arrays: Mapping[str, np.ndarray]) -> list[SampledCompletion]:
-    """The answers that `flat` made arrays of."""
+    """The inverse of `joined_completions`."""
     ends = np.cumsum(arrays["lengths"])[:-1]
     each = zip(np.split(arrays["tokens"], ends), np.split(arrays["logprobs"], ends), arrays["ended"].tolist(), strict=True)
     return [SampledCompletion(tokens.tolist(), logprobs.tolist(), ended) for tokens, logprobs, ended in each]

@@ -1,13 +1,13 @@
-"""Processes that sample for a run, as the trainer has them (`rollout.processes`): each is a group of `launch.workers`, with the engine
-of `run.rl.rollout_worker`.
+"""The trainer's side of processes that sample for a run (`rollout.processes`). Each is a group of `launch.workers`, with the engine of
+`run.rl.rollout_worker`.
 
-For a rollout each process fetches the weights that moved since its last one, under the names that they have here; frozen ones, such
-as those under adapters, travel once. It says the checksum of every weight, which is compared with that of the trainer's. Prompts are
-shared out in runs of neighbors: which process gets which follows from their number alone, and each keeps its place among all, which
-decides its random stream. So the answers do not depend on which process lives, or how long it takes.
+For a rollout each process fetches the weights that changed since its last one; frozen weights, such as those under adapters, are sent
+once. The process returns the checksum of every weight, which is compared with the trainer's. Each process gets a contiguous share of
+the prompts, which depends on their number alone. Every prompt keeps its index among all, which decides its random stream. So
+completions do not depend on which processes are alive, or how long they take.
 
-A process that ends is started again, gets the weights, and samples its share again. With `rollout.ahead` the trainer has moved on by
-then, so the weights of a rollout are copied into host memory; without it they are the trainer's own arrays.
+A process that ends is started again, fetches the weights, and samples its share again. With `rollout.ahead` the trainer has new weights
+by then, so a rollout's weights are copied into host memory; without it they are the trainer's own arrays.
 """
 
 import pickle
@@ -49,7 +49,12 @@ SAVED = "what was learned is saved: the same command goes on from there"
 
 
 class WeightVersion(NamedTuple):
-    """A weight of the trainer, how often it had moved, and what is sent of it."""
+    """One version of a weight.
+
+    leaf: the trainer's array.
+    number: how often the weight has changed.
+    sent: the array that is sent.
+    """
 
     leaf: Any
     number: int
@@ -57,17 +62,21 @@ class WeightVersion(NamedTuple):
 
 
 class WeightVersions(NamedTuple):
-    """The weights of a moment, by address, and their checksums in the order of the addresses."""
+    """The weights of one rollout.
+
+    versions: the version of each weight, by address.
+    sums: their checksums, in the order of the addresses.
+    """
 
     versions: Mapping[str, WeightVersion]
     sums: np.ndarray
 
 
 class RolloutWorkers:
-    """The processes of a run, which stay until `close`.
+    """The sampling processes of a run, which stay until `close`.
 
     Raises:
-        ArgosyError: one does not start.
+        ArgosyError: a process does not start.
     """
 
     def __init__(self, engine: RolloutEngine, say: Say):
@@ -100,7 +109,9 @@ class RolloutWorkers:
     # ---------------------------------------------------------------- what a trainer lends (`rl.rollouts.records.Trainer`)
 
     def weights(self, state: TrainState) -> WeightVersions:
-        """The weights of a state. Without `rollout.ahead` they are its own arrays, which nothing may donate before they are used."""
+        """The weights of a state. Without `rollout.ahead` they are the state's own arrays, which must not be donated before they are
+        used.
+        """
         own = policy_weights(state)
         for address, leaf in own.items():
             before = self._latest.get(address)
@@ -117,10 +128,13 @@ class RolloutWorkers:
     # ---------------------------------------------------------------- one process
 
     def share(self, name: str, weights: WeightVersions, ask: Ask, samplers: "Samplers") -> list[SampledCompletion]:
-        """The answers of a process, however often it ends on the way. ask: has it answer.
+        """The completions of one process's share. If the process ends, it is started again and asked again.
+
+        Args:
+            ask: sends the request to the process.
 
         Raises:
-            ArgosyError: it cannot answer.
+            ArgosyError: the process cannot answer.
         """
         with self._turns[name]:
             while True:
@@ -134,10 +148,11 @@ class RolloutWorkers:
                     return found
 
     def give(self, name: str, weights: WeightVersions, samplers: "Samplers") -> None:
-        """Gives a process the weights that it lacks.
+        """Sends a process the weights that it lacks.
 
         Raises:
-            WorkerLost: it ended. ArgosyError: weights arrived changed.
+            WorkerLost: the process ended.
+            ArgosyError: weights arrived changed.
         """
         began, has = time.monotonic(), self._has[name]
         moved = {a: one.sent for a, one in weights.versions.items() if has.get(a) != one.number}
@@ -156,10 +171,11 @@ class RolloutWorkers:
             samplers.weights_s = max(samplers.weights_s, time.monotonic() - began)
 
     def lost(self, name: str, error: WorkerLost, samplers: "Samplers") -> None:
-        """Starts a process again that has ended.
+        """Restarts a process that has ended.
 
         Raises:
-            ArgosyError: it ends again and again. WorkerLost: this run is ending.
+            ArgosyError: it ends again and again.
+            WorkerLost: this run is ending.
         """
         while not self._closed.is_set():
             self._has[name].clear()
@@ -178,7 +194,7 @@ class RolloutWorkers:
 
 
 class Samplers:
-    """The language model with the weights of a moment, in all processes: `rl.rollouts.completions.RemoteSampler`."""
+    """The language model of one rollout's weights, spread over all processes: a `rl.rollouts.completions.RemoteSampler`."""
 
     def __init__(self, workers: RolloutWorkers, weights: WeightVersions):
         self.workers, self.given, self.tokenizer = workers, weights, workers.engine.tokenizer
@@ -187,10 +203,11 @@ class Samplers:
     def drawn(
         self, prompts: Sequence[Sequence[int]], request: SamplingRequest, interrupted: Callable[[], bool]
     ) -> list[SampledCompletion]:
-        """One answer to each prompt, in their order.
+        """One completion of each prompt, in their order.
 
         Raises:
-            Interrupted: it was asked to stop. SamplersLost: a process cannot answer, or ends again and again.
+            Interrupted: the run was asked to stop.
+            SamplersLost: a process cannot answer, or ends again and again.
         """
         names = self.workers.names
         places = np.array_split(np.arange(len(prompts)), len(names))
@@ -220,7 +237,7 @@ class Samplers:
 
 
 def sampling_task(prompts: Sequence[Sequence[int]], rows: Sequence[int], request: SamplingRequest) -> Ask:
-    """What has a process answer the prompts in these rows, which follow each other."""
+    """A function that asks a process to complete the prompts in these neighboring rows."""
     some = [prompts[row] for row in rows]
     tokens = np.concatenate([np.asarray(one, np.int64) for one in some])
     lengths = np.array([len(one) for one in some], np.int64)
@@ -230,7 +247,7 @@ def sampling_task(prompts: Sequence[Sequence[int]], rows: Sequence[int], request
 
 
 def samplers_summary(settings: Rollout, weights: Leaves) -> str:
-    """How many processes sample, and what each holds, for a run's header."""
+    """The number of sampling processes and their memory, for a run's header."""
     size = sized(sum(leaf.size * leaf.dtype.itemsize for a, leaf in weights.items() if not a.startswith(PREFIX)))
     who = f"{settings.processes} processes, each" if settings.processes != 1 else "a process of its own,"
     return f"{who} with a copy of the weights ({size}) and the cache of at most {plural(settings.slots, 'answer')}"

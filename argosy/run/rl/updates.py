@@ -1,6 +1,6 @@
-"""Updates by the parts of a rollout: one program adds up their gradients, another moves the weights.
+"""Updates from the parts of a rollout: one program adds up their gradients, another updates the weights.
 
-An update computes as many parts as a rollout's completions fill.
+The number of parts of an update depends on the rollout's completions.
 """
 
 import math
@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from argosy.core.errors import Unsupported
+from argosy.parallel.compiler_options import compile_lowered
 from argosy.rl.rollouts.packing import RolloutBatch
 from argosy.run.assembly.assembly import Assembly
 from argosy.run.frozen.role import Role
@@ -24,7 +26,11 @@ SIZES = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes",
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """An update's parts on the devices, and the numbers that are logged with it."""
+    """The parts of an update on the devices.
+
+    parts: arrays of each part.
+    numbers: metrics that are logged with the update.
+    """
 
     parts: Sequence[Any]
     numbers: Mapping[str, float]
@@ -32,9 +38,9 @@ class PlacedBatch:
 
 @dataclass(frozen=True)
 class RolloutUpdates:
-    """The gradient of an update is summed over parts.
+    """Sums the gradient of an update over its parts.
 
-    names: the frozen models that an update reads. A policy's reference is read once a rollout instead.
+    names: the frozen models that an update reads. A policy's reference is not among them: it is read once per rollout.
     """
 
     names: tuple[str, ...] = ()
@@ -45,6 +51,9 @@ class RolloutUpdates:
     def place(self, assembly: Assembly, batch: RolloutBatch) -> PlacedBatch:
         arrays = PartArrays(assembly)
         return PlacedBatch([arrays.place(part) for part in batch.parts], batch.numbers)
+
+    def lower(self, assembly: Assembly) -> Any:
+        raise Unsupported("updates of rollouts are several programs, which are compiled together")
 
     def compile(self, assembly: Assembly) -> "RolloutUpdate":
         a, run, graph, roles = assembly, assembly.run, training_graph(assembly.model), self.roles(assembly)
@@ -57,13 +66,14 @@ class RolloutUpdates:
             sums = jax.eval_shape(add, shapes.params, shapes.rest, frozen, part, key)
             places = (a.places.params, jax.tree.map(lambda _: a.places.step, sums[1]))
             sums = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), sums, places)
-            first = jax.jit(add, out_shardings=places).lower(shapes.params, shapes.rest, frozen, part, key).compile()
-            further = jax.jit(add, donate_argnums=5, out_shardings=places)
-            further = further.lower(shapes.params, shapes.rest, frozen, part, key, sums).compile()
+            arguments = (shapes.params, shapes.rest, frozen, part, key)
+            first = compile_lowered(jax.jit(add, out_shardings=places).lower(*arguments), a.compiler_options)
+            more = jax.jit(add, donate_argnums=5, out_shardings=places)
+            further = compile_lowered(more.lower(*arguments, sums), a.compiler_options)
             moved = frozenset(sums[1].updates)
             small = replace(shapes, rest={name: shapes.rest[name] for name in moved})
             out = replace(a.places, rest={name: a.places.rest[name] for name in moved}), None
-            last = jax.jit(finish, donate_argnums=0, out_shardings=out).lower(small, sums).compile()
+            last = compile_lowered(jax.jit(finish, donate_argnums=0, out_shardings=out).lower(small, sums), a.compiler_options)
         waiting = sum(
             math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for leaf, place in zip(jax.tree.leaves(shapes.optimizer), jax.tree.leaves(a.places.optimizer), strict=True)
@@ -75,10 +85,11 @@ class RolloutUpdates:
 class RolloutUpdate:
     """The compiled update of a state by a rollout's parts.
 
-    first, further: the programs of the first part, and of one whose gradient is added to sums.
-    last: the program that moves the weights by the sums.
-    moved: the frozen weights that change by a rule.
-    waiting: bytes of the optimizer's state on a device.
+    first: the program of the first part.
+    further: the program of later parts, whose gradient is added to sums.
+    last: the program that updates the weights from the sums.
+    moved: the frozen weights that a rule updates.
+    waiting: bytes of the optimizer's state on a device, which is idle while parts are computed.
     """
 
     first: Any
@@ -98,7 +109,7 @@ class RolloutUpdate:
         return replace(new, rest=state.rest | new.rest), dict(metrics) | dict(batch.numbers)
 
     def memory_analysis(self) -> Any:
-        """The sizes of the program of a part, with the optimizer's state, which waits beside it."""
+        """The sizes of a part's program, including the optimizer's state, which stays on the device meanwhile."""
         analysis = self.further.memory_analysis()
         sizes = {name: int(getattr(analysis, name, 0) or 0) for name in SIZES}
         sizes["argument_size_in_bytes"] += self.waiting

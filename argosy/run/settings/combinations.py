@@ -1,7 +1,8 @@
-"""Which features of a run do not combine: one table, from which every violated row is reported at once, and a page is generated.
+"""The table of features that do not combine. All violated rows are reported at once, and a documentation page is generated from the
+table.
 
 A row says that two features were not built together, or cannot work together, and what to do instead. Rules about sizes that must
-divide, and files that must exist, stand where those are known (`run.settings.run`, `run.assembly`). No jax here.
+divide and files that must exist are checked where those are known (`run.settings.run`, `run.assembly`). No jax here.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +27,9 @@ class Situation:
 
 
 class Feature(NamedTuple):
-    """What a run may use.
+    """A feature that a run may use.
 
-    name: what users call it; a setting where there is one.
+    name: its name for users; a setting where there is one.
     used: whether a run uses it.
     """
 
@@ -40,7 +41,7 @@ class Conflict(NamedTuple):
     """Two features that do not combine.
 
     feature, other: their keys in `FEATURES`.
-    reason: why they do not.
+    reason: why they do not combine.
     hint: what to do instead.
     """
 
@@ -88,6 +89,8 @@ FEATURES: dict[str, Feature] = {
     ),
     "batch_balance": Feature("moe.balance_over=batch", _of_run(_experts_balanced_over_batch)),
     "accumulate": Feature("accumulate", _of_run(lambda run: run.accumulate > 1)),
+    "ema": Feature("ema.decay", _of_run(lambda run: run.ema.on)),
+    "averaging_optimizer": Feature("optimizer=schedule_free", _of_run(lambda run: run.optimizer.averages)),
     "gather_once": Feature("execution.gather=once", _of_run(lambda run: run.execution.gather == "once")),
     "offload": Feature("execution.offload", _of_run(lambda run: run.execution.offload != "none")),
     "offload_weights": Feature("execution.offload=weights", _of_run(lambda run: run.execution.offload == "weights")),
@@ -124,6 +127,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict("diloco", other, NOT_BUILT, _SUMMED)
         for other in ("rollouts", "other_objective", "adapter", "init_state", "stage", "expert", "gather_once")
     ),
+    *(Conflict("ema", other, NOT_BUILT, "leave `ema.decay` out") for other in ("rollouts", "diloco", "offload")),
+    *(Conflict("averaging_optimizer", other, NOT_BUILT, "optimizer=adamw") for other in ("ema", "rollouts", "diloco", "offload")),
     Conflict("adapter", "init_state", NOT_BUILT, "model=FOLDER or init.weights=FOLDER names the model to put the adapter on"),
     Conflict("quantized_training", "adapter", NOT_BUILT, "adapter=qlora trains adapters on a quantized base"),
     *(Conflict("quantized_training", other, NOT_BUILT, "quant.train=none") for other in ("rollout_int8", "offload_weights")),
@@ -154,7 +159,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 
 def violated(situation: Situation) -> Iterator[UserError]:
-    """The rows of the table that do not hold for a run."""
+    """The errors of the table's rows that a run violates."""
     used = {key for key, feature in FEATURES.items() if feature.used(situation)}
     for conflict in CONFLICTS:
         if {conflict.feature, conflict.other} <= used:

@@ -14,8 +14,8 @@ def mesh_presets(configs: Path) -> list[str]:
 
 
 def with_mesh(layers: list[SettingsLayer], configs: Path) -> list[SettingsLayer]:
-    """The layers, in which a named mesh is a layer below the one that names it. It discards what earlier layers set for the mesh; what
-    the same or a later layer sets overrides it.
+    """The layers with a named mesh inserted before the layer that names it. It discards mesh settings of earlier layers; mesh settings
+    of the same or a later layer override it.
 
     Raises:
         UnknownName: there is no such mesh.

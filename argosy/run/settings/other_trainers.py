@@ -1,9 +1,9 @@
-"""Names from other trainers that correspond to no setting of ours, each with a sentence that answers it.
+"""Setting names of other trainers that have no counterpart here, each with a sentence that says what to do instead.
 
 Names that correspond to a setting are marked on it (`core.settings.schema.Also`). `tools.pages` writes both to a page.
 """
 
-_TRACKERS = "trackers are not built yet: every number is in metrics.jsonl of the run, and report.html plots it"
+_TRACKERS = "track names trackers: track=tensorboard, track='[{name: wandb, project: NAME}]'; docs/guides/trackers.md"
 _DEVICE = "JAX uses the accelerator it finds; the variable JAX_PLATFORMS=cpu, cuda or tpu chooses"
 _DROPOUT = "dropout of the model itself is not built: one pass over much text does not need it; adapter.dropout is that of adapters"
 _PROFILE = "profiling a run is not built yet; metrics.jsonl and report.html show where its time went"

@@ -10,20 +10,26 @@ from argosy.adapt.settings import ADAPTERS
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.settings import Also, BrokenRules, Choice, MayChange, Repeats, Settings
 from argosy.data.settings import DataSettings
+from argosy.infer.denoise.encoder_settings import EncoderSettings
 from argosy.models import FAMILIES
+from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.settings import Kept
+from argosy.observe.trackers import TRACKERS
 from argosy.parallel.mesh import MeshSettings
 from argosy.rl.algorithms import ALGORITHMS
 from argosy.rl.environments.settings import ENVIRONMENTS
 from argosy.rl.rewards.settings import RewardSettings
 from argosy.rl.rollouts.settings import Rollout
 from argosy.run.settings.other_trainers import ELSEWHERE
+from argosy.run.settings.profile import ProfileSettings
 from argosy.train.beside import CRITIC
 from argosy.train.diloco_settings import DilocoSettings
+from argosy.train.ema import EmaSettings
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.objectives import OBJECTIVES
-from argosy.train.optim import OPTIMIZERS
-from argosy.train.schedule import SCHEDULES
+from argosy.train.objectives.images.autoencode import Autoencode
+from argosy.train.optimizers import OPTIMIZERS
+from argosy.train.schedule import SCHEDULES, Constant
 from argosy.train.straggler_settings import StragglerSettings
 
 for _name, _class in ALGORITHMS.items():
@@ -34,21 +40,30 @@ OF_REWARDS = Also(
     "reward_funcs", "reward_fn", "reward_model", "custom_reward_function.path", "custom_reward_function.name", "reward_model.enable"
 )
 
+# What models read, in words, and the objectives that train them.
+INPUTS = {"tokens": "tokens", "clicks": "numbers and categories", "images": "images"}
+OBJECTIVES_OF = {
+    "tokens": "objective=next_token trains language models",
+    "clicks": "objective=rank and objective=retrieve train rankers",
+    "images": "objective=diffusion trains denoisers, and objective=autoencode autoencoders",
+}
+
 
 class Init(Settings):
-    """Weights at the start, if the run directory has no checkpoint. Random unless one of these is set."""
+    """Initial weights, for a run directory without a checkpoint. They are random unless one of these settings is given."""
 
     weights: Annotated[
         str | None,
         Also("load_parameters_path", "init_from", "initial_load_path"),
     ] = None
-    """A model whose weights to start from: Hub folder, GGUF file, run directory or checkpoint."""
+    """The model whose weights to start from: Hub folder, GGUF file, run directory or checkpoint."""
     state: Annotated[str | None, Also("load_full_state_path")] = None
-    """A run directory or checkpoint whose weights, optimizer state and step to start from."""
+    """The run directory or checkpoint whose weights, optimizer state and step to start from."""
     tokenizer_mismatch: Literal["error", "allow"] = "error"
-    """What to do where `weights` belong to another tokenizer than `data.tokenizer`, so that ids mean other words. error: the run ends
-    before its first step; allow: it trains, as where embeddings are to be learned anew. A model that brings no tokenizer is taken to
-    belong to another one if more than a tenth of its ids are none of the tokenizer's."""
+    """What to do if `weights` were trained with another tokenizer than `data.tokenizer`, so that ids stand for other tokens. error: the
+    run ends before its first step; allow: it trains, as for embeddings that are learned anew. A model without a tokenizer counts as a
+    mismatch if more than a tenth of its ids are unknown to the tokenizer.
+    """
 
     @model_validator(mode="after")
     def _one(self) -> "Init":
@@ -58,20 +73,22 @@ class Init(Settings):
 
 
 class ExecutionSettings(Settings):
-    """How the layers run (`models.parts.stack`)."""
+    """How layers are executed (`models.parts.stack`)."""
 
     run: Annotated[Literal["auto", "unroll", "scan"], Also("scan_layers")] = "auto"
     """How layers are compiled. unroll: the program contains every layer, which is fastest on CPUs and GPUs. scan: it contains one group
     of layers and loops over it, so compile time does not grow with depth. auto: unroll on CPUs and on a single GPU up to 32 layers,
     otherwise scan. Stored with the run. Layers that are split over devices (`mesh.stage`) are stored as scanned ones."""
     microbatches: Annotated[int | None, MayChange(), Also("num_pipeline_microbatches", "n_microbatches")] = Field(None, gt=0)
-    """Into how many parts the rows of a pass are split to go through the stages of `mesh.stage`: a multiple of the stages S. With M of
-    them, stages are idle for (S - 1) / (M R + S - 1) of the time, where R is `execution.rounds`. None: 4 S, or the next smaller
-    multiple that divides the rows."""
+    """Number of parts into which the rows of a pass are split for pipeline stages (`mesh.stage`): a multiple of the number of stages S.
+    With M microbatches, stages are idle for (S - 1) / (M R + S - 1) of the time, where R is `execution.rounds`. None: 4 S, or the next
+    smaller multiple that divides the rows.
+    """
     rounds: Annotated[int, Also("num_pipeline_repeats", "virtual_pipeline_model_parallel_size")] = Field(1, gt=0)
-    """How often a microbatch goes through all stages of `mesh.stage` (a circular, or interleaved, schedule): each stage has so many
-    runs of neighboring layers, which are as many times shorter. More rounds leave stages idle for less of the time, and send more
-    between them. Layers are stored in so many arrays, one for each round, so a run keeps its rounds."""
+    """Number of times that a microbatch passes through all stages of `mesh.stage` (a circular, or interleaved, schedule). Each stage
+    then holds this many shorter runs of neighboring layers. More rounds reduce the idle time of stages, and send more data between
+    them. Layers are stored in one array per round, so a run keeps its rounds.
+    """
     remat: Annotated[
         Literal["none", "dots", "full"],
         Also(
@@ -79,31 +96,41 @@ class ExecutionSettings(Settings):
             "enable_gradient_checkpointing",
         ),
     ] = "none"
-    """Activations to recompute in the backward pass to save memory. none: nothing; dots: everything but the results of matrix
-    products; full: whole layers, for a third more FLOPs. What attention kernels of TPUs and GPUs leave is kept by all three."""
+    """Activations to recompute in the backward pass to save memory. none: no activations; dots: all but the results of matrix products;
+    full: whole layers, for a third more FLOPs. Residuals of attention kernels on TPUs and GPUs are kept in all three cases.
+    """
     offload: Annotated[
         Literal["none", "optimizer", "weights"],
         MayChange(),
         Also("optimizer_memory_host_offload", "optimizer_offload", "offload_optimizer", note="true is `optimizer`"),
     ] = "none"
-    """What lies in the host's memory. optimizer: the optimizer's state, which comes to the device for the update, layer by layer, and
-    goes back. weights: the weights of the layers too, which come to the device as each layer runs, forward and backward; embeddings,
-    the head and all gradients stay there. Layers must be scanned. On CPUs, where both memories are one, it saves nothing."""
+    """Parts of the state that are kept in host memory. optimizer: the optimizer's state, which is moved to the device and back during
+    the update, layer by layer. weights: also the weights of layers, which are moved to the device as each layer runs, forward and
+    backward; embeddings, the head and all gradients stay on the device. Layers must be scanned. On CPUs, whose memory is the host's, it
+    saves nothing.
+    """
     keep: Annotated[list[Kept], Also("save_names", "remat_save_names")] = Field([])
-    """What `remat` keeps beside: qkv: queries, keys and values as attention reads them; attention: its output before the projection;
-    attention_out: after it; ffn: the wide products of feed-forward layers (gate and up); experts: those of experts. It is an error if
-    no layer of the model has one of them."""
+    """Activations that are kept although `remat` would recompute them. qkv: queries, keys and values as attention reads them;
+    attention: its output before the projection; attention_out: its output after the projection; ffn: the wide products of feed-forward
+    layers (gate and up); experts: the same of experts. It is an error if no layer of the model has one of them.
+    """
     gather: Annotated[Literal["each", "once"], MayChange()] = "each"
-    """When weights that FSDP splits are gathered in a step of several parts (`accumulate`). each: by each layer in each part; once:
-    before the first part, and they stay whole over `mesh.fsdp` through all parts. That saves all gathers but the first, and takes
-    the memory of what is gathered."""
+    """When weights that FSDP shards are gathered in a step with `accumulate`. each: by each layer in each part; once: before the first
+    part, and they stay gathered over `mesh.fsdp` through all parts. That saves all gathers but the first, and takes the memory of the
+    gathered weights.
+    """
+    compiler_options: Annotated[Literal["auto", "none"], MayChange()] = "auto"
+    """Options for the compiler. auto: those of `parallel/compiler_options.py` for the platform, which let collectives run beside
+    products on TPUs; none: the compiler's own defaults."""
     attention: Annotated[str | None, Also("attn_implementation", "attn_impl", "attention_kernel")] = None
-    """Implementation of attention: `reference`, `blocked` (CPUs), `splash` (TPUs) or `cudnn` (NVIDIA GPUs, bfloat16). None: the best
-    known for the device, docs/reference/kernels.md. It is an error if the implementation cannot do what the model needs."""
+    """Implementation of attention: `reference`, `blocked` (CPUs), `splash` (TPUs) or `cudnn` (NVIDIA GPUs, bfloat16). None: the fastest
+    known for the device, docs/reference/kernels.md. It is an error if the implementation does not support the model.
+    """
     products: str | None = None
-    """Implementation of products with weights: `xla`; `amx` (float32 on the matrix units of Intel's processors, one CPU device),
-    whose errors are of the size of XLA's; or `amx3`, 1.6 times as fast as `amx`, with a relative error of 4e-6 where float32 has
-    3e-7. None: `amx` where it can be had and the model has a million parameters, otherwise `xla`. Stored with the run."""
+    """Implementation of matrix products with weights: `xla`; `amx` (float32 on the matrix units of Intel's processors, one CPU device),
+    whose rounding errors are of the size of XLA's; or `amx3`, 1.6 times as fast as `amx`, with a relative error of 4e-6 instead of
+    3e-7. None: `amx` if it is available and the model has at least a million parameters, otherwise `xla`. Stored with the run.
+    """
     experts: str | None = None
     """Implementation of the experts' matrix products: `ragged_dot`, `blocked`, `megablox` or `tokamax`. None: the fastest known
     for the device."""
@@ -118,12 +145,12 @@ class ExecutionSettings(Settings):
 
     @property
     def recompute(self) -> Any:
-        """What layers recompute (`models.parts.stack.remat`)."""
+        """The setting for `models.parts.stack.remat`: `remat`, with the names of `keep` if there are any."""
         return (self.remat, *self.keep) if self.keep else self.remat
 
 
 class Evaluate(Settings):
-    """Evaluation on held-out text."""
+    """Evaluation on held-out data."""
 
     every: Annotated[
         int,
@@ -134,13 +161,13 @@ class Evaluate(Settings):
     batches: Annotated[
         int, MayChange(), Also("eval_iters", "eval_tokens", "validation.steps", "max_eval_samples", "eval_batches")
     ] = Field(20, ge=0)
-    """Most batches of an evaluation; 0 turns evaluation off."""
+    """Largest number of batches in an evaluation; 0 turns evaluation off."""
     before: Annotated[bool, MayChange(), Also("eval_on_start", "val_before_train", "eval_at_start")] = False
-    """Whether the first weights are evaluated too, before the first step, so that what training changed can be told."""
+    """Whether the initial weights are evaluated too, before the first step, to show the effect of training."""
 
 
 class LogSettings(Settings):
-    """Numbers written to metrics.jsonl."""
+    """Metrics written to metrics.jsonl."""
 
     every: Annotated[
         int,
@@ -154,11 +181,11 @@ class LogSettings(Settings):
             "log_every_n_steps",
         ),
     ] = Field(10, gt=0)
-    """Steps between lines; the last step is always written."""
+    """Steps between logged lines; the last step is always logged."""
 
 
 class SampleSettings(Settings):
-    """Text generated while training, to watch it learn."""
+    """Text or images generated during training, to watch the model learn."""
 
     every: Annotated[int | None, Also("sample_every", "sample_interval")] = Field(None, gt=0)
     """Steps between samples. None: no samples."""
@@ -167,7 +194,16 @@ class SampleSettings(Settings):
     tokens: Annotated[int, Also("max_new_tokens", "max_tokens")] = Field(64, gt=0)
     """Length of a sample, in tokens."""
     temperature: float = Field(0.8, ge=0)
-    """Sampling temperature; 0 takes the likeliest token each time."""
+    """Sampling temperature; 0 takes the most likely token each time."""
+    images: int = Field(40, gt=0)
+    """For models of images: number of images of a grid, of all classes or prompts in turn."""
+    steps: int = Field(20, gt=0)
+    """For models of images: steps from noise to image."""
+    guidance: Annotated[float, Also("guidance_scale", "cfg_scale")] = Field(1.0, ge=0)
+    """For models of images: scale of classifier-free guidance; 1: none."""
+    prompts: Annotated[list[str], Also("validation_prompt", "validation_prompts", "sample_prompts")] = Field([])
+    """For models of images that read captions: what is drawn, in turn. []: the first captions of the data, of held-out images if there
+    are any."""
 
 
 class Run(Settings):
@@ -221,23 +257,26 @@ class Run(Settings):
     """The model to train: a preset by name, or a family and its sizes."""
     data: DataSettings = DataSettings()
     """The data to train on."""
+    encoders: EncoderSettings = EncoderSettings()
+    """For models of images: the frozen models that make latents of images and states of captions."""
     adapter: Annotated[Any, Choice(ADAPTERS), Also("peft_config", "use_peft", "finetuning_type", "use_lora", "lora")] = "none"
-    """What is trained beside a frozen base model. none: nothing, every weight of the model is trained."""
+    """The adapter to train on a frozen base model. none: no adapter; every weight of the model is trained."""
     quant: QuantizedTraining = QuantizedTraining()
-    """Training in few bits."""
+    """Training in low precision."""
     objective: Annotated[Any, Choice(OBJECTIVES), Also("loss", "loss_fn", "loss_type", "criterion")] = "next_token"
     """The loss to minimize."""
     rollout: Rollout | None = None
-    """How answers are sampled, for objectives that learn from rewards. None: the defaults, where the objective does."""
+    """How completions are sampled, for objectives that learn from rollouts. None: the defaults, if the objective needs rollouts."""
     reward: Annotated[list[RewardSettings], Repeats("of"), OF_REWARDS] = Field(default_factory=list)
-    """What answers are rewarded for, for objectives that learn from rewards. `reward=FILE.py:FUNCTION` may be given several times."""
+    """The reward functions and models, for objectives that learn from rewards. `reward=FILE.py:FUNCTION` may be given several times."""
     environment: Annotated[
         Any,
         Choice(ENVIRONMENTS, other=("custom", "of")),
         Also("env", "environment_factory", "multi_turn", "multi_turn.enable"),
     ] = "none"
-    """What answers of several turns are given by, for objectives that learn from rewards: a name, or FILE.py:CLASS. none: an answer is
-    one turn."""
+    """The environment of completions with several turns, for objectives that learn from rewards: a name, or FILE.py:CLASS. none: a
+    completion is one turn.
+    """
     optimizer: Annotated[Any, Choice(OPTIMIZERS), Also("optim", "opt_type", "opt", "optimizer_type")] = "adamw"
     """The rule that updates the weights."""
     schedule: Annotated[
@@ -254,7 +293,9 @@ class Run(Settings):
             "lr_schedule_type",
         ),
     ] = "cosine"
-    """The learning rate by step, as a share of its peak."""
+    """The schedule of the learning rate, as a share of its peak."""
+    ema: EmaSettings = EmaSettings()
+    """An average of the weights, which is evaluated, sampled from and saved in their place."""
     accumulate: Annotated[
         int,
         Also(
@@ -280,42 +321,65 @@ class Run(Settings):
             "amp",
         ),
     ] = "auto"
-    """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Frozen weights
-    under an adapter stay bfloat16 if their file has them so and the activations are. Stored with the run."""
+    """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Frozen weights under
+    an adapter stay bfloat16 if both their file and the activations are bfloat16. Stored with the run.
+    """
     execution: ExecutionSettings = ExecutionSettings()
-    """How the layers run."""
+    """How layers are executed."""
     mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()
     """How devices share the work."""
     diloco: DilocoSettings = DilocoSettings()
-    """Replicas of the weights that train alone between outer steps."""
+    """Replicas of the weights that train independently between outer steps."""
     init: Init = Init()
-    """Weights at the start."""
+    """Initial weights."""
     checkpoint: Annotated[CheckpointSettings, MayChange()] = CheckpointSettings()
-    """When to save, and what to keep."""
+    """When to save, and which checkpoints to keep."""
     eval: Annotated[Evaluate, MayChange()] = Evaluate()
     """When to evaluate."""
     guard: Annotated[GuardSettings, MayChange()] = GuardSettings()
-    """What happens when numbers go wrong."""
+    """How the run reacts to non-finite numbers and loss spikes."""
     stragglers: Annotated[StragglerSettings, MayChange()] = StragglerSettings()
-    """How the processes of a run are compared, to name the slow one."""
+    """How the processes of a run are compared, to name a slow one."""
     log: Annotated[LogSettings, MayChange()] = LogSettings()
-    """When to write numbers."""
+    """When to log metrics."""
+    profile: Annotated[ProfileSettings, MayChange()] = ProfileSettings()
+    """Which steps the profiler captures."""
+    track: Annotated[list[Annotated[Any, Choice(TRACKERS)]], MayChange(), Repeats("name")] = Field(default_factory=list)
+    """Trackers that show the run's metrics: tensorboard, wandb, mlflow, trackio. `track=tensorboard track=wandb`, or
+    `track='[{name: wandb, project: mine}]'`. They are sent what metrics.jsonl holds, and catch up when they were away."""
     sample: Annotated[SampleSettings, MayChange()] = SampleSettings()
-    """When to generate text."""
+    """When to generate text or images."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Run":
-        if not self.model.causal:
-            raise ValueError("model is an encoder: it predicts no tokens, and no objective that trains one is built yet")
+        reads, trained = self.model.inputs, self.objective.needs.inputs
+        if reads != trained:
+            what = f"the model reads {INPUTS[reads]}, and the objective trains models that read {INPUTS[trained]}"
+            raise ValueError(f"{what}; {OBJECTIVES_OF[reads]}")
+        if reads != "tokens":
+            if broken := [*self._broken_by_conditions(), *self._broken_by_encoders(), *self._broken_by_parts()]:
+                raise BrokenRules(broken)
+            return self
+        if not self.model.causal and not self.objective.needs.encoders:
+            what = "model is an encoder: it predicts no tokens, and this objective trains what predicts them"
+            raise ValueError(f"{what}; objective=classify trains encoders")
         if broken := [*self._broken_by_rewards(), *self._broken_by_sizes()]:
             raise BrokenRules(broken)
         return self
 
+    @property
+    def averages(self) -> bool:
+        """Whether the weights that are evaluated and saved are an average of the trained ones."""
+        return self.ema.on or self.optimizer.averages
+
     def _broken_by_sizes(self) -> Iterator[str]:
         """The rules between model, data and batch that do not hold."""
         scores = self.objective.needs.scores
-        if scores and "scores" not in type(self.model).model_fields:
-            yield "models of this family have no head of scores yet: a Llama, Qwen, Gemma, OLMo or Phi has"
+        if self.objective.needs.labels:
+            if not self.model.scored:
+                yield "model.scores = 0, and the objective learns labels: model.scores=N for N classes, 1 for a number"
+            elif self.data.labels and self.model.scored != len(self.data.labels):
+                yield f"model.scores = {self.model.scored}, and data.labels names {len(self.data.labels)} classes"
         elif self.model.scored != scores:
             why = "a reward model predicts no tokens" if not scores else "its head gives one score"
             yield f"model.scores = {self.model.scored}, and the objective needs {scores}: {why}"
@@ -324,10 +388,49 @@ class Run(Settings):
                 f"data.sequence = {self.data.sequence} is longer than the model's context, "
                 f"model.context = {self.model.context} tokens"
             )
+        yield from self._broken_by_parts()
+
+    def _broken_by_conditions(self) -> Iterator[str]:
+        """What a denoiser reads beside images is what its objective gives it."""
+        if self.model.inputs != "images":
+            return
+        if isinstance(self.model, AutoencoderConfig) != isinstance(self.objective, Autoencode):
+            kind, other = ("an autoencoder", "autoencode") if isinstance(self.model, AutoencoderConfig) else ("a denoiser", "diffusion")
+            yield f"the model is {kind}, which objective={other} trains"
+            return
+        if isinstance(self.model, AutoencoderConfig):
+            return
+        read, given = set(self.model.conditions), self.objective.conditions
+        if missing := sorted(read - given):
+            yield f"the model reads {' and '.join(missing)}, and objective.condition = {self.objective.condition} gives none"
+        if not read & given and given:
+            yield f"objective.condition = {self.objective.condition}, and the model does not read it: objective.condition=none"
+
+    def _broken_by_encoders(self) -> Iterator[str]:
+        """Captions are read by text encoders, and only models of images have encoders."""
+        if self.model.inputs != "images":
+            if self.encoders.used:
+                yield "encoders are for models of images"
+            return
+        if isinstance(self.model, AutoencoderConfig):
+            if self.encoders.used:
+                yield "encoders are for denoisers"
+            return
+        captions = "text" in self.objective.conditions
+        if captions and not self.encoders.reads_text:
+            hint = "encoders.pipeline=FOLDER of diffusers, or encoders.text=FOLDER of an encoder"
+            yield f"objective.condition = text, and nothing reads the captions: {hint}"
+        if self.encoders.text and not captions:
+            yield "encoders.text reads captions, and objective.condition=text is not set"
+
+    def _broken_by_parts(self) -> Iterator[str]:
+        """The rules of every run about adapters and the parts of a batch that do not hold."""
         if not self.adapter.trains_base and not self.init.weights and not self.init.state:
             yield (
                 "the weights under an adapter are random: model=FOLDER or init.weights=FOLDER names the trained model to put it on"
             )
+        if self.optimizer.averages and type(self.schedule) is not Constant:
+            yield "the average of the optimizer takes the place of a decay of the learning rate: schedule=constant"
         if self.data.batch % self.accumulate:
             yield f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}"
         if self.execution.gather == "once" and self.accumulate == 1:

@@ -1,29 +1,37 @@
-"""Stored models among the settings layers of a run: a folder or file that brings its architecture, its tokenizer and its weights."""
+"""Stored models among the settings layers of a run: a folder or file that sets architecture, tokenizer and weights."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from argosy.core.addresses import is_hub
+from argosy.core.hub.download import local_model, pinned
 from argosy.core.settings import SettingsLayer
 from argosy.core.settings.words import SELF
 
+# Settings that name a model.
+HUB_KEYS = (("model", "preset"), ("init", "weights"), ("objective", "teacher"))
+
 
 class StoredModel(SettingsLayer):
-    """The layer of a stored model: its architecture, tokenizer and weights."""
+    """The settings layer of a stored model: its architecture, tokenizer and weights."""
 
 
 class TokenizerOfState(SettingsLayer):
-    """The layer of the tokenizer of a run whose state is taken, whoever names its model."""
+    """The settings layer of the tokenizer that belongs to `init.state`, whichever layer names the model."""
 
 
 def with_folders(layers: list[SettingsLayer]) -> list[SettingsLayer]:
-    """The layers, in which `model=FOLDER` (a Hub folder, .gguf file, run directory or checkpoint) adds its architecture, weights
-    and tokenizer, and `init.weights=FOLDER` and `init.state=RUN` its architecture and tokenizer. What the same or a later layer sets
-    for the model overrides the folder. A layer that contains the complete model, such as a run's settings.yml, needs no folder.
+    """The layers with those of stored models inserted. `model=FOLDER` (a Hub folder, .gguf file, run directory, checkpoint or
+    hf:OWNER/NAME) adds its architecture, weights and tokenizer; `init.weights=FOLDER` and `init.state=RUN` add its architecture and
+    tokenizer. Model settings of the same or a later layer override the folder's. A layer that contains the complete model, such as a
+    run's settings.yml, needs no folder.
 
-    Where layers give both `init.weights` and `init.state`, the later layer decides."""
+    If layers give both `init.weights` and `init.state`, the later layer decides.
+    """
     out: list[SettingsLayer] = []
-    for layer in map(spelt_out, layers):
+    for layer in (with_commits(spelt_out(layer)) for layer in layers):
         model = layer.values.get("model")
         named = str(model["preset"]) if isinstance(model, dict) and model.get("preset") is not None else None
         weights, state = init_of(layer, "weights"), init_of(layer, "state")
@@ -53,12 +61,26 @@ def with_folders(layers: list[SettingsLayer]) -> list[SettingsLayer]:
 
 
 def is_model(name: str) -> bool:
-    """Whether a name is a stored model and not a preset: a folder that is not a recipe's run, or a .gguf file."""
-    return Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file())
+    """Whether a name is a stored model and not a preset: a folder that is not a recipe's run, a .gguf file, or a model of the Hub."""
+    return is_hub(name) or Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file())
+
+
+def with_commits(layer: SettingsLayer) -> SettingsLayer:
+    """The layer with the commit in each name of a model of the Hub: the branch may move before the run resumes."""
+    values = dict(layer.values)
+    for group, key in HUB_KEYS:
+        inner = values.get(group)
+        if isinstance(inner, dict) and is_hub(inner.get(key)):
+            values[group] = {**inner, key: pinned(inner[key], _say)}
+    return replace(layer, values=values)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def init_of(layer: SettingsLayer, name: str) -> str | None:
-    """`init.weights` or `init.state` of a layer."""
+    """The value of `init.weights` or `init.state` in a layer."""
     init = layer.values.get("init")
     value = init.get(name) if isinstance(init, dict) else None
     return value if isinstance(value, str) else None
@@ -78,6 +100,11 @@ def _without_init(layers: list[SettingsLayer], name: str) -> list[SettingsLayer]
 def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
     from argosy.checkpoint.open import model_layer
 
+    if (Path(folder) / "model_index.json").is_file():
+        from argosy.infer.denoise.folder import denoiser_layers
+
+        values = denoiser_layers(folder)
+        return StoredModel(folder, values if brings_weights else {k: v for k, v in values.items() if k != "init"})
     values: dict[str, Any] = {"model": model_layer(folder)}
     if brings_weights:
         values["init"] = {"weights": folder}
@@ -92,7 +119,7 @@ def _tokenizer_of(folder: str) -> str | None:
     from argosy.data.tokenizers.load import find_tokenizer
 
     # Folders of adapters mostly have none: it is that of their base.
-    places = (Path(folder), open_model(folder).companions)
+    places = (Path(local_model(folder)), open_model(folder).companions)
     own = next((one for one in places if one is not None and find_tokenizer(one) is not None), None)
     return None if own is None else folder if own == places[0] else str(own)
 
@@ -121,6 +148,6 @@ def spelt_out(layer: SettingsLayer) -> SettingsLayer:
 
 
 def overruled(layers: list[SettingsLayer]) -> list[SettingsLayer]:
-    """Layers below one that names another model, without their model settings and without stored models."""
+    """The layers below one that names another model: without their model settings, and without stored models."""
     kept = [layer for layer in layers if not isinstance(layer, StoredModel)]
     return [replace(layer, values={k: v for k, v in layer.values.items() if k != "model"}) for layer in kept]

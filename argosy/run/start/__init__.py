@@ -1,1 +1,1 @@
-"""Before the first step: mistakes that need no model, and the weights that a run begins with."""
+"""Before the first step: checks of the settings that need no model, and the initial weights."""

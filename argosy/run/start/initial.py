@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from argosy.adapt.base import fill_base
+from argosy.adapt.quant import apply_schemes
 from argosy.checkpoint.base import describe_base
 from argosy.checkpoint.open import open_base, open_model
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
@@ -27,14 +28,15 @@ from argosy.rl.policy.critic import PREFIX
 from argosy.run.assembly.assembly import GUARD, Assembly
 from argosy.run.settings.run import Run
 from argosy.train.beside import CRITIC, alone
+from argosy.train.ema import RAW
 from argosy.train.state import TrainState, trained
 from argosy.weights import manifest
 from argosy.weights.build import stored_tokenizer
 from argosy.weights.fill import read_into, stored_arrays
 from argosy.weights.model import OpenedModel, config_of
 
-# The name of a head's weight.
-HEAD = "head.w"
+# The names of a head's weights, and of what an encoder has before it.
+HEAD, BEFORE = frozenset(("head.w", "head.b")), frozenset(("pooler.w", "pooler.b"))
 
 
 # Of a model's ids, the share that its own tokenizer makes: vocabularies are padded by a few percent.
@@ -42,14 +44,14 @@ LEAST_SHARE = 0.9
 
 
 def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:
-    """A state with the weights of another model and a fresh optimizer; and that stored model, whose token ids and generation
-    settings the run keeps.
+    """A state with the weights of another model and a fresh optimizer, and that stored model. The run keeps the stored model's token
+    ids and generation settings.
 
     Raises:
-        BadInput: another architecture or other sizes; each difference is named.
+        BadInput: the architecture or the sizes differ; the message names each difference.
     """
     stored = open_model(model, say)
-    _check_same(assembly.run.model, stored.config, model)
+    _check_same(assembly.run.model, in_pipeline(stored, assembly.run.model), model)
     if assembly.adapters.base:
         say(f"base weights from {model}, frozen; adapters on {plural(len(assembly.adapters.contractions), 'contraction')}")
         if stored.adapted is not None:
@@ -57,7 +59,9 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
             say(f"its own adapters on {plural(len(stored.adapted.adapters), 'weight')} {how}")
     else:
         say(f"weights from {model}")
-    if stored.quantized is not None:
+    if assembly.adapters.schemes:
+        say(f"its {plural(len(assembly.adapters.schemes), 'quantized weight')} stay in few bits")
+    elif stored.quantized is not None:
         say(f"its {plural(len(stored.quantized.schemes), 'quantized weight')} became floats")
     if _fill_from(assembly, stored):
         say("a head of scores takes the place of the language model's: drawn from the random seed")
@@ -69,13 +73,13 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
 
 
 def base_of(assembly: Assembly, base: dict[str, Any], say: Callable[[str], None]) -> Leaves:
-    """The frozen weights of a run with adapters that resumes.
+    """The frozen weights of a resumed run with adapters.
 
     Args:
-        base: what its checkpoint says of them.
+        base: the checkpoint's description of them.
 
     Raises:
-        BadInput: they are missing, or others than those that the run began with.
+        BadInput: they are missing, or have changed since the run began.
     """
     _fill_base(assembly, open_base(base, say, thorough=True), fresh=False)
     own = split(assembly.model)[1]
@@ -90,7 +94,7 @@ def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
         _fill_base(assembly, stored, fresh=True)
         key = jax.random.key(assembly.run.seed)
         fill(assembly.model, key, addresses=layer_addresses(assembly.model), place=places.__getitem__)
-        return _lacks_head(assembly, stored)
+        return bool(_drawn(assembly, stored))
     with alone(assembly.model) as parts:
         if CRITIC in parts:
             # The body of the weights, and a head that is drawn.
@@ -102,27 +106,35 @@ def _fill_from(assembly: Assembly, stored: OpenedModel) -> bool:
 
 
 def _fill_model(assembly: Assembly, stored: OpenedModel, places: dict[str, Any]) -> bool:
-    head = _lacks_head(assembly, stored)
-    read_into(assembly.model, stored.weights, place=places.__getitem__, but=HEAD if head else None)
-    return head
+    drawn = _drawn(assembly, stored)
+    read_into(assembly.model, stored.weights, place=places.__getitem__, but=drawn)
+    return bool(drawn)
 
 
-def _lacks_head(assembly: Assembly, stored: OpenedModel) -> bool:
-    """Whether the run trains a head of scores that the model it starts from does not have."""
-    return bool(assembly.run.model.scored) and not stored.config.scored
+def _drawn(assembly: Assembly, stored: OpenedModel) -> frozenset[str]:
+    """The weights of a head of scores that the run trains and that the model it starts from does not have. A pooler that it has is
+    taken."""
+    if not assembly.run.model.scored or stored.config.scored:
+        return frozenset()
+    return HEAD | (BEFORE - set(stored.weights.names))
 
 
 def _fill_base(assembly: Assembly, stored: OpenedModel, *, fresh: bool) -> None:
     places = assembly.places.params | assembly.places.rest
     plain = assembly.run.model.build(assembly.decided.run("none"))
     weights, under = stored.weights, stored.adapted
+    if assembly.adapters.schemes:
+        apply_schemes(plain, assembly.adapters.schemes)
+        found = stored.quantized or stored.published()
+        assert found is not None
+        weights = found.reader
     if assembly.adapters.stacked and under is not None:
         weights = OverlaidTensors(under.base.weights, Arrays(under.whole))
         put(assembly.model, {a: on_devices(factor, places[a]) for a, factor in on_top(assembly).items()})
     fill_base(
         assembly.model,
         # bfloat16 only where the file has no more bits, so nothing is lost of what is trained in full.
-        stored_arrays(plain, weights, dtype=assembly.decided.base_dtype, but=HEAD if _lacks_head(assembly, stored) else None),
+        stored_arrays(plain, weights, dtype=assembly.decided.base_dtype, but=_drawn(assembly, stored)),
         place=places.__getitem__,
         fresh=fresh,
         iterations=getattr(assembly.run.adapter, "pissa_iterations", None),
@@ -130,23 +142,23 @@ def _fill_base(assembly: Assembly, stored: OpenedModel, *, fresh: bool) -> None:
 
 
 def on_top(assembly: Assembly) -> dict[str, Any]:
-    """The factors of the adapters that stay as they are, by their address under the trained ones."""
+    """The factors of frozen adapters, by their address under the trained ones."""
     own = assembly.shapes.rest
     return {a if a in own else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.adapters.stacked.items()}
 
 
 def base_described(assembly: Assembly, stored: OpenedModel | None, name: str | None) -> dict[str, Any]:
-    """What checkpoints say of the base of a run; empty for a run without adapters."""
+    """The description of a run's base for its checkpoints; empty without adapters."""
     return describe_base(stored, name) if assembly.adapters.base and stored is not None and name is not None else {}
 
 
 def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tuple[TrainState, OpenedModel]:
-    """Weights, optimizer and step of another run, in whatever layout it wrote them; and that run as a stored model, whose token ids
-    and generation settings this one keeps. The data starts from the beginning.
+    """Weights, optimizer and step of another run, whatever its layout; and that run as a stored model. This run keeps the stored
+    model's token ids and generation settings. The data starts from the beginning.
 
     Raises:
         BadInput: there is no checkpoint, it has another model or optimizer, or it has only weights.
-        Damaged: it differs from what was written.
+        Damaged: its files differ from its manifest.
     """
     path, meta = _step_of(run, say)
     config = config_of(meta["model"])
@@ -161,6 +173,9 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
     arrays = {name: a for name, a in load_item(path, STATE).items() if not name.startswith(GUARD)}
     wanted = {name for name in assembly.state_places()[1] if not name.startswith(GUARD)}
     arrays = relaid(arrays, config.build(stored_as(meta["decided"])), assembly.model)
+    # Of the weights themselves, where those that were read are an average.
+    raw = {name.removeprefix(RAW): arrays.pop(name) for name in list(arrays) if name.startswith(RAW)}
+    wanted = {name for name in wanted if not name.startswith(RAW)}
     if set(arrays) != wanted:
         raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes only its weights")
     if int(arrays["step"]) >= assembly.run.steps:
@@ -171,15 +186,20 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
     _, places = assembly.state_places()
     placed = {name: on_devices(a, places[name]) for name, a in arrays.items()}
     _, params, rest = trained(assembly.model)
+    raw = {a: on_devices(w, assembly.places.params[a]) for a, w in raw.items()}
+    if assembly.run.averages:
+        placed |= {f"{RAW}{a}": raw[a] if raw else w.copy() for a, w in params.items()}
+    else:
+        params |= raw
     say(f"weights, optimizer and step {int(placed['step'])} from {run}")
     return assembly.restored(params | rest, placed), open_model(path, say)
 
 
 def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, Any]:
-    """The weights with which a run began, by address, on its devices: read from where it took them, or drawn again.
+    """The initial weights of a run by address, on its devices: read from their source, or drawn again.
 
     Raises:
-        BadInput, Damaged: as `weights_for`; or what it started from is gone.
+        BadInput, Damaged: as `weights_for`; or the source is gone.
     """
     init, places = assembly.run.init, assembly.places.params | assembly.places.rest
     if init.weights or init.state:
@@ -197,15 +217,18 @@ def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, A
 
 
 def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenizer: Tokenizer | None = None) -> None:
-    """Checks that what the run starts from exists and is the same model, and that it was trained with the run's tokenizer, if that is
-    given, before a file is written.
+    """Checks, before a file is written, that the model or run to start from exists and has the same architecture, and that it was
+    trained with the run's tokenizer.
+
+    Args:
+        tokenizer: the run's tokenizer; None: it is not compared.
 
     Raises:
-        BadInput, Damaged: as `weights_for` and `state_from`; or weights or state are of another tokenizer.
+        BadInput, Damaged: as `weights_for` and `state_from`; or the weights belong to another tokenizer.
     """
     if run.init.weights:
         stored = open_model(run.init.weights, say)
-        _check_same(run.model, stored.config, run.init.weights)
+        _check_same(run.model, in_pipeline(stored, run.model), run.init.weights)
         if tokenizer is not None and run.init.tokenizer_mismatch == "error":
             _check_tokenizer(run, tokenizer, stored_tokenizer(stored))
     if run.init.state:
@@ -295,11 +318,20 @@ class _Default(dict):
         return jnp.zeros(())
 
 
+def in_pipeline(stored: OpenedModel, mine: Any) -> Any:
+    """The settings of a stored model. Where its folder leaves some to the pipeline that it is a part of, they are those of the run."""
+    said = getattr(stored.config, "pipeline_settings", ()) if stored.kind == "hub" else ()
+    return stored.config.model_copy(update={name: getattr(mine, name) for name in said if hasattr(mine, name)})
+
+
 def _check_same(mine: Any, theirs: Any, where: str) -> None:
     """Checks that the sizes agree. The preset's name, the declared context, and whether a size was set or derived may differ."""
     if mine.scored and not theirs.scored and "scores" in type(theirs).model_fields:
         # The head is replaced.
         theirs = theirs.model_copy(update={"scores": mine.scored})
+    # Names of classes change no weight.
+    told = {name: getattr(mine, name) for name in ("labels", "problem_type") if name in type(theirs).model_fields}
+    theirs = theirs.model_copy(update=told)
     theirs_dumped, mine_dumped = dump(theirs.resolved()), dump(mine.resolved())
     changed = [(k, was, now) for k, was, now in diff(theirs_dumped, mine_dumped) if k not in ("preset", "context", "family")]
     if type(mine) is not type(theirs) or changed:

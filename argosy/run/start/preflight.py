@@ -1,7 +1,7 @@
-"""Reads the settings of a run and checks them against the files they name: everything that can be known without jax, all mistakes at
+"""Reads the settings of a run and checks them against the files they name. All mistakes that can be found without jax are reported at
 once, before anything heavy is imported.
 
-Some mistakes appear only later: how many devices there are, whether the vocabulary fits, what stands further down in the text.
+Some mistakes appear only later: too few devices, a vocabulary that does not fit, bad records further down in the data.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.run_directory import RunDirectory, is_run_directory
-from argosy.core.addresses import is_address, local_path
+from argosy.core.addresses import is_address, is_missing, local_path
 from argosy.core.errors import BadInput, SettingsError, UserError, mistakes_of, problems_of, raise_mistakes
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.settings.words import CALL
 from argosy.data.settings import DataSettings
-from argosy.data.sources import check_readable
+from argosy.data.sources.find import check_readable
 from argosy.data.tokenizers.load import check_tokenizer
 from argosy.parallel.mesh import MeshSettings
 from argosy.run.distillation.address import check_address, is_endpoint
 from argosy.run.settings.combinations import Situation, violated
-from argosy.run.settings.compose import check_start, compose, no_model, run_folder
+from argosy.run.settings.compose import compose
+from argosy.run.settings.recipe_files import check_start, no_model, run_folder
 from argosy.run.settings.run import Init, Run
 from argosy.train.objectives.distillation.teacher import TeacherObjective
 
@@ -27,7 +28,7 @@ Checks = Iterator[Callable[[], object]]
 
 
 def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) -> Reading[Run]:
-    """The settings of a run, checked.
+    """The checked settings of a run.
 
     Raises:
         UserError: every mistake in the settings, in the data, in the weights to start from, and in the run directory.
@@ -53,7 +54,7 @@ def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) 
 
 
 def steps_made(reading: Reading[Run], recipe: str) -> int:
-    """The newest checkpoint of the run; 0 if there is none."""
+    """The step of the newest checkpoint; 0 if there is none."""
     try:
         directory = RunDirectory(directory_of(reading, recipe))
     except BadInput:
@@ -62,7 +63,7 @@ def steps_made(reading: Reading[Run], recipe: str) -> int:
 
 
 def check_place(values: Mapping[str, Any], recipe: str) -> None:
-    """Checks that the run directory can be written, if the settings are right enough to say which directory it is.
+    """Checks that the run directory can be written, if the settings name it without a mistake.
 
     Raises:
         BadInput: the directory cannot be written.
@@ -73,14 +74,18 @@ def check_place(values: Mapping[str, Any], recipe: str) -> None:
 
 
 def inputs(values: Mapping[str, Any]) -> Checks:
-    """The checks of what a run reads, and of how its rows divide. values: the settings that have no mistakes of their own."""
+    """The checks of a run's input files, and of its row counts.
+
+    Args:
+        values: the settings that have no mistakes of their own.
+    """
     data, init, mesh = values.get("data"), values.get("init"), values.get("mesh", MeshSettings())
     if isinstance(data, DataSettings):
         if data.format == "auto" and (values.get("reward") or getattr(values.get("environment"), "played", False)):
             # As `Run` has it where nothing else is wrong.
             data = data.model_copy(update={"format": "prompt"})
         yield lambda: check_readable(data)
-        if data.source.partition(":")[0] != "synthetic":
+        if data.source_name.partition(":")[0] != "synthetic":
             yield lambda: check_tokenizer(data.tokenizer)
         if isinstance(mesh, MeshSettings):
             yield lambda: check_rows(data.batch, values.get("accumulate", 1), mesh)
@@ -88,16 +93,21 @@ def inputs(values: Mapping[str, Any]) -> Checks:
         yield lambda: check_experts(values["model"], mesh.shares("expert"))
     if isinstance(init, Init):
         yield lambda: check_start(init.weights, init.state)
+    for tracker in values.get("track") or ():
+        yield tracker.check
     objective = values.get("objective")
     if isinstance(objective, TeacherObjective):
         yield lambda: check_teacher(objective.teacher, objective.may_be_server)
 
 
 def check_teacher(teacher: str, may_be_served: bool = False) -> None:
-    """Checks that the model to learn from exists.
+    """Checks that the teacher exists.
+
+    Args:
+        may_be_served: whether a server is allowed.
 
     Raises:
-        BadInput: it does not, or it is the name of a preset, or the address of a server that is none or that cannot teach this.
+        BadInput: it does not exist, is the name of a preset, or is an invalid or unsuitable address of a server.
     """
     if is_endpoint(teacher):
         check_address(teacher)
@@ -105,15 +115,15 @@ def check_teacher(teacher: str, may_be_served: bool = False) -> None:
             what = "a teacher that is a server gives its likeliest tokens on given text, which objective=distill learns from"
             raise BadInput(what, where=f"objective.teacher={teacher}", hint="name the folder or file of its weights")
         return
-    if "://" not in teacher and not Path(teacher).exists():
+    if is_missing(teacher):
         raise no_model(teacher, "set by objective.teacher")
 
 
 def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:
-    """Checks that the batch divides over the mesh axes whose sizes are set.
+    """Checks that the batch is divisible by the mesh axes whose sizes are set.
 
     Raises:
-        BadInput: it does not, however many devices there are.
+        BadInput: it is not, whatever the number of devices.
     """
     sizes = mesh.rows()
     parts = accumulate
@@ -127,10 +137,10 @@ def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:
 
 
 def check_experts(model: Any, shares: int) -> None:
-    """Checks that the experts of a model can be split into so many shares.
+    """Checks that the experts of a model can be split into `shares`.
 
     Raises:
-        BadInput: it has none, or their number does not divide.
+        BadInput: the model has no experts, or their number is not divisible.
     """
     if shares <= 1:
         return

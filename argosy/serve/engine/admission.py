@@ -1,5 +1,7 @@
-"""Which requests a server takes: limits on those that wait, the end of one that takes too long, and the drain before the server
-ends. `Computing` adds the thread that computes, for `front.Front` and `encoder.EncoderFront`; `copies.Copies` has several of them."""
+"""Admission of requests to a server: limits on waiting requests, the end of requests that take too long, and the drain before the
+server ends. `Computing` adds the thread that computes, for `front.Front` and `encoder.EncoderFront`; `replicas.ReplicaFront` has
+several of them.
+"""
 
 import asyncio
 import sys

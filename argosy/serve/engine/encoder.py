@@ -80,7 +80,7 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
         super().__init__(limits, metrics)
 
     def says(self, say: Say | None) -> None:
-        """From now on the encoder calls this with what it compiles, if that takes longer than a second."""
+        """Sets the function that the encoder calls with the programs that it compiles, if that takes longer than a second."""
         self.engine.say = say
 
     async def vectors(self, rows: Sequence[list[int]]) -> Float[np.ndarray, "N D"]:
@@ -91,7 +91,7 @@ class EncoderFront(Computing[TextBatch, EncoderMetrics]):
         """
         self._loop = asyncio.get_running_loop()
         self._check([len(row) for row in rows])
-        vectors = np.zeros((len(rows), self.engine.lm.config.width), np.float32)
+        vectors = np.zeros((len(rows), self.engine.lm.config.embedding_width), np.float32)
         texts = TextBatch(rows, vectors, self._loop.create_future())
         self.opened.add(texts)
         self.waiting += texts.missing
@@ -199,7 +199,7 @@ class EncoderService(ServedModel[EncoderFront]):
 
     @property
     def about(self) -> list[str]:
-        return [f"{self.name}: vectors of {self.lm.config.width} numbers for texts of up to {self.context} tokens"]
+        return [f"{self.name}: vectors of {self.lm.config.embedding_width} numbers for texts of up to {self.context} tokens"]
 
     def tokenized(self, text: str, special: bool) -> list[int]:
         try:

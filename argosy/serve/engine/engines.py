@@ -11,7 +11,7 @@ from argosy.infer.engine.engine import Engine
 from argosy.infer.engine.replicas import model_copies
 from argosy.infer.engine.request import Request
 from argosy.infer.lm import LM
-from argosy.infer.programs.store import ProgramStore
+from argosy.ops.programs.store import ProgramStore
 from argosy.serve.engine.front import Front
 from argosy.serve.engine.replicas import ReplicaFront
 from argosy.serve.metrics import EngineMetrics

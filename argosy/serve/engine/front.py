@@ -73,12 +73,12 @@ class Front(Computing[EventStreams, EngineMetrics]):
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """The engines of the server: this one."""
+        """The engines of the server; here only one."""
         return [self.engine]
 
     @property
     def load(self) -> int:
-        """How busy it is, as vLLM weighs it: a sequence that waits counts as four that run."""
+        """The load of this engine, as vLLM weighs it: a waiting sequence counts as four running ones."""
         return 4 * self.waiting + self.running
 
     def described(self) -> str:
@@ -86,7 +86,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
         return self.engine.runner.describe_cache()
 
     def says(self, say: Say | None) -> None:
-        """From now on the engine calls this with what it compiles, if that takes longer than a second."""
+        """Sets the function that the engine calls with the programs that it compiles, if that takes longer than a second."""
         self.engine.say = say
 
     @asynccontextmanager
@@ -168,10 +168,10 @@ class Front(Computing[EventStreams, EngineMetrics]):
         self._tasks.put(lambda: self._abort(row))
 
     async def call(self, work: Callable[[Engine], R]) -> R:
-        """Runs something in the thread, between two steps.
+        """Runs a function in the engine's thread, between two steps.
 
         Raises:
-            ApiError: the engine has died. Whatever `work` raises.
+            ApiError: the engine has died. Errors of `work` are passed on.
         """
         self._loop = asyncio.get_running_loop()
         found: Future[R] = Future()
@@ -189,12 +189,13 @@ class Front(Computing[EventStreams, EngineMetrics]):
         return await asyncio.shield(asyncio.wrap_future(found))
 
     async def together(self, work: Callable[[Sequence[Engine]], R]) -> R:
-        """`call` for what changes every engine of a server; there is one here."""
+        """Runs a function that changes every engine of the server; here only one."""
         return await self.call(lambda engine: work([engine]))
 
     def park(self, released: threading.Event) -> "Future[None]":
-        """Stops the thread between two steps until `released`. The future is set when it stands; or it has the error that the engine
-        has died."""
+        """Stops the thread between two steps until `released` is set. The future completes when the thread has stopped; or it fails
+        because the engine has died.
+        """
         parked: Future[None] = Future()
 
         def task() -> None:
@@ -229,7 +230,7 @@ class Front(Computing[EventStreams, EngineMetrics]):
             raise ApiError("the pause was ended before it began", status=409)
 
     async def resume(self) -> None:
-        """Goes on after a pause."""
+        """Continues after `pause`."""
         await self.call(lambda _: self._resume())
 
     @property

@@ -38,10 +38,10 @@ FEW_TOKENS = 4096
 
 @dataclass(eq=False)
 class RequestGroup:
-    """One prompt of a request: its answers, and its log-probabilities if they are wanted, come from one copy.
+    """One prompt of a request. Its completions, and its log-probabilities if they are requested, come from one copy.
 
-    places: of the answers among those of the request.
-    scored: places of the prompt among those to be scored.
+    places: indices of its completions among those of the request.
+    scored: indices of the prompt among the prompts to score.
     """
 
     places: list[int] = field(default_factory=list)
@@ -54,11 +54,11 @@ class RequestGroup:
 
 
 class RequestParts:
-    """The answers to one request from several copies; what `Answers` is to one.
+    """The replies to one request from several copies of the model, with the methods of `EventStreams`.
 
     Args:
-        parts: the answers of each copy.
-        scored: the places of the prompts that each copy scores.
+        parts: the streams of each copy.
+        scored: the indices of the prompts that each copy scores.
     """
 
     def __init__(self, parts: Sequence[EventStreams], scored: Sequence[Sequence[int]], news: Arrivals):
@@ -69,7 +69,7 @@ class RequestParts:
         return self
 
     async def __anext__(self) -> tuple[int, Event]:
-        """As `Answers.__anext__`."""
+        """The next event and the index of its request, as in `EventStreams`."""
         while not (self._news.empty() and all(row.done for part in self.parts for row in part.rows)):
             item = await self._news.get()
             if isinstance(item, ApiError):
@@ -80,7 +80,7 @@ class RequestParts:
         raise StopAsyncIteration
 
     async def scored(self) -> list[PromptScores]:
-        """As `Answers.scored`."""
+        """The scores of the prompts in their order, as in `EventStreams`."""
         found: dict[int, PromptScores] = {}
         for part, places in zip(self.parts, self._scored, strict=True):
             if places:
@@ -88,22 +88,22 @@ class RequestParts:
         return [found[place] for place in range(len(found))]
 
     def end(self, place: int, reason: str) -> None:
-        """As `Answers.end`."""
+        """Ends one completion early, as in `EventStreams`."""
         part, at = self._rows[place]
         part.end(at, reason)
 
     def abort(self) -> None:
-        """As `Answers.abort`."""
+        """Aborts all completions, as in `EventStreams`."""
         for part in self.parts:
             part.abort()
 
     def fail(self, error: ApiError) -> None:
-        """Ends every part with this error."""
+        """Ends all completions with this error."""
         for part in self.parts:
             part.fail(error)
 
     def reused(self, place: int) -> int:
-        """As `Answers.reused`."""
+        """The number of prompt tokens from the prefix cache, as in `EventStreams`."""
         part, at = self._rows[place]
         return part.reused(at)
 
@@ -115,11 +115,11 @@ class ReplicaPrompts:
         self.each, self.longest = each, min(one.longest for one in each)
 
     def missing(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
-        """As `Prompts.missing`."""
+        """The sizes of programs that any copy still lacks for these prompts."""
         return {size for one in self.each for size in one.missing(prompts)}
 
     def compile(self, sizes: Iterable[tuple[int, int]]) -> int:
-        """As `Prompts.compile`."""
+        """Compiles programs of these sizes on all copies. Returns their number."""
         sizes = list(sizes)
         return sum(one.compile(sizes) for one in self.each)
 
@@ -144,7 +144,7 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the first copy: what it says of model, context and adapters holds for all."""
+        """The engine of the first copy; its model, context and adapters are those of all."""
         return self.fronts[0].engine
 
     @property
@@ -167,7 +167,7 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         return same if len(set(each)) == 1 else "; ".join(f"copy {i}: {one}" for i, one in enumerate(each))
 
     def says(self, say: Say | None) -> None:
-        """As `Front.says`."""
+        """Sets the function that reports slow compilations of all copies, as in `Front`."""
         for front in self.fronts:
             front.says(say)
 
@@ -182,12 +182,14 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
             front.close()
 
     async def drain(self, seconds: float) -> None:
-        """As `Admission.drain`. The fronts know the requests that are being handed over, too."""
+        """Refuses new requests and waits for running ones, as in `Admission`. The fronts also count requests that are being handed
+        over.
+        """
         self.draining = True
         await asyncio.gather(*(front.drain(seconds) for front in self.fronts))
 
     def end_all(self) -> None:
-        """As `Admission.end_all`."""
+        """Ends all requests on all copies with an error."""
         for front in self.fronts:
             front.end_all()
 
@@ -203,7 +205,9 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         *,
         goes_on: bool = False,
     ) -> AsyncIterator[EventStreams | RequestParts]:
-        """As `Front.open`. A request that continues another stays on its copy."""
+        """Distributes requests over the copies; arguments and errors are those of `Front.open`. A request that continues another stays
+        on its copy.
+        """
         self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
         shares = self._shares(requests, prompts, await self._hashes(requests), whole=goes_on)
         async with AsyncExitStack() as stack:
@@ -279,7 +283,7 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         return numbers
 
     def abort(self, names: Collection[str] | None = None) -> int:
-        """As `Front.abort`."""
+        """Aborts requests on all copies, as `Front.abort`."""
         found = [one for one in self.opened if names is None or not set(names).isdisjoint(one.names)]
         for one in found:
             one.abort()
@@ -308,13 +312,13 @@ class ReplicaFront(Admission["Answers | Spread", AllMetrics]):
         return await asyncio.shield(asyncio.create_task(all_parked()))
 
     async def pause(self, mode: PauseMode) -> None:
-        """As `Front.pause`."""
+        """Pauses all copies, as `Front.pause`."""
         if mode == "abort":
             self.abort()
         await asyncio.gather(*(front.pause("wait" if mode == "wait" else "keep") for front in self.fronts))
 
     async def resume(self) -> None:
-        """As `Front.resume`."""
+        """Resumes all copies, as `Front.resume`."""
         await asyncio.gather(*(front.resume() for front in self.fronts))
 
     @property

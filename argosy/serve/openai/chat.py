@@ -88,7 +88,7 @@ def completion_format(
     service: Service, fields: ChatFields, messages: Sequence[dict[str, Any]], prompt: Sequence[int], template: str,
     tools: Sequence[dict[str, Any]],
 ) -> CompletionFormat:
-    """How the answers to a request are split."""
+    """How the completions of a request are parsed."""
     notation = find_notation(template, service.lm.tokenizer, tools) if tools else None
     start, shows, before = None, fields.include_reasoning, call_ids(messages)
     continued = messages[-1]["content"] if fields.continue_final_message else None

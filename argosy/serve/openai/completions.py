@@ -40,10 +40,10 @@ def read_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
     """The prompts: a text, several texts, token ids, or several lists of token ids.
 
     Args:
-        name: of the field, for errors.
+        name: name of the field, for errors.
 
     Raises:
-        ApiError: something else.
+        ApiError: the field has another type.
     """
     if isinstance(prompt, str):
         return [prompt]

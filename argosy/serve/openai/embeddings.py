@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from argosy.core.counts import plural
 from argosy.infer.embed import unit_vectors
 from argosy.serve.engine.encoder import EncoderService
 from argosy.serve.openai.completions import read_prompts
-from argosy.serve.openai.fields import EmbeddingFields, RerankFields, ScoreFields, VectorFields
+from argosy.serve.openai.fields import EmbeddingFields
 from argosy.web.errors import ApiError
+from argosy.web.fields import RerankFields, ScoreFields, VectorFields
+from argosy.web.ranking import check_counts, reranked, scored
 
 
 @dataclass
@@ -75,7 +76,7 @@ def check_dimensions(service: EncoderService, dimensions: int | None) -> None:
     Raises:
         ApiError: they may not.
     """
-    width, hub = service.lm.config.width, service.lm.hub
+    width, hub = service.lm.config.embedding_width, service.lm.hub
     if dimensions in (None, width):
         return
     listed = hub.get("matryoshka_dimensions")
@@ -96,17 +97,14 @@ def prepare_score(service: EncoderService, body: Any) -> EmbeddingJob:
     fields = ScoreFields.of(body)
     service.check_model(fields.model)
     first, second = fields.text_1, fields.text_2
-    if len(first) not in (1, len(second)):
-        what = f"{plural(len(first), 'text')} in `text_1` and {len(second)} in `text_2`: give one `text_1`, or as many as `text_2`"
-        raise ApiError(what, param="text_1")
+    check_counts(first, second)
     rows = [
         *service.rows(first, fields.truncate_prompt_tokens, "text_1"),
         *service.rows(second, fields.truncate_prompt_tokens, "text_2"),
     ]
 
     def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
-        scores = cosines(vectors[: len(first)], vectors[len(first) :])
-        return {"object": "list", "data": [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]}
+        return scored(cosines(vectors[: len(first)], vectors[len(first) :]))
 
     return EmbeddingJob(service, fields, "score", rows, answer)
 
@@ -125,11 +123,7 @@ def prepare_rerank(service: EncoderService, body: Any) -> EmbeddingJob:
     ]
 
     def answer(vectors: Float[np.ndarray, "N D"]) -> dict[str, Any]:
-        scores = cosines(vectors[:1], vectors[1:])
-        # Stable: equally good documents keep their order.
-        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n or None]
-        results = [{"index": i, "document": {"text": fields.documents[i]}, "relevance_score": scores[i]} for i in best]
-        return {"results": results}
+        return reranked(cosines(vectors[:1], vectors[1:]), fields)
 
     return EmbeddingJob(service, fields, "rerank", rows, answer)
 

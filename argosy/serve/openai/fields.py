@@ -1,45 +1,14 @@
-"""The fields of requests: OpenAI's, and those that vLLM adds.
+"""The fields of requests to a language model and to an encoder: OpenAI's, and those that vLLM adds. `web.fields` says how they are
+checked."""
 
-A field is honored or refused by name, never silently ignored. Three kinds are accepted without effect: `IGNORED`, which OpenAI
-documents as having none on the answer; null; and the `NEUTRAL` value of an unsupported field (`best_of=1`), because clients send it
-with every request.
-"""
-
-from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from argosy.infer.sampling.repetition import Repetition
 from argosy.serve.response.reasoning import Effort
-from argosy.web.errors import ApiError, validation_error
-
-IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
-
-# Unsupported fields of OpenAI's API and of vLLM's, with the values that change nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": (),
-    "mm_processor_kwargs": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "priority": (0,),
-    "prompt_embeds": (),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
+from argosy.web.errors import ApiError
+from argosy.web.fields import Fields, VectorFields, as_list
 
 # Names that `chat_template_kwargs` cannot set: they are fields themselves, or parameters of `LM.chat_prompt` and `chat.render`.
 OF_RENDERING = {
@@ -47,57 +16,7 @@ OF_RENDERING = {
     "tokenize", "template", "special", "now", "self",
 }  # fmt: skip
 
-# Advice for unsupported fields.
-INSTEAD = {f"guided_{name}": f'"structured_outputs": {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
-
-
-def _several(value: Any) -> Any:
-    return [] if value is None else [value] if isinstance(value, str) else value
-
-
-Stops = Annotated[list[str], BeforeValidator(_several)]
-
-
-class Fields(BaseModel):
-    """A body that is checked strictly: no unknown fields, and no conversions ("1" is not a number, 1 is not a boolean).
-
-    ignored, neutral: see `IGNORED` and `NEUTRAL`.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-    ignored: ClassVar[Collection[str]] = IGNORED
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
-
-    @classmethod
-    def of(cls, body: Any) -> Self:
-        """Reads a body.
-
-        Raises:
-            ApiError: a field is unknown, unsupported or invalid.
-        """
-        if not isinstance(body, dict):
-            raise ApiError("the body is not a JSON object")
-        try:
-            return cls.model_validate(cls._supported(body))
-        except ValidationError as error:
-            raise validation_error(error, cls.model_fields) from None
-
-    @classmethod
-    def _supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The body without fields that change nothing."""
-        left = {}
-        for name, value in body.items():
-            known = name in cls.model_fields
-            if (value is None and (known or name in cls.neutral)) or (name in cls.ignored and not known):
-                continue
-            if not known and name in cls.neutral:
-                if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in cls.neutral[name]):
-                    continue
-                instead = f", write {INSTEAD[name]}" if name in INSTEAD else ""
-                raise ApiError(f"`{name}` is not supported{instead}", param=name, code="unsupported_parameter")
-            left[name] = value
-        return left
+Stops = Annotated[list[str], BeforeValidator(as_list)]
 
 
 class StreamOptions(BaseModel):
@@ -140,7 +59,7 @@ class SamplingFields(Fields):
 
     model: str | None = None
     stream: bool = False
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -178,7 +97,7 @@ class GenerationFields(SamplingFields):
     # Beyond these bounds the length alone decides.
     length_penalty: float = Field(1.0, ge=-10, le=10)
     stream_options: StreamOptions | None = None
-    stop: Stops = []
+    stop: Stops = Field(default_factory=list)
     max_tokens: int | None = Field(None, ge=1)
     prompt_logprobs: int | None = Field(None, ge=0)
     return_token_ids: bool = False
@@ -197,7 +116,7 @@ class GenerationFields(SamplingFields):
 
     @property
     def top(self) -> int | None:
-        """How many of the likeliest tokens to report per position, besides the drawn one. None: no log-probabilities."""
+        """The number of most likely tokens to report per position, besides the sampled one. None: no log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -238,7 +157,7 @@ class RenderFields(Fields):
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     reasoning_effort: Effort | None = None
@@ -302,17 +221,6 @@ class DetokenizeFields(Fields):
     tokens: list[int]
 
 
-class VectorFields(Fields):
-    """The fields that the routes of an encoder share.
-
-    truncate_prompt_tokens: the most tokens of a text, whose end is cut; -1: as many as the model takes.
-    """
-
-    model: str | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
-
-
 class EmbeddingFields(VectorFields):
     """A body of /v1/embeddings."""
 
@@ -321,21 +229,3 @@ class EmbeddingFields(VectorFields):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     add_special_tokens: bool = True
-
-
-class ScoreFields(VectorFields):
-    """A body of /score."""
-
-    text_1: Annotated[list[str], BeforeValidator(_several)]
-    text_2: Annotated[list[str], BeforeValidator(_several)]
-
-
-class RerankFields(VectorFields):
-    """A body of /rerank.
-
-    top_n: how many of the documents to return; 0: all.
-    """
-
-    query: str
-    documents: list[str] = Field(min_length=1)
-    top_n: int = Field(0, ge=0)

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from argosy.serve.openai.chat import ChatRequest, read_chat
-from argosy.serve.openai.fields import IGNORED, ChatFields, SamplingFields, Stops
+from argosy.serve.openai.fields import ChatFields, SamplingFields, Stops
 from argosy.serve.openai.response_store import ResponseStore, StoredResponse
 from argosy.serve.openai.responses_input import input_messages, with_instructions
 from argosy.serve.openai.responses_output import ResponseWriter
@@ -19,6 +19,7 @@ from argosy.serve.response.reasoning import Effort
 from argosy.serve.response.writer import GenerationJob
 from argosy.serve.service import Service
 from argosy.web.errors import ApiError, Json, renaming
+from argosy.web.fields import IGNORED
 
 # The fields of chats by the names that they have here.
 NAMES = {
@@ -258,7 +259,7 @@ async def deleted_response(store: ResponseStore, name: str) -> dict[str, Any]:
     """Removes a response, and cancels it if it is still running.
 
     Raises:
-        ApiError: there is none.
+        ApiError: there is no such response.
     """
     stored = store.delete(name)
     if stored.task is not None:

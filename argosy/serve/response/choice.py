@@ -39,11 +39,11 @@ class StopConditions:
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token.
+    """A token with its log-probability.
 
-    logprob: the model's own.
-    likeliest: (token, logprob) of the likeliest tokens, descending.
-    rank: of a prompt's token, 1 for the likeliest.
+    logprob: the log-probability by the model itself, before sampling settings.
+    likeliest: (token, logprob) of the most likely tokens, descending.
+    rank: rank of a prompt's token; 1 is the most likely.
     """
 
     token: int

@@ -12,13 +12,13 @@ from argosy.serve.response.reasoning import Start, ThoughtSplitter
 
 @dataclass(frozen=True)
 class CompletionFormat:
-    """How to read the answers of a request.
+    """How the completions of a request are parsed.
 
-    notation: of tool calls; None: no tools.
-    start: where answers start; None: thoughts are not split off.
-    shows: include the thoughts in the response.
-    marks: special tokens that are read, as characters.
-    channels: they split an answer into channels, in place of `<think>`.
+    notation: notation of tool calls; None: no tools.
+    start: where a completion starts; None: thoughts are not separated.
+    shows: whether the response includes the thoughts.
+    marks: special tokens that are parsed, as characters.
+    channels: whether special tokens divide a completion into channels, instead of `<think>`.
     before: ids of the calls earlier in the conversation.
     """
 

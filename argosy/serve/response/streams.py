@@ -73,11 +73,12 @@ class Owner(Protocol):
 
 
 class EventStreams:
-    """The answers to the requests of one client, in the order in which their tokens come.
+    """The completions of one client's requests, in the order in which their tokens arrive.
 
-    names: for `Front.abort`.
-    adapter: the name of the one under which its prompts are scored; `under`, which the thread writes, is what had that name then.
-    entered: whether the engine has got requests of it; the thread writes it.
+    names: ids by which `Front.abort` finds them.
+    adapter: name of the adapter under which prompts are scored.
+    under: the adapter that had this name when the request was admitted; set by the engine's thread.
+    entered: whether the engine has received requests of it; set by the engine's thread.
     """
 
     def __init__(

@@ -47,10 +47,10 @@ class TokenCounts:
 
 
 class ResponseFormat(Protocol):
-    """How one API writes a response.
+    """The response format of one API.
 
-    prefix: of the response id.
-    named: stream events carry a name, the `type` of their document.
+    prefix: prefix of the response id.
+    named: whether stream events have a name, the `type` of their document.
     scores: log-probabilities of each prompt if requested, set before any document is built.
     """
 
@@ -246,7 +246,7 @@ class GenerationJob:
 class Choices:
     """The format that completions and chats share: documents with a list of choices.
 
-    prefix: of the response id.
+    prefix: prefix of the response id.
     kind, part: the `object` of a whole document and of a stream chunk.
     """
 

@@ -1,6 +1,6 @@
 // The playground: a conversation with one or two columns of settings, answered as streams.
 
-import { el, events, key, request, tokens } from "/web/api.js";
+import { el, events, key, keyForm, request, tokens } from "/web/api.js";
 
 const STORE = "argosy-playground";
 const $ = id => document.getElementById(id);
@@ -293,11 +293,6 @@ function send() {
   run();
 }
 
-function askKey() {
-  $("key").hidden = false;
-  $("key-value").focus();
-}
-
 async function start() {
   try {
     model = await (await request("/web/model")).json();
@@ -306,7 +301,6 @@ async function start() {
     $("mode").textContent = `This server cannot be reached: ${error.message}.`;
     return;
   }
-  $("key").hidden = true;
   $("model").textContent = model.name;
   document.title = `${model.name} · Argosy`;
   $("mode").textContent = model.chat
@@ -335,12 +329,6 @@ $("forget").addEventListener("click", () => {
 });
 $("compare").addEventListener("change", event => { state.compare = event.target.checked; save(); showSettings(); });
 $("logprobs").addEventListener("change", event => { state.logprobs = event.target.checked; save(); });
-$("key").addEventListener("submit", event => {
-  event.preventDefault();
-  key.set($("key-value").value);
-  $("key-value").value = "";
-  start();
-});
 $("settings").open = matchMedia("(min-width: 860px)").matches;
 
 function route() {
@@ -354,4 +342,4 @@ function route() {
 }
 addEventListener("hashchange", route);
 route();
-if (document.documentElement.dataset.key === "true" && !key.get()) askKey(); else start();
+const askKey = keyForm(start);

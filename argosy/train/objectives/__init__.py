@@ -2,6 +2,9 @@
 
     next_token        cross-entropy of the next token
     preferences/      sequences of a prompt and a completion that were compared or labeled: dpo, simpo, cpo, orpo, kto, reward models
+    texts/            texts that are scored or embedded whole: classes, rerankers, vectors
+    clicks/           clicks of users on items: rank, retrieve
+    images/           denoisers: diffusion; autoencoders: autoencode
     distillation/     a teacher's distributions: distill, gkd, and across tokenizers uld, gold
 
 Objectives of reinforcement learning are in `rl.algorithms`. To add one: a file here, and its line below. A file of one's own needs no
@@ -25,6 +28,11 @@ OBJECTIVES = Registry(
         "kto": f"{_HERE}.preferences.kto:KTO",
         "reward": f"{_HERE}.preferences.reward:RewardModel",
         "process_reward": f"{_HERE}.preferences.process_reward:ProcessReward",
+        "classify": f"{_HERE}.texts.classify:Classify",
+        "rank": f"{_HERE}.clicks.rank:Rank",
+        "retrieve": f"{_HERE}.clicks.retrieve:Retrieve",
+        "diffusion": f"{_HERE}.images.diffusion:Diffusion",
+        "autoencode": f"{_HERE}.images.autoencode:Autoencode",
         "distill": f"{_HERE}.distillation.distill:Distill",
         "gkd": f"{_HERE}.distillation.gkd:GKD",
         "uld": f"{_HERE}.distillation.uld:ULD",
@@ -32,3 +40,4 @@ OBJECTIVES = Registry(
     },
     files=True,
 )
+OBJECTIVES.add_installed("argosy.objectives")

@@ -32,10 +32,10 @@ class WeightedMean(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleUpdate:
-    """How a weight changes by a rule instead of a gradient.
+    """The update of a weight by a rule instead of a gradient.
 
-    statistic: an array (or its shape, while shapes are computed), a sum over the batch; those of the parts of a batch are added. Or
-        anything with a `+` of its own, such as a maximum.
+    statistic: an array that is a sum over the batch (or its shape, while shapes are computed); those of the parts of a batch are added.
+        Or an object with its own `+`, such as a maximum.
     rule: (weight, statistic of the whole batch) -> new weight.
     """
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from argosy.core.settings import Settings
+from argosy.data.sources.records import ASKED_FOR, PROMPT
 
 if TYPE_CHECKING:
     from argosy.data.batch import Fields
@@ -23,7 +24,10 @@ class Needs:
     rows_per_group: how many rows of a batch belong together (2: a preference pair); they are never split.
     formats: the formats of records that it trains on (`data.sources.records`); none: those with one row an example.
     least_groups: the fewest groups of a batch with which it makes sense.
-    scores: how many scores the model's head gives for a token, in place of logits.
+    scores: how many scores the model's head gives, in place of logits.
+    labels: the head gives a score for each class of the data, or one for a number.
+    encoders: it trains encoders too.
+    inputs: what the models that it trains read (`ModelConfig.inputs`).
     rollouts: batches are completions that the model samples, and it learns from their rewards or from a teacher; none: from data.
     metrics: those that an evaluation reports beside the perplexity.
     """
@@ -32,12 +36,20 @@ class Needs:
     formats: tuple[str, ...] = ()
     least_groups: int = 1
     scores: int = 0
+    labels: bool = False
+    encoders: bool = False
+    inputs: Literal["tokens", "clicks", "images"] = "tokens"
     rollouts: Literal["none", "rewards", "teacher"] = "none"
     metrics: tuple[str, ...] = ()
 
+    @property
+    def asked_format(self) -> str | None:
+        """The format of records that it trains on, where that is never detected but asked for."""
+        return next((one for one in self.formats if one in ASKED_FOR and one != PROMPT), None)
+
 
 class Objective:
-    """What training minimizes. `needs` is of the class; what depends on settings are properties."""
+    """The loss that training minimizes. `needs` belongs to the class; properties depend on settings."""
 
     needs: ClassVar[Needs] = Needs()
 
@@ -67,6 +79,10 @@ class Objective:
         """
         return {}
 
+    def derived(self, figures: dict[str, float]) -> dict[str, float]:
+        """Figures of an evaluation that follow from the means over all its batches, by name."""
+        return {}
+
     def __call__(self, models: "Models", batch: dict[str, Any], key: Any) -> "Loss":
         """Computes the loss."""
         raise NotImplementedError
@@ -77,7 +93,8 @@ class TokenObjective(Settings, Objective):
 
     head: Literal["auto", "logits", "blocks", "chunks"] = "auto"
     """How the loss over the vocabulary is computed. logits: all at once; blocks: one block of the vocabulary at a time, fastest
-    on CPUs; chunks: some rows at a time, recomputed in the backward pass, to save memory. auto: chunks if the logits would take
-    more than 2 GiB per device, otherwise the fastest. All agree to rounding, also in bfloat16."""
+    on CPUs; chunks: a part at a time, recomputed in the backward pass, to save memory: of the vocabulary, so that devices gather the
+    head's weight twice a step, or of the rows if the head is more than a product (a bias, an adapter, few bits). auto: chunks if the
+    logits would take more than 2 GiB per device, otherwise the fastest. All agree to rounding, also in bfloat16."""
     chunk: int = Field(1024, gt=0)
-    """Rows of logits that exist at once with `head: chunks`."""
+    """With `head: chunks`, logits take the memory of so many rows on each device."""

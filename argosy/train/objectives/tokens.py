@@ -12,7 +12,8 @@ from argosy.data.batch import Field as BatchField
 from argosy.data.batch import Fields
 from argosy.models.parts.einsum import Einsum
 from argosy.ops.cross_entropy import by_times, from_logits, row_chunks, vocabulary_blocks
-from argosy.parallel.scope import axis_sizes, platform, splits
+from argosy.ops.vocabulary_scan import HeadLayout, vocabulary_scan
+from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform, splits, weight_spec
 from argosy.train.objectives.objective import TokenObjective
 
 Losses = tuple[Float[Array, "B T"], Float[Array, "B T"]]
@@ -42,22 +43,45 @@ def losses(
         way = ("blocks" if plain and platform() == "cpu" else "logits") if roomy else "chunks"
     if way == "logits" or (way == "blocks" and not plain):
         return from_logits(model.unembed(x) / temperature, targets)
+    if way == "chunks" and (layout := head_layout(model, targets, settings.chunk)) and (temperature == 1.0 or layout.cap is None):
+        return vocabulary_scan(x if temperature == 1.0 else x * by, _head(model)[0].w[...], targets, layout)
+    rows = rows_at_once(settings.chunk, targets.shape)
     if splits("time"):
         # Flat rows would have to be gathered first.
-        return by_times(lambda x, targets: from_logits(model.unembed(x) / temperature, targets), settings.chunk, x, targets)
+        return by_times(lambda x, targets: from_logits(model.unembed(x) / temperature, targets), rows, x, targets)
     found: Any
     flat = targets.reshape(-1)
     if way == "blocks" and plain:
         found = vocabulary_blocks((x if temperature == 1.0 else x * by).reshape(-1, x.shape[-1]), plain[0], flat, plain[1])
     else:
-        rows = x.reshape(-1, x.shape[-1])
-        found = row_chunks(lambda rows: model.unembed(rows[:, None])[:, 0] / temperature, rows, flat, min(settings.chunk, len(flat)))
+        every = x.reshape(-1, x.shape[-1])
+        found = row_chunks(lambda rows: model.unembed(rows[:, None])[:, 0] / temperature, every, flat, min(rows, len(flat)))
     return found[0].reshape(targets.shape), found[1].reshape(targets.shape)
+
+
+def rows_at_once(chunk: int, shape: tuple[int, ...]) -> int:
+    """Rows of a whole batch [B T] of which each device computes `chunk` at once."""
+    return chunk * math.prod(axis_sizes()[axis] for axis in axes_in(activation_spec("B T", shape)))
+
+
+def _head(model: Any) -> tuple[Any, str]:
+    """The head, and the axes of its weight."""
+    return (model.embed, "VD") if model.head is None else (model.head, "DV")
+
+
+def head_layout(model: Any, targets: Int[Array, "B T"], chunk: int) -> HeadLayout | None:
+    """How the head and the targets lie over the devices, if the head is only a product, with or without a cap; otherwise None."""
+    head, order = _head(model)
+    if type(head) is not Einsum or head.b is not None or not isinstance(head.w, nnx.Variable):
+        return None
+    rows = activation_spec("B T", targets.shape)
+    weight = weight_spec(head.axes, head.w.shape, frozenset(axis_sizes()))
+    return HeadLayout(rows, weight, order, chunk, getattr(model, "logit_cap", None))
 
 
 def plain_head(model: Any) -> tuple[Array, str] | None:
     """The head's weight and its axes, if the head is only that product (no bias, cap, adapter or int8); otherwise None."""
-    head, order = (model.embed, "VD") if model.head is None else (model.head, "DV")
+    head, order = _head(model)
     if type(head) is not Einsum or head.b is not None or getattr(model, "logit_cap", None) is not None:
         return None
     return (head.w[...], order) if isinstance(head.w, nnx.Variable) else None

@@ -17,8 +17,12 @@ from argosy.core.formats.quants import BY_NAME
 
 @dataclass(frozen=True)
 class Mixture:
-    """type: of most matrices. number: the file's type in `general.file_type`. more: values and down projections of some layers
-    have more bits."""
+    """The tensor types of a GGUF preset.
+
+    type: type of most matrices.
+    number: the file's type in `general.file_type`.
+    more: whether values and down projections of some layers have more bits.
+    """
 
     type: str
     number: int

@@ -46,7 +46,11 @@ def end_rows(tied: bool) -> list[KeyRow]:
 
 
 def norm_rows(layers: Sequence[int], names: dict[str, str]) -> list[KeyRow]:
-    """Rows of norms layers the model's width: {ours: theirs}."""
+    """Rows of norms over the model's width.
+
+    Args:
+        names: our name of each norm -> theirs.
+    """
     return layer_rows(layers, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
 
 

@@ -48,6 +48,7 @@ def config_from(hub: dict[str, Any], where: str) -> LanguageConfig:
         BadInput: the architecture is not built, or a key would change the results and is not supported.
     """
     check_bounds(hub, where)
+    hub = hub if "model_type" in hub or not is_diffusers(hub) else hub | {"model_type": hub["_class_name"]}
     kind = hub.get("model_type")
     families = by_hub_type()
     if not isinstance(kind, str) or kind not in families:
@@ -63,10 +64,15 @@ def config_from(hub: dict[str, Any], where: str) -> LanguageConfig:
         raise BadInput(error.what, where=error.where or where, hint=error.hint) from None
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise BadInput(f"config.json does not describe a model: {complaint(error)}", where=where) from None
-    if config.experts and config.layers * config.experts.count > MOST_EXPERTS:
+    if getattr(config, "experts", None) and config.layers * config.experts.count > MOST_EXPERTS:
         many = f"{config.experts.count:.4g} experts in each of {config.layers} layers"
         raise BadInput(f"config.json: {many}: at most {MOST_EXPERTS:,} in all are supported", where=where)
     return config
+
+
+def is_diffusers(hub: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model of diffusers, which names its class in place of an architecture."""
+    return "_class_name" in hub
 
 
 def by_hub_type() -> dict[str, type[LanguageConfig]]:

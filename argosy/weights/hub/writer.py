@@ -10,13 +10,13 @@ import numpy as np
 
 from argosy.core.formats import TensorReader, TensorView
 from argosy.core.formats.files import File, of_bytes, of_text, write_file
-from argosy.core.formats.safetensors import folder_files
+from argosy.core.formats.safetensors import DIFFUSION, MODEL, folder_files
 from argosy.core.keymap import KeyMap
 from argosy.data.tokenizers.load import matching
 from argosy.models.base.config import SCORING
 from argosy.models.base.language import LanguageConfig
 from argosy.models.parts.weight import float32_addresses
-from argosy.weights.hub.config import config_from, without_quantization
+from argosy.weights.hub.config import config_from, is_diffusers, without_quantization
 from argosy.weights.model import COMPANIONS
 
 
@@ -40,7 +40,8 @@ def hub_files(
     """
     entries = list(KeyMap(*config.hub_rows()).inverse(cast_weights(config, weights, dtype)))
     kind = Counter(str(entry.dtype) for entry in entries).most_common(1)[0][0]
-    return [*folder_files(entries, shard_bytes), hub_config_file(config, hub, kind)]
+    stem = DIFFUSION if is_diffusers(config.to_hub()) else MODEL
+    return [*folder_files(entries, shard_bytes, stem=stem), hub_config_file(config, hub, kind)]
 
 
 def hub_config_file(config: LanguageConfig, hub: dict[str, Any] | None, kind: str, **more: Any) -> File:
@@ -51,7 +52,12 @@ def hub_config_file(config: LanguageConfig, hub: dict[str, Any] | None, kind: st
         kind: the name of the type of most tensors.
         more: further keys.
     """
-    written = without_quantization(hub) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind} | more
+    own = config.to_hub()
+    if is_diffusers(own):
+        written = without_quantization(hub) | own | more
+        del written["model_type"]
+    else:
+        written = without_quantization(hub) | _kept_type(hub, own) | {"dtype": kind, "torch_dtype": kind} | more
     return of_text("config.json", json.dumps(written, indent=2) + "\n")
 
 

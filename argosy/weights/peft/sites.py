@@ -103,7 +103,8 @@ def sites(config: Any) -> list[Site]:
 
 
 def modules_of(config: Any) -> Iterator[tuple[str, tuple[str, ...], KeyRow, list[Contraction]]]:
-    """The Hub's modules that hold the weights of our contractions: their names, how they are read, and the contractions."""
+    """The Hub's modules that hold the weights of our contractions: their names, how they are read, and the contractions. Convolutions
+    are not among them."""
     specs = contractions(config)
     for row in config.hub_rows()[0]:
         ours = (row.paths,) if isinstance(row.paths, str) else row.paths
@@ -111,6 +112,8 @@ def modules_of(config: Any) -> Iterator[tuple[str, tuple[str, ...], KeyRow, list
             continue
         for layer in (None,) if row.layers is None else row.layers:
             names = tuple(path.removesuffix(".w").replace("{l}", str(layer)) for path in ours)
+            if not all(name in specs for name in names):
+                continue
             yield (
                 row.names.removesuffix(".weight").replace("{l}", str(layer)),
                 names,

@@ -1,4 +1,4 @@
-"""Writes the adapters of a model as a folder of the PEFT library.
+"""Writes the adapters of a model as a folder of the PEFT library; those of a denoiser also as the file that diffusers loads.
 
 Weights that the Hub fuses and whose adapters have different A become one adapter whose rank is the sum of their ranks and whose B is
 block-diagonal: the same function, without rounding. What PiSSA started from is written as further columns, with the opposite sign:
@@ -19,13 +19,17 @@ from flax import nnx
 from argosy.adapt.base import FACTORS, retrained
 from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import find
+from argosy.core.addresses import is_hub
 from argosy.core.errors import BadInput, Unsupported, some
 from argosy.core.formats import Arrays, TensorEntry
-from argosy.core.formats.files import of_text
+from argosy.core.formats.files import File, of_text
 from argosy.core.formats.safetensors import tensors_file
+from argosy.core.hub.names import HubName, name_of_path
 from argosy.core.keymap import KeyMap, KeyRow, Rearrangement
+from argosy.models.diffusion.base import DenoiserConfig
 from argosy.models.parts.stack import stored_addresses
 from argosy.models.parts.weight import split
+from argosy.weights.hub.image_lora import FILE as IMAGE_FILE
 from argosy.weights.peft.sites import (
     CONFIG,
     PREFIX,
@@ -106,6 +110,37 @@ def write_adapter(
     folder = Path(folder)
     if is_occupied(folder):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
+    theirs, modules = factors_of(config, adapters)
+    in_full = _whole_theirs(config, whole)
+    theirs |= {PREFIX + name: array for name, array in in_full.items()}
+    magnitudes = {adapter.m is not None for adapter in adapters.values()}
+    if len(magnitudes) > 1:
+        raise Unsupported("DoRA on some weights and LoRA on others: PEFT has one of them", hint="merge them instead")
+    entries = [
+        TensorEntry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
+    ]
+    files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
+    if isinstance(config, DenoiserConfig) and not in_full and not magnitudes - {False}:
+        files.append(image_adapter_file(config, theirs, modules))
+    said = _config(modules, base, magnitudes.pop()) | {"lora_dropout": dropout}
+    said |= {"modules_to_save": sorted({name.rpartition(".")[0] for name in in_full}) or None}
+    said |= {"task_type": SCORES} if config.scored else {}
+    files.append(of_text(CONFIG, json.dumps(said, indent=2) + "\n"))
+    # The folder is written completely or not at all.
+    with StagedFolder(folder, None) as part:
+        part.plan(files)
+        part.write(files)
+        part.commit()
+
+
+def factors_of(
+    config: Any, adapters: Mapping[str, Adapter]
+) -> tuple[dict[str, np.ndarray], dict[str, tuple[int, float]]]:
+    """The factors of adapters by PEFT's names, and the rank and gain of each module.
+
+    Raises:
+        Unsupported: PEFT has no name for one.
+    """
     theirs, modules = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
     homes = {name: site for site in sites(config) for name in site.weights}
     if homeless := sorted(set(adapters) - set(homes)):
@@ -117,24 +152,26 @@ def write_adapter(
         for name, array, rank, gain in _theirs(site, parts, sizes):
             theirs[name] = array
             modules[re.sub(r"\.lora_.*", "", name.removeprefix(PREFIX))] = (rank, gain)
-    in_full = _whole_theirs(config, whole)
-    theirs |= {PREFIX + name: array for name, array in in_full.items()}
-    magnitudes = {adapter.m is not None for adapter in adapters.values()}
-    if len(magnitudes) > 1:
-        raise Unsupported("DoRA on some weights and LoRA on others: PEFT has one of them", hint="merge them instead")
+    return theirs, modules
+
+
+def image_adapter_file(
+    config: DenoiserConfig, theirs: Mapping[str, np.ndarray], modules: Mapping[str, tuple[int, float]]
+) -> File:
+    """`pytorch_lora_weights.safetensors`, which pipelines of diffusers load (`load_lora_weights`); its metadata has ranks and alphas.
+
+    Args:
+        theirs, modules: as `factors_of` returns them.
+    """
+    part = config.pipeline_part
     entries = [
-        TensorEntry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
+        TensorEntry(f"{part}.{name.removeprefix(PREFIX)}", array.shape, array.dtype, lambda array=array: array)
+        for name, array in sorted(theirs.items())
     ]
-    files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
-    said = _config(modules, base, magnitudes.pop()) | {"lora_dropout": dropout}
-    said |= {"modules_to_save": sorted({name.rpartition(".")[0] for name in in_full}) or None}
-    said |= {"task_type": SCORES} if config.scored else {}
-    files.append(of_text(CONFIG, json.dumps(said, indent=2) + "\n"))
-    # The folder is written completely or not at all.
-    with StagedFolder(folder, None) as part:
-        part.plan(files)
-        part.write(files)
-        part.commit()
+    said = _config(modules, None, False)
+    kept = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules")
+    metadata = {f"{part}.{key}": said[key] for key in kept}
+    return tensors_file(IMAGE_FILE, entries, {"format": "pt", "lora_adapter_metadata": json.dumps(metadata, sort_keys=True)})
 
 
 def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -212,10 +249,12 @@ def _config(modules: Mapping[str, tuple[int, float]], base: str | None, dora: bo
     rank = max(set(ranks), key=ranks.count)
     alphas = {module: gain * r for module, (r, gain) in modules.items()}
     alpha = max(set(alphas.values()), key=list(alphas.values()).count)
+    known = None if base is None else HubName.parse(base) if is_hub(base) else name_of_path(base)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if known is None else known.repository,
+        "revision": known.revision if known else None,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,

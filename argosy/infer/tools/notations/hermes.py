@@ -36,10 +36,10 @@ class HermesNotation(MarkedNotation):
         return beside.strip(), calls
 
     def call(self, scan: CallScanner) -> ToolCall:
-        """The call that begins here.
+        """The call at this position.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no call.
         """
         return call_names(scan.json()[0])
 

@@ -18,10 +18,10 @@ class SectionedNotation(MarkedNotation):
 
     @abstractmethod
     def call(self, scan: CallScanner) -> ToolCall:
-        """The call behind its opening mark.
+        """The call after its opening mark.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no call.
         """
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Arrays of workers: references to them, trees of them, and their way from group to group."""
+"""Arrays of workers: references to them, trees of them, and their transfer between groups."""

@@ -1,5 +1,6 @@
-"""Arrays of the controller itself, which groups fetch as they fetch each other's (`worker_moves`): shard by shard over TCP, from one
-port of the controller, behind a token, each piece with its CRC-32."""
+"""Arrays of the controller, which groups fetch like each other's (`launch.workers.arrays.transfers`): shard by shard over TCP, from one
+port of the controller, behind a token, each piece with its CRC-32.
+"""
 
 import threading
 from typing import Any
@@ -16,7 +17,10 @@ HINT = "send arrays and plain values"
 
 
 class Offers:
-    """What the controller offers. host: the address that it listens on, once there is something."""
+    """The arrays that the controller offers.
+
+    host: the address that it listens on, once there is an offer.
+    """
 
     def __init__(self, host: str):
         self.host = host
@@ -25,10 +29,10 @@ class Offers:
         self._count, self._lock = 0, threading.Lock()
 
     def offer(self, value: Any) -> TransferSource:
-        """Where workers get a value, until it is withdrawn.
+        """The source from which workers fetch a value, until it is withdrawn.
 
         Raises:
-            BadInput: it is no tree of arrays and plain values, or an array is not whole in this process.
+            BadInput: it is no tree of arrays and plain values, or an array is not complete in this process.
         """
         _, paths, arrays = apart(value, "what is sent", HINT)
         for path, array in zip(paths, arrays):
@@ -56,7 +60,11 @@ class Offers:
 
 
 def sent(value: Any, group: WorkerGroup, sharding: Any, offers: Offers | None) -> Ref:
-    """Brings a value of the controller to a group. offers: None where the group is in the controller's process."""
+    """Sends a value of the controller to a group.
+
+    Args:
+        offers: the controller's offers; None if the group is in the controller's process.
+    """
     new = Ref(group, "what the controller sent")
     if offers is None:
         apart(value, "what is sent", HINT)

@@ -1,4 +1,4 @@
-"""References to what workers have, and the names of functions."""
+"""References to values in workers, and the names of functions."""
 
 import re
 import sys
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 class GroupLife(Protocol):
     """A group from one start to the next: processes (`workers.gang.WorkerGang`), or devices of this process
-    (`workers.inline.Inline`)."""
+    (`workers.engines.inline.Inline`).
+
+    lost: the error that ended it; None while it lives.
+    """
 
     lost: WorkerLost | None
 
@@ -35,9 +38,10 @@ class GroupLife(Protocol):
 
 
 class Ref:
-    """What a function returned, or a move brought: it stays in the workers of a group until the last reference is gone, or `free`.
+    """A reference to a value in a group's workers: the result of a function, or of a move. The workers keep the value until the last
+    reference is gone, or `free` is called.
 
-    `wait` and `value` raise what went wrong; a reference to something of a group that ended since raises WorkerLost.
+    `wait` and `value` raise the function's error. If the group has ended since, they raise WorkerLost.
     """
 
     def __init__(self, group: "WorkerGroup", what: str):
@@ -54,43 +58,45 @@ class Ref:
         return f"<Ref of {self.what} in `{self.group.name}`, {state}>"
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return or raise at once."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> "Ref":
-        """Waits until it is there; returns itself.
+        """Waits until the value exists. Returns the reference itself.
 
         Raises:
-            WorkerError: the function raised. WorkerLost: a worker ended meanwhile. TimeoutError: it takes longer.
+            WorkerError: the function raised.
+            WorkerLost: a worker ended meanwhile.
+            TimeoutError: it takes longer than `timeout` seconds.
         """
         self._future.result(timeout)
         return self
 
     @property
     def bytes_moved(self) -> int:
-        """How many bytes a move brought to the workers of its target, once it is there; 0 of what a function returned."""
+        """The number of bytes that a move transferred, once it is complete; 0 for the result of a function."""
         return self._future.result()
 
     def value(self) -> Any:
-        """The value, brought here: arrays as numpy arrays, those of all processes of the group whole.
+        """The value, fetched to the controller. Arrays become complete numpy arrays.
 
         Raises:
-            BadInput: the processes of the group have different values, or it holds something else than arrays and plain values.
-            WorkerError, WorkerLost: as `wait`.
+            BadInput: the processes of the group have different values, or a leaf is neither an array nor a plain value.
+            WorkerError, WorkerLost: as in `wait`.
         """
         return self.wait()._there().value(self.number)
 
     def values(self) -> list[Any]:
-        """The results of the processes of the group, by rank.
+        """The values of the group's processes, by rank.
 
         Raises:
-            BadInput: an array is one of all processes, or it holds something else than arrays and plain values.
-            WorkerError, WorkerLost: as `wait`.
+            BadInput: an array is sharded over several processes, or a leaf is neither an array nor a plain value.
+            WorkerError, WorkerLost: as in `wait`.
         """
         return self.wait()._there().values(self.number)
 
     def free(self) -> None:
-        """Lets the workers forget it, after what was asked of the group so far."""
+        """Lets the workers drop the value, after all earlier calls of the group."""
         self.freed = True
         self._end()
 
@@ -122,10 +128,10 @@ class Ref:
 
 
 def name_of(function: Any) -> str:
-    """`module:function`, by which a worker finds it.
+    """The name `module:function` by which a worker finds a function.
 
     Raises:
-        BadInput: it is none, or a function that cannot be imported.
+        BadInput: it is no function, or cannot be imported.
     """
     if isinstance(function, str):
         if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", function):

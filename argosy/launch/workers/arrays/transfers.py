@@ -1,9 +1,9 @@
-"""Arrays from the processes of one group to those of another, over TCP, shard by shard.
+"""Transfers arrays from the processes of one group to those of another, over TCP, shard by shard.
 
-Each process of the target asks those of the source for the pieces that its devices lack, each piece once, whatever the two shardings
-are: a piece is what a shard of the source and one of the target have in common. Every process answers at a port of its own, behind a
-token that goes through the controller (`checkpoint.tiers.peers`). After each piece comes its CRC-32. A process takes as many bytes
-as it knows that the piece has, so what the other end says cannot make its memory grow.
+Each process of the target requests from those of the source the pieces that its devices lack, each piece once, whatever the two
+shardings are: a piece is the intersection of a shard of the source and a shard of the target. Every process listens at its own port,
+behind a token that the controller passes on (`checkpoint.tiers.peers`). Each piece is followed by its CRC-32. The receiver knows the
+size of a piece and reads exactly that many bytes, so the sender cannot make its memory grow.
 """
 
 import json
@@ -48,7 +48,14 @@ class PeerGone(ArgosyError):
 
 @dataclass(frozen=True)
 class TransferSource:
-    """A value of a group: its skeleton, and for each process what it has of each array, and where it answers."""
+    """A value of a group, to be fetched.
+
+    group: name of the group.
+    number: number of the value.
+    skeleton: its structure.
+    leaves: for each process, its shards of each array.
+    addresses: where each process listens.
+    """
 
     group: str
     number: int
@@ -58,7 +65,7 @@ class TransferSource:
 
 
 def check_alike(group: str, leaves: Sequence[Sequence[Leaf]]) -> None:
-    """Processes agree on the arrays, and on the bytes of those that each has for itself.
+    """Checks that the processes agree on the arrays, and on the bytes of process-local arrays.
 
     Raises:
         BadInput: they do not.
@@ -78,9 +85,10 @@ def check_alike(group: str, leaves: Sequence[Sequence[Leaf]]) -> None:
 
 
 def answer(arrays_of: Callable[[int], Sequence[Any]], rfile: BufferedIOBase, peer: socket.socket) -> None:
-    """Answers a peer that has said the token.
+    """Serves a peer that has sent the token.
 
-    arrays_of: returns the arrays of a value, by its number.
+    Args:
+        arrays_of: returns the arrays of a value, by its number.
     """
     if rfile.readline(100).decode("latin-1").strip() != ASK:
         return
@@ -118,17 +126,23 @@ def _say(peer: socket.socket, error: str) -> None:
 
 @dataclass
 class ShardPiece:
-    """A piece of an array, on its way from a process of the source into a buffer of this one."""
+    """A piece of an array, in transfer from a process of the source to a buffer of this one.
+
+    leaf: index of the array.
+    box: its slices in the array.
+    into: the buffer.
+    """
 
     leaf: int
     box: Box
     into: np.ndarray
 
     def receive(self, peer: socket.socket) -> int:
-        """Fills it in; returns the number of bytes.
+        """Fills the buffer. Returns the number of bytes.
 
         Raises:
-            Damaged: its checksum is wrong. OSError: the connection ended.
+            Damaged: its checksum is wrong.
+            OSError: the connection ended.
         """
         buffer = self.into if self.into.flags.c_contiguous else np.empty(self.into.shape, self.into.dtype)
         view, crc, got = bytes_of(buffer), 0, 0
@@ -145,13 +159,15 @@ class ShardPiece:
 
 
 def pull(source: TransferSource, skeleton: Any, mesh: Mesh, sharding: Any, rank: int) -> tuple[Any, int]:
-    """The value as arrays over the mesh, and how many bytes this process got for it.
+    """Fetches a value as arrays over the mesh. Returns it, and the number of bytes that this process received.
 
-    sharding: a PartitionSpec, or a tree of them that is a prefix of the value; None: each device has everything.
+    Args:
+        sharding: a PartitionSpec, or a tree of them that is a prefix of the value; None: replicated.
 
     Raises:
         BadInput: the sharding does not fit.
-        PeerGone: a process of the source ended. Damaged: bytes did not arrive as they were sent.
+        PeerGone: a process of the source ended.
+        Damaged: bytes arrived changed.
     """
     first = source.leaves[0]
     shardings = placements(skeleton, first, mesh, sharding)
@@ -182,11 +198,11 @@ def pull(source: TransferSource, skeleton: Any, mesh: Mesh, sharding: Any, rank:
 
 
 def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any) -> list[NamedSharding]:
-    """Where each array goes.
+    """The sharding of each array.
 
     Raises:
         BadInput: the sharding is no prefix of the value, names an axis that the mesh lacks, or does not divide an array; or jax would
-            hold fewer digits.
+            store fewer digits.
     """
     def is_spec(leaf: Any) -> bool:
         return leaf is None or isinstance(leaf, PartitionSpec)
@@ -222,7 +238,7 @@ def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any)
 
 
 def fetched(source: TransferSource, pieces: Mapping[int, list[ShardPiece]]) -> int:
-    """Gets all pieces, from each process of the source over one connection at the same time; returns the number of bytes."""
+    """Fetches all pieces, over one connection to each process of the source, at the same time. Returns the number of bytes."""
     done: dict[int, int | Exception] = {}
 
     def ask(rank: int) -> None:

@@ -1,7 +1,7 @@
-"""What goes between processes: pytrees of arrays and plain values, taken apart and described.
+"""Splits pytrees of arrays and plain values into parts that are sent between processes.
 
-A tree is its skeleton, in which slots stand for arrays, and the arrays. Skeletons are pickled: whoever can call a function of a worker
-runs code there anyway. Arrays are not.
+A tree is split into its skeleton, in which slots stand for arrays, and the arrays. Skeletons are pickled: a caller of a worker's
+functions can run code there anyway. Arrays are not pickled.
 """
 
 import pickle
@@ -23,22 +23,28 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for an array in a skeleton."""
+    """The place of an array in a skeleton."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class WorkerValue:
-    """Stands for something that the worker has, in arguments."""
+    """The place of a worker's own value in arguments."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """What one process has of an array. boxes: its shards, each once. crc: of the bytes of an array that is the process's own, not
-    one of all processes of its group; None of others."""
+    """One process's shards of an array.
+
+    path: path of the array in the tree.
+    shape: shape of the whole array.
+    dtype: its type.
+    boxes: the slices of its shards, each once.
+    crc: checksum of a process-local array; None for an array that all processes of the group share.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -48,7 +54,10 @@ class Leaf:
 
 
 def apart(tree: Any, label: str, hint: str, keep: tuple[type, ...] = ()) -> tuple[Any, list[str], list[Any]]:
-    """The skeleton, and the paths and arrays of its slots. keep: other types that stay in the skeleton.
+    """Splits a tree. Returns the skeleton, and the paths and arrays of its slots.
+
+    Args:
+        keep: further types that stay in the skeleton.
 
     Raises:
         BadInput: a leaf is neither an array nor a plain value.
@@ -73,12 +82,12 @@ def apart(tree: Any, label: str, hint: str, keep: tuple[type, ...] = ()) -> tupl
 
 
 def together(skeleton: Any, arrays: Sequence[Any]) -> Any:
-    """A tree again."""
+    """Puts a tree together again."""
     return jax.tree.map(lambda leaf: arrays[leaf.index] if isinstance(leaf, Slot) else leaf, skeleton)
 
 
 def packed(arguments: Any, number_of: Callable[[Any], int], kind: type) -> bytes:
-    """Arguments of a function, in bytes; those of `kind` are things that the worker has.
+    """The arguments of a function as bytes. Leaves of the type `kind` refer to values of the worker.
 
     Raises:
         BadInput: a leaf is neither an array nor a plain value.
@@ -90,9 +99,10 @@ def packed(arguments: Any, number_of: Callable[[Any], int], kind: type) -> bytes
 
 
 def unpacked(data: bytes, value_of: Callable[[int], Any]) -> Any:
-    """Arguments as `packed` got them; arrays are numpy arrays.
+    """The inverse of `packed`; arrays become numpy arrays.
 
-    value_of: returns the value of a number, for each `WorkerValue`.
+    Args:
+        value_of: returns the worker's value of a number, for each `WorkerValue`.
     """
     skeleton, arrays = pickle.loads(data)
     return jax.tree.map(lambda one: value_of(one.number) if isinstance(one, WorkerValue) else one, together(skeleton, arrays))
@@ -102,7 +112,7 @@ def unpacked(data: bytes, value_of: Callable[[int], Any]) -> Any:
 
 
 def is_own(array: Any) -> bool:
-    """Whether an array belongs to this process alone."""
+    """Whether an array is local to this process."""
     if isinstance(array, np.ndarray):
         return True
     return array.is_fully_addressable and bool(array.addressable_shards)
@@ -113,22 +123,25 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def box_of(index: Any, shape: Sequence[int]) -> Box:
-    """A shard's place, as jax gives it."""
+    """The slices of a shard, from jax's index."""
     return tuple(one.indices(size)[:2] for one, size in zip(index, shape))
 
 
 def shards_of(array: Any) -> dict[Box, Any]:
-    """What this process has of an array, each shard once."""
+    """This process's shards of an array, each once, by their slices."""
     if isinstance(array, np.ndarray):
         return {whole(array.shape): array}
     return {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
 
 
 def described(tree: Any, several: bool) -> tuple[bytes, list[Leaf]]:
-    """The skeleton in bytes, and what this process has of each array. several: whether the group has more processes.
+    """The skeleton as bytes, and this process's shards of each array.
+
+    Args:
+        several: whether the group has several processes.
 
     Raises:
-        BadInput: there is something else than arrays and plain values.
+        BadInput: a leaf is neither an array nor a plain value.
     """
     hint = "return arrays and plain values to bring or move them; anything else stays in the worker, where functions get it"
     skeleton, paths, arrays = apart(tree, "the result", hint)
@@ -141,24 +154,24 @@ def described(tree: Any, several: bool) -> tuple[bytes, list[Leaf]]:
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of an array in rows; those of one that is not contiguous are copied."""
+    """The bytes of an array in row-major order; an array that is not contiguous is copied."""
     return bytes_of(np.ascontiguousarray(array))
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array, as they lie there."""
+    """The bytes of a contiguous array, without a copy."""
     flat: Any = array.reshape(-1).view(np.uint8)
     return memoryview(flat)
 
 
 def overlap(box: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None where that is nothing."""
+    """The intersection of two boxes; None if it is empty."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other))
     return None if any(start >= stop for start, stop in found) else found
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The slices of an array of the outer box that give the inner one."""
+    """The slices of the inner box relative to the outer one."""
     return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer))
 
 

@@ -1,1 +1,1 @@
-"""Where the processes of a group are: on this machine, in a Ray cluster, or in this process."""
+"""The engines of workers: processes of this machine or of a Ray cluster, or threads of this process."""

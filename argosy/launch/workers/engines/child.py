@@ -1,8 +1,8 @@
-"""A worker: a process of a group, which calls functions for the controller and keeps what they return.
+"""A worker: a process of a group, which calls functions for the controller and keeps their results.
 
-It gets commands over a socket that it was started with, and ends when that is closed, however the controller ended. Functions are
-called one after the other in the main thread; what the controller asks besides (values, what to free) is answered by another thread
-while they run, and arrays go to other groups by threads of their own. It trusts its controller, which can call any function in it.
+It receives commands over an inherited socket, and ends when that is closed, however the controller ended. Functions are called one
+after another in the main thread. Another thread handles the controller's other requests (fetching and freeing values) meanwhile, and
+further threads send arrays to other groups. A worker trusts its controller, which can call any function in it.
 """
 
 import importlib
@@ -23,10 +23,10 @@ from argosy.core.process.guard import end_with
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """The function that is called `module:function`.
+    """The function of a name `module:function`.
 
     Raises:
-        BadInput: there is none. What importing its module raises goes through.
+        BadInput: there is no such function. Errors of importing its module are passed on.
     """
     module, _, path = name.partition(":")
     try:
@@ -57,7 +57,10 @@ def _failure(error: BaseException, ours: bool) -> dict[str, Any]:
 
 
 class Worker:
-    """What the process does. hello: who it is (`worker_gang.hello`)."""
+    """The worker's state and its commands.
+
+    hello: the identity of this process (`worker_gang.hello`).
+    """
 
     def __init__(self, controller: Channel, hello: dict[str, Any]):
         self.controller, self.hello = controller, hello
@@ -73,7 +76,7 @@ class Worker:
             self.controller.send(data)
 
     def listen(self) -> None:
-        """Reads commands until the controller is gone, with which this process ends."""
+        """Reads commands until the controller is gone; then this process ends."""
         while (data := _received(self.controller)) is not None:
             number, kind, said = pickle.loads(data)
             if kind in ("call", "pull"):
@@ -97,7 +100,7 @@ class Worker:
     # ---------------------------------------------------------------- commands
 
     def join(self) -> dict[str, Any]:
-        """Joins the other processes of the group; returns where this one answers its peers."""
+        """Joins the other processes of the group. Returns the address at which this one serves its peers."""
         import jax
 
         from argosy.checkpoint.tiers.peers import Listener
@@ -128,7 +131,7 @@ class Worker:
         return self.objects[number]
 
     def call(self, said: dict[str, Any]) -> None:
-        """Calls a function, and keeps what it returns once it is computed."""
+        """Calls a function, and keeps its result once it is computed."""
         import jax
 
         from argosy.launch.workers.arrays.trees import unpacked
@@ -146,7 +149,7 @@ class Worker:
         return described(self.stored(number), several=self.hello["processes"] > 1)
 
     def value(self, said: dict[str, Any]) -> list[tuple[int, Any, Any]]:
-        """The shards of arrays that the controller wants from this process: (array, box, numpy array)."""
+        """The array shards that the controller requests from this process: (index of the array, box, numpy array)."""
         import numpy as np
 
         from argosy.launch.workers.arrays.trees import shards_of
@@ -186,7 +189,11 @@ def _received(controller: Channel) -> bytes | None:
 
 
 def main(descriptor: int) -> None:
-    """The process, to its end. descriptor: of its socket."""
+    """Runs the process to its end.
+
+    Args:
+        descriptor: file descriptor of its socket.
+    """
     os.set_inheritable(descriptor, False)
     controller = Channel(descriptor)
     if (data := _received(controller)) is None:

@@ -1,4 +1,4 @@
-"""Where a function runs: the group of this process, its rank, and its mesh."""
+"""The place of a running function: the group of this process, its rank, and its mesh."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Here:
-    """This process among those of its group. mesh: over all devices of the group, which all its processes have alike."""
+    """The place of this process in its group.
+
+    group: name of the group.
+    rank: rank in the group.
+    processes: number of processes of the group.
+    mesh: mesh over all devices of the group, equal in all its processes.
+    """
 
     group: str
     rank: int
@@ -31,10 +37,10 @@ thread: ContextVar[Here | None] = ContextVar("here", default=None)
 
 
 def here() -> Here:
-    """Where this function runs.
+    """The place of this process.
 
     Raises:
-        BadInput: not in a worker.
+        BadInput: it is no worker.
     """
     found = thread.get() or _Process.here
     if found is None:
@@ -43,12 +49,16 @@ def here() -> Here:
 
 
 def settle(place: Here) -> None:
-    """Says where this process is, once."""
+    """Sets the place of this process, once."""
     _Process.here = place
 
 
 def mesh_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> "Mesh":
-    """A mesh of these devices, in their order. sizes: of `sizes_of`."""
+    """A mesh of these devices, in their order.
+
+    Args:
+        sizes: the result of `sizes_of`.
+    """
     import numpy as np
     from jax.sharding import Mesh
 
@@ -56,10 +66,10 @@ def mesh_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> "Mesh":
 
 
 def sizes_of(mesh: Mapping[str, int], devices: int, where: str) -> dict[str, int]:
-    """The sizes of a mesh of so many devices, -1 filled in.
+    """The axis sizes of a mesh, with -1 replaced.
 
     Raises:
-        BadInput: they do not multiply to the devices.
+        BadInput: their product is not the number of devices.
     """
     sizes = dict(mesh)
     known = math.prod(size for size in sizes.values() if size != -1)

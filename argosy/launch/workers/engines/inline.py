@@ -1,7 +1,7 @@
 """Groups of workers in this process: each has some of its devices, and a thread.
 
 Over the proxy of Pathways (JAX_PLATFORMS=proxy) one process has the devices of all machines, and `jax.device_put` moves arrays between
-them without bringing them here. There are no processes that could end: what goes wrong on a device is raised by the call.
+them without bringing them here. There are no processes that could end: the call raises the errors of a device.
 """
 
 import itertools
@@ -26,10 +26,11 @@ PROXY = "proxy"
 
 
 def inline(groups: Mapping[str, Group]) -> Callable[[str, Callable[[WorkerLost], None]], "Inline"]:
-    """What starts a group.
+    """A function that starts a group.
 
     Raises:
-        BadInput: there are too few devices. Unsupported: a group wants what only processes have.
+        BadInput: there are too few devices.
+        Unsupported: a group needs separate processes.
     """
     for name, group in groups.items():
         if wrong := [what for what in ("stuck", "environment", "restarts") if getattr(group, what)]:
@@ -45,7 +46,7 @@ def inline(groups: Mapping[str, Group]) -> Callable[[str, Callable[[WorkerLost],
 
 
 def pathways() -> bool:
-    """Makes the proxy of Pathways a platform of jax, where JAX_PLATFORMS asks for it; returns whether it does.
+    """Registers the proxy of Pathways as a platform of jax, if JAX_PLATFORMS asks for it. Returns whether it does.
 
     Raises:
         Unsupported: pathwaysutils is not installed.
@@ -62,7 +63,7 @@ def pathways() -> bool:
 
 
 class Inline:
-    """One life of a group: what `workers.gang.WorkerGang` is for processes."""
+    """One life of a group in this process; the counterpart of `workers.gang.WorkerGang`."""
 
     pids: list[int] = []  # noqa: RUF012
 

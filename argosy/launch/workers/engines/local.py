@@ -15,10 +15,10 @@ from argosy.launch.workers.settings import Group
 
 
 class LocalWorkers:
-    """Starts them.
+    """Starts workers as processes of this machine.
 
     Raises:
-        BadInput: the groups want more GPUs than there are.
+        BadInput: the groups need more GPUs than there are.
     """
 
     # Where the controller offers its arrays.
@@ -60,14 +60,14 @@ class LocalWorkers:
 
 
 class Printer:
-    """Where the lines of a group's processes go."""
+    """The destination of a group's output lines."""
 
     def __init__(self, name: str, logs: str | Path | None):
         self.name, self.logs = name, logs
         self._files: dict[int, LogFile] = {}
 
     def line(self, rank: int, line: str) -> None:
-        """Raises nothing: the thread that reads a process's pipe has to go on."""
+        """Writes a line. It never raises: the thread that reads a process's pipe must go on."""
         if self.logs is None:
             show(f"[{self.name} {rank}] {line}\n".encode(errors="replace"))
             return

@@ -1,5 +1,6 @@
-"""Starts the process of a worker, and tells what it says, what it prints, and how it ends. The controller uses it for processes of its
-own machine, the actors of Ray for theirs."""
+"""Starts the process of a worker, and reports its messages, its output and its end. The controller uses it for processes of its own
+machine, and Ray's actors for theirs.
+"""
 
 import json
 import os
@@ -34,10 +35,11 @@ class Process:
     """A worker's process.
 
     Args:
-        hello: what it is told first; its parent is added.
-        paths: of the controller's imports, which it gets behind its own.
-        heard, printed, ended: called, by threads, with each message, each line, and in the end once with the exit code, which is
-            negative where a signal ended it.
+        hello: its first message; its parent is added.
+        paths: the controller's import paths, which are appended to its own.
+        heard: called, from a thread, with each message.
+        printed: called, from a thread, with each line of output.
+        ended: called once, from a thread, with the exit code, which is negative if a signal ended it.
     """
 
     def __init__(
@@ -63,11 +65,11 @@ class Process:
             one.start()
 
     def send(self, data: bytes) -> None:
-        """Sends a message, by a thread: a process that is stopped holds nobody up."""
+        """Sends a message, from a thread, so that a stopped process delays nobody."""
         self._out.put(data)
 
     def kill(self) -> None:
-        """Ends it, and what its functions have started, also after its own end: it has a session of its own."""
+        """Kills it and all processes that its functions have started, even after its own end: it has its own session."""
         with self._killing, suppress(OSError):
             if not self._over:
                 os.killpg(self.child.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Workers on a Ray cluster: each is the child of an actor, as the processes of a run are (`launch.ray`).
 
-What the controller and a worker say to each other goes through the actor, by Ray's own connections. Arrays go from worker to worker
-directly. Where the cluster is one machine, workers listen on its loopback address alone.
+Messages between the controller and a worker pass through the actor, over Ray's own connections. Arrays are sent from worker to worker
+directly. If the cluster is one machine, workers listen only on its loopback address.
 """
 
 import os
@@ -26,7 +26,7 @@ KILLED = -9
 
 
 class Keeper:
-    """The actor: starts one process, passes on what it is told, and tells what comes back. Its methods run in threads."""
+    """The actor: it starts one process, and forwards messages in both directions. Its methods run in threads."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -35,7 +35,7 @@ class Keeper:
         self._some = threading.Condition()
 
     def address(self) -> tuple[str, int]:
-        """The address of this machine, and a port that this actor holds."""
+        """The address of this machine, and a port that this actor reserves."""
         self._port = self._port or HeldPort("")
         return engine.ray().util.get_node_ip_address(), self._port.number
 
@@ -58,7 +58,7 @@ class Keeper:
         return tell
 
     def news(self) -> list[tuple[str, Any]]:
-        """What the process said and printed, and how it ended. Waits for news a moment."""
+        """Messages and output of the process, and its end. Waits briefly for news."""
         with self._some:
             self._some.wait_for(lambda: self._news, engine.LOOK_S)
             news, self._news = self._news, []
@@ -71,7 +71,7 @@ class Keeper:
 
 
 class RayWorker:
-    """The process of an actor, for a gang."""
+    """The process of an actor, as a group uses it."""
 
     def __init__(self, actor: Any, member: WorkerProcess, pid: int):
         self.actor, self.member, self.pid = actor, member, pid
@@ -110,7 +110,7 @@ class RayWorkers:
         self.groups, self.wait = dict(groups), wait
         count = sum(group.processes for group in groups.values())
         cpus = max(group.cpus for group in groups.values())
-        self._connected = engine.connected(Ray(processes=count, cpus=cpus, address=address, wait=wait))
+        self._connected = engine.connected(address, count * cpus)
         self._placed: dict[str, tuple[list[Any], Any]] = {}
 
     def __enter__(self) -> "RayWorkers":

@@ -400,7 +400,7 @@ class Paged(RowRecurrence):
     how a prompt was cut into calls.
     """
 
-    # Arrays, or descriptions of them (`infer.programs.programs`).
+    # Arrays, or descriptions of them (`ops.programs.programs`).
     table: Int[Any, "B P"]
     slots: Int[Any, "B"]
     lengths: Int[Any, "B"]

@@ -137,7 +137,9 @@ class Unroll:
             # Split per layer, because layers of a kind may have different adapters.
             graph, weights = split(getattr(stack, name))
             cache = caches[name] if caches else None
-            x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat, True, condition)
+            # Profiles name layers by these scopes.
+            with jax.named_scope(f"layers.{i}"):
+                x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat, True, condition)
             aux.setdefault(layer.kind, []).append(own)
         return x, caches and kept, {kind: _stack_trees(own) for kind, own in aux.items()}
 
@@ -164,7 +166,8 @@ class Scan:
             graphs, leaves = group_parts(stack, group)
             names = [stack.cache_name(layer) for layer in group.layers]
             at = {name: jnp.asarray(first[name], jnp.int32) for name in dict.fromkeys(names)} if caches else {}
-            x, caches, told = run_group(group, graphs, leaves, x, attend, self.remat, caches, names, at, condition=condition)
+            with jax.named_scope("layers"):
+                x, caches, told = run_group(group, graphs, leaves, x, attend, self.remat, caches, names, at, condition=condition)
             aux.append(told)
             for name in names:
                 first[name] += group.repeats

@@ -1,1 +1,1 @@
-"""Episodes: completions of several turns, of which an environment writes some."""
+"""Episodes: completions of several turns, some of which an environment writes."""

@@ -1,11 +1,11 @@
-"""Answers of several turns: the policy speaks, its environment replies, and the answer goes on until the environment ends it.
+"""Completions of several turns: the policy writes a turn, its environment replies, and so on until the environment ends the episode.
 
-Each turn of the model is a request to the engine of its own, whose prompt is the answer so far; most of that is in the prefix cache. So
-an answer that waits for its environment holds no slot, and the others go on.
+Each model turn is a separate request to the engine. Its prompt is the completion so far, and most of that is in the prefix cache. So a
+completion that waits for its environment holds no slot, and the others go on.
 
-What is sampled must not depend on how long environments take. A turn has its own random stream, but the engine's rounding depends on
-what it computes at the same time. So time is counted in steps of the engine: an answer goes on exactly `wait` steps after its turn
-ended, and if its environment has not replied by then, the engine waits for it. With `wait` None it goes on as soon as there is a reply.
+Samples must not depend on how long environments take. Every turn has its own random stream, but the engine's rounding depends on the
+other sequences of the step. So the wait is counted in engine steps: a completion continues exactly `wait` steps after its turn ended,
+and if its environment has not replied by then, the engine waits for it. With `wait` None it continues as soon as there is a reply.
 """
 
 import time
@@ -34,11 +34,15 @@ FAILURES = {"raised": "raised", "timed_out": "timed out", "died": "died"}
 
 @dataclass(frozen=True)
 class EpisodeSetup:
-    """Where answers of several turns are played.
+    """The environments of a rollout and the limits of its episodes.
 
-    most: turns of the model in an answer. tokens: of one turn; None: as many as there is room for. processes: environments at a time;
-    other answers wait. wait: steps of the engine between a turn and the next one of its answer; None: as long as the environment takes.
-    gives: whether it gives rewards, of this weight. identity: of the settings that decide trajectories.
+    most: limit of model turns in a completion.
+    tokens: limit of tokens in a turn; None: the room that is left.
+    processes: number of environments that run at a time; other completions wait.
+    wait: engine steps between a turn and the next one of its completion; None: until the environment replies.
+    weight: weight of the environment's reward.
+    gives: whether the environment gives rewards.
+    identity: the settings that decide trajectories.
     """
 
     environments: EnvironmentPool
@@ -57,7 +61,11 @@ class EpisodeSetup:
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How answers are sampled. longest: prompt and answer, in tokens. most: of an answer with all that its environment says."""
+    """How completions of several turns are sampled.
+
+    longest: limit of prompt and completion together, in tokens.
+    most: limit of a completion in tokens, the environment's included.
+    """
 
     sampling: Sampling
     most: int
@@ -82,11 +90,11 @@ class _Play:
 
 
 class EpisodeRunner:
-    """Plays answers to these prompts, one each, in their order; a prompt may occur several times. Call `run` once.
+    """Runs one episode for each prompt, in their order; a prompt may occur several times. Call `run` once.
 
     Args:
-        seed: of this call alone. Neighbors that are the same prompt get environments of the same seed.
-        interrupted: asked between steps.
+        seed: random seed of this call alone. Neighboring equal prompts get environments with the same seed.
+        interrupted: asked between steps whether to stop.
     """
 
     def __init__(
@@ -110,11 +118,11 @@ class EpisodeRunner:
         self.waited_s = 0.0
 
     def run(self) -> list[Trajectory]:
-        """All answers.
+        """The trajectories of all prompts.
 
         Raises:
-            Interrupted: a signal.
-            BadInput: the environment returned what it may not.
+            Interrupted: a signal asked the run to stop.
+            BadInput: the environment returned a value that is not allowed.
         """
         if not self.prompts:
             return []
@@ -144,7 +152,7 @@ class EpisodeRunner:
     # ---------------------------------------------------------------- environments
 
     def begin(self) -> None:
-        """Begins further answers while there are processes for them."""
+        """Begins further episodes while environment processes are free."""
         while self.left and len(self.open) < self.table.processes:
             row = self.left.popleft()
             prompt, answer = self.prompts[row], self.answers[row]
@@ -154,8 +162,10 @@ class EpisodeRunner:
             play.environment.ask(self.table.environments.first_message(prompt.content, play.seed, prompt.columns))
 
     def ready(self, busy: bool) -> list[_Play]:
-        """The answers that go on now. Waits for the replies of those that are due, and for some reply where the engine has nothing to
-        do."""
+        """The episodes that continue now.
+
+        Waits for the replies that are due. Where the engine is idle, waits for at least one reply.
+        """
         waiting = [play for play in self.open.values() if play.due >= 0]
         if not waiting:
             return []
@@ -169,7 +179,11 @@ class EpisodeRunner:
         return due
 
     def look(self, plays: Sequence[_Play], count: int | None) -> None:
-        """Reads replies until so many are there; None: does not wait."""
+        """Reads replies of environments.
+
+        Args:
+            count: number of replies to wait for; None: does not wait.
+        """
         began = time.monotonic()
         environments = [play.environment for play in plays]
         self.table.environments.look(environments)
@@ -180,7 +194,7 @@ class EpisodeRunner:
         self.waited_s += time.monotonic() - began
 
     def replied(self, engine: Engine, play: _Play) -> None:
-        """Goes on with an answer whose environment has replied, or ends it."""
+        """Continues an episode whose environment has replied, or ends it."""
         reply, played = play.environment.reply or {}, play.played
         if "wrong" in reply:
             raise BadInput(f"the environment `{self.table.environments.source['of']}`: {reply['wrong']}")
@@ -208,7 +222,7 @@ class EpisodeRunner:
         self.speak(engine, play)
 
     def observe(self, play: _Play, observation: Any) -> bool:
-        """Appends what the environment says. Returns False if no room is left for another turn."""
+        """Appends an observation. Returns False if no room is left for another turn."""
         turns, answer, played = self.table.turns, play.answer, play.played
         if play.talk is None:
             play.talk, observed = turns.begun(answer.prompt, observation, self.how.longest - self.how.most)
@@ -232,7 +246,7 @@ class EpisodeRunner:
         self.end(play, "failed")
 
     def end(self, play: _Play, why: str) -> None:
-        """Ends an answer, which makes room for another one."""
+        """Ends an episode, which frees its environment process."""
         play.played.why = why
         play.due = -1
         if why == "room" and not play.played.rewards:
@@ -248,7 +262,7 @@ class EpisodeRunner:
     # ---------------------------------------------------------------- the model
 
     def speak(self, engine: Engine, play: _Play) -> None:
-        """Asks the engine for the next turn of an answer."""
+        """Requests the next turn of an episode from the engine."""
         answer, seed = play.answer, (*self.seed, play.played.turn_count)
         play.text, play.stream = "", self.table.turns.tokenizer.stream()
         play.played.starts.append(len(answer.tokens))
@@ -259,7 +273,7 @@ class EpisodeRunner:
         self.asked[engine.add(Request(tokens, most, self.how.sampling, frozenset(self.ends), seed, play.row))] = play
 
     def spoken(self, engine: Engine, event: Event) -> None:
-        """Adds a token to an answer; at the end of a turn, hands the turn to the environment."""
+        """Adds a token to a completion. At the end of a turn, sends the turn to the environment."""
         if (play := self.asked.get(event.id)) is None:
             # Its turn was ended by a text.
             return
@@ -288,7 +302,7 @@ class EpisodeRunner:
 
 
 def environment_seeds(prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[int]:
-    """The seed of each environment, 32 bits: equal for neighbors that are the same prompt, since their rewards are compared."""
+    """The seed of each environment, 32 bits. Neighboring equal prompts have the same seed, since their rewards are compared."""
     found: list[int] = []
     place = -1
     for row, one in enumerate(prompts):

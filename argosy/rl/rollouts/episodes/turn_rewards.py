@@ -1,4 +1,4 @@
-"""The numbers of answers of several turns: their rewards, and what is logged of them."""
+"""Rewards of turns as arrays, and the metrics of completions of several turns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ LIMITS = ("room", "turns", "environment")
 
 @dataclass(frozen=True)
 class EpisodeTurns:
-    """The turns of the model in B answers of at most L tokens and K turns.
+    """The model turns of B completions of at most L tokens and K turns.
 
-    rewards: [B K], of the environment, 0 where it gave none.
+    rewards: [B K], the environment's reward; 0 where it gave none.
     is_rewarded: [B K], whether it gave one.
-    turn_count: [B], turns of each answer.
-    number: [B L], of which turn each token is; where the model made none, of no meaning.
+    turn_count: [B], number of turns.
+    number: [B L], index of the turn of each token; meaningless at tokens of the environment.
     """
 
     rewards: np.ndarray
@@ -28,17 +28,21 @@ class EpisodeTurns:
     number: np.ndarray
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """The sums over the tokens of each turn [B K] of values [B L] that are 0 where the model made no token."""
+        """Sums over the tokens of each turn, [B K].
+
+        Args:
+            values: [B L], 0 at tokens of the environment.
+        """
         out = np.zeros(self.rewards.shape, np.float32)
         np.add.at(out, (np.arange(len(out))[:, None], self.number), values)
         return out
 
     def of_tokens(self, values: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """Values of turns [B K] at each of their tokens [B L]."""
+        """Values of turns [B K], repeated at each token of the turn [B L]."""
         return np.where(live > 0, np.take_along_axis(values, self.number, 1), 0.0)
 
     def at_ends(self, values: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """Values of turns [B K] at the last of their tokens [B L]."""
+        """Values of turns [B K], placed at the last token of the turn [B L]."""
         own = live > 0
         place = np.where(own, np.arange(live.shape[1]), -1)
         last = np.full(self.rewards.shape, -1)
@@ -48,7 +52,12 @@ class EpisodeTurns:
 
 
 def episode_turns(answers: Sequence[Trajectory], most: int, longest: int) -> EpisodeTurns:
-    """The turns of answers, of which each has at most so many, and so many tokens."""
+    """The turns of completions as arrays.
+
+    Args:
+        most: K, limit of turns.
+        longest: L, limit of tokens.
+    """
     rewards, given = np.zeros((len(answers), most), np.float32), np.zeros((len(answers), most), bool)
     made, number = np.zeros(len(answers), np.int32), np.zeros((len(answers), longest), np.int32)
     for row, one in enumerate(answers):
@@ -62,23 +71,23 @@ def episode_turns(answers: Sequence[Trajectory], most: int, longest: int) -> Epi
 
 
 def environment_rewards(answers: Sequence[Trajectory]) -> np.ndarray:
-    """The environment's rewards as a column [B 1], NaN where it gave none."""
+    """The environment's rewards as a column [B 1]; NaN where it gave none."""
     found = [None if one.played is None else one.played.reward for one in answers]
     return np.array([[np.nan if value is None else value] for value in found], np.float32)
 
 
 def failed_episodes(answers: Sequence[Trajectory]) -> np.ndarray:
-    """Answers whose environment failed [B]: whatever functions say of them, they have no reward."""
+    """Whether the environment failed, for each completion [B]. Such completions have no reward, whatever reward functions return."""
     return np.array([one.played is not None and one.played.failure is not None for one in answers], bool)
 
 
 def episode_failures(answers: Sequence[Trajectory]) -> Iterator[tuple[str, str]]:
-    """The kind and the message of each failure."""
+    """The kind and the message of each failed episode."""
     return (one.played.failure for one in answers if one.played is not None and one.played.failure is not None)
 
 
 def episode_numbers(answers: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of answers of several turns: means over answers, and sums of what failed and of what environments counted."""
+    """Metrics of completions of several turns: means over completions, and totals of failures and of the environments' counts."""
     played = [one.played for one in answers if one.played is not None]
     if not played:
         return {}

@@ -1,14 +1,15 @@
-"""Turns as tokens: what a model said as an environment reads it, and what the environment replied as the model reads it.
+"""Turns as tokens: converts model turns to the environment's input, and replies of the environment to tokens.
 
     prompt            a text                              messages
     a turn ends by    an end token, or the text `stop`    an end token
     the reply is      encoded and appended                rendered by the model's chat template
 
-Tokens that the model made are never encoded again. A conversation of messages is rendered before a turn and after the reply to it:
+Tokens that the model sampled are never encoded again. A conversation of messages is rendered before a turn and after the reply to it:
     before    <|im_start|>user .. <|im_end|> <|im_start|>assistant
     after     <|im_start|>user .. <|im_end|> <|im_start|>assistant .. <|im_end|> <|im_start|>tool .. <|im_end|> <|im_start|>assistant
-The second begins with the first, then comes the turn, up to the token that ends it; the rest is the reply. A template that changes what
-came before, for example by dropping the thoughts of earlier turns, is refused: the model would be trained on what it never reads.
+The second text begins with the first one. Then comes the turn, up to the token that ends it; the rest is the reply. A template that
+changes earlier text, for example by dropping the thoughts of earlier turns, is refused: the model would be trained on text that it
+never reads.
 """
 
 import json
@@ -36,7 +37,12 @@ class HistoryRewritten(ArgosyError):
 
 @dataclass(frozen=True)
 class ObservationTokens:
-    """A reply as the model reads it. cut: it was longer than an observation may be."""
+    """A reply of the environment as the model reads it.
+
+    tokens: its token ids.
+    said: its messages.
+    cut: whether it was cut to the limit of an observation.
+    """
 
     tokens: list[int]
     said: list[dict[str, Any]]
@@ -45,7 +51,13 @@ class ObservationTokens:
 
 @dataclass
 class EpisodeConversation:
-    """The conversation of one answer."""
+    """The conversation of one completion.
+
+    prompt: the prompt.
+    messages: the messages after the prompt.
+    text: the rendered conversation, for prompts that are messages.
+    turn: number of turns so far.
+    """
 
     prompt: Prompt
     messages: list[dict[str, Any]]
@@ -55,10 +67,11 @@ class EpisodeConversation:
 
 @dataclass(frozen=True)
 class TurnCodec:
-    """Makes tokens of turns and turns of tokens.
+    """Converts turns to tokens and tokens to turns.
 
-    most: tokens of an observation. role: of observations that are texts, in messages. stop: a text that ends a turn, in prompts that
-    are texts.
+    most: limit of an observation in tokens.
+    role: the role of an observation that is a text, in messages.
+    stop: a text that ends a turn, for prompts that are texts.
     """
 
     prompts: Prompts
@@ -73,13 +86,14 @@ class TurnCodec:
     # ---------------------------------------------------------------- the beginning
 
     def begun(self, prompt: Prompt, observation: Any, room: int) -> tuple[EpisodeConversation, ObservationTokens]:
-        """The conversation before the first turn; its prompt ends with the first observation, if there is one.
+        """The conversation before the first turn. Its prompt ends with the first observation, if there is one.
 
         Args:
-            room: the most tokens of that prompt.
+            room: limit of the prompt with the observation, in tokens.
 
         Raises:
-            BadInput: an observation that fits no such prompt. Rewritten: it leaves no room, or the template refuses it.
+            BadInput: the observation does not fit the kind of prompt.
+            HistoryRewritten: the prompt exceeds `room`, or the template refuses it.
         """
         found, cut = self.observation(prompt, observation)
         if isinstance(prompt.content, str):
@@ -102,10 +116,11 @@ class TurnCodec:
         return self.stop is not None and self.stop in text
 
     def said(self, talk: EpisodeConversation, tokens: Sequence[int], text: str, ends: Collection[int]) -> Any:
-        """A turn of the model as the environment reads it: a text, or a message. It joins the conversation.
+        """Converts a model turn to the environment's input, a text or a message, and adds it to the conversation.
 
         Args:
-            text: of the tokens, in prompts that are texts.
+            text: the text of the tokens, for prompts that are texts.
+            ends: tokens that may end a turn.
         """
         if isinstance(talk.prompt.content, str):
             talk.messages.append({"role": "assistant", "content": text})
@@ -133,14 +148,15 @@ class TurnCodec:
     # ---------------------------------------------------------------- turns of the environment
 
     def follow(self, talk: EpisodeConversation, observation: Any, last: int | None, ends: Mapping[int, str]) -> ObservationTokens:
-        """The tokens between the end of the model's turn and its next one. They join the conversation.
+        """The tokens between the end of a model turn and the start of the next one. The observation is added to the conversation.
 
         Args:
-            last: the token that ended the turn; None: a text did.
+            last: the token that ended the turn; None if a text ended it.
             ends: the tokens that may end a turn, with their texts.
 
         Raises:
-            BadInput: an observation that fits no such prompt. Rewritten: the template refuses it, or changed what came before.
+            BadInput: the observation does not fit the kind of prompt.
+            HistoryRewritten: the template refuses the conversation, or changed earlier text.
         """
         found, cut = self.observation(talk.prompt, observation)
         talk.messages += found
@@ -154,10 +170,12 @@ class TurnCodec:
         return ObservationTokens(self.rest(own + rest, special=True), found, cut)
 
     def rendered(self, talk: EpisodeConversation, ends: Collection[str] = ()) -> str:
-        """The conversation, ready for an answer. Names of end tokens that the model spelled are left out: they would end its turn.
+        """The conversation as text, ready for a completion. Names of end tokens that the model spelled out are removed: they would end
+        its turn.
 
         Raises:
-            Rewritten: the template refuses it. What a model says may make it do so, such as arguments of a call that are a list.
+            HistoryRewritten: the template refuses the conversation. A model turn can cause that, for instance by a call whose arguments
+                are a list.
         """
         asked = len(talk.prompt.content)
         made = [without_names(one, ends) if one["role"] == "assistant" else one for one in talk.messages[asked:]]
@@ -167,7 +185,7 @@ class TurnCodec:
             raise HistoryRewritten(error.what) from None
 
     def observation(self, prompt: Prompt, value: Any) -> tuple[list[dict[str, Any]], bool]:
-        """An observation as messages, none longer than its share of the limit, and whether something was cut.
+        """An observation as messages, and whether any was cut. Each message is at most its share of the limit.
 
         Raises:
             BadInput: messages for a prompt that is a text.
@@ -191,15 +209,16 @@ class TurnCodec:
         return out, any_
 
     def harmless(self, text: str) -> str:
-        """A text in which no name of a special token is one: what a tool read somewhere must not end a turn and begin another."""
+        """The text with names of special tokens broken up, so that text which a tool read cannot end a turn and begin another."""
         names = self.tokenizer.special_names
         return text if names is None else names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def fitted(self, text: str, most: int, characters: int | None = None) -> tuple[str, bool]:
-        """A text of at most so many tokens; of a longer one the beginning, and how much is missing.
+        """The text, cut to a number of tokens, and whether it was cut. A cut text is its beginning and a note of how much is missing.
 
         Args:
-            characters: of the whole text, if this is a part of it.
+            most: limit in tokens.
+            characters: length of the whole text, if `text` is a part of it.
         """
         ids = self.rest(text, special=False)
         if len(ids) <= most and characters is None:
@@ -214,7 +233,11 @@ class TurnCodec:
             kept = max(0, kept - over)
 
     def rest(self, text: str, special: bool) -> list[int]:
-        """A text that continues another one, as token ids."""
+        """Token ids of a text that continues another text.
+
+        Args:
+            special: whether names of special tokens become those tokens.
+        """
         return self.tokenizer.encode_with_offsets(text, special=special, rest=True)[0]
 
     # ---------------------------------------------------------------- before work starts
@@ -223,7 +246,7 @@ class TurnCodec:
         """Tries the template on a conversation of several turns.
 
         Raises:
-            BadInput: it changes earlier turns, or writes no special token behind a turn.
+            BadInput: the template changes earlier turns, or writes no special token after a turn.
         """
         if isinstance(prompt.content, str):
             return
@@ -246,7 +269,7 @@ def _call_id(turn: int, place: int) -> str:
 
 
 def call_as_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as templates read it, with its arguments as an object."""
+    """A tool call in the form that templates read, with its arguments as an object."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])
@@ -256,7 +279,7 @@ def call_as_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_names(item: Any, names: Collection[str]) -> Any:
-    """A message, or a part of it, none of whose texts has one of these names."""
+    """A message, or a part of it, with these names removed from all its texts."""
     if isinstance(item, str):
         # What is left may be a name in its turn.
         while found := [name for name in names if name and name in item]:
@@ -268,13 +291,14 @@ def without_names(item: Any, names: Collection[str]) -> Any:
 
 
 def turn_end(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:
-    """The text that ends a turn, and what follows it.
+    """The text that ends a turn, and the text after it.
 
     Args:
-        before, after: the conversation before the turn, and after the reply to it, each ready for an answer.
+        before: the conversation before the turn, ready for a completion.
+        after: the conversation after the reply, ready for a completion.
 
     Raises:
-        Rewritten: the second does not begin with the first, or the turn has no end.
+        HistoryRewritten: `after` does not begin with `before`, or the turn has no end.
     """
     if not after.startswith(before):
         at = common_length(before, after)
@@ -299,15 +323,18 @@ def check_turn_template(
     template: str,
     names: re.Pattern[str] | None,
 ) -> None:
-    """Tries a template on a conversation of three turns of the model, the replies to which are tools' results where there are tools.
+    """Tries a template on a conversation of three model turns. The replies are tool results if there are tools.
 
     Args:
-        render: a conversation that is ready for an answer. The model thinks where the template has marks for it: in a channel, as
-            gpt-oss does; between marks; or before the closing one where the prompt has the opening one.
+        render: renders a conversation, ready for a completion.
+        role: the role of replies that are texts.
         names: finds the names of special tokens.
 
+    The model turns contain thoughts if the template has marks for them: in a channel, as gpt-oss does; between marks; or before the
+    closing mark if the prompt has the opening one.
+
     Raises:
-        Rewritten, BadInput: it cannot continue conversations, changes earlier turns or drops their thoughts.
+        HistoryRewritten, BadInput: the template cannot continue conversations, changes earlier turns, or drops their thoughts.
     """
     before, messages = render(prompt), list(prompt)
     ways = ["none"]
@@ -334,7 +361,11 @@ def check_turn_template(
 
 
 def trial_exchange(role: str, tools: Sequence[Mapping[str, Any]] | None, turn: int, thought: str) -> list[dict[str, Any]]:
-    """A turn of the model and the reply to it, to try a template on. thought: how it thinks (`check_template`)."""
+    """A model turn and its reply, to try a template on.
+
+    Args:
+        thought: how the turn marks its thought (`check_turn_template`).
+    """
     mind = {"closed": f"{OPEN}\n{THOUGHT}\n{CLOSE}\n\n", "open": f"{THOUGHT}\n{CLOSE}\n\n"}.get(thought, "")
     more = {"thinking": THOUGHT} if thought == "channel" else {}
     if not tools:

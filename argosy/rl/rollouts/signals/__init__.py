@@ -1,1 +1,1 @@
-"""What rollouts are learned by: rewards, or the distributions of a teacher."""
+"""The training signals of rollouts: rewards, or the distributions of a teacher."""

@@ -1,6 +1,6 @@
-"""Rewards as what updates learn: they are compared with each other, and become the advantage of every token.
+"""Rewards as a training signal: they are compared with each other, and become the advantage of every token.
 
-    completions -> rewards -> advantages (`policy.credit`) -> packed parts
+completions -> rewards -> advantages (`policy.credit`) -> packed parts
 """
 
 from collections.abc import Sequence
@@ -41,11 +41,11 @@ from argosy.rl.rollouts.settings import Rollout
 
 
 class RewardSignal(Signal):
-    """Rewards of completions that the policy gave.
+    """Updates from rewards of the policy's own completions.
 
-    policy: how they are compared.
+    policy: how rewards become advantages.
     judge: scores completions.
-    table: where completions of several turns are played; None: one has one turn.
+    table: the setup of completions of several turns; None for single turns.
 
     Raises:
         BadInput: settings that do not fit each other.
@@ -89,7 +89,7 @@ class RewardSignal(Signal):
     # ---------------------------------------------------------------- updates
 
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
-        """The updates of a rollout: its groups in shares, as often as there are epochs."""
+        """The updates of a rollout: its groups are divided into minibatches, once for each epoch."""
         how, found, answers = self.rollout, rollout.trajectories, rollout.trajectories.answers
         shares = np.array_split(np.arange(len(answers)).reshape(-1, how.completions), how.minibatches)
         parts = [pack_trajectories(answers, share.reshape(-1).tolist(), self.shape) for share in shares if share.size]
@@ -126,7 +126,7 @@ class RewardSignal(Signal):
         return [RolloutBatch(own, told) for _ in range(how.epochs) for own in filled]
 
     def say_cut(self, cut: float, number: int, learned: bool) -> None:
-        """Says once where most completions were cut, and where none of a rollout is learned from."""
+        """Reports once that most completions were cut, and once that no completion of a rollout is learned from."""
         if not learned:
             why = "all were cut, and rollout.keep_cut=false leaves those out" if cut == 1 else "each was cut or has no reward"
             what = f"no completion of rollout {number} is learned from: {why}"
@@ -135,7 +135,7 @@ class RewardSignal(Signal):
             self.complain(f"{cut_warning(cut, number)}; raise rollout.tokens", "cut")
 
     def spared(self, parts: Sequence[PackedPart], answers: Sequence[Trajectory]) -> float:
-        """The share of tokens that shared prompts spare. Says once where they were asked for and spare none."""
+        """The share of tokens that shared prompts save. Reports once if sharing was asked for and saves none."""
         found = shared_share(parts, answers)
         several = any(len(one.prompt.tokens) > 1 for one in answers) and self.rollout.completions > 1
         if self.rollout.share_prompts and several and not found:
@@ -144,7 +144,7 @@ class RewardSignal(Signal):
         return found
 
     def known(self, state: Any, parts: Sequence[PackedPart], count: int) -> dict[str, np.ndarray]:
-        """What the models of the run say of the answers before the first update, [B L] each; `after` [B]."""
+        """Outputs of the run's models for the completions before the first update, by name: [B L] each, and `after` [B]."""
         in_reward = self.policy.kl and self.policy.kl_in == "reward"
         asked: dict[str, Any] = {"old": self.trainer.old} if self.rollout.updates > 1 or in_reward else {}
         asked |= {"reference": self.trainer.reference} if self.policy.kl else {}
@@ -182,7 +182,7 @@ class RewardSignal(Signal):
         }
 
     def trajectory_records(self, rollout: SampledRollout, by: RolloutAdvantages) -> list[TrajectoryRecord]:
-        """The answers of a rollout as they are kept."""
+        """The completions of a rollout as they are stored."""
         answers, names, number = rollout.trajectories.answers, self.sampler.names, rollout.number + 1
         # That of the first token of the policy: an environment may have spoken before it.
         first = by.values[np.arange(len(answers)), [one.live.index(True) if any(one.live) else 0 for one in answers]].tolist()
@@ -219,12 +219,12 @@ def reward_batches(*args: Any, **named: Any) -> RolloutBatches:
 
 
 def by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:
-    """Rewards as JSON has them: null where missing."""
+    """Rewards by name as JSON holds them: null where missing."""
     return {name: float(value) if np.isfinite(value) else None for name, value in zip(names, rewards, strict=True)}
 
 
 def recorded_turns(answer: Trajectory, advantages: Sequence[float] | None) -> list[dict[str, Any]] | None:
-    """The turns of an answer as they are kept: those of the policy with their advantages, where they have some of their own."""
+    """The turns of a completion as they are stored. Model turns include their advantages if turns have their own."""
     if answer.played is None or advantages is None:
         return None if answer.played is None else answer.played.turns
     turns = list(answer.played.turns)
@@ -234,10 +234,10 @@ def recorded_turns(answer: Trajectory, advantages: Sequence[float] | None) -> li
 
 
 def check_credit(policy: Policy, table: EpisodeSetup | None) -> None:
-    """Checks that there are rewards of turns, where a policy credits turns.
+    """Checks that turns have rewards if the policy credits turns.
 
     Raises:
-        BadInput: there is no environment, or one that gives no rewards.
+        BadInput: there is no environment, or it gives no rewards.
     """
     by = policy.credit.by
     if by == "answer":
@@ -254,10 +254,10 @@ def check_credit(policy: Policy, table: EpisodeSetup | None) -> None:
 
 
 def check_comparison(policy: Policy, rollout: Rollout) -> None:
-    """Checks that a policy learns from groups of this kind.
+    """Checks that the policy can learn from groups of this size.
 
     Raises:
-        UserError: it does not.
+        UserError: it cannot.
     """
     mistakes: list[UserError] = []
     n = rollout.completions

@@ -1,15 +1,15 @@
-"""A teacher's distributions as what updates learn: a student answers prompts, and learns at its own answers what a teacher finds likely
-there (on-policy distillation).
+"""A teacher's distributions as a training signal: a student completes prompts, and learns the teacher's token probabilities at its own
+completions (on-policy distillation).
 
-    answers of the student, of the data or of the teacher -> packed parts
+    completions by the student, the data or the teacher -> packed parts
 
-Each batch has the answers of one source, which is drawn: the student with probability `student_fraction` (GKD's and TRL's lambda). The
-draw follows from the seed and the number of the batch, so that a run which resumes goes on alike. Answers are constants of the loss:
-its gradient does not go through the sampling (arXiv:2306.13649, section 3). A teacher with another tokenizer reads them by its own
+Each batch has completions of one source, drawn at random: the student with probability `student_fraction` (GKD's and TRL's lambda). The
+draw follows from the seed and the number of the batch, so a resumed run draws the same. Completions are constants of the loss: its
+gradient does not go through the sampling (arXiv:2306.13649, section 3). A teacher with another tokenizer reads them in its own tokens
 (`rl.rollouts.signals.teacher_tokens`).
 
-Differences from TRL's GKDTrainer (1.16): the two temperatures are apart (`sampling`, `temperature`); answers of more than
-`rollout.tokens` tokens are cut, whosever they are, and counted; of a conversation only the last answer is learned either way.
+Differences from TRL's GKDTrainer (1.16): the two temperatures are separate settings (`sampling`, `temperature`); completions of more
+than `rollout.tokens` tokens are cut and counted, whatever their source. As in TRL, only the last turn of a conversation is learned.
 """
 
 import hashlib
@@ -41,10 +41,10 @@ TEACHER = 2
 
 
 class TeacherSignal(Signal):
-    """What a teacher finds likely.
+    """Updates from a teacher's distributions.
 
-    settings: of the objective.
-    vocab: the student's. A teacher's may be padded further.
+    settings: the objective's settings.
+    vocab: the student's vocabulary size. A teacher's may be padded further.
     reread: adds the tokens of a teacher with another tokenizer.
 
     Raises:
@@ -79,12 +79,12 @@ class TeacherSignal(Signal):
     # ---------------------------------------------------------------- answers
 
     def whose(self, number: int) -> str:
-        """The source of a rollout's answers: `own`, which is the student, or what `others` says."""
+        """The source of a rollout's completions: `own` (the student), or the value of the setting `others`."""
         drawn = hashlib.blake2b(f"{self.seed}/own/{number}".encode(), digest_size=8).digest()
         return "own" if int.from_bytes(drawn, "big") / 2**64 < self.settings.student_fraction else self.settings.others
 
     def records(self, number: int) -> int:
-        """Records of a rollout: the data has one answer to each."""
+        """Number of records in a rollout. The data has one completion for each."""
         return self.batch if self.whose(number) == "data" else super().records(number)
 
     def sample(self, engine: Engine, seen: int) -> SampledRollout:
@@ -97,7 +97,7 @@ class TeacherSignal(Signal):
         return made
 
     def answers(self, engine: Engine, answered: Sequence[Answered], rollout: SampledRollout) -> list[Trajectory]:
-        """The answers of a rollout."""
+        """The completions of a rollout."""
         how = self.rollout
         if rollout.source == "data":
             return self.data_answers(answered)
@@ -117,7 +117,7 @@ class TeacherSignal(Signal):
         return found
 
     def data_answers(self, answered: Sequence[Answered]) -> list[Trajectory]:
-        """The data's answers; longer ones are cut and counted."""
+        """The data's completions. Longer ones are cut and counted."""
         made = []
         for one in answered:
             assert one.answer is not None
@@ -130,7 +130,7 @@ class TeacherSignal(Signal):
         return made
 
     def fitting(self, trajectories: Sequence[Answered | str]) -> list[Answered]:
-        """The records that can be learned from. Why others cannot is said once."""
+        """The records that can be learned from. The reason why others cannot is reported once."""
         out: list[Answered] = []
         for one in trajectories:
             if isinstance(one, str):
@@ -144,7 +144,7 @@ class TeacherSignal(Signal):
     # ---------------------------------------------------------------- their updates
 
     def updates(self, state: Any, rollout: SampledRollout) -> list[RolloutBatch]:
-        """The updates of a rollout: its groups in shares, as often as there are epochs."""
+        """The updates of a rollout: its groups are divided into minibatches, once for each epoch."""
         answers, whose, how = rollout.trajectories.answers, rollout.source, self.rollout
         n = 1 if whose == "data" else how.completions
         shares = np.array_split(np.arange(len(answers)).reshape(-1, n), how.minibatches)
@@ -172,11 +172,12 @@ class TeacherSignal(Signal):
     def parts(
         self, answers: Sequence[Trajectory], numbers: Sequence[int], read: Sequence[Aligned] | None, from_data: bool
     ) -> list[Batch]:
-        """The answers of these numbers, packed into batches.
+        """Packs some of the completions into batches.
 
         Args:
-            read: each answer in the tokens of a teacher with another tokenizer.
-            from_data: whether the answers are those of the data, whose tokens are then labels.
+            numbers: the indices of the completions to pack.
+            read: each completion in the tokens of a teacher with another tokenizer.
+            from_data: whether the completions are the data's, whose tokens are then labels.
         """
         if self.reread is None or read is None:
             return [picked(with_mask(part, answers), self.settings.reads()) for part in pack_trajectories(answers, numbers, self.shape)]
@@ -189,8 +190,9 @@ class TeacherSignal(Signal):
     # ---------------------------------------------------------------- evaluation
 
     def evaluate(self, state: Any, engine: Engine, most: int) -> dict[str, float]:
-        """How far the student is from the teacher on held-out prompts: at its own greedy answers, and at those of the data, if it has
-        any."""
+        """The distance of the student from the teacher on held-out prompts: at the student's greedy completions, and at the data's, if
+        it has any.
+        """
         fitting = self.fitting(self.held_out(0, most))
         if not fitting:
             return {}
@@ -214,10 +216,10 @@ def teacher_batches(*args: Any, **named: Any) -> RolloutBatches:
 
 
 def first_record(prompts: AnsweredPrompts) -> Answered:
-    """The first record that has something to learn.
+    """The first record that can be learned from.
 
     Raises:
-        BadInput: none has.
+        BadInput: no record can.
     """
     for place in range(len(prompts)):
         for found in prompts(place, 1):
@@ -227,7 +229,7 @@ def first_record(prompts: AnsweredPrompts) -> Answered:
 
 
 def with_mask(part: PackedPart, answers: Sequence[Trajectory]) -> Batch:
-    """The rows of a part, with the mask of the answers' tokens as targets."""
+    """The rows of a part, with a mask of the completions' tokens as targets."""
     mask = np.zeros(part.rows["tokens"].size, np.float32)
     for places, owner in zip(part.rows["places"], part.owners.tolist(), strict=True):
         if owner >= 0:
@@ -239,7 +241,7 @@ def check_teacher_settings(prompts: AnsweredPrompts, settings: GKD | GOLD, rollo
     """Checks that settings fit each other and the data, and that none would be ignored.
 
     Raises:
-        BadInput: they do not.
+        BadInput: settings do not fit.
     """
     check_sizes(batch, rollout, shape, prompts.most, batch)
     if settings.student_fraction < 1 and settings.others == "data" and not prompts.has_answers:

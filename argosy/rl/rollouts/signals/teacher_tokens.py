@@ -1,15 +1,16 @@
-"""Answers by a teacher's tokenizer: what it reads of them, and which of its tokens stand for the same bytes as the student's.
+"""Completions in a teacher's tokenizer: which of its tokens stand for the same bytes as the student's.
 
-A conversation is asked by the teacher's own chat template, so that it predicts what it was trained to predict; the answer follows as
-text, and the token that ends it is the one that ends a turn there. Other prompts are the same text by its tokenizer.
+A conversation is rendered by the teacher's own chat template, so that the teacher predicts what it was trained to predict. The
+completion follows as text, and its end token becomes the token that ends a turn in that template. Other prompts are the same text in
+the teacher's tokens.
 
-Where an answer does not become the same text, it is still learned as far as it does, and counted, as shares of the answers:
+A completion that does not become the same text is learned as far as it does, and counted, as a share of the completions:
 
-    answers/unreadable   has tokens that are no text, such as half of a character: only what is before them is aligned
-    answers/rewritten    the teacher's tokenizer cannot write it (joined spaces, unknown characters): what is around that is aligned
-    answers/special      has special tokens before its end: the teacher reads its own of that role, or the name as text
-    answers/crowded      is not wholly among the teacher's tokens of its row (`teacher_sequence`)
-    answers/unaligned    has no group at all: nothing of it is learned from the teacher
+    answers/unreadable   has tokens that are no text, such as half of a character: only the text before them is aligned
+    answers/rewritten    the teacher's tokenizer cannot write it (joined spaces, unknown characters): the text around that is aligned
+    answers/special      has special tokens before its end: the teacher reads its own token of that role, or the name as text
+    answers/crowded      does not fit among the teacher's tokens of its row (`teacher_sequence`)
+    answers/unaligned    has no aligned span at all: nothing of it is learned from the teacher
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +44,10 @@ TOLD = {
 
 
 class TeacherPrompts:
-    """Prompts as the teacher is fed them. None in place of a prompt that is no conversation: its text is the student's.
+    """Prompts in the teacher's tokens. None for a prompt that is no conversation: the teacher reads the student's text.
 
     Raises:
-        BadInput: its template refuses a conversation.
+        BadInput: the teacher's template refuses a conversation.
     """
 
     def __init__(self, tokenizer: "Tokenizer"):
@@ -63,7 +64,11 @@ class TeacherPrompts:
         return TeacherPrompt(self.tokenizer.encode(text, special=True), self.end)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, variables: Mapping[str, Any], ready: bool = True) -> str:
-        """A conversation as text. ready: for an answer."""
+        """A conversation as text.
+
+        Args:
+            ready: whether the text ends ready for a completion.
+        """
         template = choose_template(self.tokenizer.chat_templates, tools=bool(tools))
         how: dict[str, Any] = {"tools": tools, "add_generation_prompt": ready, "now": CLOCK}
         return render(template, list(messages), self.tokenizer.special, **how, **variables)
@@ -77,11 +82,11 @@ class TeacherPrompts:
 
 
 class TeacherTokens:
-    """Adds the teacher's tokens to parts of answers.
+    """Adds the teacher's tokens to parts of completions.
 
     Args:
-        places: U, for the teacher's tokens of a row.
-        asking: how the teacher is asked; None: it reads the student's text.
+        places: U, the number of teacher tokens in a row.
+        asking: makes the teacher's prompts; None: the teacher reads the student's text.
     """
 
     def __init__(self, across: Across, places: int, asking: TeacherPrompts | None):
@@ -90,18 +95,26 @@ class TeacherTokens:
         self.fingerprint: Fingerprint = {"teacher_tokenizer": across.teacher.fingerprint, "teacher_places": places, "asked_by": own}
 
     def __call__(self, answers: Sequence[Trajectory]) -> list[Aligned]:
-        """Each answer by both tokenizers."""
+        """Aligns each completion between both tokenizers."""
         opened = {id(one.prompt): self.asking(one.prompt) if self.asking is not None else None for one in answers}
         return [self.across.answer(one.prompt.tokens, one.tokens, opened[id(one.prompt)]) for one in answers]
 
     def room(self, answers: Sequence[Trajectory], alignments: Sequence[Aligned], sequence: int) -> np.ndarray:
-        """The room that each answer with its prompt takes in a row of so many of the student's tokens, so that those that share a row
-        have room for the teacher's too."""
+        """Student tokens that each completion with its prompt occupies in a row, [B], large enough that the row's teacher tokens fit
+        too.
+
+        Args:
+            sequence: student tokens of a row.
+        """
         theirs = [-(-min(len(one.teacher), self.places) * sequence // self.places) for one in alignments]
         return np.array([max(len(a.prompt.tokens) + len(a.tokens), b) for a, b in zip(answers, theirs, strict=True)], np.int64)
 
     def aligned_batch(self, rows: Batch, part: PackedPart, alignments: Sequence[Aligned], say: Say) -> Batch:
-        """The rows of a part, with their mask, and the teacher's tokens of the same answers. found: of all answers, by number."""
+        """The rows of a part with their mask, and the teacher's tokens of the same completions.
+
+        Args:
+            alignments: the alignment of every completion, by its index.
+        """
         length = rows["tokens"].shape[1]
         # The prompt's last token has the first place of an answer.
         begins = [divmod(int(places[0]), length) for places in part.rows["places"]]
@@ -117,7 +130,7 @@ class TeacherTokens:
         return aligned_fields(rows, self.places, aligned, lambda tokens: say(full(self.places, tokens)))
 
     def numbers(self, answers: Sequence[Trajectory], alignments: Sequence[Aligned], complain: Complain) -> dict[str, float]:
-        """What is counted, with a sentence for each kind that occurs."""
+        """The shares of completions in each of the categories above. Reports each category once."""
         hidden = self.across.student.hidden
         counted = {
             "unreadable": [one.unreadable for one in alignments],
@@ -133,5 +146,5 @@ class TeacherTokens:
         return {f"answers/{name}": float(np.mean(each)) for name, each in counted.items()}
 
     def learned(self, group: AlignedSpan) -> bool:
-        """Whether a group is compared: something predicts it, and there is a place for it."""
+        """Whether an aligned span is compared: a token precedes it, and it lies within the teacher's places."""
         return group.teacher[0] >= 1 and group.teacher[1] <= self.places

@@ -39,32 +39,39 @@ class Distill(DivergenceObjective):
     """Distillation of a teacher's next-token distributions on given text (arXiv:1503.02531)."""
 
     teacher_model: str | None = None
-    """Of a teacher that is the address of a server (`objective.teacher=http://localhost:8000/v1`): the name of the model there."""
+    """Name of the model on the server, if the teacher is the address of a server (`objective.teacher=http://localhost:8000/v1`)."""
     logits: Literal["online", "cached"] = "online"
-    """Where the teacher's distributions come from. online: the teacher computes them in every step, over the whole vocabulary.
-    cached: its `top` likeliest tokens are computed once before the first step, for every target that the run visits, and kept on
-    disk; no teacher is then in memory, and other runs find them."""
+    """Source of the teacher's distributions. online: the teacher computes them in every step, over the whole vocabulary. cached: its
+    `top` most likely tokens are computed once before the first step, for every target that the run visits, and stored on disk; then no
+    teacher is in memory, and other runs reuse the cache.
+    """
     top: Annotated[int, Also("topk_logits_k", "loss_top_k", note="with objective.logits=cached")] = Field(64, gt=0)
-    """Tokens of a cached distribution. All others are one outcome more, whose probability is the rest; NeMo-RL keeps 64 too."""
+    """Number of tokens in a cached distribution. All other tokens count as one outcome with the remaining probability; NeMo-RL keeps 64
+    too.
+    """
     cross_entropy: Annotated[float, Also("kd_ratio", "kd_alpha", note="kd_ratio is 1 minus it")] = Field(0.5, ge=0, lt=1)
-    """Share of the cross-entropy of the labels in the loss; the divergence has the rest. torchtune's recipes take half."""
+    """Share of the cross-entropy with the labels in the loss; the divergence has the rest. torchtune's recipes use half."""
     hidden: Literal["none", "cosine", "mse"] = "none"
-    """Also brings the student's last hidden states, the input of its head, to the teacher's. cosine: 1 minus their cosine
-    (DistilBERT, arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). Where the teacher has another
-    width, a projection of the student's is trained beside it. The teacher must be online."""
+    """Also matches the student's last hidden states, the input of its head, to the teacher's. cosine: 1 minus their cosine (DistilBERT,
+    arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). If the teacher has another width, a projection
+    of the student's is trained with it. The teacher must be online.
+    """
     hidden_weight: float = Field(1.0, gt=0)
     """Weight of `hidden`, which is added to the loss."""
     relations: dict[Literal["qq", "kk", "vv", "qk"], float] = Field(default_factory=dict)
-    """Also brings relations of tokens within a layer to the teacher's, each with its weight (MiniLMv2, arXiv:2012.15828):
+    """Also matches relations between tokens within a layer to the teacher's, each kind with its weight (MiniLMv2, arXiv:2012.15828):
     `objective.relations.qq=1 objective.relations.kk=1 objective.relations.vv=1` relates queries, keys and values to each other, `qk`
-    queries to keys, as attention does. Widths and numbers of heads may differ. The teacher must be online."""
+    queries to keys, as attention does. Widths and numbers of heads may differ. The teacher must be online.
+    """
     relation_heads: int | None = Field(None, gt=0)
-    """How many relations of each kind a layer has: the features of all its heads are cut into so many parts. None: as many as the
-    student has heads. MiniLMv2 takes 48 to 64, more than there are heads."""
+    """Number of relations of each kind in a layer: the features of all its heads are divided into this many parts. None: the student's
+    number of heads. MiniLMv2 uses 48 to 64, more than there are heads.
+    """
     layers: Annotated[dict[int, int], Also("alignment_layers", "layers_to_distill")] = Field(default_factory=dict)
-    """Which layers `hidden` and `relations` compare, counted from 0: `objective.layers.1=3` brings the output of the student's layer 1
-    to that of the teacher's layer 3 (TinyBERT, arXiv:1909.10351); of several pairs it is the mean. Empty: the last hidden states, and
-    the relations of the last layers (MiniLM, arXiv:2002.10957)."""
+    """Pairs of layers that `hidden` and `relations` compare, counted from 0: `objective.layers.1=3` matches the output of the student's
+    layer 1 to that of the teacher's layer 3 (TinyBERT, arXiv:1909.10351); several pairs are averaged. Empty: the last hidden states,
+    and the relations of the last layers (MiniLM, arXiv:2002.10957).
+    """
 
     @model_validator(mode="after")
     def _served_is_cached(self) -> "Distill":

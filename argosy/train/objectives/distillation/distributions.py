@@ -24,7 +24,7 @@ from argosy.train.objectives.distillation.layers import hidden_term, layer_state
 from argosy.train.objectives.distillation.teacher import ROLE, DivergenceObjective
 from argosy.train.objectives.loss import Loss, Models, WeightedMean
 from argosy.train.objectives.routers import with_routers
-from argosy.train.objectives.tokens import ROOMY_BYTES
+from argosy.train.objectives.tokens import ROOMY_BYTES, rows_at_once
 
 # The teacher's likeliest tokens, k a target, their log-probabilities, and that of all others together.
 CACHED: Fields = {
@@ -85,7 +85,7 @@ def _compared(
 
     if in_chunks(settings, models, targets.size):
         flat = [a.reshape(-1, *a.shape[2:]) for a in (x, targets, *known)]
-        compared = by_chunks(of_rows, min(settings.chunk, targets.size), *flat)
+        compared = by_chunks(of_rows, min(rows_at_once(settings.chunk, targets.shape), targets.size), *flat)
         return {name: values.reshape(targets.shape) for name, values in compared.items()}
     # Kept for the backward pass are the logits alone, not every array that is made of them.
     student = model.unembed(x)

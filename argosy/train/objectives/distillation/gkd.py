@@ -26,12 +26,14 @@ class GKD(DivergenceObjective):
     its own answers its distribution goes to the teacher's. A share of the batches may have the data's answers instead."""
 
     student_fraction: Annotated[float, Also("lmbda", "lambda")] = Field(0.5, ge=0, le=1)
-    """Share of the batches whose answers are the student's own, sampled with its weights of the moment. The others have those of
-    `others`. Which batch is which follows from the seed. 0.5 as in TRL; 1 learns from its own answers alone, and needs prompts only."""
+    """Share of the batches whose completions the student samples with its current weights. The others have completions of the source
+    `others`. The seed decides the source of each batch. 0.5 as in TRL; with 1 the student learns from its own completions alone, and
+    needs prompts only.
+    """
     others: Annotated[Literal["data", "teacher"], Also("seq_kd", note="objective.others=teacher is that")] = "data"
-    """Where the other answers come from. data: they are in the data; teacher: it samples them (arXiv:1606.07947)."""
+    """Source of the other completions. data: the data; teacher: it samples them (arXiv:1606.07947)."""
     sampling: float = Field(1.0, gt=0)
-    """Temperature at which answers are sampled. TRL's `temperature` is this alone; ours is that of the divergence."""
+    """Temperature of sampling. It is TRL's `temperature`; ours is the temperature of the divergence."""
     divergence: Literal["forward", "reverse", "jsd"] = "jsd"
 
     needs: ClassVar[Needs] = Needs(rollouts="teacher", metrics=("kl", "agreement"))
@@ -39,7 +41,7 @@ class GKD(DivergenceObjective):
     @model_validator(mode="after")
     def _others_are_read(self) -> "GKD":
         if self.student_fraction == 1 and self.others != "data":
-            raise ValueError(f"others = {self.others} with own = 1: every batch has the student's own answers")
+            raise ValueError(f"others = {self.others} with student_fraction = 1: every batch has the student's own completions")
         return self
 
     def reads(self) -> "Fields":

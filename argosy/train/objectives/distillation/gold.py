@@ -24,17 +24,21 @@ class GOLD(ULD):
     needs: ClassVar[Needs] = Needs(rollouts="teacher", metrics=("uld", "aligned"))
 
     student_fraction: Annotated[float, Also("lmbda", "lambda")] = Field(0.5, ge=0, le=1)
-    """Share of the batches whose answers are the student's own, sampled with its weights of the moment. The others have the data's.
-    Which batch is which follows from the seed. 1 learns from its own answers alone, and needs prompts only."""
+    """Share of the batches whose completions the student samples with its current weights. The others have the data's. The seed decides
+    the source of each batch. With 1 the student learns from its own completions alone, and needs prompts only.
+    """
     others: Literal["data", "teacher"] = "data"
-    """Where the other answers come from. data: they are in the data. A teacher's answers are not built across tokenizers."""
+    """Source of the other completions. data: the data. Completions by a teacher with another tokenizer are not supported."""
     sampling: float = Field(1.0, gt=0)
-    """Temperature at which answers are sampled; `temperature` is that of the distance."""
+    """Temperature of sampling; `temperature` is the temperature of the distance."""
     template: Literal["teacher", "student"] = "teacher"
-    """How the teacher is asked where prompts are conversations. teacher: by its own chat template; student: it reads the text that the
-    student's template makes, where special tokens become its own of that role, or their names."""
+    """How the teacher reads conversations. teacher: rendered by its own chat template; student: as the text of the student's template,
+    in which special tokens become the teacher's of the same role, or their names.
+    """
     cross_entropy: Annotated[float, Also("uld_crossentropy_weight")] = Field(0.0, ge=0)
-    """Weight of the cross-entropy of the labels where answers are the data's. It is 0 in TRL's GOLD, whose applies to all answers."""
+    """Weight of the cross-entropy with the labels, for batches with the data's completions. It is 0 in TRL's GOLD, where it applies to
+    all completions.
+    """
     weight: Annotated[float, Also("uld_distillation_weight")] = Field(1.0, gt=0)
     """Weight of the distance of sorted probabilities; 1 in TRL's GOLD."""
 

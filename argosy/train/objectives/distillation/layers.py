@@ -38,7 +38,7 @@ LayerArrays = dict[str, Array]
 def relation_terms(
     terms: LayerTerms, student: list[LayerArrays], teacher: list[LayerArrays], segments: Int[Array, "B T"]
 ) -> dict[str, Float[Array, "B T"]]:
-    """How far relations within layers are apart, by kind."""
+    """The distance between relations within layers, by kind."""
     out: dict[str, Array] = {}
     for name in terms.relations:
         each = []
@@ -56,11 +56,11 @@ def hidden_term(
     teacher: list[LayerArrays],
     last: tuple[Array, Array],
 ) -> Float[Array, "B T"]:
-    """How far hidden states are apart.
+    """The distance between hidden states.
 
     Args:
-        project: takes the student's to the teacher's width.
-        last: the input of the head of both.
+        project: maps the student's width to the teacher's.
+        last: the inputs of both heads.
     """
     pairs = [(student[a][OUTPUT], teacher[b][OUTPUT]) for a, b in terms.layers.items()] or [last]
     return _mean_of([HIDDEN[terms.hidden](wide(project(a)), wide(b)) for a, b in pairs])

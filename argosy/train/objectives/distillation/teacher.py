@@ -39,7 +39,7 @@ class TeacherObjective(Settings, Objective):
     """An objective that learns from a teacher, a frozen model."""
 
     teacher: Annotated[str, Also("teacher_model_name_or_path", "teacher_model")]
-    """The model to learn from: Hub folder, GGUF file, run directory or checkpoint, with its own tokenizer."""
+    """The teacher, with its own tokenizer: Hub folder, GGUF file, run directory or checkpoint."""
 
     @property
     def roles(self) -> Mapping[str, str]:
@@ -62,18 +62,20 @@ class TeacherObjective(Settings, Objective):
 
 
 class DivergenceObjective(TeacherObjective):
-    """What objectives with a divergence have: the teacher, and how its distributions are compared with the student's."""
+    """Common settings of objectives with a divergence: the teacher, and how its distributions are compared with the student's."""
 
     teacher: Annotated[
         str, Also("teacher_model_name_or_path", "teacher_model")
     ] = Field(examples=["TEACHER_FOLDER"])
-    """The model to learn from, a Hub folder, GGUF file, run directory or checkpoint. Its tokens must be the student's; its
-    architecture and size may be others."""
+    """The model to learn from, a Hub folder, GGUF file, run directory or checkpoint. Its tokens must equal the student's; architecture
+    and size may differ.
+    """
     divergence: Annotated[
         Literal["forward", "reverse", "jsd"], Also("kl_type", note="TRL's beta: 0 is forward, 1 reverse")
     ] = "forward"
-    """What is minimized. forward: KL(teacher || student); reverse: KL(student || teacher); jsd: generalized Jensen-Shannon with
-    `beta` (arXiv:2306.13649)."""
+    """The divergence to minimize. forward: KL(teacher || student); reverse: KL(student || teacher); jsd: generalized Jensen-Shannon
+    with `beta` (arXiv:2306.13649).
+    """
     beta: float = Field(0.5, gt=0, lt=1)
     """Share of the teacher in the mixture of `divergence: jsd`: 0.5 is the usual Jensen-Shannon divergence."""
     temperature: Annotated[float, Also("kd_temperature")] = Field(1.0, gt=0)
@@ -83,7 +85,7 @@ class DivergenceObjective(TeacherObjective):
     """How the two distributions are compared. logits: all at once; chunks: some rows at a time, recomputed in the backward pass, to
     save memory. auto: chunks if the logits of both would take more than 2 GiB per device. They agree to rounding."""
     chunk: int = Field(1024, gt=0)
-    """Rows of logits that exist at once with `head: chunks`."""
+    """Rows of logits that exist at once on each device with `head: chunks`."""
 
     needs: ClassVar[Needs] = Needs(metrics=("kl", "agreement"))
 

@@ -46,27 +46,31 @@ class ULD(TeacherObjective):
     needs: ClassVar[Needs] = Needs(metrics=("uld", "aligned"))
 
     cross_entropy: Annotated[float, Also("uld_crossentropy_weight")] = Field(1.0, ge=0)
-    """Weight of the cross-entropy of the labels. It is 1 in the paper, 0 in TRL's GOLD."""
+    """Weight of the cross-entropy with the labels. It is 1 in the paper, 0 in TRL's GOLD."""
     weight: Annotated[float, Also("uld_distillation_weight")] = Field(1.5, gt=0)
     """Weight of the distance of sorted probabilities; 1.5 in the paper."""
     temperature: Annotated[float, Also("uld_student_temperature", "uld_teacher_temperature")] = Field(1.0, gt=0)
     """Both distributions are softmax(logits / temperature)."""
     hybrid: Annotated[bool, Also("uld_use_hybrid_loss")] = False
-    """Tokens of the same bytes in both vocabularies are compared as themselves, and only the others sorted. The start of a run says how
-    many there are."""
+    """Whether tokens with the same bytes in both vocabularies are compared one to one, and only the others sorted. The start of a run
+    reports how many there are.
+    """
     matched: Annotated[float | None, Also("uld_hybrid_matched_weight", note="uld_hybrid_unmatched_weight is 1 minus it")] = Field(
         None, ge=0, le=1
     )
-    """Share of the tokens of both vocabularies in a hybrid distance; the others have the rest. None: their share of the teacher's
-    vocabulary, as in TRL's GOLD."""
+    """Weight of the one-to-one tokens in a hybrid distance; the sorted tokens have the rest. None: their share of the teacher's
+    vocabulary, as in TRL's GOLD.
+    """
     beta: float = Field(0.5, ge=0, le=1)
-    """How a hybrid distance compares the tokens of both vocabularies: by generalized Jensen-Shannon divergence with this share of the
-    teacher in the mixture; 0 is KL(teacher || student), 1 KL(student || teacher)."""
+    """Share of the teacher in the mixture of the generalized Jensen-Shannon divergence, by which a hybrid distance compares one-to-one
+    tokens; 0 is KL(teacher || student), 1 KL(student || teacher).
+    """
     teacher_sequence: int | None = Field(None, gt=1)
-    """Places of a row for the teacher's tokens. None: twice `data.sequence`, at most its context. What is beyond is not learned from
-    the teacher, which `aligned` shows."""
+    """Number of teacher tokens in a row. None: twice `data.sequence`, at most the teacher's context. Tokens beyond it are not learned
+    from the teacher, which the metric `aligned` shows.
+    """
     chunk: int = Field(1024, gt=0)
-    """Tokens whose distributions are compared at once."""
+    """Number of tokens whose distributions are compared at once on each device."""
 
     @model_validator(mode="after")
     def _hybrid_reads_them(self) -> "ULD":
@@ -158,6 +162,7 @@ def _distances(
     from argosy.ops.cross_entropy import by_chunks
     from argosy.ops.precision import wide
     from argosy.ops.sorted_distance import sorted_distance
+    from argosy.train.objectives.tokens import rows_at_once
 
     def of_rows(x: "Array", y: "Array", before: "Array", teacher_before: "Array") -> "dict[str, Array]":
         p = jax.nn.softmax(wide(models["model"].unembed(x[:, None])[:, 0]) / settings.temperature, -1) * jnp.exp(before)[:, None]
@@ -166,7 +171,7 @@ def _distances(
         return hybrid(settings, p, q, models[ROLE].matched) if settings.hybrid else {"uld": sorted_distance(p, q)}
 
     flat = [a.reshape(-1, *a.shape[2:]) for a in (x, y, before, teacher_before)]
-    terms = by_chunks(of_rows, min(settings.chunk, before.size), *flat)
+    terms = by_chunks(of_rows, min(rows_at_once(settings.chunk, before.shape), before.size), *flat)
     return {name: each.reshape(before.shape) for name, each in terms.items()}
 
 

@@ -33,15 +33,16 @@ class PairObjective(TokenObjective):
 
 
 class ReferenceObjective(TokenObjective):
-    """An objective that compares the model with a frozen reference: the model as it was before the first step."""
+    """An objective that compares the model with a frozen reference: the initial model."""
 
     reference: Annotated[
         Literal["cached", "online"], Also("precompute_ref_log_probs", note="`reference=cached`, the default, does that")
     ] = "cached"
-    """Where the reference's log-probabilities come from. cached: computed once before the first step, for every sequence, and kept
-    on disk; a step then saves the reference's pass, a quarter of its FLOPs, and no second model is in memory. online: computed in
-    every step by a frozen copy of the first weights. Both give the same numbers to rounding, because the reference never changes and
-    rows are not augmented."""
+    """Source of the reference's log-probabilities. cached: computed once before the first step, for every sequence, and stored on disk;
+    this saves the reference's forward pass in every step, a quarter of its FLOPs, and the memory of a second model. online: computed in
+    every step by a frozen copy of the initial weights. Both give the same numbers to rounding, because the reference never changes and
+    rows are not augmented.
+    """
 
     @property
     def roles(self) -> Mapping[str, str]:

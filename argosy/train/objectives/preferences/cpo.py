@@ -29,7 +29,7 @@ class CPO(PairObjective):
     beta: float = Field(0.1, gt=0)
     """Scale of the difference of log-probabilities; the paper uses 0.1."""
     sft: Annotated[float, Also("cpo_alpha")] = Field(1.0, ge=0)
-    """Weight of the cross-entropy of the chosen answer, which takes the place of a reference; 1 in the paper."""
+    """Weight of the cross-entropy of the chosen completion, which replaces the reference; 1 in the paper."""
 
     def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
         from argosy.train.objectives.preferences.sequences import pair_loss

@@ -51,16 +51,18 @@ class DPO(ReferenceObjective):
 
     beta: float = Field(0.1, gt=0)
     """Strength of the pull to the reference: rewards are beta times the log-ratio of model and reference. The paper uses 0.1, and 0.5
-    for summarization; of `ipo` it is the regularization tau."""
+    for summarization; for `ipo` it is the regularization tau.
+    """
     losses: Annotated[
         dict[str, float], Also("loss_type", "loss_weights", "dpo_loss", "pref_loss", note="objective.losses.ipo=1 is the loss `ipo`")
     ] = Field(default_factory=dict)
-    """Loss types with their weights, which are summed; none: sigmoid alone. They are sigmoid (the paper's), sigmoid_norm
-    (log-ratios divided by the number of tokens), conservative and robust (labels that are wrong with probability
-    `label_smoothing`), ipo, hinge, apo_zero, apo_down, and sft (cross-entropy of the chosen answer, which keeps its
-    log-probability up). `objective.losses.sigmoid=1 objective.losses.sft=0.2` is a mixture."""
+    """Loss types with their weights, which are summed; empty: sigmoid alone. They are sigmoid (the paper's), sigmoid_norm (log-ratios
+    divided by the number of tokens), conservative and robust (labels that are wrong with probability `label_smoothing`), ipo, hinge,
+    apo_zero, apo_down, and sft (cross-entropy of the chosen completion, which keeps its log-probability up).
+    `objective.losses.sigmoid=1 objective.losses.sft=0.2` is a mixture.
+    """
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Probability that chosen and rejected are swapped by mistake. Read by the losses conservative and robust."""
+    """Probability that chosen and rejected are swapped by mistake. Used by the losses conservative and robust."""
 
     @property
     def mixture(self) -> dict[str, float]:

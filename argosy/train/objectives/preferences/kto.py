@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class KTO(ReferenceObjective):
-    """Kahneman-Tversky optimization, from answers that are labeled good or bad (arXiv:2402.01306)."""
+    """Kahneman-Tversky optimization, from completions that are labeled good or bad (arXiv:2402.01306)."""
 
     # A group is an example, and its prompt with the answer to another one. A batch of one example has no estimate worth the name.
     needs: ClassVar[Needs] = Needs(rows_per_group=2, formats=("kto",), least_groups=2)
@@ -39,10 +39,11 @@ class KTO(ReferenceObjective):
     beta: float = Field(0.1, gt=0)
     """Strength of the pull to the reference, as in DPO; the paper uses 0.1."""
     desirable_weight: float = Field(1.0, gt=0)
-    """Weight of answers labeled good. The paper advises desirable_weight x good to undesirable_weight x bad between 1 and 4/3 to 1,
-    counted in examples; 1 and 1 for balanced labels."""
+    """Weight of completions labeled good. The paper advises a ratio of desirable_weight x good to undesirable_weight x bad between 1
+    and 4/3, counted in examples; 1 and 1 for balanced labels.
+    """
     undesirable_weight: float = Field(1.0, gt=0)
-    """Weight of answers labeled bad."""
+    """Weight of completions labeled bad."""
 
     def reads(self) -> "Fields":
         return sequence_fields("desirable", *(("reference",) if self.reference == "cached" else ()))

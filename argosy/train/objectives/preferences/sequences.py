@@ -58,7 +58,11 @@ class SequenceLogps(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Chosen and rejected sequences. live: 1 where there is a pair."""
+    """Chosen and rejected sequences.
+
+    chosen, rejected: their log-probabilities.
+    live: 1 for a pair, 0 for padding.
+    """
 
     chosen: SequenceLogps
     rejected: SequenceLogps
@@ -111,7 +115,7 @@ def pairs(logps: SequenceLogps, live: Float[Array, "B s"]) -> Pairs:
 
 
 def reference_logps(settings: TokenObjective, models: Models, batch: dict[str, Array]) -> Float[Array, "B s"]:
-    """The reference's log-probabilities of the same completions: of the batch, or by the frozen model. No gradient."""
+    """The reference's log-probabilities of the same completions, without gradient: from the batch, or by the frozen model."""
     if "reference" in batch:
         return batch["reference"]
     return jax.lax.stop_gradient(sequences(settings, models["reference"], batch)[0].logps)

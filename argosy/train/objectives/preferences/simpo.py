@@ -25,7 +25,8 @@ class SimPO(PairObjective):
     """Simple preference optimization without a reference (arXiv:2405.14734)."""
 
     beta: float = Field(2.0, gt=0)
-    """Scale of the reward, which is the mean log-probability of an answer's tokens; the paper uses 2 to 2.5, and 10 for some models."""
+    """Scale of the reward, which is the mean log-probability of a completion's tokens; the paper uses 2 to 2.5, and 10 for some models.
+    """
     gamma: Annotated[float, Also("simpo_gamma", "gamma_beta_ratio", note="gamma is the paper's: the ratio times beta")] = Field(
         1.0, ge=0
     )

@@ -31,7 +31,7 @@ PLACES = np.asarray([0, 4, 1, 5, 2, 6, 3, 7])
 
 @dataclass(frozen=True)
 class AwqPacked(PackedModule):
-    """A module of this layout."""
+    """A module whose weight is stored in this layout."""
 
     layout = "awq"
 

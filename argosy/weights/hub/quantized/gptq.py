@@ -33,7 +33,7 @@ from argosy.weights.hub.quantized.pack_quantized import column_groups
 
 @dataclass(frozen=True)
 class GptqPacked(PackedModule):
-    """A module of this layout.
+    """A module whose weight is stored in this layout.
 
     bits: of each number.
     shift: what is added to stored zero points.

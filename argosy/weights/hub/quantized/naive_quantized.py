@@ -23,7 +23,7 @@ KINDS = {"int": ("int8", np.dtype(np.int8)), "float": ("fp8_e4m3", np.dtype(ml_d
 
 @dataclass(frozen=True)
 class NaiveQuantized(PackedModule):
-    """A module of this layout."""
+    """A module whose weight is stored in this layout."""
 
     scales: str = "weight_scale"
 

@@ -31,7 +31,7 @@ from argosy.weights.hub.quantized.module import (
 
 @dataclass(frozen=True)
 class PackQuantized(PackedModule):
-    """A module of this layout.
+    """A module whose weight is stored in this layout.
 
     bits: of each number.
     """

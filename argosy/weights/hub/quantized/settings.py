@@ -35,7 +35,7 @@ def check_layout(settings: dict[str, Any], where: str) -> None:
     """Checks that a layout is one of those that are read.
 
     Raises:
-        BadInput: it is not, with those that are.
+        BadInput: it is not; the message lists the supported layouts.
     """
     if settings.get("quant_method") != "compressed-tensors":
         return

@@ -1,0 +1,58 @@
+"""The measurements of a running search, in a file beside its target, so that the same command continues after a kill.
+
+    {"source": "hub 1f...", "data": "9c..."}                          what was measured, and on which data
+    {"name": "layers.0.attn.q", "preset": "w4", "divergence": 0.0012} one rounding
+
+A divergence depends neither on the budget nor on the other candidates, so a search with another budget continues with the same file. A
+kill may leave the last line incomplete; it is dropped and measured again.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from argosy.core.errors import BadInput
+
+
+class MeasuredDivergences:
+    """The divergences in a file.
+
+    Args:
+        path: a file that does not exist, or that a search with the same identity left.
+        identity: everything that decides the divergences, as JSON.
+
+    Raises:
+        BadInput: the file belongs to another search, or is something else.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, str]):
+        self.path, self._found = path, dict[tuple[str, str], float]()
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        # What follows the last line break is incomplete.
+        whole = lines[:-1]
+        try:
+            before, *rows = (json.loads(line) for line in whole) if whole else (dict(identity),)
+            self._found = {(row["name"], row["preset"]): float(row["divergence"]) for row in rows}
+        except (ValueError, TypeError, KeyError):
+            raise BadInput(f"{path} is in the way", hint="move it: a search keeps there what it has measured") from None
+        if before != dict(identity):
+            what = f"{path} is an unfinished search with another model or other data"
+            raise BadInput(what, hint="finish that with the same command, remove the file, or name another target")
+        path.write_bytes(b"".join(line + b"\n" for line in whole) or json.dumps(dict(identity)).encode() + b"\n")
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, name: str, preset: str) -> float | None:
+        """The divergence of a rounding; None: it has not been measured."""
+        return self._found.get((name, preset))
+
+    def add(self, name: str, preset: str, divergence: float) -> None:
+        """Writes the divergence of a rounding."""
+        self._found[name, preset] = divergence
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, "preset": preset, "divergence": divergence}) + "\n")
+
+    def remove(self) -> None:
+        """Removes the file of a search that is complete."""
+        self.path.unlink(missing_ok=True)

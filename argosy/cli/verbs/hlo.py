@@ -1,0 +1,92 @@
+"""`argosy hlo RUN`, `argosy hlo A B`: what a compiled program does, and how two differ."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from pydantic import Field
+
+from argosy.cli.output import answer
+from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.observe.readable import columns, count_text, flops_text, sized
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+class HloWords(Settings):
+    """The tables."""
+
+    rows: int = Field(12, gt=0)
+    """Rows of each table."""
+
+
+@app.command()
+def hlo_words(
+    program: Annotated[str, typer.Argument(metavar="RUN-or-DUMP", help="a run, an XLA dump, or a text", show_default=False)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OTHER] [key=value ...]", help="another to compare with; settings: rows", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> None:
+    """Shows a compiled program of a CPU, GPU or TPU: operations by kind and layer, biggest values, collectives; or how two differ."""
+    rest = list(words or [])
+    other = rest.pop(0) if rest and "=" not in rest[0] else None
+    how = read_settings(HloWords, words_layer(rest)).value
+    from argosy.jobs.hlo import program_file, read_program
+    from argosy.observe.hlo.summary import program_differences, summarize
+
+    path = program_file(program)
+    found = summarize(read_program(path))
+    if other is None:
+        document = asdict(found) | {"program": str(path), "flops": found.flops, "bytes": found.bytes}
+        document["values"] = document["values"][:200]
+        answer(_text(str(path), found, how.rows), document, as_json)
+        return
+    beside = program_file(other)
+    against = summarize(read_program(beside))
+    rows = program_differences(found, against)
+    document = {"a": str(path), "b": str(beside), "flops": [found.flops, against.flops], "bytes": [found.bytes, against.bytes]}
+    answer(_compared(document, rows, how.rows), document | {"differences": [asdict(one) for one in rows]}, as_json)
+
+
+def _text(path: str, found: Any, most: int) -> str:
+    work = ("", "runs", "FLOP", "bytes")
+    parts = [
+        f"{path}: {flops_text(found.flops)} of products, {sized(found.bytes)} in and out of operations, "
+        f"{sized(found.argument_bytes)} of arguments"
+        + (f"; {len(found.unknown_loops)} loops of unknown length count once" if found.unknown_loops else "")
+    ]
+    for title, rows in (("by kind", found.kinds), ("by layer", found.layers)):
+        shown = [(one.name, count_text(one.count), count_text(one.flops) if one.flops else "", sized(one.bytes)) for one in rows[:most]]
+        parts.append(f"{title}\n{columns(work, shown, figures=(1, 2, 3))}")
+    values = [(one.name, sized(one.bytes), one.type, one.kind, one.layer) for one in found.values[:most]]
+    parts.append("biggest values\n" + columns(("", "bytes", "type", "kind", "layer"), values, figures=(1,)))
+    transfers = [
+        (one.kind, str(one.devices), count_text(one.count), sized(one.bytes), f"{one.asynchronous / one.count:.0%}", one.layer)
+        for one in found.transfers[:most]
+    ]
+    head = ("", "devices", "runs", "bytes", "asynchronous", "layer")
+    parts.append("collectives\n" + columns(head, transfers, figures=(1, 2, 3, 4)) if transfers else "no collectives")
+    return "\n\n".join(parts)
+
+
+def _compared(document: Mapping[str, Any], rows: Sequence[Any], most: int) -> str:
+    def cell(row: Mapping[str, Any] | None) -> str:
+        if row is None:
+            return "-"
+        flops = f", {count_text(row['flops'])} FLOP" if row.get("flops") else ""
+        return f"{count_text(row.get('count', 0))} x, {sized(row.get('bytes', 0))}{flops}"
+
+    flops, moved = document["flops"], document["bytes"]
+    first = f"{flops_text(flops[0])} and {flops_text(flops[1])} of products; {sized(moved[0])} and {sized(moved[1])} in and out"
+    if not rows:
+        return f"{first}\nno differences"
+    shown = [(one.table, one.name, cell(one.before), cell(one.after), _signed(one.bytes)) for one in rows[:most]]
+    more = f"\n{len(rows) - most} more; rows={len(rows)} shows all" if len(rows) > most else ""
+    return f"{first}\n\n{columns(('', '', 'first', 'second', 'bytes'), shown, figures=(4,))}{more}"
+
+
+def _signed(n_bytes: int) -> str:
+    return f"+{sized(n_bytes)}" if n_bytes > 0 else f"-{sized(-n_bytes)}" if n_bytes else ""

@@ -1,0 +1,138 @@
+"""`argosy plan RECIPE [key=value ...] [device=v5p-128]`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from argosy.cli.output import answer, say
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.settings import read_settings, words_layer
+from argosy.jobs import machine
+from argosy.observe.readable import columns, lasted, sized
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+WORDS = {"gathered_weights": "gathered weights"}
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file", show_default=False)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[device=v5p-128] [compile=false] [search=true out=FILE] [price=N] [key=value ...]",
+            help="settings",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> int:
+    """What a run will need and do on devices that need not be here: whether it fits, what it keeps in memory, what it communicates,
+    how long a step takes and what bounds it. Nothing runs, and no data is read. A run that does not fit ends with code 2.
+
+    \b
+    Examples:
+      argosy plan tiny
+      argosy plan pretrain model=llama2-70b device=v5p-128
+      argosy plan pretrain model=llama3.1-8b device=h100-8 data.sequence=8192 execution.remat=full price=2.5"""
+    from argosy.jobs.plan import PlanSettings
+
+    own = [word for word in words or [] if word.partition("=")[0] in PlanSettings.model_fields]
+    settings = read_settings(PlanSettings, words_layer(own)).value
+    machine.start_jax()
+    from argosy.jobs.plan import plan as job
+
+    found = job(recipe, [word for word in words or [] if word not in own], settings, say)
+    answer(plan_text(found), found, as_json)
+    if found["fits"]:
+        return 0
+    memory = found["memory_bytes"]
+    where = ", ".join(f"{one['name']} {sized(one['bytes'])}" for one in found["buffers"][:3])
+    ways = " or ".join(" ".join(one["settings"]) for one in found["nearest"])
+    needs = f"a device needs {sized(memory['total'])} and has {sized(found['memory_limit_bytes'])}"
+    raise BadInput(
+        f"{recipe} does not fit on {found['device']}: {needs}",
+        where=f"largest: {where}" if where else None,
+        hint=f"{ways} fits" if ways else "more devices, or a smaller model",
+    )
+
+
+def plan_text(answered: Mapping[str, Any]) -> str:
+    """The answer as text."""
+    return "\n".join([*_head(answered), "", *_memory(answered), "", *_time(answered), *_collectives(answered), *_rest(answered)])
+
+
+def _head(found: Mapping[str, Any]) -> list[str]:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items()) or "one device"
+    by = "the compiler" if found["verdict_by"] == "compiler" else "the analytic model"
+    return [
+        f"{found['recipe']} on {found['device']}: {plural(found['devices'], 'device')}, {mesh}",
+        f"{found['parameters']:,} parameters, {found['flops_per_step']:.3g} FLOPs and {found['tokens_per_step']:,} tokens a step, "
+        f"{found['precision']}, remat {found['remat']}",
+        f"{'fits' if found['fits'] else 'does not fit'}, says {by}",
+    ]
+
+
+def _memory(found: Mapping[str, Any]) -> list[str]:
+    memory, limit = found["memory_bytes"], found["memory_limit_bytes"]
+    rows = [(str(WORDS.get(kind, kind)), sized(size)) for kind, size in memory.items() if size and kind != "total"]
+    of = f" of {sized(limit)}" if limit else ""
+    rows.append(("in all", sized(memory["total"]) + of))
+    whose = "each device" if found["device"] != "this" or found["device_kind"] != "cpu" else "this machine"
+    return columns((f"memory of {whose}", ""), rows).splitlines()
+
+
+def _time(found: Mapping[str, Any]) -> list[str]:
+    if found["step_seconds"] is None:
+        return ["a step: no speed is known for this device"]
+    step, error = found["step_seconds"], found["step_seconds_error"]
+    mfu = f", {found['mfu']:.1%} MFU" if found["mfu"] else ""
+    speed = f"{found['tokens_per_s']:,.0f} tokens a second"
+    cost = f", {found['cost']:,.0f} in all" if found["cost"] else ""
+    return [
+        f"a step: {_brief(step)} by a static estimate that may be {error:.0%} off{mfu}, {speed}",
+        f"bound by {found['bound_by']}",
+        f"{plural(found['steps'], 'step')}: {lasted(found['steps'] * step)}{cost}",
+    ]
+
+
+def _collectives(found: Mapping[str, Any]) -> list[str]:
+    if not found["collectives"]:
+        return []
+    rows = [
+        (one["kind"], one["axis"], sized(one["bytes"]), _brief(one["seconds"]), _brief(one["exposed_seconds"]))
+        for one in found["collectives"]
+    ]
+    return ["", *columns(("collectives", "along", "moved", "time", "exposed"), rows, (2, 3, 4)).splitlines()]
+
+
+def _brief(seconds: float) -> str:
+    """A duration, in milliseconds below a second."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else lasted(seconds)
+
+
+def _rest(found: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if found["buffers"]:
+        rows = [(sized(one["bytes"]), one["type"], one["name"][:60]) for one in found["buffers"]]
+        lines += ["", *columns(("largest arrays", "", ""), rows).splitlines()]
+    if found["replicated"]:
+        lines += ["", f"whole: {found['replicated']}"]
+    if found["unknown_loops"]:
+        loops = plural(found["unknown_loops"], "loop")
+        lines += ["", f"note: {loops} of a length that depends on the data count once, so a step takes longer"]
+    if found["note"]:
+        lines += ["", f"note: {found['note']}"]
+    if found.get("ranking"):
+        rows = [
+            (f"{one['tokens_per_s']:,.0f}", sized(one["memory_bytes"]), " ".join(w for w in one["settings"] if not w.endswith("=1")))
+            for one in found["ranking"]
+        ]
+        lines += ["", *columns(("tokens/s", "memory", "by the analytic model"), rows, (0, 1)).splitlines()]
+        lines += [f"written to {found['out']}"] if found["out"] else []
+    if found["missing_compiler"]:
+        lines += ["", f"`pip install {found['missing_compiler']}` brings the compiler, whose answer is nearer"]
+    return lines

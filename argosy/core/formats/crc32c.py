@@ -1,0 +1,91 @@
+"""CRC-32C (Castagnoli, RFC 3720) of many byte strings at once, as TFRecord files hold it.
+
+The checksum is linear: that of a string is the exclusive or of the checksums of its blocks, each shifted by the bytes after it. So all
+blocks of all strings are computed side by side, a byte of each at a time: about 60 MB/s on a core, where a loop over bytes reaches 5.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+POLYNOMIAL = 0x82F63B78  # reflected
+BLOCK_BYTES = 128
+# Strings up to this length are computed by themselves: 2 us, where the arrays of blocks take 500.
+SHORT_BYTES = 16
+MASK = 0xA282EAD8
+
+
+@cache
+def byte_table() -> "np.ndarray":
+    """The checksum after one more byte, uint32 [256]."""
+    import numpy as np
+
+    return np.array(byte_list(), np.uint32)
+
+
+@cache
+def block_shift() -> list[list[int]]:
+    """The checksum after a block of zeros, for each byte of the checksum before: [4][256]."""
+    import numpy as np
+
+    found = []
+    for place in range(4):
+        sums = np.arange(256, dtype=np.uint32) << np.uint32(8 * place)
+        for _ in range(BLOCK_BYTES):
+            sums = byte_table()[sums & 255] ^ (sums >> np.uint32(8))
+        found.append(sums.tolist())
+    return found
+
+
+@cache
+def byte_list() -> list[int]:
+    table = list(range(256))
+    for _ in range(8):
+        table = [value >> 1 ^ POLYNOMIAL if value & 1 else value >> 1 for value in table]
+    return table
+
+
+def crc32c(strings: Sequence[bytes]) -> list[int]:
+    """The checksum of each string."""
+    if all(len(data) <= SHORT_BYTES for data in strings):
+        return [_short(data) for data in strings]
+    # Imported here, because whoever looks at the beginning of a file needs no arrays.
+    import numpy as np
+
+    counts = [-(-max(len(data), 4) // BLOCK_BYTES) for data in strings]
+    blocks = np.zeros((sum(counts), BLOCK_BYTES), np.uint8)
+    flat, end = blocks.reshape(-1), 0
+    for data, count in zip(strings, counts):
+        end += count * BLOCK_BYTES
+        # Zeros in front change nothing, because blocks begin with the checksum 0.
+        flat[end - len(data) : end] = np.frombuffer(data, np.uint8)
+        # The checksum of a string begins with ones, which is the same as its first four bytes inverted.
+        flat[end - len(data) : min(end - len(data) + 4, end)] ^= 255
+    table, sums = byte_table(), np.zeros(len(blocks), np.uint32)
+    for column in np.ascontiguousarray(blocks.T):
+        sums = table[(sums ^ column) & 255] ^ (sums >> np.uint32(8))
+    a, b, c, d = block_shift()
+    found, at, each = [], 0, sums.tolist()
+    for data, count in zip(strings, counts):
+        value = 0
+        for block in each[at : at + count]:
+            value = a[value & 255] ^ b[value >> 8 & 255] ^ c[value >> 16 & 255] ^ d[value >> 24] ^ block
+        at += count
+        found.append(value ^ 0xFFFFFFFF if len(data) >= 4 else _short(data))
+    return found
+
+
+def _short(data: bytes) -> int:
+    """The checksum of a few bytes."""
+    table, value = byte_list(), 0xFFFFFFFF
+    for byte in data:
+        value = table[(value ^ byte) & 255] ^ value >> 8
+    return value ^ 0xFFFFFFFF
+
+
+def masked_crc32c(strings: Sequence[bytes]) -> list[int]:
+    """The checksum of each string as TFRecord files store it."""
+    return [((value >> 15 | value << 17) + MASK) & 0xFFFFFFFF for value in crc32c(strings)]

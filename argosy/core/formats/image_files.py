@@ -1,0 +1,84 @@
+"""Image files to arrays and back, by Pillow (the extra `images`); PNG files are written without it."""
+
+import io
+from typing import TYPE_CHECKING, Any, Literal
+
+from argosy.core.errors import BadInput
+from argosy.core.formats.png import png_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ImageFormat = Literal["png", "jpeg", "webp"]
+# Pillow's own bound against files that are small and decode to gigabytes.
+MOST_PIXELS = 89_478_485
+
+
+def pillow() -> Any:
+    """Pillow's `Image` module.
+
+    Raises:
+        BadInput: it is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise BadInput("reading image files needs the package `pillow`", hint="pip install 'argosy[images]'") from None
+    return Image
+
+
+def read_image(data: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
+    """An image file as [H W 3] uint8, or [H W 4] if it has transparency, turned as its camera says (EXIF).
+
+    Raises:
+        BadInput: it is no image, is cut off, has more pixels, or pixels of 32 bits.
+    """
+    import numpy as np
+
+    image_module = pillow()
+    from PIL import ImageOps
+
+    try:
+        with image_module.open(io.BytesIO(data)) as opened:
+            width, height = opened.size
+            if width * height > most_pixels:
+                raise BadInput(f"an image of {width}x{height} pixels: at most {most_pixels:,} pixels are read")
+            turned = ImageOps.exif_transpose(opened)
+            if turned.mode in ("I", "F"):
+                raise BadInput("pixels of 32 bits, which have no white that is known", hint="8 or 16 bits a channel")
+            if turned.mode.startswith("I;16"):
+                # Pillow would cut them to 8 bits, and all but the darkest would be white.
+                turned = image_module.fromarray((np.array(turned) // 257).astype(np.uint8))
+            clear = turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info
+            return np.array(turned.convert("RGBA" if clear else "RGB"))
+    except BadInput:
+        raise
+    except Exception as error:
+        # Pillow's readers raise errors of many kinds on damaged files.
+        raise BadInput(f"no image that can be read: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
+
+
+def resized(image: "np.ndarray", height: int, width: int) -> "np.ndarray":
+    """The image [H W C] uint8 at another size, by Lanczos' filter."""
+    import numpy as np
+
+    if image.shape[:2] == (height, width):
+        return image
+    module = pillow()
+    return np.array(module.fromarray(image).resize((width, height), module.Resampling.LANCZOS))
+
+
+def image_file(image: "np.ndarray", kind: ImageFormat = "png", quality: int = 95) -> bytes:
+    """The file of an image [H W C] uint8.
+
+    Args:
+        quality: of JPEG and WebP, in percent.
+
+    Raises:
+        BadInput: the format needs Pillow, and it is not installed.
+    """
+    if kind == "png":
+        return png_bytes(image)
+    file = io.BytesIO()
+    pillow().fromarray(image).save(file, kind.upper(), quality=quality)
+    return file.getvalue()

@@ -1,0 +1,125 @@
+"""The files of a repository that a model is read from: safetensors, and the small files beside them. Never pickles.
+
+Repositories keep the same weights several times: as pickles, as safetensors in float32 and float16 (`model.fp16.safetensors`), as
+Meta's `original/` and Mistral's `consolidated.safetensors`. One kind is taken, so nothing is transferred twice.
+"""
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+
+from argosy.core.errors import BadInput
+from argosy.core.formats.safetensors import STEMS
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
+ADAPTER = "adapter_model.safetensors"
+# Of a folder: settings, vocabularies, templates, the card and the license.
+SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt", "README.md", "LICENSE*", "NOTICE*")
+BELOW = ("additional_chat_templates/*.jinja", "1_Pooling/config.json")
+# Of a pipeline that draws images: parts that nothing is drawn with here.
+UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
+PIPELINE, CHECKPOINT = "model_index.json", "meta.json"
+
+
+def model_files(files: Collection[str], name: str, file: str | None = None, *, small: bool = False) -> list[str]:
+    """The files to transfer, of all files of a repository.
+
+    Args:
+        name: of the repository, for errors.
+        file: a .gguf file or a folder: only that.
+        small: without weights.
+
+    Raises:
+        BadInput: there are no weights, or only pickles, or there is no such file.
+    """
+    if file is not None:
+        return _of_file(files, name, file.rstrip("/"), small)
+    if PIPELINE in files and not small:
+        return _of_pipeline(files, name)
+    if CHECKPOINT in files and not small:
+        # A folder that this package wrote in its own layout.
+        return [one for one in files if not _is_pickle(one)]
+    taken = _small(files, "")
+    if small:
+        return taken
+    weights = _weights(files, "")
+    if not weights:
+        return _without_safetensors(files, name)
+    return taken + weights
+
+
+def _of_file(files: Collection[str], name: str, file: str, small: bool) -> list[str]:
+    if file in files:
+        if _is_pickle(file):
+            raise BadInput(f"{file} is a pickle, which may run code as it is read", where=name, hint="name a .gguf file or a folder")
+        return [] if small and file.endswith(".gguf") else [file]
+    inside = [one for one in files if one.startswith(f"{file}/")]
+    if not inside:
+        known = sorted({one for one in files if one.endswith(".gguf")} | {one.split("/")[0] for one in files if "/" in one})
+        hint = f"it has {', '.join(known[:8])}" if known else "leave out what follows the last colon"
+        raise BadInput(f"{name} has no file or folder `{file}`", hint=hint)
+    own = model_files([one.removeprefix(f"{file}/") for one in inside], f"{name}:{file}", small=small)
+    return [f"{file}/{one}" for one in own]
+
+
+def _of_pipeline(files: Collection[str], name: str) -> list[str]:
+    folders = sorted({one.split("/")[0] for one in files if one.count("/") == 1})
+    taken = [PIPELINE, *(one for one in files if one in ("README.md",) or fnmatchcase(one, "LICENSE*"))]
+    for folder in folders:
+        if folder in UNUSED:
+            continue
+        small = _small(files, f"{folder}/")
+        weights = _weights(files, f"{folder}/")
+        if not weights and any(_is_pickle(one) for one in files if one.startswith(f"{folder}/")):
+            raise _only_pickles(name, f"{folder}/")
+        taken += small + weights
+    return taken
+
+
+def _small(files: Collection[str], folder: str) -> list[str]:
+    """The files of one folder that are not weights."""
+    inside = [one.removeprefix(folder) for one in files if one.startswith(folder)]
+    direct = [one for one in inside if "/" not in one and any(fnmatchcase(one, pattern) for pattern in SMALL)]
+    deeper = [one for one in inside if "/" in one and any(fnmatchcase(one, pattern) for pattern in BELOW)]
+    return [f"{folder}{one}" for one in (*direct, *deeper) if not one.endswith(".bin.index.json")]
+
+
+def _weights(files: Collection[str], folder: str) -> list[str]:
+    """The safetensors of one folder, in the order in which `SafetensorsFolder` prefers them."""
+    inside = {one.removeprefix(folder) for one in files if one.startswith(folder)}
+    for stem in STEMS:
+        if f"{stem}.safetensors" in inside:
+            return [f"{folder}{stem}.safetensors"]
+    for stem in STEMS:
+        if f"{stem}.safetensors.index.json" in inside:
+            shards = sorted(one for one in inside if fnmatchcase(one, f"{stem}-?????-of-?????.safetensors"))
+            # Shards may have any name; the index, which is not here yet, lists them.
+            every = shards or sorted(one for one in inside if "/" not in one and one.endswith(".safetensors"))
+            return [f"{folder}{one}" for one in every]
+    return [f"{folder}{ADAPTER}"] if ADAPTER in inside else []
+
+
+def _without_safetensors(files: Collection[str], name: str) -> list[str]:
+    blocks = sorted(one for one in files if one.endswith(".gguf"))
+    if len(blocks) == 1:
+        return blocks
+    if blocks:
+        listed = ", ".join(f"`{name}:{one}`" for one in blocks[:6])
+        raise BadInput(f"{name} has {len(blocks)} .gguf files", hint=f"name one of them: {listed}{', ...' * (len(blocks) > 6)}")
+    if any(map(_is_pickle, files)):
+        raise _only_pickles(name)
+    other = sorted(one for one in files if one.endswith(".safetensors"))
+    where = f"it has {', '.join(other[:4])}" if other else f"it has {', '.join(sorted(files)[:6]) or 'no files'}"
+    raise BadInput(f"{name} has no model.safetensors, no index of shards and no .gguf file", where=where)
+
+
+def _only_pickles(name: str, folder: str = "") -> BadInput:
+    return BadInput(
+        f"{name} has its weights only as pickles{f' in {folder}' if folder else ''}, which may run code as they are read",
+        hint="its authors, or a branch such as refs/pr/1, may have safetensors (hf:NAME@refs/pr/1); or convert it with transformers: "
+        "`model.save_pretrained(FOLDER)`",
+    )
+
+
+def _is_pickle(file: str) -> bool:
+    return any(fnmatchcase(PurePosixPath(file).name, pattern) for pattern in PICKLES)

@@ -1,0 +1,127 @@
+"""Folders of this machine as commits of the Hub: all files in one commit, so that nobody loads half of a model.
+
+Large files go up first, one after the other, and are not part of the model until the commit. After a kill the same command sends those
+that are not there. Weights of an earlier model that the new one does not have are removed in the same commit: readers prefer
+`model.safetensors` to shards.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import ArgosyError, BadInput, complaint
+from argosy.core.hub.download import client_errors, hub_error, is_unreachable
+from argosy.core.hub.names import HubName
+from argosy.core.progress import Say
+
+CARD = "README.md"
+# A comment by which a card that was written from a lineage is known; whoever edits the card by hand removes it.
+MARK = "<!-- Written by argosy push. Without this line, the card is kept when the model is pushed again. -->"
+WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did.
+
+    commit: the new commit; None where nothing changed or nothing was sent.
+    kept_card: whether a card written by hand stayed.
+    removed: weights of an earlier model.
+    """
+
+    commit: str | None
+    url: str
+    kept_card: bool
+    removed: list[str]
+
+
+def push_files(
+    files: Mapping[str, Path | bytes],
+    name: HubName,
+    message: str,
+    *,
+    private: bool = False,
+    replaces_card: bool = False,
+    dry: bool = False,
+    say: Say = lambda _: None,
+) -> Pushed:
+    """Makes a commit of these files, by their names in the repository, which is created if it is not there.
+
+    Args:
+        replaces_card: also a card that was written by hand.
+        dry: only looks at what is there.
+
+    Raises:
+        BadInput: no permission, or no such branch.
+        ArgosyError: the connection broke.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+
+    api, url = HfApi(library_name="argosy"), f"{constants.ENDPOINT}/{name.repository}"
+    try:
+        if not dry:
+            api.create_repo(name.repository, private=private, exist_ok=True)
+            if name.revision:
+                api.create_branch(name.repository, branch=name.revision, exist_ok=True)
+        present = _present(api, name)
+        removed = [one for one in present if one not in files and any(fnmatchcase(one, pattern) for pattern in WEIGHTS)]
+        kept_card = CARD in present and CARD in files and not replaces_card and not _is_written(api, name)
+        if kept_card:
+            say(f"{url} has a card that was written by hand, which stays; card=replace replaces it")
+        if dry:
+            return Pushed(None, url, kept_card, removed)
+        sent: list[Any] = [
+            CommitOperationAdd(path_in_repo=file, path_or_fileobj=content if isinstance(content, bytes) else str(content))
+            for file, content in sorted(files.items())
+            if file != CARD or not kept_card
+        ]
+        for number, one in enumerate(sent, 1):
+            # Those that belong into git go with the commit.
+            api.preupload_lfs_files(name.repository, additions=[one], revision=name.revision)
+            if one._upload_mode == "lfs":
+                say(f"{one.path_in_repo}: uploaded, {number} of {len(sent)} files")
+        operations = [*sent, *(CommitOperationDelete(path_in_repo=one) for one in removed)]
+        info = api.create_commit(name.repository, operations, commit_message=message, revision=name.revision)
+    except client_errors() as error:
+        raise _upload_error(error, name, dry) from None
+    except RuntimeError as error:
+        # Of the client's upload of a large file; what it met is its cause.
+        raise _upload_error(error.__cause__ if isinstance(error.__cause__, Exception) else error, name, dry) from None
+    return Pushed(info.oid, url, kept_card, removed)
+
+
+def _present(api: Any, name: HubName) -> list[str]:
+    """The files that are there; none where there is no such repository or branch yet."""
+    from huggingface_hub import errors
+
+    try:
+        return api.list_repo_files(name.repository, revision=name.revision)
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        return []
+
+
+def _is_written(api: Any, name: HubName) -> bool:
+    """Whether the card that is there was written from a lineage."""
+    from huggingface_hub import hf_hub_download
+
+    path = hf_hub_download(name.repository, CARD, revision=name.revision)
+    return MARK in Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+def _upload_error(error: Exception, name: HubName, dry: bool) -> ArgosyError:
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError):
+        hint = "set HF_TOKEN to a token that may write, or log in with `hf auth login`"
+        return BadInput(f"the Hub does not let you write to {name.repository}", where=complaint(error), hint=hint)
+    if is_unreachable(error) and dry:
+        hint = "a dry run sends nothing, and asks the Hub what is there; HF_ENDPOINT names another"
+        return ArgosyError("the Hub cannot be reached", where=complaint(error), hint=hint)
+    if is_unreachable(error):
+        what = f"the connection to the Hub broke while {name.repository} was uploaded"
+        return ArgosyError(what, where=complaint(error), hint="the same command resumes: large files that arrived are not sent again")
+    found = hub_error(error, name)
+    return found if isinstance(found, BadInput) else ArgosyError(f"{name.repository} could not be uploaded", where=complaint(error))

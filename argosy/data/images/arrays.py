@@ -1,0 +1,127 @@
+"""Arrays of images: a NumPy file (`.npz`) with `images` and, where there are any, `labels`, `captions` and `class_names`.
+
+    images       [N H W], or [N H W C] with 1, 3 or 4 channels: whole numbers up to `data.image.white`, or floats
+    labels       [N] whole numbers from 0
+    captions     [N] texts
+    class_names  [classes] texts
+
+Columns of other names are given by `data.columns`: `data.columns.images=train_images`. A file with `train_images` and `test_images`
+(and labels) has its own held-out images: the test ones.
+"""
+
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.images.settings import ImageSettings
+from argosy.data.images.table import ImageSource, ImageTable, held_out_rows, image_identity
+from argosy.data.sources import existing
+from argosy.data.sources.opening import content_hash
+
+if TYPE_CHECKING:
+    from argosy.data.settings import DataSettings
+
+COLUMNS = ("images", "labels", "captions", "class_names")
+# Images of which no pixel reaches this share of white were probably meant for another white.
+DARK = 1 / 8
+
+
+class ImageArrays(ImageSource):
+    """The images of a NumPy file."""
+
+    has_columns = True
+
+    def __init__(self, path: str, settings: ImageSettings, held_out: float = 0.0, columns: dict[str, str] | None = None):
+        self.file, self.settings, self.held_out = existing(path), settings, held_out
+        self.path = self.file.path
+        self.columns = dict(columns or {})
+        if unknown := set(self.columns) - set(COLUMNS):
+            raise BadInput(f"data.columns.{min(unknown)} is no column of images", hint=f"columns: {', '.join(COLUMNS)}")
+        self.tables = self._read()
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        return cls(argument, settings.image, settings.held_out, settings.columns)
+
+    @property
+    def where(self) -> str:
+        return str(self.path)
+
+    def split(self, held_out: bool, channels: int) -> tuple[ImageTable, np.ndarray]:
+        if len(self.tables) == 2:
+            table = self.tables[int(held_out)]
+            return table, np.arange(len(table.pictures))
+        mask = held_out_rows(self.tables[0].identities, self.held_out)
+        return self.tables[0], np.flatnonzero(mask == held_out)
+
+    def fingerprint(self) -> dict[str, Any]:
+        made = {"source": "arrays", "source.sha256": content_hash(self.file), "held_out": self.held_out}
+        made |= {f"source.{name}": column for name, column in sorted(self.columns.items())}
+        return made | {f"image.{name}": value for name, value in self.settings.model_dump().items()}
+
+    def _read(self) -> list[ImageTable]:
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+        except (ValueError, OSError, EOFError, KeyError) as error:
+            raise BadInput(f"not a NumPy file of arrays: {error}", where=str(self.path)) from None
+        own = "images" not in self.columns and "images" not in arrays and "train_images" in arrays
+        splits = ("train_", "test_") if own and "test_images" in arrays else ("train_",) if own else ("",)
+        return [self._table(arrays, prefix) for prefix in splits]
+
+    def _table(self, arrays: dict[str, np.ndarray], prefix: str) -> ImageTable:
+        def column(name: str, of_split: bool = True) -> np.ndarray | None:
+            return arrays.get(self.columns.get(name, (prefix if of_split else "") + name))
+
+        where, images, labels, captions = str(self.path), column("images"), column("labels"), column("captions")
+        if images is None:
+            wanted = self.columns.get("images", "images")
+            raise BadInput(
+                f"no array `{wanted}`", where=where, hint=f"it has {', '.join(arrays)}; data.columns.images=NAME names another"
+            )
+        if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or not images.size:
+            what = f"`images` is {images.dtype} {list(images.shape)}, not [N H W] or [N H W C] numbers"
+            raise BadInput(what, where=where, hint="channels come last: transpose(0, 2, 3, 1) from channels first")
+        images = images[..., None] if images.ndim == 3 else images
+        if images.shape[-1] not in (1, 3, 4) and images.shape[1] in (1, 3, 4):
+            what = f"`images` has its {images.shape[1]} channels first: {list(images.shape)}"
+            raise BadInput(what, where=where, hint="channels come last: transpose(0, 2, 3, 1)")
+        white = self.settings.white or (1.0 if images.dtype.kind == "f" else 255.0)
+        self._check_values(images, white)
+        for name, other in (("labels", labels), ("captions", captions)):
+            if other is not None and len(other) != len(images):
+                raise BadInput(f"{len(images):,} images and {len(other):,} {name}", where=where)
+        if labels is not None and (labels.ndim != 1 or labels.dtype.kind not in "ui" or int(labels.min()) < 0):
+            raise BadInput(f"`labels` is {labels.dtype} {list(labels.shape)}, not [N] whole numbers from 0", where=where)
+        names, texts = column("class_names", False), None if captions is None else [str(text) for text in captions]
+        identities = [image_identity(image, texts[i] if texts else None) for i, image in enumerate(images)]
+        height, width = images.shape[1:3]
+        size = self.settings.size
+        if size is not None and size > min(height, width):
+            what = f"data.image.size = {size}, and the images are {height} x {width}"
+            raise BadInput(what, where=where, hint="arrays are cropped and not resized: choose a smaller size")
+        return ImageTable(
+            images,
+            None if labels is None else labels.astype(np.int32),
+            texts,
+            () if names is None else tuple(map(str, names)),
+            np.array(identities, np.uint64),
+            (height, width) if size is None else (size, size),
+            images.shape[-1],
+            white,
+        )
+
+    def _check_values(self, images: np.ndarray, white: float) -> None:
+        """Raises BadInput for numbers that are no image: NaN, infinite, below black or above white."""
+        low, high = float(images.min()), float(images.max())
+        if not np.isfinite([low, high]).all():
+            row = int(np.flatnonzero(~np.isfinite(images.reshape(len(images), -1)).all(1))[0])
+            raise BadInput(f"image {row} has numbers that are not finite", where=str(self.path))
+        if low < 0 or high > white:
+            what = f"images have numbers from {low:g} to {high:g}, and black is 0, white {white:g}"
+            raise BadInput(what, where=str(self.path), hint="data.image.white=NUMBER says what white is; shift so that black is 0")
+        if self.settings.white is None and high < DARK * white:
+            what = f"images have numbers up to {high:g}, and white is {white:g}: all of them would be nearly black"
+            hint = f"data.image.white={high:g}; or data.image.white={white:g} if they are so dark"
+            raise BadInput(what, where=str(self.path), hint=hint)

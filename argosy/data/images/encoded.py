@@ -1,0 +1,243 @@
+"""Images and captions as frozen models read them: latents of an autoencoder, states of text encoders. Computed once, then mapped.
+
+    FOLDER/SPLIT/manifest.json    shapes and types, and how many rows of each array are there
+    FOLDER/SPLIT/latents.npy      [N F h w C]  of each image, and of its mirror image where images are mirrored (F = 2)
+    FOLDER/SPLIT/text.npy         [U S E]      of each distinct caption; the first is the empty one
+    FOLDER/SPLIT/pooled.npy       [U O]
+
+The folder's name is a hash of what decides the numbers: the images and their settings, the weights of the encoders, and the precision.
+Runs with equal ones share it, and a run that is killed while it fills the folder goes on where it was.
+
+    images   float32  [B h w c]  latents, or images where there is no autoencoder
+    text     float32  [B s e]    states of the caption; of the empty caption for a share of the rows (`dropout`)
+    pooled   float32  [B o]      the caption as one vector
+    labels   int32    [B]        the class, where there are classes
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from argosy.core.caches import one_at_a_time
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.formats.files import sync
+from argosy.core.progress import Say
+from argosy.data.batch import Batch, Field, Fields
+from argosy.data.images.table import ImageRows, ImageSource, check_images
+from argosy.data.sources import RowSource
+
+TEXT, POOLED = Field("B s e", np.float32, "row"), Field("B o", np.float32, "row")
+MANIFEST = "manifest.json"
+# Images that are encoded at once, and texts.
+IMAGES_AT_ONCE, TEXTS_AT_ONCE = 8, 16
+# Random numbers of a row are below this.
+WIDTH = 2.0**64
+
+
+class FrozenEncoders(Protocol):
+    """The models that images and captions go through. They are loaded when something is missing in the cache."""
+
+    @property
+    def identity(self) -> str:
+        """What decides the numbers: a hash of weights, settings and precision."""
+        ...
+
+    @property
+    def space(self) -> Any:
+        """What the autoencoder asks of images (`ImageSpace`); None: there is none."""
+        ...
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether captions are encoded."""
+        ...
+
+    def latents(self, images: np.ndarray) -> np.ndarray:
+        """Latents [B h w C] of images [B H W c] in -1..1."""
+        ...
+
+    def states(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
+        """`text` [B S E] and `pooled` [B O], those that there are."""
+        ...
+
+
+class EncodedImages(RowSource):
+    """Images of another source with latents and states of captions.
+
+    Args:
+        source: the images.
+        encoders: what they go through.
+        cache: the folder that holds a folder for each source and encoders.
+        dropout: share of captions that are replaced by the empty one in training.
+        say: called with what is being computed.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        encoders: FrozenEncoders,
+        cache: Path,
+        *,
+        dropout: float = 0.0,
+        say: Say = lambda _: None,
+    ):
+        self.source, self.encoders, self.dropout, self.say = source, encoders, dropout, say
+        if encoders.space is not None and source.settings.crop == "random":
+            what = "latents are computed once for each image, and data.image.crop=random crops anew in each epoch"
+            raise BadInput(what, where=source.where, hint="data.image.crop=center; data.image.flip=true is built")
+        made = json.dumps([source.fingerprint(), encoders.identity], sort_keys=True, default=str)
+        self.folder = cache / "images" / hashlib.sha256(made.encode()).hexdigest()[:32]
+
+    def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "EncodedRows":
+        space = self.encoders.space
+        table, chosen = self.source.split(held_out, vocab.channels if space is None else space.channels)
+        asked = vocab if space is None else vocab._replace(channels=space.channels, multiple=space.multiple * vocab.multiple)
+        check_images(table, asked, self.source.where)
+        if self.encoders.reads_text and table.captions is None:
+            hint = "NAME.txt beside NAME.png; `text` in metadata.jsonl; an array `captions`"
+            raise BadInput("the model reads captions, and this data has none", where=self.source.where, hint=hint)
+        rows = ImageRows(table, chosen, self.source.settings, seed, trains=not held_out)
+        store = EncodedStore(self.folder / ("held_out" if held_out else "train"))
+        store.fill(rows, self.encoders, self.say)
+        return EncodedRows(rows, store, vocab.channels, 0.0 if held_out else self.dropout)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.source.fingerprint() | {"encoders": self.encoders.identity, "dropout": self.dropout}
+
+
+class EncodedStore:
+    """The arrays of one split, on disk."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.arrays = dict[str, np.ndarray]()
+        self.texts = dict[str, int]()
+
+    def fill(self, rows: ImageRows, encoders: FrozenEncoders, say: Say) -> None:
+        """Computes what is missing, and maps the arrays."""
+        captions = rows.table.captions if encoders.reads_text else None
+        if captions is not None:
+            distinct = dict.fromkeys(["", *(captions[int(i)] for i in rows.chosen)])
+            self.texts = {text: i for i, text in enumerate(distinct)}
+        with one_at_a_time(self.folder.parent / f".{self.folder.name}.lock", say):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if encoders.space is not None and len(rows):
+                each = lambda at, end: {"latents": encoded_images(rows, at, end, encoders.latents)}  # noqa: E731
+                self._write("images", len(rows), IMAGES_AT_ONCE, each, say)
+            if self.texts:
+                texts = list(self.texts)
+                self._write("captions", len(texts), TEXTS_AT_ONCE, lambda at, end: encoders.states(texts[at:end]), say)
+        for name in ("latents", "text", "pooled"):
+            if (path := self.folder / f"{name}.npy").is_file():
+                self.arrays[name] = np.load(path, mmap_mode="r")
+
+    def _write(
+        self, what: str, count: int, at_once: int, compute: Callable[[int, int], dict[str, np.ndarray]], say: Say
+    ) -> None:
+        """Computes rows from where an earlier process ended, and writes down how far it is after each part."""
+        done = self._manifest().get(what, 0)
+        arrays, told = dict[str, np.ndarray](), -1
+        for at in range(done, count, at_once):
+            if (tenth := 10 * at // count) > told:
+                say(f"encoding {what}: {at:,} of {count:,}")
+                told = tenth
+            for name, values in compute(at, min(at + at_once, count)).items():
+                if name not in arrays:
+                    arrays[name] = self._opened(name, (count, *values.shape[1:]), begins=not at)
+                arrays[name][at : at + len(values)] = values
+            for array in arrays.values():
+                array.flush()  # type: ignore[attr-defined]
+            self._say_done(what, min(at + at_once, count))
+
+    def _opened(self, name: str, shape: tuple[int, ...], begins: bool) -> np.ndarray:
+        path = self.folder / f"{name}.npy"
+        if begins:
+            return np.lib.format.open_memmap(path, "w+", np.float32, shape)
+        return np.lib.format.open_memmap(path, "r+")
+
+    def _manifest(self) -> dict[str, Any]:
+        path = self.folder / MANIFEST
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def _say_done(self, what: str, rows: int) -> None:
+        path = self.folder / f"{MANIFEST}.part"
+        path.write_text(json.dumps(self._manifest() | {what: rows}))
+        sync(path)
+        os.replace(path, self.folder / MANIFEST)
+
+
+class EncodedRows:
+    """The rows of one split: latents or images, with states of captions.
+
+    Args:
+        rows: the images.
+        channels: of the latents, as the model reads them.
+    """
+
+    per_group = 1
+    reads_places = True
+    tokens_per_row = 1
+
+    def __init__(self, rows: ImageRows, store: EncodedStore, channels: int, dropout: float):
+        self.images, self.store, self.dropout = rows, store, dropout
+        self.table, self.chosen, self.settings = rows.table, rows.chosen, rows.settings
+        arrays = store.arrays
+        if "latents" in arrays and arrays["latents"].shape[-1] != channels:
+            what = f"the autoencoder's latents have {plural(arrays['latents'].shape[-1], 'channel')}, and the model reads {channels}"
+            raise BadInput(what, hint=f"model.channels={arrays['latents'].shape[-1]}, or another autoencoder")
+        known = {"text": TEXT, "pooled": POOLED}
+        self.fields: Fields = dict(rows.fields) | {name: field for name, field in known.items() if name in arrays}
+        self._captions = np.zeros(0, np.int64)
+        if store.texts and (captions := rows.table.captions) is not None:
+            self._captions = np.array([store.texts[captions[int(i)]] for i in rows.chosen], np.int64)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def own_sizes(self) -> dict[str, int]:
+        arrays, sizes = self.store.arrays, dict(self.images.own_sizes)
+        if "latents" in arrays:
+            sizes |= dict(zip("hwc", arrays["latents"].shape[2:], strict=True))
+        sizes |= dict(zip("se", arrays["text"].shape[1:], strict=True)) if "text" in arrays else {}
+        return sizes | ({"o": arrays["pooled"].shape[1]} if "pooled" in arrays else {})
+
+    @property
+    def numbers_per_row(self) -> int:
+        sizes = self.own_sizes
+        return sizes["h"] * sizes["w"] * sizes["c"] + sizes.get("s", 0) * sizes.get("e", 0)
+
+    def gather(self, rows: np.ndarray, places: np.ndarray | None = None) -> Batch:
+        places, arrays = rows if places is None else places, self.store.arrays
+        drawn = [self.images.drawn(place) for place in places.tolist()]
+        made = dict[str, Any]()
+        if "latents" in arrays:
+            mirrored = np.array([bool(bits[2] >> np.uint64(63)) and self.settings.flip for bits in drawn], np.int64)
+            made["images"] = arrays["latents"][rows, mirrored]
+            if self.table.labels is not None:
+                made["labels"] = self.table.labels[self.chosen[rows]].astype(np.int32)
+        else:
+            made = self.images.gather(rows, places)
+        if len(self._captions):
+            # The empty caption is the first.
+            empty = np.array([float(bits[3]) < self.dropout * WIDTH for bits in drawn])
+            captions = np.where(empty, 0, self._captions[rows])
+            made |= {name: np.asarray(arrays[name][captions]) for name in ("text", "pooled") if name in arrays}
+        return made
+
+
+def encoded_images(rows: ImageRows, at: int, end: int, encode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Latents [B F h w C] of some rows, and of their mirror images where these are trained on."""
+    still = ImageRows(rows.table, rows.chosen, rows.settings, 0, trains=False)
+    images = np.stack([still.prepared(row, 0) for row in range(at, end)])
+    # The last part is as large as the others, so that one program encodes all of them.
+    padded = np.concatenate([images, np.zeros((IMAGES_AT_ONCE - len(images), *images.shape[1:]), np.float32)])
+    views = [padded, padded[:, :, ::-1]] if rows.settings.flip else [padded]
+    return np.stack([encode(view)[: len(images)] for view in views], 1)
+

@@ -1,0 +1,26 @@
+"""The settings of images (`data.image`)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from argosy.core.settings import Also, Settings
+
+
+class ImageSettings(Settings):
+    """How images are prepared. Everything random follows from the place of the image in the run and the seed, so a run that resumes
+    sees the same images."""
+
+    size: Annotated[int | None, Also("resolution", "image_size")] = Field(None, gt=0)
+    """Height and width in pixels: the shorter side is resized to it, and the longer one is cropped. None: images stay as they are, and
+    must all be of one size."""
+    crop: Literal["center", "random"] = "center"
+    """Where an image is cropped. random: at a place that is drawn anew in each epoch; held-out images are cropped at the center."""
+    flip: Annotated[bool, Also("random_flip", "horizontal_flip")] = False
+    """Whether half of the images, drawn anew in each epoch, are mirrored left to right. Held-out images are not."""
+    invalid: Literal["error", "drop"] = "error"
+    """What to do with an image file that is damaged or has too many pixels. error: the run ends before its first step, with the file's
+    name; drop: it is left out and counted."""
+    white: float | None = Field(None, gt=0)
+    """The number that stands for white in an array; black is 0. None: 255 for whole numbers, 1 for others. In training, black is -1 and
+    white is 1."""

@@ -1,0 +1,1 @@
+"""Mixtures: several sources of data as one."""

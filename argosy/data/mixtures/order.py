@@ -1,0 +1,186 @@
+"""The order of a mixture: which row of which source stands at each place of the endless sequence.
+
+The row follows from the place by arithmetic alone, so the position of a mixture is one number, as that of a single source, and holds
+for any number of processes. Each source has an order of its own (`data.order.Order`), from which the mixture draws: draw d of a source
+is entry d of its epochs, so a source is always seen whole before any of its rows comes again.
+
+    by size     no weights: one pass draws `epochs` times every row of each source; a permutation of the pass mixes them
+    by weight   every BLOCK places hold a fixed number of each source (its share, to 1/BLOCK), in an order of the block's own;
+                the counts change at given places, where weights are scheduled
+
+The draws of a source before a place are counted, never looped over: full blocks times their quota, and the part of one block.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.order import Order
+from argosy.data.sources.synthetic import splitmix
+
+# Places in which shares are exact. A share below 1/BLOCK cannot be had.
+BLOCK = 4096
+BLOCKS_CACHED = 8
+
+
+class DrawOrder(Protocol):
+    """Maps places to sources and draws.
+
+    places_per_epoch: places of one pass; None: a mixture by weight has none.
+    """
+
+    places_per_epoch: int | None
+
+    def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source at each place, and its draw there; int64 [B] each."""
+        ...
+
+    def draws(self, place: int) -> np.ndarray:
+        """The draws of each source before a place, int64 [sources]; within a pass by size, its share."""
+        ...
+
+
+class OrderBySize:
+    """One pass draws `counts` rows of each source."""
+
+    def __init__(self, counts: Sequence[int], seed: int | None):
+        self.counts = np.asarray(counts, np.int64)
+        self.ends = np.cumsum(self.counts)
+        self.places_per_epoch: int | None = int(self.ends[-1])
+        self.order = Order(self.places_per_epoch, seed)
+
+    def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        epochs = places // self.ends[-1]
+        slots = self.order(places)
+        source = np.searchsorted(self.ends, slots, side="right")
+        within = slots - (self.ends - self.counts)[source]
+        return source, epochs * self.counts[source] + within
+
+    def draws(self, place: int) -> np.ndarray:
+        return (self.counts * (place / int(self.ends[-1]))).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class WeightStage:
+    """Places from `start` on with these weights.
+
+    quotas: rows of each source in a block, int64 [sources].
+    before: draws of each source before `start`.
+    """
+
+    start: int
+    quotas: np.ndarray
+    before: np.ndarray
+
+
+class OrderByWeight:
+    """Blocks of places with fixed numbers of rows of each source.
+
+    shares: (first place, weight of each source) of each stage, from place 0 on.
+    """
+
+    places_per_epoch: int | None = None
+
+    def __init__(self, shares: Sequence[tuple[int, Sequence[float]]], seed: int | None):
+        # Without shuffling sources still alternate, in an order that no seed changes.
+        self.seed = seed or 0
+        self.cached: OrderedDict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self.stages: list[WeightStage] = []
+        for start, weights in shares:
+            before = self.draws(start) if self.stages else np.zeros(len(weights), np.int64)
+            self.stages.append(WeightStage(start, quotas_of(weights), before))
+
+    def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        source, draw = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
+        starts = np.array([stage.start for stage in self.stages])
+        stage_of = np.searchsorted(starts, places, side="right") - 1
+        blocks = (places - starts[stage_of]) // BLOCK
+        for number, block in sorted(set(zip(stage_of.tolist(), blocks.tolist()))):
+            here = (stage_of == number) & (blocks == block)
+            stage = self.stages[number]
+            within = (places[here] - stage.start) % BLOCK
+            labels, ranks = self.block(number, block)
+            source[here] = labels[within]
+            draw[here] = stage.before[labels[within]] + block * stage.quotas[labels[within]] + ranks[within]
+        return source, draw
+
+    def block(self, stage: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The source at each place of a block, and how many of that source come before it there."""
+        key = stage, number
+        if key not in self.cached:
+            quotas = self.stages[stage].quotas
+            keys = splitmix(np.array([named_seed(self.seed, f"block {stage} {number}")], np.uint64), np.arange(BLOCK, dtype=np.uint64))
+            labels = np.repeat(np.arange(len(quotas)), quotas)[np.argsort(keys, kind="stable")]
+            ranks = np.zeros(BLOCK, np.int64)
+            for source in range(len(quotas)):
+                at = np.flatnonzero(labels == source)
+                ranks[at] = np.arange(len(at))
+            self.cached[key] = labels, ranks
+            while len(self.cached) > BLOCKS_CACHED:
+                self.cached.popitem(last=False)
+        return self.cached[key]
+
+    def draws(self, place: int) -> np.ndarray:
+        number = max(i for i, stage in enumerate(self.stages) if stage.start <= place)
+        stage = self.stages[number]
+        block, within = divmod(place - stage.start, BLOCK)
+        labels, _ = self.block(number, block)
+        return stage.before + block * stage.quotas + np.bincount(labels[:within], minlength=len(stage.quotas))
+
+
+def quotas_of(weights: Sequence[float]) -> np.ndarray:
+    """How many places of a block each source gets: its share by largest remainders, and at least one for a weight that is not 0.
+
+    Raises:
+        BadInput: a weight is too small a part of the whole.
+    """
+    share = np.asarray(weights, np.float64) / np.sum(weights)
+    if (small := (share > 0) & (share < 0.5 / BLOCK)).any():
+        least = float(share[small].min())
+        what = f"a weight is {least:.2g} of the whole, and a mixture is exact to 1/{BLOCK}"
+        raise BadInput(what, where="data.source", hint="leave that source out, or raise its weight")
+    exact = share * BLOCK
+    quotas = np.maximum(np.floor(exact).astype(np.int64), share > 0)
+    order = np.argsort(-(exact - np.floor(exact)), kind="stable")
+    short = BLOCK - int(quotas.sum())
+    if short > 0:
+        quotas[order[:short]] += 1
+    else:
+        # Sources that were raised to one place take it from the largest.
+        for _ in range(-short):
+            quotas[int(np.argmax(quotas))] -= 1
+    return quotas
+
+
+class MixedOrder:
+    """Maps places to rows (or groups of rows) of all sources, one after the other.
+
+    sizes: rows of each source.
+    """
+
+    repeats = True
+
+    def __init__(self, sizes: Sequence[int], order: DrawOrder, seed: int | None):
+        self.sizes, self.order = np.asarray(sizes, np.int64), order
+        self.offsets = np.cumsum(self.sizes) - self.sizes
+        seeds = [None if seed is None else named_seed(seed, f"source {number}") for number in range(len(sizes))]
+        self.orders = [Order(size, one) for size, one in zip(self.sizes.tolist(), seeds)]
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        """The rows at some places; both int64 [B]."""
+        source, draw = self.order(places)
+        rows = np.zeros(len(places), np.int64)
+        for number in np.unique(source).tolist():
+            here = source == number
+            rows[here] = self.offsets[number] + self.orders[number](draw[here])
+        return rows
+
+
+def named_seed(seed: int, name: str) -> int:
+    """A seed of 64 bits for a part of a mixture."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")

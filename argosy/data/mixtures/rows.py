@@ -1,0 +1,63 @@
+"""The rows of several tables as one table, those of each source after those of the one before."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.batch import Batch, Field, Fields
+from argosy.data.pack import PackCounts, PackedRows, counts_of
+
+
+class MixedRows:
+    """The rows of several tables whose batches have the same fields."""
+
+    def __init__(self, tables: Sequence[PackedRows], names: Sequence[str]):
+        """names: of the sources, for errors.
+
+        Raises:
+            BadInput: rows of one source come in other groups than those of another, or with other fields.
+        """
+        self.tables, self.per_group = tables, tables[0].per_group
+        self.own_sizes: dict[str, int] = dict(getattr(tables[0], "own_sizes", {}))
+        shared = [name for name in tables[0].fields if all(name in table.fields for table in tables)]
+        self.fields: Fields = {name: self._field(name) for name in shared}
+        for table, name in zip(tables[1:], names[1:]):
+            what = f"`{names[0]}` and `{name}` cannot be mixed"
+            if table.per_group != self.per_group:
+                raise BadInput(f"{what}: their rows come in groups of {self.per_group} and {table.per_group}", where="data.source")
+            if (sizes := dict(getattr(table, "own_sizes", {}))) != self.own_sizes:
+                hint = "`data.packing=alone` gives each record a row"
+                raise BadInput(f"{what}: their rows have the sizes {self.own_sizes} and {sizes}", where="data.source", hint=hint)
+        self.ends = np.cumsum([len(table) for table in tables])
+
+    def _field(self, name: str) -> Field:
+        first = self.tables[0].fields[name]
+        dtype = np.result_type(*(np.dtype(table.fields[name].dtype) for table in self.tables))
+        return Field(first.axes, dtype, first.per, first.at)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def gather(self, rows: np.ndarray) -> Batch:
+        source = np.searchsorted(self.ends, rows, side="right")
+        starts, made = self.ends - [len(table) for table in self.tables], dict[str, Any]()
+        for number in np.unique(source).tolist():
+            here = np.flatnonzero(source == number)
+            found = self.tables[number].gather(rows[here] - starts[number])
+            for name, field in self.fields.items():
+                # A group's rows are of one source, and come together.
+                per_group = field.per == "group"
+                at, count = (here[:: self.per_group] // self.per_group, len(rows) // self.per_group) if per_group else (here, len(rows))
+                if name not in made:
+                    made[name] = np.zeros((count, *found[name].shape[1:]), field.dtype)
+                made[name][at] = found[name]
+        return made
+
+    @property
+    def counts(self) -> PackCounts:
+        each = [counts_of(table) for table in self.tables]
+        total = {name: sum(getattr(one, name) for one in each) for name in ("cut", "dropped", "unlearned", "parted", "targets")}
+        learned = sum(one.targets if one.learned is None else one.learned for one in each)
+        return PackCounts(**total, learned=learned if any(one.learned is not None for one in each) else None)

@@ -1,0 +1,27 @@
+"""Chooses the encoder of documents and the rows of tokens by the format of a source's records."""
+
+from argosy.data.chat.conversations import ConversationEncoder
+from argosy.data.encode import DocumentEncoder
+from argosy.data.encoding import Encoding
+from argosy.data.pack import Corpus
+from argosy.data.rows.labeled import LabeledEncoder, LabeledRows
+from argosy.data.rows.sequences import SequenceEncoder, SequenceRows
+from argosy.data.sources import Source
+from argosy.data.sources.records import GROUPS, LABELED
+
+
+def encoder_for(source: Source, encoding: Encoding) -> DocumentEncoder:
+    """The encoder of a source's documents: for text, conversations, sequences with completions, or labeled texts."""
+    if source.format == "text":
+        return DocumentEncoder(encoding)
+    if source.format in LABELED:
+        return LabeledEncoder(encoding, source.format)
+    if source.format in GROUPS:
+        return SequenceEncoder(encoding, source.format, source)
+    return ConversationEncoder(encoding)
+
+
+def sequence_rows(corpus: Corpus, format: str, per_group: int, sequence: int, packing: str, too_long: str) -> SequenceRows:
+    """The rows of a corpus of sequences."""
+    made = LabeledRows if format in LABELED else SequenceRows
+    return made(corpus, per_group, sequence, packing, too_long)

@@ -1,0 +1,119 @@
+"""Texts that are scored or embedded as a whole: converts records to tokens in their tokenizer's frame, and tokens to rows.
+
+Beside what every row of sequences holds (`data.rows.sequences`), a batch has for each slot
+
+    label     float32  [B s z]  the index of the class, 0 or 1 for each class, or the regression target
+    second    float32  [B s]    the index where the second text of a pair begins; 0: there is none
+
+No token is a target: all are inputs, and the label is learned.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.batch import Batch, Field
+from argosy.data.chat.conversations import NOTHING
+from argosy.data.encode import DocumentEncoder
+from argosy.data.encoding import Encoding
+from argosy.data.framing import frame_of, framed
+from argosy.data.labels import label_numbers
+from argosy.data.pack import Corpus, Encoded
+from argosy.data.rows.sequences import SequenceRows
+from argosy.data.sources import Document, SourceRecord
+
+# The names of a record's values: the numbers of its label, where its second text begins, and how many tokens end it.
+LABEL, SECOND, CLOSING = "label_", "second", "closing"
+
+
+class LabeledEncoder(DocumentEncoder):
+    """Encodes records of texts. Its counts cover the records so far.
+
+    read: number of records.
+    unanswered: number of records without any token of a text.
+    """
+
+    counted = (*DocumentEncoder.counted, "read", "unanswered")
+
+    def __init__(self, encoding: Encoding, format: str):
+        """Raises:
+        BadInput: tokens are to be learned.
+        """
+        if encoding.learn != "answers":
+            what = f"data.learn={encoding.learn} is for fine-tuning: of `{format}` records no token is learned"
+            raise BadInput(what, hint="leave `data.learn` out")
+        super().__init__(encoding)
+        self.frame, self.labels = frame_of(encoding.tokenizer, encoding.bos), encoding.labels
+        self.read = self.unanswered = 0
+
+    def encode(self, documents: list[Document]) -> Iterator[Encoded]:
+        """The encoded records in order: one text or pair each, with the texts that belong to it in `group`.
+
+        Raises:
+            BadInput: a label is not among the classes.
+        """
+        records = [document.record for document in documents if document.record is not None]
+        every = [(one.prompt or "", one.completion) for record in records for one in (record, *record.others)]
+        texts = [text for pair in every for text in pair if text is not None]
+        for text in texts:
+            self._look_for_names(text, ends=True)
+        ids = iter(self.tokenizer.encode_many(texts, self.special))
+        for record in records:
+            self.read += 1
+            each = [self.sequence(one, ids) for one in (record, *record.others)]
+            if any(one is NOTHING for one in each):
+                self.unanswered += 1
+                yield NOTHING
+                continue
+            yield Encoded(each[0].tokens, values=each[0].values, group=tuple(each[1:]))
+
+    def skip(self, document: Document) -> None:
+        """Skips a record; only names of special tokens in its texts are counted."""
+        if document.record is not None:
+            self._look_for_names(document.record.words, ends=True)
+
+    def sequence(self, record: SourceRecord, ids: Iterator[list[int]]) -> Encoded:
+        """One text or pair, with the numbers of its record."""
+        text, pair = next(ids), None if record.completion is None else next(ids)
+        if not text and not pair:
+            return NOTHING
+        tokens, second = framed(self.frame, text, pair)
+        values = {SECOND: float(second), CLOSING: float(len(self.frame.last))}
+        if "label" in record.columns:
+            numbers = label_numbers(record.columns["label"], self.labels, record.where)
+            values |= {f"{LABEL}{i}": number for i, number in enumerate(numbers)}
+        return Encoded(self._checked(tokens), values=values)
+
+
+class LabeledRows(SequenceRows):
+    """Rows of texts with their labels. A text that is cut keeps its final special tokens, as in inference."""
+
+    def __init__(self, corpus: Corpus, per_group: int, sequence: int, packing: str = "alone", too_long: str = "cut"):
+        super().__init__(corpus, per_group, sequence, packing, too_long)
+        self.numbers = sum(name.startswith(LABEL) for name in corpus.values)
+        named = {name: field for name, field in self.fields.items() if not name.startswith(LABEL)}
+        label = {"label": Field("B s z", np.float32, "row")} if self.numbers else {}
+        self.fields = named | label
+
+    @property
+    def own_sizes(self) -> dict[str, int]:
+        return {"s": self.slots, "z": max(self.numbers, 1)}
+
+    def learned_of(self, sizes: np.ndarray) -> np.ndarray:
+        """The number of tokens that count: all, since a text may be one token."""
+        return sizes
+
+    def gather(self, rows: np.ndarray) -> Batch:
+        batch = super().gather(rows)
+        if self.numbers:
+            batch["label"] = np.stack([batch.pop(f"{LABEL}{i}") for i in range(self.numbers)], -1)
+        return batch
+
+    def write(self, batch: Batch, row: int, at: int, slot: int, group: int, place: int) -> int:
+        size = super().write(batch, row, at, slot, group, place)
+        document = group * self.per_group + place
+        closing, stop = int(self.corpus.values[CLOSING][document]), int(self.corpus.starts[document + 1])
+        if closing and size > closing:
+            batch["tokens"][row, at + size - closing : at + size] = self.corpus.tokens[stop - closing : stop]
+        return size

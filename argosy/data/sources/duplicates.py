@@ -1,0 +1,84 @@
+"""Leaves out documents that occur before in the same source.
+
+    exact      the same text, by 128 bits of its hash
+    minhash    nearly the same words: MinHash of 5-grams (Broder 1997) in 14 bands of 8, as FineWeb has it (arXiv:2406.17557): documents
+               whose sets of 5-grams overlap by s (Jaccard) agree in some band with probability 1 - (1 - s^8)^14
+
+The first of each kind is kept. Both need the hashes of all documents in memory: about 90 bytes a document, or 14 times as much. A
+document in pieces, of more than about 1 MiB, is kept without a look.
+"""
+
+import hashlib
+import re
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from argosy.data.sources import DerivedSource, Document, Source
+from argosy.data.sources.synthetic import splitmix
+
+WORDS_OF_GRAM, BANDS, ROWS_OF_BAND = 5, 14, 8
+WORD = re.compile(r"\w+")
+
+
+class Deduplicated(DerivedSource):
+    """Another source, without the documents that occur before."""
+
+    def __init__(self, source: Source, method: str):
+        super().__init__(source)
+        self.method = method
+
+    def documents(self) -> Iterator[Document]:
+        seen: set[bytes] = set()
+        inside, self.duplicates = False, 0
+        for document in self.source.documents():
+            whole, inside = document.ends and not inside, not document.ends
+            if whole:
+                keys = exact_keys(document) if self.method == "exact" else near_keys(document)
+                if not seen.isdisjoint(keys):
+                    self.duplicates += 1
+                    continue
+                seen.update(keys)
+            yield document
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.source.fingerprint() | {"source.deduplicate": self.method}
+
+
+def exact_keys(document: Document) -> list[bytes]:
+    data = document.text.encode() if document.tokens is None else np.asarray(document.tokens, "<i8").tobytes()
+    return [hashlib.blake2b(data, digest_size=16).digest()]
+
+
+def near_keys(document: Document) -> list[bytes]:
+    """A hash for each band of the signature. Records are compared by what they say, without names of columns and roles."""
+    text = document.text if document.record is None else document.record.words
+    bands = signature(text).reshape(BANDS, ROWS_OF_BAND)
+    return [hashlib.blake2b(band.tobytes(), digest_size=12, salt=bytes([number])).digest() for number, band in enumerate(bands)]
+
+
+def signature(text: str) -> np.ndarray:
+    """The smallest hash of the text's 5-grams under each of BANDS x ROWS_OF_BAND hash functions, uint64."""
+    words = np.fromiter((zlib.crc32(word.encode()) for word in WORD.findall(text.lower())), np.uint64)
+    # A shorter text is one gram.
+    words = np.pad(words, (0, max(0, WORDS_OF_GRAM - len(words))))
+    grams = np.zeros(len(words) - WORDS_OF_GRAM + 1, np.uint64)
+    for place in range(WORDS_OF_GRAM):
+        grams = splitmix(np.zeros(1, np.uint64), grams ^ words[place : place + len(grams)])
+    found = np.full(BANDS * ROWS_OF_BAND, np.iinfo(np.uint64).max)
+    factors, offsets = hash_functions()
+    # In parts, so that a long text needs little memory.
+    for at in range(0, len(grams), 4096):
+        hashes = grams[None, at : at + 4096] * factors + offsets
+        found = np.minimum(found, (hashes >> np.uint64(32)).min(axis=1))
+    return found
+
+
+@cache
+def hash_functions() -> tuple[np.ndarray, np.ndarray]:
+    """Odd factors and offsets of multiply-shift hashing, uint64 [n, 1] each."""
+    drawn = splitmix(np.array([1], np.uint64), np.arange(2 * BANDS * ROWS_OF_BAND, dtype=np.uint64)).reshape(2, -1, 1)
+    return drawn[0] | np.uint64(1), drawn[1]

@@ -1,0 +1,95 @@
+"""Data sets of the Hub, read by the package `datasets` (an extra), which keeps them in its own cache.
+
+    hf:NAME            the split `train`, or the only one          hf:NAME:SPLIT          hf:NAME:SUBSET:SPLIT
+    hf:NAME@REVISION   a commit, branch or tag                     hf:FOLDER:SPLIT        a folder of files, or of `save_to_disk`
+
+A data set is downloaded whole, as Arrow files that are mapped: so its order is fixed, and a run resumes exactly. Streams of `datasets`
+are not used, because one with a shuffle buffer loses rows and repeats others when it resumes; files are read where they are by
+`data.source=hf://datasets/NAME/FILE.parquet`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from argosy.core.errors import BadInput, nearest
+from argosy.core.input_files import InputFile
+from argosy.data.sources.arrow import BATCH_ROWS, ArrowRows, counted
+from argosy.data.sources.opening import content_hash
+from argosy.data.sources.steps import RecordSteps
+
+if TYPE_CHECKING:
+    from argosy.data.settings import DataSettings
+
+SPEC = re.compile(r"(?P<name>[^:@]+)(@(?P<revision>[^:]+))?(:(?P<first>[^:]+))?(:(?P<second>[^:]+))?")
+
+
+class HubDataset(ArrowRows):
+    """One split of a data set of the Hub."""
+
+    kind = "hf"
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        format: str = "auto",
+        columns: Mapping[str, str] | None = None,
+        steps: RecordSteps | None = None,
+    ):
+        super().__init__(format=format, columns=columns, steps=steps)
+        if not (found := SPEC.fullmatch(spec)):
+            raise BadInput(f"`hf:{spec}` names no data set", hint="hf:NAME, hf:NAME@REVISION or hf:NAME:SPLIT")
+        self.spec, self.name, self.revision = spec, found["name"], found["revision"]
+        self.subset, self.split = (found["first"], found["second"]) if found["second"] else (None, found["first"])
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        return cls(argument, format=settings.format, columns=settings.columns, steps=settings.steps)
+
+    @property
+    def place(self) -> str:
+        return f"hf:{self.spec}"
+
+    @cached_property
+    def dataset(self) -> Any:
+        """The split, as `datasets` has it.
+
+        Raises:
+            BadInput: `datasets` is not installed, or there is no such data set, subset or split.
+        """
+        try:
+            import datasets
+        except ImportError:
+            what = "data sets of the Hub are read by the package datasets, which is not installed"
+            raise BadInput(what, where=f"data.source={self.place}", hint="pip install 'argosy[hub]'") from None
+        folder = Path(self.name).expanduser()
+        try:
+            if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+                found = datasets.load_from_disk(str(folder))
+            else:
+                found = datasets.load_dataset(str(folder) if folder.is_dir() else self.name, self.subset, revision=self.revision)
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise BadInput(f"no data set `{self.name}`: {said}", where=f"data.source={self.place}") from error
+        if not isinstance(found, datasets.DatasetDict):
+            return found
+        names = [str(name) for name in found]
+        split = self.split or ("train" if "train" in names else names[0] if len(names) == 1 else None)
+        if split not in names:
+            what = f"`{self.name}` has no split `{split}`" if split else f"`{self.name}` has several splits"
+            hint = f"{nearest(split, names)}; " if split else ""
+            raise BadInput(what, where=f"data.source={self.place}", hint=f"{hint}hf:{self.name}:SPLIT, of {', '.join(names)}")
+        return found[str(split)]
+
+    def tables(self) -> Iterator[tuple[int, Any]]:
+        batches = self.dataset.with_format("arrow").iter(BATCH_ROWS)
+        yield from counted(batch for table in batches for batch in table.to_batches())
+
+    def fingerprint(self) -> dict[str, Any]:
+        data = self.dataset
+        files = [content_hash(InputFile(file["filename"])) for file in data.cache_files]
+        made = {"source": self.kind, "source.sha256": " ".join(files) or str(data._fingerprint), "source.rows": len(data)}
+        return made | self.read_fingerprint()

@@ -1,0 +1,116 @@
+"""Which reader a file needs: by what it begins with, otherwise by its name. A Parquet file called `data.txt` is read as Parquet.
+
+Text, JSON lines and separated values have no mark, so their names count: `.jsonl .ndjson .json` and `.csv .tsv`. A file of any other
+name that is not usual for text is JSON lines if its first line is an object. The endings of packed files (`.gz`) do not count.
+"""
+
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.formats.crc32c import masked_crc32c
+from argosy.core.formats.recognize import HEAD_BYTES, binary_kind, is_text, refuse_binary
+from argosy.core.input_files import InputFile, has_wildcards
+from argosy.core.json_text import parse_json
+from argosy.data.sources import missing
+from argosy.data.sources.opening import base_name, opened
+
+# Riegeli files begin with this block header (github.com/google/riegeli, doc/riegeli_records_file_format.md).
+RIEGELI = bytes.fromhex("83af70d10d884a3f")
+INDEX_MAGIC = b"MMIDIDX\0\0"
+MARKS = {"parquet": (b"PAR1",), "arrow": (b"ARROW1", b"FEA1", b"\xff\xff\xff\xff"), "array_record": (RIEGELI,)}
+TAR_AT, TAR = 257, b"ustar"
+BY_NAME = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
+    ".feather": "arrow", ".tfrecord": "tfrecord", ".tfrecords": "tfrecord", ".array_record": "array_record",
+    ".arrayrecord": "array_record", ".tar": "tar",
+}  # fmt: skip
+OF_TEXT = ("jsonl", "csv")
+WHAT = {"parquet": "a Parquet file", "arrow": "an Arrow file", "tfrecord": "a TFRecord file", "array_record": "an ArrayRecord file",
+        "tar": "a tar file"}  # fmt: skip
+TEXT_NAMES = (".txt", ".text", ".md", ".rst", ".log", ".html", ".xml", ".tex", ".py")
+FIRST_LINE_BYTES = 1 << 20
+IMAGE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+
+
+def reader_of(place: str) -> str:
+    """The name of the source that reads a path or an address.
+
+    Raises:
+        BadInput: there is no such file or folder.
+    """
+    file = InputFile(place)
+    if file.is_folder or (has_wildcards(place) and not file.is_file):
+        return "images" if file.is_local and file.is_folder and holds_images(file.path) else "folder"
+    if not file.is_file:
+        raise missing(file)
+    return file_kind(file)
+
+
+def holds_images(folder: Path) -> bool:
+    """Whether there are image files in a folder or in those right below it. `folder:PATH` reads the texts beside them."""
+    return any(path.suffix.lower() in IMAGE_NAMES for pattern in ("*", "*/*") for path in folder.glob(pattern))
+
+
+def file_kind(file: InputFile) -> str:
+    """The name of the source that reads a file.
+
+    Raises:
+        BadInput: the name says that it holds records, and the file is something else.
+        Damaged: likewise, and nothing is known about what it is.
+    """
+    named = named_kind(file.name)
+    with file.open() as raw:
+        head = raw.read(HEAD_BYTES)
+    for kind, marks in MARKS.items():
+        if head.startswith(marks) and not is_text(head):
+            return kind
+    if file.is_local and (head.startswith(INDEX_MAGIC) or (file.name.endswith(".bin") and megatron_index(file).is_file)):
+        return "tokens"
+    if file.name.lower().endswith(".npz"):
+        return "arrays"
+    with opened(file, text=False) as stream:
+        head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
+        if head.startswith(TAR, TAR_AT) and not is_text(head):
+            return "tar"
+        if is_tfrecord(head):
+            return "tfrecord"
+        if named is None or named in OF_TEXT:
+            if named is None and file.name.endswith(".bin") and head and not is_text(head):
+                return "tokens"
+            return named or ("jsonl" if holds_objects(file.name, cast(BinaryIO, stream)) else "text")
+    if not head:
+        raise BadInput("the file is empty", where=str(file))
+    if binary_kind(head) is not None:
+        refuse_binary(head, str(file))
+    raise Damaged(f"its name says {WHAT[named]}, and it does not begin like one", where=str(file), hint="text ends in .txt or .jsonl")
+
+
+def named_kind(name: str) -> str | None:
+    """The name of the source that a file's ending names."""
+    name = base_name(name)
+    # TFDS: NAME-train.tfrecord-00000-of-00001
+    return next((kind for ending, kind in BY_NAME.items() if name.endswith(ending) or f"{ending}-0" in name), None)
+
+
+def megatron_index(path: InputFile) -> InputFile:
+    """Where the index of a file of token ids is, if Megatron-LM wrote it."""
+    return InputFile(path.path.with_suffix(".idx"))
+
+
+def is_tfrecord(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is a TFRecord file: the checksum of the first length fits."""
+    return len(head) >= 12 and masked_crc32c([head[:8]])[0] == int.from_bytes(head[8:12], "little")
+
+
+def holds_objects(name: str, stream: BinaryIO) -> bool:
+    """Whether a file without a known ending holds JSON lines: whether its first line is an object."""
+    if base_name(name).endswith(TEXT_NAMES):
+        return False
+    line = stream.readline(FIRST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
+    if not line.startswith(b"{"):
+        return False
+    try:
+        return isinstance(parse_json(line.decode()), dict)
+    except (ValueError, RecursionError):
+        return False

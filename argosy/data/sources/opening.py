@@ -1,0 +1,194 @@
+"""The bytes of a data file as UTF-8: unpacked by what they begin with (gzip, bzip2, xz, Zstandard), and converted from other encodings.
+
+Damaged archives, bytes of no text and unreadable files are errors that name the file.
+"""
+
+import bz2
+import codecs
+import gzip
+import hashlib
+import io
+import lzma
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any, BinaryIO, cast
+
+from argosy.core.errors import BadInput, Damaged, nearest
+from argosy.core.formats.recognize import HEAD_BYTES, refuse_binary
+from argosy.core.input_files import InputFile, reading
+
+PIECE_BYTES = 1 << 20
+# For larger files only 64 samples are hashed, so that a terabyte is not read twice.
+HASHED_BYTES = 64 << 20
+UTF8, UTF16 = "utf-8", (b"\xff\xfe", b"\xfe\xff")
+# A bzip2 file names its block size, and begins with a block or ends at once; a text may begin with BZh too.
+BZIP2 = tuple(b"BZh%d%s" % (size, block) for size in range(1, 10) for block in (b"1AY&SY", b"\x17\x72\x45\x38"))
+PACKED = {"gzip": (b"\x1f\x8b",), "bzip2": BZIP2, "xz": (b"\xfd7zXZ\0",), "Zstandard": (b"\x28\xb5\x2f\xfd",)}
+ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zstd")
+COMMON = ("utf-8", "utf-16", "utf-32", "latin-1", "cp1252", "cp1251", "gb18030", "shift_jis", "euc_kr", "big5", "koi8-r", "iso-8859-15")
+
+
+def needed(package: str, readers: str) -> Any:
+    """A package of the extra `data`, imported.
+
+    Raises:
+        BadInput: it is not installed.
+    """
+    try:
+        return import_module(package)
+    except ImportError:
+        what = f"{readers} are read by the package {package.partition('.')[0]}, which is not installed"
+        raise BadInput(what, hint="pip install 'argosy[data]'") from None
+
+
+def base_name(name: str) -> str:
+    """A file's name in small letters, without the ending of a compressed file."""
+    name = name.lower()
+    return next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
+
+
+def packed_as(head: bytes) -> str | None:
+    """How a file that begins with these bytes is compressed; None if it is not."""
+    return next((kind for kind, marks in PACKED.items() if head.startswith(marks)), None)
+
+
+def decompressed(raw: BinaryIO, kind: str) -> BinaryIO:
+    """The bytes that a compressed stream holds.
+
+    Raises:
+        BadInput: Python is older than 3.14, and pyarrow, which also reads Zstandard, is not installed.
+    """
+    if kind == "gzip":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if kind == "bzip2":
+        return cast(BinaryIO, bz2.BZ2File(raw))
+    if kind == "xz":
+        return cast(BinaryIO, lzma.LZMAFile(raw))
+    if sys.version_info >= (3, 14):
+        return import_module("compression.zstd").ZstdFile(raw)
+    return io.BufferedReader(ZstandardStream(needed("pyarrow", "Zstandard files").CompressedInputStream(raw, "zstd")))
+
+
+class ZstandardStream(io.RawIOBase):
+    """A stream of pyarrow as Python's buffered readers take it."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.inner.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class Transcoded(io.RawIOBase):
+    """A stream of text in another encoding, as UTF-8.
+
+    Bytes that are no text in that encoding are replaced by U+FFFD, or an error that gives their offset.
+    """
+
+    def __init__(self, inner: BinaryIO, encoding: str, invalid: str, where: str):
+        self.inner, self.encoding, self.where = inner, encoding, where
+        self.decoder = codecs.getincrementaldecoder(encoding)("replace" if invalid == "replace" else "strict")
+        self.offset, self.pending, self.over = 0, b"", False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.pending and not self.over:
+            data = self.inner.read(1 << 16)
+            self.over = not data
+            waiting = len(self.decoder.getstate()[0])
+            try:
+                self.pending = self.decoder.decode(data, final=self.over).encode()
+            except UnicodeDecodeError as error:
+                place = self.offset - waiting + error.start
+                what = f"not {self.encoding}: {error.reason} at offset {place:,}"
+                hint = "`data.encoding=NAME` names another; `data.invalid=replace` reads on"
+                raise BadInput(what, where=self.where, hint=hint) from None
+            self.offset += len(data)
+        size = min(len(buffer), len(self.pending))
+        buffer[:size], self.pending = self.pending[:size], self.pending[size:]
+        return size
+
+
+def text_encoding(name: str) -> str:
+    """The canonical name of a text encoding.
+
+    Raises:
+        BadInput: Python knows no such encoding.
+    """
+    try:
+        found = codecs.lookup(name)
+        "".encode(found.name)
+    except LookupError:
+        raise BadInput(f"no text encoding `{name}`", where="data.encoding", hint=nearest(name, COMMON)) from None
+    return "utf-8" if found.name in ("utf-8", "utf-8-sig", "ascii") else found.name
+
+
+@contextmanager
+def opened(file: InputFile, *, encoding: str = UTF8, invalid: str = "error", text: bool = True) -> Iterator["io.BufferedReader[Any]"]:
+    """The file's bytes, unpacked; as UTF-8 if they are text.
+
+    Args:
+        text: whether a file that is no text is refused.
+
+    Raises:
+        BadInput: it holds something else, such as a table or an image; or it cannot be read.
+        Damaged: a compressed file that is cut or wrong.
+    """
+    kind = None
+    with ExitStack() as stack:
+        raw = stack.enter_context(file.open())
+        try:
+            with reading(str(file)):
+                head = raw.read(HEAD_BYTES)
+                raw.seek(0)
+            kind = packed_as(head)
+            stream = buffered(decompressed(raw, kind) if kind else raw)
+            head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
+            if text and encoding != UTF8:
+                stream = io.BufferedReader(Transcoded(cast(BinaryIO, stream), encoding, invalid, str(file)), PIECE_BYTES)
+                head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
+            if text and encoding == UTF8 and head.startswith(UTF16):
+                hint = "`data.encoding=utf-16` reads it"
+                raise BadInput("this is UTF-16 text, not text in UTF-8", where=str(file), hint=hint)
+            if text:
+                refuse_binary(head, str(file))
+            yield stream
+        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+            raise Damaged(f"a damaged {kind} file: {error}", where=str(file)) from None
+        except OSError as error:
+            if kind:
+                raise Damaged(f"a damaged {kind} file: {error.strerror or error}", where=str(file)) from None
+            raise BadInput(f"cannot read the file: {error.strerror or error}", where=str(file)) from None
+
+
+def buffered(stream: Any) -> "io.BufferedReader[Any]":
+    """A stream with `peek` and quick lines."""
+    return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream, PIECE_BYTES)
+
+
+def modified(files: Sequence[InputFile]) -> list[int]:
+    """When each file was modified, in ns, of those whose `content_hash` is of samples."""
+    return [file.modified_ns for file in files if file.size_bytes > HASHED_BYTES]
+
+
+def content_hash(file: InputFile) -> str:
+    """sha256 of a file's bytes; of its size and 64 spaced mebibytes where it is larger than HASHED_BYTES."""
+    size = file.size_bytes
+    with reading(str(file)), file.open() as stream:
+        if size <= HASHED_BYTES:
+            return hashlib.file_digest(cast(Any, stream), "sha256").hexdigest()
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(64):
+            stream.seek((size - PIECE_BYTES) * i // 63)
+            digest.update(stream.read(PIECE_BYTES))
+        return digest.hexdigest()

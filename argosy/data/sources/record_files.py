@@ -1,0 +1,140 @@
+"""Files of records, one a row: what JSON lines, tables and containers of examples have in common.
+
+A kind of file says how its rows are read (`RecordFile.rows`); which columns the format reads is decided by the first row
+(`records.RecordReader`). A column that is null counts as absent. This module knows no kind of file.
+"""
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from argosy.core.errors import BadInput
+from argosy.core.input_files import InputFile
+from argosy.data.sources import Document, Source, existing
+from argosy.data.sources.opening import UTF8, content_hash, modified, text_encoding
+from argosy.data.sources.records import RecordReader
+from argosy.data.sources.steps import RecordSteps
+from argosy.data.sources.text import encoded_as
+
+if TYPE_CHECKING:
+    from argosy.data.settings import DataSettings
+
+# A record's columns, and where it stands: file and line, or file and row.
+RowAt = tuple[dict[str, Any], str]
+
+
+class RecordSource(Source):
+    """Records, one a row: texts, or records to fine-tune on."""
+
+    has_columns = True
+    kind: ClassVar[str]  # in the registry of sources
+
+    def __init__(
+        self, *, format: str = "auto", columns: Mapping[str, str] | None = None, steps: RecordSteps | None = None
+    ):
+        """format, columns: as `records.RecordReader`. steps: what records pass before they are read."""
+        self.asked, self.columns = format, dict(columns or {})
+        self.steps = steps or RecordSteps()
+        self.reader = RecordReader(format, columns)
+
+    @abstractmethod
+    def rows(self) -> Iterator[RowAt]:
+        """All records, from the first, with the names of the file's columns."""
+
+    @property
+    def format(self) -> str:
+        if self.reader.format is None:
+            next(self.documents(), None)
+        return self.reader.format or "text"
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return tuple(self.reader.ignored)
+
+    def documents(self) -> Iterator[Document]:
+        for fields, where in self.rows():
+            for row in self.steps(fields, where) if self.steps else (fields,):
+                yield self.document(row, where)
+
+    def document(self, fields: Mapping[str, Any], where: str) -> Document:
+        if not self.reader.begun:
+            self.reader.row(fields, where)  # decides the format
+        if self.reader.format == "text":
+            return Document(self.reader.text(fields, where))
+        record = self.reader.record(fields, where)
+        return Document(record.text, record=record)
+
+    def read_fingerprint(self) -> dict[str, Any]:
+        """How records are read."""
+        return read_as(self.format, self.columns) | self.steps.fingerprint()
+
+
+class RecordFile(RecordSource):
+    """A file of records."""
+
+    def __init__(
+        self,
+        path: str | Path | InputFile,
+        *,
+        invalid: str = "error",
+        format: str = "auto",
+        columns: Mapping[str, str] | None = None,
+        encoding: str = UTF8,
+        steps: RecordSteps | None = None,
+    ):
+        super().__init__(format=format, columns=columns, steps=steps)
+        self.path = existing(path)
+        self.invalid, self.encoding = invalid, text_encoding(encoding)
+        self.size_bytes = self.disk_bytes = self.path.size_bytes
+        self.files = 1
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        how: dict[str, Any] = {"invalid": settings.invalid, "format": settings.format, "encoding": settings.encoding}
+        return cls(argument, columns=settings.columns, steps=settings.steps, **how)
+
+    def fingerprint(self) -> dict[str, Any]:
+        made = {"source": self.kind, "source.sha256": content_hash(self.path), "source.invalid": self.invalid}
+        return made | encoded_as(self.encoding) | self.read_fingerprint()
+
+    def modified(self) -> list[int]:
+        return modified([self.path])
+
+
+def read_as(format: str, columns: Mapping[str, str]) -> dict[str, Any]:
+    """How records are read, for a fingerprint. Nothing for text in the column `text`, so that older runs resume."""
+    made = {"source.format": format} if format != "text" else {}
+    return made | ({"source.columns": json.dumps(dict(columns), sort_keys=True)} if columns else {})
+
+
+def plain(value: Any, where: str, column: str) -> Any:
+    """A value of a table as JSON has it: times as ISO 8601 texts, bytes as UTF-8 text, structures without their null fields.
+
+    Tables give every structure of a column the fields of all of them, so a null field is one that the record did not have.
+
+    Raises:
+        BadInput: bytes that are no text.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {name: plain(inner, where, f"{column}.{name}") for name, inner in value.items() if inner is not None}
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            what = f"`{column}` holds bytes that are not text"
+            raise BadInput(what, where=where, hint="leave that column out of the file") from None
+    if isinstance(value, Sequence):
+        return [plain(inner, where, column) for inner in value]
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return float(value)
+    return str(value)

@@ -1,0 +1,153 @@
+"""Exports pipelines that draw images as bundles: `argosy export MODEL OUT signature=denoise`.
+
+    denoise    conditions, seed [batch], guidance [batch] -> images [batch, H, W, 3] uint8
+
+A program holds the whole way from noise to pixels: the sampler's table for a number of steps, the denoiser with and without its
+conditions, and the decoder. Size and steps are those of the export. An image is the one that `ImagePipeline.images` draws for its seed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.core.errors import BadInput
+from argosy.export.lower import PLATFORMS, export_program, portable_implementations
+from argosy.export.manifest import BundleManifest, BundleSignature, TensorSignature
+from argosy.export.model import abstract_inputs, combined, listed_sizes
+from argosy.export.signatures import BATCH, split_program
+from argosy.export.write import BundleContents, tensor_entry, write_bundle
+from argosy.infer.denoise.pipeline import ImagePipeline
+from argosy.infer.denoise.plan import initial_state, sample
+from argosy.infer.denoise.sampling import first_noise
+from argosy.models.diffusion.base import Conditions
+
+ABOUT = {
+    "labels": "the class of each image",
+    "text": "states of the text encoder",
+    "text_mask": "1 for tokens, 0 for padding",
+    "pooled": "a vector for each prompt",
+}
+
+
+class PipelineModule(nnx.Module):
+    """The modules of a pipeline as one, with the conditions that guidance leads away from, of one row."""
+
+    def __init__(self, pipeline: ImagePipeline, null: Conditions | None):
+        self.denoiser, self.dtype = pipeline.denoiser, pipeline.denoiser.dtype
+        if pipeline.autoencoder is not None:
+            self.autoencoder = pipeline.autoencoder
+        if null is not None:
+            self.null = nnx.Dict({k: nnx.Variable(v) for k, v in null._asdict().items() if v is not None})
+
+
+def export_images(
+    pipeline: ImagePipeline,
+    target: str | Path,
+    *,
+    steps: int | None = None,
+    size: int | tuple[int, int] | None = None,
+    platforms: Sequence[str] = PLATFORMS,
+    batch: int | Sequence[int] | None = None,
+    lineage: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    **how: Any,
+) -> BundleManifest:
+    """Writes a pipeline as a bundle.
+
+    Args:
+        target: a new folder.
+        steps, size: of its images; those of the pipeline by default.
+        platforms: what its programs run on: cpu, cuda, rocm, tpu.
+        batch: batch sizes, with a program for each; smaller batches are padded. None: any size, compiled on first use.
+        lineage: the origin of the model, for the manifest.
+        say: called with progress messages.
+        how: further arguments of `write_bundle`, such as `store` and `sign`.
+
+    Raises:
+        BadInput: the model cannot draw this size in so many steps, or the target exists; nothing is written.
+    """
+    signature, function, module = denoise_signature(pipeline, steps, size)
+    program, weights = split_program(module, function)
+    contents = BundleContents({}, {}, lineage=dict(lineage or {}))
+    contents.implementations = portable_implementations(platforms)
+    say(f"lowering `denoise` for {', '.join(platforms)}")
+    contents.programs["denoise"] = [
+        (fixed, export_program(program, weights, abstract_inputs(signature, fixed), platforms=platforms))
+        for fixed in combined({BATCH: listed_sizes("batch", batch)})
+    ]
+    contents.signatures["denoise"] = signature.model_copy(update={"weights": sorted(weights)})
+    contents.weights = [tensor_entry(address, value) for address, value in weights.items()]
+    return write_bundle(target, contents, **how)
+
+
+def denoise_signature(
+    pipeline: ImagePipeline, steps: int | None, size: int | tuple[int, int] | None
+) -> tuple[BundleSignature, Callable[..., dict[str, Any]], nnx.Module]:
+    """The signature, its computation (module, inputs) -> outputs, and the module.
+
+    Raises:
+        BadInput: the model cannot draw this size in so many steps.
+    """
+    height, width = pipeline.checked_size(size)
+    count = pipeline.defaults.steps if steps is None else steps
+    plan = pipeline.plan(pipeline.sampler, count, (height, width))
+    config, null = pipeline.config, pipeline.prompts.null(1)
+    shape = (height // pipeline.factor, width // pipeline.factor, config.channels)
+    learned, scale = "guidance" in config.conditions, pipeline.defaults.guidance
+    guided = not learned and scale != 1
+    if not any(value is not None for value in null):
+        raise BadInput("this pipeline reads no conditions that a bundle could take as inputs")
+    specs = [_input(name, value, config) for name, value in null._asdict().items() if value is not None]
+    specs.append(TensorSignature(name="seed", shape=[BATCH], dtype="int32", description="of the noise", minimum=0))
+    if learned or guided:
+        about = "how strongly an image follows its conditions"
+        specs.append(TensorSignature(name="guidance", shape=[BATCH], dtype="float32", description=about, default=scale, minimum=0))
+    output = TensorSignature(name="images", shape=[BATCH, height, width, 3], dtype="uint8", description="RGB")
+
+    def function(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        conditions = Conditions(**{name: inputs[name] for name in Conditions._fields if name in inputs and name != "guidance"})
+        if learned:
+            conditions = conditions._replace(guidance=inputs["guidance"])
+        rows = inputs["seed"].shape[0]
+        keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(inputs["seed"].astype(jnp.uint32))
+
+        def predict(x: Float[Array, "B H W C"], timestep: Float[Array, ""]) -> Float[Array, "B H W C"]:
+            times = jnp.broadcast_to(timestep, (rows,))
+            found = module.denoiser(x, times, conditions).astype(jnp.float32)
+            if not guided:
+                return found
+            away = {k: jnp.broadcast_to(v[...], (rows, *v.shape[1:])) for k, v in module.null.items()}
+            base = module.denoiser(x, times, Conditions(**away)).astype(jnp.float32)
+            return pipeline.guidance.apply(found, base, inputs["guidance"], timestep)
+
+        state = initial_state(plan, first_noise(keys, shape))
+        fresh = keys if plan.spread.any() else None
+        latents = sample(predict, plan, state, fresh)
+        if pipeline.autoencoder is None:
+            images = latents
+        else:
+            images = module.autoencoder.decode(pipeline.autoencoder.config.from_latents(latents)).astype(jnp.float32)
+        images = jnp.repeat(images, 3, -1) if images.shape[-1] == 1 else images
+        return {"images": jnp.rint(jnp.clip(images / 2 + 0.5, 0, 1) * 255).astype(jnp.uint8)}
+
+    signature = BundleSignature(
+        description=f"an image of {width}x{height} pixels for each row, drawn in {count} steps of {pipeline.sampler.name}",
+        inputs=specs,
+        outputs=[output],
+        programs=[],
+        weights=[],
+        padding=[BATCH],
+        example={"labels": [0], "seed": [0]} if null.labels is not None else {},
+    )
+    return signature, function, PipelineModule(pipeline, null if guided else None)
+
+
+def _input(name: str, value: Any, config: Any) -> TensorSignature:
+    """The input for a condition, of the shape that the pipeline's prompts have."""
+    bounds = {"minimum": 0, "maximum": config.classes_known} if name == "labels" else {}
+    return TensorSignature(name=name, shape=[BATCH, *value.shape[1:]], dtype=str(value.dtype), description=ABOUT[name], **bounds)

@@ -1,0 +1,1 @@
+"""Images from noise: samplers as tables (`plan`, `samplers`), guidance, and diffusers' names of them (`hub`)."""

@@ -1,0 +1,77 @@
+"""`ImageAutoencoder`: images to latents and back, `argosy.load(folder or run of an autoencoder)`."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from argosy.core.errors import BadInput
+from argosy.infer.denoise.finite import check_finite
+from argosy.models.autoencoders.base import AutoencoderConfig
+from argosy.models.parts.weight import merge, split
+
+
+class ImageAutoencoder:
+    """An autoencoder of images.
+
+    Args:
+        module: of AutoencoderKL or AutoencoderTiny.
+    """
+
+    def __init__(self, module: Any):
+        self.module = module
+        self.config: AutoencoderConfig = module.config
+        self._graph, self._leaves = split(module)
+
+    @property
+    def factor(self) -> int:
+        """An image is so many times as high and wide as its latents."""
+        return self.config.factor
+
+    def encode(self, images: Float[Any, "B H W c"]) -> Float[np.ndarray, "B h w C"]:
+        """What denoisers read of images in 0..1; the mean, where the encoder gives a distribution.
+
+        Raises:
+            BadInput: the images' sides are no multiples of `factor`, or they have other channels.
+            ArgosyError: the latents are not finite.
+        """
+        shape = np.shape(images)
+        if len(shape) != 4 or shape[-1] != self.config.channels or shape[1] % self.factor or shape[2] % self.factor:
+            wanted = f"[B H W {self.config.channels}] with sides that are multiples of {self.factor}"
+            raise BadInput(f"images of {list(shape)}: this autoencoder reads {wanted}")
+        latents = np.asarray(_encoder(self._graph)(self._leaves, jnp.asarray(images, jnp.float32) * 2 - 1))
+        check_finite("the autoencoder's encoder", latents)
+        return latents
+
+    def decode(self, latents: Float[Any, "B h w C"]) -> Float[np.ndarray, "B H W c"]:
+        """Images in 0..1.
+
+        Raises:
+            ArgosyError: they are not finite.
+        """
+        images = np.asarray(_decoder(self._graph)(self._leaves, jnp.asarray(latents)), np.float32)
+        check_finite("the autoencoder's decoder", images)
+        return np.clip(images / 2 + 0.5, 0, 1)
+
+
+@lru_cache(maxsize=8)
+def _decoder(graph: Any) -> Callable[..., Array]:
+    def decode(leaves: Any, latents: Array) -> Array:
+        model = merge(graph, leaves)
+        return model.decode(model.config.from_latents(latents))
+
+    return jax.jit(decode)
+
+
+@lru_cache(maxsize=8)
+def _encoder(graph: Any) -> Callable[..., Array]:
+    def encode(leaves: Any, images: Array) -> Array:
+        model = merge(graph, leaves)
+        found = model.encode(images)
+        return model.config.to_latents(getattr(found, "mean", found))
+
+    return jax.jit(encode)

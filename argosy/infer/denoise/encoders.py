@@ -1,0 +1,212 @@
+"""The frozen models around a denoiser: what makes latents of images and conditions of prompts.
+
+Before the first step of a run they encode the images and captions of its data (`RunEncoders`). Around the denoiser that it trained,
+they draw images of prompts (`pipeline_around`).
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.checkpoint.base import files_of
+from argosy.checkpoint.open import open_model
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.infer.denoise.encoder_settings import EncoderSettings
+from argosy.infer.denoise.folder import DENOISERS, INDEX, load_diffusers
+from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
+from argosy.infer.denoise.prompts import PromptReader, TextPrompts
+from argosy.infer.denoise.settings import SamplerSettings
+from argosy.models.autoencoders.base import AutoencoderConfig
+from argosy.models.diffusion.base import Conditions, ImageSpace
+from argosy.weights.build import load_model, stored_tokenizer
+from argosy.weights.hub.config import read_json_object
+from argosy.weights.manifest import hash_file
+
+
+class RunEncoders:
+    """The encoders of a run, as its data asks them.
+
+    Args:
+        config: of the denoiser.
+        dtype: of the encoders' weights and activations.
+        say: called with what a caption lost.
+    """
+
+    def __init__(self, settings: EncoderSettings, config: Any, dtype: Any, say: Say | None = None):
+        self.settings, self.config, self.dtype, self.say = settings, config, dtype, say
+        self._pipeline: ImagePipeline | None = None
+        self._identity: str | None = None
+
+    @property
+    def reads_text(self) -> bool:
+        return self.settings.reads_text and "text" in self.config.conditions
+
+    @property
+    def space(self) -> ImageSpace | None:
+        folder = autoencoder_folder(self.settings)
+        if folder is None:
+            return None
+        config: Any = open_model(folder).config
+        return ImageSpace(config.channels, config.factor, 0)
+
+    @property
+    def identity(self) -> str:
+        """A hash of all files of weights and tokenizers, and of the precision. Files may be tens of GB, so they are read once."""
+        if self._identity is None:
+            self._identity = self._hashed()
+        return self._identity
+
+    def _hashed(self) -> str:
+        described = [str(jnp.dtype(self.dtype)), self.settings.text_tokens if self.settings.text else None]
+        for folder in encoder_folders(self.settings):
+            names = sorted({*files_of(open_model(folder)), *folder.glob("*.json")})
+            described.append({path.name: hash_file(path) for path in names})
+        for folder in tokenizer_folders(self.settings):
+            described.append({path.name: hash_file(path) for path in sorted(folder.iterdir()) if path.is_file()})
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+    def latents(self, images: np.ndarray) -> np.ndarray:
+        return self._opened().encode((images + 1) / 2)
+
+    def states(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
+        found = self._opened().prompts.encode(texts)
+        # Models that read no vector of a text get one that says nothing.
+        pooled = np.zeros((len(texts), 1), np.float32) if found.pooled is None else np.asarray(found.pooled)
+        return {"text": np.asarray(found.text), "pooled": pooled}
+
+    def release(self) -> None:
+        """Frees the models; they are loaded again when something is asked of them."""
+        self._pipeline = None
+
+    def _opened(self) -> ImagePipeline:
+        if self._pipeline is None:
+            # A description of the denoiser, without weights: nothing is drawn with it.
+            self._pipeline = pipeline_around(self.config.build(), self.settings, dtype=self.dtype, say=self.say)
+        return self._pipeline
+
+
+def pipeline_around(
+    denoiser: Any,
+    settings: EncoderSettings,
+    *,
+    sampler: SamplerSettings | None = None,
+    prompts: PromptEncoder | None = None,
+    defaults: ImageDefaults | None = None,
+    dtype: Any = None,
+    say: Say | None = None,
+) -> ImagePipeline:
+    """The pipeline of a denoiser with these encoders.
+
+    Args:
+        sampler: where `settings` names no pipeline, whose own is taken.
+        prompts: what makes conditions of prompts, in place of the text encoders, which are then not loaded.
+        defaults: in place of the folder's.
+        dtype: of the encoders' weights and activations.
+
+    Raises:
+        BadInput, Damaged: as `load_diffusers`, or a model that is named is of another kind.
+    """
+    autoencoder, writer, own = None, None, prompts
+    if settings.pipeline is not None:
+        texts = prompts is None and settings.text is None
+        pipe = load_diffusers(settings.pipeline, dtype=dtype, denoiser=denoiser, texts=texts, say=say)
+        prompts, sampler, autoencoder, writer = prompts or pipe.prompts, pipe.sampler, pipe.autoencoder, pipe.writer
+        defaults = defaults or pipe.defaults
+    if settings.autoencoder is not None:
+        autoencoder, writer = load_model(_opened_autoencoder(settings.autoencoder), dtype=dtype).module, None
+    if settings.text is not None and own is None:
+        prompts, writer = TextPrompts(text_reader(settings.text, settings.text_tokens, dtype, say)), None
+    made = ImagePipeline(
+        denoiser,
+        prompts or NoPrompts(),
+        sampler or SamplerSettings(),
+        defaults or ImageDefaults(1, 1.0, (denoiser.config.size_multiple,) * 2),
+        autoencoder,
+        say=say,
+    )
+    made.writer = writer
+    return made
+
+
+def autoencoder_factor(settings: EncoderSettings) -> int:
+    """An image is so many times as high and wide as what the denoiser reads."""
+    folder = autoencoder_folder(settings)
+    config: Any = None if folder is None else open_model(folder).config
+    return 1 if config is None else config.factor
+
+
+class NoPrompts:
+    """The prompts of a pipeline that only encodes images."""
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        return Conditions()
+
+    def null(self, count: int) -> Conditions:
+        return Conditions()
+
+
+def text_reader(folder: str, tokens: int, dtype: Any, say: Say | None) -> PromptReader:
+    """A text encoder that reads so many tokens.
+
+    Raises:
+        BadInput: it is no encoder, or has no tokenizer.
+    """
+    opened = open_model(folder)
+    if getattr(opened.config, "causal", True) and not hasattr(opened.config, "framing"):
+        raise BadInput(f"encoders.text={folder} is no text encoder", hint="a folder of BERT, CLIP or T5")
+    tokenizer = stored_tokenizer(opened)
+    if tokenizer is None:
+        raise BadInput(f"encoders.text={folder} has no tokenizer", hint="copy tokenizer.json beside its weights")
+    length = min(tokens, opened.config.context)
+    return PromptReader(load_model(opened, dtype=dtype).module, tokenizer, length, "encoders.text", say)
+
+
+def _opened_autoencoder(folder: str) -> Any:
+    opened = open_model(folder)
+    if not isinstance(opened.config, AutoencoderConfig):
+        what = f"encoders.autoencoder={folder} is no autoencoder"
+        raise BadInput(what, hint="a folder of AutoencoderKL or AutoencoderTiny, or a run of `argosy train vae`")
+    return opened
+
+
+def autoencoder_folder(settings: EncoderSettings) -> Path | None:
+    """Where the autoencoder is; None if there is none."""
+    if settings.autoencoder is not None:
+        return _opened_autoencoder(settings.autoencoder).path
+    return None if settings.pipeline is None else _pipeline_folder(settings.pipeline) / "vae"
+
+
+def encoder_folders(settings: EncoderSettings) -> list[Path]:
+    """Where all encoders are."""
+    found = [autoencoder_folder(settings)]
+    if settings.text is not None:
+        found.append(open_model(settings.text).path)
+    elif settings.pipeline is not None:
+        found += _parts(settings.pipeline, "text_encoder")
+    return [folder for folder in found if folder is not None]
+
+
+def tokenizer_folders(settings: EncoderSettings) -> list[Path]:
+    """Where the tokenizers of a pipeline are; those of other text encoders are beside their weights."""
+    if settings.text is not None or settings.pipeline is None:
+        return []
+    return _parts(settings.pipeline, "tokenizer")
+
+
+def _parts(pipeline: str, kind: str) -> list[Path]:
+    path = _pipeline_folder(pipeline)
+    names = [name for name in read_json_object(path / INDEX) if name.startswith(kind) and name not in DENOISERS]
+    return [path / name for name in sorted(names) if (path / name).is_dir()]
+
+
+def _pipeline_folder(pipeline: str) -> Path:
+    path = Path(pipeline)
+    if not (path / INDEX).is_file():
+        raise BadInput(f"encoders.pipeline={pipeline} is no diffusers folder", hint="a folder with a model_index.json")
+    return path

@@ -1,0 +1,285 @@
+"""A diffusers folder, read and written: model_index.json names its parts, and each has a folder of its own.
+
+    transformer/ (or unet/) vae/ scheduler/ text_encoder/ tokenizer/ text_encoder_2/ tokenizer_2/ ...
+
+A part that the pipeline's class does not have, or whose class is not built, is an error that names it. What was not changed is
+written as it was read: the scheduler's settings and the tokenizers byte for byte, tensors in the types that they were stored in.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from argosy.checkpoint.open import model_layer, open_model
+from argosy.checkpoint.save import save_model
+from argosy.core.errors import BadInput, Damaged, nearest
+from argosy.core.progress import Say
+from argosy.data.tokenizers.config import read_config
+from argosy.data.tokenizers.load import load_tokenizer
+from argosy.infer.denoise.hub import sampler_of, scheduler_config
+from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
+from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts
+from argosy.infer.denoise.settings import SamplerSettings
+from argosy.models.diffusion.noise import FlowNoise
+from argosy.weights.build import LoadedModel, as_dtype, load_model
+from argosy.weights.hub.config import read_json_object
+from argosy.weights.hub.image_lora import UpdatedTensors, image_updates
+from argosy.weights.model import OpenedModel
+
+INDEX = "model_index.json"
+SCHEDULER = "scheduler/scheduler_config.json"
+# The folders of denoisers.
+DENOISERS = ("transformer", "unet")
+# Tokens of T5 that Stable Diffusion 3 reads.
+SD3_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class PipelineParts:
+    """The parts of a pipeline, by the names of their folders.
+
+    path: the folder that they were read from.
+    index: its model_index.json.
+    models: as they were loaded.
+    sampler: as the folder has it.
+    """
+
+    path: Path
+    index: Mapping[str, Any]
+    models: Mapping[str, LoadedModel]
+    sampler: SamplerSettings
+    say: Say | None = field(default=None, compare=False)
+
+    @property
+    def denoiser(self) -> Any:
+        return self.models[next(part for part in DENOISERS if part in self.models)].module
+
+    def reader(self, number: int, length: int | None = None) -> PromptReader:
+        """A text encoder with its tokenizer.
+
+        Args:
+            number: 1 for text_encoder, 2 for text_encoder_2 and so on.
+            length: tokens of a text; None: as many as the tokenizer says.
+        """
+        end = "" if number == 1 else f"_{number}"
+        module, folder = self.models[f"text_encoder{end}"].module, self.path / f"tokenizer{end}"
+        said = read_config(folder).raw.get("model_max_length")
+        context = module.config.context
+        longest = min(int(said), context) if isinstance(said, int | float) and said > 0 else context
+        return PromptReader(module, load_tokenizer(folder), length or longest, f"text_encoder{end}", self.say)
+
+
+def flux_pipeline(parts: PipelineParts) -> ImagePipeline:
+    """Flux.1: dev follows guidance as an input, schnell draws in few steps without any."""
+    config, vae = parts.denoiser.config, parts.models["vae"].module
+    prompts = FluxPrompts(parts.reader(1), parts.reader(2, config.text_tokens))
+    side = 128 * vae.config.factor
+    defaults = ImageDefaults(28, 3.5, (side, side)) if config.guided else ImageDefaults(4, 1.0, (side, side))
+    # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps.
+    sampler = parts.sampler.model_copy(update={"spacing": "trailing"})
+    return ImagePipeline(parts.denoiser, prompts, sampler, defaults, vae, say=parts.say)
+
+
+def sd3_pipeline(parts: PipelineParts) -> ImagePipeline:
+    """Stable Diffusion 3 and 3.5, with T5 or without."""
+    config, vae = parts.denoiser.config, parts.models["vae"].module
+    t5 = parts.reader(3, SD3_TOKENS) if "text_encoder_3" in parts.models else None
+    prompts = SD3Prompts([parts.reader(1), parts.reader(2)], t5, config.text_width, SD3_TOKENS)
+    side = config.size * vae.config.factor
+    return ImagePipeline(parts.denoiser, prompts, parts.sampler, ImageDefaults(28, 7.0, (side, side)), vae, say=parts.say)
+
+
+def sd_pipeline(parts: PipelineParts) -> ImagePipeline:
+    """Stable Diffusion 1 and 2."""
+    return _unet_pipeline(parts, SDPrompts(parts.reader(1)), 7.5)
+
+
+def sdxl_pipeline(parts: PipelineParts) -> ImagePipeline:
+    """Stable Diffusion XL."""
+    zeros = bool(parts.index.get("force_zeros_for_empty_prompt", True))
+    return _unet_pipeline(parts, SDXLPrompts([parts.reader(1), parts.reader(2)], zeros), 5.0)
+
+
+def _unet_pipeline(parts: PipelineParts, prompts: PromptEncoder, guidance: float) -> ImagePipeline:
+    module, vae = parts.denoiser, parts.models["vae"].module
+    # The scheduler's settings say what the network predicts, and the autoencoder how large its images are.
+    own = {"prediction": parts.sampler.prediction, "pixels": vae.config.factor}
+    module.config = module.config.model_copy(update=own)
+    side = module.config.size * vae.config.factor
+    return ImagePipeline(module, prompts, parts.sampler, ImageDefaults(50, guidance, (side, side)), vae, say=parts.say)
+
+
+@dataclass(frozen=True)
+class PipelineKind:
+    """A pipeline of diffusers.
+
+    models: the folders of its models; those in `optional` may be missing.
+    make: builds it.
+    """
+
+    models: tuple[str, ...]
+    make: Callable[[PipelineParts], ImagePipeline]
+    optional: tuple[str, ...] = ()
+
+
+KINDS = {
+    "StableDiffusionPipeline": PipelineKind(("unet", "vae", "text_encoder"), sd_pipeline),
+    "StableDiffusionXLPipeline": PipelineKind(("unet", "vae", "text_encoder", "text_encoder_2"), sdxl_pipeline),
+    "FluxPipeline": PipelineKind(("transformer", "vae", "text_encoder", "text_encoder_2"), flux_pipeline),
+    "StableDiffusion3Pipeline": PipelineKind(
+        ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"), sd3_pipeline, ("text_encoder_3",)
+    ),
+}
+# Parts that no picture is drawn with here: inputs of image prompts, and checks of what was drawn.
+UNUSED = ("feature_extractor", "image_encoder", "safety_checker")
+
+
+def load_diffusers(
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    adapter: str | Path | None = None,
+    denoiser: Any = None,
+    texts: bool = True,
+    say: Say | None = None,
+) -> ImagePipeline:
+    """The pipeline of a diffusers folder.
+
+    Args:
+        denoiser: a module in place of the folder's denoiser, whose weights are then not read; it may still lack its own.
+        texts: whether the weights of text encoders are read. Without them a pipeline draws with other prompts, and cannot be saved.
+        dtype: of weights and activations, as in `weights.build.load_model`. An autoencoder that says so stays in float32.
+        adapter: a file of low-rank adapters (`weights.hub.image_lora`), merged into the weights as they are read.
+        say: called with warnings.
+
+    Raises:
+        BadInput: the pipeline or a part of it is not built, or a part is missing.
+        Damaged: a file contradicts itself.
+    """
+    path = Path(path)
+    index = read_json_object(path / INDEX)
+    name = str(index.get("_class_name"))
+    if name not in KINDS:
+        raise BadInput(f"{INDEX}: the pipeline {name} is not built", where=str(path), hint=nearest(name, KINDS))
+    kind, opened = KINDS[name], dict[str, OpenedModel]()
+    present = {part for part, library in index.items() if isinstance(library, list) and library[:1] != [None]}
+    numbers = [part.removeprefix("text_encoder") for part in kind.models if part.startswith("text_encoder")]
+    known = {*kind.models, *(f"tokenizer{end}" for end in numbers), "scheduler", *UNUSED}
+    if other := sorted(present - known):
+        raise BadInput(f"{INDEX}: {name} with {', '.join(other)} is not built", where=str(path))
+    for part in kind.models:
+        if part not in present and part in kind.optional:
+            continue
+        if not (path / part).is_dir():
+            raise BadInput(f"there is no folder {part}/", where=str(path), hint="copy or download the folder again")
+        opened[part] = _open_part(path, part, index[part], say or (lambda _: None))
+    if adapter is not None:
+        tensors: dict[str, Any] = {part: one.weights for part, one in opened.items()}
+        for part, updates in image_updates(adapter, {part: one.reader for part, one in tensors.items()}).items():
+            weights = tensors[part].with_reader(UpdatedTensors(tensors[part].reader, updates))
+            opened[part] = replace(opened[part], weights=weights)
+    models = dict[str, LoadedModel]()
+    for part, one in opened.items():
+        if part in DENOISERS and denoiser is not None:
+            if type(denoiser.config) is not type(one.config):
+                what = f"{name} draws with a {type(one.config).__name__}, and the model is a {type(denoiser.config).__name__}"
+                raise BadInput(what, where=str(path), hint="encoders.autoencoder and encoders.text take parts for other models")
+            models[part] = LoadedModel(denoiser.config, denoiser)
+        elif part.startswith("text_encoder") and not texts:
+            models[part] = LoadedModel(one.config, one.config.build())
+        else:
+            models[part] = _loaded(one, dtype)
+    if not (path / SCHEDULER).is_file():
+        raise BadInput(f"there is no {SCHEDULER}", where=str(path), hint="copy or download the folder again")
+    pipe = kind.make(PipelineParts(path, index, models, sampler_of(read_json_object(path / SCHEDULER)), say))
+    if texts:
+        pipe.writer = partial(save_diffusers, PipelineParts(path, index, models, pipe.sampler, say))
+    return pipe
+
+
+def denoiser_layers(folder: str | Path) -> dict[str, Any]:
+    """The settings of a run that trains the denoiser of a diffusers folder: the meaning of `model=FOLDER`.
+
+    Raises:
+        BadInput, Damaged: as `load_diffusers`.
+    """
+    path = Path(folder)
+    index = read_json_object(path / INDEX)
+    part = next((part for part in DENOISERS if part in index), None)
+    if part is None or str(index.get("_class_name")) not in KINDS:
+        raise BadInput(f"{INDEX}: the pipeline {index.get('_class_name')} is not built", where=str(path))
+    sampler = sampler_of(read_json_object(path / SCHEDULER))
+    own: dict[str, Any] = {"prediction": sampler.prediction}
+    if part == "unet":
+        vae: Any = open_model(path / "vae").config
+        own["pixels"] = vae.factor
+    objective: dict[str, Any] = {"condition": "text"}
+    if isinstance(sampler.noise, FlowNoise):
+        # With a shift that depends on the size, levels are drawn as they are.
+        objective["timesteps"] = {"name": "logit_normal", "shift": 1.0 if sampler.shift.dynamic else sampler.shift.factor}
+    else:
+        objective |= {"betas": sampler.noise.model_dump(exclude={"kind"}), "timesteps": {"name": "uniform"}}
+    weights = str(path / part)
+    return {
+        "model": model_layer(weights) | own,
+        "init": {"weights": weights},
+        "encoders": {"pipeline": str(path)},
+        "objective": objective,
+    }
+
+
+def _open_part(path: Path, part: str, said: Any, say: Say) -> OpenedModel:
+    try:
+        return open_model(path / part, say)
+    except BadInput as error:
+        raise BadInput(f"{part} ({said[-1]}): {error.what}", where=error.where or str(path / part), hint=error.hint) from None
+    except Damaged as error:
+        raise Damaged(f"{part}: {error.what}", where=error.where, hint=error.hint) from None
+
+
+def _loaded(opened: OpenedModel, dtype: Any) -> LoadedModel:
+    upcast = getattr(opened.config, "force_upcast", False)
+    return load_model(opened, dtype=jnp.float32 if upcast and as_dtype(dtype) != jnp.float64 else dtype)
+
+
+def save_diffusers(parts: PipelineParts, pipe: ImagePipeline, folder: Path) -> None:
+    """Writes a diffusers folder: beside its name as `NAME.part`, which is renamed at the end.
+
+    Args:
+        parts: what the pipeline was made of.
+
+    Raises:
+        BadInput: the folder exists, or an unfinished one; or no class of diffusers samples as the pipeline does.
+    """
+    target, folder = folder, folder.with_name(f"{folder.name}.part")
+    for one in (target, folder):
+        if one.exists():
+            raise BadInput(f"{one} exists", hint="another name, or remove it first")
+    # Before anything is written.
+    scheduler = None if pipe.sampler == parts.sampler else scheduler_config(pipe.sampler)
+    folder.mkdir(parents=True)
+    for part, model in parts.models.items():
+        save_model(model, folder / part, "hub", None)
+    for part, library in parts.index.items():
+        if part.startswith("tokenizer") and isinstance(library, list) and (parts.path / part).is_dir():
+            shutil.copytree(parts.path / part, folder / part)
+    (folder / "scheduler").mkdir()
+    written = {part: said if part not in UNUSED else [None, None] for part, said in parts.index.items()}
+    if scheduler is None:
+        shutil.copyfile(parts.path / SCHEDULER, folder / SCHEDULER)
+    else:
+        _write_json(folder / SCHEDULER, scheduler)
+        written["scheduler"] = ["diffusers", scheduler["_class_name"]]
+    _write_json(folder / INDEX, written)
+    folder.rename(target)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+

@@ -1,0 +1,52 @@
+"""Classifier-free guidance: the network is evaluated with and without its conditions, and the difference is enlarged.
+
+    guided = without + scale (with - without)        Ho and Salimans 2022 (arXiv:2207.12598)
+
+interval    only between two noise levels; elsewhere the prediction with conditions. Kynkäänniemi et al. 2024 (arXiv:2404.07724)
+zero_star   `without` is first scaled to lie nearest `with`: <with, without> / |without|^2. Fan et al. 2025 (arXiv:2503.18886)
+rescale     the result keeps the standard deviation of `with`, to this share. Lin et al. 2023 (arXiv:2305.08891)
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import Field, model_validator
+
+from argosy.core.settings import Settings
+
+
+class Guidance(Settings):
+    """How a prediction with conditions and one without become one."""
+
+    interval: tuple[float, float] = (0.0, 1000.0)
+    """The timesteps at which it acts, the lowest and the highest."""
+    zero_star: bool = False
+    """Scales the prediction without conditions to lie nearest the other."""
+    rescale: float = Field(0.0, ge=0, le=1)
+    """Share of the standard deviation that is made that of the prediction with conditions; 0.7 in the paper."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Guidance":
+        if self.interval[0] > self.interval[1]:
+            raise ValueError(f"interval = {list(self.interval)}: the lower timestep comes first")
+        return self
+
+    def apply(
+        self,
+        conditioned: Float[Array, "B H W C"],
+        unconditioned: Float[Array, "B H W C"],
+        scale: Float[Array, "B"],
+        timestep: Float[Array, ""],
+    ) -> Float[Array, "B H W C"]:
+        """The guided prediction; an image with scale 1 gets `conditioned`."""
+        axes = (1, 2, 3)
+        base = unconditioned
+        if self.zero_star:
+            along = jnp.sum(conditioned * unconditioned, axes, keepdims=True)
+            base = base * along / (jnp.sum(unconditioned * unconditioned, axes, keepdims=True) + 1e-8)
+        by = scale[:, None, None, None]
+        guided = base + by * (conditioned - base)
+        if self.rescale:
+            matched = guided * jnp.std(conditioned, axes, keepdims=True) / jnp.std(guided, axes, keepdims=True)
+            guided = self.rescale * matched + (1 - self.rescale) * guided
+        acts = (by != 1) & (timestep >= self.interval[0]) & (timestep <= self.interval[1])
+        return jnp.where(acts, guided, conditioned)

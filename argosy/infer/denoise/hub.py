@@ -1,0 +1,188 @@
+"""diffusers' scheduler_config.json, read and written: a table for each class of what its keys are called here.
+
+A key that changes results and is not understood is refused, with its name. Keys that a class does not read are left out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from argosy.core.errors import BadInput, nearest
+from argosy.infer.denoise.settings import SamplerSettings
+from argosy.models.diffusion.noise import STEPS, FlowNoise
+
+FLOW_EULER = "FlowMatchEulerDiscreteScheduler"
+CLASSES = {
+    FLOW_EULER: "euler",
+    "FlowMatchHeunDiscreteScheduler": "heun",
+    "EulerDiscreteScheduler": "euler",
+    "EulerAncestralDiscreteScheduler": "euler_ancestral",
+    "DDIMScheduler": "ddim",
+    "DDPMScheduler": "ddpm",
+    "LCMScheduler": "lcm",
+    "PNDMScheduler": "pndm",
+    "DPMSolverMultistepScheduler": "dpmpp_2m",
+    "UniPCMultistepScheduler": "unipc",
+}
+"""The method of each class."""
+
+PREDICTIONS = {
+    "epsilon": "epsilon",
+    "v_prediction": "v",
+    "sample": "sample",
+    "flow_prediction": "velocity",
+}
+# What classes take a key to be that config.json leaves out, where it differs from the settings here.
+UNSAID: dict[str, dict[str, Any]] = {
+    "EulerDiscreteScheduler": {"timestep_spacing": "linspace"},
+    "EulerAncestralDiscreteScheduler": {"timestep_spacing": "linspace"},
+    "DPMSolverMultistepScheduler": {"timestep_spacing": "linspace"},
+    "UniPCMultistepScheduler": {"timestep_spacing": "linspace"},
+    "DDIMScheduler": {"clip_sample": True},
+    "DDPMScheduler": {"clip_sample": True},
+    "LCMScheduler": {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"},
+    "PNDMScheduler": {"set_alpha_to_one": False},
+}
+# Keys whose other values are not built, and the values that are.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "num_train_timesteps": (STEPS,),
+    "thresholding": (False,),
+    "invert_sigmas": (False,),
+    "use_beta_sigmas": (False,),
+    "use_lu_lambdas": (False,),
+    "interpolation_type": ("linear",),
+    "timestep_type": ("discrete",),
+    "algorithm_type": ("dpmsolver++", "sde-dpmsolver++"),
+    "solver_type": ("midpoint", "bh2"),
+    "solver_p": (None,),
+    "predict_x0": (True,),
+    "disable_corrector": ([],),
+    "variance_type": (None, "fixed_small", "fixed_large", "learned", "learned_range"),
+    "sigma_min": (None,),
+    "sigma_max": (None,),
+}
+
+
+def sampler_of(config: Mapping[str, Any]) -> SamplerSettings:
+    """The settings of a scheduler_config.json.
+
+    Raises:
+        BadInput: the class or the value of a key is not built.
+    """
+    name = str(config.get("_class_name"))
+    if name not in CLASSES:
+        raise BadInput(f"scheduler_config.json: the class {name} is not built", hint=nearest(name, CLASSES))
+    for key, values in ONLY.items():
+        if key in config and config[key] not in values:
+            raise BadInput(f"scheduler_config.json: {key} = {config[key]!r} is not built for {name}")
+    if name == "PNDMScheduler" and not config.get("skip_prk_steps", False):
+        raise BadInput("scheduler_config.json: skip_prk_steps = false of PNDMScheduler is not built")
+    said = UNSAID.get(name, {}) | dict(config)
+    is_flow = name.startswith("FlowMatch") or said.get("use_flow_sigmas", False)
+    shared: dict[str, Any] = {"name": CLASSES[name], "levels": _levels(said)}
+    shared["final"] = "first" if _ends_with_noise(name, said) else "zero"
+    shared["stochastic"] = said.get("stochastic_sampling", False) or said.get("algorithm_type") == "sde-dpmsolver++"
+    for key, ours in (("solver_order", "order"), ("lower_order_final",) * 2, ("euler_at_final",) * 2):
+        shared |= {ours: said[key]} if key in said else {}
+    if is_flow:
+        spacing = "linspace" if name.startswith("FlowMatch") else "trailing"
+        flow: dict[str, Any] = {"noise": FlowNoise(), "prediction": "velocity", "shift": _shift(said), "spacing": spacing}
+        return SamplerSettings(**shared, **flow)
+    kind = said.get("prediction_type", "epsilon")
+    if kind not in PREDICTIONS:
+        raise BadInput(f"scheduler_config.json: prediction_type = {kind!r} is not built")
+    noise = {
+        "kind": "betas",
+        "start": said.get("beta_start", 0.0001),
+        "end": said.get("beta_end", 0.02),
+        "curve": said.get("beta_schedule", "linear"),
+        "zero_snr": said.get("rescale_betas_zero_snr", False),
+        "betas": said.get("trained_betas"),
+    }
+    shared |= {"spacing": said.get("timestep_spacing", "leading"), "offset": said.get("steps_offset", 0)}
+    shared["clip"] = said.get("clip_sample_range", 1.0) if said.get("clip_sample", False) else None
+    shared["variance"] = "large" if said.get("variance_type") == "fixed_large" else "small"
+    shared |= {key: said[key] for key in ("timestep_scaling",) if key in said}
+    shared |= {"original_steps": said["original_inference_steps"]} if "original_inference_steps" in said else {}
+    try:
+        return SamplerSettings(**shared | {"noise": noise, "prediction": PREDICTIONS[kind]})
+    except ValueError as error:
+        raise BadInput(f"scheduler_config.json of {name}: {error}") from None
+
+
+def _levels(said: Mapping[str, Any]) -> str:
+    if said.get("use_karras_sigmas"):
+        return "karras"
+    return "exponential" if said.get("use_exponential_sigmas") else "timesteps"
+
+
+def _ends_with_noise(name: str, said: Mapping[str, Any]) -> bool:
+    if name in ("DDIMScheduler", "PNDMScheduler", "LCMScheduler"):
+        return not said.get("set_alpha_to_one", True)
+    return said.get("final_sigmas_type") == "sigma_min"
+
+
+def _shift(said: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {
+        "factor": said.get("shift", said.get("flow_shift", 1.0)),
+        "dynamic": said.get("use_dynamic_shifting", False),
+        "low": said.get("base_shift"),
+        "high": said.get("max_shift"),
+        "low_length": said.get("base_image_seq_len"),
+        "high_length": said.get("max_image_seq_len"),
+        "kind": said.get("time_shift_type"),
+        "terminal": said.get("shift_terminal"),
+    }
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def scheduler_config(settings: SamplerSettings) -> dict[str, Any]:
+    """The scheduler_config.json of these settings.
+
+    Raises:
+        BadInput: no class of diffusers samples like that.
+    """
+    is_flow = isinstance(settings.noise, FlowNoise)
+    written: dict[str, Any] = {"_diffusers_version": "0.42.1", "num_train_timesteps": STEPS}
+    names = [name for name, method in CLASSES.items() if method == settings.name and name.startswith("FlowMatch") == is_flow]
+    if not names and is_flow:
+        names = [name for name, method in CLASSES.items() if method == settings.name]
+        written |= {"use_flow_sigmas": True, "flow_shift": settings.shift.factor, "prediction_type": "flow_prediction"}
+    name = names[0]
+    if name.startswith("FlowMatch"):
+        written |= {"shift": settings.shift.factor}
+    if name == FLOW_EULER:
+        written |= {"stochastic_sampling": settings.stochastic, "shift_terminal": settings.shift.terminal}
+        written |= {"use_dynamic_shifting": settings.shift.dynamic, "time_shift_type": settings.shift.kind}
+        written |= {"base_shift": settings.shift.low, "max_shift": settings.shift.high}
+        written |= {"base_image_seq_len": settings.shift.low_length, "max_image_seq_len": settings.shift.high_length}
+    if not is_flow:
+        noise = settings.noise
+        theirs = {ours: kind for kind, ours in PREDICTIONS.items()}
+        written |= {"prediction_type": theirs[settings.prediction], "beta_start": noise.start, "beta_end": noise.end}
+        written |= {"beta_schedule": noise.curve, "trained_betas": noise.betas and list(noise.betas)}
+        written |= {"timestep_spacing": settings.spacing, "steps_offset": settings.offset}
+        written |= {"rescale_betas_zero_snr": noise.zero_snr} if name != "PNDMScheduler" else {}
+    if name in ("DDIMScheduler", "PNDMScheduler", "LCMScheduler"):
+        written["set_alpha_to_one"] = settings.final == "zero"
+    elif name not in (FLOW_EULER, "FlowMatchHeunDiscreteScheduler", "DDPMScheduler", "EulerAncestralDiscreteScheduler"):
+        written["final_sigmas_type"] = "zero" if settings.final == "zero" else "sigma_min"
+    if name in ("DDIMScheduler", "DDPMScheduler", "LCMScheduler"):
+        written |= {"clip_sample": settings.clip is not None, "clip_sample_range": settings.clip or 1.0}
+    if name in (FLOW_EULER, "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"):
+        written |= {"use_karras_sigmas": settings.levels == "karras", "use_exponential_sigmas": settings.levels == "exponential"}
+    if name in ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler"):
+        written |= {"solver_order": settings.order, "lower_order_final": settings.lower_order_final}
+    if name == "DPMSolverMultistepScheduler":
+        sde = "sde-dpmsolver++" if settings.stochastic else "dpmsolver++"
+        written |= {"algorithm_type": sde, "euler_at_final": settings.euler_at_final}
+    if name == "PNDMScheduler":
+        written["skip_prk_steps"] = True
+    if name == "DDPMScheduler":
+        written["variance_type"] = f"fixed_{settings.variance}"
+    if name == "LCMScheduler":
+        written |= {"original_inference_steps": settings.original_steps, "timestep_scaling": settings.timestep_scaling}
+    written = {"_class_name": name} | written
+    again = sampler_of(written)
+    if lost := [key for key in type(settings).model_fields if getattr(again, key) != getattr(settings, key)]:
+        raise BadInput(f"{name} of diffusers has no key for {', '.join(f'sampler.{key}' for key in lost)}")
+    return written

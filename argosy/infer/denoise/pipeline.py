@@ -1,0 +1,353 @@
+"""`ImagePipeline`: images from prompts, `argosy.load(folder).images(prompts)`.
+
+    prompts -> conditions -> latents by the sampler's plan -> images        each stage is checked for numbers that are not finite
+
+Each image's noise depends on the seed and its number alone, so an image is the same in any batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.infer.denoise.autoencoder import ImageAutoencoder
+from argosy.infer.denoise.finite import check_finite
+from argosy.infer.denoise.guidance import Guidance
+from argosy.infer.denoise.plan import SamplingPlan
+from argosy.infer.denoise.sampling import Drawing, SamplingRun, padded_drawing
+from argosy.infer.denoise.settings import SAMPLERS, SamplerSettings
+from argosy.models.diffusion.base import Conditions, DenoiserConfig
+from argosy.models.parts.weight import split
+
+Output = Literal["uint8", "float", "latents"]
+
+
+@runtime_checkable
+class PromptEncoder(Protocol):
+    """What makes conditions of prompts: text encoders with their tokenizers, or a table of classes."""
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        """Conditions of as many rows. Raises BadInput for a text that it does not know."""
+        ...
+
+    def null(self, count: int) -> Conditions:
+        """Conditions of rows without a prompt, for guidance."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageDefaults:
+    """What is drawn unless told otherwise.
+
+    steps: of the sampler.
+    guidance: its scale; 1 for none.
+    size: height and width in pixels.
+    """
+
+    steps: int
+    guidance: float
+    size: tuple[int, int]
+
+
+class ImagePipeline:
+    """Draws images with a denoiser.
+
+    Args:
+        denoiser: its module.
+        prompts: makes conditions of prompts.
+        sampler: how latents are drawn, unless a call says otherwise.
+        defaults: of `images`.
+        autoencoder: its module; None: the denoiser draws images themselves, in -1..1.
+        guidance: how predictions with and without prompt become one.
+        say: called with what is being compiled, if that takes longer than a second.
+    """
+
+    def __init__(
+        self,
+        denoiser: Any,
+        prompts: PromptEncoder,
+        sampler: SamplerSettings,
+        defaults: ImageDefaults,
+        autoencoder: Any = None,
+        guidance: Guidance | None = None,
+        say: Say | None = None,
+    ):
+        self.denoiser, self.prompts, self.sampler, self.defaults = denoiser, prompts, sampler, defaults
+        self.autoencoder, self.guidance, self.say = autoencoder, guidance or Guidance(), say
+        # Writes it, where it was read from a folder of diffusers (`infer.denoise.folder`).
+        self.writer: Callable[[ImagePipeline, Path], None] | None = None
+        # Set by `argosy.load`: bundles are of a later room.
+        self.exporter: Callable[..., Any] | None = None
+        self._graph, self._leaves = split(denoiser)
+        self._autoencoder = None if autoencoder is None else ImageAutoencoder(autoencoder)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a diffusers folder.
+
+        Raises:
+            BadInput: the pipeline was not read from one, or the folder exists.
+        """
+        if self.writer is None:
+            raise BadInput("this pipeline was not read from a diffusers folder", hint="argosy.load(FOLDER).save(OUT)")
+        self.writer(self, Path(folder))
+
+    @property
+    def config(self) -> DenoiserConfig:
+        """The denoiser's settings."""
+        return self.denoiser.config
+
+    @property
+    def factor(self) -> int:
+        """An image is so many times as high and wide as its latents."""
+        return 1 if self.autoencoder is None else self.autoencoder.config.factor
+
+    def images(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        steps: int | None = None,
+        guidance: float | None = None,
+        negative: str | Sequence[str] | None = None,
+        seed: int | Sequence[int] = 0,
+        size: int | tuple[int, int] | None = None,
+        n: int = 1,
+        latents: Any = None,
+        image: Any = None,
+        mask: Any = None,
+        strength: float = 1.0,
+        sampler: SamplerSettings | None = None,
+        output: Output = "uint8",
+        batch: int = 8,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> np.ndarray:
+        """Draws `n` images of each prompt, [N H W 3]: those of the first prompt first.
+
+        Args:
+            steps: of the sampler; more are slower and finer.
+            guidance: how strongly prompts are followed; 1 for not at all beyond what the model learned.
+            negative: what images are led away from; one for all, or one for each prompt.
+            seed: of the noise, one for all prompts or one for each. Image i of a prompt depends on the seed and i alone.
+            size: height and width in pixels.
+            latents: the first noise as diffusers shapes it, [N C H W]; with it, images are those of diffusers.
+            image: images to begin from (image to image), [N H W 3] uint8, or floats in 0..1.
+            mask: [N H W] 1 where `image` is drawn anew, 0 where it stays (inpainting).
+            strength: the share of the steps that an image goes through; at 1 nothing of it is left.
+            sampler: in place of the model's own.
+            output: uint8; float: in 0..1; latents: [N H W C], not decoded.
+            batch: most images drawn at once.
+            progress: called with evaluations done and all of them, of each batch.
+
+        Raises:
+            BadInput: a size, a number or an array does not fit the model.
+            ArgosyError: numbers that are not finite came out of a stage, which it names.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not texts or n < 1 or batch < 1:
+            raise BadInput(f"{len(texts)} prompts, n = {n}, batch = {batch}: at least 1 of each")
+        seeds = [seed] * len(texts) if isinstance(seed, int) else list(seed)
+        negatives = [negative] * len(texts) if negative is None or isinstance(negative, str) else list(negative)
+        for name, given in (("seeds", seeds), ("negative prompts", negatives)):
+            if len(given) != len(texts):
+                raise BadInput(f"{len(given)} {name} for {len(texts)} prompts")
+        how = sampler or self.sampler
+        height, width = self.checked_size(size)
+        shape = (height // self.factor, width // self.factor, self.config.channels)
+        rows = [(p, i) for p in range(len(texts)) for i in range(n)]
+        noise = None if latents is None else self._given_noise(latents, len(rows), shape)
+        begun, fixed = self.encode_given(image, mask, len(rows), (height, width))
+        plan = self.plan(how, self.defaults.steps if steps is None else steps, (height, width), 1.0 if image is None else strength)
+        scale = self.defaults.guidance if guidance is None else guidance
+        found = []
+        for at in range(0, len(rows), batch):
+            some, span = rows[at : at + batch], slice(at, at + batch)
+            drawing = Drawing(
+                plan,
+                [(seeds[p], i) for p, i in some],
+                np.full(len(some), scale, np.float32),
+                *self.conditions([texts[p] for p, _ in some], [negatives[p] for p, _ in some], scale),
+                shape,
+                *(None if one is None else one[span] for one in (begun, fixed, noise)),
+            )
+            drawn = self.draw(drawing, progress)
+            found.append(drawn if output == "latents" else self.decode(drawn))
+        result = np.concatenate(found)
+        return as_uint8(result) if output == "uint8" else result
+
+    def checked_size(self, size: int | tuple[int, int] | None) -> tuple[int, int]:
+        """Height and width in pixels.
+
+        Raises:
+            BadInput: they are no multiples of what the model needs.
+        """
+        height, width = self.defaults.size if size is None else (size, size) if isinstance(size, int) else size
+        multiple = self.factor * self.config.size_multiple
+        if height < 1 or width < 1 or height % multiple or width % multiple:
+            near = tuple(max(multiple, round(side / multiple) * multiple) for side in (height, width))
+            raise BadInput(
+                f"an image of {width}x{height} pixels: sides of this model are multiples of {multiple}",
+                hint=f"{near[1]}x{near[0]}",
+            )
+        return height, width
+
+    def plan(self, sampler: SamplerSettings, steps: int, size: tuple[int, int], strength: float = 1.0) -> SamplingPlan:
+        """The sampler's plan for an image of this size in pixels.
+
+        Raises:
+            BadInput: the sampler does not fit the model, or these steps.
+        """
+        if sampler.prediction != self.config.prediction:
+            what = f"sampler.prediction = {sampler.prediction}: this model predicts {self.config.prediction}"
+            raise BadInput(what, hint="a sampler with the model's own prediction")
+        if steps < 1:
+            raise BadInput(f"steps = {steps}: at least 1")
+        multiple = self.factor * self.config.size_multiple
+        positions = (size[0] // multiple) * (size[1] // multiple)
+        return SAMPLERS[sampler.name](sampler, steps, positions=positions, strength=strength)
+
+    def conditions(
+        self, texts: Sequence[str], negatives: Sequence[str | None], scale: float
+    ) -> tuple[Conditions, Conditions | None]:
+        """Conditions of prompts, and of what guidance leads away from; None where it does not act."""
+        found = self.prompts.encode(texts)
+        if "guidance" in self.config.conditions:
+            if any(negatives):
+                what = "negative prompts have no effect: this model takes the scale of guidance as an input"
+                raise BadInput(what, hint="leave out `negative`")
+            return found._replace(guidance=jnp.full(len(texts), scale, jnp.float32)), None
+        # A model that was distilled without guidance leads away from a negative prompt only.
+        if scale == 1 or (self.config.distilled and not any(negatives)):
+            return found, None
+        if all(text is None for text in negatives):
+            return found, self.prompts.null(len(texts))
+        return found, self.prompts.encode([text or "" for text in negatives])
+
+    def finished(self, latents: Any) -> np.ndarray:
+        """Images [B H W 3] in 0..1 of latents that were drawn.
+
+        Raises:
+            ArgosyError: the latents or the images are not finite.
+        """
+        check_finite("the denoiser", latents)
+        return self.decode(latents)
+
+    def draw(self, drawing: Drawing, progress: Callable[[int, int], None] | None = None) -> np.ndarray:
+        """Latents [B H W C] of a batch.
+
+        Raises:
+            ArgosyError: the conditions or the latents are not finite.
+        """
+        size, run = len(drawing), self.sampling(drawing)
+        if progress is None:
+            latents = run.at_once()
+        else:
+            for done in range(run.evaluations):
+                run.step(done)
+                progress(done + 1, run.evaluations)
+            latents = run.latents()
+        latents = np.asarray(latents)[:size]
+        check_finite("the denoiser", latents)
+        return latents
+
+    def warm_up(self, batch: int) -> None:
+        """Compiles what draws so many images of the default size together, step by step."""
+        height, width = (side // self.factor for side in self.defaults.size)
+        null, scale = self.prompts.null(batch), np.full(batch, self.defaults.guidance, np.float32)
+        learned = "guidance" in self.config.conditions
+        conditions = null._replace(guidance=jnp.asarray(scale)) if learned else null
+        plan = self.plan(self.sampler, self.defaults.steps, self.defaults.size)
+        shape, seeds = (height, width, self.config.channels), [(0, i) for i in range(batch)]
+        away = None if learned or self.defaults.guidance == 1 else null
+        run = self.sampling(Drawing(plan, seeds, scale, conditions, away, shape))
+        run.step(0)
+        self.decode(run.latents()[:batch])
+
+    def sampling(self, drawing: Drawing) -> SamplingRun:
+        """A batch on its way; padded to the size of a program.
+
+        Raises:
+            ArgosyError: the conditions are not finite.
+        """
+        check_finite("the prompts' encoding", drawing.conditions, drawing.null)
+        return SamplingRun(self._graph, self._leaves, padded_drawing(drawing), self.guidance, self.say)
+
+    def decode(self, latents: Any) -> np.ndarray:
+        """Images [B H W 3] in 0..1 of latents [B H W C].
+
+        Raises:
+            ArgosyError: the images are not finite.
+        """
+        if self._autoencoder is not None:
+            return in_color(self._autoencoder.decode(latents))
+        images = np.asarray(latents, np.float32)
+        check_finite("the denoiser", images)
+        return in_color(np.clip(images / 2 + 0.5, 0, 1))
+
+    def export(self, folder: str | Path, **how: Any) -> Any:
+        """Writes the pipeline as a bundle, which draws without its source (`argosy export`). Returns its manifest.
+
+        Args:
+            how: steps, size, platforms, batch, store, sign, as in `export.images.export_images`.
+
+        Raises:
+            BadInput: the model cannot draw this size in so many steps, the folder exists, or the model is not from `argosy.load`.
+        """
+        if self.exporter is None:
+            raise BadInput("this model was not loaded by argosy.load", hint="argosy.load(FOLDER).export(OUT)")
+        return self.exporter(self, folder, **how)
+
+    def encode(self, images: Any) -> np.ndarray:
+        """Latents [B h w C] of images [B H W 3] in 0..1; the mean, where the encoder gives a distribution."""
+        channels = self.config.channels if self._autoencoder is None else self._autoencoder.config.channels
+        images = np.asarray(images, np.float32)
+        images = images.mean(-1, keepdims=True) if channels == 1 else images
+        return images * 2 - 1 if self._autoencoder is None else self._autoencoder.encode(images)
+
+    def _given_noise(self, latents: Any, count: int, shape: tuple[int, int, int]) -> np.ndarray:
+        given = np.asarray(latents, np.float32)
+        height, width, channels = shape
+        if given.shape != (count, channels, height, width):
+            raise BadInput(f"latents of {list(given.shape)}: [N C H W] is {[count, channels, height, width]} here")
+        return given.transpose(0, 2, 3, 1)
+
+    def encode_given(self, image: Any, mask: Any, count: int, size: tuple[int, int]) -> tuple[Any, Any]:
+        """Latents [count h w C] of images to begin from and the mask [count h w 1] over them, of arguments of `images`.
+
+        Raises:
+            BadInput: a shape does not fit.
+        """
+        if image is None:
+            if mask is not None:
+                raise BadInput("a mask without an image", hint="image=, which it is about")
+            return None, None
+        given = np.asarray(image)
+        given = given[None] if given.ndim == 3 else given
+        given = given.astype(np.float32) / 255 if given.dtype == np.uint8 else given.astype(np.float32)
+        if given.shape[1:] != (*size, 3) or count % len(given):
+            raise BadInput(f"image of {list(given.shape)}: [N H W 3] is {[count, *size, 3]} here")
+        latents = np.repeat(self.encode(given), count // len(given), 0)
+        if mask is None:
+            return latents, None
+        free = np.asarray(mask, np.float32)
+        free = free[None] if free.ndim == 2 else free
+        if free.shape[1:] != size or count % len(free):
+            raise BadInput(f"mask of {list(free.shape)}: [N H W] is {[count, *size]} here")
+        free = np.repeat(free, count // len(free), 0)
+        f = self.factor
+        # A latent may change where any of its pixels may.
+        blocks = free.reshape(len(free), size[0] // f, f, size[1] // f, f)
+        return latents, blocks.max((2, 4))[..., None]
+
+
+def in_color(images: np.ndarray) -> np.ndarray:
+    """Images with three channels."""
+    return np.repeat(images, 3, -1) if images.shape[-1] == 1 else images
+
+
+def as_uint8(images: np.ndarray) -> np.ndarray:
+    """Images in 0..1 as uint8."""
+    return np.rint(images * 255).astype(np.uint8)

@@ -1,0 +1,215 @@
+"""Conditions of prompts by text encoders: CLIP's and T5's, as Flux and Stable Diffusion 3 read them.
+
+    Flux       text: T5's states                                    pooled: CLIP's vector of the text
+    SD         text: CLIP's states (XL: those of both CLIPs before the last layer, and the second one's vector)
+    SD3        text: CLIP's states before the last layer, side by side, then T5's below them       pooled: both vectors of CLIP
+    others     text: states of any encoder                      pooled: their mean
+
+Texts are padded to one length, and padding is read like words: so these models were trained; but for the others, which leave it out. A
+longer text loses its end, which is said.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.infer.denoise.finite import check_finite
+from argosy.models.diffusion.base import Conditions
+from argosy.models.parts.weight import merge, split
+
+
+class PromptReader:
+    """A text encoder and its tokenizer: texts to states.
+
+    Args:
+        module: of CLIP or T5.
+        tokenizer: of its vocabulary.
+        length: tokens that every text is padded or cut to.
+        name: what error messages call it.
+        say: called with what a text lost.
+    """
+
+    def __init__(self, module: Any, tokenizer: Any, length: int, name: str, say: Say | None = None):
+        self.module, self.tokenizer, self.length, self.name, self.say = module, tokenizer, length, name, say
+        graph, self._leaves = split(module)
+        self._program = _states(graph, module.dtype)
+        first, last = (self._special(role) for role in module.config.framing)
+        self._frame = first, last
+        pad = self._special("pad_token")
+        self._pad = pad[0] if pad else (last[0] if last else 0)
+
+    def ids(self, texts: Sequence[str]) -> Int[np.ndarray, "B T"]:
+        """The ids of texts, with the special tokens around them, padded to one length. As in transformers, the name of a special token
+        in a text is that token: the padding of OpenCLIP is an exclamation mark."""
+        return self._padded(texts)[0]
+
+    def _padded(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
+        """The ids of texts, and 1 where they are no padding."""
+        first, last = self._frame
+        out = np.full((len(texts), self.length), self._pad, np.int32)
+        words = np.zeros_like(out)
+        room = self.length - len(first) - len(last)
+        for row, ids in enumerate(self.tokenizer.encode_many(list(texts), special=True)):
+            if len(ids) > room and self.say is not None:
+                lost = self.tokenizer.decode(ids[room:])
+                self.say(f"{self.name} reads {plural(self.length, 'token')}; a prompt loses its end: {lost!r}")
+            whole = [*first, *ids[:room], *last]
+            out[row, : len(whole)], words[row, : len(whole)] = whole, 1
+        return out, words
+
+    def states(self, texts: Sequence[str], *, masked: bool = False) -> "TextStates":
+        """What the encoder makes of texts.
+
+        Args:
+            masked: padding is not attended to, and `mask` says where it is not; else it is read like words.
+
+        Raises:
+            ArgosyError: it is not finite.
+        """
+        unique = list(dict.fromkeys(texts))
+        rows = 1 << (len(unique) - 1).bit_length()
+        tokens, words = self._padded([*unique, *[""] * (rows - len(unique))])
+        found = self._program(self._leaves, jnp.asarray(tokens), words if masked else np.ones_like(words))
+        check_finite(self.name, found)
+        order = jnp.asarray([unique.index(text) for text in texts])
+        return jax.tree.map(lambda a: a[order], found | {"mask": jnp.asarray(words)})
+
+    def _special(self, role: str | None) -> list[int]:
+        if role is None or not (text := self.tokenizer.special.get(role)):
+            return []
+        ids = self.tokenizer.encode(text, special=True)
+        if len(ids) != 1:
+            raise BadInput(f"the {role} of the tokenizer of {self.name}, {text!r}, is not one token")
+        return ids
+
+
+# {hidden, penultimate, pooled, mask}: states of all tokens; those before the last layer and one vector for each text, of CLIP alone; 1
+# where a token is no padding.
+TextStates = dict[str, Array]
+
+
+@lru_cache(maxsize=16)
+def _states(graph: Any, dtype: Any) -> Callable[..., TextStates]:
+    def states(leaves: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"]) -> TextStates:
+        model = merge(graph, leaves)
+        model.dtype = dtype
+        attend = model.config.attend(segments)
+        if not hasattr(model, "states"):
+            return {"hidden": model.hidden(tokens, attend)[0]}
+        hidden, penultimate = model.states(tokens, attend)
+        return {"hidden": hidden, "penultimate": penultimate, "pooled": model.pooled(hidden, tokens)}
+
+    return jax.jit(states)
+
+
+class FluxPrompts:
+    """Prompts of Flux: states of T5, the vector of CLIP.
+
+    Args:
+        clip, t5: the two encoders.
+    """
+
+    def __init__(self, clip: PromptReader, t5: PromptReader):
+        self.clip, self.t5 = clip, t5
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        return Conditions(text=_float32(self.t5.states(texts)["hidden"]), pooled=_float32(self.clip.states(texts)["pooled"]))
+
+    def null(self, count: int) -> Conditions:
+        return self.encode([""] * count)
+
+
+class SD3Prompts:
+    """Prompts of Stable Diffusion 3.
+
+    Args:
+        clips: the two encoders of CLIP.
+        t5: None: the model runs without it, on zeros.
+        width: of the denoiser's text states.
+        length: tokens of T5.
+    """
+
+    def __init__(self, clips: Sequence[PromptReader], t5: PromptReader | None, width: int, length: int):
+        self.clips, self.t5, self.width, self.length = clips, t5, width, length
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        states = [clip.states(texts) for clip in self.clips]
+        side = jnp.concatenate([_float32(one["penultimate"]) for one in states], -1)
+        side = jnp.pad(side, ((0, 0), (0, 0), (0, self.width - side.shape[-1])))
+        none = jnp.zeros((len(texts), self.length, self.width), jnp.float32)
+        below = none if self.t5 is None else _float32(self.t5.states(texts)["hidden"])
+        pooled = jnp.concatenate([_float32(one["pooled"]) for one in states], -1)
+        return Conditions(text=jnp.concatenate([side, below], 1), pooled=pooled)
+
+    def null(self, count: int) -> Conditions:
+        return self.encode([""] * count)
+
+
+class SDPrompts:
+    """Prompts of Stable Diffusion 1 and 2: the states of CLIP.
+
+    Args:
+        clip: the encoder.
+    """
+
+    def __init__(self, clip: PromptReader):
+        self.clip = clip
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        return Conditions(text=_float32(self.clip.states(texts)["hidden"]))
+
+    def null(self, count: int) -> Conditions:
+        return self.encode([""] * count)
+
+
+class TextPrompts:
+    """Prompts of any text encoder: its states of all tokens, zeros for padding, and their mean over the tokens of the text.
+
+    Args:
+        reader: the encoder.
+    """
+
+    def __init__(self, reader: PromptReader):
+        self.reader = reader
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        states = self.reader.states(texts, masked=True)
+        mask = states["mask"].astype(jnp.float32)[..., None]
+        text = _float32(states["hidden"]) * mask
+        return Conditions(text=text, pooled=text.sum(1) / jnp.maximum(mask.sum(1), 1))
+
+    def null(self, count: int) -> Conditions:
+        return self.encode([""] * count)
+
+
+class SDXLPrompts:
+    """Prompts of Stable Diffusion XL: the states of both CLIPs before the last layer, side by side, and the vector of the second.
+
+    Args:
+        clips: the two encoders.
+        zeros: whether guidance leads away from zeros where there is no negative prompt, as the base model was trained.
+    """
+
+    def __init__(self, clips: Sequence[PromptReader], zeros: bool):
+        self.clips, self.zeros = clips, zeros
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        states = [clip.states(texts) for clip in self.clips]
+        side = jnp.concatenate([_float32(one["penultimate"]) for one in states], -1)
+        return Conditions(text=side, pooled=_float32(states[-1]["pooled"]))
+
+    def null(self, count: int) -> Conditions:
+        found = self.encode([""] * count)
+        return Conditions(*jax.tree.map(jnp.zeros_like, tuple(found))) if self.zeros else found
+
+
+def _float32(a: Float[Array, "..."]) -> Float[Array, "..."]:
+    return a.astype(jnp.float32)

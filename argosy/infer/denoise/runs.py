@@ -1,0 +1,89 @@
+"""The pipeline of a denoiser that a run trained: its objective says how noise was mixed in, and so how images are drawn."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.open import open_model
+from argosy.checkpoint.step.load import read_meta
+from argosy.core.errors import BadInput
+from argosy.core.settings import Choice
+from argosy.infer.denoise.autoencoder import ImageAutoencoder
+from argosy.infer.denoise.classes import ClassPrompts
+from argosy.infer.denoise.encoder_settings import EncoderSettings
+from argosy.infer.denoise.encoders import autoencoder_factor, pipeline_around
+from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
+from argosy.infer.denoise.settings import SamplerSettings
+from argosy.models.autoencoders.base import AutoencoderConfig
+from argosy.models.diffusion.base import DenoiserConfig
+from argosy.train.objectives import OBJECTIVES
+from argosy.train.objectives.images.diffusion import Diffusion
+from argosy.weights.build import load_model
+
+STEPS = 20
+
+
+def sampler_for(model: Any, objective: Any) -> SamplerSettings:
+    """The sampler of a model that this objective trained: Euler's method for flows, DDIM for models with betas."""
+    noise = objective.noise_of(model.prediction)
+    if model.prediction == "velocity":
+        return SamplerSettings(name="euler", noise=noise, prediction="velocity")
+    return SamplerSettings(name="ddim", noise=noise, prediction=model.prediction, spacing="trailing")
+
+
+def pipeline_of(
+    module: Any,
+    objective: Any,
+    sample: Mapping[str, Any],
+    encoders: EncoderSettings,
+    size: tuple[int, int] | None = None,
+    prompts: PromptEncoder | None = None,
+    dtype: Any = None,
+    say: Callable[[str], None] | None = None,
+) -> ImagePipeline:
+    """The pipeline of a module.
+
+    Args:
+        sample: `steps` and `guidance`, which are drawn with unless told otherwise.
+        encoders: of the run.
+        size: height and width of images in pixels; None: those that the model was made for.
+        prompts: in place of the text encoders, which are then not loaded.
+        dtype: of the encoders' weights and activations.
+    """
+    config = module.config
+    factor = autoencoder_factor(encoders)
+    side = factor * getattr(config, "size", config.size_multiple)
+    defaults = ImageDefaults(int(sample.get("steps", STEPS)), float(sample.get("guidance", 1.0)), size or (side, side))
+    if prompts is None and not encoders.reads_text:
+        prompts = ClassPrompts(config.classes_known)
+    return pipeline_around(
+        module, encoders, sampler=sampler_for(config, objective), prompts=prompts, defaults=defaults, dtype=dtype, say=say
+    )
+
+
+def load_images(path: str | Path, dtype: Any = None, warn: Callable[[str], None] = lambda _: None) -> ImagePipeline | ImageAutoencoder:
+    """The pipeline of a run that trained a denoiser, or an autoencoder: a run's, or that of a folder.
+
+    Raises:
+        BadInput, Damaged: as `load_pipeline`.
+    """
+    stored = open_model(path, warn)
+    if isinstance(stored.config, AutoencoderConfig):
+        return ImageAutoencoder(load_model(stored, dtype=dtype).module)
+    return load_pipeline(path, dtype, warn)
+
+
+def load_pipeline(path: str | Path, dtype: Any = None, warn: Callable[[str], None] = lambda _: None) -> ImagePipeline:
+    """The pipeline of a run, at its last good checkpoint, or of one checkpoint.
+
+    Raises:
+        BadInput, Damaged: there is none, or the encoders of the run are not where they were.
+    """
+    stored = open_model(path, warn)
+    if not isinstance(stored.config, DenoiserConfig):
+        raise BadInput(f"{path} is an autoencoder, which draws nothing", hint=f"encoders.autoencoder={path} trains a denoiser on it")
+    settings = read_meta(stored.path).get("settings") or {}
+    objective = Choice(OBJECTIVES).build(settings["objective"]) if "objective" in settings else Diffusion()
+    encoders = EncoderSettings(**settings.get("encoders") or {})
+    module = load_model(stored, dtype=dtype).module
+    return pipeline_of(module, objective, settings.get("sample") or {}, encoders, dtype=dtype, say=warn)

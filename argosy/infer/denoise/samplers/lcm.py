@@ -1,0 +1,39 @@
+"""Latent consistency models: each step predicts the image, and puts fresh noise of the next level on it.
+
+    D~ = skip x + out D        skip = 1/4 / (r^2 + 1/4), out = r / sqrt(r^2 + 1/4), r = timestep_scaling t
+    x' = alpha' D~ + sigma' z, at the end D~
+
+Luo et al. 2023 (arXiv:2310.04378). The timesteps are spread over those of the distillation, of which there are `original_steps`.
+"""
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.infer.denoise.plan import NEW, SamplerStep, SamplingPlan, X, plan_of
+from argosy.infer.denoise.settings import SamplerSettings
+from argosy.infer.denoise.timesteps import trained_points
+from argosy.models.diffusion.noise import STEPS, to_sample
+
+DATA = 0.5
+
+
+def lcm(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
+    """The steps of a latent consistency model.
+
+    Raises:
+        BadInput: there are more steps than the distillation had.
+    """
+    taught = np.arange(1, int(settings.original_steps * strength) + 1) * (STEPS // settings.original_steps) - 1
+    if steps > len(taught):
+        raise BadInput(f"steps = {steps} of a model distilled in {len(taught)} steps")
+    chosen = np.floor(np.linspace(0, len(taught), steps, endpoint=False)).astype(int)
+    at = trained_points(settings, taught[::-1][chosen].astype(float), np.array([1.0, 0.0]), 1.0)
+    rows = []
+    for i in range(steps):
+        scaled = at.timesteps[i] * settings.timestep_scaling
+        skip, out = DATA**2 / (scaled**2 + DATA**2), scaled / np.sqrt(scaled**2 + DATA**2)
+        alpha, sigma = at.level(i + 1)
+        read = to_sample(settings.prediction, *at.level(i))
+        move = {X: alpha * skip, NEW: alpha * out}
+        rows.append(SamplerStep(at.timesteps[i], (alpha, sigma), read, move, spread=sigma))
+    return plan_of(rows, at.level(0), clip=settings.clip)

@@ -1,0 +1,122 @@
+"""Settings of sampling: the method, its timesteps, and the noise that the model was trained with. Imports no jax."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from argosy.core.errors import BadInput, nearest
+from argosy.core.registry import Registry
+from argosy.core.settings import Choice, Settings
+from argosy.models.diffusion.base import Prediction
+from argosy.models.diffusion.noise import NOISES, FlowNoise
+
+_HERE = "argosy.infer.denoise.samplers"
+
+SAMPLERS = Registry(
+    "sampler",
+    {
+        "euler": f"{_HERE}.euler:euler",
+        "heun": f"{_HERE}.euler:heun",
+        "euler_ancestral": f"{_HERE}.euler:euler_ancestral",
+        "ddim": f"{_HERE}.ddim:ddim",
+        "ddpm": f"{_HERE}.ddim:ddpm",
+        "lcm": f"{_HERE}.lcm:lcm",
+        "pndm": f"{_HERE}.pndm:pndm",
+        "dpmpp_2m": f"{_HERE}.dpm:dpmpp_2m",
+        "unipc": f"{_HERE}.unipc:unipc",
+    },
+)
+
+
+class Shift(Settings):
+    """How flow samplers move their steps toward noise: s' = k s / (1 + (k - 1) s), of Esser et al. 2024 (arXiv:2403.03206)."""
+
+    factor: float = Field(1.0, gt=0)
+    """k, if it does not depend on the size of the image."""
+    dynamic: bool = False
+    """Whether k = e^mu grows with the image: mu goes linearly from `low` at `low_length` positions to `high` at `high_length`."""
+    low: float = 0.5
+    """mu at `low_length` positions."""
+    high: float = 1.15
+    """mu at `high_length` positions."""
+    low_length: int = Field(256, gt=0)
+    """Positions of a small image."""
+    high_length: int = Field(4096, gt=0)
+    """Positions of a large image."""
+    kind: Literal["exponential", "linear"] = "exponential"
+    """linear: k = mu itself."""
+    terminal: float | None = Field(None, gt=0, lt=1)
+    """Stretches the steps so that the last noise level is this. None: not at all."""
+
+    def of(self, positions: int | None) -> float:
+        """k for an image of so many positions of the network.
+
+        Raises:
+            BadInput: k depends on them and they are not known.
+        """
+        if not self.dynamic:
+            return self.factor
+        if positions is None:
+            raise BadInput("sampler.shift.dynamic: the number of positions of the image is not known")
+        slope = (self.high - self.low) / (self.high_length - self.low_length)
+        mu = self.low + slope * (positions - self.low_length)
+        return math.exp(mu) if self.kind == "exponential" else mu
+
+
+class SamplerSettings(Settings):
+    """How images are drawn."""
+
+    name: str = "euler"
+    """The method: euler, heun, euler_ancestral, ddim, ddpm, lcm, pndm, dpmpp_2m or unipc."""
+    noise: Annotated[Any, Choice(NOISES, tag="kind")] = FlowNoise()
+    """The noise schedule of the model's training."""
+    prediction: Prediction = "velocity"
+    """What the network predicts."""
+    shift: Shift = Shift()
+    """For flow models."""
+    spacing: Literal["leading", "linspace", "trailing"] = "linspace"
+    """Which of the 1,000 timesteps are used, as diffusers names them. leading: multiples from 0; linspace: evenly from 0 to 999;
+    trailing: evenly from 1,000 down. Flow models take theirs evenly from 1 down to 1/1000, or as their pipelines do."""
+    offset: int = Field(0, ge=0)
+    """Added to timesteps with spacing=leading."""
+    final: Literal["zero", "first"] = "zero"
+    """The noise after the last step: none, or that of the first timestep of training."""
+    levels: Literal["timesteps", "karras", "exponential"] = "timesteps"
+    """How noise levels lie between the largest and the smallest. timesteps: those of the timesteps; karras: arXiv:2206.00364, rho 7;
+    exponential: evenly in their logarithm."""
+    order: int = Field(2, ge=1, le=3)
+    """Order of dpmpp_2m (1 or 2) and unipc (1 to 3)."""
+    eta: float = Field(0.0, ge=0)
+    """Share of DDPM's noise that ddim spreads."""
+    stochastic: bool = False
+    """Spreads fresh noise: flow Euler draws the image anew at each step; dpmpp_2m becomes its SDE."""
+    clip: float | None = Field(None, gt=0)
+    """Clips predicted images to this size (ddim, ddpm, lcm). None: not at all."""
+    lower_order_final: bool = True
+    """Takes the last steps at a lower order where there are fewer than 15 (dpmpp_2m), or always (unipc)."""
+    euler_at_final: bool = False
+    """Takes the last step of dpmpp_2m at first order."""
+    variance: Literal["small", "large"] = "small"
+    """The noise of ddpm: that of the posterior, or beta."""
+    original_steps: int = Field(50, gt=0)
+    """Steps of the distillation of an lcm model."""
+    timestep_scaling: float = Field(10.0, gt=0)
+    """Factor on timesteps in the boundary condition of lcm."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "SamplerSettings":
+        if self.name not in SAMPLERS:
+            raise ValueError(f"unknown sampler `{self.name}`; {nearest(self.name, SAMPLERS)}")
+        is_flow = isinstance(self.noise, FlowNoise)
+        if self.prediction == "velocity" and not is_flow:
+            raise ValueError("prediction = velocity is of flow models: set noise.kind = flow")
+        if self.prediction != "velocity" and is_flow:
+            raise ValueError(f"noise.kind = flow with prediction = {self.prediction}: flow models predict a velocity")
+        if is_flow and self.name in ("ddim", "ddpm", "lcm", "pndm"):
+            raise ValueError(f"{self.name} is of models trained with betas; flow models take euler, heun, dpmpp_2m or unipc")
+        if self.prediction == "sample" and self.name in ("euler_ancestral", "pndm"):
+            raise ValueError(f"{self.name} is not defined for prediction = sample")
+        if self.name == "dpmpp_2m" and self.order > 2:
+            raise ValueError("dpmpp_2m has order 1 or 2")
+        return self

@@ -1,0 +1,156 @@
+"""Which timesteps and noise levels a number of steps gets, as diffusers counts them. Numpy in double precision, on the host."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.infer.denoise.settings import SamplerSettings
+from argosy.models.diffusion.noise import STEPS, BetaNoise, FlowNoise
+
+RHO = 7.0
+
+
+@dataclass(frozen=True)
+class Points:
+    """The levels that a sampler visits.
+
+    timesteps: [S] what the network is told at each.
+    alpha, sigma: [S + 1] of each, and of the end.
+    total: how many steps there would be without `strength`.
+    """
+
+    timesteps: np.ndarray
+    alpha: np.ndarray
+    sigma: np.ndarray
+    total: int
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+    def level(self, i: int) -> tuple[float, float]:
+        """alpha and sigma at point i."""
+        return float(self.alpha[i]), float(self.sigma[i])
+
+    @property
+    def log_ratio(self) -> np.ndarray:
+        """lambda = log(alpha/sigma) of each; infinite where there is no noise."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.alpha) - np.log(self.sigma)
+
+
+def _from(points: Points, strength: float, is_flow: bool) -> Points:
+    """The last steps, a share `strength` of all.
+
+    Raises:
+        BadInput: none is left.
+    """
+    if not 0 < strength <= 1:
+        raise BadInput(f"strength = {strength}: above 0, up to 1")
+    steps = len(points)
+    # Pipelines of flow models round the other way.
+    first = int(steps - steps * strength) if is_flow else steps - int(steps * strength)
+    if first >= steps:
+        raise BadInput(f"strength = {strength} of {steps} steps leaves none", hint="more steps, or a larger strength")
+    return Points(points.timesteps[first:], points.alpha[first:], points.sigma[first:], steps)
+
+
+def flow_points(settings: SamplerSettings, sigmas: np.ndarray, positions: int | None, strength: float) -> Points:
+    """The points of a flow model for these noise levels before their shift."""
+    k = settings.shift.of(positions)
+    sigmas = k * sigmas / (1 + (k - 1) * sigmas)
+    if settings.shift.terminal is not None:
+        sigmas = 1 - (1 - sigmas) * (1 - settings.shift.terminal) / (1 - sigmas[-1])
+    sigmas = spread_levels(settings, sigmas, len(sigmas))
+    sigmas = np.append(sigmas, sigmas[-1] if settings.final == "first" else 0.0)
+    return _from(Points(sigmas[:-1] * STEPS, 1 - sigmas, sigmas, len(sigmas) - 1), strength, True)
+
+
+def flow_grid(settings: SamplerSettings, steps: int) -> np.ndarray:
+    """Evenly spaced noise levels of a flow model.
+
+    With spacing=linspace the smallest is the shifted one of the last timestep of training, so that the shift acts on it twice:
+    diffusers does so where a pipeline gives no levels of its own (Stable Diffusion 3).
+    """
+    if settings.spacing == "trailing":
+        return np.linspace(1, 1 / steps, steps)
+    if settings.spacing == "leading":
+        raise BadInput("spacing=leading is of models trained with betas", hint="spacing=trailing or linspace")
+    least, k = 1 / STEPS, 1.0 if settings.shift.dynamic else settings.shift.factor
+    return np.linspace(1, k * least / (1 + (k - 1) * least), steps)
+
+
+def spread_levels(settings: SamplerSettings, sigmas: np.ndarray, steps: int) -> np.ndarray:
+    """Levels between the first and the last of these, spread as the settings say."""
+    high, low = sigmas[0], sigmas[-1]
+    if settings.levels == "karras":
+        return np.linspace(high ** (1 / RHO), low ** (1 / RHO), steps) ** RHO
+    return np.exp(np.linspace(np.log(high), np.log(low), steps)) if settings.levels == "exponential" else sigmas
+
+
+def timestep_grid(settings: SamplerSettings, steps: int, without_last: bool = False) -> np.ndarray:
+    """The timesteps of a model trained with betas, falling. With `without_last` as many are taken as if there was one more, at 0.
+
+    Raises:
+        BadInput: there are more steps than timesteps.
+    """
+    more = 1 if without_last else 0
+    if steps + more > STEPS:
+        raise BadInput(f"steps = {steps}: at most {STEPS - more}")
+    if settings.spacing == "trailing":
+        return np.round(np.arange(STEPS, 0, -STEPS / steps))[:steps] - 1
+    if settings.spacing == "leading":
+        grid = np.arange(steps + more)[::-1] * (STEPS // (steps + more)) + settings.offset
+    else:
+        grid = np.linspace(0, STEPS - 1, steps + more)[::-1]
+    return grid[:steps].astype(float)
+
+
+def beta_points(
+    settings: SamplerSettings, timesteps: np.ndarray, strength: float, all_levels: bool = False, whole: bool = True
+) -> Points:
+    """The points of a model trained with betas, by sigma/alpha, which is interpolated between timesteps.
+
+    Args:
+        all_levels: levels that are spread anew go from the noise of the last timestep of training to that of the first.
+        whole: timesteps of such levels are made whole, as diffusers does: rounded, with levels=exponential cut.
+    """
+    noise: BetaNoise = settings.noise
+    places = np.arange(len(noise.ratios))
+    ratio = np.interp(timesteps, places, noise.ratios)
+    if settings.levels != "timesteps":
+        ratio = spread_levels(settings, noise.ratios[::-1] if all_levels else ratio, len(timesteps))
+        timesteps = np.interp(np.log(ratio), np.log(noise.ratios), places)
+        if whole and settings.levels == "exponential":
+            # Float errors leave the first one just below 999 there.
+            timesteps = np.maximum(np.floor(timesteps - 1e-6), 0)
+        elif whole and noise.curve != "squaredcos_cap_v2":
+            timesteps = np.round(timesteps)
+    ratio = np.append(ratio, noise.ratios[0] if settings.final == "first" else 0.0)
+    alpha = 1 / np.sqrt(ratio * ratio + 1)
+    return _from(Points(timesteps, alpha, ratio * alpha, len(timesteps)), strength, False)
+
+
+def trained_points(settings: SamplerSettings, timesteps: np.ndarray, end: np.ndarray, strength: float) -> Points:
+    """The points at whole timesteps; `end` is alpha and sigma after the last."""
+    alpha, sigma = settings.noise.levels(timesteps)
+    points = Points(timesteps, np.append(alpha, end[0]), np.append(sigma, end[1]), len(timesteps))
+    return _from(points, strength, False)
+
+
+def end_level(settings: SamplerSettings) -> np.ndarray:
+    """alpha and sigma after the last step of ddim and its kin."""
+    return np.array([1.0, 0.0]) if settings.final == "zero" else np.array(settings.noise.levels(np.array(0)))
+
+
+def is_flow(settings: SamplerSettings) -> bool:
+    """Whether the model was trained on straight lines."""
+    return isinstance(settings.noise, FlowNoise)
+
+
+def any_points(settings: SamplerSettings, steps: int, positions: int | None, strength: float, **kind: Any) -> Points:
+    """The points of Euler's and Heun's methods."""
+    if is_flow(settings):
+        return flow_points(settings, flow_grid(settings, steps), positions, strength)
+    return beta_points(settings, timestep_grid(settings, steps), strength, whole=False, **kind)

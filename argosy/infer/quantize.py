@@ -1,0 +1,113 @@
+"""`lm.quantize("w4", method="gptq", data=...)`: rounds the weights of a model in memory by a method.
+
+Everything is computed before the model changes, so a mistake or an interruption leaves it as it was. Beside the model there are its
+weights in few bits, and on disk, in a temporary folder, the inputs of two layers.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import numpy as np
+
+from argosy.adapt.calibration.calibrate import calibrate
+from argosy.adapt.calibration.data import calibration_data
+from argosy.adapt.calibration.folder import CalibrationFolder
+from argosy.adapt.calibration.layers import LayerRunner
+from argosy.adapt.methods.settings import METHODS, Nearest, RoundingMethod
+from argosy.adapt.quant import PARTS, by_layer, quantized
+from argosy.adapt.rules import Rule, schemes_of
+from argosy.adapt.surgery import at, find, put_at
+from argosy.core.errors import BadInput, Unsupported
+from argosy.core.settings import SettingsLayer, read_settings
+from argosy.core.settings.schema import Choice
+from argosy.data.settings import DataSettings
+from argosy.models.parts.einsum import Contraction, Einsum
+from argosy.models.parts.stack import layer_addresses
+from argosy.models.parts.weight import put, split, variables
+from argosy.ops.quantized import Quantized
+from argosy.parallel.place import on_devices
+from argosy.weights.fill import model_weights, stored_arrays
+from argosy.weights.quantized import RoundedTensors
+
+# A source as `data.source` names it, texts, or data settings by key.
+Data = str | Path | Sequence[str] | Mapping[str, Any]
+
+
+def quantize_in_place(
+    module: Any, config: Any, tokenizer: Any, rules: list[Rule], *, method: str | RoundingMethod, data: Data | None, samples: int
+) -> list[str]:
+    """Quantizes weights of a model by a method. Returns the names of the contractions, at least one.
+
+    Raises:
+        UserError: as `LM.quantize`; the model is as it was.
+        Unsupported: several devices share its weights.
+    """
+    chosen = METHODS[method]() if isinstance(method, str) else method
+    if chosen.needs_data and data is None:
+        hint = 'data="texts.jsonl", or a list of texts'
+        raise BadInput(f"method={Choice(METHODS).name_of(chosen)} needs calibration data", hint=hint)
+    schemes = schemes_of(module, rules, is_calibrated=data is not None)
+    if data is None and isinstance(chosen, Nearest):
+        modules = {name: quantized(at(module, name), scheme) for name, scheme in schemes.items()}
+        return _put_all(module, modules)
+    for name, of in find(module, ".*").items():
+        if not isinstance(of, Einsum):
+            what = f"{name} is quantized already, or has an adapter"
+            raise BadInput(what, hint="a method reads the weights of the plain model: load it again, or lm.merge() adapters")
+    if any(len(a.sharding.device_set) > 1 for a in split(module)[1].values() if isinstance(a, jax.Array)):
+        raise Unsupported("several devices share these weights, and methods work on one", hint="`argosy quantize MODEL OUT method=...`")
+    own, weights = by_layer(module, schemes), model_weights(module)
+    with TemporaryDirectory(prefix="argosy-calibration-") as place:
+        calibrated = None
+        if data is not None:
+            settings = calibration_settings(data, Path(place))
+            found = calibration_data(settings, samples, tokenizer, vocab=config.vocab, context=config.context)
+            folder = CalibrationFolder(Path(place) / "layers", {}, (*found.tokens.shape, config.width))
+            calibrated = calibrate(LayerRunner(config, weights, own), chosen, found, folder)
+
+        def rounded(name: str, of: Contraction, w: np.ndarray) -> Quantized:
+            if calibrated is not None and name in calibrated.places:
+                return calibrated.read(name, of)  # type: ignore[arg-type]
+            return chosen.quantize(of, w, own[name], None)
+
+        plain = weights if calibrated is None else calibrated.changed(weights)
+        changed = set() if calibrated is None else set(calibrated.changed_places)
+        description = config.build(module.layers.run)
+        modules = {name: quantized(at(description, name), scheme) for name, scheme in schemes.items()}
+        _put_all(description, modules)
+        names = layer_addresses(description)
+        codes = {f"{name}.{part}" for name in schemes for part in PARTS}
+        same = {address for address in variables(description) if address not in codes and changed.isdisjoint(names(address))}
+        tensors = RoundedTensors(config, plain, own, rounded)
+        arrays = {a: on_devices(array, None) for a, array in stored_arrays(description, tensors, dtype=module.dtype, without=same)}
+    put(description, {address: array for address, array in arrays.items() if address in codes})
+    for name, one in modules.items():
+        one.b = at(module, name).b
+    _put_all(module, modules)
+    put(module, {address: array for address, array in arrays.items() if address not in codes})
+    return list(modules)
+
+
+def _put_all(module: Any, modules: Mapping[str, Any]) -> list[str]:
+    for name, one in modules.items():
+        put_at(module, name, one)
+    return list(modules)
+
+
+def calibration_settings(data: Data, folder: Path) -> DataSettings:
+    """The settings of calibration data.
+
+    Args:
+        folder: for a file of texts that are in memory.
+    """
+    if isinstance(data, str | Path):
+        return DataSettings(source=str(data))
+    if isinstance(data, Mapping):
+        return read_settings(DataSettings, SettingsLayer("data", data)).value
+    source = folder / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in data), encoding="utf-8")
+    return DataSettings(source=str(source))

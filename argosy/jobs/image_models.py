@@ -1,0 +1,53 @@
+"""Which models draw images, known from their files without jax; and how the size of an image is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.core.hub.download import local_model
+from argosy.core.progress import Say
+from argosy.core.settings import yaml_layer
+from argosy.models import FAMILIES
+
+
+def parsed_size(text: str | int | None) -> tuple[int, int] | None:
+    """Height and width of "WIDTHxHEIGHT", or of one number for both.
+
+    Raises:
+        BadInput: it is something else.
+    """
+    if text is None:
+        return None
+    width, _, height = str(text).lower().partition("x")
+    height = height or width
+    if not (width.isdecimal() and height.isdecimal()):
+        raise BadInput(f"size={text}", hint="pixels as WIDTHxHEIGHT, such as size=768x512, or one number for both")
+    return int(height), int(width)
+
+
+def draws_images(model: str | Path, say: Say = lambda _: None) -> bool:
+    """Whether a MODEL argument is a diffusers folder, or a run or a checkpoint of a denoiser."""
+    folder = Path(local_model(model, say))
+    if (folder / "model_index.json").is_file():
+        return True
+    family = _family(folder)
+    return family in FAMILIES and FAMILIES[family].inputs == "images"
+
+
+def _family(folder: Path) -> Any:
+    """The family of a run's or a checkpoint's model; None for anything else."""
+    if not folder.is_dir():
+        return None
+    # A checkpoint lies in its run's folder of checkpoints.
+    for parent in [folder, *([folder.absolute().parents[1]] if folder.absolute().parent.name == "checkpoints" else [])]:
+        if (settings := parent / "settings.yml").is_file():
+            return (yaml_layer(settings).values.get("model") or {}).get("family")
+    meta = folder / "meta.json"
+    if not meta.is_file():
+        return None
+    try:
+        return (json.loads(meta.read_text(encoding="utf-8")).get("model") or {}).get("family")
+    except (ValueError, AttributeError):
+        # Whoever opens the checkpoint says that it is damaged.
+        return None

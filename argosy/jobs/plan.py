@@ -1,0 +1,376 @@
+"""`argosy plan`: what a run will need and do on devices that may be absent, before its first step.
+
+The analytic answer takes seconds. The compiler's takes a minute or more for large models, in a process of its own, because compilers
+for devices that are absent print to stderr, end the process over flags that they do not know, and take several GB. Its answers are
+kept by the content of the program.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.settings import Reading, Settings
+from argosy.run.plan.figures import Buffer, Figures, Traffic
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
+
+Say = Callable[[str], None]
+# What a plan of a run with rollouts leaves out.
+SAMPLES = "of the update alone: sampling takes most of the time of such a run, and its cache is not counted"
+DAY_S, HOUR_S = 86_400, 3_600
+# By how much the analytic model must exceed the memory for a refusal without the compiler.
+CERTAIN = 1.15
+# How far estimates of a step are off: against published times of whole models for TPUs, and against runs for this machine.
+ERRORS = {"tpu": 0.25, "gpu": 0.3, "cpu": 0.25}
+MODEL_ERROR = 0.5
+
+
+class PlanSettings(Settings):
+    """What is planned for."""
+
+    device: str = "this"
+    """The devices: `this` machine's, or a kind with a number: v4-8, v5e-16, v5p-128, v6e-256, v7x-128 (a name as Google Cloud counts:
+    cores for v4, v5p and v7x, chips for the others), h100-8, h200-8."""
+    compile: bool = True
+    """Whether the compiler of the devices is asked, where it is installed. false: the analytic answer alone, in seconds."""
+    search: bool = False
+    """Whether meshes, `execution.remat` and, unless `data.batch` is given, batches are compared. The three fastest that fit are given
+    to the compiler where it is installed."""
+    out: str | None = None
+    """A file for the best settings of `search`, as a recipe that extends the one that was planned."""
+    price: float | None = Field(None, gt=0)
+    """Price of a chip for an hour. With it, the cost of all steps is shown."""
+
+
+@dataclass
+class Planned:
+    """The parts of an answer.
+
+    model, compiler: figures of the analytic model, and of the compiler; None where it was not asked.
+    missing: the package that brings the compiler, where it is not installed.
+    changed: settings that were changed because the recipe's do not fit the number of devices.
+    nearest: settings with which it fits, where it does not.
+    """
+
+    assembly: Any
+    model: Figures
+    compiler: Figures | None
+    missing: str | None
+    changed: tuple[str, ...]
+    nearest: list[Any]
+
+    @property
+    def figures(self) -> Figures:
+        return self.compiler or self.model
+
+
+def plan(recipe: str, words: Sequence[str], settings: PlanSettings, say: Say) -> dict[str, Any]:
+    """The answer as a document.
+
+    Raises:
+        UserError: a mistake in the settings. A run that does not fit is none: `fits` is false.
+    """
+    from argosy.parallel.target import Target
+
+    target = Target.described(settings.device)
+    words, changed = _settled(recipe, words, target)
+    if changed:
+        say(f"{' '.join(changed)}: the recipe's batch does not divide over {plural(target.count, 'device')}")
+
+    if settings.search:
+        return _searched(recipe, words, settings, target, say, bool(changed))
+    if settings.out is not None:
+        raise BadInput("out names the file of a search", hint="search=true")
+    assembly = _assembled(plan_reading(recipe, words).value, target)
+    model = _modeled(assembly)
+    compiler, missing = None, None
+    hopeless = model.limit is not None and model.total > CERTAIN * model.limit and not target.shares_memory
+    # Updates from rollouts are several programs, and most of the time is sampling.
+    samples = assembly.run.rollout is not None
+    if settings.compile and not hopeless and not samples:
+        missing = target.missing_compiler()
+        if missing is None and (target.is_here or target.platform == "tpu"):
+            say("asking the compiler; compile=false answers without it ...")
+            compiler = _asked(assembly, recipe, words, settings.device)
+    result = Planned(assembly, model, compiler, missing, changed, [])
+    if not result.figures.fits:
+        from argosy.run.plan.nearest import nearest_fits
+
+        result.nearest = nearest_fits(assembly)
+    return plan_document(result, recipe, settings)
+
+
+def _searched(recipe: str, words: list[str], settings: PlanSettings, target: Any, say: Say, changed: bool) -> dict[str, Any]:
+    """The plan of the best settings, with the ranking.
+
+    Args:
+        changed: whether the batch among the words is not the user's.
+    """
+    from argosy.run.plan.search import ranked
+
+    if target.chip is None:
+        raise BadInput("search=true compares devices of accelerators", hint="device=v5p-128, h100-8, ...")
+    given = {word.partition("=")[0] for word in words}
+    found = ranked(plan_reading(recipe, words).value, target, changed or "data.batch" not in given)
+    if not found:
+        what = f"{recipe} fits on {target.name} with no mesh that was tried"
+        raise BadInput(what, hint="`argosy plan` without search says what it needs")
+    own = settings.model_copy(update={"search": False, "out": None})
+    compiles = settings.compile and target.missing_compiler() is None and target.platform == "tpu"
+    answers = []
+    for candidate in found[: 3 if compiles else 1]:
+        say(f"planning {' '.join(w for w in candidate.words if not w.endswith('=1'))} ...")
+        answer = plan(recipe, [*_without(words, candidate.words), *candidate.words], own, say)
+        answers.append(answer | {"settings": list(candidate.words)})
+    fitting = [one for one in answers if one["fits"]] or answers
+    best = max(fitting, key=lambda one: one["tokens_per_s"] or 0.0)
+    if settings.out is not None:
+        _write_layer(recipe, best["settings"], Path(settings.out))
+    return best | {"ranking": [one.document() for one in found[:10]], "out": settings.out}
+
+
+def _without(words: Sequence[str], others: Sequence[str]) -> list[str]:
+    keys = {word.partition("=")[0] for word in others}
+    return [word for word in words if word.partition("=")[0] not in keys]
+
+
+def _write_layer(recipe: str, words: Sequence[str], path: Path) -> None:
+    """Writes settings as a recipe that extends another.
+
+    Raises:
+        BadInput: the file exists.
+    """
+    if path.exists():
+        raise BadInput(f"{path} exists", hint="another name")
+    groups: dict[str, list[str]] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        group, _, name = key.partition(".")
+        groups.setdefault(group, []).append(f"  {name}: {value}")
+    lines = [f"# The fastest settings that fit, by `argosy plan {recipe} search=true`.", f"extends: {recipe}"]
+    for group, values in groups.items():
+        lines += [f"{group}:", *values]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def plan_reading(recipe: str, words: Sequence[str]) -> Reading[Run]:
+    """The settings; data that the recipe leaves to the user is not read, so its name is filled in."""
+    from argosy.run.settings.recipe_files import presets
+
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+    more = [] if any(key.startswith("data.source") or key == "data" for key in given) else _source_of(recipe)
+    if given.get("adapter", "none") != "none" and given.get("model") in presets() and "init.weights" not in given:
+        # A preset stands for its trained weights, which are not read.
+        more.append(f"init.weights={given['model']}")
+    return compose(Run, recipe, [*more, *words])
+
+
+def _source_of(recipe: str) -> list[str]:
+    """A word that names data, if the recipe names none."""
+    from argosy.run.settings.compose import NEEDS
+    from argosy.run.settings.recipe_files import recipe_layers
+
+    needs = [layer.values.get(NEEDS) or {} for layer in recipe_layers(recipe)]
+    return ["data.source=synthetic"] if any("source" in (need.get("data") or {}) for need in needs) else []
+
+
+def _settled(recipe: str, words: Sequence[str], target: Any) -> tuple[list[str], tuple[str, ...]]:
+    """The words, with a batch that divides over the devices where the user names none."""
+    words = list(words)
+    run = plan_reading(recipe, words).value
+    if any(word.startswith("data.batch=") for word in words) or run.rollout is not None:
+        return words, ()
+    mesh = target.mesh(run.mesh)
+    from argosy.parallel.place import row_shares
+
+    each = row_shares(mesh) * run.accumulate * run.objective.needs.rows_per_group
+    if run.data.batch % each == 0:
+        return words, ()
+    changed = f"data.batch={-(-run.data.batch // each) * each}"
+    return [*words, changed], (changed,)
+
+
+def _assembled(run: Run, target: Any) -> Any:
+    from argosy.run.assembly.assemble import assemble
+    from argosy.run.assembly.decided import Decided
+
+    return assemble(run, Decided.here(run, target), target=target, reads=False)
+
+
+def _modeled(assembly: Any) -> Figures:
+    """The analytic answer."""
+    from argosy.run.plan.memory import memory_by_kind
+    from argosy.run.plan.speed import prices_of, work_of
+
+    target = assembly.target
+    memory = _memory_here(assembly) if target.shares_memory else memory_by_kind(assembly)
+    fits = target.memory_bytes is None or sum(memory.values()) <= target.memory_bytes
+    chip, buffers = target.chip, []
+    if not fits:
+        from argosy.run.plan.compiled import state_buffers
+
+        buffers = state_buffers(assembly)
+    if chip is None:
+        from argosy.run.plan.measured import prices_here
+
+        prices = prices_here(target.platform)
+        if prices is None:
+            return Figures("model", memory, target.memory_bytes, fits, buffers=buffers)
+    else:
+        prices = prices_of(chip)
+    work = work_of(assembly, prices)
+    compute = sum(work.by_kind.values())
+    return Figures("model", memory, target.memory_bytes, fits, compute, work.traffic, buffers, work.by_kind, MODEL_ERROR)
+
+
+def _memory_here(assembly: Any) -> dict[str, int]:
+    from argosy.run.memory import estimated_need
+
+    a = assembly
+    return dict(estimated_need(a.run, a.decided, a.shapes, a.places, a.mesh, a.target, a.roles, a.batches.sizes).sizes)
+
+
+def _asked(assembly: Any, recipe: str, words: Sequence[str], device: str) -> Figures:
+    """The compiler's answer: in this process for this machine, else in one of its own."""
+    if assembly.target.is_here:
+        from argosy.run.plan.compiled import compiled_figures
+        from argosy.run.plan.measured import prices_here
+
+        platform = assembly.target.platform
+        return compiled_figures(assembly, prices_here(platform), ERRORS[platform])
+    with tempfile.TemporaryDirectory() as folder:
+        answer, log = Path(folder) / "answer.json", Path(folder) / "log.txt"
+        asked = {"recipe": recipe, "words": list(words), "device": device, "answer": str(answer)}
+        environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+        command = [sys.executable, "-c", "from argosy.jobs.plan import answer_alone; answer_alone()", json.dumps(asked)]
+        with log.open("wb") as errors:
+            done = subprocess.run(command, env=environment | {"JAX_PLATFORMS": "cpu"}, stdout=errors, stderr=errors, check=False)
+        if not answer.exists():
+            last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+            raise BadInput(
+                f"the compiler for {device} ended with code {done.returncode}: {' '.join(last)[:300]}",
+                hint="compile=false gives the analytic answer",
+            )
+        return figures_from(json.loads(answer.read_text(encoding="utf-8")))
+
+
+def answer_alone() -> None:
+    """The process that compiles: reads what is asked from its last argument, and writes the figures."""
+    asked = json.loads(sys.argv[-1])
+    import jax
+
+    # JAX cannot read programs for devices that are absent from its cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+    from argosy.parallel.target import Target
+    from argosy.run.plan.compiled import compiled_figures
+    from argosy.run.plan.speed import prices_of
+
+    target = Target.described(asked["device"]).compiled()
+    assembly = _assembled(plan_reading(asked["recipe"], asked["words"]).value, target)
+    stored = _stored(assembly, asked["device"])
+    if stored is not None and stored.exists():
+        text = stored.read_text(encoding="utf-8")
+    else:
+        chip = target.chip
+        assert chip is not None
+        text = json.dumps(asdict(compiled_figures(assembly, prices_of(chip), ERRORS[target.platform])))
+        if stored is not None:
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            draft = stored.with_suffix(f".{os.getpid()}")
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(stored)
+    Path(asked["answer"]).write_text(text, encoding="utf-8")
+
+
+def _stored(assembly: Any, device: str) -> Path | None:
+    """The file of the compiler's answer, named by the content of the program, the devices, and the versions."""
+    import hashlib
+    from importlib.metadata import version
+
+    from argosy.jobs.machine import cache_folder
+
+    folder = cache_folder("plans")
+    if folder is None:
+        return None
+    chip = assembly.target.chip
+    own = b"".join(path.read_bytes() for room in ("run/plan", "observe/hlo") for path in sorted((PACKAGE / room).glob("*.py")))
+    versions = [version("jax"), version(chip.library) if chip is not None else ""]
+    parts = [assembly.lower().as_text(), json.dumps(assembly.compiler_options), device, *versions, hashlib.sha256(own).hexdigest()]
+    return folder / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
+
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def figures_from(document: dict[str, Any]) -> Figures:
+    """Figures from their JSON."""
+    traffic, buffers = [Traffic(**one) for one in document["traffic"]], [Buffer(**one) for one in document["buffers"]]
+    return Figures(**document | {"traffic": traffic, "buffers": buffers})
+
+
+def plan_document(result: Planned, recipe: str, settings: PlanSettings) -> dict[str, Any]:
+    """The answer as JSON."""
+    from argosy.run.plan.speed import model_flops
+
+    a, figures = result.assembly, result.figures
+    target, run = a.target, a.run
+    step, flops = figures.step_seconds, model_flops(a)
+    chip = target.chip
+    peak = chip.flops_per_s * target.count if chip is not None else None
+    seconds = step * a.steps if step else None
+    chips = target.hardware.chips if target.hardware is not None else target.count
+    tokens = a.batches.tokens_per_batch
+    return {
+        "recipe": recipe,
+        "device": target.name,
+        "devices": target.count,
+        "hosts": target.processes,
+        "device_kind": target.kind,
+        "fits": figures.fits,
+        "verdict_by": figures.verdict_by,
+        "memory_bytes": {**figures.memory, "total": figures.total},
+        "memory_limit_bytes": figures.limit,
+        "memory_bytes_by_model": {**result.model.memory, "total": result.model.total},
+        "step_seconds": step,
+        "step_seconds_error": figures.error,
+        "step_seconds_by_model": result.model.step_seconds,
+        "mfu": flops / step / peak if step and peak else None,
+        "tokens_per_s": tokens / step if step else None,
+        "bound_by": figures.bound_by,
+        "collectives": [one.document() for one in figures.traffic],
+        "seconds_by_kind": dict(figures.by_kind),
+        "parameters": a.parameters,
+        "tokens_per_step": tokens,
+        "flops_per_step": int(flops),
+        "mesh": {axis: size for axis, size in dict(a.mesh.shape).items() if size > 1},
+        "precision": a.decided.precision,
+        "remat": run.execution.remat,
+        "replicated": _replicated(a),
+        "buffers": [asdict(one) for one in figures.buffers],
+        "uncounted_kernels": list(figures.uncounted),
+        "unknown_loops": figures.unknown_loops,
+        "steps": a.steps,
+        "days": seconds / DAY_S if seconds else None,
+        "cost": seconds / HOUR_S * chips * settings.price if seconds and settings.price else None,
+        "changed": list(result.changed),
+        "note": SAMPLES if run.rollout is not None else "",
+        "missing_compiler": result.missing,
+        "nearest": [one.document() for one in result.nearest],
+    }
+
+
+def _replicated(assembly: Any) -> str:
+    """The weights that every device has whole, although the mesh splits weights; "" where they are few."""
+    from argosy.run.assembly.grid import mesh_header
+
+    return mesh_header(assembly.mesh, assembly.shapes.params | assembly.shapes.rest).get("whole", "")

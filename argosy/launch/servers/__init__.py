@@ -1,0 +1,1 @@
+"""Servers on other machines: manifests of Kubernetes and KServe, and replicas on Ray Serve."""

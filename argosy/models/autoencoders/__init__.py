@@ -1,0 +1,1 @@
+"""Autoencoders of images, one file a family: from pixels to latents, and back."""

@@ -1,0 +1,89 @@
+"""The module of the variational autoencoder (`models.autoencoders.autoencoder_kl` has the equations)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.parts.conv import twice
+from argosy.models.parts.net import grow, net_attention, resnet
+from argosy.ops.precision import sums_in
+
+# The bounds of the log variance: a variance that over- or underflows has no gradient.
+LOG_VARIANCE = (-30.0, 20.0)
+
+
+class Moments(NamedTuple):
+    """What the encoder says of latents, float32 at least.
+
+    mean, log_variance: of each number.
+    """
+
+    mean: Float[Array, "B h w C"]
+    log_variance: Float[Array, "B h w C"]
+
+    def sample(self, noise: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
+        """Latents, from standard normal numbers."""
+        return self.mean + jnp.exp(0.5 * self.log_variance) * noise
+
+
+class AutoencoderKL(nnx.Module):
+    """Images to latents and back. `dtype` is the type of activations."""
+
+    def __init__(self, config: Any):
+        self.config, self.dtype = config, jnp.float32
+        grow(self, config.sites(), groups=config.groups, late=True)
+
+    def encode(self, images: Float[Array, "B H W 3"]) -> Moments:
+        """The moments of latents."""
+        of: Any = self
+        x = of.encoder.conv_in(images.astype(self.dtype))
+        for i in range(len(self.config.widths)):
+            x = self._level(of.encoder.down_blocks[i], x, self.config.layers)
+        x = self._ends(of.encoder, self._middle(of.encoder.mid_block, x))
+        x = of.quant_conv(x) if self.config.moments_conv else x
+        mean, log_variance = jnp.split(x.astype(sums_in(x.dtype)), 2, -1)
+        return Moments(mean, jnp.clip(log_variance, *LOG_VARIANCE))
+
+    def decode(self, latents: Float[Array, "B h w C"]) -> Float[Array, "B H W 3"]:
+        """Images in -1..1, or a little beyond; float32 at least."""
+        of: Any = self
+        x = latents.astype(self.dtype)
+        x = of.post_quant_conv(x) if self.config.latents_conv else x
+        x = self._middle(of.decoder.mid_block, of.decoder.conv_in(x))
+        for i in range(len(self.config.widths)):
+            x = self._level(of.decoder.up_blocks[i], x, self.config.layers + 1)
+        x = self._ends(of.decoder, x)
+        return x.astype(sums_in(x.dtype))
+
+    def to_latents(self, moments: Moments, noise: Float[Array, "B h w C"] | None = None) -> Float[Array, "B h w C"]:
+        """What denoisers read: the mean, or a sample with `noise`."""
+        return self.config.to_latents(moments.mean if noise is None else moments.sample(noise))
+
+    def from_latents(self, latents: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
+        """What `decode` reads, from a denoiser's latents."""
+        return self.config.from_latents(latents)
+
+    def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
+        """The images again, by way of the means of their latents."""
+        return self.decode(self.encode(images).mean)
+
+    def _level(self, of: Any, x: Array, layers: int) -> Array:
+        for i in range(layers):
+            x = resnet(of.resnets[i], x)
+        if hasattr(of, "downsamplers"):
+            return of.downsamplers[0].conv(x)
+        return of.upsamplers[0].conv(twice(x)) if hasattr(of, "upsamplers") else x
+
+    def _middle(self, of: Any, x: Array) -> Array:
+        x = resnet(of.resnets[0], x)
+        if self.config.attention:
+            one, (B, H, W, C) = of.attentions[0], x.shape
+            flat = one.group_norm(x).reshape(B, H * W, C)
+            x = x + net_attention(one, flat, flat, 1).reshape(x.shape)
+        return resnet(of.resnets[1], x)
+
+    def _ends(self, of: Any, x: Array) -> Array:
+        return of.conv_out(jax.nn.silu(of.conv_norm_out(x)))

@@ -1,0 +1,62 @@
+"""The module of CLIP's text encoder (`models.clip` has the equations)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.norm import LayerNorm
+from argosy.models.parts.stack import Aux, Execution, Layer, Stack
+from argosy.models.parts.stack.watch import OUTPUT, WatchedAttend
+from argosy.parallel.scope import constrain
+
+# The id of the end-of-text token in folders that have it wrong.
+LEGACY_EOS = 2
+
+
+class ClipTextEncoder(nnx.Module):
+    """Tokens to one vector each, and a text to one."""
+
+    def __init__(self, config: Any, plan: Sequence[Layer], make: Callable[[str], Any], run: Execution | None):
+        self.config, self.dtype = config, jnp.float32
+        self.embed = Einsum("BTV,VD->BTD", config.dims, scale=0.02)
+        self.positions = Einsum("BTA,AD->BTD", config.dims, scale=0.01)
+        self.layers = Stack(plan, make, run=run)
+        self.norm = LayerNorm(config.width, config.norm_eps)
+        self.pooler = Einsum("BD,DO->BO", config.dims) if config.projection else None
+
+    def embedded(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
+        """The input of the first layer."""
+        return (self.embed.take(tokens) + self.positions.take(attend.positions)).astype(self.dtype)
+
+    def hidden(self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T D"], Any, Aux]:
+        """A vector for each token, the unchanged cache, and the aux outputs of the layers."""
+        x, cache, aux = self.layers(self.embedded(tokens, attend), cache, attend)
+        return constrain(self.norm(x), "B T D"), cache, aux
+
+    def states(self, tokens: Int[Array, "B T"], attend: Attend) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """A vector for each token, and the stream before the last layer, which SDXL and SD3 read."""
+        x, _, aux = self.hidden(tokens, WatchedAttend(attend, outputs=True))
+        layers, _ = self.layers.layer_aux(aux)
+        return x, layers[-2][OUTPUT] if len(layers) > 1 else self.embedded(tokens, attend)
+
+    def ends(self, tokens: Int[Array, "B T"]) -> Int[Array, "B"]:
+        """The place of the first end-of-text token of each row."""
+        eos = self.config.eos
+        where = jnp.argmax(tokens, 1) if eos == LEGACY_EOS else jnp.argmax(tokens == eos, 1)
+        return where.astype(jnp.int32)
+
+    def project(self, x: Float[Array, "B D"]) -> Float[Array, "B O"]:
+        """Vectors of texts in the space that they share with images; unchanged where there is no projection."""
+        return x if self.pooler is None else self.pooler(x)
+
+    def pooled(self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"]) -> Float[Array, "B O"]:
+        """The vector of each text, from the vectors of its tokens."""
+        return self.project(jnp.take_along_axis(x, self.ends(tokens)[:, None, None], 1)[:, 0])
+
+    def __call__(self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T D"], Any, Aux]:
+        return self.hidden(tokens, attend, cache)

@@ -1,0 +1,147 @@
+"""Parts of denoisers with joint attention of image and text (`models.diffusion.mmdit`).
+
+Positions are turned in interleaved pairs by cosines and sines [B T pairs] that the model hands to its layers.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.parts.attention.attend import HEADS, Attend
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.mlp import MLP
+from argosy.models.parts.modulation import modulate, sinusoid
+from argosy.models.parts.norm import RMSNorm
+from argosy.ops.attention import Score
+from argosy.ops.precision import wide
+
+LEGEND = (
+    ("I", "patch"), ("W", "waves"), ("E", "embedder"), ("G", "modulation"), ("M", "modulated"), ("S", "text"), ("O", "pooled")
+)
+# The letter of the axis that embedders read, by the name of their condition.
+READS = {"time": "W", "guidance": "W", "pooled": "O"}
+
+
+class JointCondition(NamedTuple):
+    """What every layer reads.
+
+    c: the vector of time step and text.
+    turns: cosines and sines of the positions of text and image; None: there are none.
+    """
+
+    c: Float[Array, "B D"]
+    turns: tuple[Float[Array, "B T P"], Float[Array, "B T P"]] | None = None
+
+
+class MLPEmbedder(nnx.Module):
+    """down(silu(up(x))): sines of a number, or a vector, to the width of the model."""
+
+    def __init__(self, dims: dict[str, int], letter: str):
+        self.up = Einsum(f"B{letter},{letter}E->BE", dims, bias=True, scale=0.02, legend=LEGEND)
+        self.down = Einsum("BE,ED->BD", dims, bias=True, scale=0.02, legend=LEGEND)
+
+    def __call__(self, x: Float[Array, "B W"]) -> Float[Array, "B D"]:
+        return self.down(jax.nn.silu(self.up(x)))
+
+
+class VectorEmbedder(nnx.Module):
+    """Time step, pooled text and, where the model reads it, the scale of guidance to one vector."""
+
+    def __init__(self, config: Any, guided: bool):
+        self.waves = config.waves
+        self.time, self.pooled = (MLPEmbedder(config.dims, READS[name]) for name in ("time", "pooled"))
+        self.guidance = MLPEmbedder(config.dims, READS["guidance"]) if guided else None
+
+    def __call__(self, timestep: Float[Array, "B"], pooled: Float[Array, "B O"], guidance: Any, dtype: Any) -> Float[Array, "B D"]:
+        c = self.time(sinusoid(timestep, self.waves).astype(dtype)) + self.pooled(pooled.astype(dtype))
+        if self.guidance is None:
+            return c
+        if guidance is None:
+            raise ValueError("this model reads the scale of guidance")
+        # As the time step, it is counted in thousandths.
+        return c + self.guidance(sinusoid(1000 * guidance, self.waves).astype(dtype))
+
+
+class JointStream(nnx.Module):
+    """The weights of image or of text in a layer.
+
+    Args:
+        parts: of the modulation: six for two sublayers, nine with a second attention; two for a stream that ends here.
+        norms: whether queries and keys are normalized.
+        mlp: whether there is a feed-forward layer and an output of attention.
+    """
+
+    def __init__(self, dims: dict[str, int], parts: int, *, norms: bool, mlp: bool = True):
+        self.modulation = Einsum("BD,DGM->BGM", dims | {"G": parts}, bias=True, scale=0.0, legend=LEGEND)
+        self.attn = Projections(dims, norms=norms, out=mlp)
+        self.mlp = MLP(dims, "gelu_tanh") if mlp else None
+
+    def modulated(self, c: Float[Array, "B D"]) -> list[Float[Array, "B D"]]:
+        """The parts of the modulation."""
+        return list(jnp.unstack(self.modulation(jax.nn.silu(c)), axis=1))
+
+
+class Projections(nnx.Module):
+    """Queries, keys and values of a stream, and the output of attention."""
+
+    def __init__(self, dims: dict[str, int], *, norms: bool, out: bool = True):
+        self.q = Einsum("BTD,DNH->BTNH", dims, bias=True)
+        self.k = Einsum("BTD,DKH->BTKH", dims, bias=True)
+        self.v = Einsum("BTD,DKH->BTKH", dims, bias=True)
+        self.o = Einsum("BTNH,NHD->BTD", dims, bias=True) if out else None
+        norm: Callable[[], RMSNorm] = partial(RMSNorm, dims["H"], letters="H")
+        self.q_norm, self.k_norm = (norm(), norm()) if norms else (None, None)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+        q, k = self.q(x), self.k(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, self.v(x)
+
+
+def joint_attention(
+    streams: list[tuple[Array, Array, Array]], attend: Attend, turns: tuple[Array, Array] | None = None
+) -> Float[Array, "B T N H"]:
+    """Attention over the tokens of all streams, one after the other."""
+    q, k, v = (jnp.concatenate([stream[i] for stream in streams], 1) for i in range(3))
+    if turns is not None:
+        q, k = turned(q, turns), turned(k, turns)
+    return attend(q, {"k": k, "v": v}, None, HEADS, score=Score(q.shape[-1] ** -0.5))[0]
+
+
+def turned(x: Float[Array, "B T N H"], turns: tuple[Array, Array]) -> Float[Array, "B T N H"]:
+    """Turns each pair of neighboring features by its angle."""
+    y = wide(x)
+    cos, sin = (t[:, :, None].astype(y.dtype) for t in turns)
+    a, b = y[..., 0::2], y[..., 1::2]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(y.shape).astype(x.dtype)
+
+
+def axial_turns(positions: np.ndarray, axes: tuple[int, ...], base: float = 1e4) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines [T pairs] of positions [T axes], each axis with frequencies of its own, from float64.
+
+    Args:
+        axes: features of a head that turn by each axis.
+    """
+    angles = [positions[:, i, None] * base ** -(np.arange(0, n, 2) / n) for i, n in enumerate(axes)]
+    angle = np.concatenate(angles, 1)
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+class FinalLayer(nnx.Module):
+    """The last norm, shifted and scaled by the condition, and the projection to patches."""
+
+    def __init__(self, dims: dict[str, int]):
+        self.shift = Einsum("BD,DM->BM", dims, bias=True, scale=0.0, legend=LEGEND)
+        self.scale = Einsum("BD,DM->BM", dims, bias=True, scale=0.0, legend=LEGEND)
+        self.out = Einsum("BTD,DI->BTI", dims, bias=True, scale=0.0, legend=LEGEND)
+
+    def __call__(self, x: Float[Array, "B T D"], c: Float[Array, "B D"]) -> Float[Array, "B T I"]:
+        c = jax.nn.silu(c)
+        return self.out(modulate(x, self.shift(c), self.scale(c)))

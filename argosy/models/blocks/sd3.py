@@ -1,0 +1,99 @@
+"""The module of Stable Diffusion 3 (`models.diffusion.sd3` has the equations)."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.blocks.mmdit import (
+    LEGEND,
+    FinalLayer,
+    JointCondition,
+    JointStream,
+    Projections,
+    VectorEmbedder,
+    joint_attention,
+)
+from argosy.models.diffusion.base import Conditions
+from argosy.models.parts.attention.attend import Attend, Bidirectional
+from argosy.models.parts.attention.cache import Spec
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.modulation import modulate
+from argosy.models.parts.patches import patchify, unpatchify
+from argosy.models.parts.stack import Execution, Layer, Stack
+from argosy.models.settings import Reach
+from argosy.ops.precision import sums_in
+from argosy.parallel.scope import constrain
+
+
+class SD3Block(nnx.Module):
+    """A layer. What flows is {image, text}; after the last one, text is what came in.
+
+    Args:
+        kind: block, dual (a second attention of the image), last (no text afterwards), dual_last.
+    """
+
+    def __init__(self, config: Any, kind: str):
+        self.is_last, is_dual = kind.endswith("last"), kind.startswith("dual")
+        self.image = JointStream(config.dims, 9 if is_dual else 6, norms=config.qk_norm)
+        self.text = JointStream(config.dims, 2 if self.is_last else 6, norms=config.qk_norm, mlp=not self.is_last)
+        self.second = Projections(config.dims, norms=config.qk_norm) if is_dual else None
+
+    def holds(self, each: Reach) -> Spec:
+        return Spec()
+
+    def __call__(self, x: dict[str, Array], each: Reach, cache: Any, attend: Attend, condition: JointCondition) -> Any:
+        image, text = x["image"], x["text"]
+        m, t = self.image.modulated(condition.c), self.text.modulated(condition.c)
+        # diffusers gives the last text norm its scale first.
+        text_shift, text_scale = (t[1], t[0]) if self.is_last else (t[0], t[1])
+        read = [self.text.attn(modulate(text, text_shift, text_scale)), self.image.attn(modulate(image, m[0], m[1]))]
+        y = joint_attention(read, attend)
+        h = image + m[2][:, None] * self.image.attn.o(y[:, text.shape[1] :])  # pyright: ignore[reportOptionalCall]
+        if self.second is not None:
+            alone = Bidirectional(jnp.ones(image.shape[:2], jnp.int32))
+            own = joint_attention([self.second(modulate(image, m[6], m[7]))], alone)
+            h = h + m[8][:, None] * self.second.o(own)  # pyright: ignore[reportOptionalCall]
+        out = {"image": h + m[5][:, None] * self.image.mlp(modulate(h, m[3], m[4])), "text": text}  # pyright: ignore[reportOptionalCall]
+        if self.text.mlp is not None and self.text.attn.o is not None:
+            h = text + t[2][:, None] * self.text.attn.o(y[:, : text.shape[1]])
+            out["text"] = h + t[5][:, None] * self.text.mlp(modulate(h, t[3], t[4]))
+        return out, cache, {}
+
+
+class SD3(nnx.Module):
+    """Noisy latents, time steps and texts to velocities."""
+
+    def __init__(self, config: Any, run: Execution | None):
+        self.config, self.dtype, d = config, jnp.float32, config.dims
+        self.patch = Einsum("BTI,ID->BTD", d, bias=True, legend=LEGEND)
+        self.positions = Einsum("BTA,AD->BTD", d, scale=0.02)
+        self.text_embed = Einsum("BTS,SD->BTD", d, bias=True, legend=LEGEND)
+        self.vector = VectorEmbedder(config, False)
+        plan = [Layer(kind, Reach()) for kind in config.kinds]
+        self.layers = Stack(plan, lambda kind: SD3Block(config, kind), run=run)
+        self.final = FinalLayer(d)
+
+    def __call__(
+        self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions
+    ) -> Float[Array, "B H W C"]:
+        config, (height, width) = self.config, latents.shape[1:3]
+        x = self.patch(patchify(latents.astype(self.dtype), config.patch))
+        places = jnp.asarray(self.places(height // config.patch, width // config.patch))
+        x = constrain(x + self.positions.take(places).astype(x.dtype), "B T D")
+        text = self.text_embed(conditions.text.astype(self.dtype))
+        c = self.vector(timestep, conditions.pooled, None, self.dtype)
+        attend = Bidirectional(jnp.ones((x.shape[0], text.shape[1] + x.shape[1]), jnp.int32))
+        streams, _, _ = self.layers({"image": x, "text": text}, None, attend, JointCondition(c))
+        y = self.final(streams["image"], c).astype(sums_in(x.dtype))
+        return unpatchify(y, height, width, config.patch)
+
+    def places(self, rows: int, columns: int) -> np.ndarray:
+        """The rows of the table of positions for an image of so many patches: those in its middle."""
+        grid = self.config.grid
+        if max(rows, columns) > grid:
+            raise ValueError(f"{rows} x {columns} patches; the table of positions has {grid} x {grid}")
+        at = np.arange(rows)[:, None] + (grid - rows) // 2, np.arange(columns)[None] + (grid - columns) // 2
+        return (at[0] * grid + at[1]).reshape(-1).astype(np.int32)

@@ -1,0 +1,107 @@
+"""`DenoiserConfig`: the settings that every denoiser has, and `Conditions`: what it may read beside noisy images.
+
+    module(latents [B H W C], timestep [B], conditions) -> prediction [B H W C], float32
+
+Latents are channels last; they may be the images themselves. `timestep` counts as diffusers does, from 0 (an image) to 1000 (noise); a
+flow model at noise level sigma reads 1000 sigma. What the output predicts is `prediction`: a learned variance is split off.
+
+This file imports no jax: `Conditions` is a named tuple, which jax knows as a tree.
+"""
+
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from argosy.core.dims import LOOKED_UP, named_axes
+from argosy.core.keymap import filled_tensors
+from argosy.models.base.config import InputKind, ModelConfig
+
+# velocity: noise - image; epsilon: the noise; v: alpha noise - sigma image; sample: the image.
+Prediction = Literal["velocity", "epsilon", "v", "sample"]
+# Axes of weights that are computed with once for an image, as hub tables name them.
+PER_IMAGE = frozenset(["waves", "embedder", "modulation", "final_modulation", "pooled"])
+
+
+class Conditions(NamedTuple):
+    """What a denoiser reads beside noisy images. A model ignores those that it does not list (`DenoiserConfig.conditions`).
+
+    labels: [B] classes; the last row of the table is the null class.
+    text: [B S E] states of a text encoder.
+    text_mask: [B S] 1 for the tokens of a text, 0 for padding.
+    pooled: [B E] one vector for each text.
+    guidance: [B] the scale of guidance, for models that learned it.
+    sizes: [B 6] for SDXL: height and width before cropping, top and left of the crop, height and width of the image, in pixels. None:
+        the image was not cropped.
+    """
+
+    labels: Any = None
+    text: Any = None
+    text_mask: Any = None
+    pooled: Any = None
+    guidance: Any = None
+    sizes: Any = None
+
+
+class ImageSpace(NamedTuple):
+    """What a denoiser asks of images.
+
+    channels: of an image or of its latents.
+    multiple: divides height and width.
+    classes: number of classes that it knows, without the null class; 0 if it reads none.
+    """
+
+    channels: int
+    multiple: int
+    classes: int
+
+
+class DenoiserConfig(ModelConfig):
+    """Settings of a denoiser."""
+
+    inputs: ClassVar[InputKind] = "images"
+    # What its folder is called in a pipeline of diffusers.
+    pipeline_part: ClassVar[str] = "transformer"
+    # Settings that such a folder has elsewhere: in its scheduler's, or its autoencoder's.
+    pipeline_settings: ClassVar[tuple[str, ...]] = ()
+
+    channels: int = Field(gt=0)
+    """Channels of the images or latents C."""
+    prediction: Prediction = "velocity"
+    """What the output predicts. velocity: noise - image, on straight paths (flow matching); epsilon: the noise; v: alpha noise - sigma
+    image; sample: the image. Training and samplers read it here; a diffusers folder has it in its scheduler's settings."""
+
+    @property
+    def conditions(self) -> frozenset[str]:
+        """The fields of `Conditions` that the model reads."""
+        return frozenset()
+
+    @property
+    def distilled(self) -> bool:
+        """Whether it was distilled to draw without guidance."""
+        return False
+
+    @property
+    def idle_weights(self) -> tuple[str, ...]:
+        """Patterns of the weights that files have and that nothing reads."""
+        return ()
+
+    @property
+    def classes_known(self) -> int:
+        """Number of classes without the null class; 0 if it reads none."""
+        return 0
+
+    @property
+    def size_multiple(self) -> int:
+        """The number that divides height and width of its inputs."""
+        return 1
+
+    @property
+    def id_spaces(self) -> ImageSpace:
+        return ImageSpace(self.channels, self.size_multiple, self.classes_known)
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one forward pass over an image of `tokens` positions. What reads the time step and the other conditions is computed
+        once for an image."""
+        found = [(t, set(named_axes(t.axes))) for t in filled_tensors(*self.hub_rows()) if t.path.endswith(".w")]
+        each = sum(t.size * t.layers * (1 if PER_IMAGE & axes else tokens) for t, axes in found if not LOOKED_UP & axes)
+        return int(2 * each) + self.mixing_flops(tokens)

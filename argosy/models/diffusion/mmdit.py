@@ -1,0 +1,73 @@
+"""`MMDiTConfig`: the settings of denoisers in which image and text attend to each other, each with weights of its own.
+
+Esser et al. 2024 (MMDiT, arXiv:2403.03206). Flux and Stable Diffusion 3 are such models.
+"""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from argosy.core.dims import LOOKED_UP, named_axes
+from argosy.core.keymap import filled_tensors
+from argosy.models.diffusion.base import PER_IMAGE, DenoiserConfig
+
+
+class MMDiTConfig(DenoiserConfig):
+    """Settings of a denoiser with joint attention of image and text."""
+
+    # What the paths of weights begin with that read the tokens of the text, or those of both.
+    text_paths: ClassVar[tuple[str, ...]] = ("text_embed.", "layers.{l}.text.")
+    joint_paths: ClassVar[tuple[str, ...]] = ()
+    adapted: ClassVar[str | None] = r"layers\.(.*\.)?((image|text)\.(attn|mlp)|second)\..*"
+
+    patch: int = Field(2, gt=0)
+    """Height and width of a patch of latents."""
+    layers: int = Field(gt=0)
+    """Layers in which image and text have weights of their own."""
+    heads: int = Field(gt=0)
+    """Heads N."""
+    head_size: int = Field(gt=0)
+    """Head size H; the width of both streams is heads times this."""
+    text_width: int = Field(gt=0)
+    """Width of the text encoder's states S."""
+    pooled_width: int = Field(gt=0)
+    """Width of the text's one vector O."""
+    text_tokens: int = Field(512, gt=0)
+    """Tokens of a prompt that pipelines read and FLOPs count."""
+    waves: int = Field(256, gt=2, multiple_of=2)
+    """Cosines and sines of the time step W."""
+
+    @property
+    def width(self) -> int:
+        """Width of both streams D."""
+        return self.heads * self.head_size
+
+    @property
+    def conditions(self) -> frozenset[str]:
+        return frozenset(["text", "pooled"])
+
+    @property
+    def size_multiple(self) -> int:
+        return self.patch
+
+    @property
+    def dims(self) -> dict[str, int]:
+        heads = {"N": self.heads, "K": self.heads, "H": self.head_size}
+        inputs = {"I": self.channels * self.patch**2, "S": self.text_width, "O": self.pooled_width, "W": self.waves}
+        return {"D": self.width, "F": 4 * self.width, **heads, **inputs, "E": self.width, "M": self.width}
+
+    def flops(self, tokens: int) -> int:
+        total = 0
+        for tensor in filled_tensors(*self.hub_rows()):
+            axes = set(named_axes(tensor.axes))
+            if not tensor.path.endswith(".w") or LOOKED_UP & axes:
+                continue
+            times = tokens
+            if (PER_IMAGE | {"modulated"}) & axes:
+                times = 1
+            elif tensor.path.startswith(self.text_paths):
+                times = self.text_tokens
+            elif tensor.path.startswith(self.joint_paths):
+                times = tokens + self.text_tokens
+            total += 2 * times * tensor.size * tensor.layers
+        return total + self.mixing_flops(tokens)

@@ -1,0 +1,123 @@
+"""Noise schedules: how much of an image and how much noise there is at a timestep.
+
+    x_t = alpha_t x_0 + sigma_t e        e normal, t in 0..1000
+
+flow    alpha = 1 - t/1000, sigma = t/1000. Lipman et al. 2022 (arXiv:2210.02747), Liu et al. 2022 (arXiv:2209.03003)
+betas   alpha^2 = product of (1 - beta_i) up to t, sigma^2 = 1 - alpha^2. Ho et al. 2020 (arXiv:2006.11239)
+
+Training draws noise by them, and samplers follow them back. What a network predicts at x_t is one of
+
+    velocity = e - x_0 (flow)      epsilon = e      v = alpha e - sigma x_0 (arXiv:2202.00512)      sample = x_0
+
+so that x_0 is a x_t + b prediction, with the numbers of `to_sample`. Settings of training name these classes, so neither jax nor numpy
+is imported at the top.
+"""
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from argosy.core.registry import Registry
+from argosy.core.settings import Settings
+from argosy.models.diffusion.base import Prediction
+
+if TYPE_CHECKING:
+    import numpy as np
+
+STEPS = 1000
+"""Timesteps between an image (0) and noise."""
+
+
+class FlowNoise(Settings):
+    """Straight lines from image to noise."""
+
+    def levels(self, timestep: Any) -> tuple[Any, Any]:
+        """alpha and sigma at these timesteps, of numpy or jax, as an array of the same shape."""
+        return 1 - timestep / STEPS, timestep / STEPS
+
+
+class BetaNoise(Settings):
+    """The noise of denoising diffusion models: 1,000 steps, each of which keeps 1 - beta of the variance."""
+
+    start: float = Field(0.00085, gt=0, lt=1)
+    """beta of the first step."""
+    end: float = Field(0.012, gt=0, lt=1)
+    """beta of the last step."""
+    curve: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = "scaled_linear"
+    """How beta grows. scaled_linear: its square root grows linearly (Stable Diffusion); linear: beta does; squaredcos_cap_v2: alpha is
+    a squared cosine (arXiv:2102.09672), and start and end have no effect."""
+    zero_snr: bool = False
+    """Scales alpha so that nothing of the image is left at the last step (arXiv:2305.08891)."""
+    betas: tuple[float, ...] | None = None
+    """All betas, in place of a curve."""
+
+    @cached_property
+    def alphas(self) -> "np.ndarray":
+        """alpha^2 after each step, [1000] float32, rounded as published models were trained with them."""
+        import numpy as np
+
+        kept = np.cumprod(1 - self._betas().astype(np.float32), dtype=np.float32)
+        if self.zero_snr:
+            root = np.sqrt(kept)
+            root = (root - root[-1]) * (root[0] / (root[0] - root[-1]))
+            kept = (root * root).astype(np.float32)
+        return kept
+
+    def _betas(self) -> "np.ndarray":
+        import numpy as np
+
+        if self.betas is not None:
+            return np.asarray(self.betas, np.float32)
+        if self.curve == "linear":
+            return np.linspace(self.start, self.end, STEPS, dtype=np.float32)
+        if self.curve == "scaled_linear":
+            return np.linspace(self.start**0.5, self.end**0.5, STEPS, dtype=np.float32) ** 2
+        kept = [math.cos((i / STEPS + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(STEPS + 1)]
+        return np.array([min(1 - kept[i + 1] / kept[i], 0.999) for i in range(STEPS)])
+
+    def levels(self, timestep: Any) -> tuple[Any, Any]:
+        """alpha and sigma at these timesteps, of numpy or jax, as an array of the same shape; at the nearest whole ones."""
+        import numpy as np
+
+        if isinstance(timestep, np.ndarray | np.generic | float | int):
+            kept = self.alphas.astype(np.float64)[np.rint(timestep).astype(int)]
+            return np.sqrt(kept), np.sqrt(1 - kept)
+        import jax.numpy as jnp
+
+        kept = jnp.asarray(self.alphas)[jnp.rint(timestep).astype(jnp.int32)]
+        return jnp.sqrt(kept), jnp.sqrt(1 - kept)
+
+    @cached_property
+    def ratios(self) -> "np.ndarray":
+        """sigma/alpha after each step, [1000] float64. Where nothing of the image is left it is about 4096, as in diffusers."""
+        import numpy as np
+
+        kept = self.alphas.astype(np.float64)
+        kept = np.where(kept > 0, kept, 2.0**-24)
+        return np.sqrt((1 - kept) / kept)
+
+
+NOISES = Registry("noise schedule", {"flow": FlowNoise, "betas": BetaNoise})
+
+
+def to_sample(prediction: Prediction, alpha: Any, sigma: Any) -> tuple[Any, Any]:
+    """a and b of x_0 = a x_t + b prediction."""
+    if prediction == "velocity":
+        # Of x_t = alpha x_0 + sigma e and velocity = e - x_0.
+        return 1 / (alpha + sigma), -sigma / (alpha + sigma)
+    if prediction == "epsilon":
+        return 1 / alpha, -sigma / alpha
+    if prediction == "v":
+        return alpha, -sigma
+    return 0 * alpha, 0 * alpha + 1
+
+
+def target(prediction: Prediction, image: Any, noise: Any, alpha: Any, sigma: Any) -> Any:
+    """What the network is trained to predict."""
+    if prediction == "velocity":
+        return noise - image
+    if prediction == "epsilon":
+        return noise
+    return alpha * noise - sigma * image if prediction == "v" else image

@@ -1,0 +1,90 @@
+"""Flux.1 in diffusers' format, and the names of Black Forest Labs' own files (`models.diffusion.flux` has the equations)."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from argosy.core.errors import BadInput
+from argosy.core.keymap import KeyRow
+from argosy.models.hub.config import ConfigTable
+from argosy.models.hub.mmdit import FINAL, embedder_rows, linear_rows, mlp_rows, mmdit_sizes, stream_rows
+
+FLUX = "FluxTransformer2DModel"
+
+
+class FluxHub:
+    """Reads and writes folders of this family; a base class of its config."""
+
+    hub_types: ClassVar[tuple[str, ...]] = (FLUX,)
+
+    def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
+        """The table of names, and the sizes its rows use."""
+        double, single = range(self.layers), range(self.single_layers)
+        rows = linear_rows("x_embedder", "patch", "D", "I")
+        # diffusers packs a patch by channels first.
+        rows[0] = KeyRow("x_embedder.weight", "patch.w", "D (C p q) -> (p q C) D")
+        rows += linear_rows("context_embedder", "text_embed", "D", "text")
+        rows += embedder_rows("time_text_embed.timestep_embedder", "vector.time", "waves")
+        rows += embedder_rows("time_text_embed.text_embedder", "vector.pooled", "pooled")
+        rows += embedder_rows("time_text_embed.guidance_embedder", "vector.guidance", "waves") if self.guided else []
+        block = "transformer_blocks.{l}"
+        for ours, end in (("image", ""), ("text", "_context")):
+            at = f"layers.{{l}}.{ours}"
+            rows += modulation_rows(f"{block}.norm1{end}.linear", f"{at}.modulation", 6, double)
+            rows += stream_rows(f"{block}.attn", f"{at}.attn", double, added=ours == "text")
+            rows += mlp_rows(f"{block}.ff{end}", f"{at}.mlp", double)
+        block, at = "single_transformer_blocks.{l}", "single_layers.{l}"
+        rows += modulation_rows(f"{block}.norm.linear", f"{at}.modulation", 3, single)
+        rows += stream_rows(f"{block}.attn", f"{at}.attn", single, out=False)
+        rows += linear_rows(f"{block}.proj_mlp", f"{at}.up", "F", "D", single)
+        both = (f"{at}.attn.o.w", f"{at}.down.w")
+        rows.append(KeyRow(f"{block}.proj_out.weight", both, "D (N H|F) -> N H D, F D", single))
+        rows.append(KeyRow(f"{block}.proj_out.bias", f"{at}.attn.o.b", "D -> D", single))
+        rows += [*FINAL, KeyRow("proj_out.weight", "final.out.w", "(C p q) D -> D (p q C)")]
+        rows.append(KeyRow("proj_out.bias", "final.out.b", "(C p q) -> (p q C)"))
+        return rows, mmdit_sizes(self.dims, self.patch, self.channels) | {"modulation3": 3, "modulation6": 6}
+
+    @classmethod
+    def from_hub(cls: Any, config: dict[str, Any]) -> Any:
+        read = TABLE.read(config)
+        if config.get("out_channels") not in (None, read["channels"]):
+            raise BadInput(f"config.json: `out_channels` = {config['out_channels']} differs from `in_channels`, which is not built")
+        if read["channels"] % 4:
+            raise BadInput(f"config.json: `in_channels` = {read['channels']} is no multiple of 4: latents are packed two by two")
+        return cls(**read | {"channels": read["channels"] // 4, "axes": tuple(read["axes"])})
+
+    def to_hub(self: Any) -> dict[str, Any]:
+        written = {"_class_name": FLUX, "model_type": FLUX, "patch_size": 1, "out_channels": None} | TABLE.write(self)
+        return self.agreed(written | {"in_channels": self.channels * self.patch**2, "axes_dims_rope": list(self.axes)})
+
+
+def modulation_rows(theirs: str, ours: str, parts: int, layers: Sequence[int]) -> list[KeyRow]:
+    """The rows of a modulation with so many parts. Its axis has a name that says how many, for one table has several."""
+    name = f"modulation{parts}"
+    return linear_rows(theirs, ours, f"{name} modulated", "D", layers)
+
+
+TABLE = ConfigTable(
+    [
+        ("in_channels", "channels"),
+        ("num_layers", "layers"),
+        ("num_single_layers", "single_layers"),
+        ("attention_head_dim", "head_size"),
+        ("num_attention_heads", "heads"),
+        ("joint_attention_dim", "text_width"),
+        ("pooled_projection_dim", "pooled_width"),
+        ("guidance_embeds", "guided"),
+        ("axes_dims_rope", "axes"),
+    ],
+    defaults={
+        "in_channels": 64,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "axes_dims_rope": (16, 56, 56),
+    },
+    fixed={"patch_size": (1,)},
+    harmless=frozenset(["out_channels"]),
+)

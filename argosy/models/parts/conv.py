@@ -1,0 +1,60 @@
+"""Convolutions over images [B H W C], and the norm of their channels.
+
+    y[h, w] = sum over taps p, q of x[s h + p - pad, s w + q - pad] W[p, q] + b
+
+A weight's axes have names, as those of `Einsum` have: sharding and optimizers ask for them. Group norm: Wu and He 2018
+(arXiv:1803.08494).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.ops.precision import wide
+
+LEGEND = (("P", "tap_rows"), ("Q", "tap_columns"), ("I", "channels_in"), ("O", "channels_out"))
+
+
+class Conv(nnx.Module):
+    """A convolution with an odd number of taps in each direction, zeros outside the image.
+
+    Args:
+        stride: height and width are divided by it.
+        late: pads on the right and below only, as the down-sampling of Stable Diffusion's autoencoder does.
+    """
+
+    def __init__(self, inner: int, outer: int, taps: int = 3, *, stride: int = 1, bias: bool = True, late: bool = False):
+        self.stride, self.padding = stride, (0, 1) if late else (taps // 2, taps // 2)
+        fan_in = taps * taps * inner
+        self.w = weight((taps, taps, inner, outer), Meaning("PQIO", "PQI", legend=LEGEND), Draw("normal", fan_in**-0.5))
+        self.b = weight((outer,), Meaning("O", legend=LEGEND), Draw("constant", 0.0)) if bias else None
+
+    def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:
+        how = ("NHWC", "HWIO", "NHWC")
+        pads = (self.padding, self.padding)
+        y = jax.lax.conv_general_dilated(x, self.w[...].astype(x.dtype), (self.stride,) * 2, pads, dimension_numbers=how)
+        return y if self.b is None else y + self.b[...].astype(x.dtype)
+
+
+class GroupNorm(nnx.Module):
+    """Normalizes groups of channels over the whole image, in float32 at least."""
+
+    def __init__(self, channels: int, groups: int, eps: float = 1e-6):
+        self.groups, self.eps = groups, eps
+        self.scale = weight((channels,), Meaning("I", legend=LEGEND), Draw("constant", 1.0))
+        self.b = weight((channels,), Meaning("I", legend=LEGEND), Draw("constant", 0.0))
+
+    def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B H W I"]:
+        B, H, W, C = x.shape
+        y = wide(x).reshape(B, H, W, self.groups, C // self.groups)
+        y = y - jnp.mean(y, (1, 2, 4), keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, (1, 2, 4), keepdims=True) + self.eps)
+        y = y.reshape(B, H, W, C)
+        return (y * self.scale[...].astype(y.dtype) + self.b[...].astype(y.dtype)).astype(x.dtype)
+
+
+def twice(x: Float[Array, "B H W C"]) -> Float[Array, "B 2*H 2*W C"]:
+    """The image at twice its size, each pixel repeated."""
+    return jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)

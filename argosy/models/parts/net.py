@@ -1,0 +1,85 @@
+"""A network of convolutions, built from the list of its layers (`models.hub.nets`): each layer is at its own path.
+
+    net.down_blocks[0].resnets[1]        children with numbers are reached by them
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.hub.nets import LayerSite
+from argosy.models.parts.attention.attend import HEADS, Bidirectional
+from argosy.models.parts.conv import LEGEND, Conv, GroupNorm
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.norm import LayerNorm
+from argosy.ops.attention import Score
+
+
+class Branch(nnx.Module):
+    """A node of a network with layers or further branches under it."""
+
+    def __getitem__(self, number: int) -> Any:
+        return getattr(self, str(number))
+
+    def __len__(self) -> int:
+        return sum(name.isdigit() for name in vars(self))
+
+
+def grow(root: nnx.Module, sites: Iterable[LayerSite], *, groups: int, eps: float = 1e-6, late: bool = False) -> None:
+    """Adds the layers to a module, each at its path.
+
+    Args:
+        groups, eps: of group norms.
+        late: see `Conv`; of those with a stride.
+    """
+    for site in sites:
+        *way, last = site.name.split(".")
+        node: Any = root
+        for name in way:
+            if not hasattr(node, name):
+                setattr(node, name, Branch())
+            node = getattr(node, name)
+        setattr(node, last, _layer(site, groups, eps, late))
+
+
+def _layer(site: LayerSite, groups: int, eps: float, late: bool) -> nnx.Module:
+    dims = {"I": site.inner, "O": site.outer}
+    if site.kind == "conv":
+        return Conv(site.inner, site.outer, site.taps, stride=site.stride, bias=site.bias, late=late and site.stride > 1)
+    if site.kind == "norm":
+        return GroupNorm(site.outer, groups, eps if site.eps is None else site.eps)
+    if site.kind == "layer_norm":
+        return LayerNorm(site.outer)
+    return Einsum("BTI,IO->BTO" if site.kind == "linear" else "BI,IO->BO", dims, bias=site.bias, legend=LEGEND)
+
+
+def resnet(of: Any, x: Float[Array, "B H W I"], time: Float[Array, "B E"] | None = None) -> Float[Array, "B H W O"]:
+    """A residual block (`nets.resnet_sites`)."""
+    y = of.conv1(jax.nn.silu(of.norm1(x)))
+    if time is not None:
+        y = y + of.time_emb_proj(jax.nn.silu(time))[:, None, None]
+    y = of.conv2(jax.nn.silu(of.norm2(y)))
+    return y + (of.conv_shortcut(x) if hasattr(of, "conv_shortcut") else x)
+
+
+def net_attention(of: Any, x: Float[Array, "B T I"], memory: Float[Array, "B S E"], heads: int) -> Float[Array, "B T I"]:
+    """Attention of positions to those of a memory, with the layers to_q, to_k, to_v and to_out.0."""
+    split = partial(_heads, heads=heads)
+    q, k, v = split(of.to_q(x)), split(of.to_k(memory)), split(of.to_v(memory))
+    attend = Bidirectional(jax.numpy.ones(x.shape[:2], jax.numpy.int32))
+    if memory is x:
+        y, _ = attend(q, {"k": k, "v": v}, None, HEADS, score=Score(q.shape[-1] ** -0.5))
+    else:
+        from argosy.ops.attention import See, attention
+
+        at = [jax.numpy.broadcast_to(jax.numpy.arange(n, dtype=jax.numpy.int32), (len(x), n)) for n in (x.shape[1], memory.shape[1])]
+        y = attention(q, k, v, See(*at, causal=False), Score(q.shape[-1] ** -0.5))
+    return of.to_out[0](y.reshape(*x.shape[:2], -1))
+
+
+def _heads(x: Float[Array, "B T I"], heads: int) -> Float[Array, "B T N H"]:
+    return x.reshape(*x.shape[:2], heads, -1)

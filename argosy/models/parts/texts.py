@@ -1,0 +1,58 @@
+"""Where whole texts are read: the head of scores reads an encoder at the first token of a text, and a decoder at the last, as
+transformers' ForSequenceClassification does.
+
+Segments number the texts of a row from 1; 0 is padding. A row holds up to s texts, segment k in slot k - 1.
+B batch, T time, s slots, D width, Z scores.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from argosy.models.parts.stack import Aux
+
+
+def token_vectors(
+    model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"], types: Int[Array, "B T"] | None = None
+) -> tuple[Float[Array, "B T D"], Any, Aux]:
+    """The vector of each token, the strategy of attention, and the aux outputs of the layers.
+
+    Args:
+        types: which of two texts a token belongs to, 0 or 1; only encoders that tell them apart read it.
+    """
+    attend = model.config.attend(segments)
+    if model.config.causal:
+        x, _, aux = model.hidden(tokens, attend)
+    else:
+        # RoBERTa has one type, whatever the text.
+        x, _, aux = model.hidden(tokens, attend, types=None if types is None else jnp.minimum(types, model.config.types - 1))
+    return x, attend, aux
+
+
+def pair_types(positions: Int[Array, "B T"], segments: Int[Array, "B T"], second: Array) -> Int[Array, "B T"]:
+    """Which of two texts each token belongs to.
+
+    Args:
+        second: [B s] where the second text of each slot begins; 0: there is none.
+    """
+    begin = jnp.take_along_axis(second.astype(jnp.int32), jnp.maximum(segments - 1, 0), 1)
+    return ((begin > 0) & (positions >= begin) & (segments > 0)).astype(jnp.int32)
+
+
+def text_places(segments: Int[Array, "B T"], slots: int, *, last: bool) -> Int[Array, "B s"]:
+    """The place of the first or the last token of each slot; 0 in empty slots."""
+    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+    if not last:
+        return jnp.argmax(own, 1).astype(jnp.int32)
+    after = segments.shape[1] - 1 - jnp.argmax(own[:, ::-1], 1)
+    return jnp.where(jnp.any(own, 1), after, 0).astype(jnp.int32)
+
+
+def text_scores(
+    model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"], types: Int[Array, "B T"] | None = None, slots: int = 1
+) -> tuple[Float[Array, "B s Z"], Aux]:
+    """The scores of each text, and the aux outputs of the layers."""
+    x, _, aux = token_vectors(model, tokens, segments, types)
+    places = text_places(segments, slots, last=model.config.causal)
+    return model.unembed(jnp.take_along_axis(x, places[:, :, None], 1)), aux

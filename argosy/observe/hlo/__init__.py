@@ -1,0 +1,69 @@
+"""What a compiled program costs each device: FLOPs, temporary memory, and bytes moved by collectives. Read from XLA's analysis
+and from the text of the optimized program, for CPUs, GPUs and TPUs; nothing runs.
+
+    text           computations, instructions, types
+    module         the module, and how often its computations run
+    loops          how often a loop runs
+    products       FLOPs of matrix products, convolutions and kernels
+    collectives    kind, bytes, groups and axes, asynchronous or not
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from argosy.observe.hlo import products
+from argosy.observe.hlo.collectives import bytes_by_kind, collectives
+from argosy.observe.hlo.module import HloModule
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one program on one device.
+
+    flops, collectives: as XLA counts them, and result bytes of each kind of collective; a loop's body counts once.
+    products, moved: FLOPs of products, and result bytes of each kind of collective; a loop's body counts as often as it runs.
+    uncounted: names of kernels whose FLOPs are unknown.
+    unknown_loops: names of loops of unknown length, whose bodies count once.
+    """
+
+    flops: float
+    temporary_bytes: int
+    argument_bytes: int
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    products: int = 0
+    moved: Mapping[str, int] = field(default_factory=dict)
+    uncounted: tuple[str, ...] = ()
+    unknown_loops: tuple[str, ...] = ()
+
+    @property
+    def collective_bytes(self) -> int:
+        return sum(self.collectives.values())
+
+
+def cost(compiled: Any) -> Cost:
+    """The cost of a program from `jit(f).lower(...).compile()`.
+
+    XLA counts the body of a loop once, so only compare its FLOPs of programs with the same loops.
+    """
+    analysis, memory, program = compiled.cost_analysis() or {}, compiled.memory_analysis(), HloModule.read(compiled.as_text())
+    found = collectives(program)
+    return Cost(
+        flops=analysis.get("flops", 0.0),
+        temporary_bytes=memory.temp_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        collectives=bytes_by_kind(found, repeated=False),
+        products=products.product_flops(program),
+        moved=bytes_by_kind(found),
+        uncounted=tuple(products.uncounted(program)),
+        unknown_loops=tuple(program.unknown_loops),
+    )
+
+
+def collective_bytes(text: str, repeated: bool = False) -> dict[str, int]:
+    """Bytes of the results of each kind of collective in an optimized HLO module.
+
+    Args:
+        repeated: counts the body of a loop as often as it runs.
+    """
+    return bytes_by_kind(collectives(HloModule.read(text)), repeated)

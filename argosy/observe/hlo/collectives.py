@@ -1,0 +1,257 @@
+"""The collectives of an HLO module: kind, bytes, groups of devices, axes of the mesh, and whether they run beside other work.
+
+TPUs write an asynchronous collective as a fusion that starts it, fusions of other work that carry its steps, and one that ends it;
+each holds a copy of the collective, of which one counts. An all-reduce of which each device keeps its share, in a fusion called
+`all-reduce-scatter`, counts as a reduce-scatter.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from argosy.observe.hlo.module import HloModule
+from argosy.observe.hlo.text import Computation, Instruction, tuple_elements, type_bytes
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
+STARTS = {f"{kind}-start": kind for kind in KINDS}
+SCATTERS = "all-reduce-scatter"
+# In fusions of TPUs, what a copy of an asynchronous collective feeds.
+BEGIN, END = "AsyncCollectiveStart", "AsyncCollectiveDone"
+STEPS = "async_collective_fusion"
+
+AXES = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((\S*)\))? \{([^}]*)\}")
+IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    kind: such as "all-gather".
+    bytes: bytes of its result on a device, each time it runs.
+    times: how often it runs.
+    groups: numbers of the devices that take part together, [groups, devices]; for a permute, pairs of source and target.
+    asynchronous: whether it is started and ended by different instructions.
+    start, end: names of these instructions in `computation`; the same if it is synchronous.
+    op_name: JAX's name of the operation.
+    """
+
+    kind: str
+    bytes: int
+    times: int
+    groups: np.ndarray
+    asynchronous: bool
+    computation: str
+    start: str
+    end: str
+    op_name: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of devices that take part together."""
+        return int(self.groups.shape[-1]) if self.groups.size else 1
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether nothing moves: every group has one device."""
+        return self.size == 1 if self.kind != "collective-permute" else not bool((self.groups[:, 0] != self.groups[:, 1]).any())
+
+    def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of a mesh of these sizes along which the groups lie; () if the groups are no part of such a mesh."""
+        names = [name for name, size in mesh.items() if size > 1]
+        sizes = tuple(mesh[name] for name in names)
+        count = int(np.prod(sizes)) if sizes else 1
+        if not self.groups.size or not names or int(self.groups.max()) >= count:
+            return ()
+        places = np.stack(np.unravel_index(self.groups, sizes), axis=-1)
+        differ = (places != places[:, :1]).any(axis=(0, 1))
+        return tuple(name for name, moves in zip(names, differ, strict=True) if moves)
+
+
+def collectives(program: HloModule, devices: int = 1) -> list[Collective]:
+    """Every collective of a program that moves something, in the order of its text.
+
+    Args:
+        devices: number of devices, for collectives over all of them.
+    """
+    found = list(_found(program, devices))
+    return [one for one in found if not one.alone]
+
+
+def bytes_by_kind(all_: Sequence[Collective], repeated: bool = True) -> dict[str, int]:
+    """Result bytes of each kind of collective.
+
+    Args:
+        repeated: counts the body of a loop as often as it runs.
+    """
+    moved: Counter[str] = Counter()
+    for one in all_:
+        moved[one.kind] += one.bytes * (one.times if repeated else 1)
+    return dict(moved)
+
+
+def _found(program: HloModule, devices: int) -> Iterator[Collective]:
+    fused = {called for c in program.computations.values() for i in c.instructions if i.opcode == "fusion" for _, called in i.called()}
+    for computation, times in program.running():
+        if computation.name in fused:
+            continue
+        for instruction in computation.instructions:
+            yield from _collectives_of(program, computation, times, instruction, devices)
+
+
+def _collectives_of(
+    program: HloModule, computation: Computation, times: int, instruction: Instruction, devices: int
+) -> Iterator[Collective]:
+    """The collectives that an instruction is, starts or holds."""
+    opcode = instruction.opcode
+
+    def one(kind: str, size: int, of: Instruction, end: str | None) -> Collective:
+        last = instruction.name if end is None else end
+        groups = _groups(of, devices)
+        return Collective(kind, size, times, groups, end is not None, computation.name, instruction.name, last, of.op_name)
+
+    if opcode in KINDS:
+        yield one(opcode, instruction.bytes, instruction, None)
+    elif opcode in STARTS:
+        end = _end_of(computation, instruction)
+        yield one(STARTS[opcode], end.bytes if end else _result(instruction), instruction, end.name if end else instruction.name)
+    elif opcode in ("async-start", "fusion"):
+        for inner in _inside(program, instruction):
+            collective = next((i for i in inner.instructions if i.opcode in KINDS), None)
+            if collective is None:
+                continue
+            if opcode == "async-start":
+                end = _end_of(computation, instruction)
+                yield one(collective.opcode, collective.bytes, collective, end.name if end else instruction.name)
+            elif inner.name.startswith(SCATTERS) and collective.opcode == "all-reduce":
+                yield one("reduce-scatter", instruction.bytes, collective, None)
+            else:
+                yield from _fused(program, computation, instruction, inner, one)
+
+
+def _inside(program: HloModule, instruction: Instruction) -> Iterator[Computation]:
+    for attribute, name in instruction.called():
+        if attribute == "calls" and name in program.computations:
+            yield program.computations[name]
+
+
+def _fused(
+    program: HloModule, computation: Computation, instruction: Instruction, inner: Computation, one: Callable[..., Collective]
+) -> Iterator[Collective]:
+    """The collectives that a fusion starts, or holds whole; their copies in fusions that carry or end them do not count."""
+    begun = [inner.by_name.get(i.operands[0]) for i in inner.instructions if BEGIN in i.attributes and i.operands]
+    asynchronous = inner.name.startswith(STEPS) or any(BEGIN in i.attributes or END in i.attributes for i in inner.instructions)
+    for collective in inner.instructions:
+        if collective.opcode not in KINDS:
+            continue
+        if not asynchronous:
+            yield one(collective.opcode, collective.bytes, collective, None)
+        elif collective in begun:
+            end = _chain_end(program, computation, instruction, collective)
+            yield one(collective.opcode, collective.bytes, collective, end or instruction.name)
+
+
+def _chain(instruction: Instruction) -> tuple[str, str]:
+    found = re.search(r'chain_id="(\d+)"', instruction.attributes)
+    return instruction.attribute("channel_id") or "", found[1] if found else ""
+
+
+def _chain_end(program: HloModule, computation: Computation, start: Instruction, collective: Instruction) -> str | None:
+    """The fusion after `start` that ends its collective."""
+    after = computation.instructions[computation.instructions.index(start) + 1 :]
+    for instruction in after:
+        if instruction.opcode != "fusion":
+            continue
+        for inner in _inside(program, instruction):
+            if any(END in i.attributes for i in inner.instructions):
+                ended = [i for i in inner.instructions if i.opcode in KINDS]
+                if any(_chain(i) == _chain(collective) for i in ended):
+                    return instruction.name
+    return None
+
+
+def _end_of(computation: Computation, start: Instruction) -> Instruction | None:
+    """The instruction that ends what `start` starts, through updates between them."""
+    name = start.name
+    for instruction in computation.instructions:
+        if name in instruction.operands:
+            if instruction.opcode.endswith("-done"):
+                return instruction
+            if instruction.opcode.endswith("-update"):
+                name = instruction.name
+    return None
+
+
+def _result(start: Instruction) -> int:
+    """Bytes of the result that a start instruction names beside its operand: (operand, result, ...)."""
+    elements = tuple_elements(start.type)
+    return type_bytes(elements[1] if len(elements) > 1 and start.opcode != "all-reduce-start" else start.type)
+
+
+def _groups(instruction: Instruction, devices: int) -> np.ndarray:
+    """The groups of devices of a collective."""
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", instruction.attributes)
+    if pairs is not None:
+        return np.asarray([int(n) for n in re.findall(r"\d+", pairs[1])], np.int64).reshape(-1, 2)
+    start = instruction.attributes.find("replica_groups=")
+    text = instruction.attributes[start + len("replica_groups=") :] if start >= 0 else ""
+    if found := AXES.match(text):
+        return _by_axes(found[1], found[2], found[3])
+    if found := IOTA.match(text):
+        return _iota(found[1], found[2], found[3])
+    listed = re.match(r"\{((?:\{[\d,]*\},?)+)\}", text)
+    if listed is None:
+        return np.arange(max(devices, 1))[None]
+    groups = [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", listed[1])]
+    most = max(map(len, groups))
+    # Groups of different sizes do not occur in SPMD programs; a shorter one is filled with its first device.
+    return np.asarray([group + group[:1] * (most - len(group)) for group in groups], np.int64)
+
+
+def _iota(shape: str, sizes: str, order: str | None) -> np.ndarray:
+    """Groups as XLA abbreviates them: [4,2]<=[2,4]T(1,0)."""
+    dims = [int(n) for n in sizes.split(",")]
+    numbers = np.arange(int(np.prod(dims))).reshape(dims)
+    if order:
+        numbers = numbers.transpose([int(n) for n in order.split(",")])
+    return numbers.reshape([int(n) for n in shape.split(",")])
+
+
+def _by_axes(mesh: str, ids: str | None, axes: str) -> np.ndarray:
+    """Groups along axes of a mesh: mesh['a'=2,'b'=4] {'b'}; {'a':(2)2} is a part of an axis, of size 2 after 2 others."""
+    sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    count = int(np.prod(list(sizes.values())))
+    order = np.arange(count)
+    if ids:
+        found = IOTA.match(ids)
+        order = _iota(found[1], found[2], found[3]).reshape(-1) if found else _simple_order(ids, count)
+    asked = [(name, int(before or 1), int(size or 0)) for name, before, size in SUB_AXIS.findall(axes)]
+    split: list[tuple[str, int, bool]] = []
+    for name, size in sizes.items():
+        own = sorted((before, part or size) for n, before, part in asked if n == name)
+        at = 1
+        for before, part in own:
+            if before > at:
+                split.append((name, before // at, False))
+            split.append((name, part, True))
+            at = before * part
+        if at < size:
+            split.append((name, size // at, False))
+    grid = order.reshape([size for _, size, _ in split] or [1])
+    inside = [n for n, (_, _, member) in enumerate(split) if member]
+    outside = [n for n in range(len(split)) if n not in inside]
+    members = int(np.prod([split[n][1] for n in inside])) if inside else 1
+    return grid.transpose(outside + inside).reshape(-1, members) if split else grid.reshape(-1, 1)
+
+
+def _simple_order(ids: str, count: int) -> np.ndarray:
+    """Numbers of devices as `[2,4]T(1,0)`: an iota of this shape, transposed."""
+    found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids)
+    if found is None:
+        return np.arange(count)
+    return _iota(str(count), found[1], found[2]).reshape(-1)

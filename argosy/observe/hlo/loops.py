@@ -1,0 +1,148 @@
+"""How often a loop of an HLO module runs: from XLA's annotation, or from its counter, limit, first value and step."""
+
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from argosy.observe.hlo.text import TRIPS, Computation, Instruction
+
+Computations = Mapping[str, Computation]
+
+# Operations that change no scalar.
+TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
+SCALAR = re.compile(r"^[su]\d+\[\]")
+MOST = 32
+
+
+class Scalar(NamedTuple):
+    """A scalar of a loop: a constant, or an element of the loop's state."""
+
+    kind: Literal["constant", "state"]
+    value: int
+
+
+def trip_count(computations: Computations, computation: Computation, loop: Instruction) -> int | None:
+    """How often the body of a loop runs; None if that is not known.
+
+    Args:
+        computation: the computation that holds the loop.
+    """
+    if found := TRIPS.search(loop.attributes):
+        return int(found[1])
+    called = dict(loop.called())
+    condition, body = (computations.get(called.get(key, "")) for key in ("condition", "body"))
+    if condition is None or body is None:
+        return None
+    compared = _compared(computations, condition, condition.root, {})
+    if compared is None:
+        return None
+    left, right, direction = compared
+    if (left.kind, right.kind) == ("constant", "state"):
+        left, right = right, left
+        direction = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}.get(direction, direction)
+    if (left.kind, right.kind) != ("state", "constant"):
+        return None
+    first, step = _first(computation, loop, left.value), _step(computations, body, left.value)
+    if first is None or not step:
+        return None
+    away = right.value - first
+    if direction == "NE":
+        return away // step if away % step == 0 else None
+    if (direction in ("LT", "LE")) != (step > 0):
+        return None
+    away += (step > 0) - (step < 0) if direction in ("LE", "GE") else 0
+    return max(0, -(-away // step))
+
+
+def _scalar(
+    computations: Computations, computation: Computation, name: str, bound: Mapping[int, Scalar], depth: int = 0
+) -> Scalar | None:
+    """Which constant or element of the state a name stands for.
+
+    Args:
+        bound: the parameters of a fused computation; empty: the parameter is the loop's state.
+    """
+    instruction = computation.by_name.get(name)
+    if instruction is None or depth > MOST:
+        return None
+    if instruction.opcode == "constant":
+        return Scalar("constant", int(instruction.arguments)) if re.fullmatch(r"-?\d+", instruction.arguments) else None
+    if instruction.opcode == "parameter":
+        return bound.get(int(instruction.arguments or 0))
+    if instruction.opcode == "get-tuple-element":
+        source = computation.by_name.get(instruction.operands[0])
+        index = instruction.numbers("index")
+        return Scalar("state", index[0]) if source is not None and source.opcode == "parameter" and not bound and index else None
+    if instruction.opcode in TRANSPARENT:
+        return _scalar(computations, computation, instruction.operands[0], bound, depth + 1)
+    return None
+
+
+def _compared(
+    computations: Computations, computation: Computation, instruction: Instruction, bound: Mapping[int, Scalar]
+) -> tuple[Scalar, Scalar, str] | None:
+    """Both sides of the comparison that an instruction computes, and its direction."""
+    if instruction.opcode == "compare":
+        sides = [_scalar(computations, computation, name, bound) for name in instruction.operands[:2]]
+        if len(sides) == 2 and sides[0] is not None and sides[1] is not None:
+            return sides[0], sides[1], instruction.attribute("direction") or ""
+        return None
+    if instruction.opcode in ("fusion", "call"):
+        inner = _callee(computations, instruction)
+        if inner is None:
+            return None
+        given = ((n, _scalar(computations, computation, name, bound)) for n, name in enumerate(instruction.operands))
+        return _compared(computations, inner, inner.root, {n: scalar for n, scalar in given if scalar is not None})
+    if instruction.opcode in TRANSPARENT and (source := computation.by_name.get(instruction.operands[0])) is not None:
+        return _compared(computations, computation, source, bound)
+    return None
+
+
+def _first(computation: Computation, loop: Instruction, index: int) -> int | None:
+    """The first value of an element of the state; 0 where it is computed, which is how JAX's loops begin."""
+    state = computation.by_name.get(loop.operands[0]) if loop.operands else None
+    if state is None or state.opcode != "tuple" or index >= len(state.operands):
+        return 0
+    name = state.operands[index]
+    for _ in range(MOST):
+        found = computation.by_name.get(name)
+        if found is None:
+            return 0
+        if found.opcode == "constant":
+            return int(found.arguments) if re.fullmatch(r"-?\d+", found.arguments) else None
+        if found.opcode not in TRANSPARENT:
+            return 0
+        name = found.operands[0]
+    return 0
+
+
+def _step(computations: Computations, body: Computation, index: int) -> int:
+    """By how much an element of the state grows in each pass; 1 where the addition is not found, as in JAX's loops."""
+    root = body.root
+    if root.opcode != "tuple" or index >= len(root.operands):
+        return 1
+    name, computation, bound = root.operands[index], body, dict[int, Scalar]()
+    for _ in range(MOST):
+        found = computation.by_name.get(name)
+        if found is None:
+            return 1
+        if found.opcode in TRANSPARENT:
+            name = found.operands[0]
+            continue
+        if found.opcode == "fusion" and SCALAR.match(found.type) and (inner := _callee(computations, found)) is not None:
+            given = ((n, _scalar(computations, computation, operand, bound)) for n, operand in enumerate(found.operands))
+            bound = {n: scalar for n, scalar in given if scalar is not None}
+            computation, name = inner, inner.root.name
+            continue
+        if found.opcode in ("add", "subtract"):
+            sides = [_scalar(computations, computation, operand, bound) for operand in found.operands]
+            constants = [side.value for side in sides if side is not None and side.kind == "constant"]
+            if len(constants) == 1:
+                return constants[0] if found.opcode == "add" else -constants[0]
+        return 1
+    return 1
+
+
+def _callee(computations: Computations, instruction: Instruction) -> Computation | None:
+    names = [name for attribute, name in instruction.called() if attribute in ("calls", "to_apply")]
+    return computations.get(names[0]) if names else None

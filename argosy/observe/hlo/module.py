@@ -1,0 +1,63 @@
+"""An optimized HLO module: its computations, and how often each runs."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from argosy.observe.hlo.loops import trip_count
+from argosy.observe.hlo.text import HEADER, Computation, joined_lines, parse_instruction
+
+
+@dataclass
+class HloModule:
+    """An optimized HLO module.
+
+    entry: name of the computation that runs first.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+
+    @classmethod
+    def read(cls, text: str) -> "HloModule":
+        computations: dict[str, Computation] = {}
+        entry, current = "", None
+        for line in joined_lines(text):
+            if found := HEADER.match(line):
+                current = computations[found[2]] = Computation(found[2])
+                entry = found[2] if found[1] else entry
+            elif line == "}":
+                current = None
+            elif current is not None and (instruction := parse_instruction(line)) is not None:
+                current.instructions.append(instruction)
+        return cls(computations, entry)
+
+    @cached_property
+    def times(self) -> dict[str, int]:
+        """How often each computation runs. Every branch of a conditional counts once, and so does a loop of unknown length."""
+        times: Counter[str] = Counter({self.entry: 1})
+        # HLO writes a computation before those that call it.
+        for name in reversed(self.computations):
+            for instruction in self.computations[name].instructions:
+                for attribute, called in instruction.called():
+                    repeats = (self.trips.get(instruction.name) or 1) if attribute == "body" else 1
+                    times[called] += times[name] * repeats
+        return dict(times)
+
+    @cached_property
+    def trips(self) -> dict[str, int | None]:
+        """How often each loop runs, by the name of its instruction; None if that is not known."""
+        whiles = ((c, i) for c in self.computations.values() for i in c.instructions if i.opcode == "while")
+        return {i.name: trip_count(self.computations, c, i) for c, i in whiles}
+
+    @property
+    def unknown_loops(self) -> list[str]:
+        """Names of loops of unknown length, which count once."""
+        return [name for name, count in self.trips.items() if count is None]
+
+    def running(self) -> Iterator[tuple[Computation, int]]:
+        """The computations that run, each with how often."""
+        for name, computation in self.computations.items():
+            if times := self.times.get(name, 0):
+                yield computation, times

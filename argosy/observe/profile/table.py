@@ -1,0 +1,256 @@
+"""The seconds of a capture by layer, kind and operation, beside the FLOPs and bytes of the compiled program.
+
+Rows add up to the wall time of the window: what no operation took is the host's, and of that the wait for data is named, because the
+loop's own clock measured it.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from argosy.observe.hlo import products
+from argosy.observe.hlo.module import HloModule
+from argosy.observe.hlo.text import Computation, Instruction, type_bytes
+from argosy.observe.profile.capture import Window
+from argosy.observe.profile.trace import Trace, is_container
+
+DATA, HOST, OTHERS = "waiting for data", "host, idle", "other programs"
+PASSES = (("transpose(", "backward"), ("rematted_computation", "recomputed"))
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective", "send", "recv")
+MOVES = ("copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "gather", "scatter", "bitcast",
+         "reshape")  # fmt: skip
+# Names of scopes that stand for a part of the model; anything else in a path is how JAX came there.
+SCOPES = re.compile(r"^(layers(\.\d+)?|attn|mlp|moe|norm|embed|head|loss|optimizer|attention|router|experts|adapter)$")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some operations of the window.
+
+    seconds: of one step.
+    share: of the wall time.
+    flops, bytes: of one step, as the program says; None where it does not.
+    count: executions in one step.
+    example: the operation that took most.
+    """
+
+    name: str
+    seconds: float
+    share: float
+    flops: float | None = None
+    bytes: float | None = None
+    count: float = 0.0
+    example: str = ""
+
+    @property
+    def flops_per_s(self) -> float | None:
+        return self.flops / self.seconds if self.flops and self.seconds else None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self.bytes / self.seconds if self.bytes and self.seconds else None
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs a byte: on which side of the roofline's ridge the operation lies."""
+        return self.flops / self.bytes if self.flops and self.bytes else None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The tables of a capture.
+
+    busy_s: seconds of a step in which the device computed.
+    step_s: wall seconds of a step, by the independent clock.
+    """
+
+    window: Window
+    step_s: float
+    busy_s: float
+    layers: list[Row]
+    kinds: list[Row]
+    ops: list[Row]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the program says of an operation: its layer, kind, FLOPs and bytes of one execution."""
+
+    layer: str
+    kind: str
+    flops: int
+    bytes: int
+
+
+def profile_of(window: Window, trace: Trace, program: HloModule | None) -> Profile:
+    """The tables of a capture.
+
+    Args:
+        program: the compiled step; None: layers are unknown.
+    """
+    known = {} if program is None else operations(program)
+    steps, wall = window.steps, window.wall_s
+    idle = max(wall - trace.busy_s - sum(trace.others.values()), 0.0)
+    data = min(window.data_s, idle)
+    host = {DATA: data, HOST: idle - data, OTHERS: sum(trace.others.values())}
+
+    def rows(key: Callable[[str, Operation | None], str]) -> list[Row]:
+        seconds: dict[str, float] = defaultdict(float)
+        work: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        largest: dict[str, str] = {}
+        for op, spent in trace.seconds.items():
+            about = known.get(op)
+            name = key(op, about)
+            seconds[name] += spent
+            times = trace.counts[op]
+            work[name][2] += times
+            if about is not None and not is_container(op):
+                work[name][0] += about.flops * times
+                work[name][1] += about.bytes * times
+            if spent > trace.seconds.get(largest.get(name, ""), -1.0):
+                largest[name] = op
+        out = []
+        for name, s in seconds.items():
+            flops, moved, count = (total / steps for total in work[name])
+            out.append(Row(name, s / steps, s / wall, flops or None, moved or None, count, largest[name]))
+        out += [Row(name, s / steps, s / wall) for name, s in host.items() if s > 0]
+        return sorted(out, key=lambda row: -row.seconds)
+
+    notes = []
+    if known and (missing := sum(s for op, s in trace.seconds.items() if op not in known)) > 0.02 * trace.busy_s:
+        notes.append(f"{missing / trace.busy_s:.0%} of the time is in operations that the program's text does not name")
+    if trace.devices > 1:
+        notes.append(f"operations of the first of {trace.devices} devices")
+    return Profile(
+        window,
+        wall / steps,
+        trace.busy_s / steps,
+        rows(lambda op, about: about.layer if about else "unknown"),
+        rows(lambda op, about: about.kind if about else _kind_of_name(op)),
+        rows(lambda op, about: op),
+        notes,
+    )
+
+
+def operations(program: HloModule) -> dict[str, Operation]:
+    """What the program says of each of its instructions that a trace may name."""
+    out: dict[str, Operation] = {}
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            if instruction.opcode not in ("parameter", "constant", "get-tuple-element", "tuple"):
+                out[instruction.name] = Operation(
+                    layer_of(_named(program, instruction)),
+                    operation_kind(program, instruction),
+                    _flops(program, computation, instruction),
+                    _bytes(computation, instruction),
+                )
+    return out
+
+
+def layer_of(op_name: str) -> str:
+    """The part of the model in the path that JAX gave an operation, and the pass: `layers.3/attn`, `layers/mlp backward`."""
+    # The name of a jitted function is no scope.
+    inner = re.sub(r"\bp?jit\([^()]*\)", "", op_name)
+    parts = [part for part in re.split(r"[/()]", inner) if SCOPES.match(part)]
+    # A scope may repeat: the backward pass has the path of the forward pass inside its own.
+    parts = list(dict.fromkeys(parts))
+    path = "/".join(parts[1:] if parts[:1] == ["loss"] and len(parts) > 1 else parts)
+    which = next((name for mark, name in PASSES if mark in op_name), "")
+    return f"{path or 'rest of the step'}{f' {which}' if which and path else ''}"
+
+
+def operation_kind(program: HloModule, instruction: Instruction) -> str:
+    """The kind of an operation: matrix products, kernels, collectives, moves, reductions, element by element, loops."""
+    opcode = instruction.opcode
+    if opcode in ("fusion", "call", "async-start") and not is_container(instruction.name):
+        called = [program.computations[name] for _, name in instruction.called() if name in program.computations]
+        inner = {one.opcode for computation in called for one in computation.instructions}
+        for kinds in (("dot", "convolution", "ragged-dot"), COLLECTIVES, ("reduce", "reduce-window", "sort"), ("scatter", "gather")):
+            if found := next((one for one in inner if one.startswith(kinds)), None):
+                return _kind(found)
+        computing = inner - {"parameter", "constant", "tuple", "get-tuple-element", "broadcast", "convert", "iota"}
+        return _kind("copy") if computing and all(one in MOVES for one in computing) else "element by element"
+    if opcode == "custom-call":
+        target = products.call_target(instruction)
+        return "matrix products" if re.search(r"gemm|matmul|dot|cublas|onednn|ynn", target, re.IGNORECASE) else f"kernels ({target})"
+    return _kind(opcode)
+
+
+def _kind(opcode: str) -> str:
+    if opcode in ("dot", "convolution", "ragged-dot"):
+        return "matrix products"
+    if opcode.startswith(COLLECTIVES):
+        return "collectives"
+    if opcode in ("while", "conditional", "call"):
+        return "loops and calls"
+    if opcode in MOVES or opcode.startswith("copy"):
+        return "moves"
+    if opcode.startswith(("reduce", "sort")):
+        return "reductions"
+    return "random numbers" if opcode.startswith("rng") else "element by element"
+
+
+def _kind_of_name(op: str) -> str:
+    """The kind of an operation that the program's text does not name, by its own name."""
+    return _kind(re.sub(r"[.\d]+$", "", op).removeprefix("wrapped_").replace("_", "-"))
+
+
+def _named(program: HloModule, instruction: Instruction) -> str:
+    """The path of an operation; of a fusion without one, that of what it computes."""
+    if instruction.op_name:
+        return instruction.op_name
+    inner = [program.computations[name].root.op_name for _, name in instruction.called() if name in program.computations]
+    return next((name for name in inner if name), "")
+
+
+def _flops(program: HloModule, computation: Computation, instruction: Instruction) -> int:
+    """FLOPs of the products of one execution, those inside a fusion too."""
+    if is_container(instruction.name) or instruction.opcode == "while":
+        return 0
+    own = products.flops(computation, instruction) or 0
+    for _, name in instruction.called():
+        inner = program.computations.get(name)
+        if inner is not None and instruction.opcode in ("fusion", "call"):
+            own += sum(_flops(program, inner, one) for one in inner.instructions)
+    return own
+
+
+def _bytes(computation: Computation, instruction: Instruction) -> int:
+    """Bytes of the operands and the result of one execution."""
+    operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
+    return type_bytes(instruction.type) + sum(type_bytes(one.type) for one in operands)
+
+
+def as_document(profile: Profile) -> Mapping[str, object]:
+    """The tables as JSON."""
+
+    def rows(of: list[Row]) -> list[dict[str, object]]:
+        return [
+            {
+                "name": row.name,
+                "seconds": row.seconds,
+                "share": row.share,
+                "flops": row.flops,
+                "bytes": row.bytes,
+                "flops_per_s": row.flops_per_s,
+                "bytes_per_s": row.bytes_per_s,
+                "count": row.count,
+                "example": row.example,
+            }
+            for row in of
+        ]
+
+    window = profile.window
+    return {
+        "steps": [window.first, window.last],
+        "device": {"platform": window.platform, "kind": window.kind, "count": window.devices},
+        "step_seconds": profile.step_s,
+        "busy_seconds": profile.busy_s,
+        "data_seconds": window.data_s / window.steps,
+        "layers": rows(profile.layers),
+        "kinds": rows(profile.kinds),
+        "ops": rows(profile.ops),
+        "notes": profile.notes,
+    }

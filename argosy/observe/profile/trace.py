@@ -1,0 +1,172 @@
+"""The operations of a capture on one device, each with the seconds that belong to it.
+
+A CPU runs several operations of a program at a time, and loops contain theirs; so each instant is shared by the operations that run
+in it and contain none that runs. The seconds of all operations are then the time in which the device was busy.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from argosy.core.errors import BadInput
+
+# Lines of a device that repeat what others say: whole steps, whole programs, and copies that run at the side.
+SUMMARIES = ("Steps", "XLA Modules", "Framework Ops", "Framework Name Scope", "Source code", "Async XLA Ops", "Launch Stats")
+
+
+class Span(NamedTuple):
+    """One execution of an operation, in nanoseconds."""
+
+    op: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A capture of one device.
+
+    seconds: by operation of the compiled program.
+    counts: how often each ran.
+    busy_s: the time in which any ran.
+    span_s: from the first operation to the end of the last.
+    devices: number of devices in the file; the table is of the first.
+    module: the name of the program that took most of the time.
+    """
+
+    seconds: Mapping[str, float]
+    counts: Mapping[str, int]
+    busy_s: float
+    span_s: float
+    devices: int
+    module: str
+    others: Mapping[str, float] = field(default_factory=dict)
+
+
+def read_trace(folder: Path) -> Trace:
+    """The capture in a log directory of the profiler.
+
+    Raises:
+        BadInput: there is none, or it has no operations of a device.
+    """
+    import jax
+
+    files = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
+    if not files:
+        raise BadInput(f"no trace in {folder}", hint="a capture has plugins/profile/*/*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(files[-1]))
+    planes = list(data.planes)
+    devices = [plane for plane in planes if plane.name.startswith(("/device:TPU", "/device:GPU"))]
+    spans: dict[str, list[Span]] = defaultdict(list)
+    if devices:
+        for line in devices[0].lines:
+            if line.name not in SUMMARIES:
+                for name, span in _device_spans(line.events):
+                    spans[name].append(span)
+    else:
+        for plane in planes:
+            if plane.name == "/host:CPU":
+                for name, span in _cpu_spans([list(line.events) for line in plane.lines]):
+                    spans[name].append(span)
+    if not spans:
+        raise BadInput(f"the trace in {files[-1]} has no operations of a device", hint="the steps must run while it is taken")
+    total = {name: sum(one.end - one.start for one in own) for name, own in spans.items()}
+    module = max(total, key=lambda name: total[name])
+    seconds, counts, busy = shared_seconds(spans[module])
+    own = spans[module]
+    span_s = (max(one.end for one in own) - min(one.start for one in own)) / 1e9
+    others = {name: shared_seconds(own)[2] for name, own in spans.items() if name != module}
+    return Trace(seconds, counts, busy, span_s, max(len(devices), 1), module, others)
+
+
+def shared_seconds(spans: Iterable[Span]) -> tuple[dict[str, float], dict[str, int], float]:
+    """Seconds by operation, how often each ran, and the seconds in which any ran.
+
+    An operation that contains another which runs, such as a loop, has no share of that time.
+    """
+    ordered = sorted(spans, key=lambda one: (one.start, -one.end))
+    edges: list[tuple[float, int, int]] = []
+    for number, one in enumerate(ordered):
+        edges += [(one.start, 1, number), (one.end, 0, number)]
+    edges.sort()
+    parents = _parents(ordered)
+    running: dict[int, int] = {}      # the number of contained operations that run, by operation
+    seconds: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    busy, last = 0.0, 0.0
+    leaves: set[int] = set()
+    for at, begins, number in edges:
+        if leaves:
+            share = (at - last) / len(leaves) / 1e9
+            for leaf in leaves:
+                seconds[ordered[leaf].op] += share
+            busy += (at - last) / 1e9
+        last, parent = at, parents[number]
+        if begins:
+            counts[ordered[number].op] += 1
+            running[number] = 0
+            leaves.add(number)
+            if parent in running:
+                running[parent] += 1
+                leaves.discard(parent)
+            continue
+        leaves.discard(number)
+        running.pop(number, None)
+        if parent in running:
+            running[parent] -= 1
+            if running[parent] == 0:
+                leaves.add(parent)
+    return dict(seconds), dict(counts), busy
+
+
+def _parents(ordered: list[Span]) -> list[int]:
+    """For each span the smallest loop or call that contains it; -1: none. Only those can contain others: two products that overlap
+    run at the same time."""
+    out: list[int] = []
+    open_: list[int] = []
+    for number, one in enumerate(ordered):
+        open_ = [i for i in open_ if ordered[i].end > one.start]
+        inside = [i for i in open_ if ordered[i].end >= one.end and is_container(ordered[i].op) and i != number]
+        out.append(inside[-1] if inside else -1)
+        open_.append(number)
+    return out
+
+
+def is_container(op: str) -> bool:
+    """Whether an operation runs others: a loop, a call, a branch."""
+    return op.partition(".")[0] in ("while", "call", "conditional", "async-start")
+
+
+def _cpu_spans(lines: list[list[Any]]) -> list[tuple[str, Span]]:
+    """On a CPU an event has the name of an operation of the program; work that goes on in other threads ends with an event `end:`."""
+    ends: dict[int, float] = {}
+    begins: list[tuple[str, str, int | None, float, float]] = []
+    for events in lines:
+        for event in events:
+            if event.name.startswith("end: "):
+                if (token := dict(event.stats).get("_c")) is not None:
+                    ends[int(token)] = event.start_ns + event.duration_ns
+                continue
+            if event.duration_ns <= 0 or event.name.startswith("ThreadpoolListener"):
+                continue
+            stats = dict(event.stats)
+            if (op := stats.get("hlo_op")) is not None:
+                token = stats.get("_p")
+                end = event.start_ns + event.duration_ns
+                begins.append((str(stats.get("hlo_module")), str(op), token, event.start_ns, end))
+    return [
+        (module, Span(op, start, max(end, ends.get(int(token), end) if token is not None else end)))
+        for module, op, token, start, end in begins
+    ]
+
+
+def _device_spans(events: Iterable[Any]) -> Iterable[tuple[str, Span]]:
+    """On accelerators an event is a kernel or an operation, with the operation of the program in `hlo_op` or as its name."""
+    for event in events:
+        if event.duration_ns <= 0:
+            continue
+        stats = dict(event.stats)
+        op = str(stats.get("hlo_op") or event.name.lstrip("%").split(" ")[0])
+        yield str(stats.get("hlo_module") or "program"), Span(op, event.start_ns, event.start_ns + event.duration_ns)

@@ -1,0 +1,28 @@
+"""The packages of trackers, which are extras."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from argosy.core.errors import BadInput
+
+
+def check_package(package: str, tracker: str) -> None:
+    """Checks that a tracker's package is installed, without importing it.
+
+    Raises:
+        BadInput: it is not.
+    """
+    if find_spec(package) is None:
+        hint = f"pip install 'argosy[{tracker}]'"
+        raise BadInput(f"the package {package} is not installed", where=f"set by track={tracker}", hint=hint)
+
+
+def tracker_package(package: str, tracker: str) -> Any:
+    """A tracker's package, imported.
+
+    Raises:
+        BadInput: it is not installed.
+    """
+    check_package(package, tracker)
+    return import_module(package)

@@ -1,0 +1,1 @@
+"""Programs that are compiled ahead of time, named across processes, and kept on disk."""

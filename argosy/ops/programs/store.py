@@ -1,0 +1,199 @@
+"""Compiled programs on disk, so that a second start of a server neither traces nor compiles.
+
+    store = open_store(folder)              # None where the folder is not the user's own
+    store.write(key, program)
+    store.read(key)                         # None: there is none, or it is damaged
+
+An entry is named by the fingerprint of what it was made from (`ops.programs.fingerprint`), and begins with the hash of its name and
+content. It is written under another name first and then renamed, so concurrent starts never see half of one. The entry that was used
+longest ago is removed once all entries together are above a limit.
+
+Entries are machine code and pickles: reading them runs them, as it does with JAX's compilation cache. So the folder must belong to the
+user, with no right for others to write. The hash finds damage, not forgery.
+"""
+
+import contextlib
+import hashlib
+import os
+import pickle
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from argosy.ops.programs.fingerprint import NoFingerprint, environment_fingerprint
+
+MAGIC = b"argosy program 1\n"
+ENDING = ".program"
+# An engine of SmolLM2-135M has 57 programs of 6 MB together.
+MOST_BYTES = 1 << 30
+
+
+class StoredProgram(NamedTuple):
+    """A program that was read.
+
+    in_tree, inputs, out_tree, outputs: trees of arguments and results, and the (shape, type) of their leaves.
+    binary: from `serialize`.
+    """
+
+    in_tree: Any
+    inputs: tuple[Any, ...]
+    out_tree: Any
+    outputs: tuple[Any, ...]
+    binary: bytes
+
+    def takes(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether it was compiled for arguments of these shapes and types."""
+        return self.in_tree == jax.tree.structure((arguments, {})) and self.inputs == array_signature(arguments)
+
+    @property
+    def described(self) -> Any:
+        """Its results."""
+        return jax.tree.unflatten(self.out_tree, [jax.ShapeDtypeStruct(*about) for about in self.outputs])
+
+    def load(self, devices: list[Any]) -> Any:
+        """The program, on the devices it was compiled for. Raises: any error, where the binary does not fit them."""
+        return deserialize_and_load(self.binary, self.in_tree, self.out_tree, devices[0].client, devices)
+
+
+class ProgramStore:
+    """The entries of one environment: of these sources, packages and devices."""
+
+    def __init__(self, folder: Path, environment: str):
+        self.folder, self.environment = folder, environment
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(f'{self.environment} {key}'.encode()).hexdigest()}{ENDING}"
+
+    def read(self, key: str) -> StoredProgram | None:
+        """The program of this key; None where there is none. One that is damaged is removed."""
+        path = self.path(key)
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        found = _unpacked(path.name, content)
+        with contextlib.suppress(OSError):
+            path.unlink() if found is None else os.utime(path)
+        return found
+
+    def write(self, key: str, program: Any) -> bool:
+        """Keeps a program that was compiled inside `without_compilation_cache`; returns whether it could be kept. Programs that call
+        back into Python cannot."""
+        try:
+            binary, in_tree, out_tree = serialize(program)
+            body = pickle.dumps(tuple(StoredProgram(in_tree, array_signature(program.args_info), out_tree,
+            array_signature(program.out_info), binary)))
+        except Exception:
+            # JAX and XLA raise errors of many kinds for what they cannot serialize; the program itself is sound.
+            return False
+        path = self.path(key)
+        with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
+            try:
+                file.write(_packed(path.name, body))
+                file.close()
+                os.replace(file.name, path)
+                return True
+            finally:
+                Path(file.name).unlink(missing_ok=True)
+        return False
+
+    def tidy(self, most: int = MOST_BYTES) -> None:
+        """Removes the entries that were used longest ago, until the rest takes at most so many bytes."""
+        found = []
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                with contextlib.suppress(OSError):
+                    about = path.stat()
+                    found.append((about.st_mtime, about.st_size, path))
+        left = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if left <= most:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+            left -= size
+
+
+def array_signature(tree: Any) -> tuple[Any, ...]:
+    """(shape, type) of each leaf."""
+    return tuple((a.shape, a.dtype) for a in jax.tree.leaves(tree))
+
+
+def _packed(name: str, body: bytes) -> bytes:
+    return MAGIC + hashlib.sha256(name.encode() + body).digest() + body
+
+
+def _unpacked(name: str, content: bytes) -> StoredProgram | None:
+    start = len(MAGIC) + hashlib.sha256().digest_size
+    if content[:start] != _packed(name, content[start:])[:start]:
+        return None
+    try:
+        return StoredProgram(*pickle.loads(content[start:]))
+    except Exception:
+        # The content is what was written, so this is a class of ours or of JAX that has changed under the same version.
+        return None
+
+
+# The default, but a program compiled with it is none that this process has already.
+ANEW = {"xla_embed_ir_in_executable": False}
+_compiling: list[bool] = []
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Programs compiled inside, with the option `ANEW`, do not come from JAX's compilation cache, in any thread. XLA:CPU serializes a
+    program that was itself deserialized without some of its functions, and calling it then fails."""
+    with _lock:
+        # The first caller saves the settings, and the last one restores them.
+        _compiling.append(_caches())
+        jax.config.update("jax_enable_compilation_cache", False)
+        reset_cache()
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _compiling.pop()
+            jax.config.update("jax_enable_compilation_cache", before)
+            reset_cache()
+
+
+def _caches() -> bool:
+    return jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def open_store(
+    folder: Path | None, warn: Callable[[str], None] = lambda _: None, *, sources: bool = True
+) -> ProgramStore | None:
+    """The store in a folder, which is made if there is none. None: the folder cannot be written, or others may write it or own it; or
+    JAX's compilation cache is turned off (JAX_ENABLE_COMPILATION_CACHE=false); or there are several processes.
+
+    Args:
+        warn: called with a sentence if the folder cannot be written, or others may write it.
+        sources: whether programs depend on the code of argosy, as those of bundles do not.
+    """
+    if folder is None or not _caches() or jax.process_count() > 1:
+        return None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        environment = environment_fingerprint(sources)
+    except OSError as error:
+        warn(f"compiled programs are not kept: {folder}: {(error.strerror or str(error)).lower()}")
+        return None
+    except NoFingerprint:
+        return None
+    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        warn(f"compiled programs are neither read nor kept: others may write to {folder}")
+        return None
+    if not os.access(folder, os.W_OK):
+        warn(f"compiled programs are not kept: {folder}: permission denied")
+        return None
+    return ProgramStore(folder, environment)

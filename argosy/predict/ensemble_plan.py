@@ -1,0 +1,235 @@
+"""Plans an ensemble: the order of its steps, and its signature, from the signatures of its members.
+
+Steps exchange tensors by name. One that no step writes is an input of the ensemble; one that no step reads is an output, unless
+`outputs` names others. Shapes are compared before anything runs: two axes that share a tensor are unified, and an axis that meets a
+fixed size gets that size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from argosy.core.errors import BadInput, nearest
+from argosy.export.calls import shape_text
+from argosy.export.manifest import BundleSignature, TensorSignature
+from argosy.export.steps import DetokenizeStep, LabelsStep, ProbabilitiesStep
+from argosy.predict.padding import batch_axis
+from argosy.predict.settings import EnsembleSettings, EnsembleStep
+from argosy.predict.tensors import TEXTS
+
+# An axis of a step: its number, and the axis's name in the member's signature.
+Axis = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class EnsemblePlan:
+    """The plan of an ensemble.
+
+    signature: the ensemble's signature.
+    levels: indices of the steps, grouped into those that can run at the same time, in order.
+    inputs: for each step, the ensemble's tensor of each member input.
+    outputs: for each step, the ensemble's tensor of each member output.
+    """
+
+    signature: BundleSignature
+    levels: Sequence[Sequence[int]]
+    inputs: Sequence[Mapping[str, str]]
+    outputs: Sequence[Mapping[str, str]]
+
+
+def plan_ensemble(settings: EnsembleSettings, members: Sequence[BundleSignature]) -> EnsemblePlan:
+    """The plan of an ensemble.
+
+    Args:
+        members: the signature of each step.
+
+    Raises:
+        BadInput: a member lacks a name, two steps write one tensor, types or shapes differ, or steps form a cycle.
+    """
+    inputs = [_inputs(i, step, of) for i, (step, of) in enumerate(zip(settings.steps, members, strict=True))]
+    outputs = [_outputs(i, step, of) for i, (step, of) in enumerate(zip(settings.steps, members, strict=True))]
+    writers: dict[str, int] = {}
+    for i, names in enumerate(outputs):
+        for tensor in names.values():
+            if tensor in writers:
+                raise BadInput(f"`{tensor}` is written by {_step(settings, writers[tensor])} and by {_step(settings, i)}")
+            writers[tensor] = i
+    read = {tensor for names in inputs for tensor in names.values()}
+    results = settings.outputs or tuple(tensor for tensor in writers if tensor not in read)
+    if unknown := [tensor for tensor in results if tensor not in writers]:
+        raise BadInput(f"no step writes the output `{unknown[0]}`", hint=nearest(unknown[0], list(writers)))
+    levels = _levels(settings, inputs, writers)
+    axes = _Axes()
+    specs = _tensors(settings, members, inputs, outputs, axes)
+    named = axes.names(members)
+    signature = BundleSignature(
+        description="; ".join(step.model for step in settings.steps),
+        inputs=[_renamed(specs[tensor], tensor, named) for tensor in specs if tensor not in writers],
+        outputs=[_renamed(specs[tensor], tensor, named) for tensor in results],
+        programs=[],
+        weights=[],
+        padding=sorted(_padding(members, named)),
+        limits=_limits(members, named),
+    )
+    return EnsemblePlan(signature, levels, inputs, outputs)
+
+
+def _step(settings: EnsembleSettings, i: int) -> str:
+    return f"step {i + 1} (`{settings.steps[i].model}`)"
+
+
+def member_inputs(of: BundleSignature) -> dict[str, TensorSignature]:
+    """All inputs of a signature by name, texts included."""
+    found = {spec.name: spec for spec in of.inputs}
+    for step in of.preprocess:
+        found |= {name: TensorSignature(name=name, shape=found[step.tokens].shape[:1], dtype=TEXTS) for name in step.texts}
+    return found
+
+
+def member_outputs(of: BundleSignature) -> dict[str, TensorSignature]:
+    found = {spec.name: spec for spec in of.outputs}
+    for step in of.postprocess:
+        if isinstance(step, DetokenizeStep):
+            found[step.output] = TensorSignature(name=step.output, shape=found[step.tokens].shape[:1], dtype=TEXTS)
+        elif isinstance(step, LabelsStep):
+            found[step.output] = TensorSignature(name=step.output, shape=found[step.scores].shape[:1], dtype=TEXTS)
+        elif isinstance(step, ProbabilitiesStep):
+            found[step.output] = found[step.scores].model_copy(update={"name": step.output, "description": "probabilities"})
+    return found
+
+
+def _inputs(i: int, step: EnsembleStep, of: BundleSignature) -> dict[str, str]:
+    """The tensors that a step reads, by its member's names. Required inputs that the map leaves out have their own names."""
+    known = member_inputs(of)
+    if unknown := [name for name in step.input_map if name not in known]:
+        raise BadInput(f"step {i + 1}: `{step.model}` has no input `{unknown[0]}`", hint=nearest(unknown[0], list(known)))
+    found = dict(step.input_map)
+    made = {}
+    for text in of.preprocess:
+        made |= dict.fromkeys(text.results, text.input)
+        if text.tokens not in found:
+            found.setdefault(text.input, text.input)
+        elif text.input in found:
+            raise BadInput(f"step {i + 1}: `{step.model}` makes `{text.tokens}` of `{text.input}`: map one of them")
+    for spec in of.inputs:
+        if spec.default is None and made.get(spec.name) not in found:
+            found.setdefault(spec.name, spec.name)
+    return found
+
+
+def _outputs(i: int, step: EnsembleStep, of: BundleSignature) -> dict[str, str]:
+    """The tensors that a step writes. Without a map, all outputs have their own names; with one, the others are dropped."""
+    known = member_outputs(of)
+    if unknown := [name for name in step.output_map if name not in known]:
+        raise BadInput(f"step {i + 1}: `{step.model}` has no output `{unknown[0]}`", hint=nearest(unknown[0], list(known)))
+    return dict(step.output_map) or {name: name for name in known}
+
+
+def _levels(settings: EnsembleSettings, inputs: Sequence[Mapping[str, str]], writers: Mapping[str, int]) -> list[list[int]]:
+    """Steps in an order in which every tensor is written before it is read."""
+    waits = [{writers[tensor] for tensor in names.values() if tensor in writers} for names in inputs]
+    done: set[int] = set()
+    levels = []
+    while len(done) < len(waits):
+        level = [i for i, others in enumerate(waits) if i not in done and others <= done]
+        if not level:
+            left = ", ".join(_step(settings, i) for i in range(len(waits)) if i not in done)
+            raise BadInput(f"a circle of steps: each of {left} reads what another of them writes")
+        levels.append(level)
+        done |= set(level)
+    return levels
+
+
+def _tensors(
+    settings: EnsembleSettings,
+    members: Sequence[BundleSignature],
+    inputs: Sequence[Mapping[str, str]],
+    outputs: Sequence[Mapping[str, str]],
+    axes: "_Axes",
+) -> dict[str, tuple[int, TensorSignature]]:
+    """Each tensor as the first step that has it describes it, after all others were compared with that."""
+    found: dict[str, tuple[int, TensorSignature]] = {}
+    for i, of in enumerate(members):
+        for known, names in ((member_inputs(of), inputs[i]), (member_outputs(of), outputs[i])):
+            for name, tensor in names.items():
+                first, spec = found.setdefault(tensor, (i, known[name]))
+                if spec.dtype != known[name].dtype:
+                    kinds = f"{spec.dtype} in {_step(settings, first)} and {known[name].dtype} in {_step(settings, i)}"
+                    raise BadInput(f"`{tensor}` is {kinds}")
+                if not axes.joined(first, spec, i, known[name]):
+                    shapes = f"{shape_text(spec)} in {_step(settings, first)} and {shape_text(known[name])} in {_step(settings, i)}"
+                    raise BadInput(f"`{tensor}` is {shapes}")
+    return found
+
+
+@dataclass
+class _Axes:
+    """Axes of members that are the same (a union-find). sizes: of those that are fixed."""
+
+    parents: dict[Axis, Axis] = field(default_factory=dict)
+    sizes: dict[Axis, int] = field(default_factory=dict)
+
+    def root(self, axis: Axis) -> Axis:
+        while (parent := self.parents.setdefault(axis, axis)) != axis:
+            axis = parent
+        return axis
+
+    def joined(self, i: int, first: TensorSignature, k: int, second: TensorSignature) -> bool:
+        """Makes the axes of two shapes the same. False: they cannot be."""
+        if len(first.shape) != len(second.shape):
+            return False
+        return all(self._same((i, a), (k, b)) for a, b in zip(first.shape, second.shape, strict=True))
+
+    def _same(self, first: tuple[int, int | str], second: tuple[int, int | str]) -> bool:
+        roots, sizes = [], []
+        for step, name in (first, second):
+            if isinstance(name, str):
+                root = self.root((step, name))
+                roots.append(root)
+                sizes += [self.sizes[root]] if root in self.sizes else []
+            else:
+                sizes.append(name)
+        if len(set(sizes)) > 1:
+            return False
+        for root in roots:
+            self.parents[root] = roots[0]
+        if roots and sizes:
+            self.sizes[roots[0]] = sizes[0]
+        return True
+
+    def names(self, members: Sequence[BundleSignature]) -> dict[Axis, int | str]:
+        """The ensemble's name of every axis of a member, or its size."""
+        found: dict[Axis, int | str] = {}
+        of_root: dict[Axis, int | str] = {}
+        for i, of in enumerate(members):
+            for spec in (*of.inputs, *of.outputs):
+                for name in spec.shape:
+                    if isinstance(name, str):
+                        root = self.root((i, name))
+                        if root not in of_root:
+                            fresh = name if name not in of_root.values() else f"{name}_{i + 1}"
+                            of_root[root] = self.sizes.get(root, fresh)
+                        found[i, name] = of_root[root]
+        return found
+
+
+def _renamed(spec: tuple[int, TensorSignature], name: str, named: Mapping[Axis, int | str]) -> TensorSignature:
+    i, first = spec
+    shape = [named[i, size] if isinstance(size, str) else size for size in first.shape]
+    return first.model_copy(update={"name": name, "shape": shape, "default": None})
+
+
+def _padding(members: Sequence[BundleSignature], named: Mapping[Axis, int | str]) -> set[str]:
+    """Axes that are the batch of every member."""
+    batches = [batch_axis(of) for of in members]
+    found = {named[i, axis] for i, axis in enumerate(batches) if axis is not None}
+    return {name for name in found if isinstance(name, str)} if len(found) == 1 and None not in batches else set()
+
+
+def _limits(members: Sequence[BundleSignature], named: Mapping[Axis, int | str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for i, of in enumerate(members):
+        for axis, limit in of.limits.items():
+            name = named.get((i, axis))
+            if isinstance(name, str):
+                found[name] = min(limit, found.get(name, limit))
+    return found

@@ -1,0 +1,85 @@
+"""The data of a run whose images and captions go through frozen models first, and the prompts that it draws during training."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.data.images.encoded import EncodedImages
+from argosy.data.images.table import ImageSource
+from argosy.data.tables import corpus_cache
+from argosy.infer.denoise.encoders import RunEncoders
+from argosy.models.diffusion.base import Conditions
+from argosy.run.assembly.decided import Decided
+from argosy.run.settings.run import Run
+
+
+@dataclass(frozen=True)
+class SamplePrompts:
+    """Conditions of the prompts that a run draws during training, computed before its first step: text encoders are then not needed
+    any more.
+
+    texts: the prompts; the empty one is known too.
+    states: `text` [P + 1 S E] and `pooled` [P + 1 O] of the empty prompt and of the texts.
+    """
+
+    texts: tuple[str, ...]
+    states: dict[str, np.ndarray]
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        order = np.array([0 if not text else 1 + self.texts.index(text) for text in texts])
+        return Conditions(text=jnp.asarray(self.states["text"][order]), pooled=jnp.asarray(self.states["pooled"][order]))
+
+    def null(self, count: int) -> Conditions:
+        return self.encode([""] * count)
+
+
+class EncodedData:
+    """A run's images and captions after its encoders.
+
+    Raises:
+        BadInput: the data has no images, or the encoders do not fit the model.
+    """
+
+    def __init__(self, run: Run, decided: Decided, images: Any, say: Say):
+        if not isinstance(images, ImageSource):
+            raise BadInput("encoders are for images, and this data has none", where=f"data.source={run.data.source_name}")
+        self.run, self.images = run, images
+        self.encoders = RunEncoders(run.encoders, run.model, decided.dtype, say)
+        dropout = run.objective.label_dropout if run.objective.condition == "text" else 0.0
+        self.source = EncodedImages(images, self.encoders, corpus_cache(run.data), dropout=dropout, say=say)
+
+    def finish(self, sizes: Mapping[str, int]) -> SamplePrompts | None:
+        """What is drawn during training, once the data is encoded. Frees the encoders.
+
+        Args:
+            sizes: of the rows, by the letters of their fields.
+
+        Raises:
+            BadInput: the states of captions have another width than the model reads.
+        """
+        widths = {"e": ("text_width", "states"), "o": ("pooled_width", "vector")}
+        for letter, (name, what) in widths.items() if self.encoders.reads_text else ():
+            wanted, given = getattr(self.run.model, name, None), sizes.get(letter)
+            if wanted is not None and given is not None and wanted != given:
+                said = f"the {what} of a caption: {given:,} numbers, and model.{name} = {wanted:,}"
+                raise BadInput(said, hint=f"model.{name}={given}, or another text encoder")
+        found = None
+        if self.run.sample.every and self.encoders.reads_text:
+            texts = tuple(dict.fromkeys(self.run.sample.prompts or self._captions()))
+            found = SamplePrompts(texts, self.encoders.states(["", *texts]))
+        self.encoders.release()
+        return found
+
+    def _captions(self) -> list[str]:
+        """The first captions of the data: held-out ones, if there are."""
+        channels = 3 if self.encoders.space is None else self.encoders.space.channels
+        for held_out in (True, False):
+            table, chosen = self.images.split(held_out, channels)
+            if table.captions is not None and len(chosen):
+                return [table.captions[int(i)] for i in chosen[: self.run.sample.images]]
+        return [""]

@@ -1,0 +1,101 @@
+"""The implementations of ops that `argosy autotune` found to be the fastest on a kind of device, by the case that they were
+measured on; and the choice of a run, which is stored with it, because implementations agree only to rounding.
+
+$ARGOSY_TUNED names the file that is read; without it, that of this machine's cache.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from argosy.core.caches import cache_home
+from argosy.core.errors import BadInput
+from argosy.core.process.cores import core_count
+from argosy.observe.environment import processor_name
+from argosy.ops.op import recorded_cases
+from argosy.run.assembly.decided import Decided
+
+if TYPE_CHECKING:
+    from argosy.run.assembly.assembly import Assembly
+
+VARIABLE = "ARGOSY_TUNED"
+
+
+def tuned_device(device: Any = None) -> str:
+    """The kind of a device that winners belong to: of CPUs, the processor and the number of cores."""
+    device = device or jax.devices()[0]
+    return f"{processor_name()}, {core_count()} cores" if device.platform == "cpu" else str(device.device_kind)
+
+
+def winners_file() -> Path | None:
+    """The file of this machine; None if this user has no home directory."""
+    home = cache_home()
+    return None if home is None else home / "tuned.json"
+
+
+def stored_winners(path: Path | None) -> dict[str, dict[str, Any]]:
+    """{device: {case: winner}} of a file; empty if there is none or it cannot be read."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        if path is not None:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            return {str(device): {name: dict(one) for name, one in cases.items()} for device, cases in stored.items()}
+    return {}
+
+
+def known_winners(device: str) -> dict[str, str]:
+    """The implementations for a kind of device, by case.
+
+    Raises:
+        BadInput: $ARGOSY_TUNED names no file of winners.
+    """
+    shared = os.environ.get(VARIABLE)
+    found = stored_winners(Path(shared) if shared else winners_file())
+    if shared and not found:
+        raise BadInput(f"{shared} holds no winners", where=f"set by ${VARIABLE}", hint=f"`argosy autotune out={shared}` writes it")
+    return {name: str(one["implementation"]) for name, one in found.get(device, {}).items() if "implementation" in one}
+
+
+def write_winners(path: Path, winners: Mapping[str, Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(winners, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def with_winners(a: "Assembly") -> Decided:
+    """The choices of a new run, with the winners for its shapes. Where there are winners for this device, the update is traced to see
+    its shapes.
+
+    A run on several devices has none: what was measured is one device's whole call. Nor has one with rollouts, whose updates are
+    several programs.
+    """
+    if a.mesh.size > 1 or a.run.rollout is not None or not a.target.is_here:
+        return a.decided
+    device, execution = tuned_device(a.mesh.devices.flat[0]), a.run.execution
+    free = [op for op in ("attention", "experts") if getattr(execution, op) is None]
+    known = {name: winner for name, winner in known_winners(device).items() if name.partition(" ")[0] in free}
+    if not known:
+        return a.decided
+    with recorded_cases() as cases:
+        a.lower()
+    found = {name: known[name] for name in cases if name in known}
+    return replace(a.decided, winners={device: found}) if found else a.decided
+
+
+def winners_of(a: "Assembly") -> dict[str, str]:
+    """The winners that a run takes on the devices it is on: those that it was decided with, if they are of the same kind."""
+    if not a.decided.winners:
+        return {}
+    return dict(a.decided.winners.get(tuned_device(a.mesh.devices.flat[0]), {}))
+
+
+def winners_text(a: "Assembly") -> str:
+    """The winners by op; "" without any."""
+    chosen = {(name.partition(" ")[0], winner) for name, winner in winners_of(a).items()}
+    return ", ".join(f"{op} by `{winner}`" for op, winner in sorted(chosen))

@@ -1,0 +1,97 @@
+"""Images drawn during training, as grids in the run's folder `samples/` and in the report.
+
+A denoiser draws classes or prompts, from the same noise every time, so that grids compare. With an average of the weights there are two
+grids, since the average lags behind: early in a run it draws noise while the weights themselves draw images already. An autoencoder
+draws held-out images beside what comes back of them.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.core.formats.png import image_grid, png_bytes
+from argosy.core.storage import Store
+from argosy.infer.denoise.autoencoder import ImageAutoencoder
+from argosy.infer.denoise.encoders import autoencoder_factor
+from argosy.infer.denoise.pipeline import as_uint8, in_color
+from argosy.infer.denoise.runs import pipeline_of
+from argosy.models.autoencoders.base import AutoencoderConfig
+from argosy.models.parts.weight import merge
+from argosy.observe.metrics import Metrics
+from argosy.run.assembly.assembly import Assembly
+from argosy.run.hooks.periodic import is_stopping
+from argosy.run.settings.run import Run
+from argosy.run.view import View
+
+FOLDER = "samples"
+
+
+class ImageSamplingHook:
+    """Draws a grid of images from the current weights, and logs where it is."""
+
+    def __init__(self, assembly: Assembly, settings: Run, metrics: Metrics, view: View, store: Store):
+        self.assembly, self.settings, self.metrics, self.view, self.store = assembly, settings, metrics, view, store
+        autoencodes = isinstance(settings.model, AutoencoderConfig)
+        self.grid: Any = Reconstructions(assembly) if autoencodes else Drawings(assembly)
+
+    def __call__(self, now: Any) -> None:
+        if is_stopping(now, self.assembly.steps):
+            return
+        state = now.state
+        drawn = {"": state.inference_params} | ({"-raw": state.params} if state.is_averaged else {})
+        count = 0
+        for end, params in drawn.items():
+            name = f"{FOLDER}/{now.step:08d}{end}.png"
+            module = merge(self.assembly.graph, params | state.rest)
+            module.dtype = self.assembly.decided.dtype
+            images = self.grid.draw(module)
+            count = len(images)
+            self.store.write_bytes(name, png_bytes(image_grid(images, self.grid.columns)))
+            kind = "weights" if end or not state.is_averaged else "average of the weights"
+            self.metrics.write({"step": now.step, "sample_image": name, "of": kind})
+        self.view.say(f"step {now.step}: {count} images in {FOLDER}/{now.step:08d}.png")
+
+
+class Drawings:
+    """Images of classes or prompts in turn; of the empty prompt, for a model that reads neither."""
+
+    def __init__(self, assembly: Assembly):
+        self.assembly, run = assembly, assembly.run
+        sizes, factor = assembly.batches.sizes, autoencoder_factor(run.encoders)
+        self.size = factor * sizes["h"], factor * sizes["w"]
+        texts = assembly.prompts.texts if assembly.prompts else tuple(map(str, range(run.model.classes_known))) or ("",)
+        self.columns = min(len(texts), 10) if len(texts) > 1 else 8
+        self.prompts = [texts[i % len(texts)] for i in range(run.sample.images)]
+
+    def draw(self, module: Any) -> np.ndarray:
+        """The grid's images with these weights, uint8 [N H W 3]."""
+        run = self.assembly.run
+        # The autoencoder is read for each grid: in between, its memory is the training's.
+        more: Any = {"prompts": self.assembly.prompts, "dtype": self.assembly.decided.dtype}
+        pipeline = pipeline_of(module, run.objective, vars(run.sample), run.encoders, self.size, **more)
+        return pipeline.images(self.prompts, seed=[run.seed + i for i in range(len(self.prompts))], batch=64)
+
+
+class Reconstructions:
+    """Held-out images, each above what comes back of it.
+
+    Raises:
+        BadInput: nothing is held out.
+    """
+
+    def __init__(self, assembly: Assembly):
+        batches = assembly.evals
+        if batches is None:
+            what = "sample.every draws held-out images of an autoencoder, and none are held out"
+            raise BadInput(what, hint="data.held_out=0.05 and eval.batches=1, or leave sample.every out")
+        batches.rewind()
+        self.images = np.asarray(next(iter(batches))["images"])[: min(max(assembly.run.sample.images // 2, 1), 10)]
+        self.columns = len(self.images)
+        batches.rewind()
+
+    def draw(self, module: Any) -> np.ndarray:
+        """The grid's images with these weights, uint8 [N H W 3]."""
+        before = self.images / 2 + 0.5
+        autoencoder = ImageAutoencoder(module)
+        return as_uint8(in_color(np.concatenate([before, autoencoder.decode(autoencoder.encode(before))])))

@@ -1,0 +1,186 @@
+"""The prediction of a step by its compiler: the step of the run, compiled for devices that may be absent.
+
+What does not fit is refused by the compilers of TPUs after seconds; the compiler of CPUs states its memory and refuses nothing.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.observe.hlo.estimate import CollectiveTime, Prices, price_program
+from argosy.observe.hlo.module import HloModule
+from argosy.observe.hlo.products import uncounted
+from argosy.observe.hlo.text import type_bytes
+from argosy.observe.readable import sized
+from argosy.parallel.compiler_options import compile_lowered
+from argosy.run.memory import compiled_need
+from argosy.run.plan.figures import Buffer, Figures, Traffic
+from argosy.run.plan.memory import memory_by_kind
+from argosy.run.plan.nearest import nearest_fits
+from argosy.run.plan.speed import work_of
+
+# A compiler's message about too little memory.
+NEEDS = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT])?\)|[Uu]sed ([\d.]+)([KMGT])? of ([\d.]+)([KMGT])? hbm")
+UNITS = {None: 1, "": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+LARGEST = 8
+# Parts of the names of operations that JAX adds.
+ADDED = re.compile(r"(jit|jvp|transpose|vmap|checkpoint|closed_call|body|while)\b")
+# Instructions whose result is another's.
+ALIASES = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant", "copy-done")
+
+
+def out_of_memory(error: BaseException) -> int | None:
+    """The bytes that a compiler asks for, where it refuses a program because it does not fit; 0 if it names none, None for other
+    errors."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
+        return None
+    found = NEEDS.search(text)
+    if found is None:
+        return 0
+    number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+    return int(float(number) * UNITS[unit])
+
+
+def compiled_figures(assembly: Any, prices: Prices | None, error: float) -> Figures:
+    """The prediction for a run that is assembled for devices with a compiler.
+
+    Args:
+        prices: what work costs; None: times are not predicted.
+        error: the share by which times may be off.
+    """
+    target, guess = assembly.target, memory_by_kind(assembly)
+    try:
+        program = compile_lowered(assembly.lower(), assembly.compiler_options)
+    except Exception as failure:
+        needed = out_of_memory(failure)
+        if needed is None:
+            raise
+        memory = dict(guess)
+        state = memory["parameters"] + memory["optimizer"]
+        memory["temporaries"] += max(0, needed - (sum(memory.values()) - state))
+        return Figures("compiler", memory, target.memory_bytes, False, error=error, buffers=state_buffers(assembly))
+    module = HloModule.read(program.as_text() or "")
+    memory = _memory(assembly, program, guess)
+    fits = target.memory_bytes is None or sum(memory.values()) <= target.memory_bytes
+    buffers = largest_buffers(module, assembly)
+    if prices is None:
+        return Figures("compiler", memory, target.memory_bytes, fits, buffers=buffers, error=error)
+    if target.shares_memory:
+        # Instructions of CPUs read what others left in the cache, so their bytes say little.
+        work = work_of(assembly, prices)
+        return Figures(
+            "compiler", memory, target.memory_bytes, fits, sum(work.by_kind.values()), work.traffic, buffers, work.by_kind, error
+        )
+    priced = price_program(module, prices, assembly.mesh.size)
+    times = {computation.name: n for computation, n in module.running()}
+    traffic = _traffic(priced.collectives, dict(assembly.mesh.shape), times)
+    return Figures(
+        "compiler", memory, target.memory_bytes, fits, priced.compute_seconds, traffic, buffers, priced.by_kind, error,
+        uncounted(module), len(module.unknown_loops),
+    )  # fmt: skip
+
+
+def _memory(assembly: Any, program: Any, guess: dict[str, int]) -> dict[str, int]:
+    """Bytes by kind, which add up to what the compiler allocates; the arrays of a step are split in the proportions of the model."""
+    if assembly.target.shares_memory:
+        return dict(compiled_need(assembly, program).sizes)
+    analysis = program.memory_analysis()
+    sizes = {
+        name: int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0)
+        for name in ("argument", "output", "alias", "temp", "generated_code")
+    }
+    state = {"parameters": guess["parameters"], "optimizer": guess["optimizer"]}
+    rest = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"] + sizes["generated_code"] - sum(state.values())
+    moving = {kind: guess[kind] for kind in ("gradients", "activations", "gathered_weights")}
+    known = sum(moving.values())
+    if known > rest:
+        moving = {kind: int(size * max(rest, 0) / known) for kind, size in moving.items()}
+    return state | moving | {"temporaries": max(0, rest - sum(moving.values()))}
+
+
+def state_buffers(assembly: Any) -> list[Buffer]:
+    """The largest arrays of the state on a device."""
+    params = assembly.shapes.params | assembly.shapes.rest
+    places = assembly.places.params | assembly.places.rest
+    found = []
+    for address, shape in params.items():
+        if not hasattr(shape, "shape"):
+            continue
+        own = places[address].shard_shape(shape.shape)
+        found.append(Buffer(address, f"{shape.dtype}{list(own)}", math.prod(own) * shape.dtype.itemsize))
+    return sorted(found, key=lambda one: -one.bytes)[:LARGEST]
+
+
+def largest_buffers(module: HloModule, assembly: Any) -> list[Buffer]:
+    """The largest arrays that a program makes on a device, each shape once, by the operation that made it."""
+    fused = {name for c in module.computations.values() for i in c.instructions if i.opcode == "fusion" for _, name in i.called()}
+    found: dict[str, Buffer] = {}
+    for computation, _ in module.running():
+        if computation.name in fused:
+            continue
+        for instruction in computation.instructions:
+            if instruction.opcode in ALIASES or instruction.type.startswith("("):
+                continue
+            plain = re.sub(r"\{[^}]*\}", "", instruction.type)
+            if plain not in found:
+                found[plain] = Buffer(_readable(instruction.op_name) or instruction.name, plain, type_bytes(plain))
+    return sorted(found.values(), key=lambda one: -one.bytes)[:LARGEST]
+
+
+def _readable(op_name: str) -> str:
+    """JAX's name of an operation without what JAX adds around it."""
+    kept = [part for part in op_name.split("/") if part and not ADDED.match(part)]
+    where = "layers: " if "/while/" in op_name else ""
+    return where + "/".join(kept[-2:]) + (" (backward)" if "transpose(jvp" in op_name else "")
+
+
+def _traffic(timed: Iterable[CollectiveTime], mesh: dict[str, int], times: dict[str, int]) -> list[Traffic]:
+    """Collectives by kind and axes, largest exposed time first."""
+    groups: dict[tuple[str, str], list[CollectiveTime]] = defaultdict(list)
+    for one in timed:
+        axis = "x".join(one.collective.axes(mesh)) or "several"
+        groups[one.collective.kind, axis].append(one)
+    out = []
+    for (kind, axis), members in groups.items():
+        size = sum(m.collective.bytes * m.collective.times for m in members)
+        beside = sum(m.collective.bytes * m.collective.times for m in members if m.collective.asynchronous)
+        seconds, exposed = (
+            sum(getattr(m, name) * m.collective.times for m in members) for name in ("seconds", "exposed_seconds")
+        )
+        count = sum(m.collective.times for m in members)
+        out.append(Traffic(kind, axis, size, count, seconds, exposed, beside / size if size else 0.0))
+    return sorted(out, key=lambda one: -one.exposed_seconds)
+
+
+def compile_update(assembly: Any) -> Any:
+    """The compiled update of a run.
+
+    Raises:
+        BadInput: its compiler refuses it, because it does not fit into the memory of a device; the message names the largest arrays
+            and settings that fit.
+    """
+    try:
+        return assembly.compile()
+    except Exception as failure:
+        needed = out_of_memory(failure)
+        if needed is None:
+            raise
+        raise memory_refusal(assembly, needed) from None
+
+
+def memory_refusal(assembly: Any, needed: int) -> BadInput:
+    """The mistake of a run whose step its compiler refuses."""
+    target = assembly.target
+    asked = f"; the compiler asks for {sized(needed)} beside the state" if needed else ""
+    has = f", which has {sized(target.memory_bytes)}" if target.memory_bytes else ""
+    named = ", ".join(f"{one.name} {sized(one.bytes)}" for one in state_buffers(assembly)[:3])
+    ways = " or ".join(" ".join(change.words) for change in nearest_fits(assembly))
+    return BadInput(
+        f"the training step does not fit on a device ({target.kind}){has}{asked}",
+        where=f"largest of the state: {named}",
+        hint=f"{ways} fits, by an estimate" if ways else "a smaller model, a smaller data.batch, or more devices",
+    )

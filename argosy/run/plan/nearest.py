@@ -1,0 +1,105 @@
+"""Settings near those of a run with which it fits, tried by the analytic model."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from argosy.core.errors import UserError
+from argosy.observe.hardware import CHIPS
+from argosy.parallel.place import row_shares
+from argosy.parallel.target import Target
+from argosy.run.assembly.assemble import assemble
+from argosy.run.assembly.decided import Decided
+from argosy.run.plan.memory import memory_by_kind
+
+# CPU seconds after which no other settings are tried.
+LIMIT_S = 4.0
+# Settings that are named.
+NAMED = 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that differ, as words, and the memory of a device with them."""
+
+    words: tuple[str, ...]
+    total: int
+
+    def document(self) -> dict[str, Any]:
+        return {"settings": list(self.words), "memory_bytes": self.total}
+
+
+def nearest_fits(assembly: Any) -> list[Change]:
+    """Changes of settings with which a run fits, the smallest first; at most two, and none if no change that was tried helps."""
+    found: list[Change] = []
+    began = time.process_time()
+    for words, target in _candidates(assembly):
+        if len(found) == NAMED or time.process_time() - began > LIMIT_S:
+            break
+        try:
+            run = changed_run(assembly.run, [word for word in words if not word.startswith("device=")])
+            other = assemble(run, Decided.here(run, target), target=target, reads=False)
+        except UserError:
+            continue
+        total = sum(memory_by_kind(other).values())
+        if target.memory_bytes is not None and total <= target.memory_bytes:
+            found.append(Change(words, total))
+    return found
+
+
+def changed_run(run: Any, words: Sequence[str]) -> Any:
+    """The settings of a run with other numbers or names in some of them: `data.batch=8`."""
+    for word in words:
+        key, _, text = word.partition("=")
+        *above, last = key.split(".")
+        group = run
+        for name in above:
+            group = getattr(group, name)
+        group = group.model_copy(update={last: int(text) if text.lstrip("-").isdecimal() else text})
+        for depth in reversed(range(len(above))):
+            outer = run
+            for name in above[:depth]:
+                outer = getattr(outer, name)
+            group = outer.model_copy(update={above[depth]: group})
+        run = group
+    return run
+
+
+def _candidates(assembly: Any) -> Iterator[tuple[tuple[str, ...], Target]]:
+    """Changes from the smallest to the largest: recompute, split, fewer rows, more devices."""
+    run, target, mesh = assembly.run, assembly.target, assembly.mesh
+    room, memory = target.memory_bytes or 0, memory_by_kind(assembly)
+    state = memory["parameters"] + memory["optimizer"] + memory["gradients"]
+    again = ("execution.remat=full",) if run.execution.remat != "full" else ()
+    if state < room:
+        if again:
+            yield again, target
+        least = row_shares(mesh) * run.accumulate * run.objective.needs.rows_per_group
+        batch = run.data.batch // 2
+        while batch >= least:
+            yield (*again, f"data.batch={batch}"), target
+            batch //= 4
+    if mesh.size > 1 and mesh.shape["fsdp"] * mesh.shape["stage"] < mesh.size:
+        yield ("mesh.fsdp=-1", "mesh.data=1", "mesh.tensor=1", *again), target
+    if target.hardware is None:
+        return
+    chip = target.hardware.chip
+    kind = next(name for name, own in CHIPS.items() if own is chip)
+    count = target.hardware.chips
+    for _ in range(12):
+        count *= 2
+        if count > chip.largest:
+            break
+        # What is split falls with the devices; the rest does not.
+        if state * target.hardware.chips / count > 0.8 * room:
+            continue
+        name = f"{kind}-{count * chip.per_name}"
+        try:
+            larger = Target.described(name)
+        except UserError:
+            continue
+        words = (f"device={name}", *again)
+        if run.data.batch % (row_shares(mesh) * count // target.hardware.chips):
+            words = (*words, f"data.batch={row_shares(mesh) * count // target.hardware.chips * run.accumulate}")
+        yield words, larger

@@ -1,0 +1,1 @@
+"""A server of images: OpenAI's /v1/images, and a page to draw with."""

@@ -1,0 +1,170 @@
+"""The routes: OpenAI's /v1/images, health, metrics, and the page.
+
+A stream sends OpenAI's events: `image_generation.partial_image` and `image_generation.completed` (edits: `image_edit.`), and with
+`progress` also `image_generation.progress`, which OpenAI has not.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncGenerator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from argosy.core.errors import BadInput
+from argosy.core.formats.image_files import image_file, pillow
+from argosy.infer.denoise.engine import ImageEvent
+from argosy.infer.denoise.pipeline import as_uint8
+from argosy.serve.images.fields import ImageFields
+from argosy.serve.images.forms import read_edit_form
+from argosy.serve.images.service import ImageService
+from argosy.serve.sse import EventStream
+from argosy.web.app import guarded_app
+from argosy.web.body import read_json_body
+from argosy.web.connection import while_connected
+from argosy.web.errors import ApiError, Json
+from argosy.web.pages import page_files, page_routes
+from argosy.web.process import is_for_loopback
+
+FOLDER = Path(__file__).parent / "web"
+
+
+class ImageRoutes:
+    """The routes of a service."""
+
+    def __init__(self, service: ImageService):
+        self.service = service
+
+    def app(self) -> Starlette:
+        """The HTTP application."""
+        settings, get = self.service.settings, ["GET"]
+        routes = [
+            Route("/v1/images/generations", self.generations, methods=["POST"]),
+            Route("/v1/images/edits", self.edits, methods=["POST"]),
+            Route("/v1/models", self.models, methods=get),
+            Route("/health", self.health, methods=get),
+            Route("/version", self.version, methods=get),
+            Route("/metrics", self.metrics, methods=get),
+        ]
+        public: tuple[str, ...] = ()
+        if settings.page:
+            routes += [*page_routes(FOLDER, settings.api_key is not None), Route("/web/model", self.model, methods=get)]
+            public = tuple(page_files(FOLDER))
+        how: dict[str, Any] = {"key": settings.api_key, "local": is_for_loopback(settings), "headers": settings.limits.headers}
+        return guarded_app(routes, **how, public=public)
+
+    async def generations(self, request: Request) -> Response:
+        fields = ImageFields.of(await read_json_body(request, self.service.settings.limits))
+        return await self._answer(request, fields, "image_generation")
+
+    async def edits(self, request: Request) -> Response:
+        form = await read_edit_form(request, self.service.settings.limits)
+        form = await asyncio.to_thread(self.service.fitted, form)
+        return await self._answer(request, form.fields, "image_edit", form.image, form.mask)
+
+    async def _answer(self, request: Request, fields: ImageFields, kind: str, image: Any = None, mask: Any = None) -> Response:
+        if fields.output_format != "png":
+            check_format(fields.output_format)
+        events = self.service.events(fields, image, mask)
+        seconds = self.service.settings.limits.seconds
+        if fields.stream:
+            documents = _documents(events, fields, kind)
+            # The first one is taken here, so that a refusal has its own status.
+            first = await while_connected(request.receive, _within(anext(documents), seconds))
+            return EventStream(first, documents, seconds, named=True, failure=_failure)
+        images = await while_connected(request.receive, _within(_all(events, fields.n), seconds))
+        files = await asyncio.to_thread(lambda: [_file(image, fields) for image in images])
+        return Json({"created": int(time.time()), "data": [{"b64_json": file} for file in files]} | _about(images[0], fields))
+
+    async def models(self, request: Request) -> Response:
+        about = {"id": self.service.name, "object": "model", "created": self.service.created, "owned_by": "argosy"}
+        return Json({"object": "list", "data": [about]})
+
+    async def model(self, request: Request) -> Response:
+        """What the page asks first."""
+        pipe = self.service.pipeline
+        height, width = pipe.defaults.size
+        about = {"name": self.service.name, "width": width, "height": height, "steps": pipe.defaults.steps}
+        about |= {"guidance": pipe.defaults.guidance, "multiple": pipe.factor * pipe.config.size_multiple}
+        return Json(about, headers={"cache-control": "no-store"})
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=503 if self.service.draining else 200)
+
+    async def version(self, request: Request) -> Response:
+        return Json({"version": version("argosy")})
+
+    async def metrics(self, request: Request) -> Response:
+        self.service.metrics.waiting.set(len(self.service.engine.waiting))
+        return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _within(work: Any, seconds: float) -> Any:
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise ApiError(f"the request took more than {seconds:g} seconds", status=504, code="timeout") from None
+
+
+async def _all(events: AsyncGenerator[tuple[int, ImageEvent]], count: int) -> list[Any]:
+    """The images of a request, in their order."""
+    found: list[Any] = [None] * count
+    try:
+        async for number, event in events:
+            if event.kind == "image":
+                found[number] = event.image
+    finally:
+        await events.aclose()
+    return found
+
+
+async def _documents(events: AsyncGenerator[tuple[int, ImageEvent]], fields: ImageFields, kind: str) -> AsyncGenerator[Any]:
+    """The documents of a stream."""
+    sent = [0] * fields.n
+    try:
+        async for number, event in events:
+            if event.kind == "progress":
+                if fields.progress:
+                    yield {"type": f"{kind}.progress", "index": number, "done": event.done, "evaluations": event.evaluations}
+                continue
+            about = {"b64_json": await asyncio.to_thread(_file, event.image, fields), "created_at": int(time.time()), "index": number}
+            about |= _about(event.image, fields)
+            if event.kind == "preview":
+                yield {"type": f"{kind}.partial_image", "partial_image_index": sent[number]} | about
+                sent[number] += 1
+            else:
+                yield {"type": f"{kind}.completed"} | about
+    finally:
+        await events.aclose()
+
+
+def _failure(error: ApiError) -> dict[str, Any]:
+    return {"type": "error"} | error.body()
+
+
+def check_format(kind: str) -> None:
+    """Raises:
+    ApiError: this server cannot write files of this format.
+    """
+    try:
+        pillow()
+    except BadInput:
+        what = f"`output_format`: this server writes png; {kind} needs the package `pillow`"
+        raise ApiError(what, param="output_format", code="unsupported_parameter") from None
+
+
+def _file(image: Any, fields: ImageFields) -> str:
+    """An image [H W 3] in 0..1 as a file in base64."""
+    return base64.b64encode(image_file(as_uint8(image), fields.output_format, fields.output_compression)).decode()
+
+
+def _about(image: Any, fields: ImageFields) -> dict[str, Any]:
+    about = {"size": f"{image.shape[1]}x{image.shape[0]}", "output_format": fields.output_format}
+    return about | {"background": "opaque", "quality": "auto"}

@@ -1,0 +1,168 @@
+"""The service behind the routes: its engine, its limits and its metrics."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from random import SystemRandom
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.infer.denoise.engine import EngineClosed, ImageEngine, ImageEvent, ImageRequest, QueueOverflow
+from argosy.infer.denoise.pipeline import ImagePipeline
+from argosy.serve.images.fields import EditFields, ImageFields
+from argosy.serve.images.forms import EditForm, fit_form
+from argosy.serve.images.settings import ImageServeSettings
+from argosy.web.errors import ApiError, input_error, service_unavailable
+
+SECONDS = tuple(0.05 * (1 << i) for i in range(15))
+
+
+class ImageMetrics:
+    """Counters of the server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        how: Any = {"registry": self.registry}
+        self.requests = Counter("argosy_image_requests", "Requests, by how they ended.", ["outcome"], **how)
+        self.images = Counter("argosy_images", "Images that were drawn.", **how)
+        self.evaluations = Counter("argosy_image_evaluations", "Evaluations of the network, a batch's counted once.", **how)
+        self.batch = Histogram("argosy_image_batch", "Images of a batch.", buckets=(1, 2, 4, 8, 16, 32), **how)
+        self.seconds = Histogram("argosy_image_request_seconds", "Seconds from arrival to the last image.", buckets=SECONDS, **how)
+        self.waiting = Gauge("argosy_images_waiting", "Images that wait.", **how)
+
+    def drawn(self, images: int, evaluations: int) -> None:
+        """Counts a batch."""
+        self.images.inc(images)
+        self.evaluations.inc(evaluations)
+        self.batch.observe(images)
+
+    def text(self) -> bytes:
+        """Prometheus' format."""
+        return generate_latest(self.registry)
+
+
+class ImageService:
+    """A pipeline that is served.
+
+    created: when it was loaded, in seconds since 1970.
+    """
+
+    def __init__(self, pipeline: ImagePipeline, name: str, settings: ImageServeSettings):
+        self.pipeline, self.name, self.settings = pipeline, name, settings
+        self.metrics = ImageMetrics()
+        self.engine = ImageEngine(pipeline, settings.batch, settings.limits.waiting, self.metrics.drawn)
+        self.created, self.draining = int(time.time()), False
+        self._seeds = SystemRandom()
+        self.about = (f"draws {pipeline.defaults.size[1]}x{pipeline.defaults.size[0]} pixels in {pipeline.defaults.steps} steps",)
+
+    def warm_up(self) -> None:
+        """Compiles the programs of the default size, for every batch size."""
+        size = 1
+        while True:
+            # A prompt of another kind of model would be refused: the null condition stands for one.
+            self.pipeline.warm_up(min(size, self.settings.batch))
+            if size >= self.settings.batch:
+                return
+            size *= 2
+
+    def fitted(self, form: EditForm) -> EditForm:
+        """The form with its image at the size that is drawn: the one that was asked for, or the nearest to the image's own.
+
+        Raises:
+            ApiError: the model cannot draw that size.
+        """
+        area, multiple = form.fields.area(), self.pipeline.factor * self.pipeline.config.size_multiple
+        if area is None:
+            height, width = (max(multiple, round(side / multiple) * multiple) for side in form.image.shape[:2])
+            if height * width > self.settings.limits.pixels:
+                raise ApiError(f"`image`: this server draws {self.settings.limits.pixels} pixels at most", param="image")
+        else:
+            form.fields.check(self.settings.limits)
+            try:
+                height, width = self.pipeline.checked_size(area)
+            except BadInput as error:
+                raise input_error(error, "size") from None
+        return fit_form(form, height, width)
+
+    async def events(
+        self, fields: ImageFields, image: Any = None, mask: Any = None
+    ) -> AsyncGenerator[tuple[int, ImageEvent]]:
+        """Events of the images of a request, each with the image's number, until the last image is there. Images that are not there
+        when it is closed are not drawn.
+
+        Raises:
+            ApiError: the request does not fit, too many images wait, or an image failed.
+        """
+        if self.draining:
+            raise service_unavailable("the server is shutting down", "shutting_down")
+        fields.check(self.settings.limits)
+        if fields.model is not None and fields.model != self.name:
+            raise ApiError(f"the model `{fields.model[:128]}` does not exist, this server has `{self.name}`", status=404, param="model")
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, ImageEvent]]()
+        begin, requests, outcome = time.perf_counter(), [], "canceled"
+        try:
+            requests = await asyncio.to_thread(self._requests, fields, image, mask, loop, queue)
+            self.engine.add(requests)
+            left = len(requests)
+            while left:
+                number, event = await queue.get()
+                if event.kind == "error":
+                    raise _failure(event.error)
+                left -= event.kind == "image"
+                yield number, event
+            outcome = "drawn"
+            self.metrics.seconds.observe(time.perf_counter() - begin)
+        except QueueOverflow:
+            outcome = "refused"
+            raise service_unavailable("too many images wait", "queue_full") from None
+        except ApiError as error:
+            outcome = "failed" if error.status >= 500 else "refused"
+            raise
+        finally:
+            for one in requests:
+                one.canceled = True
+            self.metrics.requests.labels(outcome).inc()
+
+    def _requests(self, fields: ImageFields, image: Any, mask: Any, loop: Any, queue: Any) -> list[ImageRequest]:
+        seed = self._seeds.randrange(2**32) if fields.seed is None else fields.seed
+        how: dict[str, Any] = {"negative": fields.negative_prompt, "seed": seed, "steps": fields.num_inference_steps}
+        how |= {"guidance": fields.guidance_scale, "size": fields.area(), "previews": fields.partial_images}
+        try:
+            if image is not None:
+                how["size"] = image.shape[:2]
+                how["image"], how["mask"] = self.pipeline.encode_given(image, mask, 1, how["size"])
+            if isinstance(fields, EditFields):
+                how["strength"] = fields.strength
+            # The prompt is encoded once for all of its images.
+            first = self.engine.request(fields.prompt, _emitter(0, loop, queue), **how)
+            return [replace(first, number=i, emit=_emitter(i, loop, queue)) for i in range(fields.n)]
+        except BadInput as error:
+            raise input_error(error) from None
+
+    async def drain(self) -> None:
+        """Refuses new requests. Returns when running ones have ended, or after `drain` seconds."""
+        self.draining = True
+        deadline = time.monotonic() + self.settings.drain
+        while not self.engine.idle and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+
+def _emitter(number: int, loop: Any, queue: Any) -> Any:
+    """Passes events of an image to the event loop."""
+
+    def emit(event: ImageEvent) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(queue.put_nowait, (number, event))
+
+    return emit
+
+
+def _failure(error: Exception | None) -> ApiError:
+    if isinstance(error, EngineClosed):
+        return service_unavailable("the server is shutting down", "shutting_down")
+    if isinstance(error, ArgosyError):
+        return ApiError(error.what, status=500)
+    return ApiError("internal error", status=500)

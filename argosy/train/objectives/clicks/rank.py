@@ -1,0 +1,69 @@
+"""Ranking by the probability of a click: the log loss of each row.
+
+    -y log s(z) - (1 - y) log(1 - s(z))
+
+z the score of a user and an item, y 1 for a click. Where the data knows the probability of each click, the log loss and AUC of those
+stand beside, which no model can beat but by chance.
+
+AUC is the share of pairs of a click and none, of one batch, in which the click has the larger score: over batches its mean is that of
+all such pairs within a batch, not of all pairs there are.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from argosy.core.settings import Settings
+from argosy.train.objectives.objective import Needs, Objective
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.data.batch import Fields
+    from argosy.train.objectives.loss import Loss, Models, WeightedMean
+
+
+class Rank(Settings, Objective):
+    """Ranking by the probability of a click."""
+
+    needs: ClassVar[Needs] = Needs(inputs="clicks")
+
+    def reads(self) -> "Fields":
+        from argosy.data.sources.clicks import CLICK_FIELDS
+
+        return {name: CLICK_FIELDS[name] for name in ("numbers", "categories", "label", "probability")}
+
+    def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
+        from argosy.train.objectives.loss import Loss
+
+        scores = models["model"](batch["numbers"], batch["categories"])
+        return Loss(log_loss(scores, batch["label"]), ranking_metrics(scores, batch))
+
+
+def log_loss(scores: "Float[Array, 'B']", label: "Float[Array, 'B']") -> "WeightedMean":
+    """The mean log loss of scores that are logits."""
+    import jax.numpy as jnp
+
+    from argosy.train.objectives.loss import WeightedMean
+
+    each = jnp.maximum(scores, 0) - scores * label + jnp.log1p(jnp.exp(-jnp.abs(scores)))
+    return WeightedMean(jnp.sum(each), jnp.asarray(each.size, jnp.float32))
+
+
+def ranking_metrics(scores: "Float[Array, 'B']", batch: "dict[str, Array]") -> "dict[str, WeightedMean]":
+    """The AUC of scores, and AUC and log loss of the known probabilities."""
+    import jax.numpy as jnp
+
+    known = jnp.clip(batch["probability"], 1e-7, 1 - 1e-7)
+    logit = jnp.log(known) - jnp.log1p(-known)
+    label = batch["label"]
+    return {"auc": auc(scores, label), "best_auc": auc(logit, label), "best_loss": log_loss(logit, label)}
+
+
+def auc(scores: "Float[Array, 'B']", label: "Float[Array, 'B']") -> "WeightedMean":
+    """The share of pairs of a click and none in which the click has the larger score; equal scores count half."""
+    import jax.numpy as jnp
+
+    from argosy.train.objectives.loss import WeightedMean
+
+    apart = scores[:, None] - scores[None]
+    pairs = label[:, None] * (1 - label[None])
+    return WeightedMean(jnp.sum(pairs * (jnp.sign(apart) + 1) / 2), jnp.sum(pairs))

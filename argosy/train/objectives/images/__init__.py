@@ -1,0 +1,1 @@
+"""Objectives over images: denoisers."""

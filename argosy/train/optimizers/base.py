@@ -1,0 +1,211 @@
+"""What every optimizer is: settings that build an Optax transformation over flat `{address: array}` weights.
+
+What a weight is follows from its meaning (`models.parts.weight`), not from its shape: weight decay skips norms and biases, and
+optimizers of matrices see the true matrix of each layer and expert. Shapes would mislead: a stacked norm [L D] looks like a matrix,
+and a projection [D N H] like a tensor with three axes.
+
+To write one: a class of settings that derives from `Optimizer` and defines `rule`. Its state mirrors the weights: arrays under their
+addresses, each axis as long as the weight's or 1, and further axes after those. Then it is sharded, stored in few bits, moved to the
+host and converted between layouts of the layers as the weights are.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from argosy.core.errors import BadInput
+from argosy.core.settings import Also, Repeats, Settings
+from argosy.train.optimizers.groups import GroupFactors, OptimizerGroup, in_groups
+from argosy.train.optimizers.lookahead import LookaheadSettings
+from argosy.train.schedule import Factor
+
+# jax and optax are imported when something is built, so that mistakes in the settings are reported without them.
+# optax.GradientTransformation
+Transformation = Any
+# {address: (`models.parts.weight.Meaning`, number of stored axes)}
+Meanings = Mapping[str, tuple[Any, int]]
+
+
+class Optimizer(Settings):
+    """The settings of every optimizer."""
+
+    learning_rate: Annotated[
+        float, Also("lr", "max_lr", "peak_lr", "optimizer.lr", "base_lr", "peak_learning_rate")
+    ] = Field(3e-4, gt=0)
+    """Peak learning rate; the schedule multiplies it."""
+    weight_decay: Annotated[float, Also("wd", "adam_weight_decay")] = Field(0.1, ge=0)
+    """Decoupled weight decay, multiplied by the learning rate (arXiv:1711.05101)."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """The weights that decay. matrices: matrices and embeddings, but no norms and biases; all: every weight."""
+    clip: Annotated[
+        float | None,
+        Also(
+            "max_grad_norm",
+            "grad_clip",
+            "gradient_clipping",
+            "gradient_clipping_threshold",
+            "training.max_norm",
+            "max_norm",
+            "clip_grad",
+            "gradient_clip_val",
+            "clip_grad_norm",
+        ),
+    ] = Field(1.0, gt=0)
+    """Largest global norm of the gradient; larger gradients are scaled down to it. None: no clipping."""
+    groups: Annotated[
+        list[OptimizerGroup], Repeats("match"), Also("param_groups", "parameter_groups", "optimizer_grouped_parameters")
+    ] = Field(default_factory=list)
+    """Groups of weights with a learning rate or a weight decay of their own, or frozen. Where two groups match a weight, the later one
+    decides. `optimizer.groups='[{match: "embed.*", rate: 0.1}]'`."""
+    layer_decay: Annotated[float | None, Also("layer_lr_decay", "llrd", "layerwise_lr_decay")] = Field(None, gt=0, le=1)
+    """Factor on the learning rate from each layer to the one below: of L layers, layer l has it to the power L - l, the embeddings to
+    the power L + 1, the final norm and the head to the power 0 (arXiv:1801.06146, arXiv:2106.08254). It multiplies `rate` of the
+    groups. None: 1."""
+    lookahead: LookaheadSettings = LookaheadSettings()
+    """Slow weights that follow the optimizer's every few steps."""
+    state: Annotated[
+        Literal["float32", "bfloat16", "int8"],
+        Also("optim_bits", "mu_dtype", "optimizer_memory", note="adamw_8bit and the like are optimizer.state=int8"),
+    ] = "float32"
+    """How averages of gradients are stored between steps. int8: 8 bits a number, with a scale for each block of 256 along the last axis
+    (arXiv:2110.02861), for weights of at least 4,096 numbers; bfloat16: 2 bytes, rounded to the nearest. Updates are computed in
+    float32 in all three cases."""
+
+    # Whether an update of a weight depends on no other weight.
+    separable: ClassVar[bool] = True
+    # Whether the weights that are evaluated are an average that the optimizer's state holds (`average_of`).
+    averages: ClassVar[bool] = False
+    # Fields of its state that are never negative, which 8 bits represent more finely.
+    nonnegative: ClassVar[frozenset[str]] = frozenset(["nu"])
+    # Fields of its state that stay float32: they are no averages of gradients.
+    exact: ClassVar[frozenset[str]] = frozenset()
+
+    def build(
+        self,
+        factor: Factor,
+        meanings: Meanings,
+        on_host: Any = None,
+        layers: Callable[[str], list[str]] = lambda address: [address],
+    ) -> Transformation:
+        """The Optax transformation, including learning rate and clipping.
+
+        Args:
+            on_host: its state is in the host's memory; the pieces that it is brought to the device in (`train.offload.Pieces`).
+            layers: the names of a weight in each of its layers, in their order (`models.parts.stack.layer_addresses`).
+
+        Raises:
+            BadInput: the optimizer is not for these weights, or a group matches none.
+        """
+        import optax
+
+        if not meanings:
+            raise BadInput("nothing to train: every weight is frozen")
+        factors = GroupFactors.of(self.groups, self.layer_decay, meanings, layers)
+        self.check(meanings)
+        clip = optax.identity() if self.clip is None else optax.clip_by_global_norm(self.clip)
+        if factors.partial:
+            clip = optax.chain(factors.masked(), clip)
+
+        def rule_of(weights: Any) -> Transformation:
+            from argosy.train.optimizers.lookahead import with_slow_weights
+            from argosy.train.optimizers.state_types import with_state_type
+
+            own = {a: meanings[a] for a in weights}
+            rule = self.rule(lambda step: self.learning_rate * factor(step), own, self.decays(own, factors))
+            rule = with_state_type(self.state, rule, own, self.nonnegative, self.exact)
+            return with_slow_weights(in_groups(rule, factors), self.lookahead)
+
+        if on_host is None:
+            return _lenient(optax.chain(clip, rule_of(meanings)))
+        from argosy.train.offload import hosted
+
+        if not self.separable:
+            what = f"{type(self).__name__} reads all weights at once, and state on the host is updated weight by weight"
+            raise BadInput(what, where="set by execution.offload", hint="execution.offload=none")
+        if factors.by_layer:
+            what = "groups that tell the layers of a stack apart are for state on the device"
+            raise BadInput(what, where="set by execution.offload", hint="execution.offload=none")
+        return _lenient(optax.chain(clip, hosted(rule_of, meanings, on_host)))
+
+    def check(self, meanings: Meanings) -> None:
+        """Raises BadInput if the optimizer is not for these weights."""
+
+    def apart(self, meanings: Meanings) -> frozenset[str]:
+        """The weights whose numbers the rule treats each alone."""
+        return frozenset(meanings) if self.state != "int8" else frozenset()
+
+    def rule(self, rate: Factor, meanings: Meanings, decays: "Mapping[str, Any]") -> Transformation:
+        """The transformation from gradients to updates, including the learning rate.
+
+        Args:
+            rate: (number of updates so far) -> the learning rate.
+            meanings: of the weights.
+            decays: the weight decay of each weight: a number, or one for each of its layers, with the weight's axes.
+        """
+        raise NotImplementedError
+
+    def decays(self, meanings: Meanings, factors: GroupFactors | None = None) -> dict[str, Any]:
+        """The weight decay of each weight."""
+        usual = {a: self.weight_decay if self.decay == "all" or m.inner else 0.0 for a, (m, _) in meanings.items()}
+        return usual if factors is None else {a: factors.decay(a, usual[a]) for a in usual}
+
+
+def decayed(decays: Mapping[str, Any]) -> Transformation:
+    """Adds the weight times its decay to the update. Stateless."""
+    import optax
+
+    def update(updates: Any, params: Any) -> Any:
+        moving = {a: d for a, d in decays.items() if not isinstance(d, float) or d}
+        return {a: u + moving[a] * params[a] if a in moving else u for a, u in updates.items()}
+
+    return optax.stateless(update)
+
+
+def by_label(rules: Mapping[str, Transformation], labels: Mapping[str, str]) -> Transformation:
+    """Applies each rule to the weights with its label, as if there were no others. State: {label: the rule's state}."""
+    import optax
+
+    def part(leaves: Any, label: str) -> Any:
+        return None if leaves is None else {a: leaf for a, leaf in leaves.items() if labels[a] == label}
+
+    def init(params: Any) -> Any:
+        return {label: rule.init(part(params, label)) for label, rule in rules.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        out: dict[str, Any] = {}
+        new: dict[str, Any] = {}
+        for label, rule in rules.items():
+            moved: Any
+            moved, new[label] = rule.update(part(updates, label), state[label], part(params, label))
+            out |= moved
+        return {a: out[a] for a in updates}, new
+
+    return optax.GradientTransformation(init, update)
+
+
+def _lenient(transform: Transformation) -> Transformation:
+    """Runs a transformation with lenient type promotion: Optax raises floats to integer powers, and Argosy runs under strict
+    promotion."""
+    import jax
+    import optax
+
+    def init(params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return transform.init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, **others: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return transform.update(updates, state, params, **others)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def scaled(optimizer: Any, prefix: str, factor: float) -> Any:
+    """The optimizer with so many times the learning rate for the weights whose addresses begin so."""
+    import optax
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return {a: factor * own if a.startswith(prefix) else own for a, own in updates.items()}, state
+
+    return optax.chain(optimizer, optax.GradientTransformation(lambda params: optax.EmptyState(), update))

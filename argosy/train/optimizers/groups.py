@@ -1,0 +1,190 @@
+"""Groups of weights: a learning rate and a weight decay of their own, or none at all, chosen by patterns over names.
+
+A pattern is a regular expression over the dotted name of a weight or of a module that contains it: `embed`, `.*norm`, `layers\\.0`.
+Names are those of single layers, however layers are stacked in memory, so a group means the same in every layout. Layers of a stack
+then have factors of their own, [L, 1, ...]. A pattern that matches nothing is an error.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from argosy.core.dims import LOOKED_UP
+from argosy.core.errors import BadInput, nearest
+from argosy.core.settings import Settings
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+NAMES = "names are regular expressions over weights and modules: `argosy models show MODEL`"
+
+
+class OptimizerGroup(Settings):
+    """Weights that are updated in a way of their own."""
+
+    match: str
+    """A regular expression that matches the whole name of a weight or of a module that contains it, such as `embed`, `.*norm` or
+    `layers\\.[0-3]`. One that matches nothing is an error."""
+    rate: float = Field(1.0, ge=0)
+    """Factor on the learning rate."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Weight decay, in place of `optimizer.weight_decay` and `optimizer.decay`. None: as all others."""
+    freeze: bool = False
+    """Whether the weights stay as they are. Where all layers of a stack are frozen, they have no gradient and no optimizer state."""
+
+
+def matching_group(name: str, groups: Sequence[OptimizerGroup]) -> OptimizerGroup | None:
+    """The last group that matches the name of a weight, or of a module that contains it."""
+    return next((group for group in reversed(groups) if _matches(group.match, name)), None)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    parts = name.split(".")
+    try:
+        rule = re.compile(pattern)
+    except re.error as error:
+        raise BadInput(f"`{pattern}` is not a regular expression: {error}", where="set by optimizer.groups") from None
+    return any(rule.fullmatch(".".join(parts[:n])) for n in range(1, len(parts) + 1))
+
+
+def check_groups_match(groups: Sequence[OptimizerGroup], names: Sequence[str]) -> None:
+    """Checks that every group matches a weight.
+
+    Raises:
+        BadInput: one matches none, or is not a regular expression.
+    """
+    for group in groups:
+        if not any(_matches(group.match, name) for name in names):
+            modules = {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
+            what = f"no trained weight matches `{group.match}`"
+            raise BadInput(what, where="set by optimizer.groups", hint=nearest(group.match, modules) or NAMES)
+
+
+def freeze_groups(model: Any, groups: Sequence[OptimizerGroup]) -> list[str]:
+    """Freezes the weights of a model that groups freeze in all of their layers. Returns their addresses.
+
+    Raises:
+        BadInput: a group matches no trained weight.
+    """
+    from flax import nnx
+
+    from argosy.adapt.surgery import freeze
+    from argosy.models.parts.stack import layer_addresses
+    from argosy.models.parts.weight import variables
+
+    if not groups:
+        return []
+    layers = layer_addresses(model)
+    names = {address: layers(address) for address, v in variables(model).items() if isinstance(v, nnx.Param)}
+    check_groups_match(groups, [name for own in names.values() for name in own])
+    frozen = [a for a, own in names.items() if all((group := matching_group(name, groups)) and group.freeze for name in own)]
+    for address in frozen:
+        freeze(model, re.escape(address))
+    return frozen
+
+
+@dataclass(frozen=True)
+class GroupFactors:
+    """What groups say of each weight: a number, or an array with one for each of its layers and the weight's axes.
+
+    rates: factors on the learning rate; weights without an entry have 1.
+    decays: weight decays; weights without an entry have the optimizer's.
+    partial: whether each layer moves, of the weights of which some layers are frozen.
+    """
+
+    rates: Mapping[str, Any]
+    decay_of: Mapping[str, Any]
+    partial: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[OptimizerGroup],
+        layer_decay: float | None,
+        meanings: Mapping[str, tuple[Any, int]],
+        layers: Callable[[str], list[str]],
+    ) -> "GroupFactors":
+        """The factors of these weights.
+
+        Args:
+            layers: the names of a stored weight in each of its layers.
+        """
+        names = {address: layers(address) for address in meanings}
+        # Groups that only freeze may have left nothing to train (`freeze_groups`), which checked them.
+        check_groups_match([g for g in groups if not g.freeze], [name for own in names.values() for name in own])
+        depth = 1 + max((int(m[1]) for own in names.values() for name in own if (m := LAYER.search(name))), default=-1)
+        rates, decays, partial = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        for address, (meaning, stored) in meanings.items():
+            found = [matching_group(name, groups) for name in names[address]]
+            each = [1.0 if group is None else group.rate for group in found]
+            if layer_decay is not None:
+                each = [own * layer_decay ** _above(name, meaning, depth) for own, name in zip(each, names[address])]
+            if any(own != 1.0 for own in each):
+                rates[address] = _by_layer(each, stored, len(meaning.letters))
+            if any(group is not None and group.weight_decay is not None for group in found):
+                decays[address] = [None if group is None else group.weight_decay for group in found], stored, len(meaning.letters)
+            if any(group is not None and group.freeze for group in found):
+                partial[address] = _by_layer([group is None or not group.freeze for group in found], stored, len(meaning.letters))
+        return cls(rates, decays, partial)
+
+    def decay(self, address: str, usual: float) -> Any:
+        """The weight decay of a weight, where without groups it would be the usual one."""
+        if address not in self.decay_of:
+            return usual
+        each, stored, letters = self.decay_of[address]
+        return _by_layer([usual if own is None else own for own in each], stored, letters)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers of one stack have different factors."""
+        arrays = [*self.rates.values(), *self.partial.values(), *(self.decay(a, 0.0) for a in self.decay_of)]
+        return any(not isinstance(one, float | bool) for one in arrays)
+
+    def masked(self) -> Any:
+        """The transformation that takes the gradients of frozen layers away, so that they do not count in the clipped norm."""
+        import jax.numpy as jnp
+        import optax
+
+        def update(updates: Any, params: Any) -> Any:
+            return {a: jnp.where(self.partial[a], u, 0) if a in self.partial else u for a, u in updates.items()}
+
+        return optax.stateless(update)
+
+
+def _above(name: str, meaning: Any, depth: int) -> int:
+    """How many layers, the head among them, lie above a weight."""
+    if found := LAYER.search(name):
+        return depth - int(found[1])
+    # Embeddings are looked up; a head's rows are too, but it sums over features.
+    is_lookup = bool(LOOKED_UP & set(meaning.axes)) and name.split(".")[0] != "head"
+    return depth + 1 if is_lookup else 0
+
+
+def _by_layer(each: list[Any], stored: int, letters: int) -> Any:
+    """One number, if all layers have the same, or an array of one for each layer, [L, 1, ...]."""
+    if all(own == each[0] for own in each):
+        return each[0]
+    import numpy as np
+
+    lead = stored - letters
+    if lead != 1:
+        raise BadInput("layers in several rounds of stages have no groups of their own", where="set by optimizer.groups")
+    kind = bool if isinstance(each[0], bool) else np.float32
+    return np.asarray(each, kind).reshape(len(each), *[1] * letters)
+
+
+def in_groups(rule: Any, factors: GroupFactors) -> Any:
+    """The rule with these factors on its updates; the state is the rule's."""
+    if not factors.rates and not factors.partial:
+        return rule
+    import jax.numpy as jnp
+    import optax
+
+    def update(updates: Any, state: Any, params: Any = None, **others: Any) -> Any:
+        done: Any = optax.with_extra_args_support(rule).update(updates, state, params, **others)
+        moved: dict[str, Any] = done[0]
+        moved = {a: factors.rates[a] * u if a in factors.rates else u for a, u in moved.items()}
+        return {a: jnp.where(factors.partial[a], u, 0) if a in factors.partial else u for a, u in moved.items()}, done[1]
+
+    return optax.GradientTransformationExtraArgs(rule.init, update)

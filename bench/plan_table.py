@@ -1,0 +1,89 @@
+"""What `argosy plan` predicts, beside what was taken.
+
+    plan_table.py here [n=10]       ten shapes on this machine: memory and time of a step, predicted and taken
+    plan_table.py published         MFU of MaxText's published runs, and what the analytic model says of the same shapes
+    plan_table.py compiled DEVICE RECIPE [key=value ...]    the analytic model beside the compiler
+
+MFU counts causal attention by half. Published: docs/reference/models/tiering.md of AI-Hypercomputer/maxtext, read in November 2026;
+batches are ours where none is published.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from argosy.jobs.plan import PlanSettings, plan
+
+# Settings of the shapes that are trained here.
+HERE = (
+    ("tiny",),
+    ("tiny", "data.batch=32"),
+    ("tiny", "model.width=128", "model.ffn=352", "model.layers=4"),
+    ("tiny", "model.width=256", "model.ffn=704", "model.layers=4", "data.batch=16"),
+    ("tiny", "model.width=256", "model.ffn=704", "model.layers=8", "execution.remat=full"),
+    ("tiny", "model.width=384", "model.ffn=1024", "model.layers=6", "data.sequence=256"),
+    ("tiny", "model.width=512", "model.ffn=1408", "model.layers=4", "accumulate=2"),
+    ("tiny", "model.width=512", "model.ffn=1408", "model.layers=8"),
+    ("bench-31m",),
+    ("bench-31m", "data.batch=4", "execution.remat=dots"),
+)
+# MaxText's runs: model, chips, settings, percent.
+PUBLISHED = (
+    ("llama2-70b", "v5p-1024", ("data.sequence=4096", "data.batch=1024", "execution.remat=full"), 65.4),
+    ("llama2-70b", "v5p-128", ("data.sequence=4096", "data.batch=128", "execution.remat=full"), 65.0),
+    ("mixtral-8x7b", "v5p-512", ("data.sequence=4096", "data.batch=512", "execution.remat=full"), 52.6),
+    ("llama3.1-8b", "v6e-256", ("data.sequence=8192", "data.batch=768", "execution.remat=full"), 45.5),
+    ("llama3.1-70b", "v6e-256", ("data.sequence=8192", "data.batch=256", "execution.remat=full", "mesh.tensor=2"), 50.3),
+    ("llama2-70b", "v6e-256", ("data.sequence=4096", "data.batch=256", "execution.remat=full"), 43.8),
+)
+
+
+def planned(recipe: str, *words: str, **how: Any) -> dict[str, Any]:
+    return plan(recipe, words, PlanSettings(**how), lambda _: None)
+
+
+def here(count: int) -> None:
+    """A row for each shape: predicted and taken, each in a process of its own."""
+    print(f"{'shape':75} {'memory MB':>18} {'off':>6} {'ms a step':>16} {'off':>6}")
+    for shape in HERE[:count]:
+        common = [*shape, "data.source=synthetic"]
+        argosy = [sys.executable, "-c", "from argosy.cli import main; raise SystemExit(main())"]
+        told = json.loads(subprocess.run([*argosy, "plan", *common, "--json"], capture_output=True, check=True).stdout)
+        with tempfile.TemporaryDirectory() as folder:
+            more = ["steps=12", "log.every=1", "eval.batches=0", f"dir={folder}/run", "checkpoint.every=1000"]
+            child = subprocess.Popen([*argosy, "train", *common, *more], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            used = os.wait4(child.pid, 0)[2].ru_maxrss * 1024
+            lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        times = sorted(told["tokens_per_step"] / line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
+        taken = times[len(times) // 4]
+        need, step = told["memory_bytes"]["total"], told["step_seconds"]
+        memory, speed = f"{need / 1e6:.0f} / {used / 1e6:.0f}", f"{1000 * step:.1f} / {1000 * taken:.1f}"
+        print(f"{' '.join(shape):75} {memory:>18} {need / used - 1:>+6.0%} {speed:>16} {step / taken - 1:>+6.0%}", flush=True)
+
+
+def published() -> None:
+    """A row for each published run."""
+    print(f"{'model':15} {'device':10} {'published':>9} {'model':>7} {'GiB a device':>12}  bound by")
+    for model, device, words, percent in PUBLISHED:
+        told = planned("pretrain", f"model={model}", *words, device=device, compile=False)
+        size = told["memory_bytes"]["total"] / 2**30
+        print(f"{model:15} {device:10} {percent:>8.1f}% {told['mfu']:>6.1%} {size:>12.1f}  {told['bound_by']}", flush=True)
+
+
+def compiled(device: str, recipe: str, *words: str) -> None:
+    """The analytic model beside the compiler."""
+    told = planned(recipe, *words, device=device)
+    print(json.dumps({key: told[key] for key in ("verdict_by", "memory_bytes", "memory_bytes_by_model", "step_seconds",
+                                                "step_seconds_by_model", "mfu", "collectives", "bound_by")}, indent=1))  # fmt: skip
+
+
+if __name__ == "__main__":
+    kind, *rest = sys.argv[1:] or ["published"]
+    if kind == "here":
+        here(int((rest or ["n=10"])[0].partition("=")[2]))
+    else:
+        {"published": published, "compiled": compiled}[kind](*rest)

@@ -1,0 +1,180 @@
+"""Folders of diffusers: small pipelines against what diffusers draws (tests/reference/image_pipelines.py), bad folders, prompts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_weights import write_pipeline
+from safetensors.numpy import load_file, save_file
+
+import argosy
+from argosy.checkpoint.open import open_model
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.infer.denoise.pipeline import ImagePipeline
+from argosy.infer.denoise.settings import SamplerSettings
+from argosy.weights.hub.image_lora import image_updates
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
+NAMES = ["pipeline-flux", "pipeline-sd3", "pipeline-sd", "pipeline-sdxl"]
+PROMPTS = ["a red fox in the snow", "nothing"]
+TOLERANCE = 5e-5  # of the brightest pixel, after three steps; 1.5e-5 was measured, and 1e-5 holds for every module alone
+SIZE = (48, 32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: write_pipeline(GOLDENS / name, tmp_path_factory.mktemp("pipelines") / name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def pipes(folders: dict[str, Path]) -> dict[str, ImagePipeline]:
+    return {name: argosy.load(folder) for name, folder in folders.items()}
+
+
+def test_flux_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
+    golden = np.load(GOLDENS / "pipeline-flux" / "golden.npz")
+    images = pipes["pipeline-flux"].images(PROMPTS, steps=3, guidance=3.5, size=SIZE, latents=golden["latents"], output="float")
+    assert np.abs(images - golden["out_images"]).max() < TOLERANCE
+
+
+def test_sd3_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
+    """With negative prompts, and without guidance."""
+    golden, pipe = np.load(GOLDENS / "pipeline-sd3" / "golden.npz"), pipes["pipeline-sd3"]
+    how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
+    images = pipe.images(PROMPTS, negative=["snow", "a fox"], guidance=4.0, **how)
+    assert np.abs(images - golden["out_images"]).max() < TOLERANCE
+    assert np.abs(pipe.images(PROMPTS, guidance=1.0, **how) - golden["out_plain"]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["pipeline-sd", "pipeline-sdxl"])
+def test_stable_diffusion_draws_what_diffusers_draws(name: str, pipes: dict[str, ImagePipeline]):
+    """By PNDM with negative prompts; by Euler, where XL leads away from zeros without them."""
+    golden, pipe = np.load(GOLDENS / name / "golden.npz"), pipes[name]
+    how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
+    images = pipe.images(PROMPTS, negative=["snow", "a fox"] if name == "pipeline-sd" else None, guidance=4.0, **how)
+    assert np.abs(images - golden["out_images"]).max() < TOLERANCE
+    assert np.abs(pipe.images(PROMPTS, guidance=1.0, **how) - golden["out_plain"]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["pipeline-flux", "pipeline-sd"])
+def test_adapters_of_diffusers_and_kohya_are_merged(name: str, folders: dict[str, Path], tmp_path: Path):
+    """What diffusers draws with the same file: on fused and plain weights, with alphas of the metadata and of tensors."""
+    golden, file = np.load(GOLDENS / name / "golden.npz"), GOLDENS / name / "lora.safetensors"
+    more = {"guidance": 3.5} if name == "pipeline-flux" else {"guidance": 4.0, "negative": ["snow", "a fox"]}
+    pipe = argosy.load(folders[name], adapter=file)
+    images = pipe.images(PROMPTS, steps=3, size=SIZE, latents=golden["latents"], output="float", **more)
+    assert np.abs(images - golden["out_lora"]).max() < TOLERANCE
+    tensors = load_file(file)
+    first = next(iter(tensors))
+    save_file({first: tensors[first]}, tmp_path / "half.safetensors")
+    with pytest.raises(BadInput, match="only one of the two factors"):
+        argosy.load(folders[name], adapter=tmp_path / "half.safetensors")
+    rank, alpha = np.ones((2, 28), np.float32), np.asarray(3.0, np.float32)
+    te = "lora_te_text_model_encoder_layers_1_self_attn_q_proj"
+    own = {f"{te}.lora_down.weight": rank, f"{te}.lora_up.weight": 2 * rank.T, f"{te}.alpha": alpha}
+    save_file({key: np.ascontiguousarray(value) for key, value in own.items()}, tmp_path / "text.safetensors")
+    opened = open_model(folders[name] / "text_encoder").weights.reader
+    ((place, update),) = image_updates(tmp_path / "text.safetensors", {"text_encoder": opened})["text_encoder"].items()
+    assert place == "text_model.encoder.layers.1.self_attn.q_proj.weight"
+    np.testing.assert_allclose(update.added(opened.read(place)), opened.read(place) + 1.5 * 4)
+    save_file({first.replace("attn", "none"): tensors[first]}, tmp_path / "other.safetensors")
+    with pytest.raises(BadInput, match="no weight of this pipeline"):
+        argosy.load(folders[name], adapter=tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_saved_is_what_was_read(name: str, folders: dict[str, Path], pipes: dict[str, ImagePipeline], tmp_path: Path):
+    """Every file: tensors bit for bit, small files byte for byte but for the order of keys and the library's version."""
+    pipes[name].save(tmp_path / "out")
+    theirs, ours = ({p.relative_to(at): p for p in at.rglob("*") if p.is_file()} for at in (folders[name], tmp_path / "out"))
+    assert theirs.keys() == ours.keys()
+    for path in theirs:
+        if path.suffix == ".safetensors":
+            a, b = load_file(theirs[path]), load_file(ours[path])
+            prefix = "text_model." if a.keys() != b.keys() else ""
+            assert {prefix + n for n in a} == b.keys()
+            assert all((b[prefix + n] == w).all() for n, w in a.items())
+        elif path.name == "config.json":
+            said, written = (json.loads(at[path].read_text(encoding="utf-8")) for at in (theirs, ours))
+            assert {key: value for key, value in written.items() if key in said} == said
+        else:
+            a, b = theirs[path].read_bytes(), ours[path].read_bytes()
+            assert a == b or (path.suffix == ".json" and json.loads(a) == json.loads(b)), path
+
+
+def test_an_image_depends_on_its_seed_and_not_on_the_batch(pipes: dict[str, ImagePipeline]):
+    pipe, how = pipes["pipeline-flux"], {"steps": 2, "size": SIZE, "output": "latents"}
+    both = pipe.images(PROMPTS, seed=[5, 9], **how)
+    np.testing.assert_allclose(pipe.images(PROMPTS[1], seed=9, **how)[0], both[1], atol=2e-5)
+    assert np.abs(both[0] - pipe.images(PROMPTS[0], seed=6, **how)[0]).max() > 0.1
+
+
+def test_a_prompt_that_is_too_long_is_cut_and_said(pipes: dict[str, ImagePipeline], capsys):
+    pipe = pipes["pipeline-flux"]
+    long = " ".join(["snow"] * 40)
+    capsys.readouterr()
+    conditions = pipe.prompts.encode([long])
+    said = capsys.readouterr().err
+    assert "text_encoder reads 21 tokens" in said
+    assert "snow snow" in said
+    assert conditions.text.shape[1] == 512
+    pipe.prompts.encode(["snow"])
+    assert capsys.readouterr().err == ""
+
+
+def test_what_does_not_fit_is_named(pipes: dict[str, ImagePipeline]):
+    flux, sd3 = pipes["pipeline-flux"], pipes["pipeline-sd3"]
+    with pytest.raises(BadInput, match="multiples of 8"):
+        flux.images(PROMPTS, size=(44, 32))
+    with pytest.raises(BadInput, match="predicts velocity"):
+        sd3.images(PROMPTS, size=SIZE, sampler=SamplerSettings(name="ddim", noise={"kind": "betas"}, prediction="epsilon"))
+    with pytest.raises(BadInput, match="negative prompts have no effect"):
+        flux.images(PROMPTS, size=SIZE, negative="snow")
+
+
+def edited(folder: Path, target: Path, file: str, **keys: object) -> Path:
+    shutil.copytree(folder, target)
+    said = json.loads((target / file).read_text(encoding="utf-8"))
+    (target / file).write_text(json.dumps(said | keys), encoding="utf-8")
+    return target
+
+
+def test_folders_that_are_not_built_are_named(folders: dict[str, Path], tmp_path: Path):
+    flux = folders["pipeline-flux"]
+    for i, (file, keys, named) in enumerate(
+        (
+            ("model_index.json", {"_class_name": "FluxControlPipeline"}, "FluxControlPipeline"),
+            ("model_index.json", {"controlnet": ["diffusers", "FluxControlNetModel"]}, "controlnet"),
+            ("scheduler/scheduler_config.json", {"_class_name": "KDPM2DiscreteScheduler"}, "KDPM2DiscreteScheduler"),
+            ("transformer/config.json", {"_class_name": "FooTransformer2DModel"}, r"transformer \(FluxTransformer2DModel\).*FooTransf"),
+        )
+    ):
+        with pytest.raises(BadInput, match=named):
+            argosy.load(edited(flux, tmp_path / str(i), file, **keys))
+    shutil.copytree(flux, tmp_path / "missing")
+    shutil.rmtree(tmp_path / "missing" / "vae")
+    with pytest.raises(BadInput, match="no folder vae/"):
+        argosy.load(tmp_path / "missing")
+
+
+def test_a_pipeline_where_one_model_is_asked_for_names_its_parts(folders: dict[str, Path]):
+    with pytest.raises(BadInput, match="is a pipeline of diffusers") as found:
+        open_model(folders["pipeline-sd"])
+    assert "unet" in str(found.value)
+
+
+def test_numbers_that_are_not_finite_name_their_stage(folders: dict[str, Path], tmp_path: Path):
+    for part, file, named in (
+        ("vae", "diffusion_pytorch_model.safetensors", "decoder"),
+        ("transformer", "diffusion_pytorch_model.safetensors", "denoiser"),
+        ("text_encoder_2", "model.safetensors", "text_encoder_2"),
+    ):
+        folder = shutil.copytree(folders["pipeline-flux"], tmp_path / part)
+        tensors = load_file(folder / part / file)
+        ends = {"vae": "decoder.conv_out.bias", "transformer": "proj_out.bias", "text_encoder_2": "encoder.final_layer_norm.weight"}
+        end = ends[part]
+        save_file(tensors | {end: np.full_like(tensors[end], np.nan)}, folder / part / file)
+        with pytest.raises(ArgosyError, match=named):
+            argosy.load(folder).images(PROMPTS[:1], steps=1, size=(8, 8))

@@ -1,0 +1,181 @@
+"""The small models of `images.py`: class, sizes, and a call that gives inputs and outputs. Sizes are odd on purpose."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def noise(draw: np.random.Generator, *shape: int) -> np.ndarray:
+    return draw.standard_normal(shape).astype(np.float32)
+
+
+def tensors(inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(value) for name, value in inputs.items()}
+
+
+def array(value: torch.Tensor) -> np.ndarray:
+    return value.detach().numpy()
+
+
+# ---------------------------------------------------------------- text encoders
+
+
+def clip(model: Any, draw: np.random.Generator) -> Any:
+    """Rows end in their end-of-text token; what follows is padding. The end-of-text token is the largest id, as in every vocabulary."""
+    ids = draw.integers(3, 88, (3, 21))
+    ids[:, 0] = 88
+    for row, length in enumerate((21, 9, 14)):
+        ids[row, length - 1 :] = 89
+    said = model(torch.from_numpy(ids), output_hidden_states=True)
+    found = {"hidden": said.last_hidden_state, "penultimate": said.hidden_states[-2]}
+    found["pooled"] = said.text_embeds if hasattr(said, "text_embeds") else said.pooler_output
+    return {"tokens": ids}, {name: array(value) for name, value in found.items()}
+
+
+def t5(model: Any, draw: np.random.Generator) -> Any:
+    ids = draw.integers(2, 90, (2, 23))
+    mask = np.ones_like(ids)
+    mask[1, 15:] = 0
+    said = model(torch.from_numpy(ids), attention_mask=torch.from_numpy(mask))
+    whole = model(torch.from_numpy(ids[1:]))
+    return {"tokens": ids, "mask": mask}, {"hidden": array(said.last_hidden_state), "unmasked": array(whole.last_hidden_state)}
+
+
+CLIP = {"vocab_size": 90, "hidden_size": 28, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "max_position_embeddings": 21, "bos_token_id": 88}  # fmt: skip
+T5 = {"vocab_size": 90, "d_model": 30, "d_kv": 6, "d_ff": 44, "num_layers": 3, "num_heads": 4, "relative_attention_num_buckets": 8,
+      "relative_attention_max_distance": 20, "feed_forward_proj": "gated-gelu"}  # fmt: skip
+
+
+# ---------------------------------------------------------------- autoencoders
+
+
+def vae(model: Any, draw: np.random.Generator) -> Any:
+    images = noise(draw, 2, 3, 24, 20)
+    moments = model.encode(torch.from_numpy(images)).latent_dist
+    factor = 2 ** (len(model.config.block_out_channels) - 1)
+    latents = noise(draw, 2, model.config.latent_channels, 24 // factor, 20 // factor)
+    found = {"mean": moments.mean, "logvar": moments.logvar, "images": model.decode(torch.from_numpy(latents)).sample}
+    return {"images": images, "latents": latents}, {name: array(value) for name, value in found.items()}
+
+
+def tiny_vae(model: Any, draw: np.random.Generator) -> Any:
+    images, latents = noise(draw, 2, 3, 24, 40), noise(draw, 2, model.config.latent_channels, 3, 5)
+    found = {"latents": model.encode(torch.from_numpy(images)).latents, "images": model.decode(torch.from_numpy(latents)).sample}
+    return {"images": images, "latents": latents}, {name: array(value) for name, value in found.items()}
+
+
+VAE = {"in_channels": 3, "out_channels": 3, "down_block_types": ("DownEncoderBlock2D",) * 3,
+       "up_block_types": ("UpDecoderBlock2D",) * 3, "block_out_channels": (8, 16, 16),
+       "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4}  # fmt: skip
+
+
+# ---------------------------------------------------------------- denoisers
+
+
+def flux(model: Any, draw: np.random.Generator) -> Any:
+    from diffusers import FluxPipeline
+
+    rows, columns, channels = 6, 10, model.config.in_channels // 4
+    latents = noise(draw, 2, channels, rows, columns)
+    own = {"latents": latents, "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
+    own |= {"pooled": noise(draw, 2, model.config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
+    own |= {"guidance": np.asarray([3.5, 1.25], np.float32)} if model.config.guidance_embeds else {}
+    given = tensors(own)
+    packed = FluxPipeline._pack_latents(given["latents"], 2, channels, rows, columns)
+    said = model(
+        hidden_states=packed,
+        encoder_hidden_states=given["text"],
+        pooled_projections=given["pooled"],
+        timestep=given["timestep"] / 1000,
+        guidance=given.get("guidance"),
+        txt_ids=torch.zeros(7, 3),
+        img_ids=FluxPipeline._prepare_latent_image_ids(2, rows // 2, columns // 2, "cpu", torch.float32),
+    ).sample
+    out = FluxPipeline._unpack_latents(said, rows * 8, columns * 8, 8)
+    return own, {"velocity": array(out)}
+
+
+def sd3(model: Any, draw: np.random.Generator) -> Any:
+    own = {"latents": noise(draw, 2, model.config.in_channels, 6, 10), "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
+    own |= {"pooled": noise(draw, 2, model.config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
+    given = tensors(own)
+    said = model(
+        hidden_states=given["latents"],
+        encoder_hidden_states=given["text"],
+        pooled_projections=given["pooled"],
+        timestep=given["timestep"],
+    ).sample
+    return own, {"velocity": array(said)}
+
+
+def dit(model: Any, draw: np.random.Generator) -> Any:
+    """At another size than the trained one; diffusers takes squares only. The learned variance is left out."""
+    channels = model.config.in_channels
+    own = {"latents": noise(draw, 2, channels, 12, 12), "labels": np.asarray([3, 7])}
+    own |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
+    given = tensors(own)
+    said = model(given["latents"], timestep=given["timestep"], class_labels=given["labels"]).sample
+    return own, {"prediction": array(said[:, :channels])}
+
+
+def unet(model: Any, draw: np.random.Generator) -> Any:
+    own = {"latents": noise(draw, 2, model.config.in_channels, 12, 8), "text": noise(draw, 2, 7, model.config.cross_attention_dim)}
+    own |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
+    more = None
+    if model.config.addition_embed_type == "text_time":
+        own |= {"pooled": noise(draw, 2, 14), "sizes": np.asarray([[96, 64, 0, 0, 96, 64], [80, 64, 3, 5, 96, 64]], np.float32)}
+        more = {"text_embeds": torch.from_numpy(own["pooled"]), "time_ids": torch.from_numpy(own["sizes"])}
+    given = tensors(own)
+    said = model(given["latents"], given["timestep"], given["text"], added_cond_kwargs=more).sample
+    return own, {"prediction": array(said)}
+
+
+def wan(model: Any, draw: np.random.Generator) -> Any:
+    own = {"latents": noise(draw, 2, model.config.in_channels, 3, 6, 4), "text": noise(draw, 2, 7, model.config.text_dim)}
+    own |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
+    given = tensors(own)
+    said = model(given["latents"], given["timestep"], given["text"]).sample
+    return own, {"velocity": array(said)}
+
+
+FLUX = {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 14, "num_attention_heads": 3,
+        "joint_attention_dim": 26, "pooled_projection_dim": 18, "axes_dims_rope": (4, 4, 6)}  # fmt: skip
+SD3 = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "num_layers": 3, "attention_head_dim": 12, "num_attention_heads": 3,
+       "joint_attention_dim": 26, "caption_projection_dim": 36, "pooled_projection_dim": 18, "out_channels": 4,
+       "pos_embed_max_size": 9}  # fmt: skip
+UNET = {"sample_size": 12, "in_channels": 4, "out_channels": 4, "layers_per_block": 1, "norm_num_groups": 4, "cross_attention_dim": 26}
+WAN = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 26,
+       "freq_dim": 16, "ffn_dim": 40, "num_layers": 2, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads",
+       "rope_max_seq_len": 32}  # fmt: skip
+
+SD = {"block_out_channels": (8, 12), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+      "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "attention_head_dim": 4}  # fmt: skip
+XL = {"block_out_channels": (8, 12), "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+      "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": (2, 3), "use_linear_projection": True,
+      "addition_embed_type": "text_time", "addition_time_embed_dim": 6, "transformer_layers_per_block": (1, 2),
+      "projection_class_embeddings_input_dim": 14 + 6 * 6}  # fmt: skip
+
+MODELS: dict[str, tuple[str, dict, Any]] = {
+    "clip-l": ("CLIPTextModel", CLIP | {"hidden_act": "quick_gelu", "eos_token_id": 2}, clip),
+    "clip-g": ("CLIPTextModelWithProjection", CLIP | {"hidden_act": "gelu", "eos_token_id": 89, "projection_dim": 14}, clip),
+    "t5": ("T5EncoderModel", T5, t5),
+    "t5-plain": ("T5EncoderModel", T5 | {"feed_forward_proj": "relu"}, t5),
+    "umt5": ("UMT5EncoderModel", T5, t5),
+    "vae-sd": ("AutoencoderKL", VAE | {"layers_per_block": 2}, vae),
+    "vae-flux": ("AutoencoderKL", VAE | {"use_quant_conv": False, "use_post_quant_conv": False, "latent_channels": 6,
+                                         "scaling_factor": 0.3611, "shift_factor": 0.1159}, vae),
+    "vae-tiny": ("AutoencoderTiny", {"encoder_block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4,
+                                     "num_encoder_blocks": (1, 2, 1, 1), "num_decoder_blocks": (1, 1, 2, 1)}, tiny_vae),
+    "flux-dev": ("FluxTransformer2DModel", FLUX | {"guidance_embeds": True}, flux),
+    "flux-schnell": ("FluxTransformer2DModel", FLUX, flux),
+    "sd3": ("SD3Transformer2DModel", SD3, sd3),
+    "sd3.5": ("SD3Transformer2DModel", SD3 | {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}, sd3),
+    "dit": ("DiTTransformer2DModel", {
+        "num_attention_heads": 3, "attention_head_dim": 8, "in_channels": 3, "out_channels": 6, "num_layers": 3, "sample_size": 8,
+        "patch_size": 2, "num_embeds_ada_norm": 7, "norm_eps": 1e-3}, dit),
+    "unet-sd": ("UNet2DConditionModel", UNET | SD, unet),
+    "unet-xl": ("UNet2DConditionModel", UNET | XL, unet),
+    "wan": ("WanTransformer3DModel", WAN, wan),
+}  # fmt: skip

@@ -1,0 +1,185 @@
+"""Small pipelines of diffusers with all that they are made of, and an image of each: `./run reference images` writes them too.
+
+Weights are drawn as those of the small models; tokenizers have vocabularies of 90 entries, CLIP's in its old files (vocab.json and
+merges.txt) for Flux, and as tokenizer.json for Stable Diffusion 3.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from image_models import CLIP, FLUX, SD, SD3, T5, UNET, VAE, XL
+from safetensors.torch import save_file
+from transformers import CLIPTokenizer, T5Tokenizer
+
+PROMPTS = ["a red fox in the snow", "nothing"]
+LATENTS = (2, 4, 12, 8)
+WORDS = "a red fox in the snow nothing of it is here to be seen".split()  # noqa: SIM905
+
+
+def clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Letters, letters that end a word, and merges of the words above up to 88 entries; the two special tokens last."""
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    entries, merges = [*letters, *(f"{c}</w>" for c in letters)], []
+    for word in WORDS:
+        parts = [*word[:-1], f"{word[-1]}</w>"]
+        while len(parts) > 1 and len(entries) < 88:
+            pair = (parts[-2], parts[-1])
+            if "".join(pair) not in entries:
+                merges.append(pair)
+                entries.append("".join(pair))
+            parts[-2:] = ["".join(pair)]
+    entries = [*entries, *(f"{c}{c}" for c in letters)][:88]
+    entries += ["<|startoftext|>", "<|endoftext|>"]
+    return {entry: i for i, entry in enumerate(entries)}, merges
+
+
+def clip_tokenizer(**more: Any) -> CLIPTokenizer:
+    vocab, merges = clip_vocabulary()
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=21, **more)
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    words = list(dict.fromkeys(WORDS))
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -2.0), ("▁", -3.0)]
+    pieces += [(f"▁{w}", -4.0 - len(w) / 10) for w in words if len(w) > 1] + [(c, -6.0 - i / 50) for i, c in enumerate(letters)]
+    return T5Tokenizer(vocab=pieces[:90], extra_ids=0, model_max_length=512)
+
+
+def old_files(tokenizer: CLIPTokenizer, folder: Path) -> None:
+    """A tokenizer's folder as those that were published: a vocabulary and its merges."""
+    vocab, merges = clip_vocabulary()
+    tokenizer.save_pretrained(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
+
+
+CLIP_L = CLIP | {"hidden_act": "quick_gelu", "eos_token_id": 2}
+CLIP_G = CLIP | {"hidden_act": "gelu", "eos_token_id": 89, "projection_dim": 14, "num_hidden_layers": 2}
+PLAIN = {"use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+FLOW = {"shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256,
+        "max_image_seq_len": 4096}  # fmt: skip
+
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+# Of each pipeline: the class, its scheduler's settings, and class and sizes of each model.
+PIPELINES: dict[str, tuple[str, dict, dict[str, tuple[str, dict]]]] = {
+    "pipeline-flux": (
+        "FluxPipeline",
+        FLOW,
+        {
+            "transformer": ("FluxTransformer2DModel", FLUX | {"joint_attention_dim": 30, "pooled_projection_dim": 28,
+                                                              "guidance_embeds": True, "num_layers": 1, "num_single_layers": 1}),
+            "vae": ("AutoencoderKL", VAE | PLAIN),
+            "text_encoder": ("CLIPTextModel", CLIP_L),
+            "text_encoder_2": ("T5EncoderModel", T5 | {"num_layers": 2}),
+        },
+    ),
+    "pipeline-sd3": (
+        "StableDiffusion3Pipeline",
+        {"shift": 3.0},
+        {
+            "transformer": ("SD3Transformer2DModel", SD3 | {"joint_attention_dim": 60, "pooled_projection_dim": 28, "num_layers": 2,
+                                                            "qk_norm": "rms_norm"}),
+            "vae": ("AutoencoderKL", VAE | PLAIN),
+            "text_encoder": ("CLIPTextModelWithProjection", CLIP_L | {"projection_dim": 14}),
+            "text_encoder_2": ("CLIPTextModelWithProjection", CLIP_G),
+            "text_encoder_3": ("T5EncoderModel", T5 | {"d_model": 60, "num_layers": 1}),
+        },
+    ),
+    "pipeline-sd": (
+        "StableDiffusionPipeline",
+        BETAS | {"skip_prk_steps": True, "set_alpha_to_one": False, "steps_offset": 1},
+        {
+            "unet": ("UNet2DConditionModel", UNET | SD | {"cross_attention_dim": 28}),
+            "vae": ("AutoencoderKL", VAE),
+            "text_encoder": ("CLIPTextModel", CLIP_L),
+        },
+    ),
+    "pipeline-sdxl": (
+        "StableDiffusionXLPipeline",
+        BETAS | {"timestep_spacing": "leading", "steps_offset": 1},
+        {
+            "unet": ("UNet2DConditionModel", UNET | XL | {"cross_attention_dim": 56}),
+            "vae": ("AutoencoderKL", VAE),
+            "text_encoder": ("CLIPTextModel", CLIP_L),
+            "text_encoder_2": ("CLIPTextModelWithProjection", CLIP_G),
+        },
+    ),
+}  # fmt: skip
+SCHEDULERS = {"pipeline-sd": "PNDMScheduler", "pipeline-sdxl": "EulerDiscreteScheduler"}
+# Parts that a pipeline is made without.
+WITHOUT: dict[str, dict[str, None]] = {
+    "pipeline-sd3": {"image_encoder": None, "feature_extractor": None},
+    "pipeline-sd": {"safety_checker": None, "feature_extractor": None},
+}
+
+
+def write_tokenizers(name: str, folder: Path) -> dict[str, Any]:
+    """The tokenizers of a pipeline, in its folder."""
+    if name in ("pipeline-flux", "pipeline-sd"):
+        first = clip_tokenizer()
+        old_files(first, folder / "tokenizer")
+        if name == "pipeline-sd":
+            return {"tokenizer": first}
+        made = {"tokenizer": first, "tokenizer_2": t5_tokenizer()}
+        made["tokenizer_2"].save_pretrained(folder / "tokenizer_2")
+        return made
+    made = {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(pad_token="a")}
+    made |= {"tokenizer_3": t5_tokenizer()} if name == "pipeline-sd3" else {}
+    for part, tokenizer in made.items():
+        tokenizer.save_pretrained(folder / part)
+    return made
+
+
+def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
+    """What the pipeline draws from given noise: an image for each prompt."""
+    latents = np.random.default_rng(7).standard_normal(LATENTS).astype(np.float32)
+    given, size = torch.from_numpy(latents), {"height": LATENTS[2] * 4, "width": LATENTS[3] * 4}
+    more: dict[str, Any] = {"num_inference_steps": 3, "output_type": "np", **size}
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        if name == "pipeline-flux":
+            given = pipe._pack_latents(given, *LATENTS)
+            return {"latents": latents, "out_images": pipe(PROMPTS, latents=given, guidance_scale=3.5, **more).images}
+        if name == "pipeline-sdxl":
+            free, plain = (pipe(PROMPTS, latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
+            return {"latents": latents, "out_images": free, "out_plain": plain}
+        negative = ["snow", "a fox"]
+        guided = pipe(PROMPTS, negative_prompt=negative, latents=given, guidance_scale=4.0, **more).images
+        return {"latents": latents, "out_images": guided, "out_plain": pipe(PROMPTS, latents=given, guidance_scale=1.0, **more).images}
+
+
+def lora_file(pipe: Any, name: str, folder: Path) -> Path | None:
+    """A file of adapters of rank 2: of Flux with diffusers' names and its metadata, of Stable Diffusion with kohya's."""
+    draw = np.random.default_rng(11)
+
+    def factors(module: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = draw.normal(0, 0.3, (2, module.in_features)), draw.normal(0, 0.3, (module.out_features, 2))
+        return torch.from_numpy(a.astype(np.float32)), torch.from_numpy(b.astype(np.float32))
+
+    tensors: dict[str, torch.Tensor] = {}
+    if name == "pipeline-flux":
+        targets = ["transformer_blocks.0.attn.to_q", "transformer_blocks.0.ff.net.2", "single_transformer_blocks.0.attn.to_v",
+                   "single_transformer_blocks.0.proj_out"]  # fmt: skip
+        for target in targets:
+            a, b = factors(pipe.transformer.get_submodule(target))
+            tensors |= {f"transformer.{target}.lora_A.weight": a, f"transformer.{target}.lora_B.weight": b}
+        said = {"transformer.r": 2, "transformer.lora_alpha": 3, "transformer.target_modules": targets}
+        path = folder / "lora.safetensors"
+        save_file(tensors, path, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(said)})
+        return path
+    if name != "pipeline-sd":
+        return None
+    block = "down_blocks.0.attentions.0.transformer_blocks.0"
+    wanted = [("lora_unet", pipe.unet, f"{block}.attn1.to_q"), ("lora_unet", pipe.unet, f"{block}.ff.net.2")]
+    for start, model, target in wanted:
+        a, b = factors(model.get_submodule(target))
+        flat = f"{start}_{target.replace('.', '_')}"
+        tensors |= {f"{flat}.lora_down.weight": a, f"{flat}.lora_up.weight": b, f"{flat}.alpha": torch.tensor(1.5)}
+    save_file(tensors, folder / "lora.safetensors")
+    return folder / "lora.safetensors"

@@ -1,0 +1,264 @@
+"""`argosy plan`: memory and time of a step on devices that are not here, against hand counts, the compiler, and what is allocated."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from argosy.cli import main
+from argosy.core.errors import BadInput
+from argosy.jobs.plan import PlanSettings, figures_from, plan
+from argosy.observe.hlo.estimate import Prices, price_program
+from argosy.observe.hlo.module import HloModule
+from argosy.run.assembly.assemble import assemble
+from argosy.run.assembly.assembly import Assembly
+from argosy.run.assembly.decided import Decided
+from argosy.run.memory import compiled_need
+from argosy.run.plan.compiled import compiled_figures, out_of_memory
+from argosy.run.plan.figures import KINDS
+from argosy.run.plan.nearest import changed_run
+from argosy.run.settings.compose import compose
+from argosy.run.settings.run import Run
+
+LARGE = ("model=llama2-70b",)
+
+
+def planned(recipe: str, *words: str, **how: Any) -> dict[str, Any]:
+    return plan(recipe, words, PlanSettings(**how), lambda _: None)
+
+
+def test_a_large_model_fits_where_it_should_and_the_answer_says_why():
+    found = planned("pretrain", *LARGE, "data.sequence=4096", "data.batch=128", "execution.remat=full", device="v5p-128", compile=False)
+    parameters = 68_976_648_192
+    memory = found["memory_bytes"]
+    assert (found["fits"], found["verdict_by"], found["parameters"]) == (True, "model", parameters)
+    # Weights and two moments in float32, split over 64 devices but for the norms.
+    assert memory["parameters"] == pytest.approx(4 * parameters / 64, rel=1e-3)
+    assert memory["optimizer"] == pytest.approx(8 * parameters / 64, rel=1e-3)
+    # Inputs of 80 layers and the outputs of their attention, two rows of 4096 tokens a device, and the rest.
+    layers = 2 * 80 * 2 * 4096 * 8192 * 2
+    assert layers < memory["activations"] < 1.2 * layers
+    # libtpu allocates 54.9 GB for this step.
+    assert memory["total"] == pytest.approx(54.9e9, rel=0.15)
+    assert found["flops_per_step"] == pytest.approx(6 * parameters * 128 * 4096, rel=0.1)
+    assert 0.3 < found["mfu"] < 0.75
+    assert {(one["kind"], one["axis"]) for one in found["collectives"]} == {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")}
+    assert set(memory) == {*KINDS, "total"}
+    assert found["tokens_per_step"] == 128 * 4096
+
+
+def test_what_does_not_fit_is_refused_with_settings_that_do(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "pretrain", *LARGE, "device=v5e-16", "--json"]) == 2
+    out, said = capsys.readouterr()
+    found = json.loads(out)
+    assert found["fits"] is False
+    assert found["memory_bytes"]["total"] > 4 * found["memory_limit_bytes"]
+    assert "does not fit on v5e-16" in said
+    assert "largest: layers.block.mlp" in said
+    words = found["nearest"][0]["settings"]
+    assert " ".join(words) in said
+    device = next(word.partition("=")[2] for word in words if word.startswith("device="))
+    others = [word for word in words if not word.startswith("device=")]
+    assert planned("pretrain", *LARGE, *others, device=device, compile=False)["fits"]
+
+
+@pytest.mark.slow
+def test_settings_that_need_less_come_before_more_devices():
+    words = ("model=llama2-7b", "data.sequence=4096", "data.batch=64")
+    found = planned("pretrain", *words, device="v5e-32", compile=False)
+    assert not found["fits"]
+    first = found["nearest"][0]["settings"]
+    assert "execution.remat=full" in first
+    assert not any(word.startswith("device=") for word in first)
+
+
+def test_a_wrong_device_and_a_wrong_setting_are_mistakes(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "tiny", "device=v6q-4"]) == 2
+    assert "device=v6q-4" in capsys.readouterr().err
+    assert main(["plan", "tiny", "device=v5e-4", "data.batch=6"]) == 2
+    assert "data.batch = 6 does not divide over 4 devices" in capsys.readouterr().err
+    assert main(["plan", "pretrain", "model=llama2-700b", "device=v5e-4"]) == 2
+
+
+def test_a_price_gives_a_cost():
+    found = planned("tiny", "steps=1000", device="v5e-8", compile=False, price=1.2)
+    hours = 1000 * found["step_seconds"] / 3600
+    assert found["cost"] == pytest.approx(hours * 8 * 1.2)
+    assert found["days"] == pytest.approx(hours / 24)
+
+
+def test_the_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("argosy.parallel.target.find_spec", lambda name: None)
+    found = planned("tiny", device="v5e-4")
+    assert (found["missing_compiler"], found["verdict_by"]) == ("libtpu", "model")
+    assert planned("tiny", device="h100-8")["missing_compiler"] == "jax-cuda12-plugin"
+
+
+@pytest.mark.slow
+def test_the_plan_for_this_machine_is_what_a_run_is_told(tmp_path: Path):
+    words = ["data.batch=8", "data.source=synthetic"]
+    found = planned("tiny", *words)
+    run = compose(Run, "tiny", [*words, f"dir={tmp_path}", "eval.batches=0"]).value
+    assembly = assemble(run, Decided.here(run))
+    try:
+        told = compiled_need(assembly, assembly.compile()).document()
+    finally:
+        assembly.close()
+    own = {kind: size for kind, size in found["memory_bytes"].items() if kind not in ("process", "total")}
+    assert own == {kind: size for kind, size in told.items() if kind not in ("process", "total")}
+    assert found["verdict_by"] == "compiler"
+    assert found["step_seconds"] > 0
+
+
+CYCLES = 'backend_config={"window_config":{"estimated_cycles":"NUMBER"}}'
+SCHEDULE = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[1024]) -> bf16[4096] {
+  %x = bf16[1024]{0} parameter(0)
+  %before = bf16[1024]{0} fusion(%x), kind=kLoop, calls=%f, CYCLES1000
+  %start = (bf16[1024]{0}, bf16[4096]{0}) all-gather-start(%before), replica_groups=[1,4]<=[4], dimensions={0}
+  %beside = bf16[1024]{0} fusion(%x), kind=kLoop, calls=%f, CYCLES300
+  %done = bf16[4096]{0} all-gather-done(%start)
+  ROOT %sum = bf16[4096]{0} all-reduce(%done), replica_groups=[1,4]<=[4], to_apply=%add
+}
+"""
+
+
+def test_collectives_cost_what_no_work_hides():
+    text = SCHEDULE
+    for number in (1000, 300):
+        text = text.replace(f"CYCLES{number}", CYCLES.replace("NUMBER", str(number)))
+    prices = Prices(flops_per_s=1, bytes_per_s=1, ring_bytes_per_s=8192.0, clock_hz=1000.0)
+    found = price_program(HloModule.read(text), prices, 4)
+    # 8192 bytes, of which a device receives three quarters; then the sum, twice that.
+    assert found.compute_seconds == pytest.approx(1.3)
+    assert found.communication_seconds == pytest.approx(0.75 + 1.5)
+    assert found.exposed_seconds == pytest.approx(0.45 + 1.5)
+    assert found.seconds == pytest.approx(1.3 + 1.95)
+
+
+def test_the_message_of_a_compiler_is_read():
+    said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (93.71G) exceeds HBM (15.75G)."
+    assert out_of_memory(RuntimeError(said)) == int(93.71 * 2**30)
+    assert out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: something else")) == 0
+    assert out_of_memory(RuntimeError("INVALID_ARGUMENT: no")) is None
+
+
+SMALL = ("model=llama3.2-1b", "model.layers=2", "model.vocab=4096", "data.sequence=1024", "data.batch=8")
+
+
+@pytest.mark.tpu
+def test_the_compiler_answers_for_a_tpu_and_the_model_is_near(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """In a process of its own; the second answer is read from the cache."""
+    if not find_spec("libtpu"):
+        pytest.skip("libtpu is not installed: no TPU can be described")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = planned("pretrain", *SMALL, device="v5e-4")
+    assert (found["fits"], found["verdict_by"]) == (True, "compiler")
+    assert found["memory_bytes_by_model"]["total"] == pytest.approx(found["memory_bytes"]["total"], rel=0.35)
+    assert found["step_seconds_by_model"] == pytest.approx(found["step_seconds"], rel=0.6)
+    kinds = {one["kind"] for one in found["collectives"] if one["axis"] == "fsdp"}
+    assert "all-gather" in kinds
+    kept = list(tmp_path.rglob("plans/*.json"))
+    assert len(kept) == 1
+    assert figures_from(json.loads(kept[0].read_text())).step_seconds == found["step_seconds"]
+    monkeypatch.setattr("argosy.run.plan.compiled.compiled_figures", lambda *_: pytest.fail("compiled again"))
+    assert planned("pretrain", *SMALL, device="v5e-4")["step_seconds"] == found["step_seconds"]
+    assert len(list(tmp_path.rglob("plans/*.json"))) == 1
+
+
+@pytest.mark.tpu
+def test_what_a_compiler_refuses_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+    from helpers import described_tpus
+
+    from argosy.parallel.target import Target
+    from argosy.run.plan.speed import prices_of
+
+    described_tpus(monkeypatch, "v5e:2x2")
+    target = Target.described("v5e-4").compiled()
+    run = compose(Run, "pretrain", ["model=llama2-7b", "data.source=synthetic", "data.batch=4"]).value
+    assembly = assemble(run, Decided.here(run, target), target=target, reads=False)
+    assert target.chip is not None
+    found = compiled_figures(assembly, prices_of(target.chip), 0.25)
+    assert (found.fits, found.step_seconds) == (False, None)
+    assert found.total > target.chip.memory_bytes
+
+
+@pytest.mark.slow
+def test_recipes_with_a_preset_are_planned_for_a_host_and_a_pod():
+    for recipe, device in (("pretrain", "v5p-64"), ("sft", "v5p-64"), ("dpo", "h200-8")):
+        found = planned(recipe, "model=llama3.1-8b", device=device, compile=False)
+        assert found["parameters"] == 8_030_261_248, recipe
+        assert found["step_seconds"] > 0
+    # What does not combine is said as it would be by a run.
+    with pytest.raises(BadInput, match="several processes and a reference"):
+        planned("dpo", "model=llama3.1-8b", device="v5p-64", compile=False)
+
+
+def test_a_step_that_its_compiler_refuses_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Compilers of TPUs raise it inside of `compile`; as a failure, `argosy launch` would start the run again."""
+    said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (93.71G) exceeds HBM (15.75G)."
+
+    def compile_(self: Assembly) -> Any:
+        raise jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr(Assembly, "compile", compile_)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["train", "tiny", "mesh.fsdp=1", "mesh.data=-1", f"dir={tmp_path / 'run'}", "eval.batches=0"]) == 2
+    err = capsys.readouterr().err
+    assert "does not fit on a device (cpu)" in err
+    assert "the compiler asks for 93.7 GiB" in err
+    assert "largest of the state: embed" in err
+    assert "execution.remat=full" in err.partition("hint:")[2]
+    assert "plan        about" in err
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_words_change_settings_and_nothing_else():
+    run = compose(Run, "tiny", ["data.batch=16"]).value
+    other = changed_run(run, ["data.batch=4", "execution.remat=full", "mesh.fsdp=-1"])
+    assert (other.data.batch, other.execution.remat, other.mesh.fsdp) == (4, "full", -1)
+    expected = compose(Run, "tiny", ["data.batch=4", "execution.remat=full", "mesh.fsdp=-1"]).value
+    assert other.model_dump() == expected.model_dump()
+    assert run.data.batch == 16
+
+
+@pytest.mark.slow
+def test_a_search_ranks_what_fits_and_writes_the_best(tmp_path: Path):
+    out = tmp_path / "best.yml"
+    words = ("model=llama3.2-1b", "data.sequence=1024", "data.batch=64")
+    found = planned("pretrain", *words, device="v5e-8", compile=False, search=True, out=str(out))
+    speeds = [one["tokens_per_s"] for one in found["ranking"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert len({tuple(one["settings"]) for one in found["ranking"]}) == len(speeds) > 3
+    assert all(one["memory_bytes"] < found["memory_limit_bytes"] for one in found["ranking"])
+    assert found["tokens_per_s"] == pytest.approx(speeds[0])
+    # A recipe like any other, with the user's model and its settings.
+    best = planned(str(out), *words, device="v5e-8", compile=False)
+    assert best["step_seconds"] == pytest.approx(found["step_seconds"])
+    assert best["mesh"] == found["mesh"]
+    with pytest.raises(BadInput, match="exists"):
+        planned("pretrain", *words, device="v5e-8", compile=False, search=True, out=str(out))
+
+
+@pytest.mark.slow
+def test_adapters_and_frozen_models_are_planned():
+    whole, adapted = (planned("sft", "model=llama3.2-1b", *more, device="h100-8", compile=False) for more in ((), ("adapter=lora",)))
+    assert adapted["memory_bytes"]["optimizer"] < 0.05 * whole["memory_bytes"]["optimizer"]
+    # Frozen weights are bfloat16.
+    assert adapted["memory_bytes"]["parameters"] == pytest.approx(whole["memory_bytes"]["parameters"] / 2, rel=0.1)
+    assert adapted["fits"]
+    assert adapted["collectives"][1]["bytes"] < 0.05 * whole["collectives"][1]["bytes"]
+
+
+@pytest.mark.parametrize("recipe", ["diffusion", "ranker", "two-tower"])
+def test_models_that_read_no_tokens_are_planned(recipe):
+    answer = plan(recipe, [], PlanSettings(device="v5p-8", compile=False), lambda _: None)
+    assert answer["fits"]
+    assert answer["tokens_per_step"] >= 4
+    assert answer["step_seconds"] > 0
