@@ -140,6 +140,23 @@ def families_page() -> str:
     )
 
 
+def files_page() -> str:
+    """The same rows in a file of every kind, measured now."""
+    import subprocess
+
+    plain = os.environ | {"JAX_PLATFORMS": "cpu"}
+    table = subprocess.run(
+        [sys.executable, "tests/file_table.py"], stdout=subprocess.PIPE, text=True, env=plain, check=True, cwd=ROOT
+    )
+    return (
+        "# Files of every kind\n\nThe same 500 rows in a file of every kind that `data.source` reads, written by the library that "
+        "others write it with (`tests/file_table.py`). `same tokens`: as JSON lines give. The next two columns are what an empty "
+        "file and its first half are answered with, beside the file's name. The last one changes a bit of a byte that is not zero, "
+        "past the first tenth: it is named, changes nothing (a column that is not read), or becomes another text, where the format "
+        "has no checksums.\n\n" + table.stdout
+    )
+
+
 def kernels_page() -> str:
     from tools.kernels import page
 
@@ -163,6 +180,7 @@ CHECKED: dict[str, Callable[[], str]] = {
 }
 MEASURED: dict[str, Callable[[], str]] = {
     "families.md": families_page,
+    "files.md": files_page,
     "seams.md": seams_page,
     "devices.md": devices_page,
 }

@@ -8,9 +8,11 @@ import json
 import lzma
 import struct
 import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import bagz
 import numpy as np
 import pyarrow
 import pyarrow.feather
@@ -137,6 +139,39 @@ def tar(rows: Rows) -> bytes:
     return sink.getvalue()
 
 
+def bagged(path: Path, records: list[bytes]) -> None:
+    with bagz.Writer(str(path)) as writer:
+        for record in records:
+            writer.write(record)
+
+
+def by_library(write: Callable[[Path, list[bytes]], None], rows: Rows, name: str) -> bytes:
+    """The bytes of a file that a library writes at a path, of one JSON object a record."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder, name), [json.dumps(row).encode() for row in rows])
+        return Path(folder, name).read_bytes()
+
+
+def mds(folder: Path, rows: Rows, *, per_shard: int = 200, packed: bool = False) -> None:
+    """MDS shards of texts and numbers (github.com/mosaicml/streaming, streaming/base/format/mds/writer.py)."""
+    names, encodings, sizes = ["id", "text"], ["int", "str"], [8, None]
+    config = json.dumps({"column_names": names, "column_encodings": encodings, "column_sizes": sizes}).encode()
+    folder.mkdir()
+    shards = []
+    for number, first in enumerate(range(0, len(rows), per_shard)):
+        texts = [(row["id"], row["text"].encode()) for row in rows[first : first + per_shard]]
+        samples = [struct.pack("<Iq", len(text), id) + text for id, text in texts]
+        begins = np.cumsum([4 * (len(samples) + 2) + len(config), *map(len, samples)]).astype("<u4")
+        data = struct.pack("<I", len(samples)) + begins.tobytes() + config + b"".join(samples)
+        base, stored = f"shard.{number:05}.mds", zstd(data) if packed else data
+        (folder / (f"{base}.zstd" if packed else base)).write_bytes(stored)
+        zipped = {"basename": f"{base}.zstd", "bytes": len(stored), "hashes": {}} if packed else None
+        shards.append({"format": "mds", "version": 2, "samples": len(samples), "column_names": names, "column_encodings": encodings,
+                       "column_sizes": sizes, "compression": "zstd:3" if packed else None, "hashes": [], "size_limit": None,
+                       "raw_data": {"basename": base, "bytes": len(data), "hashes": {}}, "zip_data": zipped})  # fmt: skip
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+
+
 # Name of the file -> its bytes.
 KINDS: dict[str, Callable[[Rows], bytes]] = {
     "rows.jsonl": jsonl,
@@ -159,6 +194,9 @@ KINDS: dict[str, Callable[[Rows], bytes]] = {
     "rows.feather": feather,
     "rows.tfrecord": tfrecord,
     "rows.tfrecord.gz": lambda rows: gzip.compress(tfrecord(rows)),
+    "rows.array_record": lambda rows: by_library(array_record, rows, "a.array_record"),
+    "rows.bagz": lambda rows: by_library(bagged, rows, "a.bagz"),
+    "rows.bag": lambda rows: by_library(bagged, rows, "a.bag"),
     "rows.tar": tar,
     "rows.tar.gz": lambda rows: gzip.compress(tar(rows)),
 }

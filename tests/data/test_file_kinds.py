@@ -104,7 +104,7 @@ def test_a_truncated_file_is_named(tmp_path, name):
         assert len(str(caught.value).splitlines()) <= 5
 
 
-SUMMED = ("tfrecord", "gz", "bz2", "xz", "jsonl", "checked.parquet")
+SUMMED = ("tfrecord", ".gz", "bz2", "xz", "jsonl", "checked.parquet")
 FLIPPED = {name: make for name, make in KINDS.items() if name.endswith(("arrow", "parquet", "zst", *SUMMED)) and name != "rows.jsonl"}
 FLIPPED["checked.parquet"] = partial(data_files.parquet, write_page_checksum=True)
 
@@ -301,6 +301,20 @@ def test_without_pyarrow_the_error_has_the_line_that_installs_it(tmp_path, monke
     with pytest.raises(BadInput, match="pyarrow, which is not installed") as caught:
         texts(tmp_path / "a.parquet")
     assert caught.value.hint == "pip install 'argosy[data]'"
+
+
+def test_a_path_that_bagz_reads_as_several_files_is_refused(tmp_path, monkeypatch):
+    data = KINDS["rows.bagz"](rows_of(3))
+    for name in ("a,b.bagz", "a@2.bagz"):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(BadInput, match="as several files") as caught:
+            texts(tmp_path / name)
+        assert str(caught.value.where) == str(tmp_path / name)
+    (tmp_path / "a.bagz").write_bytes(data)
+    monkeypatch.setitem(__import__("sys").modules, "bagz", None)
+    with pytest.raises(BadInput, match="bagz, which is not installed") as missing:
+        texts(tmp_path / "a.bagz")
+    assert missing.value.hint == "pip install 'argosy[bagz]'"
 
 
 def test_the_checksum_is_that_of_the_standard():

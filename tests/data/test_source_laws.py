@@ -67,9 +67,7 @@ def written(name, rows=None):
 
     def make(folder):
         given = [{"text": text} for text in stories(70)] if rows is None else rows
-        if name.endswith(".array_record"):
-            data_files.array_record(folder / name, [row["text"].encode() for row in given])
-        elif name.endswith(".bin"):
+        if name.endswith(".bin"):
             data_files.megatron(folder / name, [list(row["text"].encode()) for row in given])
         else:
             (folder / name).write_bytes(data_files.KINDS[name](given))
@@ -84,6 +82,13 @@ def hub(folder):
     datasets.disable_progress_bars()
     datasets.Dataset.from_list([{"text": text} for text in stories(70)]).save_to_disk(str(folder / "set"))
     found = find_source(DataSettings(source=f"hf:{folder}/set"))
+    assert isinstance(found, Source)
+    return found
+
+
+def mosaic(folder):
+    data_files.mds(folder / "set", [{"text": text, "id": number} for number, text in enumerate(stories(70))], per_shard=20)
+    found = find_source(DataSettings(source=f"{folder}/set"))
     assert isinstance(found, Source)
     return found
 
@@ -105,6 +110,8 @@ EXAMPLES = {
     "arrow": written("rows.arrow"),
     "tfrecord": written("rows.tfrecord"),
     "array_record": written("rows.array_record"),
+    "bagz": written("rows.bagz"),
+    "mds": mosaic,
     "tar": written("rows.tar"),
     "tokens": written("rows.bin"),
     "folder": both,

@@ -36,6 +36,8 @@ SOURCES = Registry(
         "arrow": "argosy.data.sources.arrow:ArrowFile",
         "tfrecord": "argosy.data.sources.tfrecord:TfRecords",
         "array_record": "argosy.data.sources.array_record:ArrayRecords",
+        "bagz": "argosy.data.sources.bagz_files:BagzRecords",
+        "mds": "argosy.data.sources.mosaic:MosaicDataset",
         "tar": "argosy.data.sources.tar_files:TarFile",
         "hf": "argosy.data.sources.hub:HubDataset",
         "tokens": "argosy.data.sources.token_files:TokenFile",

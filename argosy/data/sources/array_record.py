@@ -3,7 +3,8 @@
 A record is a tf.Example (as MaxText and TFDS write them), a JSON object, or UTF-8 text.
 """
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any, ClassVar
 
@@ -17,30 +18,49 @@ from argosy.data.sources.tfrecord import tf_example
 BATCH_RECORDS = 1024
 
 
-class ArrayRecords(RecordFile):
-    """An ArrayRecord file: texts, or records to fine-tune on."""
+class RecordContainer(RecordFile):
+    """A file of records that a library reads by their numbers."""
 
-    kind: ClassVar[str] = "array_record"
+    noun: ClassVar[str]
+
+    @abstractmethod
+    def batches(self) -> Iterator[Sequence[bytes]]:
+        """The records in order, about BATCH_RECORDS at a time."""
 
     def rows(self) -> Iterator[RowAt]:
         if not self.path.is_local:
             hint = "copy the file to this machine, or write Parquet"
-            raise BadInput("ArrayRecord files are read from this machine's disk", where=str(self.path), hint=hint)
-        library, number = needed("array_record.python.array_record_module", "ArrayRecord files"), 0
+            raise BadInput(f"{self.noun} files are read from this machine's disk", where=str(self.path), hint=hint)
+        if not self.size_bytes:
+            raise BadInput("the file is empty", where=str(self.path))
+        number = 0
         try:
-            with closing(library.ArrayRecordReader(str(self.path))) as reader:
-                count = reader.num_records()
-                # The index is at the end: without it, the library finds nothing and says nothing.
-                if not count and self.size_bytes:
-                    raise Damaged("an ArrayRecord file without an index: it is cut off, or holds no record", where=str(self.path))
-                while number < count:
-                    for data in reader.read(list(range(number, min(number + BATCH_RECORDS, count)))):
-                        where = f"{self.path}, record {number}"
-                        yield record_columns(data, where), where
-                        number += 1
+            for batch in self.batches():
+                for data in batch:
+                    where = f"{self.path}, record {number}"
+                    yield record_columns(data, where), where
+                    number += 1
         except (RuntimeError, IndexError, ValueError) as error:
-            what = f"a damaged ArrayRecord file: {error}".splitlines()[0][:200]
+            said = str(error).strip() or "it is cut off, or bytes of it are wrong"
+            what = f"a damaged {self.noun} file: {said}".splitlines()[0][:200]
             raise Damaged(what, where=f"{self.path}, record {number}") from None
+
+
+class ArrayRecords(RecordContainer):
+    """An ArrayRecord file: texts, or records to fine-tune on."""
+
+    kind: ClassVar[str] = "array_record"
+    noun: ClassVar[str] = "ArrayRecord"
+
+    def batches(self) -> Iterator[Sequence[bytes]]:
+        library = needed("array_record.python.array_record_module", "ArrayRecord files")
+        with closing(library.ArrayRecordReader(str(self.path))) as reader:
+            count = reader.num_records()
+            # The index is at the end: without it, the library finds nothing and says nothing.
+            if not count:
+                raise Damaged("an ArrayRecord file without an index: it is cut off, or holds no record", where=str(self.path))
+            for first in range(0, count, BATCH_RECORDS):
+                yield reader.read(list(range(first, min(first + BATCH_RECORDS, count))))
 
 
 def record_columns(data: bytes, where: str) -> dict[str, Any]:

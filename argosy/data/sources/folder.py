@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from argosy.core.errors import BadInput
 from argosy.core.input_files import InputFile, common_folder, files_below, matching_files
 from argosy.data.sources import SOURCES, Document, Source, is_prepared
-from argosy.data.sources.kinds import BY_NAME, file_kind, named_kind
+from argosy.data.sources.kinds import BY_NAME, MOSAIC_INDEX, file_kind, named_kind
 from argosy.data.sources.opening import ENDINGS, UTF8, base_name, content_hash, modified
 from argosy.data.sources.record_files import RecordFile, read_as
 from argosy.data.sources.steps import RecordSteps
@@ -45,6 +45,9 @@ class FileSet(Source):
             if root.is_local and is_prepared(root.path.parent):
                 what = f"`{where}` is part of a prepared corpus"
                 raise BadInput(what, hint=f"name the whole of it: `data.source={root.path.parent}`")
+            if root.is_folder and (index := next(iter(files_below(root, lambda name: name == MOSAIC_INDEX)), None)):
+                hint = f"a folder of MDS shards is read by itself: `data.source={index.place.rpartition('/')[0]}`"
+                raise BadInput(f"no files to read: `{where}`", hint=hint)
             searched = f"a folder is searched for {' '.join((*TEXT_SUFFIXES, *BY_NAME))}, also with {' '.join(ENDINGS)}"
             raise BadInput(f"no files to read: `{where}`", hint=searched)
         self.root = root.full_place.rstrip("/") if root.is_folder else common_folder(self.paths)

@@ -23,13 +23,17 @@ TAR_AT, TAR = 257, b"ustar"
 BY_NAME = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
     ".feather": "arrow", ".tfrecord": "tfrecord", ".tfrecords": "tfrecord", ".array_record": "array_record",
-    ".arrayrecord": "array_record", ".tar": "tar",
+    ".arrayrecord": "array_record", ".tar": "tar", ".bagz": "bagz", ".bag": "bagz",
 }  # fmt: skip
 OF_TEXT = ("jsonl", "csv")
+# Kinds that nothing but a name tells.
+BY_NAME_ALONE = ("bagz",)
+MOSAIC_INDEX, MOSAIC_SHARD = "index.json", ".mds"
 WHAT = {"parquet": "a Parquet file", "arrow": "an Arrow file", "tfrecord": "a TFRecord file", "array_record": "an ArrayRecord file",
-        "tar": "a tar file"}  # fmt: skip
+        "tar": "a tar file", "bagz": "a Bagz file"}  # fmt: skip
 TEXT_NAMES = (".txt", ".text", ".md", ".rst", ".log", ".html", ".xml", ".tex", ".py")
 FIRST_LINE_BYTES = 1 << 20
+INDEX_BYTES = 64 << 20
 IMAGE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
@@ -40,11 +44,23 @@ def reader_of(place: str) -> str:
         BadInput: there is no such file or folder.
     """
     file = InputFile(place)
+    if mosaic_index(file) is not None:
+        return "mds"
     if file.is_folder or (has_wildcards(place) and not file.is_file):
         return "images" if file.is_local and file.is_folder and holds_images(file.path) else "folder"
     if not file.is_file:
         raise missing(file)
     return file_kind(file)
+
+
+def mosaic_index(place: InputFile) -> InputFile | None:
+    """The index of MDS shards in a folder, or the file itself if it is one; None if there is none."""
+    if place.is_folder:
+        place = InputFile(f"{place.full_place.rstrip('/')}/{MOSAIC_INDEX}")
+    if place.name != MOSAIC_INDEX or not place.is_file:
+        return None
+    with place.open() as file:
+        return place if b'"shards"' in file.read(INDEX_BYTES) else None
 
 
 def holds_images(folder: Path) -> bool:
@@ -69,6 +85,10 @@ def file_kind(file: InputFile) -> str:
         return "tokens"
     if file.name.lower().endswith(".npz"):
         return "arrays"
+    if named in BY_NAME_ALONE and head:
+        return str(named)
+    if base_name(file.name).endswith(MOSAIC_SHARD):
+        raise BadInput("an MDS shard alone", where=str(file), hint=f"name its folder, which has the `{MOSAIC_INDEX}` that describes it")
     with opened(file, text=False) as stream:
         head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
         if head.startswith(TAR, TAR_AT) and not is_text(head):

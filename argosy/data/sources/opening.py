@@ -31,8 +31,8 @@ ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 COMMON = ("utf-8", "utf-16", "utf-32", "latin-1", "cp1252", "cp1251", "gb18030", "shift_jis", "euc_kr", "big5", "koi8-r", "iso-8859-15")
 
 
-def needed(package: str, readers: str) -> Any:
-    """A package of the extra `data`, imported.
+def needed(package: str, readers: str, extra: str = "data") -> Any:
+    """A package of an extra, imported.
 
     Raises:
         BadInput: it is not installed.
@@ -41,7 +41,7 @@ def needed(package: str, readers: str) -> Any:
         return import_module(package)
     except ImportError:
         what = f"{readers} are read by the package {package.partition('.')[0]}, which is not installed"
-        raise BadInput(what, hint="pip install 'argosy[data]'") from None
+        raise BadInput(what, hint=f"pip install 'argosy[{extra}]'") from None
 
 
 def base_name(name: str) -> str:

@@ -1,0 +1,236 @@
+"""Data sets of MosaicML's streaming library: a folder of `index.json` and shards (MDS).
+
+    shard     uint32: samples; uint32 [samples + 1]: where each sample begins, and the end; the columns as JSON; the samples
+    sample    uint32 for each column without a fixed size: its bytes; then the columns, one after the other
+
+(github.com/mosaicml/streaming, streaming/base/format/mds/). All is little-endian. Shards may be compressed by Zstandard, gzip or bzip2.
+A shard is read whole; the library writes 64 MiB a shard. Sizes, and hashes that Python knows, are compared with the index. Pictures and
+pickles are not read: their columns are left out, and listed.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.input_files import InputFile
+from argosy.core.json_text import parse_json
+from argosy.data.sources import existing
+from argosy.data.sources.kinds import mosaic_index
+from argosy.data.sources.opening import content_hash, modified, opened
+from argosy.data.sources.record_files import RecordSource, RowAt
+from argosy.data.sources.steps import RecordSteps
+
+if TYPE_CHECKING:
+    from argosy.data.settings import DataSettings
+
+VERSION = 2
+# What a file may be compressed by.
+PACKINGS = ("zstd", "gz", "bz2")
+NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+# The code of an array's type within its bytes.
+CODES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32", 64: "uint64",
+         65: "int64", 66: "float64"}  # fmt: skip
+SIZES = ("<u1", "<u2", "<u4", "<u8")
+NUMBER = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class MosaicShard:
+    """A shard, as the index describes it.
+
+    file: the file that is read.
+    samples: number of samples.
+    size_bytes: size of the shard, unpacked.
+    hashes: hashes of the file by algorithm.
+    columns: name, encoding and fixed size (None: any) of each column.
+    """
+
+    file: InputFile
+    samples: int
+    size_bytes: int
+    hashes: Mapping[str, str]
+    columns: tuple[tuple[str, str, int | None], ...]
+
+
+class MosaicDataset(RecordSource):
+    """A folder of MDS shards: texts, or records to fine-tune on."""
+
+    kind: ClassVar[str] = "mds"
+
+    def __init__(
+        self,
+        place: str | Path | InputFile,
+        *,
+        format: str = "auto",
+        columns: Mapping[str, str] | None = None,
+        steps: RecordSteps | None = None,
+    ):
+        """place: the folder, or its index.
+
+        Raises:
+            BadInput: there is no index, or a shard is missing or compressed in another way.
+            Damaged: the index cannot be understood.
+        """
+        super().__init__(format=format, columns=columns, steps=steps)
+        self.path = existing(mosaic_index(InputFile(place)) or place)
+        self.shards = read_mosaic_index(self.path)
+        self.size_bytes = sum(shard.size_bytes for shard in self.shards)
+        self.disk_bytes = sum(shard.file.size_bytes for shard in self.shards)
+        self.files = len(self.shards)
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        return cls(argument, format=settings.format, columns=settings.columns, steps=settings.steps)
+
+    def rows(self) -> Iterator[RowAt]:
+        for shard in self.shards:
+            data, offsets = read_shard(shard)
+            for number in range(shard.samples):
+                where = f"{shard.file}, sample {number}"
+                yield self.sample(data[offsets[number] : offsets[number + 1]], shard, where), where
+
+    def sample(self, data: memoryview, shard: MosaicShard, where: str) -> dict[str, Any]:
+        """The columns of a sample that are read.
+
+        Raises:
+            Damaged: the sizes of its columns are not its own, or a value is not of its type.
+        """
+        wanted = self.reader.columns_read() if self.reader.begun and not self.steps else None
+        found: dict[str, Any] = {}
+        try:
+            at = NUMBER.size * sum(size is None for _, _, size in shard.columns)
+            given = iter(struct.unpack_from(f"<{at // NUMBER.size}I", data))
+            sizes = [next(given) if size is None else size for _, _, size in shard.columns]
+            if at + sum(sizes) != len(data):
+                raise ValueError("the sizes of its columns are not those of the sample")
+            for (name, encoding, _), size in zip(shard.columns, sizes):
+                read = decoder(encoding) if wanted is None or name in wanted else None
+                value = None if read is None else read(bytes(data[at : at + size]))
+                at += size
+                if value is None:
+                    self.reader.ignored |= {name: None}
+                else:
+                    found[name] = value
+        except (ValueError, struct.error, IndexError, KeyError, RecursionError) as error:
+            raise Damaged(f"a damaged MDS shard: {error}"[:200], where=where) from None
+        return found
+
+    def fingerprint(self) -> dict[str, Any]:
+        digest = hashlib.sha256("\n".join(content_hash(shard.file) for shard in self.shards).encode()).hexdigest()
+        return {"source": self.kind, "source.sha256": digest, "source.files": self.files} | self.read_fingerprint()
+
+    def modified(self) -> list[int]:
+        return modified([shard.file for shard in self.shards])
+
+
+def read_mosaic_index(index: InputFile) -> list[MosaicShard]:
+    """The shards that an index names.
+
+    Raises:
+        BadInput: a shard is missing, compressed in another way, or not of this format.
+        Damaged: the index cannot be understood.
+    """
+    where = str(index)
+    try:
+        with index.open() as file:
+            found = json.load(file)
+        shards = [described(shard, index) for shard in found["shards"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"an index of MDS shards that cannot be understood: {error}"[:200], where=where) from None
+    if not shards:
+        raise BadInput("an index of MDS shards that names none", where=where)
+    return shards
+
+
+def described(shard: Mapping[str, Any], index: InputFile) -> MosaicShard:
+    """One shard of an index. Where both are there, the unpacked file is read."""
+    if (shard["format"], shard["version"]) != ("mds", VERSION):
+        what = f"shards of format {shard['format']}, version {shard['version']}"
+        raise BadInput(what, where=str(index), hint=f"read are those of format mds, version {VERSION}")
+    raw, packed = shard["raw_data"], shard["zip_data"]
+    file, given = index.sibling(raw["basename"]), raw
+    if not file.is_file and packed:
+        kind = str(shard["compression"]).partition(":")[0]
+        if kind not in PACKINGS:
+            raise BadInput(f"a shard compressed by `{kind}`", where=str(index), hint=f"read are {', '.join(PACKINGS)}")
+        file, given = index.sibling(packed["basename"]), packed
+    if not file.is_file:
+        raise BadInput("a shard that the index names is missing", where=str(file), hint="copy the whole folder")
+    if file.size_bytes != given["bytes"]:
+        raise Damaged(f"a shard of {file.size_bytes:,} bytes that has {given['bytes']:,} in the index", where=str(file))
+    columns = tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
+    return MosaicShard(file, int(shard["samples"]), int(raw["bytes"]), dict(given["hashes"]), columns)
+
+
+def read_shard(shard: MosaicShard) -> tuple[memoryview, list[int]]:
+    """The bytes of a shard, unpacked, and where each sample begins, then the end.
+
+    Raises:
+        Damaged: it is not what the index says.
+    """
+    where = str(shard.file)
+    for name, written in shard.hashes.items():
+        if name in hashlib.algorithms_available and not name.startswith("shake"):
+            with shard.file.open() as file:
+                if hashlib.file_digest(file, name).hexdigest() != written:  # type: ignore[arg-type]
+                    raise Damaged(f"a damaged MDS shard: its {name} is not that of the index", where=where)
+    with opened(shard.file, text=False) as stream:
+        data = stream.read(shard.size_bytes + 1)
+    first = NUMBER.size * (shard.samples + 2)
+    if len(data) != shard.size_bytes or len(data) < first or NUMBER.unpack_from(data)[0] != shard.samples:
+        what = f"a damaged MDS shard: {len(data):,} bytes, not {shard.size_bytes:,} of {shard.samples:,} samples"
+        raise Damaged(what, where=where)
+    offsets = np.frombuffer(data, "<u4", shard.samples + 1, NUMBER.size).astype(np.int64)
+    if offsets[0] < first or offsets[-1] != len(data) or (np.diff(offsets) < 0).any():
+        raise Damaged("a damaged MDS shard: its samples do not follow each other", where=where)
+    return memoryview(data), offsets.tolist()
+
+
+def decoder(encoding: str) -> Callable[[bytes], Any] | None:
+    """The function that decodes a column, as JSON has values; None for one that is not read."""
+    kind, _, layout = encoding.partition(":")
+    if kind in NUMBERS:
+        return lambda data: np.frombuffer(data, np.dtype(kind).newbyteorder("<"), 1)[0].item()
+    if kind == "ndarray":
+        return lambda data: array_of_bytes(data, layout).tolist()
+    return DECODERS.get(encoding)
+
+
+def array_of_bytes(data: bytes, layout: str) -> np.ndarray:
+    """An array. Its type and its shape are in `layout` (`int32:2,3`) or in front of its values."""
+    name, _, sizes = layout.partition(":")
+    if not name:
+        name, data = CODES[data[0]], data[1:]
+    if sizes:
+        shape = [int(size) for size in sizes.split(",")]
+    else:
+        axes, width = data[0] >> 2, np.dtype(SIZES[data[0] & 3])
+        shape = np.frombuffer(data, width, axes, 1).tolist()
+        data = data[1 + axes * width.itemsize :]
+    return np.frombuffer(data, np.dtype(name).newbyteorder("<")).reshape(shape)
+
+
+def text_or_nothing(data: bytes) -> str | None:
+    """The text of a column of bytes; None if they are no text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "str": lambda data: data.decode(),
+    "bytes": text_or_nothing,
+    "int": lambda data: int(np.frombuffer(data, "<i8", 1)[0]),
+    "json": lambda data: parse_json(data.decode()),
+    "str_int": lambda data: int(data.decode()),
+    "str_float": lambda data: float(data.decode()),
+    "str_decimal": lambda data: float(data.decode()),
+}
