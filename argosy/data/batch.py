@@ -92,6 +92,8 @@ class Batches(ABC):
     bytes_per_token: float | None
     # Of the axes that are fields' own, by letter.
     sizes: Mapping[str, int] = MappingProxyType({})
+    # The same of each bucket, where batches are of several sizes; `sizes` is that of the largest, the first.
+    buckets: tuple[Mapping[str, int], ...] = ()
     # Whether `advance` computes with the state, so that a step is over before the next batch is made.
     depends: bool = False
 
@@ -177,7 +179,7 @@ class BatchWrapper(Batches):
     def __init__(self, inner: Any):
         self.inner = inner
         self.fingerprint, self.tokens_per_batch = inner.fingerprint, inner.tokens_per_batch
-        self.bytes_per_token, self.sizes = inner.bytes_per_token, inner.sizes
+        self.bytes_per_token, self.sizes, self.buckets = inner.bytes_per_token, inner.sizes, inner.buckets
 
     def position(self) -> dict[str, Any]:
         return self.inner.position()

@@ -16,6 +16,7 @@ import numpy as np
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, check_fields
+from argosy.data.images.buckets import BucketOrder, BucketRows
 from argosy.data.mixtures.order import MixedOrder
 from argosy.data.mixtures.table import DataMixture, MixedTable, mixture_table
 from argosy.data.mixtures.table import find_data as find
@@ -82,7 +83,11 @@ def build(
     if not count:
         what = f"{settings.epochs:g} epochs of {rows} rows do not fill a batch of {settings.batch}"
         raise BadInput(what, hint="lower `data.batch` or `data.sequence`, or raise `data.epochs`")
-    order = mixed.order if mixed and mixed.order else Order(rows // rows_per_group, seed if settings.shuffle else None)
+    shuffled = seed if settings.shuffle else None
+    if isinstance(table.rows, BucketRows):
+        order: Any = BucketOrder(table.rows.counts, settings.batch, shuffled)
+    else:
+        order = mixed.order if mixed and mixed.order else Order(rows // rows_per_group, shuffled)
     blocks = BatchBlocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
     return RowBatches(table, blocks, settings, seed, mixed)
 
@@ -115,8 +120,12 @@ def eval_batches(
         table = mixture_table(source, "held_out", tokenizer, vocab, seed, progress, limit).table
     else:
         table = table_of(source, "held_out", settings, tokenizer, vocab, seed, progress, limit)
-    count = min(-(-len(table.rows) // settings.batch), limit or ENDLESS)
-    order = Order(len(table.rows) // rows_per_group, None, repeats=False)
+    if isinstance(table.rows, BucketRows):
+        order: Any = BucketOrder(table.rows.counts, settings.batch, None, repeats=False)
+        count = min(order.batches, limit or ENDLESS)
+    else:
+        order = Order(len(table.rows) // rows_per_group, None, repeats=False)
+        count = min(-(-len(table.rows) // settings.batch), limit or ENDLESS)
     blocks = BatchBlocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
     return RowBatches(table, blocks, settings, seed)
 
@@ -147,7 +156,7 @@ class BatchBlocks:
     def __init__(
         self,
         rows: PackedRows,
-        order: "Order | MixedOrder",
+        order: "Order | MixedOrder | BucketOrder",
         share: slice,
         count: int,
         settings: DataSettings,
@@ -161,7 +170,8 @@ class BatchBlocks:
         self.rows, self.order, self.count, self.batch = rows, order, count, settings.batch
         self.fields, self.per_group = fields, per_group
         each = getattr(rows, "numbers_per_row", settings.sequence)
-        self.per_block = max(1, BLOCK_TOKENS // (settings.batch * each))
+        # Rows of several buckets are of several sizes, which one array does not hold.
+        self.per_block = 1 if isinstance(order, BucketOrder) else max(1, BLOCK_TOKENS // (settings.batch * each))
         # Images are cropped and mirrored anew in each epoch: their rows depend on the place in the run too.
         self.by_place = getattr(rows, "reads_places", False)
         self.share = np.arange(share.start, share.stop)  # groups of a batch
@@ -174,7 +184,8 @@ class BatchBlocks:
         batches = np.arange(first, min(first + self.per_block, self.count))
         places = (batches[:, None] * groups_per_batch + self.share).ravel()
         groups = self.order(places)
-        rows = (np.maximum(groups, 0)[:, None] * self.per_group + np.arange(self.per_group)).ravel()
+        # Past the end stands -1 - r, for a row r whose arrays have the right shape.
+        rows = (np.where(groups < 0, -1 - groups, groups)[:, None] * self.per_group + np.arange(self.per_group)).ravel()
         gathered = self.rows.gather(rows, places) if self.by_place else self.rows.gather(rows)  # type: ignore[call-arg]
         made = picked(gathered, self.of_table)
         if ROW in self.fields:
@@ -213,6 +224,7 @@ class RowBatches(Batches):
         self.bytes_per_token = table.bytes_per_token
         self.table, self.blocks, self.block, self.handed = table, blocks, None, 0
         self.sizes = getattr(blocks.rows, "own_sizes", {})
+        self.buckets = tuple(blocks.rows.bucket_axes) if isinstance(blocks.rows, BucketRows) else ()
         self.epochs = settings.epochs if blocks.order.repeats else None
         ahead = grain.ReadOptions(num_threads=min(1, settings.prefetch), prefetch_buffer_size=settings.prefetch)
         self.iterator = iter(grain.MapDataset.source(blocks).to_iter_dataset(ahead))
@@ -236,6 +248,9 @@ class RowBatches(Batches):
         reached = ends is not None and (steps is None or steps >= ends)
         tail = int((self.epochs or 0) * rows) - (ends or 0) * batch if reached and self.epochs else 0
         epochs = None if made is None or (self.mixed and not self.mixed.places_per_epoch) else made * batch / rows
+        if isinstance(self.blocks.rows, BucketRows) and isinstance(self.blocks.order, BucketOrder):
+            parts = self.blocks.rows.parts(None if made is None else self.blocks.order.draws(made))
+            return replace(self.table.summary, epochs=epochs, ends_after=ends, buckets=parts)
         if self.mixed:
             parts = self.mixed.parts if made is None else self.mixed.seen(made * batch // self.blocks.per_group)
             return replace(self.table.summary, epochs=epochs, ends_after=ends, tail_rows=tail, parts=parts)

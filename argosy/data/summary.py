@@ -70,6 +70,7 @@ class CorpusSummary:
     slots: sequences of a packed row, at most.
 
     parts: the sources of a mixture.
+    buckets: the aspect-ratio buckets of images.
     """
 
     source: str
@@ -114,6 +115,7 @@ class CorpusSummary:
     placeholders: tuple[str, ...] = ()
     slots: int | None = None
     parts: tuple[MixedPart, ...] = ()
+    buckets: tuple[MixedPart, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """All known fields, for JSON."""
@@ -122,7 +124,7 @@ class CorpusSummary:
     @property
     def text(self) -> str:
         """The summary as one paragraph."""
-        sentences = [self._what(), self._mixed(), self._left_out(), self._cut(), self._ignored(), self.warning]
+        sentences = [self._what(), self._mixed(), self._bucketed(), self._left_out(), self._cut(), self._ignored(), self.warning]
         return " ".join(sentence for sentence in sentences if sentence)
 
     def _what(self) -> str:
@@ -164,6 +166,23 @@ class CorpusSummary:
             if part.share is not None and part.epochs is not None
         ]
         return f"Mixture: {'; '.join(each)}." if each else ""
+
+    def _bucketed(self) -> str:
+        """The buckets of images, how often each image is seen, and which wait for a batch beyond the end of the run."""
+        if not self.buckets:
+            return ""
+        each, unseen, small = [], 0, []
+        for part in self.buckets:
+            passes = "" if part.epochs is None else f", {part.epochs:.3g} epoch{'s' * (part.epochs != 1)}"
+            each.append(f"{part.name} ({plural(part.rows, 'image')}{passes})")
+            unseen += 0 if part.epochs is None else max(0, part.rows - round(part.epochs * part.rows))
+            small += [part.name] if part.rows < (self.batch or 0) else []
+        said = f"Buckets: {'; '.join(each)}. A batch is of one bucket."
+        if small:
+            said += f" Fewer images than a batch of {self.batch}, so that a batch holds some of them again: {', '.join(small)}."
+        if unseen:
+            said += f" Not seen, because their buckets have no further batch in this run: {plural(unseen, 'image')}."
+        return said
 
     def _left_out(self) -> str:
         parts = []

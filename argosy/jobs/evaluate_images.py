@@ -37,6 +37,8 @@ def evaluate_images(model: str, settings: EvalSettings, say: Callable[[str], Non
     if stored is None:
         raise BadInput(f"{model} does not say what it was trained on", hint="give the run itself")
     data = DataSettings(**stored | ({} if settings.data is None else {"source": settings.data}))
+    # Images of all buckets are compared at one size.
+    data = data.model_copy(update={"image": data.image.model_copy(update={"buckets": None})})
     source = find(data)
     pipeline = load_pipeline(model, settings.dtype, say)
     if not isinstance(source, RowSource):

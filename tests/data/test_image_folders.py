@@ -151,7 +151,7 @@ def test_a_large_set_is_decoded_when_it_is_needed(tmp_path, monkeypatch):
     for i in range(4):
         saved(tmp_path / f"{i}.png", picture(i))
     whole, _ = images_of(tmp_path)
-    monkeypatch.setattr("argosy.data.images.folder.KEPT_BYTES", 150)
+    monkeypatch.setattr("argosy.data.images.files.KEPT_BYTES", 150)
     folder = ImageFolder(str(tmp_path), ImageSettings())
     assert len(folder.decoded) == 1
     again, _ = images_of(tmp_path)

@@ -16,6 +16,7 @@ from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.storage import Store
 from argosy.data.images.arrays import ImageArrays
 from argosy.data.images.encoded import EncodedImages, EncodedStore
+from argosy.data.images.folder import ImageFolder
 from argosy.data.images.settings import ImageSettings
 from argosy.infer.denoise.encoder_settings import EncoderSettings
 from argosy.infer.denoise.encoders import RunEncoders
@@ -164,6 +165,34 @@ def test_adapters_of_captions_train_and_draw_what_their_file_draws(pipelines, pi
     adapted.save(tmp_path / "saved")
     four = argosy.load(tmp_path / "saved").images(["a red fox"], steps=2, guidance=2.0, size=16, output="float")
     np.testing.assert_allclose(four, two, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_latents_of_buckets_are_what_the_pipeline_encodes(pipelines, tmp_path):
+    draw, shapes = np.random.default_rng(0), [(16, 40), (24, 24), (40, 16)]
+    (tmp_path / "images").mkdir()
+    for i in range(9):
+        image = draw.integers(0, 256, (*shapes[i % 3], 3)).astype(np.uint8)
+        (tmp_path / "images" / f"{i}.png").write_bytes(png_bytes(image))
+        (tmp_path / "images" / f"{i}.txt").write_text(CAPTIONS[i % 2])
+    files = ImageFolder(str(tmp_path / "images"), ImageSettings(size=24, buckets=8, flip=True))
+    encoders = encoders_of(pipelines)
+    rows = EncodedImages(files, encoders, tmp_path / "cache").rows(sequence=1, vocab=encoders.config.id_spaces, seed=3)
+    pipe, factor = argosy.load(pipelines / "sd3"), encoders.space.multiple
+    seen = set()
+    for bucket, first in zip(rows.buckets, rows.ends - 3):
+        images = np.stack([bucket.images.table.pictures[i] for i in bucket.chosen])
+        height, width = bucket.table.size
+        batch = rows.gather(first + np.arange(3), np.arange(3))
+        top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
+        straight = pipe.encode(images[:, top : top + height, left : left + width] / 255)
+        mirrored = [bool(bucket.images.drawn(place)[2] >> np.uint64(63)) for place in range(3)]
+        assert batch["images"].shape[1:3] == (height // factor, width // factor)
+        assert np.abs(batch["images"] - straight)[~np.array(mirrored)].max(initial=0) < 1e-5
+        captions = [CAPTIONS[int(i) % 2] for i in bucket.chosen]
+        np.testing.assert_allclose(batch["text"], pipe.prompts.encode(captions).text, atol=1e-5)
+        seen.add((height, width))
+    assert len(seen) == 3
 
 
 @pytest.mark.slow

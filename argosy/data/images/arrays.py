@@ -15,7 +15,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.data.images.settings import ImageSettings
-from argosy.data.images.table import ImageSource, ImageTable, held_out_rows, image_identity
+from argosy.data.images.table import ImageSource, ImageTable, SplitImages, held_out_rows, image_identity
 from argosy.data.sources import existing
 from argosy.data.sources.opening import content_hash
 
@@ -36,6 +36,9 @@ class ImageArrays(ImageSource):
         self.file, self.settings, self.held_out = existing(path), settings, held_out
         self.path = self.file.path
         self.columns = dict(columns or {})
+        if settings.buckets is not None:
+            what = "data.image.buckets is for image files, which have sizes of their own, and the images of an array have one"
+            raise BadInput(what, where=str(self.path), hint="leave data.image.buckets out")
         if unknown := set(self.columns) - set(COLUMNS):
             raise BadInput(f"data.columns.{min(unknown)} is no column of images", hint=f"columns: {', '.join(COLUMNS)}")
         self.tables = self._read()
@@ -48,17 +51,17 @@ class ImageArrays(ImageSource):
     def where(self) -> str:
         return str(self.path)
 
-    def split(self, held_out: bool, channels: int) -> tuple[ImageTable, np.ndarray]:
+    def splits(self, held_out: bool, channels: int) -> list[SplitImages]:
         if len(self.tables) == 2:
             table = self.tables[int(held_out)]
-            return table, np.arange(len(table.pictures))
+            return [SplitImages(table, np.arange(len(table.pictures)))]
         mask = held_out_rows(self.tables[0].identities, self.held_out)
-        return self.tables[0], np.flatnonzero(mask == held_out)
+        return [SplitImages(self.tables[0], np.flatnonzero(mask == held_out))]
 
     def fingerprint(self) -> dict[str, Any]:
         made = {"source": "arrays", "source.sha256": content_hash(self.file), "held_out": self.held_out}
         made |= {f"source.{name}": column for name, column in sorted(self.columns.items())}
-        return made | {f"image.{name}": value for name, value in self.settings.model_dump().items()}
+        return made | self.settings.fingerprint()
 
     def _read(self) -> list[ImageTable]:
         try:

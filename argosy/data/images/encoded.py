@@ -5,6 +5,8 @@
     FOLDER/SPLIT/text.npy         [U S E]      of each distinct caption; the first is the empty one
     FOLDER/SPLIT/pooled.npy       [U O]
 
+SPLIT is `train` or `held_out`, with the size of each bucket where there are buckets.
+
 The folder's name is a hash of what decides the numbers: the images and their settings, the weights of the encoders, and the precision.
 Runs with equal ones share it, and a run that is killed while it fills the folder goes on where it was.
 
@@ -29,7 +31,8 @@ from argosy.core.errors import BadInput
 from argosy.core.formats.files import sync
 from argosy.core.progress import Say
 from argosy.data.batch import Batch, Field, Fields
-from argosy.data.images.table import ImageRows, ImageSource, check_images
+from argosy.data.images.buckets import BucketRows
+from argosy.data.images.table import ImageRows, ImageSource, ImageTable, check_images
 from argosy.data.sources import RowSource
 
 TEXT, POOLED = Field("B s e", np.float32, "row"), Field("B o", np.float32, "row")
@@ -94,18 +97,27 @@ class EncodedImages(RowSource):
         made = json.dumps([source.fingerprint(), encoders.identity], sort_keys=True, default=str)
         self.folder = cache / "images" / hashlib.sha256(made.encode()).hexdigest()[:32]
 
-    def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "EncodedRows":
-        space = self.encoders.space
-        table, chosen = self.source.split(held_out, vocab.channels if space is None else space.channels)
+    def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "EncodedRows | BucketRows":
+        space, buckets = self.encoders.space, self.source.settings.buckets
         asked = vocab if space is None else vocab._replace(channels=space.channels, multiple=space.multiple * vocab.multiple)
-        check_images(table, asked, self.source.where)
+        made = []
+        for table, chosen in self.source.splits(held_out, vocab.channels if space is None else space.channels):
+            name = ("held_out" if held_out else "train") + ("" if buckets is None else "-{}x{}".format(*table.size))
+            made.append(self._rows_of(table, chosen, asked, vocab.channels, seed, held_out, name))
+        return made[0] if buckets is None else BucketRows(made)
+
+    def _rows_of(
+        self, table: ImageTable, chosen: np.ndarray, asked: Any, channels: int, seed: int, held_out: bool, name: str
+    ) -> "EncodedRows":
+        """Rows of one size, encoded into the folder of this name."""
+        check_images(table, asked, self.source.where, self.source.settings)
         if self.encoders.reads_text and table.captions is None:
             hint = "NAME.txt beside NAME.png; `text` in metadata.jsonl; an array `captions`"
             raise BadInput("the model reads captions, and this data has none", where=self.source.where, hint=hint)
         rows = ImageRows(table, chosen, self.source.settings, seed, trains=not held_out)
-        store = EncodedStore(self.folder / ("held_out" if held_out else "train"))
+        store = EncodedStore(self.folder / name)
         store.fill(rows, self.encoders, self.say)
-        return EncodedRows(rows, store, vocab.channels, 0.0 if held_out else self.dropout)
+        return EncodedRows(rows, store, channels, 0.0 if held_out else self.dropout)
 
     def fingerprint(self) -> dict[str, Any]:
         return self.source.fingerprint() | {"encoders": self.encoders.identity, "dropout": self.dropout}

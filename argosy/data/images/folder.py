@@ -3,160 +3,43 @@
     ROOT/CLASS/NAME.png                a class for each folder, in the order of their names
     ROOT/NAME.png, ROOT/NAME.txt       a caption beside each image
     ROOT/metadata.jsonl                {"file_name": "NAME.png", "text": "a fox", "label": 3} for each image
-
-Images are turned as their camera says (EXIF), resized so that the shorter side is `data.image.size`, and cropped. Every file is read
-and decoded once before the first step, so that what is damaged is known by name: it ends the run, or with `data.image.invalid=drop` is
-left out and counted. Small images then stay in memory; of a larger set, each is decoded when it is needed.
 """
 
-import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
-
-import numpy as np
+from typing import Any
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
-from argosy.core.formats.image_files import read_image, resized
+from argosy.data.images.files import ImageFiles
 from argosy.data.images.settings import ImageSettings
-from argosy.data.images.table import ImageSource, ImageTable, held_out_rows
 from argosy.data.sources.kinds import IMAGE_NAMES as ENDINGS
 
-if TYPE_CHECKING:
-    from argosy.data.settings import DataSettings
-
 METADATA = "metadata.jsonl"
-# Decoded images that are kept in memory.
-KEPT_BYTES = 1 << 28
 
 
-class ImageFile(NamedTuple):
-    """One image file.
-
-    path: of the file.
-    label: its class; None: there are no classes.
-    caption: its text; None: there are no texts.
-    digest: SHA-256 of its bytes.
-    """
-
-    path: Path
-    label: int | None
-    caption: str | None
-    digest: bytes
-
-
-class ImageFolder(ImageSource):
+class ImageFolder(ImageFiles):
     """The image files below a folder."""
 
+    kind = "images"
+
     def __init__(self, path: str, settings: ImageSettings, held_out: float = 0.0):
-        self.root, self.settings, self.held_out = Path(path).expanduser(), settings, held_out
+        super().__init__(settings, held_out)
+        self.root = Path(path).expanduser()
         paths = image_paths(self.root)
         if not paths:
             raise BadInput(f"no image files: `{path}`", hint=f"a folder is searched for {' '.join(ENDINGS)}")
         self.class_names, labels, captions = described_files(self.root, paths)
-        # Images that were left out because they cannot be read.
-        self.unreadable: list[str] = []
-        self.decoded, self.kept_bytes = dict[int, np.ndarray](), 0
-        self.files: list[ImageFile] = []
-        self.sizes = set[tuple[int, int]]()
         for path_, label, caption in zip(paths, labels, captions, strict=True):
-            self._add(path_, label, caption)
-        if not self.files:
-            raise BadInput("no image can be read", where=str(self.root))
-        if settings.size is None and len(self.sizes) > 1:
-            some = ", ".join(f"{h} x {w}" for h, w in sorted(self.sizes)[:3])
-            raise BadInput(f"images are of {len(self.sizes)} sizes: {some} ...", where=str(self.root), hint="data.image.size=64")
+            self.add(path_.relative_to(self.root).as_posix(), str(path_), path_.read_bytes(), label, caption)
+        self.check_added()
 
-    @classmethod
-    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
-        return cls(argument, settings.image, settings.held_out)
-
-    def _add(self, path: Path, label: int | None, caption: str | None) -> None:
-        data = path.read_bytes()
-        try:
-            image = self._prepared(read_image(data))
-        except BadInput as error:
-            if self.settings.invalid == "error" or "pillow" in error.what:
-                hint = error.hint or "mend or remove it; data.image.invalid=drop leaves such files out and counts them"
-                raise BadInput(error.what, where=str(path), hint=hint) from None
-            self.unreadable.append(str(path.relative_to(self.root)))
-            return
-        self.sizes.add((image.shape[0], image.shape[1]))
-        if self.kept_bytes + image.nbytes <= KEPT_BYTES:
-            self.decoded[len(self.files)], self.kept_bytes = image, self.kept_bytes + image.nbytes
-        self.files.append(ImageFile(path, label, caption, hashlib.sha256(data).digest()))
-
-    def _prepared(self, image: np.ndarray) -> np.ndarray:
-        """The image with its shorter side as the settings say."""
-        if (size := self.settings.size) is None:
-            return image
-        height, width = image.shape[:2]
-        scale = size / min(height, width)
-        return resized(image, max(size, round(height * scale)), max(size, round(width * scale)))
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def picture(self, row: int) -> np.ndarray:
-        """The decoded image of a row."""
-        kept = self.decoded.get(row)
-        return self._prepared(read_image(self.files[row].path.read_bytes())) if kept is None else kept
+    def encoded(self, row: int) -> bytes:
+        return (self.root / self.files[row].name).read_bytes()
 
     @property
     def where(self) -> str:
         return str(self.root)
-
-    def split(self, held_out: bool, channels: int) -> tuple[ImageTable, np.ndarray]:
-        size = self.settings.size
-        labels = [file.label for file in self.files]
-        captions = [file.caption for file in self.files]
-        table = ImageTable(
-            ChannelsOf(self, channels),
-            None if labels[0] is None else np.array(labels, np.int32),
-            None if captions[0] is None else [str(text) for text in captions],
-            self.class_names,
-            np.array([int.from_bytes(file.digest[:8], "big") for file in self.files], np.uint64),
-            min(self.sizes) if size is None else (size, size),
-            channels,
-            255.0,
-        )
-        mask = held_out_rows(table.identities, self.held_out)
-        return table, np.flatnonzero(mask == held_out)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Paths below the folder count, because they set the order; the folder's own place does not."""
-        digest = hashlib.sha256()
-        for file in self.files:
-            name = file.path.relative_to(self.root).as_posix()
-            digest.update(json.dumps([name, file.label, file.caption, file.digest.hex()]).encode())
-        made = {"source": "images", "source.files": len(self.files), "source.sha256": digest.hexdigest(), "held_out": self.held_out}
-        return made | {f"image.{name}": value for name, value in self.settings.model_dump().items()}
-
-
-class ChannelsOf:
-    """The images of a folder with so many channels: gray, RGB on white, or RGBA."""
-
-    def __init__(self, folder: ImageFolder, channels: int):
-        self.folder, self.channels = folder, channels
-
-    def __len__(self) -> int:
-        return len(self.folder)
-
-    def __getitem__(self, row: Any, /) -> Any:
-        return with_channels(self.folder.picture(row), self.channels)
-
-
-def with_channels(image: np.ndarray, channels: int) -> np.ndarray:
-    """An RGB or RGBA image with other channels; transparent pixels are white. Gray is the luma of ITU-R BT.601."""
-    if channels == 4:
-        return image if image.shape[-1] == 4 else np.concatenate([image, np.full_like(image[..., :1], 255)], -1)
-    if image.shape[-1] == 4:
-        share = image[..., 3:].astype(np.float32) / 255
-        image = np.rint(image[..., :3] * share + 255 * (1 - share)).astype(np.uint8)
-    if channels == 1:
-        return np.rint(image @ np.array([0.299, 0.587, 0.114], np.float32)).astype(np.uint8)[..., None]
-    return image
 
 
 def image_paths(root: Path) -> list[Path]:

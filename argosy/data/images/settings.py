@@ -1,6 +1,6 @@
 """The settings of images (`data.image`)."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,13 @@ class ImageSettings(Settings):
     size: Annotated[int | None, Also("resolution", "image_size")] = Field(None, gt=0)
     """Height and width in pixels: the shorter side is resized to it, and the longer one is cropped. None: images stay as they are, and
     must all be of one size."""
+    buckets: Annotated[
+        int | None,
+        Also("bucket_reso_steps", "enable_bucket", "aspect_ratio_buckets", note="it is the step between sides, in pixels"),
+    ] = Field(None, gt=0)
+    """Aspect-ratio buckets, for image files: each image is resized and cropped to the size whose ratio is nearest to its own. Sides
+    are multiples of this many pixels, from half to twice `size`, and areas at most `size` squared; 64 is usual. A batch is of one
+    bucket, and an image waits until its bucket has a batch. None: all images are cropped to squares."""
     crop: Literal["center", "random"] = "center"
     """Where an image is cropped. random: at a place that is drawn anew in each epoch; held-out images are cropped at the center."""
     flip: Annotated[bool, Also("random_flip", "horizontal_flip")] = False
@@ -24,3 +31,7 @@ class ImageSettings(Settings):
     white: float | None = Field(None, gt=0)
     """The number that stands for white in an array; black is 0. None: 255 for whole numbers, 1 for others. In training, black is -1 and
     white is 1."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the rows, by name. Left out where it is what every older run did, so that those resume."""
+        return {f"image.{name}": value for name, value in self.model_dump().items() if (name, value) != ("buckets", None)}

@@ -8,13 +8,14 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch, Field, Fields
+from argosy.data.images.buckets import BucketRows
 from argosy.data.images.settings import ImageSettings
 from argosy.data.sources import RowSource
 from argosy.data.sources.synthetic import mix, splitmix
@@ -61,6 +62,17 @@ class ImageTable:
         return max(len(self.class_names), int(self.labels.max()) + 1)
 
 
+class SplitImages(NamedTuple):
+    """Images of one split and one size.
+
+    table: all images of the source, at that size.
+    chosen: numbers of the split's images there.
+    """
+
+    table: ImageTable
+    chosen: np.ndarray
+
+
 def image_identity(picture: np.ndarray, caption: str | None) -> int:
     """The hash of an image and its caption: equal ones are held out together."""
     digest = hashlib.sha256(np.ascontiguousarray(picture).tobytes())
@@ -80,7 +92,7 @@ def held_out_rows(identities: np.ndarray, share: float) -> np.ndarray:
 
 
 class ImageSource(RowSource):
-    """Images with what belongs to each: a file of arrays, or a folder of image files."""
+    """Images with what belongs to each: a file of arrays, a folder of image files, or archives of them."""
 
     settings: ImageSettings
 
@@ -90,13 +102,15 @@ class ImageSource(RowSource):
         """The file or folder, for error messages."""
 
     @abstractmethod
-    def split(self, held_out: bool, channels: int) -> tuple[ImageTable, np.ndarray]:
-        """The table of a split with images of so many channels, if the source can convert them, and the numbers of its rows there."""
+    def splits(self, held_out: bool, channels: int) -> list[SplitImages]:
+        """The images of a split with so many channels, if the source can convert them: of each bucket, where there are any."""
 
-    def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "ImageRows":
-        table, chosen = self.split(held_out, vocab.channels)
-        check_images(table, vocab, self.where)
-        return ImageRows(table, chosen, self.settings, seed, trains=not held_out)
+    def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "ImageRows | BucketRows":
+        made = []
+        for table, chosen in self.splits(held_out, vocab.channels):
+            check_images(table, vocab, self.where, self.settings)
+            made.append(ImageRows(table, chosen, self.settings, seed, trains=not held_out))
+        return made[0] if self.settings.buckets is None else BucketRows(made)
 
 
 class ImageRows:
@@ -162,7 +176,7 @@ def cropped(picture: np.ndarray, size: tuple[int, int], random: bool, drawn: np.
     return picture[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]
 
 
-def check_images(table: ImageTable, space: Any, where: str) -> None:
+def check_images(table: ImageTable, space: Any, where: str, settings: ImageSettings) -> None:
     """Checks that a model takes these images.
 
     Raises:
@@ -175,7 +189,8 @@ def check_images(table: ImageTable, space: Any, where: str) -> None:
     if height % space.multiple or width % space.multiple:
         what = f"images of {height} x {width} do not divide into the model's patches of {space.multiple}"
         size = max(space.multiple, height // space.multiple * space.multiple)
-        raise BadInput(what, where=where, hint=f"data.image.size={size}, or another model.patch")
+        wanted = f"size={size}" if settings.buckets is None else f"buckets={-(-settings.buckets // space.multiple) * space.multiple}"
+        raise BadInput(what, where=where, hint=f"data.image.{wanted}, or another model.patch")
     if space.classes and table.labels is None:
         raise BadInput("the model reads classes, and this data has none", where=where, hint="labels: an array, or a folder a class")
     if space.classes and table.classes > space.classes:

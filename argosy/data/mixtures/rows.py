@@ -25,6 +25,9 @@ class MixedRows:
         self.fields: Fields = {name: self._field(name) for name in shared}
         for table, name in zip(tables[1:], names[1:]):
             what = f"`{names[0]}` and `{name}` cannot be mixed"
+            if any(hasattr(one, "bucket_axes") for one in (tables[0], table)):
+                hint = "leave data.image.buckets out"
+                raise BadInput(f"{what}: images in buckets come from one source", where="data.source", hint=hint)
             if table.per_group != self.per_group:
                 raise BadInput(f"{what}: their rows come in groups of {self.per_group} and {table.per_group}", where="data.source")
             if (sizes := dict(getattr(table, "own_sizes", {}))) != self.own_sizes:

@@ -224,13 +224,13 @@ class Assembly:
         with scope(self.mesh, self.run.mesh.table()), chosen, winners(winners_of(self)):
             yield
 
-    def batch_shapes(self, batches: Batches | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    def batch_shapes(self, sizes: Mapping[str, int] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and types of the arrays of a batch, by name.
 
         Args:
-            batches: the batches whose sizes count; None: the training batches.
+            sizes: of the axes that are fields' own, by letter; None: those of the training batches.
         """
-        data, sizes = self.run.data, (batches or self.batches).sizes
+        data, sizes = self.run.data, self.batches.sizes if sizes is None else sizes
         return batch_shapes(self.run.objective, data.batch, data.sequence, batch_sharding(self.mesh), sizes)
 
     def place(self, batch: Any) -> Any:

@@ -79,7 +79,8 @@ class EncodedData:
         """The first captions of the data: held-out ones, if there are."""
         channels = 3 if self.encoders.space is None else self.encoders.space.channels
         for held_out in (True, False):
-            table, chosen = self.images.split(held_out, channels)
-            if table.captions is not None and len(chosen):
-                return [table.captions[int(i)] for i in chosen[: self.run.sample.images]]
+            parts = self.images.splits(held_out, channels)
+            found = [table.captions[int(i)] for table, chosen in parts if table.captions is not None for i in chosen]
+            if found:
+                return found[: self.run.sample.images]
         return [""]

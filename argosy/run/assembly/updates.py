@@ -1,6 +1,6 @@
 """Updates and evaluations of whole batches: one program computes one batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +28,14 @@ class BatchUpdates:
         return assembly.place_fields({name: batch[name] for name in assembly.run.objective.reads()})
 
     def compile(self, assembly: Assembly) -> Any:
-        compiled, base = compile_lowered(self.lower(assembly), assembly.compiler_options), assembly.adapters.base
-        return UpdateWithBase(compiled, base) if base else compiled
+        def program(sizes: Mapping[str, int] | None) -> Any:
+            compiled = compile_lowered(self.lower(assembly, sizes), assembly.compiler_options)
+            return UpdateWithBase(compiled, assembly.adapters.base) if assembly.adapters.base else compiled
 
-    def lower(self, assembly: Assembly) -> Any:
+        return BucketPrograms(assembly.batches.buckets, program) if assembly.batches.buckets else program(None)
+
+    def lower(self, assembly: Assembly, sizes: Mapping[str, int] | None = None) -> Any:
+        """The update before it is compiled; `sizes` as in `Assembly.batch_shapes`."""
         a, run, base = assembly, assembly.run, assembly.adapters.base
 
         def stays(guard: Any, loss: Any, norm: Any) -> Any:
@@ -55,10 +59,10 @@ class BatchUpdates:
             moving = replace(a.places, rest={name: p for name, p in a.places.rest.items() if name not in base})
             jitted = jax.jit(_with_base(step), donate_argnums=0, out_shardings=(moving, None))
             with a.tracing():
-                return jitted.lower(*split_base(a.shapes, base), a.batch_shapes(), _frozen_shapes(a))
+                return jitted.lower(*split_base(a.shapes, base), a.batch_shapes(sizes), _frozen_shapes(a))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(a.places, None))
         with a.tracing():
-            return jitted.lower(a.shapes, a.batch_shapes(), _frozen_shapes(a))
+            return jitted.lower(a.shapes, a.batch_shapes(sizes), _frozen_shapes(a))
 
 
 def compile_evaluation(assembly: Assembly) -> Any:
@@ -69,8 +73,39 @@ def compile_evaluation(assembly: Assembly) -> Any:
     def evaluate(state: TrainState, batch: Any, frozen: Any) -> Any:
         return evaluate_state(replace(state, params=state.inference_params), batch, frozen)
 
-    with a.tracing():
-        return jax.jit(evaluate).lower(a.shapes, a.batch_shapes(a.evals), _frozen_shapes(a)).compile()
+    def program(sizes: Mapping[str, int]) -> Any:
+        with a.tracing():
+            return jax.jit(evaluate).lower(a.shapes, a.batch_shapes(sizes), _frozen_shapes(a)).compile()
+
+    assert a.evals is not None
+    return BucketPrograms(a.evals.buckets, program) if a.evals.buckets else program(a.evals.sizes)
+
+
+class BucketPrograms:
+    """The compiled programs of batches of several sizes, called like one. That of the largest bucket, which needs the most memory, is
+    compiled at once, and every other one before its bucket's first batch.
+
+    Args:
+        buckets: the sizes of each bucket, by the letters of their fields; the largest is first.
+        compile: makes the program of such sizes.
+    """
+
+    def __init__(self, buckets: tuple[Mapping[str, int], ...], compile: Callable[[Mapping[str, int]], Any]):
+        self.sizes = {(axes["h"], axes["w"]): axes for axes in buckets}
+        self.compile, self.largest = compile, compile(buckets[0])
+        self.programs = {next(iter(self.sizes)): self.largest}
+
+    def __call__(self, state: TrainState, batch: Any, frozen: Any = None) -> Any:
+        size = batch["images"].shape[1:3]
+        if size not in self.programs:
+            self.programs[size] = self.compile(self.sizes[size])
+        return self.programs[size](state, batch, frozen or {})
+
+    def memory_analysis(self) -> Any:
+        return self.largest.memory_analysis()
+
+    def as_text(self) -> str:
+        return self.largest.as_text()
 
 
 def _graphs(assembly: Assembly) -> dict[str, Any]:
