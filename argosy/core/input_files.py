@@ -4,6 +4,7 @@ A file is opened for random access, and its size is known without reading it. Th
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,6 +18,7 @@ from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.storage import Missing, file_system
 
 WILDCARDS = "*?["
+RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class InputFile:
@@ -139,11 +141,23 @@ def reading(where: str):
 
 
 def has_wildcards(place: str) -> bool:
-    return any(character in place for character in WILDCARDS)
+    """Whether a place is a pattern: with wildcards, or with a range such as `{000..010}`."""
+    return any(character in place for character in WILDCARDS) or RANGE.search(place) is not None
 
 
 def matching_files(place: str) -> list[InputFile]:
-    """The files that a pattern with wildcards matches, sorted by their paths."""
+    """The files that a pattern matches, sorted by their paths; those of a range in its order.
+
+    Raises:
+        BadInput: a file of a range is not there.
+    """
+    if (found := RANGE.search(place)) is not None:
+        first, last = found.groups()
+        names = (place[: found.start()] + f"{i:0{len(first)}}" + place[found.end() :] for i in range(int(first), int(last) + 1))
+        parts = {name: matching_files(name) for name in names}
+        if lacking := [name for name, files in parts.items() if not files]:
+            raise BadInput(f"no such file: `{lacking[0]}`", where=place, hint="a range in braces names files that are all there")
+        return [file for files in parts.values() for file in files]
     if not is_address(place):
         found = (InputFile(path) for path in sorted(glob(str(Path(local_path(place)).expanduser()), recursive=True)))
         return [file for file in found if file.is_file]

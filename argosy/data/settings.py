@@ -41,9 +41,10 @@ class DataSettings(Settings):
         ),
     ] = "stdlib"
     """Where the data comes from: a file (text, JSON lines, CSV, Parquet, Arrow, TFRecord, ArrayRecord, Bagz, tar, token ids,
-    `.npz`), a folder or glob of such files, a folder of MDS shards, an address (`s3://`, `gs://`, `https://`), a folder written by
-    `argosy data prepare`, or a name: stdlib, docstrings, synthetic. What a file holds chooses its reader; `NAME:ARGUMENT` names it, as
-    in `text:server.log`. A list is a mixture, of paths or of groups: `[{path: a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]`."""
+    `.npz`), a folder, glob or range (`a-{000..010}.tar`) of such files, a folder of MDS shards, an address (`s3://`, `gs://`,
+    `https://`), a folder written by `argosy data prepare`, or a name: stdlib, docstrings, synthetic. What a file holds chooses its
+    reader; `NAME:ARGUMENT` names it, as in `text:server.log`. A list is a mixture, of paths or of groups:
+    `[{path: a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]`."""
 
     weight_unit: Literal["rows", "tokens"] = "rows"
     """What the weights of a mixture count. rows: of `sequence` tokens, padding included; tokens: those that are predicted."""

@@ -9,6 +9,7 @@ from argosy.checkpoint.open import open_model
 from argosy.checkpoint.step.load import read_meta
 from argosy.core.errors import BadInput
 from argosy.core.hub.download import local_model
+from argosy.data.images.shards import image_data
 from argosy.data.settings import DataSettings
 from argosy.data.sources import RowSource
 from argosy.data.tables import find
@@ -39,7 +40,7 @@ def evaluate_images(model: str, settings: EvalSettings, say: Callable[[str], Non
     data = DataSettings(**stored | ({} if settings.data is None else {"source": settings.data}))
     # Images of all buckets are compared at one size.
     data = data.model_copy(update={"image": data.image.model_copy(update={"buckets": None})})
-    source = find(data)
+    source = find(image_data(data))
     pipeline = load_pipeline(model, settings.dtype, say)
     if not isinstance(source, RowSource):
         raise BadInput("this data has no images", where=f"data.source={data.source}")

@@ -41,6 +41,10 @@ def parquet(rows: Rows, **how) -> bytes:
     return sink.getvalue()
 
 
+def parquet_images(path: Path, images: list[bytes], labels: list[int]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"image": images, "label": labels}), path, row_group_size=25)
+
+
 def arrow(rows: Rows, *, stream: bool = False) -> bytes:
     table, sink = pyarrow.Table.from_pylist(rows), io.BytesIO()
     with (pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file)(sink, table.schema) as writer:

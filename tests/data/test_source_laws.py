@@ -17,6 +17,7 @@ from argosy.data.batch import Batch, Batches
 from argosy.data.images.arrays import ImageArrays
 from argosy.data.images.folder import ImageFolder
 from argosy.data.images.settings import ImageSettings
+from argosy.data.images.shards import ImageShards
 from argosy.data.images.table import IMAGES, LABELS
 from argosy.data.pipeline import build, eval_batches
 from argosy.data.settings import DataSettings
@@ -101,6 +102,13 @@ def image_files(folder):
     return ImageFolder(str(folder), ImageSettings(), 0.2)
 
 
+def image_shards(folder):
+    draw = np.random.default_rng(0)
+    images = [png_bytes(draw.integers(0, 256, (3, 4, 3), np.uint8)) for _ in range(60)]
+    data_files.parquet_images(folder / "a.parquet", images, [i % 5 for i in range(60)])
+    return ImageShards(str(folder / "a.parquet"), ImageSettings(), 0.2)
+
+
 EXAMPLES = {
     "text": text_file,
     "hf": hub,
@@ -122,6 +130,7 @@ EXAMPLES = {
     "clicks": lambda folder: Clicks(count=50, held_out=20),
     "arrays": arrays,
     "images": image_files,
+    "shards": image_shards,
 }
 
 
@@ -150,7 +159,7 @@ def batches(settings, source, process=0, processes=1, seed=1, make=build) -> Bat
     how = {"vocab": 258}
     if isinstance(source, Clicks):
         how = {"vocab": (40, 20), "fields": CLICK_FIELDS}
-    if isinstance(source, ImageArrays | ImageFolder):
+    if isinstance(source, ImageArrays | ImageFolder | ImageShards):
         how = {"vocab": ImageSpace(3, 1, 5), "fields": IMAGE_FIELDS}
     return make(settings, Bytes(), **how, seed=seed, process=process, processes=processes, source=source)
 

@@ -49,6 +49,7 @@ SOURCES = Registry(
         "clicks": "argosy.data.sources.clicks:Clicks",
         "arrays": "argosy.data.images.arrays:ImageArrays",
         "images": "argosy.data.images.folder:ImageFolder",
+        "shards": "argosy.data.images.shards:ImageShards",
     },
 )
 SOURCES.add_installed("argosy.sources")
@@ -57,7 +58,7 @@ SOURCES.add_installed("argosy.sources")
 # The sources that need no path.
 CORPORA = ("stdlib", "docstrings", "synthetic", "clicks")
 # Sources without text.
-TEXTLESS = ("synthetic", "clicks", "arrays", "images")
+TEXTLESS = ("synthetic", "clicks", "arrays", "images", "shards")
 
 
 @dataclass(frozen=True)

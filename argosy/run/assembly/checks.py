@@ -9,6 +9,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, mistakes_of, raise_mistakes
 from argosy.core.settings import Choice
 from argosy.data import pipeline
+from argosy.data.images.shards import image_data
 from argosy.data.sources import RowSource
 from argosy.data.tokenizers.load import Tokenizer
 from argosy.ops.attention import ATTENTION
@@ -65,7 +66,8 @@ def source_of(run: Run) -> tuple[Any, Tokenizer | None]:
     Raises:
         UserError: the source or the tokenizer is missing, or the tokenizer has tokens that the model lacks.
     """
-    source, tokenizer = pipeline.find(run.data), pipeline.tokenizer_for(run.data)
+    data = image_data(run.data) if run.model.inputs == "images" else run.data
+    source, tokenizer = pipeline.find(data), pipeline.tokenizer_for(data)
     is_text = not isinstance(source, RowSource)
     check_formats(run, source)
     return source, pipeline.fitting(tokenizer, run.data, run.model.vocab) if is_text else tokenizer

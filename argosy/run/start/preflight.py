@@ -84,7 +84,13 @@ def inputs(values: Mapping[str, Any]) -> Checks:
         if data.format == "auto" and (values.get("reward") or getattr(values.get("environment"), "played", False)):
             # As `Run` has it where nothing else is wrong.
             data = data.model_copy(update={"format": "prompt"})
-        yield lambda: check_readable(data)
+        if getattr(values.get("model"), "inputs", None) == "images":
+            # Imported here: it needs numpy.
+            from argosy.data.images.shards import image_data
+
+            yield lambda: check_readable(image_data(data))
+        else:
+            yield lambda: check_readable(data)
         if data.source_name.partition(":")[0] != "synthetic":
             yield lambda: check_tokenizer(data.tokenizer)
         if isinstance(mesh, MeshSettings):

@@ -1,0 +1,311 @@
+"""Shards of images: tar files as WebDataset writes them, and Parquet files as `datasets` writes them. One shard, or a pattern of them.
+
+    0001.jpg  0001.txt  0001.json  0001.cls    files whose names are equal up to the first point are one record: an image, its caption
+                                               (`.txt`, or `text` or `caption` of the JSON object) and its class (`.cls`, or `label`)
+    image, text, label                         columns of a Parquet file: images are bytes, or structures with `bytes`
+
+`data.columns.images=NAME`, `captions` and `labels` name others: endings of files, keys of JSON objects, columns. A pattern has
+wildcards, or a range in braces: `shard-{000..010}.tar`. Images are read again where they are in the shard, so tar files are not packed.
+Of a Parquet file, a group of rows is read for it, so large sets want small groups: `datasets` writes 100 rows.
+"""
+
+import json
+import tarfile
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.input_files import InputFile, matching_files
+from argosy.data.images.files import ImageFiles
+from argosy.data.images.settings import ImageSettings
+from argosy.data.sources import missing
+from argosy.data.sources.kinds import IMAGE_NAMES, file_kind
+from argosy.data.sources.opening import needed
+from argosy.data.sources.tar_files import BLOCK_BYTES, TEXT_ENDINGS, member_columns
+
+if TYPE_CHECKING:
+    from argosy.data.settings import DataSettings
+
+COLUMNS = {
+    "images": ("image", "images", "img", *(ending[1:] for ending in IMAGE_NAMES)),
+    "captions": ("text", "caption", "txt", "captions", "prompt"),
+    "labels": ("label", "cls", "labels", "class"),
+}
+KINDS = ("tar", "parquet")
+# Groups of rows of Parquet files that are kept in memory.
+GROUPS_KEPT = 4
+
+
+class ShardRecord(NamedTuple):
+    """One image of a shard with what belongs to it.
+
+    name: of the record, in its shard.
+    image: the bytes of its file.
+    at: where the image is, as the shard reads it again.
+    label: its class, a number or a name; None: there is none.
+    caption: its text; None: there is none.
+    """
+
+    name: str
+    image: bytes
+    at: Any
+    label: int | str | None
+    caption: str | None
+
+
+class ImageShard(ABC):
+    """One file of images.
+
+    columns: names that the settings give for `images`, `captions` and `labels`.
+    """
+
+    # Names of classes that the file knows.
+    class_names: tuple[str, ...] = ()
+
+    def __init__(self, file: InputFile, columns: Mapping[str, str]):
+        self.file, self.columns = file, columns
+
+    @abstractmethod
+    def records(self) -> Iterator[ShardRecord]:
+        """All images, in order.
+
+        Raises:
+            BadInput: a record has no image, or several.
+            Damaged: the file is cut or wrong.
+        """
+
+    @abstractmethod
+    def read(self, at: Any) -> bytes:
+        """The bytes of one image."""
+
+    def chosen(self, what: str, fields: Mapping[str, Any], where: str) -> Any:
+        """The caption or label among a record's fields; None if there is none.
+
+        Raises:
+            BadInput: the settings name a field that is not there.
+        """
+        if (asked := self.columns.get(what)) is not None and asked not in fields:
+            raise BadInput(f"no `{asked}`, which data.columns.{what} names", where=where, hint=f"it has {', '.join(fields)}")
+        names = COLUMNS[what] if asked is None else (asked,)
+        return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+class TarShard(ImageShard):
+    """A tar file of images, not packed."""
+
+    def records(self) -> Iterator[ShardRecord]:
+        key, fields, images = "", dict[str, Any](), dict[str, tuple[bytes, Any]]()
+        for name, ending, data, at in self._members():
+            stem = name[: len(name) - len(ending) - 1]
+            if stem != key:
+                if key:
+                    yield self._record(key, fields, images)
+                key, fields, images = stem, {}, {}
+            last = ending.rpartition(".")[2]
+            if f".{last}" in IMAGE_NAMES:
+                images[ending] = data, at
+            elif last in TEXT_ENDINGS:
+                fields |= member_columns(ending, last, data, f"{self.file}, {name}")
+        if key:
+            yield self._record(key, fields, images)
+
+    def read(self, at: Any) -> bytes:
+        with self.file.open() as raw:
+            raw.seek(at[0])
+            return raw.read(at[1])
+
+    def _record(self, stem: str, fields: dict[str, Any], images: dict[str, tuple[bytes, Any]]) -> ShardRecord:
+        where = f"{self.file}, {stem}"
+        if (asked := self.columns.get("images")) is not None:
+            images = {ending: image for ending, image in images.items() if ending == asked}
+        if len(images) != 1:
+            what = f"several images: {', '.join(images)}" if images else f"no image{'' if asked is None else f' `{asked}`'}"
+            raise BadInput(f"a record with {what}", where=where, hint="data.columns.images=ENDING names that of the images")
+        data, at = next(iter(images.values()))
+        caption = self.chosen("captions", fields, where)
+        return ShardRecord(stem, data, at, self.chosen("labels", fields, where), None if caption is None else str(caption).strip())
+
+    def _members(self) -> Iterator[tuple[str, str, bytes, tuple[int, int]]]:
+        """Name, ending after the first point, bytes, and place of each file that is an image or a text."""
+        name = ""
+        try:
+            with self.file.open() as raw, tarfile.open(fileobj=raw, mode="r:") as archive:
+                for member in archive:
+                    base = member.name.rpartition("/")[2]
+                    ending = base.partition(".")[2].lower()
+                    last = ending.rpartition(".")[2]
+                    if not member.isfile() or base.startswith(".") or not (f".{last}" in IMAGE_NAMES or last in TEXT_ENDINGS):
+                        continue
+                    name, file = member.name, archive.extractfile(member)
+                    data = b"" if file is None else file.read()
+                    if len(data) != member.size:
+                        raise tarfile.ReadError(f"{name} is cut off")
+                    yield name, ending, data, (member.offset_data, member.size)
+                # tarfile takes an archive that is cut between two files for a whole one.
+                raw.seek(-min(BLOCK_BYTES, self.file.size_bytes), 2)
+                if raw.read().strip(b"\0"):
+                    raise tarfile.ReadError("it has no end")
+        except tarfile.TarError as error:
+            where = f"{self.file}, after {name}" if name else str(self.file)
+            hint = "" if name else "a packed one is unpacked first (gunzip): images are read again where they are"
+            raise Damaged(f"a damaged tar file: {error}", where=where, hint=hint) from None
+
+
+class ParquetShard(ImageShard):
+    """A Parquet file with a column of images."""
+
+    def __init__(self, file: InputFile, columns: Mapping[str, str]):
+        super().__init__(file, columns)
+        schema, self.row_groups = self._opened(lambda opened: (opened.schema_arrow, opened.num_row_groups))
+        names = schema.names
+        asked = columns.get("images")
+        self.column = next((name for name in (COLUMNS["images"] if asked is None else (asked,)) if name in names), "")
+        if not self.column:
+            what = "no column of images" if asked is None else f"no column `{asked}`"
+            raise BadInput(what, where=str(file), hint=f"it has {', '.join(names)}; data.columns.images=NAME names it")
+        wanted = dict.fromkeys((*COLUMNS["captions"], *COLUMNS["labels"], *columns.values()))
+        self.others = [name for name in wanted if name in names and name != self.column]
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        label = next((name for name in self._names("labels") if name in names), "")
+        self.class_names = tuple((features.get(label) or {}).get("names") or ())
+        self.groups = OrderedDict[int, list[bytes]]()
+
+    def _opened(self, use: Callable[[Any], Any]) -> Any:
+        """What a function gives for the open file.
+
+        Raises:
+            Damaged: it cannot be read.
+        """
+        parquet, lib = needed("pyarrow.parquet", "Parquet files"), needed("pyarrow", "Parquet files")
+        try:
+            with self.file.open() as raw:
+                return use(parquet.ParquetFile(raw, page_checksum_verification=True))
+        except (lib.ArrowException, OSError) as error:
+            raise Damaged(f"a damaged Parquet file: {error}".splitlines()[0][:200], where=str(self.file)) from None
+
+    def _rows(self, group: int, columns: list[str]) -> list[dict[str, Any]]:
+        return self._opened(lambda opened: opened.read_row_group(group, columns=columns).to_pylist()) if columns else []
+
+    def _names(self, what: str) -> tuple[str, ...]:
+        return (self.columns[what],) if what in self.columns else COLUMNS[what]
+
+    def records(self) -> Iterator[ShardRecord]:
+        row = 0
+        for group in range(self.row_groups):
+            images, others = self._images(group), self._rows(group, self.others)
+            for i, image in enumerate(images):
+                where, fields = f"{self.file}, row {row}", others[i] if others else {}
+                caption = self.chosen("captions", fields, where)
+                found = None if caption is None else str(caption).strip()
+                yield ShardRecord(str(row), image, (group, i), self.chosen("labels", fields, where), found)
+                row += 1
+
+    def read(self, at: Any) -> bytes:
+        return self._images(at[0])[at[1]]
+
+    def _images(self, group: int) -> list[bytes]:
+        """The files of a group's images.
+
+        Raises:
+            BadInput: an image is not there, or is a path.
+        """
+        if group not in self.groups:
+            found = []
+            for i, row in enumerate(self._rows(group, [self.column])):
+                value = row[self.column]
+                data = value.get("bytes") if isinstance(value, dict) else value
+                if not isinstance(data, bytes):
+                    where = f"{self.file}, row {i} of group {group}"
+                    raise BadInput(f"`{self.column}` holds no bytes of an image", where=where, hint="the file has images, not paths")
+                found.append(data)
+            self.groups[group] = found
+            while len(self.groups) > GROUPS_KEPT:
+                self.groups.popitem(last=False)
+        self.groups.move_to_end(group)
+        return self.groups[group]
+
+
+class ImageShards(ImageFiles):
+    """The images of tar and Parquet files."""
+
+    kind = "shards"
+    has_columns = True
+
+    def __init__(self, path: str, settings: ImageSettings, held_out: float = 0.0, columns: Mapping[str, str] | None = None):
+        super().__init__(settings, held_out)
+        self.place = path
+        if unknown := set(columns or {}) - set(COLUMNS):
+            raise BadInput(f"data.columns.{min(unknown)} is no column of images", hint=f"columns: {', '.join(COLUMNS)}")
+        files = shard_files(path)
+        self.shards = [{"tar": TarShard, "parquet": ParquetShard}[file_kind(file)](file, columns or {}) for file in files]
+        # The shard of each image, and where it is there.
+        self.places: list[tuple[int, Any]] = []
+        labels = list[Any]()
+        for number, shard in enumerate(self.shards):
+            for record in shard.records():
+                name = f"{files[number].name}/{record.name}"
+                if self.add(name, f"{files[number]}, {record.name}", record.image, None, record.caption):
+                    self.places.append((number, record.at))
+                    labels.append(record.label)
+        self.check_added()
+        self._check_complete(labels)
+
+    def _check_complete(self, labels: list[Any]) -> None:
+        """Gives images their classes.
+
+        Raises:
+            BadInput: some images have a class or a caption, and others have none.
+        """
+        for what, values in (("class", labels), ("caption", [file.caption for file in self.files])):
+            lacking = [file.name for file, value in zip(self.files, values) if value is None]
+            if lacking and len(lacking) < len(values):
+                raise BadInput(f"an image without a {what}, which others have: {lacking[0]}", where=self.place)
+        if labels[0] is None:
+            return
+        names = next((shard.class_names for shard in self.shards if shard.class_names), ())
+        if not all(isinstance(label, int) and label >= 0 for label in labels):
+            names = tuple(sorted({str(label) for label in labels}))
+            labels = [names.index(str(label)) for label in labels]
+        self.class_names = names
+        self.files = [file._replace(label=label) for file, label in zip(self.files, labels)]
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        return cls(argument, settings.image, settings.held_out, settings.columns)
+
+    def encoded(self, row: int) -> bytes:
+        shard, at = self.places[row]
+        return self.shards[shard].read(at)
+
+    @property
+    def where(self) -> str:
+        return self.place
+
+
+def shard_files(place: str) -> list[InputFile]:
+    """The files that a place names: one, or all that a pattern matches.
+
+    Raises:
+        BadInput: there are none, or one is neither a tar nor a Parquet file.
+    """
+    single = InputFile(place)
+    files = [single] if single.is_file else matching_files(place)
+    if not files:
+        raise missing(single)
+    for file in files:
+        if (kind := file_kind(file)) not in KINDS:
+            raise BadInput(f"images come in tar and Parquet files, and this one is read as {kind}", where=str(file))
+    return files
+
+
+def image_data(settings: "DataSettings") -> "DataSettings":
+    """The same settings, where a model of images reads them: tar and Parquet files, and patterns of them, are shards of images."""
+    if not isinstance(settings.source, str):
+        return settings
+    single = InputFile(settings.source)
+    files = [single] if single.is_file else matching_files(settings.source)
+    if not files or single.is_folder or any(file_kind(file) not in KINDS for file in files):
+        return settings
+    return settings.model_copy(update={"source": f"shards:{settings.source}"})

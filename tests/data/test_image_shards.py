@@ -1,0 +1,160 @@
+"""Shards of images: tar files as WebDataset writes them, and Parquet files as `datasets` writes them, equal to a folder of the same."""
+
+import gzip
+import io
+import json
+import tarfile
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from helpers import shared
+from PIL import Image
+
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.input_files import has_wildcards, matching_files
+from argosy.data.images.folder import ImageFolder
+from argosy.data.images.settings import ImageSettings
+from argosy.data.images.shards import ImageShards, image_data
+from argosy.data.settings import DataSettings
+from argosy.data.sources.find import find_source, is_textless
+from argosy.models.diffusion.base import ImageSpace
+
+RGB = ImageSpace(3, 2, 0)
+NAMES = ("ant", "bee", "cat")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[bytes]:
+    """Six parts of a photo, as PNG, JPEG and WebP."""
+    with Image.open(shared("images/china_256.png")) as photo:
+        parts = [photo.convert("RGB").crop((i * 20, 40, i * 20 + 24, 72)) for i in range(6)]
+    files = []
+    for part, kind in zip(parts, ("PNG", "JPEG", "WEBP") * 2):
+        part.save(file := io.BytesIO(), kind)
+        files.append(file.getvalue())
+    return files
+
+
+def tarred(path, members: dict[str, bytes]):
+    with tarfile.open(path, "w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def members_of(pictures, numbers, **texts) -> dict[str, bytes]:
+    made = {}
+    for i in numbers:
+        made[f"a/{i:04}.{('png', 'jpg', 'webp')[i % 3]}"] = pictures[i]
+        made |= {f"a/{i:04}.{ending}": text(i).encode() for ending, text in texts.items()}
+    return made
+
+
+def gathered(source, size=24):
+    rows = source.rows(sequence=1, vocab=RGB, seed=0)
+    return rows.gather(np.arange(len(rows))), rows
+
+
+def test_a_range_of_tar_files_is_the_folder_of_their_images(pictures, tmp_path):
+    (tmp_path / "folder").mkdir()
+    for i, data in enumerate(pictures):
+        (tmp_path / "folder" / f"{i}.{('png', 'jpg', 'webp')[i % 3]}").write_bytes(data)
+        (tmp_path / "folder" / f"{i}.txt").write_text(f"picture {i}\n")
+    text = {"txt": lambda i: f"picture {i}\n", "cls": lambda i: str(i % 3), "json": lambda i: json.dumps({"width": i})}
+    for shard in range(3):
+        tarred(tmp_path / f"shard-{shard:03}.tar", members_of(pictures, (2 * shard, 2 * shard + 1), **text))
+    settings = DataSettings(source=f"{tmp_path}/shard-{{000..002}}.tar", held_out=0, image=ImageSettings(size=16))
+    source = find_source(image_data(settings))
+    batch, rows = gathered(source)
+    same, _ = gathered(ImageFolder(str(tmp_path / "folder"), ImageSettings(size=16)))
+    np.testing.assert_array_equal(batch["images"], same["images"])
+    assert rows.table.captions == [f"picture {i}" for i in range(6)]
+    assert batch["labels"].tolist() == [0, 1, 2, 0, 1, 2]
+    # What does not stay in memory is read again where it is.
+    source.decoded.clear()
+    np.testing.assert_array_equal(gathered(source)[0]["images"], batch["images"])
+    assert is_textless(image_data(settings).source)
+
+
+def test_parquet_of_datasets_has_its_classes(pictures, tmp_path):
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(NAMES)), "text": datasets.Value("string")}
+    images = [{"bytes": data, "path": None} for data in pictures]
+    rows = {"image": images, "label": [2, 1, 0, 0, 1, 2], "text": [f"a {i}" for i in range(6)]}
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).to_parquet(str(tmp_path / "a.parquet"), batch_size=4)
+    source = find_source(image_data(DataSettings(source=f"{tmp_path}/*.parquet", held_out=0, image=ImageSettings(size=16))))
+    batch, made = gathered(source)
+    assert (source.class_names, batch["labels"].tolist()) == (NAMES, [2, 1, 0, 0, 1, 2])
+    assert made.table.captions == [f"a {i}" for i in range(6)]
+    tarred(tmp_path / "a.tar", members_of(pictures, range(6)))
+    same, _ = gathered(ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16)))
+    np.testing.assert_array_equal(batch["images"], same["images"])
+    source.decoded.clear()
+    np.testing.assert_array_equal(gathered(source)[0]["images"], batch["images"])
+
+
+def test_columns_name_images_captions_and_classes(pictures, tmp_path):
+    table = pyarrow.table({"shot": pictures, "said": ["a", "b", "c"] * 2, "kind": ["x", "y"] * 3, "text": ["no"] * 6})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    members = members_of(pictures, range(6), json=lambda i: json.dumps({"said": "abc"[i % 3], "kind": "xy"[i % 2], "text": "no"}))
+    members |= {f"a/{i:04}.mask.png": pictures[0] for i in range(6)}
+    tarred(tmp_path / "a.tar", {name: members[name] for name in sorted(members)})
+    for file, images in (("a.parquet", "shot"), ("a.tar", "mask.png")):
+        columns = {"images": images, "captions": "said", "labels": "kind"}
+        source = ImageShards(str(tmp_path / file), ImageSettings(size=16), columns=columns)
+        assert [one.caption for one in source.files] == ["a", "b", "c"] * 2
+        assert (source.class_names, [one.label for one in source.files]) == (("x", "y"), [0, 1] * 3)
+
+
+@pytest.mark.parametrize("change, what", [
+    (lambda m: {**m, "a/0001.png": m["a/0000.png"]}, "a record with several images: jpg, png"),
+    (lambda m: {k: v for k, v in m.items() if k != "a/0001.jpg"}, "a record with no image"),
+    (lambda m: {k: v for k, v in m.items() if k != "a/0001.txt"}, "an image without a caption, which others have: a.tar/a/0001"),
+    (lambda m: {**m, "a/0001.jpg": b"no image"}, "no image that can be read"),
+])  # fmt: skip
+def test_mistakes_are_named_by_record(pictures, tmp_path, change, what):
+    members = change(members_of(pictures, range(2), txt=str))
+    tarred(tmp_path / "a.tar", {name: members[name] for name in sorted(members)})
+    with pytest.raises(BadInput, match=what) as caught:
+        ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16))
+    assert "0001" in f"{caught.value.where} {caught.value.what}"
+
+
+def test_damaged_shards_are_named(pictures, tmp_path):
+    whole = tarred(tmp_path / "a.tar", members_of(pictures, range(6))).read_bytes()
+    endless = whole[: len(whole.rstrip(b"\0")) // 512 * 512]
+    for name, data in (("cut", whole[:3000]), ("endless", endless), ("packed", gzip.compress(whole))):
+        (tmp_path / f"{name}.tar").write_bytes(data)
+        with pytest.raises(Damaged, match="a damaged tar file") as caught:
+            ImageShards(str(tmp_path / f"{name}.tar"), ImageSettings(size=16))
+        assert f"{name}.tar" in str(caught.value.where)
+    assert "unpacked first" in str(caught.value.hint)
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match="no column of images"):
+        ImageShards(str(tmp_path / "a.parquet"), ImageSettings(size=16))
+
+
+def test_images_that_are_left_out_leave_the_others_where_they_are(pictures, tmp_path):
+    members = members_of(pictures, range(6), cls=lambda i: str(i)) | {"a/0002.webp": b"no image"}
+    tarred(tmp_path / "a.tar", {name: members[name] for name in sorted(members)})
+    source = ImageShards(str(tmp_path / "a.tar"), ImageSettings(size=16, invalid="drop"))
+    assert source.unreadable == ["a.tar/a/0002"]
+    batch, _ = gathered(source)
+    assert batch["labels"].tolist() == [0, 1, 3, 4, 5]
+    source.decoded.clear()
+    np.testing.assert_array_equal(gathered(source)[0]["images"], batch["images"])
+
+
+def test_a_range_names_files_that_are_all_there(tmp_path):
+    for i in (8, 9, 10):
+        (tmp_path / f"a-{i:02}.txt").write_text("a")
+    place = f"{tmp_path}/a-{{08..10}}.txt"
+    assert has_wildcards(place)
+    assert [file.name for file in matching_files(place)] == ["a-08.txt", "a-09.txt", "a-10.txt"]
+    with pytest.raises(BadInput, match=r"no such file: `.*a-11\.txt`"):
+        matching_files(f"{tmp_path}/a-{{08..11}}.txt")
