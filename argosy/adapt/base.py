@@ -141,7 +141,7 @@ def fill_base(
                     keep(f"{below}.{part}", value)
             array = np.asarray(codes.dequantized()) if adapted and fresh else array
         else:
-            there = f"{below}.{leaf}"
+            there = f"{below}.{leaf}" if below else leaf
             kind = own[there].dtype if dtype is None else kept_in(own[there], dtype)
             keep(there, np.ascontiguousarray(array.astype(kind, copy=False)))
         if adapted is not None and fresh and leaf == "w":

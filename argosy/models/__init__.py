@@ -22,6 +22,7 @@ FAMILIES.add("autoencoder_kl", "argosy.models.autoencoders.autoencoder_kl:Autoen
 FAMILIES.add("autoencoder_tiny", "argosy.models.autoencoders.autoencoder_tiny:AutoencoderTinyConfig")
 FAMILIES.add("flux", "argosy.models.diffusion.flux:FluxConfig")
 FAMILIES.add("sd3", "argosy.models.diffusion.sd3:SD3Config")
+FAMILIES.add("z_image", "argosy.models.diffusion.z_image:ZImageConfig")
 FAMILIES.add("unet", "argosy.models.diffusion.unet:UNetConfig")
 FAMILIES.add("ranker", "argosy.models.ranker:RankerConfig")
 FAMILIES.add("two_tower", "argosy.models.two_tower:TwoTowerConfig")

@@ -20,7 +20,7 @@ from argosy.weights.build import load_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 TOLERANCE = 1e-5  # of the largest number
-NAMES = ["flux-dev", "flux-schnell", "sd3", "sd3.5", "unet-sd", "unet-xl", "dit"]
+NAMES = ["flux-dev", "flux-schnell", "sd3", "sd3.5", "z-image", "unet-sd", "unet-xl", "dit"]
 
 
 def channels_last(a: np.ndarray) -> jnp.ndarray:
@@ -59,6 +59,9 @@ def test_settings_that_are_not_built_are_named(tmp_path: Path):
         ("sd3", "caption_projection_dim", 30),
         ("flux-dev", "patch_size", 2),
         ("flux-dev", "out_channels", 32),
+        ("z-image", "n_kv_heads", 1),
+        ("z-image", "all_patch_size", [1, 2]),
+        ("z-image", "siglip_feat_dim", 8),
     ):
         folder = write_model(GOLDENS / name, tmp_path / f"{name}-{key}")
         said = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -132,6 +132,17 @@ def unet(model: Any, draw: np.random.Generator) -> Any:
     return own, {"prediction": array(said)}
 
 
+def z_image(model: Any, draw: np.random.Generator) -> Any:
+    """Texts of different lengths, one of more than 32 tokens. Its own output is image - noise, at times from 0 (noise) to 1. These
+    times are exact in thousandths. Later ones see that torch rounds two of 128 frequencies otherwise: 1e-5 of an angle at 984."""
+    own = {"latents": noise(draw, 2, model.config.in_channels, 6, 10), "text": noise(draw, 2, 39, model.config.cap_feat_dim)}
+    own |= {"timestep": np.asarray([734.375, 890.625], np.float32), "text_mask": np.arange(39) < np.asarray([[39], [7]])}
+    given = tensors(own)
+    texts = [row[mask] for row, mask in zip(given["text"], given["text_mask"], strict=True)]
+    said = model(list(given["latents"].unsqueeze(2)), (1000 - given["timestep"]) / 1000, texts).sample
+    return own | {"text_mask": own["text_mask"].astype(np.int32)}, {"velocity": -array(torch.stack(said).squeeze(2))}
+
+
 def wan(model: Any, draw: np.random.Generator) -> Any:
     own = {"latents": noise(draw, 2, model.config.in_channels, 3, 6, 4), "text": noise(draw, 2, 7, model.config.text_dim)}
     own |= {"timestep": np.asarray([731.0, 20.0], np.float32)}
@@ -146,6 +157,8 @@ SD3 = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "num_layers": 3, "a
        "joint_attention_dim": 26, "caption_projection_dim": 36, "pooled_projection_dim": 18, "out_channels": 4,
        "pos_embed_max_size": 9}  # fmt: skip
 UNET = {"sample_size": 12, "in_channels": 4, "out_channels": 4, "layers_per_block": 1, "norm_num_groups": 4, "cross_attention_dim": 26}
+Z_IMAGE = {"in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 26,
+           "axes_dims": [4, 6, 6], "axes_lens": [600, 32, 32]}  # fmt: skip
 WAN = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 26,
        "freq_dim": 16, "ffn_dim": 40, "num_layers": 2, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads",
        "rope_max_seq_len": 32}  # fmt: skip
@@ -177,5 +190,6 @@ MODELS: dict[str, tuple[str, dict, Any]] = {
         "patch_size": 2, "num_embeds_ada_norm": 7, "norm_eps": 1e-3}, dit),
     "unet-sd": ("UNet2DConditionModel", UNET | SD, unet),
     "unet-xl": ("UNet2DConditionModel", UNET | XL, unet),
+    "z-image": ("ZImageTransformer2DModel", Z_IMAGE, z_image),
     "wan": ("WanTransformer3DModel", WAN, wan),
 }  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from image_models import CLIP, FLUX, SD, SD3, T5, UNET, VAE, XL
+from image_models import CLIP, FLUX, SD, SD3, T5, UNET, VAE, XL, Z_IMAGE
 from safetensors.torch import save_file
-from transformers import CLIPTokenizer, T5Tokenizer
+from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 PROMPTS = ["a red fox in the snow", "nothing"]
 LATENTS = (2, 4, 12, 8)
@@ -49,6 +49,26 @@ def t5_tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=pieces[:90], extra_ids=0, model_max_length=512)
 
 
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """All bytes and merges of some words; the conversation says whether its answer may think."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    entries, merges = [*sorted(ByteLevel.alphabet())], []
+    for word in ["Ġfox", "Ġsnow", "ing", "red"]:
+        at = word[0]
+        for letter in word[1:]:
+            merges.append((at, letter))
+            at += letter
+            entries.append(at)
+    made = Qwen2Tokenizer(vocab={entry: i for i, entry in enumerate(dict.fromkeys(entries))}, merges=merges, model_max_length=4096)
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    return made
+
+
 def old_files(tokenizer: CLIPTokenizer, folder: Path) -> None:
     """A tokenizer's folder as those that were published: a vocabulary and its merges."""
     vocab, merges = clip_vocabulary()
@@ -63,6 +83,10 @@ CLIP_G = CLIP | {"hidden_act": "gelu", "eos_token_id": 89, "projection_dim": 14,
 PLAIN = {"use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
 FLOW = {"shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256,
         "max_image_seq_len": 4096}  # fmt: skip
+
+QWEN3 = {"vocab_size": 280, "hidden_size": 28, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 1024, "max_window_layers": 3,
+         "tie_word_embeddings": True}  # fmt: skip
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -89,6 +113,15 @@ PIPELINES: dict[str, tuple[str, dict, dict[str, tuple[str, dict]]]] = {
             "text_encoder": ("CLIPTextModelWithProjection", CLIP_L | {"projection_dim": 14}),
             "text_encoder_2": ("CLIPTextModelWithProjection", CLIP_G),
             "text_encoder_3": ("T5EncoderModel", T5 | {"d_model": 60, "num_layers": 1}),
+        },
+    ),
+    "pipeline-z-image": (
+        "ZImagePipeline",
+        {"shift": 3.0},
+        {
+            "transformer": ("ZImageTransformer2DModel", Z_IMAGE | {"cap_feat_dim": 28, "n_layers": 1, "n_refiner_layers": 1}),
+            "vae": ("AutoencoderKL", VAE | PLAIN),
+            "text_encoder": ("Qwen3Model", QWEN3),
         },
     ),
     "pipeline-sd": (
@@ -129,6 +162,10 @@ def write_tokenizers(name: str, folder: Path) -> dict[str, Any]:
         made = {"tokenizer": first, "tokenizer_2": t5_tokenizer()}
         made["tokenizer_2"].save_pretrained(folder / "tokenizer_2")
         return made
+    if name == "pipeline-z-image":
+        made = {"tokenizer": qwen_tokenizer()}
+        made["tokenizer"].save_pretrained(folder / "tokenizer")
+        return made
     made = {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(pad_token="a")}
     made |= {"tokenizer_3": t5_tokenizer()} if name == "pipeline-sd3" else {}
     for part, tokenizer in made.items():
@@ -148,6 +185,13 @@ def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
             return {"latents": latents, "out_images": pipe(PROMPTS, latents=given, guidance_scale=3.5, **more).images}
         if name == "pipeline-sdxl":
             free, plain = (pipe(PROMPTS, latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
+            return {"latents": latents, "out_images": free, "out_plain": plain}
+        if name == "pipeline-z-image":
+            # It adds the scale to 1, and leaves guidance out at 0. The time steps of two steps are exact: its vector of a time step, a
+            # sum over 1,024 numbers, makes those that diffusers rounds visible.
+            more["num_inference_steps"] = 2
+            free = pipe(list(PROMPTS), negative_prompt=["snow", "a fox"], latents=given, guidance_scale=3.0, **more).images
+            plain = pipe(list(PROMPTS), latents=given, guidance_scale=0.0, **more).images
             return {"latents": latents, "out_images": free, "out_plain": plain}
         negative = ["snow", "a fox"]
         guided = pipe(PROMPTS, negative_prompt=negative, latents=given, guidance_scale=4.0, **more).images

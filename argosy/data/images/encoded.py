@@ -3,6 +3,7 @@
     FOLDER/SPLIT/manifest.json    shapes and types, and how many rows of each array are there
     FOLDER/SPLIT/latents.npy      [N F h w C]  of each image, and of its mirror image where images are mirrored (F = 2)
     FOLDER/SPLIT/text.npy         [U S E]      of each distinct caption; the first is the empty one
+    FOLDER/SPLIT/text_mask.npy    [U S]        1 for tokens of the caption, 0 for padding that models leave out
     FOLDER/SPLIT/pooled.npy       [U O]
 
 SPLIT is `train` or `held_out`, with the size of each bucket where there are buckets.
@@ -12,6 +13,7 @@ Runs with equal ones share it, and a run that is killed while it fills the folde
 
     images   float32  [B h w c]  latents, or images where there is no autoencoder
     text     float32  [B s e]    states of the caption; of the empty caption for a share of the rows (`dropout`)
+    text_mask int32   [B s]      its tokens that the model reads
     pooled   float32  [B o]      the caption as one vector
     labels   int32    [B]        the class, where there are classes
 """
@@ -35,7 +37,12 @@ from argosy.data.images.buckets import BucketRows
 from argosy.data.images.table import ImageRows, ImageSource, ImageTable, check_images
 from argosy.data.sources import RowSource
 
-TEXT, POOLED = Field("B s e", np.float32, "row"), Field("B o", np.float32, "row")
+# What encoders make of captions.
+CAPTION_FIELDS = {
+    "text": Field("B s e", np.float32, "row"),
+    "text_mask": Field("B s", np.int32, "row"),
+    "pooled": Field("B o", np.float32, "row"),
+}
 MANIFEST = "manifest.json"
 # Images that are encoded at once, and texts.
 IMAGES_AT_ONCE, TEXTS_AT_ONCE = 8, 16
@@ -66,7 +73,7 @@ class FrozenEncoders(Protocol):
         ...
 
     def states(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """`text` [B S E] and `pooled` [B O], those that there are."""
+        """`text` [B S E], `text_mask` [B S] and `pooled` [B O], those that there are."""
         ...
 
 
@@ -145,7 +152,7 @@ class EncodedStore:
             if self.texts:
                 texts = list(self.texts)
                 self._write("captions", len(texts), TEXTS_AT_ONCE, lambda at, end: encoders.states(texts[at:end]), say)
-        for name in ("latents", "text", "pooled"):
+        for name in ("latents", *CAPTION_FIELDS):
             if (path := self.folder / f"{name}.npy").is_file():
                 self.arrays[name] = np.load(path, mmap_mode="r")
 
@@ -161,16 +168,16 @@ class EncodedStore:
                 told = tenth
             for name, values in compute(at, min(at + at_once, count)).items():
                 if name not in arrays:
-                    arrays[name] = self._opened(name, (count, *values.shape[1:]), begins=not at)
+                    arrays[name] = self._opened(name, (count, *values.shape[1:]), values.dtype, begins=not at)
                 arrays[name][at : at + len(values)] = values
             for array in arrays.values():
                 array.flush()  # type: ignore[attr-defined]
             self._say_done(what, min(at + at_once, count))
 
-    def _opened(self, name: str, shape: tuple[int, ...], begins: bool) -> np.ndarray:
+    def _opened(self, name: str, shape: tuple[int, ...], dtype: np.dtype, begins: bool) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         if begins:
-            return np.lib.format.open_memmap(path, "w+", np.float32, shape)
+            return np.lib.format.open_memmap(path, "w+", dtype, shape)
         return np.lib.format.open_memmap(path, "r+")
 
     def _manifest(self) -> dict[str, Any]:
@@ -203,8 +210,8 @@ class EncodedRows:
         if "latents" in arrays and arrays["latents"].shape[-1] != channels:
             what = f"the autoencoder's latents have {plural(arrays['latents'].shape[-1], 'channel')}, and the model reads {channels}"
             raise BadInput(what, hint=f"model.channels={arrays['latents'].shape[-1]}, or another autoencoder")
-        known = {"text": TEXT, "pooled": POOLED}
-        self.fields: Fields = dict(rows.fields) | {name: field for name, field in known.items() if name in arrays}
+        captions = {name: field for name, field in CAPTION_FIELDS.items() if name in arrays}
+        self.fields: Fields = dict(rows.fields) | captions
         self._captions = np.zeros(0, np.int64)
         if store.texts and (captions := rows.table.captions) is not None:
             self._captions = np.array([store.texts[captions[int(i)]] for i in rows.chosen], np.int64)
@@ -240,7 +247,7 @@ class EncodedRows:
             # The empty caption is the first.
             empty = np.array([float(bits[3]) < self.dropout * WIDTH for bits in drawn])
             captions = np.where(empty, 0, self._captions[rows])
-            made |= {name: np.asarray(arrays[name][captions]) for name in ("text", "pooled") if name in arrays}
+            made |= {name: np.asarray(arrays[name][captions]) for name in CAPTION_FIELDS if name in arrays}
         return made
 
 

@@ -63,7 +63,7 @@ class RunEncoders:
         return self._identity
 
     def _hashed(self) -> str:
-        described = [str(jnp.dtype(self.dtype)), self.settings.text_tokens if self.settings.text else None]
+        described = ["with text_mask", str(jnp.dtype(self.dtype)), self.settings.text_tokens if self.settings.text else None]
         for folder in encoder_folders(self.settings):
             names = sorted({*files_of(open_model(folder)), *folder.glob("*.json")})
             described.append({path.name: hash_file(path) for path in names})
@@ -78,7 +78,9 @@ class RunEncoders:
         found = self._opened().prompts.encode(texts)
         # Models that read no vector of a text get one that says nothing.
         pooled = np.zeros((len(texts), 1), np.float32) if found.pooled is None else np.asarray(found.pooled)
-        return {"text": np.asarray(found.text), "pooled": pooled}
+        text = np.asarray(found.text)
+        mask = np.ones(text.shape[:2], np.int32) if found.text_mask is None else np.asarray(found.text_mask, np.int32)
+        return {"text": text, "text_mask": mask, "pooled": pooled}
 
     def release(self) -> None:
         """Frees the models; they are loaded again when something is asked of them."""

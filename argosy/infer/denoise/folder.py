@@ -22,6 +22,7 @@ from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.progress import Say
 from argosy.data.tokenizers.config import read_config
 from argosy.data.tokenizers.load import load_tokenizer
+from argosy.infer.denoise.chat_prompts import ChatReader, ZImagePrompts
 from argosy.infer.denoise.hub import sampler_of, scheduler_config
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
 from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts
@@ -95,6 +96,18 @@ def sd3_pipeline(parts: PipelineParts) -> ImagePipeline:
     return ImagePipeline(parts.denoiser, prompts, parts.sampler, ImageDefaults(28, 7.0, (side, side)), vae, say=parts.say)
 
 
+def z_image_pipeline(parts: PipelineParts) -> ImagePipeline:
+    """Z-Image. Turbo has the same folder, and needs `steps=9 guidance=1`."""
+    denoiser, vae, encoder = parts.denoiser, parts.models["vae"].module, parts.models["text_encoder"].module
+    length, thinks = denoiser.config.text_tokens, {"enable_thinking": True}
+    tokenizer, before_last = load_tokenizer(parts.path / "tokenizer"), encoder.config.layers - 1
+    prompts = ZImagePrompts(ChatReader(encoder, tokenizer, length, [before_last], "text_encoder", thinks, parts.say))
+    side = 128 * vae.config.factor
+    # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps, and counts a scale of guidance of 0 as none: 5 is 6 here.
+    sampler = parts.sampler.model_copy(update={"spacing": "trailing"})
+    return ImagePipeline(denoiser, prompts, sampler, ImageDefaults(50, 6.0, (side, side)), vae, say=parts.say)
+
+
 def sd_pipeline(parts: PipelineParts) -> ImagePipeline:
     """Stable Diffusion 1 and 2."""
     return _unet_pipeline(parts, SDPrompts(parts.reader(1)), 7.5)
@@ -135,6 +148,7 @@ KINDS = {
     "StableDiffusion3Pipeline": PipelineKind(
         ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"), sd3_pipeline, ("text_encoder_3",)
     ),
+    "ZImagePipeline": PipelineKind(("transformer", "vae", "text_encoder"), z_image_pipeline),
 }
 # Parts that no picture is drawn with here: inputs of image prompts, and checks of what was drawn.
 UNUSED = ("feature_extractor", "image_encoder", "safety_checker")

@@ -22,7 +22,8 @@ from argosy.ops.attention import Score
 from argosy.ops.precision import wide
 
 LEGEND = (
-    ("I", "patch"), ("W", "waves"), ("E", "embedder"), ("G", "modulation"), ("M", "modulated"), ("S", "text"), ("O", "pooled")
+    ("I", "patch"), ("W", "waves"), ("E", "embedder"), ("G", "modulation"), ("M", "modulated"), ("S", "text"), ("O", "pooled"),
+    ("Q", "time_vector"),
 )
 # The letter of the axis that embedders read, by the name of their condition.
 READS = {"time": "W", "guidance": "W", "pooled": "O"}
@@ -40,13 +41,18 @@ class JointCondition(NamedTuple):
 
 
 class MLPEmbedder(nnx.Module):
-    """down(silu(up(x))): sines of a number, or a vector, to the width of the model."""
+    """down(silu(up(x))): sines of a number, or a vector, to the width of the model.
 
-    def __init__(self, dims: dict[str, int], letter: str):
-        self.up = Einsum(f"B{letter},{letter}E->BE", dims, bias=True, scale=0.02, legend=LEGEND)
-        self.down = Einsum("BE,ED->BD", dims, bias=True, scale=0.02, legend=LEGEND)
+    Args:
+        letter: the axis that it reads.
+        out: the axis that it gives.
+    """
 
-    def __call__(self, x: Float[Array, "B W"]) -> Float[Array, "B D"]:
+    def __init__(self, dims: dict[str, int], letter: str, out: str = "D", *, bias: bool = True):
+        self.up = Einsum(f"B{letter},{letter}E->BE", dims, bias=bias, scale=0.02, legend=LEGEND)
+        self.down = Einsum(f"BE,E{out}->B{out}", dims, bias=bias, scale=0.02, legend=LEGEND)
+
+    def __call__(self, x: Float[Array, "B W"]) -> Float[Array, "B _"]:
         return self.down(jax.nn.silu(self.up(x)))
 
 
@@ -90,12 +96,12 @@ class JointStream(nnx.Module):
 class Projections(nnx.Module):
     """Queries, keys and values of a stream, and the output of attention."""
 
-    def __init__(self, dims: dict[str, int], *, norms: bool, out: bool = True):
-        self.q = Einsum("BTD,DNH->BTNH", dims, bias=True)
-        self.k = Einsum("BTD,DKH->BTKH", dims, bias=True)
-        self.v = Einsum("BTD,DKH->BTKH", dims, bias=True)
-        self.o = Einsum("BTNH,NHD->BTD", dims, bias=True) if out else None
-        norm: Callable[[], RMSNorm] = partial(RMSNorm, dims["H"], letters="H")
+    def __init__(self, dims: dict[str, int], *, norms: bool, out: bool = True, bias: bool = True, eps: float = 1e-6):
+        self.q = Einsum("BTD,DNH->BTNH", dims, bias=bias)
+        self.k = Einsum("BTD,DKH->BTKH", dims, bias=bias)
+        self.v = Einsum("BTD,DKH->BTKH", dims, bias=bias)
+        self.o = Einsum("BTNH,NHD->BTD", dims, bias=bias) if out else None
+        norm: Callable[[], RMSNorm] = partial(RMSNorm, dims["H"], eps, letters="H")
         self.q_norm, self.k_norm = (norm(), norm()) if norms else (None, None)
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:

@@ -19,7 +19,7 @@ from argosy.models.base.config import InputKind, ModelConfig
 # velocity: noise - image; epsilon: the noise; v: alpha noise - sigma image; sample: the image.
 Prediction = Literal["velocity", "epsilon", "v", "sample"]
 # Axes of weights that are computed with once for an image, as hub tables name them.
-PER_IMAGE = frozenset(["waves", "embedder", "modulation", "final_modulation", "pooled"])
+PER_IMAGE = frozenset(["waves", "embedder", "modulation", "final_modulation", "pooled", "time_vector"])
 
 
 class Conditions(NamedTuple):

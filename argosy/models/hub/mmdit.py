@@ -11,13 +11,13 @@ FINAL = [
 ]
 
 
-def linear_rows(theirs: str, ours: str, out: str, summed: str, layers: Sequence[int] | None = None) -> list[KeyRow]:
-    """The rows of a linear layer with a bias, torch's weight [out, in]."""
+def linear_rows(
+    theirs: str, ours: str, out: str, summed: str, layers: Sequence[int] | None = None, *, bias: bool = True
+) -> list[KeyRow]:
+    """The rows of a linear layer, torch's weight [out, in]."""
     left = [f"({axes})" if " " in axes else axes for axes in (out, summed)]
-    return [
-        KeyRow(f"{theirs}.weight", f"{ours}.w", f"{left[0]} {left[1]} -> {summed} {out}", layers),
-        KeyRow(f"{theirs}.bias", f"{ours}.b", f"{left[0]} -> {out}", layers),
-    ]
+    rows = [KeyRow(f"{theirs}.weight", f"{ours}.w", f"{left[0]} {left[1]} -> {summed} {out}", layers)]
+    return rows + ([KeyRow(f"{theirs}.bias", f"{ours}.b", f"{left[0]} -> {out}", layers)] if bias else [])
 
 
 def qk_norm_rows(theirs: str, ours: str, layers: Sequence[int] | None = None) -> list[KeyRow]:
@@ -26,7 +26,7 @@ def qk_norm_rows(theirs: str, ours: str, layers: Sequence[int] | None = None) ->
 
 
 def stream_rows(
-    theirs: str, ours: str, layers: Sequence[int], *, added: bool = False, norms: bool = True, out: bool = True
+    theirs: str, ours: str, layers: Sequence[int], *, added: bool = False, norms: bool = True, out: bool = True, bias: bool = True
 ) -> list[KeyRow]:
     """The rows of a stream's projections.
 
@@ -34,10 +34,10 @@ def stream_rows(
         added: the names that diffusers gives to those of the text.
     """
     q, k, v, o = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out") if added else ("to_q", "to_k", "to_v", "to_out.0")
-    rows = linear_rows(f"{theirs}.{q}", f"{ours}.q", "N H", "D", layers)
-    rows += linear_rows(f"{theirs}.{k}", f"{ours}.k", "K H", "D", layers)
-    rows += linear_rows(f"{theirs}.{v}", f"{ours}.v", "K H", "D", layers)
-    rows += linear_rows(f"{theirs}.{o}", f"{ours}.o", "D", "N H", layers) if out else []
+    rows = linear_rows(f"{theirs}.{q}", f"{ours}.q", "N H", "D", layers, bias=bias)
+    rows += linear_rows(f"{theirs}.{k}", f"{ours}.k", "K H", "D", layers, bias=bias)
+    rows += linear_rows(f"{theirs}.{v}", f"{ours}.v", "K H", "D", layers, bias=bias)
+    rows += linear_rows(f"{theirs}.{o}", f"{ours}.o", "D", "N H", layers, bias=bias) if out else []
     if norms:
         for x in "qk":
             rows += qk_norm_rows(f"{theirs}.norm_{'added_' if added else ''}{x}", f"{ours}.{x}_norm", layers)

@@ -24,7 +24,7 @@ class SamplePrompts:
     any more.
 
     texts: the prompts; the empty one is known too.
-    states: `text` [P + 1 S E] and `pooled` [P + 1 O] of the empty prompt and of the texts.
+    states: `text` [P + 1 S E], `text_mask` [P + 1 S] and `pooled` [P + 1 O] of the empty prompt and of the texts.
     """
 
     texts: tuple[str, ...]
@@ -32,7 +32,7 @@ class SamplePrompts:
 
     def encode(self, texts: Sequence[str]) -> Conditions:
         order = np.array([0 if not text else 1 + self.texts.index(text) for text in texts])
-        return Conditions(text=jnp.asarray(self.states["text"][order]), pooled=jnp.asarray(self.states["pooled"][order]))
+        return Conditions(**{name: jnp.asarray(values[order]) for name, values in self.states.items()})
 
     def null(self, count: int) -> Conditions:
         return self.encode([""] * count)

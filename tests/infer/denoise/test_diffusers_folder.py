@@ -17,7 +17,7 @@ from argosy.infer.denoise.settings import SamplerSettings
 from argosy.weights.hub.image_lora import image_updates
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
-NAMES = ["pipeline-flux", "pipeline-sd3", "pipeline-sd", "pipeline-sdxl"]
+NAMES = ["pipeline-flux", "pipeline-sd3", "pipeline-z-image", "pipeline-sd", "pipeline-sdxl"]
 PROMPTS = ["a red fox in the snow", "nothing"]
 TOLERANCE = 5e-5  # of the brightest pixel, after three steps; 1.5e-5 was measured, and 1e-5 holds for every module alone
 SIZE = (48, 32)
@@ -44,6 +44,15 @@ def test_sd3_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
     golden, pipe = np.load(GOLDENS / "pipeline-sd3" / "golden.npz"), pipes["pipeline-sd3"]
     how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
     images = pipe.images(PROMPTS, negative=["snow", "a fox"], guidance=4.0, **how)
+    assert np.abs(images - golden["out_images"]).max() < TOLERANCE
+    assert np.abs(pipe.images(PROMPTS, guidance=1.0, **how) - golden["out_plain"]).max() < TOLERANCE
+
+
+def test_z_image_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
+    """With negative prompts and without guidance. diffusers adds the scale of guidance to 1."""
+    golden, pipe = np.load(GOLDENS / "pipeline-z-image" / "golden.npz"), pipes["pipeline-z-image"]
+    how = {"steps": 2, "size": SIZE, "latents": golden["latents"], "output": "float"}
+    images = pipe.images(PROMPTS, negative=["snow", "a fox"], guidance=1 + 3.0, **how)
     assert np.abs(images - golden["out_images"]).max() < TOLERANCE
     assert np.abs(pipe.images(PROMPTS, guidance=1.0, **how) - golden["out_plain"]).max() < TOLERANCE
 
@@ -93,8 +102,7 @@ def test_what_is_saved_is_what_was_read(name: str, folders: dict[str, Path], pip
     for path in theirs:
         if path.suffix == ".safetensors":
             a, b = load_file(theirs[path]), load_file(ours[path])
-            prefix = "text_model." if a.keys() != b.keys() else ""
-            assert {prefix + n for n in a} == b.keys()
+            prefix = next(before for before in ("", "text_model.", "model.") if {before + n for n in a} == b.keys())
             assert all((b[prefix + n] == w).all() for n, w in a.items())
         elif path.name == "config.json":
             said, written = (json.loads(at[path].read_text(encoding="utf-8")) for at in (theirs, ours))
@@ -153,6 +161,10 @@ def test_folders_that_are_not_built_are_named(folders: dict[str, Path], tmp_path
     ):
         with pytest.raises(BadInput, match=named):
             argosy.load(edited(flux, tmp_path / str(i), file, **keys))
+    shutil.copytree(folders["pipeline-z-image"], tmp_path / "plain")
+    (tmp_path / "plain" / "tokenizer" / "chat_template.jinja").unlink()
+    with pytest.raises(BadInput, match="no chat template"):
+        argosy.load(tmp_path / "plain")
     shutil.copytree(flux, tmp_path / "missing")
     shutil.rmtree(tmp_path / "missing" / "vae")
     with pytest.raises(BadInput, match="no folder vae/"):

@@ -58,7 +58,7 @@ class Diffusion(Settings, Objective):
     @property
     def conditions(self) -> frozenset[str]:
         """The fields of `Conditions` that batches give."""
-        given = {"labels": ("labels",), "text": ("text", "pooled", "guidance"), "none": ()}
+        given = {"labels": ("labels",), "text": ("text", "text_mask", "pooled", "guidance"), "none": ()}
         return frozenset(given[self.condition])
 
     def reads(self) -> "Fields":
@@ -69,7 +69,11 @@ class Diffusion(Settings, Objective):
         images = BatchField("B h w c", np.float32, "row")
         of = {
             "labels": {"labels": BatchField("B", np.int32, "row")},
-            "text": {"text": BatchField("B s e", np.float32, "row"), "pooled": BatchField("B o", np.float32, "row")},
+            "text": {
+                "text": BatchField("B s e", np.float32, "row"),
+                "text_mask": BatchField("B s", np.int32, "row"),
+                "pooled": BatchField("B o", np.float32, "row"),
+            },
             "none": {},
         }
         return {"images": images, "row": BatchField("B", np.int32, "row")} | of[self.condition]
@@ -101,7 +105,7 @@ class Diffusion(Settings, Objective):
         elif self.condition == "text":
             # Captions are dropped where their states are read: the empty one has states of its own.
             scale = jnp.full(rows, self.guidance, jnp.float32)
-            conditions = Conditions(text=batch["text"], pooled=batch["pooled"], guidance=scale)
+            conditions = Conditions(text=batch["text"], text_mask=batch["text_mask"], pooled=batch["pooled"], guidance=scale)
         predicted = model(a * images + s * noise, t * STEPS, conditions)
         error = jnp.mean((target(config.prediction, images, noise, a, s) - predicted) ** 2, (1, 2, 3))
         # Rows past the end of the last batch of an evaluation have no number.

@@ -1,0 +1,121 @@
+"""Conditions of prompts by language models: a prompt is a message of a conversation, and the denoiser reads the states of some layers.
+
+    Z-Image    text: states before the last layer, of the words of the conversation alone
+
+A conversation is cut at the longest length, which is said. Padding stands behind the words, which never see it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.data.chat.template import choose_template, render
+from argosy.infer.denoise.finite import check_finite
+from argosy.models.diffusion.base import Conditions
+from argosy.models.parts.attention.attend import Packed
+from argosy.models.parts.stack.watch import OUTPUT, WatchedAttend
+from argosy.models.parts.weight import merge, split
+
+
+class ChatReader:
+    """A language model, its tokenizer and its chat template: prompts to states.
+
+    Args:
+        module: of a language model.
+        tokenizer: of its vocabulary, with a chat template.
+        length: tokens that every conversation is padded or cut to.
+        layers: whose outputs are read, counted from 1; 0 is the embedding. They stand side by side.
+        name: what error messages call it.
+        variables: of the template, such as `enable_thinking`.
+        say: called with what a prompt lost.
+
+    Raises:
+        BadInput: the tokenizer has no chat template, or the model has fewer layers.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        tokenizer: Any,
+        length: int,
+        layers: Sequence[int],
+        name: str,
+        variables: Mapping[str, Any],
+        say: Say | None = None,
+    ):
+        self.module, self.tokenizer, self.length, self.name, self.say = module, tokenizer, length, name, say
+        self.variables, self._template = variables, choose_template(tokenizer.chat_templates)
+        if wrong := [i for i in layers if not 0 <= i <= module.config.layers]:
+            raise BadInput(f"{name}: layer {wrong[0]} is read, and it has {plural(module.config.layers, 'layer')}")
+        graph, self._leaves = split(module)
+        self._program = _layer_states(graph, module.dtype, tuple(layers))
+
+    def tokens(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
+        """The ids of conversations, and 1 where they are no padding."""
+        out, words = (np.zeros((len(texts), self.length), np.int32) for _ in range(2))
+        special = self.tokenizer.special
+        conversations = [
+            render(self._template, [{"role": "user", "content": text}], special, add_generation_prompt=True, **self.variables)
+            for text in texts
+        ]
+        for row, ids in enumerate(self.tokenizer.encode_many(conversations, special=True)):
+            if len(ids) > self.length and self.say is not None:
+                lost = self.tokenizer.decode(ids[self.length :])
+                self.say(f"{self.name} reads {plural(self.length, 'token')}; a prompt loses its end: {lost!r}")
+            out[row, : len(ids)], words[row, : len(ids)] = ids[: self.length], 1
+        return out, words
+
+    def states(self, texts: Sequence[str]) -> tuple[Float[Array, "B T E"], Int[Array, "B T"]]:
+        """The states of the layers, float32 and zero for padding, and 1 where they are no padding.
+
+        Raises:
+            BadInput: the template refuses a prompt.
+            ArgosyError: they are not finite.
+        """
+        unique = list(dict.fromkeys(texts))
+        rows = 1 << (len(unique) - 1).bit_length()
+        tokens, words = self.tokens([*unique, *[""] * (rows - len(unique))])
+        found = self._program(self._leaves, jnp.asarray(tokens), jnp.asarray(words))
+        check_finite(self.name, found)
+        order = np.array([unique.index(text) for text in texts])
+        return found[order], jnp.asarray(words[order])
+
+
+@lru_cache(maxsize=16)
+def _layer_states(graph: Any, dtype: Any, layers: tuple[int, ...]) -> Callable[..., Float[Array, "B T E"]]:
+    def states(leaves: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        model = merge(graph, leaves)
+        model.dtype = dtype
+        attend = Packed(jnp.ones_like(tokens))
+        _, _, aux = model.hidden(tokens, WatchedAttend(attend, outputs=True))
+        told, _ = model.layers.layer_aux(aux)
+        found = [model.embedded(tokens, attend) if i == 0 else told[i - 1][OUTPUT] for i in layers]
+        return jnp.where(words[..., None] > 0, jnp.concatenate(found, -1).astype(jnp.float32), 0)
+
+    return jax.jit(states)
+
+
+class ZImagePrompts:
+    """Prompts of Z-Image: the states of Qwen 3 before its last layer.
+
+    Args:
+        reader: the encoder.
+    """
+
+    def __init__(self, reader: ChatReader):
+        self.reader = reader
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        text, mask = self.reader.states(texts)
+        return Conditions(text=text, text_mask=mask)
+
+    def null(self, count: int) -> Conditions:
+        return self.encode([""] * count)
