@@ -84,7 +84,7 @@ class DocumentEncoder:
             ids = self._checked([*before, *body, *after])
             opening = starts or (was and self.opening)
             self.opening = opening and not len(ids)
-            yield Encoded(ids, weights_of(document, len(before), len(after)), begins=opening and len(ids) > 0)
+            yield Encoded(ids, weights_of(document, len(body), len(before), len(after)), begins=opening and len(ids) > 0)
 
     def skip(self, document: Document) -> None:
         """Skips a document, or a piece of one. The next piece is encoded as if it had been encoded."""
@@ -170,25 +170,28 @@ def _in_parts(text: str, pattern: "re.Pattern[str] | None") -> Iterator[str]:
         yield text[start:]
 
 
-def weights_of(document: Document, before: int, after: int) -> np.ndarray | None:
+def weights_of(document: Document, length: int, before: int, after: int) -> np.ndarray | None:
     """The weight of each token in the loss: uint8 for weights of 0 and 1, or float32; None if all are 1. A token that marks the end has
     the last token's weight.
 
     Args:
+        length: number of the document's tokens, without special ones.
         before: number of special tokens that were added before the document's tokens.
         after: number of special tokens that were added after them.
 
     Raises:
         BadInput: a span is outside the document, or the number of weights is not the number of tokens.
     """
-    if document.tokens is None or (document.learn is None and document.weights is None):
-        return None
-    length = len(document.tokens)
     if document.weights is not None:
-        if len(document.weights) != length:
-            raise BadInput(f"{plural(len(document.weights), 'weight')} for a document of {plural(length, 'token')}")
         inner = np.asarray(document.weights, np.float32)
+        if inner.ndim and len(inner) != length:
+            what = f"{plural(len(inner), 'weight')} for a document of {plural(length, 'token')}"
+            hint = "one for each token that `data.tokenizer` makes of the text, or one number for all of them"
+            raise BadInput(what, where=document.where, hint=hint)
+        inner = np.broadcast_to(inner, length)
         return np.concatenate([np.zeros(before, np.float32), inner, np.repeat(inner[-1:], after)])
+    if document.learn is None:
+        return None
     learn = np.zeros(before + length + after, np.uint8)
     for start, stop in document.learn or ():
         if not 0 <= start <= stop <= length:

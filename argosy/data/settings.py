@@ -163,10 +163,14 @@ class DataSettings(Settings):
     """
 
     columns: Annotated[
-        dict[str, str], BelongsTo("source"), Also("field_messages", "dataset_text_field", "columns_mapping")
+        dict[str, str],
+        BelongsTo("source"),
+        Also("field_messages", "dataset_text_field", "columns_mapping"),
+        Also("token_weights", "loss_weights", "sample_weight", note="data.columns.weights=COLUMN reads them"),
     ] = Field(default_factory=dict)
     """Names of the columns of a file that differ from the format's: `data.columns.messages=dialog` reads messages from the
-    column `dialog`. `role`, `content`, `from` and `value` rename what a message holds."""
+    column `dialog`. `role`, `content`, `from` and `value` rename what a message holds. `data.columns.weights=NAME` weighs the loss by
+    the column NAME: a number a record, or a list of one a message or a token."""
 
     map: Annotated[str | None, BelongsTo("source"), Also("formatting_func", "preprocessing_function")] = None
     """A function of yours that every record passes first, as FILE.py:FUNCTION: it gets a mapping of columns, and returns one, a list of

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import bagz
 import numpy as np
 import pyarrow
 import pyarrow.feather
@@ -144,6 +143,9 @@ def tar(rows: Rows) -> bytes:
 
 
 def bagged(path: Path, records: list[bytes]) -> None:
+    # Imported here: at the end of a process, bagz prints what it did not free.
+    import bagz
+
     with bagz.Writer(str(path)) as writer:
         for record in records:
             writer.write(record)

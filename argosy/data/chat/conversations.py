@@ -81,7 +81,7 @@ class ConversationEncoder(DocumentEncoder):
                 self.unanswered += 1
                 yield NOTHING
                 continue
-            yield self.finished(found, is_chat)
+            yield self.finished(self.weighted(found, record, is_chat), is_chat, weighted=record.weights is not None)
 
     def skip(self, document: Document) -> None:
         """Skips a record; only names of special tokens in its texts are counted."""
@@ -116,7 +116,37 @@ class ConversationEncoder(DocumentEncoder):
             for name in extra_fields(message):
                 if not self._is_written(name, bool(record.tools)):
                     self.unwritten.add(name)
-        return MaskedConversation(record.messages or (), record.tools, record.variables, record.learned)
+        return MaskedConversation(record.messages or (), record.tools, record.variables, self.learned_of(record))
+
+    def learned_of(self, record: SourceRecord) -> tuple[float, ...] | None:
+        """The weight of each message, where the record has some; otherwise whether it counts.
+
+        Raises:
+            BadInput: messages have weights, and every token is learned.
+        """
+        weights = message_weights(record)
+        if weights is None:
+            return record.learned
+        if self.learn == "all":
+            what = "weights of messages, and data.learn=all learns what stands between them too"
+            raise BadInput(what, where=record.where, hint="leave `data.learn` out, or give a weight for the record or for each token")
+        return tuple(weight * counts for weight, counts in zip(weights, record.learned or (True,) * len(weights)))
+
+    def weighted(self, token_ids: Ids, record: SourceRecord, is_chat: bool) -> Ids:
+        """Ids with their weights, where the record has one for all of them, or one for each.
+
+        Raises:
+            BadInput: the number of weights is neither that of messages nor that of tokens.
+        """
+        ids, mask = token_ids
+        if record.weights is None or (is_chat and message_weights(record) is not None):
+            return token_ids
+        if isinstance(record.weights, tuple) and len(record.weights) != len(ids):
+            count = f"{plural(len(record.weights), 'weight')} for a record of {plural(len(ids), 'token')}"
+            count += f" and {plural(len(record.messages), 'message')}" if is_chat and record.messages is not None else ""
+            raise BadInput(count, where=record.where, hint="one number, or one for each message or each token of the rendered text")
+        each = record.weights if isinstance(record.weights, tuple) else [record.weights] * len(ids)
+        return ids, [weight if counts or self.learn == "all" else 0.0 for weight, counts in zip(each, mask)]
 
     def _is_written(self, field: str, tools: bool) -> bool:
         """Whether the template of a conversation writes a field of messages."""
@@ -134,10 +164,11 @@ class ConversationEncoder(DocumentEncoder):
         self._look_for_names(prompt + answer, ends=True)
         return encoded(self.tokenizer, prompt + answer, span, special=self.special)
 
-    def finished(self, token_ids: Ids, is_chat: bool, ends: bool = True) -> Encoded:
-        """Ids with what begins a document and, where it `ends`, ends it, and what is learned of them."""
+    def finished(self, token_ids: Ids, is_chat: bool, ends: bool = True, weighted: bool = False) -> Encoded:
+        """Ids with what begins a document and, where it `ends`, ends it, and what is learned of them. weighted: whether the mask holds
+        weights."""
         ids, mask = token_ids
-        if not ids or (self.learn == "answers" and not any(mask)):
+        if not ids or ((self.learn == "answers" or weighted) and not any(mask)):
             self.unanswered += 1
             return NOTHING
         if is_chat and self.learn == "answers":
@@ -146,10 +177,16 @@ class ConversationEncoder(DocumentEncoder):
         before = self.before if (self.bos_first or not is_chat) and ids[:1] != self.before else []
         after = self.after if ends and not is_chat and [ids[-1]] != self.after else []
         tokens = self._checked([*before, *ids, *after])
-        if self.learn == "all":
+        if self.learn == "all" and not weighted:
             return Encoded(tokens)
-        learned = np.array([False] * len(before) + mask + mask[-1:] * len(after), np.uint8)
-        return Encoded(tokens, learned)
+        learned = [*[False] * len(before), *mask, *mask[-1:] * len(after)]
+        return Encoded(tokens, np.array(learned, np.float32 if weighted else np.uint8))
+
+
+def message_weights(record: SourceRecord) -> tuple[float, ...] | None:
+    """The weights of a record's messages; None if it has other weights, or none."""
+    has = record.messages is not None and isinstance(record.weights, tuple) and len(record.weights) == len(record.messages)
+    return record.weights if has else None  # type: ignore[return-value]
 
 
 # What is written of a record that is left out.

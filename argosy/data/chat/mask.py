@@ -36,7 +36,8 @@ TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 PROBE = "\ue000"
 # Conversations in one request to a rendering process: a round trip is then small beside them.
 TOGETHER = 32
-Ids = tuple[list[int], list[bool]]
+# The ids of a conversation, and whether each counts in the loss, or its weight.
+Ids = tuple[list[int], list[float]]
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class MaskedConversation:
     messages: the messages.
     tools: JSON schemas of functions.
     variables: further variables of the template.
-    learned: for each message of an assistant, whether its words count; None: all do.
+    learned: for each message of an assistant, whether its words count, or their weight; None: all do.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
-    learned: Sequence[bool] | None = None
+    learned: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,9 @@ def encode_chunk(
             renders = Renders(job, tokenizer.special, now, way.name or "default", dict(zip(job.parts, answers)), child)
             turns = renders.turns(ends) if way.masked else {}
             renders.check_calls(turns)
-            found.append(encoded(tokenizer, renders.whole, list(kept(turns, one).values()), way.masked))
+            spans = kept(turns, one)
+            weights = None if one.learned is None else [one.learned[place] for place in spans]
+            found.append(encoded(tokenizer, renders.whole, list(spans.values()), way.masked, weights=weights))
         except BadInput as error:
             found.append(error)
     return found
@@ -179,9 +182,15 @@ def kept(turns: Mapping[int, Span], conversation: MaskedConversation) -> dict[in
 
 
 def encoded(
-    tokenizer: Tokenizer, text: str, spans: Sequence[Span], masked: bool = True, special: bool = True
+    tokenizer: Tokenizer,
+    text: str,
+    spans: Sequence[Span],
+    masked: bool = True,
+    special: bool = True,
+    weights: Sequence[float] | None = None,
 ) -> Ids:
-    """The ids of a text, and which of them lie in spans of characters. The text before a span is encoded as a prompt is: alone."""
+    """The ids of a text, and which of them lie in spans of characters, or the weights of the spans they lie in. The text before a span
+    is encoded as a prompt is: alone."""
     ids, places = tokenizer.encode_with_offsets(text, special=special)
     if not masked:
         return ids, [True] * len(ids)
@@ -189,10 +198,10 @@ def encoded(
     cuts += [start for start, _ in spans if start not in cuts and not begins_as_prompt(tokenizer, text, ids, places, start, special)]
     if cuts:
         ids, places = encode_cut(tokenizer, text, sorted(cuts), special)
-    begins, mask = [begin for begin, _ in places], [False] * len(ids)
-    for start, stop in spans:
+    begins, mask = [begin for begin, _ in places], list[float]([False] * len(ids))
+    for (start, stop), weight in zip(spans, weights or [True] * len(spans)):
         first, last = bisect_left(begins, start), bisect_left(begins, stop)
-        mask[first:last] = [True] * (last - first)
+        mask[first:last] = [weight] * (last - first)
     return ids, mask
 
 

@@ -13,7 +13,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -77,6 +77,7 @@ class SourceRecord:
     values: numbers of the record.
     steps: texts of a completion's steps, and whether each is right.
     columns: other columns of a prompt, by name.
+    weights: the weight in the loss of the record, of each of its messages, or of each of its tokens.
     """
 
     where: str
@@ -91,6 +92,7 @@ class SourceRecord:
     values: Mapping[str, float] = field(default_factory=dict)
     steps: tuple[tuple[str, bool], ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
+    weights: float | tuple[float, ...] | None = None
 
     @property
     def words(self) -> str:
@@ -110,6 +112,8 @@ class SourceRecord:
             said += [[other.text for other in self.others], self.values, self.steps]
         if self.columns:
             said.append(self.columns)
+        if self.weights is not None:
+            said.append({"weights": self.weights})
         return json.dumps(said, ensure_ascii=False, sort_keys=True)
 
 
@@ -118,21 +122,26 @@ class Document:
     """Text, or tokens where the source already has them, or a record.
 
     learn: half-open spans of `tokens` that count in the loss; None means all of them.
-    weights: the weight of each token in the loss, in place of `learn`.
+    weights: the weight of each token in the loss, in place of `learn`; or one for all of them. Tokens that mark the beginning and the
+        end are not counted.
     ends: False for a piece of a long document; the next Document continues it.
     record: the record to render; `text` is then its JSON, by which it is measured and held out.
+    where: the file and row of a text with weights, for errors.
     """
 
     text: str = ""
     tokens: Sequence[int] | None = None
     learn: tuple[tuple[int, int], ...] | None = None
     ends: bool = True
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] | float | None = None
     record: SourceRecord | None = None
+    where: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.learn is not None or self.weights is not None) and self.tokens is None:
-            raise ValueError("`learn` and `weights` count tokens: give the document's tokens too")
+        if self.learn is not None and self.tokens is None:
+            raise ValueError("`learn` counts tokens: give the document's tokens too")
+        if self.weights is not None and self.tokens is None and not self.ends:
+            raise ValueError("`weights` count the tokens of a whole text, not of a piece")
         if self.learn is not None and self.weights is not None:
             raise ValueError("`learn` and `weights` are two ways to say the same: give one")
 
@@ -233,9 +242,9 @@ class Capped(DerivedSource):
             size = len(document.text.encode())
             if size > left or not left:
                 self.max_bytes = self.limit
-                # A record is read whole or not at all.
-                if (left or inside) and document.record is None:
-                    yield Document(document.text.encode()[:left].decode(errors="ignore"))
+                # A record is read whole or not at all, and so is a text whose weights count its tokens.
+                if (left or inside) and document.record is None and not isinstance(document.weights, Sequence):
+                    yield replace(document, text=document.text.encode()[:left].decode(errors="ignore"), ends=True)
                 return
             left, inside = left - size, not document.ends
             yield document

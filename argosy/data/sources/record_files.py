@@ -7,6 +7,7 @@ A kind of file says how its rows are read (`RecordFile.rows`); which columns the
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -64,8 +65,9 @@ class RecordSource(Source):
         if not self.reader.begun:
             self.reader.row(fields, where)  # decides the format
         if self.reader.format == "text":
-            return Document(self.reader.text(fields, where))
-        record = self.reader.record(fields, where)
+            weights = self.reader.weights_of(fields, where)
+            return Document(self.reader.text(fields, where), weights=weights, where=where if weights is not None else None)
+        record = replace(self.reader.record(fields, where), weights=self.reader.weights_of(fields, where))
         return Document(record.text, record=record)
 
     def read_fingerprint(self) -> dict[str, Any]:

@@ -13,10 +13,12 @@
 whose texts would be detected as documents: its objective asks for it. Beside messages, `tools`
 are JSON schemas of functions (a list, or its JSON) and `chat_template_kwargs` further variables of the template, as in TRL.
 A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column that is null counts as absent, because
-that is how tables with optional columns become JSONL.
+that is how tables with optional columns become JSONL. `weights`, which is read where `data.columns.weights` names a column, says
+how much a record, each of its messages or each of its tokens counts in the loss.
 """
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from argosy.core.errors import BadInput, nearest
@@ -52,7 +54,10 @@ GROUPS = {"preference": 2, "kto": 2, "stepwise": 1, "classification": 1}
 LABELED = ("classification",)
 # What a message holds, which `data.columns` may rename too.
 OF_A_MESSAGE = ("role", "content", "from", "value")
-NAMES = tuple(dict.fromkeys([*(name for needs, may in FORMATS.values() for name in needs + may), *OF_A_MESSAGE]))
+# The column of weights in the loss, read where `data.columns` names it, and the formats that have one.
+WEIGHTS = "weights"
+WEIGHTED = ("text", "completion", "messages", "alpaca", "sharegpt")
+NAMES = tuple(dict.fromkeys([*(name for needs, may in FORMATS.values() for name in needs + may), *OF_A_MESSAGE, WEIGHTS]))
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TAGS = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -119,10 +124,31 @@ class RecordReader:
         if lacking := [name for name in needs if self.named(name) not in has]:
             raise self.other(lacking, has, where)
         known = [name for name in (*needs, *may) if self.named(name) in has]
-        read = {self.named(name) for name in known}
+        read = {self.named(name) for name in known} | self.of_weights
         if self.format != PROMPT:
             self.ignored |= dict.fromkeys(name for name in has if name not in read)
         return {name: has[self.named(name)] for name in known}
+
+    @property
+    def of_weights(self) -> set[str]:
+        """The column of weights, if one is read."""
+        return {self.columns[WEIGHTS]} if WEIGHTS in self.columns else set()
+
+    def weights_of(self, fields: Row, where: str) -> float | tuple[float, ...] | None:
+        """The weights of a record in the loss: one number, or a list of them. None where no column of weights is read.
+
+        Raises:
+            BadInput: the column holds something else.
+        """
+        if not (of_weights := self.of_weights):
+            return None
+        value = fields.get(column := of_weights.pop())
+        each: list[Any] = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, int | float) and not isinstance(one, bool) and 0 <= one < inf for one in each):
+            held = "a list with something else" if isinstance(value, list) else kind(value)
+            hint = "a number of 0 or more, or a list of them: one for each message, or for each token"
+            raise BadInput(f"no weights in the field `{column}`: it holds {held}", where=where, hint=hint)
+        return tuple(map(float, value)) if isinstance(value, list) else float(each[0])
 
     def named(self, name: str) -> str:
         """A column's name in the file."""
@@ -146,6 +172,9 @@ class RecordReader:
             if not fits:
                 raise _unknown(has, where)
             self.format = fits[0]
+        if WEIGHTS in self.columns and self.format not in WEIGHTED:
+            what = f"weights of tokens are for texts and conversations, and these are `{self.format}` records"
+            raise BadInput(what, where=where, hint="leave `data.columns.weights` out")
         self.begun = True
 
     def fitting(self, has: Row) -> list[str]:
@@ -153,7 +182,7 @@ class RecordReader:
         one that lacks a column which the settings rename."""
         detected = [one for one in FORMATS if one not in ASKED_FOR]
         fits = [one for one in detected if all(self.named(name) in has for name in FORMATS[one][0])]
-        renamed = {name for name in self.columns if name not in OF_A_MESSAGE}
+        renamed = {name for name in self.columns if name not in (*OF_A_MESSAGE, WEIGHTS)}
         fits = [one for one in fits if renamed <= {*FORMATS[one][0], *FORMATS[one][1]}] or fits
         # A column `label` may be a class; only a truth value is KTO's.
         if "kto" in fits and not isinstance(has[self.named("label")], bool):
@@ -172,7 +201,7 @@ class RecordReader:
         """The names in the file of the columns that are read, once the format is known; None: all."""
         if self.format == PROMPT:
             return None
-        return {self.named(name) for names in FORMATS[self.format or "text"] for name in names}
+        return {self.named(name) for names in FORMATS[self.format or "text"] for name in names} | self.of_weights
 
     def text(self, fields: Row, where: str) -> str:
         """The text of a record of the format `text`."""

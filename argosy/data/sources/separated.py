@@ -13,6 +13,7 @@ from argosy.core.json_text import parse_json
 from argosy.data.sources.jsonl import LINE_BYTES, text_lines
 from argosy.data.sources.opening import base_name
 from argosy.data.sources.record_files import RecordFile, RowAt
+from argosy.data.sources.records import WEIGHTS
 
 # Columns that are numbers, truth values, lists or objects; and those that may be lists of messages.
 STRUCTURED = ("messages", "conversations", "history", "tools", "chat_template_kwargs", "completions", "labels", "label", "margin")
@@ -62,7 +63,7 @@ class SeparatedValues(RecordFile):
             what = f"a row of {len(cells)} cells in a table of {len(names)} columns"
             raise BadInput(what, where=where, hint="cells that hold a separator or a line break stand in double quotes")
         fields: dict[str, Any] = dict(zip(names, cells))
-        for name in STRUCTURED:
+        for name in (*STRUCTURED, *([WEIGHTS] if self.reader.of_weights else [])):
             if (column := self.reader.named(name)) in fields:
                 fields[column] = structured(fields[column])
         for name in OF_MESSAGES:

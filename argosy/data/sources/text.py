@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from argosy.core.errors import BadInput
 from argosy.core.input_files import InputFile
 from argosy.data.sources import Document, Source, existing
@@ -75,7 +77,7 @@ class TextsInMemory(Source):
             tokens = None if d.tokens is None else [int(token) for token in d.tokens]
             digest.update(json.dumps([d.text, tokens, d.learn, d.ends]).encode())
             if d.weights is not None:
-                digest.update(json.dumps([float(weight) for weight in d.weights]).encode())
+                digest.update(json.dumps(np.asarray(d.weights, float).tolist()).encode())
         return {"source": "memory", "source.sha256": digest.hexdigest()}
 
 
