@@ -238,7 +238,7 @@ class ImageShards(ImageFiles):
         self.place = path
         if unknown := set(columns or {}) - set(COLUMNS):
             raise BadInput(f"data.columns.{min(unknown)} is no column of images", hint=f"columns: {', '.join(COLUMNS)}")
-        files = shard_files(path)
+        files = image_shard_files(path)
         self.shards = [{"tar": TarShard, "parquet": ParquetShard}[file_kind(file)](file, columns or {}) for file in files]
         # The shard of each image, and where it is there.
         self.places: list[tuple[int, Any]] = []
@@ -284,7 +284,7 @@ class ImageShards(ImageFiles):
         return self.place
 
 
-def shard_files(place: str) -> list[InputFile]:
+def image_shard_files(place: str) -> list[InputFile]:
     """The files that a place names: one, or all that a pattern matches.
 
     Raises:

@@ -141,7 +141,7 @@ def read_mosaic_index(index: InputFile) -> list[MosaicShard]:
     try:
         with index.open() as file:
             found = json.load(file)
-        shards = [described(shard, index) for shard in found["shards"]]
+        shards = [mosaic_shard(shard, index) for shard in found["shards"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"an index of MDS shards that cannot be understood: {error}"[:200], where=where) from None
     if not shards:
@@ -149,7 +149,7 @@ def read_mosaic_index(index: InputFile) -> list[MosaicShard]:
     return shards
 
 
-def described(shard: Mapping[str, Any], index: InputFile) -> MosaicShard:
+def mosaic_shard(shard: Mapping[str, Any], index: InputFile) -> MosaicShard:
     """One shard of an index. Where both are there, the unpacked file is read."""
     if (shard["format"], shard["version"]) != ("mds", VERSION):
         what = f"shards of format {shard['format']}, version {shard['version']}"
