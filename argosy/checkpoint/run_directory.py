@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from argosy.checkpoint.tiers.tiered import TieredCheckpoints
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
+# What DreamBooth draws before its first step.
+CLASS_IMAGES = "class_images"
 # A PEFT folder, where the run trains adapters.
 ADAPTER = "adapter"
 # What `argosy quickstart` did with the run, for its report.
@@ -218,8 +220,8 @@ class RunDirectory:
         self.check_place()
         if self.steps():
             raise BadInput(f"{self} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere")
-        # A run killed before its settings were written leaves a log, and may have made a tokenizer.
-        if set(self.store.list()) - {TOKENIZER, LOG, LOCK, LIFE}:
+        # A run killed before its settings were written leaves a log, and may have made a tokenizer or drawn images.
+        if set(self.store.list()) - {TOKENIZER, LOG, LOCK, LIFE, CLASS_IMAGES}:
             raise BadInput(f"{self} is not empty and holds no run", hint="dir=NEW names another directory")
 
     def missing(self) -> list[Path]:

@@ -51,7 +51,7 @@ class ImageArrays(ImageSource):
     def where(self) -> str:
         return str(self.path)
 
-    def splits(self, held_out: bool, channels: int) -> list[SplitImages]:
+    def stored_splits(self, held_out: bool, channels: int) -> list[SplitImages]:
         if len(self.tables) == 2:
             table = self.tables[int(held_out)]
             return [SplitImages(table, np.arange(len(table.pictures)))]

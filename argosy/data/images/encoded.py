@@ -119,7 +119,7 @@ class EncodedImages(RowSource):
         """Rows of one size, encoded into the folder of this name."""
         check_images(table, asked, self.source.where, self.source.settings)
         if self.encoders.reads_text and table.captions is None:
-            hint = "NAME.txt beside NAME.png; `text` in metadata.jsonl; an array `captions`"
+            hint = "NAME.txt beside NAME.png; `text` in metadata.jsonl; an array `captions`; data.image.caption gives all the same one"
             raise BadInput("the model reads captions, and this data has none", where=self.source.where, hint=hint)
         rows = ImageRows(table, chosen, self.source.settings, seed, trains=not held_out)
         store = EncodedStore(self.folder / name)

@@ -138,7 +138,7 @@ class ImageFiles(ImageSource):
             255.0,
         )
 
-    def splits(self, held_out: bool, channels: int) -> list[SplitImages]:
+    def stored_splits(self, held_out: bool, channels: int) -> list[SplitImages]:
         size = self.settings.size
         square = self.table(channels, min(self.sizes) if size is None else (size, size))
         chosen = np.flatnonzero(held_out_rows(square.identities, self.held_out) == held_out)

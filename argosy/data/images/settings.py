@@ -25,6 +25,8 @@ class ImageSettings(Settings):
     """Where an image is cropped. random: at a place that is drawn anew in each epoch; held-out images are cropped at the center."""
     flip: Annotated[bool, Also("random_flip", "horizontal_flip")] = False
     """Whether half of the images, drawn anew in each epoch, are mirrored left to right. Held-out images are not."""
+    caption: Annotated[str | None, Also("instance_prompt")] = None
+    """One caption for all images, in place of their own: a photo of sks dog. None: each has its own, if any."""
     invalid: Literal["error", "drop"] = "error"
     """What to do with an image file that is damaged or has too many pixels. error: the run ends before its first step, with the file's
     name; drop: it is left out and counted."""
@@ -34,4 +36,5 @@ class ImageSettings(Settings):
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the rows, by name. Left out where it is what every older run did, so that those resume."""
-        return {f"image.{name}": value for name, value in self.model_dump().items() if (name, value) != ("buckets", None)}
+        later = ("buckets", "caption")
+        return {f"image.{name}": value for name, value in self.model_dump().items() if name not in later or value is not None}

@@ -7,7 +7,7 @@
 import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -102,8 +102,16 @@ class ImageSource(RowSource):
         """The file or folder, for error messages."""
 
     @abstractmethod
+    def stored_splits(self, held_out: bool, channels: int) -> list[SplitImages]:
+        """The images of a split, with the captions that the source has."""
+
     def splits(self, held_out: bool, channels: int) -> list[SplitImages]:
         """The images of a split with so many channels, if the source can convert them: of each bucket, where there are any."""
+        found = self.stored_splits(held_out, channels)
+        if (caption := self.settings.caption) is None:
+            return found
+        captions = [caption] * (len(found[0].table.pictures) if found else 0)
+        return [SplitImages(replace(table, captions=captions), chosen) for table, chosen in found]
 
     def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "ImageRows | BucketRows":
         made = []

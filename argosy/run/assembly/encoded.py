@@ -10,12 +10,17 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.images.encoded import EncodedImages
+from argosy.data.images.folder import ImageFolder
+from argosy.data.images.prior import PriorImages
 from argosy.data.images.table import ImageSource
+from argosy.data.sources import RowSource
 from argosy.data.tables import corpus_cache
 from argosy.infer.denoise.encoders import RunEncoders
 from argosy.models.diffusion.base import Conditions
+from argosy.run.assembly.class_images import class_images
 from argosy.run.assembly.decided import Decided
 from argosy.run.settings.run import Run
+from argosy.train.objectives.images.dreambooth import DreamBooth
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,13 @@ class EncodedData:
         self.run, self.images = run, images
         self.encoders = RunEncoders(run.encoders, run.model, decided.dtype, say)
         dropout = run.objective.label_dropout if run.objective.condition == "text" else 0.0
-        self.source = EncodedImages(images, self.encoders, corpus_cache(run.data), dropout=dropout, say=say)
+        how: Any = {"dropout": dropout, "say": say}
+        cache = corpus_cache(run.data)
+        self.source: RowSource = EncodedImages(images, self.encoders, cache, **how)
+        if isinstance(run.objective, DreamBooth):
+            folder = class_images(run, run.objective, decided.dtype, say)
+            image = run.data.image.model_copy(update={"caption": run.objective.class_prompt})
+            self.source = PriorImages(self.source, EncodedImages(ImageFolder(str(folder), image), self.encoders, cache, **how))
 
     def finish(self, sizes: Mapping[str, int]) -> SamplePrompts | None:
         """What is drawn during training, once the data is encoded. Frees the encoders.

@@ -28,6 +28,7 @@ from argosy.train.ema import EmaSettings
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.objectives import OBJECTIVES
 from argosy.train.objectives.images.autoencode import Autoencode
+from argosy.train.objectives.images.dreambooth import DreamBooth
 from argosy.train.optimizers import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES, Constant
 from argosy.train.straggler_settings import StragglerSettings
@@ -45,7 +46,7 @@ INPUTS = {"tokens": "tokens", "clicks": "numbers and categories", "images": "ima
 OBJECTIVES_OF = {
     "tokens": "objective=next_token trains language models",
     "clicks": "objective=rank and objective=retrieve train rankers",
-    "images": "objective=diffusion trains denoisers, and objective=autoencode autoencoders",
+    "images": "objective=diffusion and dreambooth train denoisers, and objective=autoencode autoencoders",
 }
 
 
@@ -417,9 +418,13 @@ class Run(Settings):
                 yield "encoders are for denoisers"
             return
         captions = "text" in self.objective.conditions
+        if self.data.image.caption is not None and not captions:
+            yield "data.image.caption is for models that read captions: objective.condition=text"
         if captions and not self.encoders.reads_text:
             hint = "encoders.pipeline=FOLDER of diffusers, or encoders.text=FOLDER of an encoder"
             yield f"objective.condition = text, and nothing reads the captions: {hint}"
+        if isinstance(self.objective, DreamBooth) and self.data.image.buckets is not None:
+            yield "pairs of a subject and its class are of one size: leave data.image.buckets out"
         if self.encoders.text and not captions:
             yield "encoders.text reads captions, and objective.condition=text is not set"
 

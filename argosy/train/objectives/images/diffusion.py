@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
     from argosy.data.batch import Fields
-    from argosy.train.objectives.loss import Loss, Models
+    from argosy.train.objectives.loss import Loss, Models, WeightedMean
 
 
 class Diffusion(Settings, Objective):
@@ -91,7 +91,7 @@ class Diffusion(Settings, Objective):
         keys = jax.vmap(lambda r: jax.random.fold_in(of_noise, r))(row)
         noise = jax.vmap(lambda k: jax.random.normal(k, images.shape[1:]))(keys)
         each = jax.random.uniform(of_levels, (rows,))
-        u = (jnp.arange(rows, dtype=jnp.float32) + each[0]) / rows if self.stratified else each
+        u = self.quantiles(each)
         positions = images.shape[1] * images.shape[2] // config.size_multiple**2
         t = self.timesteps.levels(u, positions)
         if config.prediction != "velocity":
@@ -110,10 +110,26 @@ class Diffusion(Settings, Objective):
         error = jnp.mean((target(config.prediction, images, noise, a, s) - predicted) ** 2, (1, 2, 3))
         # Rows past the end of the last batch of an evaluation have no number.
         there = (row >= 0).astype(jnp.float32)
-        weight = there * self.weights(config.prediction, alpha, sigma)
+        scale, counted = self.row_weights(batch)
+        weight = there * scale * self.weights(config.prediction, alpha, sigma)
         quarters = {f"error_q{q + 1}": there * in_quarter(t, q) for q in range(4)}
         metrics = {name: WeightedMean(jnp.sum(error * w), jnp.sum(w)) for name, w in quarters.items()}
-        return Loss(WeightedMean(jnp.sum(weight * error), jnp.sum(there)), metrics)
+        metrics |= self.row_metrics(batch, error, there)
+        return Loss(WeightedMean(jnp.sum(weight * error), jnp.sum(there * counted)), metrics)
+
+    def quantiles(self, each: "Array") -> "Array":
+        """The quantiles of a batch's noise levels, from uniform numbers [B]."""
+        import jax.numpy as jnp
+
+        return (jnp.arange(len(each), dtype=jnp.float32) + each[0]) / len(each) if self.stratified else each
+
+    def row_weights(self, batch: "dict[str, Array]") -> "tuple[Array | float, Array | float]":
+        """The weight of each row's error [B], and what each row counts in the mean [B]."""
+        return 1.0, 1.0
+
+    def row_metrics(self, batch: "dict[str, Array]", error: "Array", there: "Array") -> "dict[str, WeightedMean]":
+        """Further metrics from the error of each row [B]; `there` is 0 for rows of padding."""
+        return {}
 
     def noise_of(self, prediction: str) -> FlowNoise | BetaNoise:
         """How noise is mixed into images for a model with this prediction."""

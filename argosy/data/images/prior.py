@@ -1,0 +1,74 @@
+"""Images of a subject, each beside an image of its class: DreamBooth's pairs (Ruiz et al. 2022, arXiv:2208.12242).
+
+Row 2 i is image i of the subject, and row 2 i + 1 an image of the class, drawn from a permutation of those for each epoch of them. Both
+come encoded, and are of one size.
+
+    prior   float32  [B]   1 for images of the class, 0 for those of the subject
+"""
+
+from typing import Any
+
+import numpy as np
+
+from argosy.data.batch import Batch, Field, Fields
+from argosy.data.images.encoded import EncodedImages, EncodedRows
+from argosy.data.mixtures.order import named_seed
+from argosy.data.order import Order
+from argosy.data.sources import RowSource
+
+PRIOR = Field("B", np.float32, "row")
+
+
+class PriorImages(RowSource):
+    """Encoded images of a subject, and of its class."""
+
+    def __init__(self, subject: EncodedImages, prior: EncodedImages):
+        self.subject, self.prior = subject, prior
+        self.unreadable = [*getattr(subject.source, "unreadable", ()), *getattr(prior.source, "unreadable", ())]
+
+    def rows(self, *, sequence: int, vocab: Any, seed: int, held_out: bool = False) -> "PriorRows":
+        subject = self.subject.rows(sequence=sequence, vocab=vocab, seed=seed, held_out=held_out)
+        # Another seed: a pair is not mirrored together.
+        prior = self.prior.rows(sequence=sequence, vocab=vocab, seed=named_seed(seed, "prior"))
+        assert isinstance(subject, EncodedRows)
+        assert isinstance(prior, EncodedRows)
+        return PriorRows(subject, prior, None if held_out else named_seed(seed, "pairs"))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.subject.fingerprint() | {f"prior.{name}": value for name, value in self.prior.fingerprint().items()}
+
+
+class PriorRows:
+    """The rows of one split, in pairs.
+
+    Args:
+        subject, prior: the rows of the subject and of the class.
+        seed: of the order of the class's images; None: as they come.
+    """
+
+    per_group = 2
+    reads_places = True
+    tokens_per_row = 1
+
+    def __init__(self, subject: EncodedRows, prior: EncodedRows, seed: int | None):
+        self.subject, self.prior, self.order = subject, prior, Order(len(prior), seed)
+        self.fields: Fields = dict(subject.fields) | {"prior": PRIOR}
+
+    def __len__(self) -> int:
+        return 2 * len(self.subject)
+
+    @property
+    def own_sizes(self) -> dict[str, int]:
+        return self.subject.own_sizes
+
+    @property
+    def numbers_per_row(self) -> int:
+        return self.subject.numbers_per_row
+
+    def gather(self, rows: np.ndarray, places: np.ndarray | None = None) -> Batch:
+        """The batch of whole pairs. `places` are those of pairs."""
+        pairs = rows[::2] // 2
+        places = pairs if places is None else places
+        parts = self.subject.gather(pairs, places), self.prior.gather(self.order(places), places)
+        made = {name: np.stack([part[name] for part in parts], 1).reshape(-1, *array.shape[1:]) for name, array in parts[0].items()}
+        return made | {"prior": np.tile(np.array([0, 1], np.float32), len(pairs))}
