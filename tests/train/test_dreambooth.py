@@ -34,6 +34,7 @@ def batch_of(pairs: int) -> dict[str, Any]:
     return {
         "images": jnp.asarray(draw.normal(size=(rows, 4, 4, 2)), jnp.float32),
         "text": jnp.asarray(draw.normal(size=(rows, 3, 5)), jnp.float32),
+        "text_mask": jnp.ones((rows, 3), jnp.int32),
         "pooled": jnp.asarray(draw.normal(size=(rows, 5)), jnp.float32),
         "prior": jnp.tile(jnp.array([0.0, 1.0]), pairs),
         "row": jnp.arange(rows, dtype=jnp.int32),
@@ -83,7 +84,7 @@ class Numbered:
 
     def states(self, texts):
         lengths = np.array([len(text) for text in texts], np.float32)
-        return {"text": lengths[:, None, None], "pooled": lengths[:, None]}
+        return {"text": lengths[:, None, None], "text_mask": np.ones((len(texts), 1), np.int32), "pooled": lengths[:, None]}
 
 
 def pairs_of(folder, seed=0, **share):
