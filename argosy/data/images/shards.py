@@ -80,15 +80,15 @@ class ImageShard(ABC):
     def read(self, at: Any) -> bytes:
         """The bytes of one image."""
 
-    def chosen(self, what: str, fields: Mapping[str, Any], where: str) -> Any:
+    def chosen(self, column: str, fields: Mapping[str, Any], where: str) -> Any:
         """The caption or label among a record's fields; None if there is none.
 
         Raises:
             BadInput: the settings name a field that is not there.
         """
-        if (asked := self.columns.get(what)) is not None and asked not in fields:
-            raise BadInput(f"no `{asked}`, which data.columns.{what} names", where=where, hint=f"it has {', '.join(fields)}")
-        names = COLUMNS[what] if asked is None else (asked,)
+        if (asked := self.columns.get(column)) is not None and asked not in fields:
+            raise BadInput(f"no `{asked}`, which data.columns.{column} names", where=where, hint=f"it has {', '.join(fields)}")
+        names = COLUMNS[column] if asked is None else (asked,)
         return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
@@ -188,8 +188,8 @@ class ParquetShard(ImageShard):
     def _rows(self, group: int, columns: list[str]) -> list[dict[str, Any]]:
         return self._opened(lambda opened: opened.read_row_group(group, columns=columns).to_pylist()) if columns else []
 
-    def _names(self, what: str) -> tuple[str, ...]:
-        return (self.columns[what],) if what in self.columns else COLUMNS[what]
+    def _names(self, column: str) -> tuple[str, ...]:
+        return (self.columns[column],) if column in self.columns else COLUMNS[column]
 
     def records(self) -> Iterator[ShardRecord]:
         row = 0
