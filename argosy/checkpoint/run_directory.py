@@ -300,15 +300,23 @@ class RunDirectory:
     def write_settings(self, reading: Reading[Any]) -> None:
         self.store.write_text(SETTINGS, annotated(reading))
 
-    def write_tokenizer(self, tokenizer: Any, generation: Path | None = None) -> None:
+    def write_tokenizer(
+        self, tokenizer: Any, generation: Path | None = None, write_more: Callable[[Path], None] | None = None
+    ) -> None:
         """Saves the tokenizer with the generation settings of its model. Files that are there are kept, except those that a kill
-        cut short."""
+        cut short.
+
+        Args:
+            write_more: writes further files of the model into a folder.
+        """
         if not self.writes:
             return
         with self._scratch() as scratch:
             tokenizer.save(scratch)
             if generation is not None and generation.is_file():
                 shutil.copyfile(generation, scratch / GENERATION)
+            if write_more is not None:
+                write_more(scratch)
             if self.store.is_local and not self.store.list(TOKENIZER):
                 self.store.remove(TOKENIZER)
                 scratch.rename(self.path / TOKENIZER)

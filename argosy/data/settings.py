@@ -158,8 +158,9 @@ class DataSettings(Settings):
     """The format of the records of a file. text: documents; completion: `prompt` and `completion`; messages: OpenAI's; alpaca:
     `instruction`, `input`, `output`; sharegpt: `conversations`; preference: `chosen` and `rejected`; kto: `prompt`, `completion` and
     `label`; stepwise: `prompt`, `completions` and `labels`; prompt: `prompt`, with any other columns for rewards; classification:
-    `text` and `label`, with `text_pair` for two texts. auto: the format of the first record; prompt and classification if the objective
-    trains on them. A record of another format is an error.
+    `text` and `label`, with `text_pair` for two texts; pair: `anchor` and `positive`; triplet, rerank: and `negative`; similarity:
+    `sentence1`, `sentence2` and `score`. auto: the format of the first record; prompt, classification, similarity and rerank if the
+    objective trains on them. A record of another format is an error.
     """
 
     columns: Annotated[

@@ -240,7 +240,7 @@ class CorpusSummary:
         if self.format in (None, "text"):
             return "document"
         if self.compared:
-            return "pair" if self.format == "preference" else "example"
+            return self.format if self.format in ("pair", "triplet") else "pair" if self.format == "preference" else "example"
         if self.format == "prompt":
             return "prompt"
         return "example" if self.format in ("completion", "alpaca") else "conversation"

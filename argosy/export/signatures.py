@@ -28,9 +28,9 @@ from argosy.export.steps import (
     TokenizePairsStep,
     TokenizeStep,
 )
-from argosy.infer.embed import embedding_steps, frame_tokens, text_vectors
+from argosy.infer.embed import embedding_steps, frame_tokens
 from argosy.infer.lm import LM
-from argosy.models.parts.texts import text_scores
+from argosy.models.parts.texts import text_scores, text_vectors
 from argosy.models.parts.weight import Leaves, merge, split
 
 BATCH, LENGTH = "batch", "length"
@@ -103,8 +103,7 @@ def embed_signature(lm: LM) -> ModelSignature:
     longest = min(steps.tokens or lm.config.context, lm.config.context)
 
     def embedding(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        attend = model.config.attend(inputs["mask"])
-        return {"embedding": text_vectors(model, inputs["tokens"], attend, steps.pooling)}
+        return {"embedding": text_vectors(model, inputs["tokens"], inputs["mask"], steps.pooling)[0][:, 0]}
 
     texts = []
     if lm.tokenizer is not None:

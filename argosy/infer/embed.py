@@ -1,58 +1,30 @@
 """Sentence embeddings with an encoder: `lm.embed(texts)`.
 
-The small files of sentence-transformers beside the weights define the steps: modules.json lists them, 1_Pooling/config.json says
-how token vectors become one, sentence_bert_config.json how many tokens are read. A step that is not built is an error. Without
-these files the result is the mean over all tokens, not normalized.
+The small files of sentence-transformers beside the weights define the steps (`weights.hub.sentence_steps`). Without them the result is
+the mean over all tokens, not normalized.
 
 Texts are processed in batches sorted by length, to reduce padding; programs are compiled once for each bucket of lengths. This
 module knows nothing of weight files or families.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Float
 
-from argosy.core.errors import BadInput, Damaged
+from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
-from argosy.data.tokenizers.config import read_object, read_text
 from argosy.infer.completions import Prompt
 from argosy.infer.forward.sequences import length_bucket
+from argosy.models.parts.texts import text_vectors
 from argosy.models.parts.weight import merge
+from argosy.weights.hub.sentence_steps import POOLINGS, EmbeddingSteps, read_steps
 
 if TYPE_CHECKING:
     from argosy.infer.lm import LM
-
-POOLINGS = ("mean", "cls", "max", "last")
-# Their names in 1_Pooling/config.json.
-MODES = {
-    "mean": "pooling_mode_mean_tokens",
-    "cls": "pooling_mode_cls_token",
-    "max": "pooling_mode_max_tokens",
-    "last": "pooling_mode_lasttoken",
-}
-
-
-@dataclass(frozen=True)
-class EmbeddingSteps:
-    """pooling: how token vectors become one.
-    normalize: scales the result to length 1.
-    tokens: the most tokens that are read; None: as many as the model takes.
-    lower, prompt: how a text is changed before.
-    """
-
-    pooling: str
-    normalize: bool = False
-    tokens: int | None = None
-    lower: bool = False
-    prompt: str = ""
 
 
 def embed(
@@ -202,69 +174,10 @@ def frame_tokens(lm: "LM") -> tuple[list[int], list[int]]:
     return found[0], found[1]
 
 
-# ---------------------------------------------------------------- reading a folder
-
-
 def embedding_steps(lm: "LM", pooling: str | None = None) -> EmbeddingSteps:
     """The steps of a model, by its folder or else by its family. Arguments and errors as `read_steps`."""
     own = lm.config.pooling
     return EmbeddingSteps(pooling or own) if lm.companions is None else read_steps(lm.companions, pooling, own)
-
-
-def read_steps(folder: Path, pooling: str | None = None, otherwise: str = "mean") -> EmbeddingSteps:
-    """The steps that sentence-transformers would take with this model.
-
-    Args:
-        pooling: overrides the folder's.
-        otherwise: the pooling where the folder says nothing of it.
-
-    Raises:
-        BadInput: a step, or a way to pool, that is not built.
-        Damaged: files with invalid contents.
-    """
-    beside = read_object(folder / "sentence_bert_config.json")
-    tokens = beside.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
-    prompt = _prompt(read_object(folder / "config_sentence_transformers.json"))
-    most = int(tokens) if isinstance(tokens, int | float) and tokens > 0 else None
-    read: dict[str, Any] = {"pooling": otherwise, "tokens": most, "lower": bool(beside.get("do_lower_case"))}
-    for kind, where in _modules(folder):
-        if kind == "Pooling":
-            config = read_object(folder / where / "config.json")
-            read["pooling"] = pooling or _pooling(config, prompt, str(folder / where))
-        elif kind == "Normalize":
-            read["normalize"] = True
-        elif kind != "Transformer":
-            raise BadInput(f"the step `{kind}` of modules.json is not built", where=str(folder))
-    return EmbeddingSteps(**read, prompt=prompt)
-
-
-def _modules(folder: Path) -> list[tuple[str, str]]:
-    """The steps in modules.json and their folders; none without the file."""
-    if not (folder / "modules.json").is_file():
-        return []
-    try:
-        listed = json.loads(read_text(folder / "modules.json", 1 << 20))
-        return [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
-    except (ValueError, TypeError, KeyError):
-        raise Damaged("modules.json lists no modules", where=str(folder)) from None
-
-
-def _pooling(config: Mapping[str, Any], prompt: str, where: str) -> str:
-    """The single pooling mode that a Pooling module is set to."""
-    modes = [config["pooling_mode"]] if isinstance(config.get("pooling_mode"), str) else []
-    modes += [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    found = [name for name in POOLINGS if name in modes or MODES[name] in modes]
-    if len(modes) != 1 or not found:
-        raise BadInput(f"pooling by {' and '.join(modes) or 'nothing'} is not built", where=where, hint="pass pooling=")
-    if prompt and config.get("include_prompt") is False:
-        raise BadInput("pooling that leaves out the prompt is not built", where=where)
-    return found[0]
-
-
-def _prompt(config: Mapping[str, Any]) -> str:
-    """The text put before every text."""
-    prompts = config.get("prompts")
-    return str(prompts.get(config.get("default_prompt_name")) or "") if isinstance(prompts, dict) else ""
 
 
 # ---------------------------------------------------------------- numbers
@@ -282,26 +195,6 @@ def _pooled(graph: Any, dtype: Any, pooling: str) -> Any:
     def pooled(weights: Any, tokens: Any, segments: Any) -> Any:
         model = merge(graph, weights)
         model.dtype = dtype
-        attend = model.config.attend(segments)
-        return text_vectors(model, tokens, attend, pooling)
+        return text_vectors(model, tokens, segments, pooling)[0][:, 0]
 
     return jax.jit(pooled)
-
-
-def text_vectors(model: Any, tokens: Any, attend: Any, pooling: str) -> Float[Array, "B D"]:
-    """The vector of each text. One pooled as the model was trained for is also projected, where it has a projection for that."""
-    vectors = pool_tokens(model.hidden(tokens, attend)[0].astype(jnp.float32), attend.live, pooling)
-    return model.project(vectors) if pooling == model.config.pooling and hasattr(model, "project") else vectors
-
-
-def pool_tokens(x: Float[Array, "B T D"], live: Bool[Array, "B T"], pooling: str) -> Float[Array, "B D"]:
-    """Pools the vectors of live tokens into one."""
-    if pooling == "cls":
-        return x[:, 0]
-    if pooling == "last":
-        at = live.shape[1] - 1 - jnp.argmax(live[:, ::-1], 1)
-        return jnp.take_along_axis(x, at[:, None, None], 1)[:, 0]
-    if pooling == "max":
-        return jnp.max(jnp.where(live[..., None], x, -jnp.inf), 1)
-    share = live.astype(x.dtype)
-    return jnp.einsum("BTD,BT->BD", x, share) / jnp.maximum(share.sum(1), 1)[:, None]

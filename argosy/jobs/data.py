@@ -108,7 +108,7 @@ def inspect(
 
     run = compose(Run, recipe, words).value
     tokenizer = pipeline.tokenizer_for(run.data)
-    together = run.objective.needs.rows_per_group
+    together = run.objective.rows_per_group
     batches = pipeline.build(run.data, tokenizer, vocab=run.model.vocab, seed=run.seed, rows_per_group=together)
     try:
         batch = {name: array[:rows] for name, array in next(batches).items()}

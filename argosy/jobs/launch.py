@@ -229,7 +229,7 @@ def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) ->
             hint = f"within each {group}: {hint}; between the {devices.groups} of them: mesh.between.*"
         raise BadInput(error.what, where=where, hint=hint) from None
     data, accumulate, objective = good.get("data"), good.get("accumulate", 1), good.get("objective")
-    together = objective.needs.rows_per_group if objective is not None else 1
+    together = objective.rows_per_group if objective is not None else 1
     shares = math.prod(inside[axis] * between[axis] for axis in DEFAULT.activations["batch"] if axis != "stage")
     parts = shares * accumulate * together
     # Where the sizes that are set do not divide it, that is said already.

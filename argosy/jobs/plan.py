@@ -193,7 +193,7 @@ def _settled(recipe: str, words: Sequence[str], target: Any) -> tuple[list[str],
     mesh = target.mesh(run.mesh)
     from argosy.parallel.place import row_shares
 
-    each = row_shares(mesh) * run.accumulate * run.objective.needs.rows_per_group
+    each = row_shares(mesh) * run.accumulate * run.objective.rows_per_group
     if run.data.batch % each == 0:
         return words, ()
     changed = f"data.batch={-(-run.data.batch // each) * each}"

@@ -254,7 +254,7 @@ def batch_shapes(
     Args:
         axis_sizes: sizes of axes that belong to one field, by letter; 1 for others.
     """
-    return shapes_of(objective.reads(), rows, tokens, objective.needs.rows_per_group, axis_sizes, place)
+    return shapes_of(objective.reads(), rows, tokens, objective.rows_per_group, axis_sizes, place)
 
 
 def shapes_of(

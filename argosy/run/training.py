@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from argosy.run.assembly.shared_prompts import resumed_on
 from argosy.run.code_files import changed_code
 from argosy.run.outcome import Outcome, ending
 from argosy.run.settings.run import Run
+from argosy.weights.hub.sentence_steps import EmbeddingSteps, write_steps
 
 if TYPE_CHECKING:
     from argosy.run.assembly.assembly import Assembly
@@ -104,6 +106,11 @@ class Training:
 
     def fresh(self) -> Any:
         """The initial state of the run."""
+        state = self._first_state()
+        self.hub |= self.settings.objective.config_entries
+        return state
+
+    def _first_state(self) -> Any:
         init = self.settings.init
         if init.weights:
             from argosy.run.start.initial import base_described, weights_for
@@ -182,10 +189,16 @@ class Training:
         )
 
     def keep_tokenizer(self) -> None:
-        """Saves the tokenizer with the run, and the generation settings of the model that the weights came from."""
-        if self.assembly.tokenizer is not None:
-            companions = self.origin.companions if self.origin is not None else None
-            self.directory.write_tokenizer(self.assembly.tokenizer, companions / GENERATION if companions else None)
+        """Saves the tokenizer with the run, and the generation settings of the model that the weights came from; beside an encoder,
+        how its vectors are made."""
+        if self.assembly.tokenizer is None:
+            return
+        companions, objective = self.origin.companions if self.origin is not None else None, self.settings.objective
+        write_more = None
+        if objective.text_pooling is not None:
+            steps = EmbeddingSteps(objective.text_pooling, normalize=True, tokens=self.settings.data.sequence)
+            write_more = partial(write_steps, steps=steps, width=self.settings.model.embedding_width)
+        self.directory.write_tokenizer(self.assembly.tokenizer, companions / GENERATION if companions else None, write_more)
 
     def settle_reference(self, state: Any, fresh: bool) -> None:
         """Prepares the reference that the objective compares with, if it has one."""

@@ -200,7 +200,7 @@ def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Calla
 def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
     """Each array [n ...] as [parts, n / parts ...]. A part takes every `parts`-th group of rows, so that each device has a share
     of every part, and rows of a group stay together."""
-    fields, together = objective.reads(), objective.needs.rows_per_group
+    fields, together = objective.reads(), objective.rows_per_group
 
     def split_rows(name: str, a: Array) -> Array:
         rows = 1 if name in fields and fields[name].per == "group" else together

@@ -66,7 +66,7 @@ def test_only_the_assistant_is_learned():
     assert tokenizer.decode(batch["targets"][batch["mask"] > 0].tolist()) == "4"
 
 
-PAGES = ("fine-tuning-data", "preferences", "reinforcement", "classification")
+PAGES = ("fine-tuning-data", "preferences", "reinforcement", "classification", "embeddings")
 
 
 def test_every_record_of_the_fine_tuning_page_is_read(tmp_path):
@@ -74,17 +74,19 @@ def test_every_record_of_the_fine_tuning_page_is_read(tmp_path):
     guides = Path(__file__).parents[2] / "docs" / "guides"
     page = "\n".join((guides / f"{name}.md").read_text() for name in PAGES)
     lines = [line.strip() for line in page.splitlines() if line.startswith('    {"')]
-    assert len(lines) == 14
+    assert len(lines) == 17
     formats = []
     for number, line in enumerate(lines):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(line + "\n")
         # Some formats are never detected.
         columns = set(json.loads(line)) - {"answer"}
-        never = (name for name in ASKED_FOR if set(FORMATS[name][0]) <= columns <= {*FORMATS[name][0], *FORMATS[name][1]})
-        source = JsonLines(path, format=next(never, "auto"))
-        assert len(list(source.documents())) == 1
-        formats.append(source.format)
+        never = [name for name in ASKED_FOR if set(FORMATS[name][0]) <= columns <= {*FORMATS[name][0], *FORMATS[name][1]}]
+        # The columns of `rerank` are those of `triplet`, which is detected.
+        for format in (never or ["auto"]) if never != ["rerank"] else ["rerank", "auto"]:
+            source = JsonLines(path, format=format)
+            assert len(list(source.documents())) == 1
+            formats.append(source.format)
     assert {*formats, "text"} == set(FORMATS)
     for name, (needs, may) in FORMATS.items():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]

@@ -19,10 +19,10 @@ from argosy.data.tokenizers.load import find_tokenizer
 from argosy.export.bundle import Bundle
 from argosy.export.lower import portable
 from argosy.export.model import export_model
-from argosy.infer.embed import pool_tokens
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.texts import pool_tokens
 from argosy.models.parts.weight import fill, merge, split
 from argosy.weights.build import random_model
 
@@ -48,7 +48,7 @@ def expected(lm: LM, tokens: Any, mask: Any, platforms: Any = ("cpu", "tpu")) ->
         attend = lm.config.attend(mask)
         if lm.config.causal:
             return model(tokens, attend)[0]
-        vectors = pool_tokens(model.hidden(tokens, attend)[0].astype(jnp.float32), attend.live, lm.config.pooling)
+        vectors = pool_tokens(model.hidden(tokens, attend)[0].astype(jnp.float32), mask, lm.config.pooling)[:, 0]
         return vectors if lm.config.pooling == "mean" else model.project(vectors)
 
     with portable(platforms):

@@ -21,12 +21,13 @@ from safetensors.numpy import load_file, save_file
 import argosy
 from argosy.checkpoint.open import open_model
 from argosy.core.errors import BadInput, Damaged, SettingsError
-from argosy.infer.embed import pool_tokens, read_steps
 from argosy.jobs.convert import convert
 from argosy.jobs.models import describe
 from argosy.models.parts.attention.attend import Bidirectional
+from argosy.models.parts.texts import pool_tokens
 from argosy.run.settings.compose import compose
 from argosy.run.settings.run import Run
+from argosy.weights.hub.sentence_steps import read_steps
 
 MINILM = "models/minilm"
 ROWS = [[5, 9, 31, 23, 7], [17, 3], [4] * 40, [8, 8, 1]]
@@ -171,9 +172,13 @@ def test_pooling_and_length(encoder, pooling: str):
 
 def test_padding_is_not_pooled():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3)), jnp.float32)
-    live = jnp.arange(5)[None] < jnp.asarray([[5], [2]])
-    for pooling, by_hand in (("mean", x[1, :2].mean(0)), ("max", x[1, :2].max(0)), ("cls", x[1, 0])):
-        np.testing.assert_allclose(pool_tokens(x, live, pooling)[1], by_hand, rtol=1e-6)
+    segments = jnp.asarray([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0]], jnp.int32)
+    for pooling, by_hand in (("mean", x[1, :2].mean(0)), ("max", x[1, :2].max(0)), ("cls", x[1, 0]), ("last", x[1, 1])):
+        np.testing.assert_allclose(pool_tokens(x, segments, pooling)[1, 0], by_hand, rtol=1e-6)
+    for pooling, by_hand in (("mean", x[1, 2:4].mean(0)), ("max", x[1, 2:4].max(0)), ("cls", x[1, 2]), ("last", x[1, 3])):
+        found = pool_tokens(x, segments, pooling, slots=2)
+        np.testing.assert_allclose(found[1, 1], by_hand, rtol=1e-6)
+        assert np.isfinite(found).all()
 
 
 def described(

@@ -71,7 +71,8 @@ def test_settings_use_the_feature_that_they_ask_for(key: str):
         staged = compose(Run, "tiny", WORDS["stage"]).value
         assert [FEATURES[key].used(Situation(staged, 1, platform)) for platform in ("cpu", "tpu", None)] == [True, False, False]
         return
-    assert FEATURES[key].used(Situation(compose(Run, "tiny", WORDS[key]).value))
+    recipe = "two-tower" if key == "whole_batch" else "tiny"
+    assert FEATURES[key].used(Situation(compose(Run, recipe, WORDS.get(key, [])).value))
 
 
 def test_all_violated_rows_are_reported_before_anything_is_built(tmp_path: Any):

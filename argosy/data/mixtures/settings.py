@@ -8,8 +8,9 @@ from argosy.core.errors import nearest
 from argosy.core.settings import Settings
 
 RecordFormat = Literal[
-    "auto", "text", "completion", "messages", "alpaca", "sharegpt", "preference", "kto", "stepwise", "prompt", "classification"
-]
+    "auto", "text", "completion", "messages", "alpaca", "sharegpt", "preference", "kto", "stepwise", "prompt", "classification",
+    "pair", "triplet", "similarity", "rerank",
+]  # fmt: skip
 
 
 class MixedSource(Settings):

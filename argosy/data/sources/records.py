@@ -7,10 +7,11 @@
     sharegpt     conversations                          from and value; role and content too, since many files mix the names
     preference, kto, stepwise                           `sources.preferences`
     prompt       prompt                                 a text, or a list of messages; every other column is kept, for rewards
-    classification                                      `sources.labeled`
+    classification, pair, triplet, similarity, rerank   `sources.labeled`
 
-`prompt` is never detected, because the others have a prompt too: whoever wants prompts alone asks for it. Nor is `classification`,
-whose texts would be detected as documents: its objective asks for it. Beside messages, `tools`
+`prompt` is never detected, because the others have a prompt too: whoever wants prompts alone asks for it. Nor are `classification`,
+whose texts would be detected as documents, `similarity`, and `rerank`, which has the columns of `triplet`: their objectives ask for
+them. Beside messages, `tools`
 are JSON schemas of functions (a list, or its JSON) and `chat_template_kwargs` further variables of the template, as in TRL.
 A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column that is null counts as absent, because
 that is how tables with optional columns become JSONL. `weights`, which is read where `data.columns.weights` names a column, says
@@ -24,7 +25,7 @@ from typing import Any
 from argosy.core.errors import BadInput, nearest
 from argosy.core.json_text import parse_json
 from argosy.data.sources import SourceRecord
-from argosy.data.sources.labeled import classification_record
+from argosy.data.sources.labeled import SEQUENCES, classification_record, compared_record, reranking_record
 from argosy.data.sources.preferences import instructed, labeled, preference, stepwise
 
 Row = Mapping[str, Any]
@@ -42,16 +43,23 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "stepwise": (("prompt", "completions", "labels"), ()),
     "prompt": (("prompt",), ("tools", "chat_template_kwargs")),
     "classification": (("text", "label"), ("text_pair",)),
+    "pair": (("anchor", "positive"), ()),
+    "triplet": (("anchor", "positive", "negative"), ()),
+    "similarity": (("sentence1", "sentence2", "score"), ()),
+    "rerank": (("anchor", "positive", "negative"), ()),
 }  # fmt: skip
 # The format whose other columns are free, and kept.
 PROMPT = "prompt"
 # Formats that are read only where they are asked for.
-ASKED_FOR = (PROMPT, "classification")
+ASKED_FOR = (PROMPT, "classification", "similarity", "rerank")
 # Formats whose columns are told apart from those of fine-tuning beside them, and how many sequences of a record belong together. KTO's
 # second one is the prompt with the answer to another.
-GROUPS = {"preference": 2, "kto": 2, "stepwise": 1, "classification": 1}
+GROUPS = {
+    **{"preference": 2, "kto": 2, "stepwise": 1, "classification": 1, "rerank": 2},
+    **{format: len(names) for format, names in SEQUENCES.items()},
+}
 # Of these, those whose sequences are texts that are read whole, without an answer.
-LABELED = ("classification",)
+LABELED = ("classification", "rerank", *SEQUENCES)
 # What a message holds, which `data.columns` may rename too.
 OF_A_MESSAGE = ("role", "content", "from", "value")
 # The column of weights in the loss, read where `data.columns` names it, and the formats that have one.
@@ -184,6 +192,8 @@ class RecordReader:
         fits = [one for one in detected if all(self.named(name) in has for name in FORMATS[one][0])]
         renamed = {name for name in self.columns if name not in (*OF_A_MESSAGE, WEIGHTS)}
         fits = [one for one in fits if renamed <= {*FORMATS[one][0], *FORMATS[one][1]}] or fits
+        if "triplet" in fits:
+            fits.remove("pair")
         # A column `label` may be a class; only a truth value is KTO's.
         if "kto" in fits and not isinstance(has[self.named("label")], bool):
             fits.remove("kto")
@@ -231,6 +241,10 @@ class RecordReader:
             return self.asking(row, fields, how, where)
         if self.format == "classification":
             return classification_record(row, where, kind)
+        if self.format == "rerank":
+            return reranking_record(row, where, kind)
+        if self.format in SEQUENCES:
+            return compared_record(row, self.format, where, kind)
         if self.format == "preference" and "instruction" in row and "prompt" not in row:
             return instructed(row, alpaca, where, kind)
         if self.format == "preference":
@@ -410,6 +424,8 @@ def renamed(has: Row) -> str:
     """How to say what the columns of a record are: by their names, otherwise by what they hold."""
     if pair := next((pair for pair in PAIRS if set(pair) <= has.keys()), None):
         return f"rename them: data.columns.prompt={pair[0]} data.columns.completion={pair[1]}"
+    if "positive" in has and (query := next((name for name in ("query", "question", "sentence") if name in has), None)):
+        return f"rename the first text: data.columns.anchor={query}"
     if "prompt" in has:
         return "data.format=prompt reads prompts alone, which a model answers itself"
     for name, value in has.items():

@@ -25,7 +25,7 @@ HARMLESS = frozenset(
     early_stopping length_penalty max_length min_length num_beams temperature top_k top_p repetition_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size num_beam_groups num_return_sequences diversity_penalty typical_p
     sentence_transformers remove_invalid_values output_scores suppress_tokens begin_suppress_tokens exponential_decay_length_penalty
-    gradient_checkpointing is_llama_config""".split()  # noqa: SIM905
+    gradient_checkpointing is_llama_config is_matryoshka matryoshka_dimensions""".split()  # noqa: SIM905
 )
 
 # Names of activations on the Hub that differ from ours.

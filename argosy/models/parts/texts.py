@@ -1,5 +1,6 @@
 """Where whole texts are read: the head of scores reads an encoder at the first token of a text, and a decoder at the last, as
-transformers' ForSequenceClassification does.
+transformers' ForSequenceClassification does; a vector is pooled of all tokens, or read at the first or the last, as in
+sentence-transformers (Reimers and Gurevych 2019, arXiv:1908.10084).
 
 Segments number the texts of a row from 1; 0 is padding. A row holds up to s texts, segment k in slot k - 1.
 B batch, T time, s slots, D width, Z scores.
@@ -56,3 +57,32 @@ def text_scores(
     x, _, aux = token_vectors(model, tokens, segments, types)
     places = text_places(segments, slots, last=model.config.causal)
     return model.unembed(jnp.take_along_axis(x, places[:, :, None], 1)), aux
+
+
+def text_vectors(
+    model: Any, tokens: Int[Array, "B T"], segments: Int[Array, "B T"], pooling: str, slots: int = 1
+) -> tuple[Float[Array, "B s D"], Aux]:
+    """The vector of each text, and the aux outputs of the layers. A vector that is pooled as the model was trained for is also
+    projected, where the model has a projection for that.
+
+    Args:
+        pooling: one of `weights.hub.sentence_steps.POOLINGS`.
+    """
+    x, _, aux = model.hidden(tokens, model.config.attend(segments))
+    vectors = pool_tokens(x.astype(jnp.float32), segments, pooling, slots)
+    if pooling == model.config.pooling and hasattr(model, "project"):
+        vectors = model.project(vectors.reshape(-1, vectors.shape[-1])).reshape(*vectors.shape[:2], -1)
+    return vectors, aux
+
+
+def pool_tokens(x: Float[Array, "B T D"], segments: Int[Array, "B T"], pooling: str, slots: int = 1) -> Float[Array, "B s D"]:
+    """Pools the vectors of each slot's tokens into one; 0 in empty slots, but for `cls` and `last`."""
+    if pooling in ("cls", "last"):
+        places = text_places(segments, slots, last=pooling == "last")
+        return jnp.take_along_axis(x, places[:, :, None], 1)
+    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+    if pooling == "max":
+        largest = [jnp.max(jnp.where(own[:, :, k, None], x, -jnp.inf), 1) for k in range(slots)]
+        return jnp.where(jnp.any(own, 1)[:, :, None], jnp.stack(largest, 1), 0.0)
+    share = own.astype(x.dtype)
+    return jnp.einsum("BTD,BTs->BsD", x, share) / jnp.maximum(share.sum(1), 1)[:, :, None]

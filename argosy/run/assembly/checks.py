@@ -46,7 +46,7 @@ def mesh_of(run: Run, target: Target) -> Mesh:
         return mesh
     mesh = target.mesh(run.mesh)
     check_experts(run.model, mesh.shape["expert"])
-    shares, together = row_shares(mesh), run.objective.needs.rows_per_group
+    shares, together = row_shares(mesh), run.objective.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
         raise BadInput(
             f"data.batch = {run.data.batch} does not divide over {plural(shares, 'device')}"
@@ -103,7 +103,7 @@ def check_formats(run: Run, source: Any) -> None:
     if not isinstance(source, Source | Prepared):
         return
     found = source.format if isinstance(source, Source) else source.fingerprint.get("source.format", "text")
-    wanted, name = run.objective.needs.formats, Choice(OBJECTIVES).name_of(run.objective)
+    wanted, name = run.objective.formats, Choice(OBJECTIVES).name_of(run.objective)
     where = f"data.source={run.data.source_name}"
     if wanted and found not in wanted:
         columns = " or ".join(" and ".join(f"`{c}`" for c in FORMATS[one][0]) for one in wanted)
@@ -113,12 +113,11 @@ def check_formats(run: Run, source: Any) -> None:
         others = {
             "preference": "data.columns.completion=chosen trains on the chosen answers; data.format=messages reads other columns",
             "kto": "data.format=completion reads the answers without their labels",
+            **dict.fromkeys(("pair", "triplet"), "objective=contrastive trains on it"),
         }
         what = f"objective={name} trains on single texts, and this data is `{found}`"
         raise BadInput(what, where=where, hint=others.get(found, "objective=process_reward trains on it"))
-    batch, least = run.data.batch // run.objective.needs.rows_per_group, run.objective.needs.least_groups
-    if batch < least:
-        what = f"data.batch = {run.data.batch} holds {batch} example, and objective={name} estimates a divergence over the batch"
-        raise BadInput(
-            what, where=where, hint=f"make it at least {least * run.objective.needs.rows_per_group}: two rows an example"
-        )
+    together, least = run.objective.rows_per_group, run.objective.needs.least_groups
+    if (examples := run.data.batch // together) < least:
+        what = f"data.batch = {run.data.batch} holds {plural(examples, 'example')}, and objective={name} compares those of a batch"
+        raise BadInput(what, where=where, hint=f"make it at least {least * together}: an example is {plural(together, 'row')}")

@@ -112,7 +112,7 @@ def stored_data(
         "processes": shares,
         "source": source,
         "fields": fields,
-        "rows_per_group": run.objective.needs.rows_per_group,
+        "rows_per_group": run.objective.rows_per_group,
     }
 
     def completed(batches: Any) -> Any:

@@ -75,7 +75,7 @@ def _candidates(assembly: Any) -> Iterator[tuple[tuple[str, ...], Target]]:
     if state < room:
         if again:
             yield again, target
-        least = row_shares(mesh) * run.accumulate * run.objective.needs.rows_per_group
+        least = row_shares(mesh) * run.accumulate * run.objective.rows_per_group
         batch = run.data.batch // 2
         while batch >= least:
             yield (*again, f"data.batch={batch}"), target

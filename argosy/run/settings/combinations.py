@@ -89,6 +89,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "batch_balance": Feature("moe.balance_over=batch", _of_run(_experts_balanced_over_batch)),
     "accumulate": Feature("accumulate", _of_run(lambda run: run.accumulate > 1)),
+    "whole_batch": Feature("an objective that compares the examples of a batch", _of_run(lambda run: run.objective.needs.whole_batch)),
     "ema": Feature("ema.decay", _of_run(lambda run: run.ema.on)),
     "averaging_optimizer": Feature("optimizer=schedule_free", _of_run(lambda run: run.optimizer.averages)),
     "gather_once": Feature("execution.gather=once", _of_run(lambda run: run.execution.gather == "once")),
@@ -138,6 +139,12 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "rollouts", "dropout", "the policy that is trained would be another one than the one that is sampled", "adapter.dropout=0"
+    ),
+    Conflict(
+        "whole_batch",
+        "accumulate",
+        "an example is compared with the others of its part of the batch alone, which is another loss",
+        "accumulate=1; execution.remat=full saves memory",
     ),
     Conflict(
         "rollouts", "accumulate", "the parts of an update follow from the lengths of completions (rollout.rows)", "accumulate=1"

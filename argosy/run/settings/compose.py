@@ -52,7 +52,7 @@ from argosy.run.settings.recipe_files import (
     presets_of_family,
     recipe_layers,
 )
-from argosy.run.settings.stored_layers import init_of, overruled, spelt_out, with_folders
+from argosy.run.settings.stored_layers import init_of, is_model, overruled, spelt_out, with_folders
 from argosy.train.objectives import OBJECTIVES
 
 T = TypeVar("T", bound=Settings)
@@ -62,8 +62,8 @@ NEEDS, WHEN = "needs", "when"
 OR = " or "
 # What a reward may be, for who has named none.
 REWARDS = "reward=maths compares with the column `answer`; FILE.py has `def FUNCTION(completions, **columns)`, a number for each"
-# The preset by which settings are explained that need a model.
-EXAMPLE = "llama3.2-1b"
+# The presets by which settings are explained that need a model, and those that need an encoder.
+EXAMPLE, EXAMPLE_ENCODER = "llama3.2-1b", "minilm-l6"
 
 
 def compose(
@@ -99,7 +99,7 @@ def compose(
         return read_settings(schema, *layers)
     layers = with_folders(layers)
     if with_examples:
-        layers = [_examples_of(needs, layers, configs), *layers]
+        layers = [_examples_of(schema, needs, layers), *layers]
     check_needs(schema, str(recipe), layers, needs)
     try:
         layers = with_preset(layers, configs, _families(schema))
@@ -134,6 +134,9 @@ def objective_layers(schema: type[Settings], layers: list[SettingsLayer]) -> lis
     if objective.needs.labels:
         for group, own in label_values(layers, is_given).items():
             values[group] = values.get(group, {}) | own
+    pools = "pooling" in getattr(objective, "model_fields", {}) and not is_given("objective.pooling")
+    if pools and (pooling := stored_pooling(layers)) is not None:
+        values["objective"] = {"pooling": pooling}
     if objective.needs.rollouts != "none":
         if objective.needs.rollouts == "teacher" and not is_given("rollout.completions"):
             # Without rewards there are no groups to compare.
@@ -168,6 +171,26 @@ def label_values(layers: list[SettingsLayer], is_given: Callable[[str], bool]) -
     names = tuple(settings.labels) or found.names
     problem = {} if is_given("model.problem_type") else {"problem_type": found.problem_type}
     return {"data": {"labels": list(names)}, "model": {"scores": len(names) or 1, "labels": names} | problem}
+
+
+def stored_pooling(layers: list[SettingsLayer]) -> str | None:
+    """How the model that a run starts from pools the vectors of tokens, by its small files; None without a model, or without them.
+
+    Raises:
+        BadInput: it has a step that is not trained.
+    """
+    from argosy.checkpoint.open import open_model
+    from argosy.weights.hub.sentence_steps import read_steps
+
+    named = [weights for layer in layers if (weights := init_of(layer, "weights")) is not None]
+    companions = open_model(named[-1]).companions if named and is_model(named[-1]) else None
+    if companions is None or not (companions / "modules.json").is_file():
+        return None
+    steps = read_steps(companions)
+    if steps.prompt or steps.lower:
+        what = f"this model reads each text after `{steps.prompt}`" if steps.prompt else "this model reads texts in lower case"
+        raise BadInput(what, where=str(companions), hint="training reads texts as they are: write them so, and set `objective.pooling`")
+    return steps.pooling
 
 
 def with_conditions(
@@ -229,9 +252,10 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
     raise SettingsError(errors) from None
 
 
-def _examples_of(needs: Mapping[str, Any], layers: list[SettingsLayer], configs: Path) -> SettingsLayer:
+def _examples_of(schema: type[Settings], needs: Mapping[str, Any], layers: list[SettingsLayer]) -> SettingsLayer:
     """A layer with an example for everything that a recipe needs and no layer gives; for a model, a preset as if it had weights."""
     values: dict[str, Any] = {}
+    encoder = not OBJECTIVES[_chosen(schema, layers, "objective")].needs.decoders
     for key, example in needs.items():
         names = key.split(OR)
         if any(_gives(layer.values, name) for layer in layers for name in names):
@@ -240,7 +264,7 @@ def _examples_of(needs: Mapping[str, Any], layers: list[SettingsLayer], configs:
         *above, last = names[0].split(".")
         for name in above:
             group = group.setdefault(name, {})
-        group[last] = EXAMPLE if names[0] == "model" else example
+        group[last] = (EXAMPLE_ENCODER if encoder else EXAMPLE) if names[0] == "model" else example
         if names[0] == "model":
             values["init"] = {"weights": example}
     return SettingsLayer("an example", values)

@@ -166,7 +166,10 @@ def _unknown_recipe(name: str, known: list[str], configs: Path) -> UserError:
 # The recipe of objectives without one of their own, by the format of records that they train on.
 _RECIPES = {"prompt": "grpo", "preference": "dpo", "stepwise": "reward"}
 # Recipes with a name that tells the model, by their objective.
-_OF_MODELS = {"rank": "ranker", "retrieve": "two-tower", "autoencode": "vae"}
+_OF_MODELS = {
+    **{"rank": "ranker", "retrieve": "two-tower", "autoencode": "vae"},
+    **{"contrastive": "embed", "similarity": "embed objective=similarity"},
+}
 
 
 def _objective_words(name: str, known: list[str]) -> str | None:

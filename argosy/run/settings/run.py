@@ -363,7 +363,9 @@ class Run(Settings):
             return self
         if not self.model.causal and not self.objective.needs.encoders:
             what = "model is an encoder: it predicts no tokens, and this objective trains what predicts them"
-            raise ValueError(f"{what}; objective=classify trains encoders")
+            raise ValueError(f"{what}; objective=classify, contrastive and others train encoders")
+        if self.model.causal and not self.objective.needs.decoders:
+            raise ValueError("the model predicts tokens, and this objective trains encoders; model=FOLDER of one, such as MiniLM")
         if broken := [*self._broken_by_rewards(), *self._broken_by_sizes()]:
             raise BrokenRules(broken)
         return self
@@ -384,6 +386,9 @@ class Run(Settings):
         elif self.model.scored != scores:
             why = "a reward model predicts no tokens" if not scores else "its head gives one score"
             yield f"model.scores = {self.model.scored}, and the objective needs {scores}: {why}"
+        wide = [width for width in getattr(self.objective, "dimensions", ()) if width > self.model.embedding_width]
+        if wide:
+            yield f"objective.dimensions has {wide[0]}, and the model's vectors have {self.model.embedding_width} numbers"
         if self.data.sequence > self.model.context:
             yield (
                 f"data.sequence = {self.data.sequence} is longer than the model's context, "

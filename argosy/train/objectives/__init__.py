@@ -2,7 +2,7 @@
 
     next_token        cross-entropy of the next token
     preferences/      sequences of a prompt and a completion that were compared or labeled: dpo, simpo, cpo, orpo, kto, reward models
-    texts/            texts that are scored or embedded whole: classes, rerankers, vectors
+    texts/            texts that are scored or embedded whole: classify, rerank, contrastive, similarity
     clicks/           clicks of users on items: rank, retrieve
     images/           denoisers: diffusion, dreambooth; autoencoders: autoencode
     distillation/     a teacher's distributions: distill, gkd, and across tokenizers uld, gold
@@ -29,6 +29,9 @@ OBJECTIVES = Registry(
         "reward": f"{_HERE}.preferences.reward:RewardModel",
         "process_reward": f"{_HERE}.preferences.process_reward:ProcessReward",
         "classify": f"{_HERE}.texts.classify:Classify",
+        "contrastive": f"{_HERE}.texts.contrastive:Contrastive",
+        "similarity": f"{_HERE}.texts.similarity:Similarity",
+        "rerank": f"{_HERE}.texts.rerank:Rerank",
         "rank": f"{_HERE}.clicks.rank:Rank",
         "retrieve": f"{_HERE}.clicks.retrieve:Retrieve",
         "diffusion": f"{_HERE}.images.diffusion:Diffusion",

@@ -27,9 +27,11 @@ class Needs:
     scores: how many scores the model's head gives, in place of logits.
     labels: the head gives a score for each class of the data, or one for a number.
     encoders: it trains encoders too.
+    decoders: it trains models that predict tokens.
     inputs: what the models that it trains read (`ModelConfig.inputs`).
     rollouts: batches are completions that the model samples, and it learns from their rewards or from a teacher; none: from data.
     metrics: those that an evaluation reports beside the perplexity.
+    whole_batch: its loss compares the examples of a batch with one another, so that a part of a batch is another loss.
     """
 
     rows_per_group: int = 1
@@ -38,9 +40,11 @@ class Needs:
     scores: int = 0
     labels: bool = False
     encoders: bool = False
+    decoders: bool = True
     inputs: Literal["tokens", "clicks", "images"] = "tokens"
     rollouts: Literal["none", "rewards", "teacher"] = "none"
     metrics: tuple[str, ...] = ()
+    whole_batch: bool = False
 
     @property
     def asked_format(self) -> str | None:
@@ -52,6 +56,26 @@ class Objective:
     """The loss that training minimizes. `needs` belongs to the class; properties depend on settings."""
 
     needs: ClassVar[Needs] = Needs()
+
+    @property
+    def rows_per_group(self) -> int:
+        """`Needs.rows_per_group`, with these settings."""
+        return self.needs.rows_per_group
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """`Needs.formats`, with these settings."""
+        return self.needs.formats
+
+    @property
+    def text_pooling(self) -> str | None:
+        """How the trained model makes one vector of the vectors of a text's tokens; None: it makes none."""
+        return None
+
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        """What a model's config.json says of its training by this objective."""
+        return {}
 
     @property
     def roles(self) -> Mapping[str, str]:

@@ -26,7 +26,7 @@ RECALLS = (1, 10, 50)
 class Retrieve(Settings, Objective):
     """Retrieval with the items of a batch as negatives."""
 
-    needs: ClassVar[Needs] = Needs(inputs="clicks", least_groups=2)
+    needs: ClassVar[Needs] = Needs(inputs="clicks", least_groups=2, whole_batch=True)
 
     def reads(self) -> "Fields":
         from argosy.data.sources.clicks import CLICK_FIELDS

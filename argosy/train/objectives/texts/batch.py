@@ -3,12 +3,15 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from argosy.data.batch import Field, Fields
+from argosy.models.parts.attention.attend import Bidirectional
 from argosy.models.parts.stack import Aux
-from argosy.models.parts.texts import pair_types, text_scores
+from argosy.models.parts.texts import pair_types, text_scores, text_vectors
 from argosy.train.objectives.preferences.sequences import FIELDS, PER_SEQUENCE
 
 TEXTS: Fields = {**{name: FIELDS[name] for name in ("tokens", "segments", "live")}, "second": PER_SEQUENCE}
@@ -20,3 +23,22 @@ def batch_scores(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B s
     segments = batch["segments"]
     types = None if model.config.causal else pair_types(model.config.attend(segments).positions, segments, batch["second"])
     return text_scores(model, batch["tokens"], segments, types, batch["live"].shape[1])
+
+
+def batch_vectors(model: Any, batch: dict[str, Array], pooling: str) -> Float[Array, "B s D"]:
+    """The vectors of the texts of a batch."""
+    return text_vectors(model, batch["tokens"], batch["segments"], pooling, batch["live"].shape[1])[0]
+
+
+def text_hashes(batch: dict[str, Array]) -> UInt32[Array, "B s"]:
+    """A number for each text: equal for equal tokens. Two others are equal once in 4 billion pairs."""
+    segments, slots = batch["segments"], batch["live"].shape[1]
+    powers = np.cumprod(np.full(segments.shape[1], 0x9E3779B1, np.uint32), dtype=np.uint32)
+    terms = (batch["tokens"].astype(jnp.uint32) + jnp.uint32(1)) * jnp.asarray(powers)[Bidirectional(segments).positions]
+    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+    return jnp.sum(jnp.where(own, terms[:, :, None], jnp.uint32(0)), 1, dtype=jnp.uint32)
+
+
+def unit_rows(vectors: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+    """The vectors at length 1; a vector of zeros stays."""
+    return vectors * jax.lax.rsqrt(jnp.maximum(jnp.sum(vectors * vectors, -1, keepdims=True), 1e-12))

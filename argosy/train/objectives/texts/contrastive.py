@@ -1,0 +1,146 @@
+"""Sentence encoders: a text's vector is to be nearer to that of its partner than to those of all other texts of the batch.
+
+    -log exp(s cos(a_i, p_i)) / sum_j exp(s cos(a_i, d_j))        d_j the positives and negatives of the batch
+
+a_i the vector of an anchor, p_i that of its positive, s the scale: InfoNCE (van den Oord et al. 2018, arXiv:1807.03748) with the other
+examples of the batch as negatives (Henderson et al. 2017, arXiv:1705.00652), sentence-transformers' MultipleNegativesRankingLoss.
+
+`symmetric` adds the loss of finding the anchor of each positive, as in CLIP (arXiv:2103.00020): the mean of both. `dimensions` trains
+the first numbers of vectors to serve alone (Kusupati et al. 2022, arXiv:2205.13147): the mean of the losses at these widths.
+
+Differences from sentence-transformers: a text that is the same as an example's positive is no negative of that example, since it would
+be wrong; there a sampler keeps such examples apart. MatryoshkaLoss sums over widths.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from argosy.core.settings import Also, Settings
+from argosy.train.objectives.objective import Needs, Objective
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, UInt32
+
+    from argosy.data.batch import Fields
+    from argosy.train.objectives.loss import Loss, Models
+
+Pooling = Literal["mean", "cls", "max", "last"]
+
+
+class Contrastive(Settings, Objective):
+    """Sentence encoders, by pairs of texts that belong together, with the other texts of a batch as negatives."""
+
+    needs: ClassVar[Needs] = Needs(
+        rows_per_group=2, formats=("pair", "triplet"), least_groups=2, encoders=True, decoders=False, whole_batch=True
+    )
+
+    negatives: int = Field(0, ge=0, le=1)
+    """Negatives that each record has: 0 for records of `anchor` and `positive`, 1 for those with `negative`."""
+    scale: float = Field(20.0, gt=0)
+    """What cosines are multiplied with: the inverse of the temperature."""
+    symmetric: bool = False
+    """Whether the anchor of each positive is to be found too."""
+    dimensions: Annotated[list[Annotated[int, Field(ge=1)]], Also("matryoshka_dims")] = Field(default_factory=list)
+    """Widths at which the first numbers of vectors serve alone. Empty: the whole vector."""
+    pooling: Annotated[Pooling | None, Also("pooling_mode")] = None
+    """How the vectors of tokens become one. None: as the folder of the model says, mean without one."""
+
+    @property
+    def rows_per_group(self) -> int:
+        return 2 + self.negatives
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return ("triplet",) if self.negatives else ("pair",)
+
+    @property
+    def text_pooling(self) -> str:
+        return self.pooling or "mean"
+
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        # By this name vLLM and `/v1/embeddings` know which `dimensions` a request may ask for.
+        return {"matryoshka_dimensions": sorted(self.dimensions)} if self.dimensions else {}
+
+    def reads(self) -> "Fields":
+        from argosy.train.objectives.texts.batch import TEXTS
+
+        return {name: TEXTS[name] for name in ("tokens", "segments", "live")}
+
+    def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
+        import jax.numpy as jnp
+
+        from argosy.train.objectives.texts.batch import batch_vectors, text_hashes
+
+        vectors = batch_vectors(models["model"], batch, self.text_pooling)
+        hashes, live = text_hashes(batch), batch["live"] > 0
+        group = self.rows_per_group
+        # [n ...] of each place in a group: a row's slots after one another.
+        apart = [[a[place::group].reshape(-1, *a.shape[2:]) for a in (vectors, hashes, live)] for place in range(group)]
+        anchors, anchor_keys, of_anchors = apart[0]
+        documents, keys, there = (jnp.concatenate(each) for each in zip(*apart[1:], strict=True))
+        return contrastive_loss(self, anchors, anchor_keys, of_anchors, documents, keys, there)
+
+
+def contrastive_loss(
+    settings: Contrastive,
+    anchors: "Float[Array, 'N D']",
+    anchor_keys: "UInt32[Array, 'N']",
+    live: "Bool[Array, 'N']",
+    documents: "Float[Array, 'R D']",
+    keys: "UInt32[Array, 'R']",
+    there: "Bool[Array, 'R']",
+) -> "Loss":
+    """The loss of a batch. Document i is the positive of anchor i.
+
+    Args:
+        anchor_keys, keys: equal for equal texts.
+        live, there: whether there is a text.
+    """
+    import jax.numpy as jnp
+
+    from argosy.train.objectives.loss import Loss, WeightedMean
+    from argosy.train.objectives.texts.batch import unit_rows
+
+    def cosines_of(width: int) -> "Array":
+        return jnp.matmul(unit_rows(anchors[:, :width]), unit_rows(documents[:, :width]).T, precision="highest")
+
+    def mean(values: "Array") -> WeightedMean:
+        return WeightedMean(jnp.sum(jnp.where(live, values, 0.0)), jnp.sum(live.astype(jnp.float32)))
+
+    n, own = len(anchors), jnp.eye(len(anchors), len(documents), dtype=bool)
+    same = (keys[:n, None] == keys[None]) & ~own
+    allowed = there[None] & ~same
+    widths = settings.dimensions or [anchors.shape[-1]]
+    losses = []
+    for width in widths:
+        cosines = cosines_of(width)
+        each = _missed(settings.scale * cosines, own, allowed)
+        if settings.symmetric:
+            twins = (anchor_keys[:, None] == anchor_keys[None]) & ~own[:, :n]
+            back = _missed(settings.scale * cosines[:, :n].T, own[:, :n], live[None] & ~twins)
+            each = (each + back) / 2
+        losses.append(each)
+    cosines = cosines_of(anchors.shape[-1])
+    right = jnp.sum(jnp.where(own, cosines, 0.0), 1)
+    rank = jnp.sum((cosines > right[:, None]) & allowed & ~own, 1)
+    negatives = jnp.sum((allowed & ~own).astype(jnp.float32), 1)
+    metrics = {
+        "recall@1": mean((rank < 1).astype(jnp.float32)),
+        "recall@10": mean((rank < 10).astype(jnp.float32)),
+        "mrr": mean(1.0 / (1.0 + rank.astype(jnp.float32))),
+        "negatives": mean(negatives),
+        "cosine/positive": mean(right),
+        "cosine/negative": mean(jnp.sum(jnp.where(allowed & ~own, cosines, 0.0), 1) / jnp.maximum(negatives, 1.0)),
+    }
+    return Loss(mean(jnp.mean(jnp.stack(losses), 0)), metrics)
+
+
+def _missed(scores: "Float[Array, 'N R']", own: "Bool[Array, 'N R']", allowed: "Bool[Array, 'N R']") -> "Float[Array, 'N']":
+    """Minus the log-probability of each row's own column among those that are allowed and its own."""
+    import jax
+    import jax.numpy as jnp
+
+    scores = jnp.where(allowed | own, scores, -jnp.inf)
+    return jax.nn.logsumexp(scores, 1) - jnp.sum(jnp.where(own, scores, 0.0), 1)

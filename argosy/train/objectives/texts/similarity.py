@@ -1,0 +1,73 @@
+"""Sentence encoders by graded similarity: of two pairs of texts, the one with the higher score is to have the higher cosine.
+
+    log(1 + sum_{y_i > y_j} exp(s (cos_j - cos_i)))        over the pairs i, j of a batch
+
+y the score of a pair of texts, cos the cosine of their vectors, s the scale. CoSENT (Su 2022, kexue.fm/archives/8847), sentence-
+transformers' CoSENTLoss. Only the order of scores counts, so they may be on any scale.
+
+Differences from sentence-transformers: none.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from argosy.core.settings import Also, Settings
+from argosy.train.objectives.objective import Needs, Objective
+from argosy.train.objectives.texts.contrastive import Pooling
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from argosy.data.batch import Fields
+    from argosy.train.objectives.loss import Loss, Models
+
+
+class Similarity(Settings, Objective):
+    """Sentence encoders, by scores of how similar two texts are."""
+
+    needs: ClassVar[Needs] = Needs(
+        rows_per_group=2, formats=("similarity",), least_groups=2, encoders=True, decoders=False, whole_batch=True
+    )
+
+    scale: float = Field(20.0, gt=0)
+    """What differences of cosines are multiplied with."""
+    pooling: Annotated[Pooling | None, Also("pooling_mode")] = None
+    """How the vectors of tokens become one. None: as the folder of the model says, mean without one."""
+
+    @property
+    def text_pooling(self) -> str:
+        return self.pooling or "mean"
+
+    def reads(self) -> "Fields":
+        from argosy.train.objectives.texts.batch import LABELS, TEXTS
+
+        return {**{name: TEXTS[name] for name in ("tokens", "segments", "live")}, "label": LABELS}
+
+    def __call__(self, models: "Models", batch: "dict[str, Array]", key: Any) -> "Loss":
+        from argosy.train.objectives.texts.batch import batch_vectors, unit_rows
+
+        vectors = unit_rows(batch_vectors(models["model"], batch, self.text_pooling))
+        cosines = (vectors[::2] * vectors[1::2]).sum(-1)
+        return similarity_loss(self, cosines, batch["label"][::2, :, 0], batch["live"][::2])
+
+
+def similarity_loss(
+    settings: Similarity, cosines: "Float[Array, 'P s']", label: "Float[Array, 'P s']", live: "Float[Array, 'P s']"
+) -> "Loss":
+    """The loss of a batch from the cosine and the score of each pair. It weighs as much as it has pairs."""
+    import jax
+    import jax.numpy as jnp
+
+    from argosy.train.objectives.loss import Loss, WeightedMean
+
+    cosines, label, there = (a.reshape(-1) for a in (cosines, label, live > 0))
+    above = (label[:, None] > label[None]) & there[:, None] & there[None]
+    apart = jnp.where(above, settings.scale * (cosines[None] - cosines[:, None]), -jnp.inf)
+    loss, count = jax.nn.logsumexp(jnp.append(apart.reshape(-1), 0.0)), jnp.sum(live)
+    right = jnp.sum(jnp.where(above, jnp.where(apart < 0, 1.0, jnp.where(apart == 0, 0.5, 0.0)), 0.0))
+    metrics = {
+        "ordered": WeightedMean(right, jnp.sum(above.astype(jnp.float32))),
+        "cosine": WeightedMean(jnp.sum(jnp.where(there, cosines, 0.0)), count),
+    }
+    return Loss(WeightedMean(loss * count, count), metrics)

@@ -1,0 +1,140 @@
+"""Losses over whole texts against their equations, written out in NumPy: what counts as a negative, padding, packing, and widths."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from argosy.models import FAMILIES
+from argosy.models.parts.texts import text_vectors
+from argosy.train.objectives.texts.batch import text_hashes, unit_rows
+from argosy.train.objectives.texts.contrastive import Contrastive, contrastive_loss
+from argosy.train.objectives.texts.rerank import Rerank, reranking_loss
+from argosy.train.objectives.texts.similarity import Similarity, similarity_loss
+from argosy.weights.build import random_model
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    config = FAMILIES["bert"].examples()["plain"]
+    return random_model(config, 0).module
+
+
+def batch_of(texts, length=12, slots=1):
+    """Rows of texts, `slots` to a row; an empty text leaves its slot empty."""
+    rows = len(texts) // slots
+    tokens, segments, live = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32), np.zeros((rows, slots), np.float32)
+    for number, text in enumerate(texts):
+        row, slot = divmod(number, slots)
+        at = int((segments[row] > 0).sum())
+        tokens[row, at : at + len(text)], segments[row, at : at + len(text)] = text, slot + 1
+        live[row, slot] = bool(text)
+    return {"tokens": jnp.asarray(tokens), "segments": jnp.asarray(segments), "live": jnp.asarray(live)}
+
+
+def vectors_of(encoder, texts, pooling="mean"):
+    """Each text alone."""
+    rows = [(jnp.asarray([text], jnp.int32), jnp.ones((1, len(text)), jnp.int32)) for text in texts]
+    return [np.asarray(text_vectors(encoder, *row, pooling)[0][0, 0]) for row in rows]
+
+
+def cosine(a, b):
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def by_hand(anchors, documents, texts, scale):
+    """The loss of each anchor. A document with the same tokens as its positive is no negative."""
+    each = []
+    for i, a in enumerate(anchors):
+        others = [j for j in range(len(documents)) if j == i or texts[j] != texts[i]]
+        scores = np.array([scale * cosine(a, documents[j]) for j in others])
+        each.append(np.log(np.exp(scores).sum()) - scale * cosine(a, documents[i]))
+    return np.array(each)
+
+
+ANCHORS = [[1, 5, 9], [2, 7], [3, 3, 4, 8], [6, 2]]
+POSITIVES = [[4, 4], [5, 1, 7], [4, 4], [9, 9, 9, 1]]  # the first and the third are equal
+NEGATIVES = [[8], [7, 7], [2, 1], [5, 6]]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_each_anchor_is_compared_with_the_documents_of_all(encoder, pooling):
+    texts = [text for group in zip(ANCHORS, POSITIVES) for text in group]
+    loss = Contrastive(pooling=pooling)({"model": encoder}, batch_of(texts), None)
+    documents = vectors_of(encoder, POSITIVES, pooling)
+    expected = by_hand(vectors_of(encoder, ANCHORS, pooling), documents, POSITIVES, 20.0)
+    assert float(loss.loss.value()) == pytest.approx(expected.mean(), rel=2e-4)
+    # Of three others, one is the same text for the first and the third.
+    assert float(loss.metrics["negatives"].value()) == pytest.approx((2 + 3 + 2 + 3) / 4)
+
+
+def test_negatives_of_records_are_negatives_of_every_anchor(encoder):
+    texts = [text for group in zip(ANCHORS, POSITIVES, NEGATIVES) for text in group]
+    loss = Contrastive(negatives=1, scale=7)({"model": encoder}, batch_of(texts), None)
+    documents = vectors_of(encoder, [*POSITIVES, *NEGATIVES])
+    expected = by_hand(vectors_of(encoder, ANCHORS), documents, [*POSITIVES, *NEGATIVES], 7.0)
+    assert float(loss.loss.value()) == pytest.approx(expected.mean(), rel=2e-4)
+
+
+def test_packing_and_empty_slots_change_nothing(encoder):
+    """Three pairs in two rows of two slots each: the slot that is empty counts nowhere, and its gradient is finite."""
+    plain = batch_of([text for group in list(zip(ANCHORS, POSITIVES))[:3] for text in group])
+    packed = batch_of([ANCHORS[0], ANCHORS[1], POSITIVES[0], POSITIVES[1], ANCHORS[2], [], POSITIVES[2], []], slots=2)
+    for settings in (Contrastive(), Contrastive(symmetric=True), Contrastive(dimensions=[4, 8], pooling="max")):
+        losses = [settings({"model": encoder}, batch, None).loss.value() for batch in (plain, packed)]
+        assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-4)
+    vectors, live = jnp.zeros((3, 4)), jnp.asarray([True, False, True])
+    keys = jnp.arange(3, dtype=jnp.uint32)
+    gradient = jax.grad(lambda v: contrastive_loss(Contrastive(symmetric=True), v, keys, live, v, keys, live).loss.total)(vectors)
+    assert np.isfinite(gradient).all()
+
+
+def test_both_directions_and_first_numbers_are_means():
+    rng = np.random.default_rng(0)
+    anchors, documents = (rng.normal(size=(5, 8)).astype(np.float32) for _ in range(2))
+    keys = jnp.arange(5, dtype=jnp.uint32)
+    live = jnp.ones(5, bool)
+
+    def loss(settings, a=anchors, d=documents):
+        return float(contrastive_loss(settings, jnp.asarray(a), keys, live, jnp.asarray(d), keys, live).loss.value())
+
+    texts = [[i] for i in range(5)]
+    there, back = by_hand(anchors, documents, texts, 20.0).mean(), by_hand(documents, anchors, texts, 20.0).mean()
+    assert loss(Contrastive(symmetric=True)) == pytest.approx((there + back) / 2, rel=1e-4)
+    short = by_hand(anchors[:, :3], documents[:, :3], texts, 20.0).mean()
+    assert loss(Contrastive(dimensions=[3, 8])) == pytest.approx((there + short) / 2, rel=1e-4)
+
+
+def test_hashes_tell_texts_apart_wherever_they_stand():
+    batch = batch_of([[1, 2, 3], [3, 2, 1], [7], [1, 2, 3], [1, 2, 3, 0], [0]], slots=2)
+    found = np.asarray(text_hashes(batch)).reshape(-1).tolist()
+    assert found[0] == found[3]
+    assert len(set(found)) == 5
+
+
+def test_pairs_are_ordered_by_their_scores():
+    """Every two pairs of which one has the higher score, by two loops."""
+    rng = np.random.default_rng(1)
+    cosines, label, live = rng.uniform(-1, 1, 6), np.array([5, 1, 3, 3, 0, 9.0]), np.array([1, 1, 1, 1, 1, 0.0])
+    terms = [np.exp(20 * (cosines[j] - cosines[i])) for i in range(5) for j in range(5) if label[i] > label[j]]
+    right = [float(cosines[i] > cosines[j]) for i in range(5) for j in range(5) if label[i] > label[j]]
+    loss = similarity_loss(Similarity(), *(jnp.asarray(a, jnp.float32)[:, None] for a in (cosines, label, live)))
+    assert float(loss.loss.value()) == pytest.approx(np.log1p(sum(terms)), rel=1e-5)
+    assert float(loss.metrics["ordered"].value()) == pytest.approx(np.mean(right))
+
+
+@pytest.mark.parametrize("kind", ["pairwise", "pointwise"])
+def test_documents_that_answer_score_above_others(kind):
+    right, wrong, live = np.array([2.0, -1, 0, 50]), np.array([1.0, 3, 0, -50]), np.array([1, 1, 1, 0.0])
+
+    def nll(x):
+        return np.log1p(np.exp(-x))
+
+    each = nll(right - wrong) if kind == "pairwise" else (nll(right) + nll(-wrong)) / 2
+    loss = reranking_loss(Rerank(loss=kind), *(jnp.asarray(a, jnp.float32)[:, None] for a in (right, wrong, live)))
+    assert float(loss.loss.value()) == pytest.approx(each[:3].mean(), rel=1e-5)
+    assert float(loss.metrics["accuracy"].value()) == pytest.approx((1 + 0 + 0.5) / 3)
+
+
+def test_a_vector_of_zeros_has_a_finite_gradient():
+    assert np.isfinite(jax.grad(lambda v: unit_rows(v).sum())(jnp.zeros((2, 3)))).all()
