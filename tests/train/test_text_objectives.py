@@ -105,6 +105,25 @@ def test_both_directions_and_first_numbers_are_means():
     assert loss(Contrastive(dimensions=[3, 8])) == pytest.approx((there + short) / 2, rel=1e-4)
 
 
+def test_losses_equal_those_of_sentence_transformers():
+    """compute_loss_from_embeddings of MultipleNegativesRankingLoss (both directions by MultipleNegativesSymmetricRankingLoss) and
+    CoSENTLoss, sentence-transformers 6.2.0, on these vectors."""
+    rng, live, keys = np.random.default_rng(5), jnp.ones(6, bool), jnp.arange(18, dtype=jnp.uint32)
+    a, p, n = (jnp.asarray(rng.normal(size=(6, 16)).astype(np.float32)) for _ in range(3))
+    both, there = jnp.concatenate([p, n]), jnp.ones(12, bool)
+
+    def loss(settings, documents):
+        return float(contrastive_loss(settings, a, keys[12:], live, documents, keys[: len(documents)], there[: len(documents)]).loss.value())
+
+    assert loss(Contrastive(), p) == pytest.approx(8.212372779846191, rel=1e-6)
+    assert loss(Contrastive(), both) == pytest.approx(8.909858703613281, rel=1e-6)
+    assert loss(Contrastive(scale=7), p) == pytest.approx(3.601745843887329, rel=1e-6)
+    assert loss(Contrastive(symmetric=True), p) == pytest.approx(8.216635704040527, rel=1e-6)
+    label = jnp.asarray([3.0, 1, 4, 1, 5, 9])[:, None]
+    graded = similarity_loss(Similarity(), jnp.sum(unit_rows(a) * unit_rows(p), -1)[:, None], label, jnp.ones((6, 1)))
+    assert float(graded.loss.value()) == pytest.approx(17.038944244384766, rel=1e-6)
+
+
 def test_hashes_tell_texts_apart_wherever_they_stand():
     batch = batch_of([[1, 2, 3], [3, 2, 1], [7], [1, 2, 3], [1, 2, 3, 0], [0]], slots=2)
     found = np.asarray(text_hashes(batch)).reshape(-1).tolist()
