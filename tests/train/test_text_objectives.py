@@ -113,7 +113,8 @@ def test_losses_equal_those_of_sentence_transformers():
     both, there = jnp.concatenate([p, n]), jnp.ones(12, bool)
 
     def loss(settings, documents):
-        return float(contrastive_loss(settings, a, keys[12:], live, documents, keys[: len(documents)], there[: len(documents)]).loss.value())
+        count = len(documents)
+        return float(contrastive_loss(settings, a, keys[12:], live, documents, keys[:count], there[:count]).loss.value())
 
     assert loss(Contrastive(), p) == pytest.approx(8.212372779846191, rel=1e-6)
     assert loss(Contrastive(), both) == pytest.approx(8.909858703613281, rel=1e-6)
