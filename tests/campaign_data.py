@@ -135,6 +135,7 @@ def cases(folder: Path) -> dict[str, Callable[[], DataCase]]:
         "text.txt": text, "a folder": several, "hf:FOLDER": hub, "FILE.py:SOURCE": own, "map, minhash": steps, "chats": chats,
         "pairs": pairs, "synthetic": lambda: DataCase("synthetic"),
         "unshuffled": lambda: DataCase(files("rows.parquet")().source, {"shuffle": False}),
+        "shuffled blocks": lambda: DataCase(files("rows.parquet")().source, {"shuffle_block": 8, "shuffle_window": 4}),
         "online": lambda: DataCase(files("rows.jsonl")().source, {"online": True}, moves=False),
         **{f"mixture {name}": mixture(*how[:1], **how[1]) for name, how in mixtures.items()},
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """The order of rows: a permutation for each epoch, and positions in it as JSON."""
 
 import hashlib
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from argosy.data.sources.synthetic import splitmix
 
 # 8 MB of permutation, made in 0.1 s an epoch.
 SORTED_ROWS = 1 << 20
+# Windows of blocks whose order is kept: a batch may reach into a second one.
+WINDOWS_KEPT = 4
 
 
 class Order:
@@ -43,13 +46,89 @@ class Order:
             seed = self.epoch_seed(epoch) % 2**32
             return np.array([index_shuffle(row, self.rows - 1, seed, 4) for row in rows.tolist()], np.int64)
         if epoch not in self.sorted:
-            keys = splitmix(np.array([self.epoch_seed(epoch)], np.uint64), np.arange(self.rows, dtype=np.uint64))
-            self.sorted = {epoch: np.argsort(keys, kind="stable")}
+            self.sorted = {epoch: random_permutation(self.epoch_seed(epoch), self.rows)}
         return self.sorted[epoch][rows]
 
     def epoch_seed(self, epoch: int) -> int:
         """A seed of 64 bits for each epoch. It is a hash: with seed + epoch, run 1's second epoch would be run 2's first."""
         return int.from_bytes(hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest(), "big")
+
+
+class BlockOrder(Order):
+    """Shuffles blocks of consecutive rows, then the rows of each window of blocks (Levanter's hierarchical block shuffle).
+
+    So a window's rows are read from a few places of the file, one after the other, and not each from a place of its own. A last,
+    shorter block stays in the last window. Row p of an epoch is found by arithmetic and two permutations, which the epoch decides.
+    """
+
+    def __init__(self, rows: int, seed: int, block: int, window: int):
+        """block: rows of a block. window: blocks of a window."""
+        super().__init__(rows, seed)
+        self.block, self.per_window = block, block * window
+        # Of whole blocks: the epoch's, or those of one window of an epoch.
+        self.blocks: dict[int, np.ndarray] = {}
+        self.windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
+
+    def shuffled(self, epoch: int, rows: np.ndarray) -> np.ndarray:
+        windows, out = rows // self.per_window, np.zeros_like(rows)
+        for window in np.unique(windows).tolist():
+            here = windows == window
+            out[here] = self.window_rows(epoch, window)[rows[here] - window * self.per_window]
+        return out
+
+    def window_rows(self, epoch: int, window: int) -> np.ndarray:
+        """The rows of a window in their order."""
+        key = epoch, window
+        if key not in self.windows:
+            first = window * self.per_window
+            places = np.arange(first, min(first + self.per_window, self.rows))
+            blocks, whole = self.epoch_blocks(epoch), self.rows // self.block
+            of = places // self.block
+            rows = np.where(of < whole, blocks[np.minimum(of, whole - 1)] if whole else 0, whole) * self.block + places % self.block
+            seed = int.from_bytes(hashlib.blake2b(f"{self.seed}/{epoch}/{window}".encode(), digest_size=8).digest(), "big")
+            self.windows[key] = rows[random_permutation(seed, len(rows))]
+            while len(self.windows) > WINDOWS_KEPT:
+                self.windows.popitem(last=False)
+        return self.windows[key]
+
+    def epoch_blocks(self, epoch: int) -> np.ndarray:
+        """The epoch's permutation of the whole blocks."""
+        if epoch not in self.blocks:
+            self.blocks = {epoch: random_permutation(self.epoch_seed(epoch), self.rows // self.block)}
+        return self.blocks[epoch]
+
+
+def random_permutation(seed: int, count: int) -> np.ndarray:
+    """A permutation of `count` numbers, int64, by sorting random keys."""
+    return np.argsort(splitmix(np.array([seed], np.uint64), np.arange(count, dtype=np.uint64)), kind="stable")
+
+
+def row_order(rows: int, settings: DataSettings, seed: int) -> Order:
+    """The order of training, over rows or groups of rows."""
+    if settings.shuffle and settings.shuffle_block:
+        return BlockOrder(rows, seed, settings.shuffle_block, settings.shuffle_window)
+    return Order(rows, seed if settings.shuffle else None)
+
+
+def check_blocks(settings: DataSettings, packing: str, other: str | None = None) -> None:
+    """Checks that a shuffle of blocks reads blocks.
+
+    Args:
+        other: what is read, where it is not one table of rows.
+
+    Raises:
+        BadInput: it would be ignored, or rows of a block do not lie together.
+    """
+    if not settings.shuffle_block:
+        return
+    where = f"data.shuffle_block={settings.shuffle_block}"
+    if not settings.shuffle:
+        raise BadInput("a block of rows to shuffle, and nothing is shuffled", where=where, hint="leave one of both out")
+    if other is not None:
+        raise BadInput(f"blocks of rows are shuffled in one table of rows, not in {other}", where=where, hint="leave it out")
+    if packing == "fit":
+        what = "data.packing=fit puts documents from anywhere into a row, so rows of a block do not lie together"
+        raise BadInput(what, where=where, hint="set `data.packing=split` or `alone`, or leave `data.shuffle_block` out")
 
 
 def of_records(identity: Fingerprint) -> bool:
@@ -102,7 +181,9 @@ def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
 def ordered(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerprint:
     """The fingerprint of the rows and their order. The number of processes and of steps is not part of it."""
     # Another way of shuffling gets another number.
-    shuffle = "order 1" if settings.shuffle else False
+    shuffle: str | bool = "order 1" if settings.shuffle else False
+    if shuffle and settings.shuffle_block:
+        shuffle = f"{settings.shuffle_window} blocks of {settings.shuffle_block}"
     packing, too_long = packing_of(settings, identity), too_long_of(settings, identity)
     packed = {"sequence": settings.sequence, "batch": settings.batch, "packing": packing}
     # Left out where it is what every older run did, so that those resume.

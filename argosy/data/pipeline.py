@@ -22,7 +22,7 @@ from argosy.data.mixtures.table import DataMixture, MixedTable, mixture_table
 from argosy.data.mixtures.table import find_data as find
 from argosy.data.mixtures.table import mixture_holds_out as holds_out
 from argosy.data.online import OnlineBatches
-from argosy.data.order import Order, of_records, ordered, picked, whole_numbers
+from argosy.data.order import Order, check_blocks, of_records, ordered, packing_of, picked, row_order, whole_numbers
 from argosy.data.pack import PackedRows
 from argosy.data.prepare import Progress
 from argosy.data.settings import DataSettings
@@ -70,6 +70,7 @@ def build(
     share = share_of(settings.batch, process, processes, rows_per_group)
     source, seed = source or find(settings), seed if settings.seed is None else settings.seed
     if settings.online and isinstance(source, Source):
+        check_blocks(settings, "split", "data that is read online")
         if source.format in GROUPS:
             raise BadInput(f"`{source.format}` records are not read online", hint="leave `data.online` off")
         if rows_per_group > 1:
@@ -83,11 +84,12 @@ def build(
     if not count:
         what = f"{settings.epochs:g} epochs of {rows} rows do not fill a batch of {settings.batch}"
         raise BadInput(what, hint="lower `data.batch` or `data.sequence`, or raise `data.epochs`")
-    shuffled = seed if settings.shuffle else None
+    other = "a mixture" if mixed else "buckets of images" if isinstance(table.rows, BucketRows) else None
+    check_blocks(settings, packing_of(settings, table.identity), other)
     if isinstance(table.rows, BucketRows):
-        order: Any = BucketOrder(table.rows.counts, settings.batch, shuffled)
+        order: Any = BucketOrder(table.rows.counts, settings.batch, seed if settings.shuffle else None)
     else:
-        order = mixed.order if mixed and mixed.order else Order(rows // rows_per_group, shuffled)
+        order = mixed.order if mixed and mixed.order else row_order(rows // rows_per_group, settings, seed)
     blocks = BatchBlocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
     return RowBatches(table, blocks, settings, seed, mixed)
 

@@ -119,6 +119,17 @@ class DataSettings(Settings):
     shuffle: Annotated[bool, Also("enable_data_shuffling", "shuffle_data")] = True
     """Shuffles the rows of each epoch differently. Off: rows come in the order of the source."""
 
+    shuffle_block: Annotated[int | None, Also("io_block_size")] = Field(default=None, gt=0)
+    """Rows of a block, for sources where reading each row from another place is dear, such as disks of a network: blocks are shuffled,
+    then the rows of every `shuffle_window` blocks. None: all rows are shuffled."""
+
+    shuffle_window: Annotated[
+        int,
+        Also("window_blocks"),
+        Also("shuffle_buffer_size", "shuffle_buffer", note="it counts blocks of data.shuffle_block rows"),
+    ] = Field(default=64, gt=0)
+    """Number of blocks whose rows are shuffled together, where `shuffle_block` is set."""
+
     seed: Annotated[int | None, Also("data_seed", "data_shuffle_seed", "shuffle_seed")] = Field(
         default=None, ge=0, lt=2**32
     )

@@ -14,7 +14,7 @@ from argosy.core.errors import BadInput
 from argosy.data.batch import Fingerprint
 from argosy.data.chat.conversations import ConversationEncoder
 from argosy.data.encoding import Encoding
-from argosy.data.order import Order
+from argosy.data.order import Order, check_blocks
 from argosy.data.prepare import HeldOut
 from argosy.data.rows.prompts import OF_ROWS, Prompt, Prompts
 from argosy.data.settings import DataSettings
@@ -139,6 +139,7 @@ def answered_prompts(
     made: Fingerprint = source.fingerprint() | {"held_out": settings.held_out, "tokenizer": tokenizer.fingerprint}
     encoding = Encoding.of_settings(tokenizer, settings)
     made |= {"template": encoding.template_hash, "bos": settings.bos, "special": settings.special}
+    check_blocks(settings, "alone", "prompts")
     made |= {"seed": seed, "shuffle": settings.shuffle, "format": source.format}
 
     def read(some: list[SourceRecord], order: Order, most: int | None = None) -> AnsweredPrompts:

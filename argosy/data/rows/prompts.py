@@ -22,7 +22,7 @@ from argosy.data.chat.template import choose_template, render
 from argosy.data.encoding import TEMPLATE_HINT, Encoding
 from argosy.data.mixtures.order import MixedOrder
 from argosy.data.mixtures.table import check_mixture, mixed_order, part_settings
-from argosy.data.order import Order
+from argosy.data.order import Order, check_blocks
 from argosy.data.prepare import HeldOut
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Source, SourceRecord
@@ -269,6 +269,7 @@ def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tup
     made |= {"tokenizer": tokenizer.fingerprint}
     encoding = Encoding.of_settings(tokenizer, settings)
     made |= {"template": encoding.template_hash, "bos": settings.bos, "special": settings.special}
+    check_blocks(settings, "alone", "prompts")
     made |= {"seed": seed, "shuffle": settings.shuffle}
     order, once = Order(len(records), seed if settings.shuffle else None), Order(len(others), None, repeats=False)
     places = len(records)
