@@ -29,6 +29,7 @@ from argosy.weights import manifest
 from argosy.weights.adapted import open_peft, peft_base
 from argosy.weights.gguf.reader import open_gguf
 from argosy.weights.hub.reader import open_folder
+from argosy.weights.hub.single_file import open_single_file
 from argosy.weights.model import COMPANIONS, OpenedModel, config_of
 from argosy.weights.quantized import DequantizedTensors, QuantizedWeights, quantized_model, read_schemes
 
@@ -46,6 +47,8 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
     path = Path(path)
     if path.is_file() and path.suffix == ".gguf":
         return open_gguf(path)
+    if path.is_file() and path.suffix == ".safetensors":
+        return open_single_file(path, warn)
     if (path / "config.json").is_file():
         return open_folder(path, warn)
     if (path / "adapter_config.json").is_file():
@@ -61,7 +64,8 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         raise BadInput(what, hint=f"one of them, such as {path / inner}; argosy.load and argosy generate take the whole")
     if path.is_file():
         raise BadInput(
-            f"{path} is a file, but not a .gguf", hint="a Hub folder, a .gguf file, a run directory, a checkpoint step or hf:OWNER/NAME"
+            f"{path} is a file, but neither .gguf nor .safetensors",
+            hint="a Hub folder, a .gguf file, a run directory, a checkpoint step or hf:OWNER/NAME",
         )
     if not path.exists():
         raise BadInput(f"no model at {path}", hint="a Hub folder, a .gguf file, a run directory, a checkpoint step or hf:OWNER/NAME")

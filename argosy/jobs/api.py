@@ -30,6 +30,7 @@ def load(
     random: int | None = None,
     dtype: Any = None,
     adapter: str | Path | None = None,
+    single_file: str | Path | None = None,
     context: int | None = None,
     tensor: int = 1,
     engine: EngineSettings | Mapping[str, Any] | None = None,
@@ -50,6 +51,8 @@ def load(
         context: the longest sequence the model will get, in tokens, if that is less than its own context; selects between the
             tables of rotary positions of a model that has two (LongRoPE).
         adapter: a folder of low-rank adapters in the PEFT library's format; `lm.merge()` merges them into the weights.
+        single_file: with a diffusers folder, a .safetensors file in its authors' names (Flux.1; Stable Diffusion 1, 2 and XL), whose
+            models take the place of the folder's.
         tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
         engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
             {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
@@ -100,7 +103,9 @@ def load(
         if quantization is not None or tensor != 1:
             named = "quantization" if quantization is not None else "tensor"
             raise BadInput(f"{named}: not built for models that draw images", hint="leave it out")
-        return _pipeline(model, dtype, adapter)
+        return _pipeline(model, dtype, adapter, single_file)
+    if single_file is not None:
+        raise BadInput(f"single_file takes the place of models of a diffusers folder, and {model} is none", hint="leave it out")
     rules = None if quantization is None else as_rules(quantization)
     if rules is not None and blocks is True:
         raise BadInput("`quantization` and `blocks` each say how weights are kept", hint="leave one out")
@@ -113,15 +118,17 @@ def load(
     return _checked(lm)
 
 
-def _pipeline(model: str | Path, dtype: Any, adapter: Any) -> Any:
+def _pipeline(model: str | Path, dtype: Any, adapter: Any, single_file: Any) -> Any:
     """A diffusers folder, or a run that trained a denoiser, as an `ImagePipeline`; an autoencoder as an `ImageAutoencoder`."""
     from argosy.infer.denoise.pipeline import ImagePipeline
 
     if (Path(model) / "model_index.json").is_file():
         from argosy.infer.denoise.folder import load_diffusers
 
-        pipeline = load_diffusers(model, dtype=dtype, adapter=adapter, say=_say)
+        pipeline = load_diffusers(model, dtype=dtype, adapter=adapter, single_file=single_file, say=_say)
     else:
+        if single_file is not None:
+            raise BadInput("single_file: takes the place of models of a diffusers folder", hint="give a folder with a model_index.json")
         if adapter is not None:
             raise BadInput("adapter: a run's own adapters are merged as it is loaded", hint="give a diffusers folder, or leave it out")
         from argosy.infer.denoise.runs import load_images

@@ -42,6 +42,8 @@ class GenerateImages(Settings):
     """An image file to begin from (image to image), of any size. Needs the extra `images`."""
     strength: float = Field(0.6, gt=0, le=1)
     """Share of the steps that `source` goes through; at 1 nothing of it is left."""
+    single_file: str | None = None
+    """A .safetensors file in its authors' names, whose models take the place of those of the diffusers folder."""
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
 
@@ -67,7 +69,7 @@ def generate_images(
     from argosy.jobs.api import load
 
     say(f"loading {model}")
-    pipe = load(model, dtype=settings.dtype)
+    pipe = load(model, dtype=settings.dtype, single_file=settings.single_file)
     if not isinstance(pipe, ImagePipeline):
         raise BadInput(f"{model} draws no images", hint="leave out `image=`, which is for models that do")
 

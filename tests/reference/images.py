@@ -19,6 +19,7 @@ import diffusers
 import numpy as np
 import torch
 import transformers
+from author_files import SINGLE_FILES, author_golden, author_shapes
 from image_models import MODELS
 from image_pipelines import PIPELINES, SCHEDULERS, WITHOUT, images_of, lora_file, write_tokenizers
 from safetensors import safe_open
@@ -135,6 +136,31 @@ def make_pipeline(name: str) -> None:
     print(f"{name}: {({key: value.shape for key, value in found.items()})}")
 
 
+def make_single_file(name: str) -> None:
+    """A file in its authors' names: how each tensor is drawn, and what diffusers' models answer with it."""
+    shapes, seed = author_shapes(name, fresh), zlib.crc32(name.encode()) % 10_000
+    # A wide sum keeps its size.
+    spread = {key: round(0.7 * float(np.prod(shape[1:])) ** -0.5, 4) for key, shape in shapes.items() if len(shape) > 1}
+    is_norm = lambda key: key.endswith(".scale") or ("norm" in key and key.endswith(".weight"))  # noqa: E731
+    tensors = {key: [list(shape), 1.0 if is_norm(key) else 0.0, spread.get(key, NOISE)] for key, shape in sorted(shapes.items())}
+    weights = drawn(tensors, seed)
+    inputs, outputs = author_golden(name, weights, fresh, np.random.default_rng(seed))
+    folder = GOLDENS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {"seed": seed, "sha256": digest(weights), "tensors": tensors}
+    (folder / "tensors.json").write_text(json.dumps(said, separators=(",", ":")) + "\n", encoding="utf-8")
+    np.savez_compressed(folder / "golden.npz", **inputs, **{f"out_{k}": v for k, v in outputs.items()})
+    print(f"{name}: {sum(w.size for w in weights.values()):,} weights, {({k: v.shape for k, v in outputs.items()})}")
+
+
+def check_single_file(name: str) -> None:
+    said = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
+    golden, weights = np.load(GOLDENS / name / "golden.npz"), drawn(said["tensors"], said["seed"])
+    for key, value in author_golden(name, weights, fresh, np.random.default_rng(said["seed"]))[1].items():
+        assert np.abs(value - golden[f"out_{key}"]).max() < 1e-5 * np.abs(value).max(), f"{name}: {key}"
+    print(f"{name}: equal")
+
+
 def check_pipeline(name: str) -> None:
     """What Argosy writes of a pipeline, loaded by diffusers: it must draw what the golden has."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -168,12 +194,15 @@ def check(names: list[str]) -> None:
 
 if __name__ == "__main__":
     verb, *names = sys.argv[1:] or ["check"]
-    every = names or [*MODELS, *PIPELINES]
+    every = names or [*MODELS, *PIPELINES, *SINGLE_FILES]
     whole = [name for name in every if name in PIPELINES]
     if verb == "make":
         for name in every:
-            make_pipeline(name) if name in PIPELINES else make(name)
+            (make_pipeline if name in PIPELINES else make_single_file if name in SINGLE_FILES else make)(name)
     else:
-        check([name for name in every if name not in PIPELINES])
+        check([name for name in every if name in MODELS])
+        for name in every:
+            if name in SINGLE_FILES:
+                check_single_file(name)
         for name in whole:
             check_pipeline(name)

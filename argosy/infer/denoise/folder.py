@@ -31,6 +31,7 @@ from argosy.models.diffusion.noise import FlowNoise
 from argosy.weights.build import LoadedModel, as_dtype, load_model
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.hub.image_lora import UpdatedTensors, image_updates
+from argosy.weights.hub.single_file import single_file_parts
 from argosy.weights.model import OpenedModel
 
 INDEX = "model_index.json"
@@ -159,6 +160,7 @@ def load_diffusers(
     *,
     dtype: Any = None,
     adapter: str | Path | None = None,
+    single_file: str | Path | None = None,
     denoiser: Any = None,
     texts: bool = True,
     say: Say | None = None,
@@ -166,6 +168,7 @@ def load_diffusers(
     """The pipeline of a diffusers folder.
 
     Args:
+        single_file: a file in its authors' names (`weights.hub.single_file`), whose models take the place of the folder's.
         denoiser: a module in place of the folder's denoiser, whose weights are then not read; it may still lack its own.
         texts: whether the weights of text encoders are read. Without them a pipeline draws with other prompts, and cannot be saved.
         dtype: of weights and activations, as in `weights.build.load_model`. An autoencoder that says so stays in float32.
@@ -193,6 +196,18 @@ def load_diffusers(
         if not (path / part).is_dir():
             raise BadInput(f"there is no folder {part}/", where=str(path), hint="copy or download the folder again")
         opened[part] = _open_part(path, part, index[part], say or (lambda _: None))
+    if single_file is not None:
+        others = single_file_parts(Path(single_file))
+        if missing := sorted(others.keys() - opened.keys()):
+            what = f"{single_file} has the model {missing[0]}, which {name} has not"
+            raise BadInput(what, where=str(path), hint="a folder of the pipeline that the file is of")
+        for part, one in others.items():
+            if type(one.config) is not type(opened[part].config) or one.config.hub_rows() != opened[part].config.hub_rows():
+                raise BadInput(f"{part} of {single_file} is another model than that of the folder", where=str(path))
+            # Settings that no tensor tells are the folder's.
+            opened[part] = replace(one, config=opened[part].config, hub=opened[part].hub)
+        if kept := sorted(opened.keys() - others.keys()):
+            (say or (lambda _: None))(f"{single_file} has {', '.join(others)}; {', '.join(kept)} are the folder's")
     if adapter is not None:
         tensors: dict[str, Any] = {part: one.weights for part, one in opened.items()}
         for part, updates in image_updates(adapter, {part: one.reader for part, one in tensors.items()}).items():

@@ -91,7 +91,7 @@ class ZImage(nnx.Module):
     def __call__(
         self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions
     ) -> Float[Array, "B H W C"]:
-        config, (height, width), rows = self.config, latents.shape[1:3], len(latents)
+        config, (height, width), rows = self.config, latents.shape[1:3], latents.shape[0]
         # It counts from noise (0) to images (1), and predicts image - noise.
         waves = sinusoid((1000 - timestep) * (config.time_scale / 1000), config.waves)
         c = self.time(waves.astype(self.dtype))
@@ -139,7 +139,7 @@ class ZImage(nnx.Module):
         at = jnp.where(is_patch, lengths[:, None] + 1, np.maximum(words, 0))
         first = axial_turns(np.arange(text + 2)[:, None], config.axes[:1], config.rope_base)
         others = axial_turns(grid, config.axes[1:], config.rope_base)
-        full = (len(lengths), *others[0].shape)
+        full = (lengths.shape[0], *others[0].shape)
         cos, sin = (
             jnp.concatenate([jnp.asarray(a)[at], jnp.broadcast_to(b, full)], -1) for a, b in zip(first, others, strict=True)
         )

@@ -17,7 +17,7 @@ def patchify(images: Float[Array, "B H W C"], size: int) -> Float[Array, "B T I"
 def unpatchify(x: Float[Array, "B T I"], height: int, width: int, size: int) -> Float[Array, "B H W C"]:
     """The images of this size that have these patches."""
     rows, columns = height // size, width // size
-    return x.reshape(len(x), rows, columns, size, size, -1).swapaxes(2, 3).reshape(len(x), height, width, -1)
+    return x.reshape(x.shape[0], rows, columns, size, size, -1).swapaxes(2, 3).reshape(x.shape[0], height, width, -1)
 
 
 def sincos_2d(rows: np.ndarray, columns: np.ndarray, width: int) -> np.ndarray:

@@ -341,7 +341,7 @@ def with_preset(layers: list[SettingsLayer], configs: Path = CONFIGS, families: 
     except UnknownName as error:
         if preset is not None and preset in families and error.name == preset:
             raise _a_family(str(preset), configs, f"set by {where}") from None
-        if preset is not None and error.name == preset and ("/" in preset or preset.endswith(".gguf")):
+        if preset is not None and error.name == preset and ("/" in preset or preset.endswith((".gguf", ".safetensors"))):
             raise no_model(preset, f"set by {where}", configs) from None
         raise
     beneath = [layer.under("model") for layer in found]

@@ -95,7 +95,7 @@ def no_model(name: str, where: str | None = None, configs: Path = CONFIGS) -> Us
         random = f"; the preset `{same[0]}` has random weights" if same else ""
         hint = f"of the Hub: {given}hf:{name}{random}"
         return BadInput(f"no folder `{name}`", where=where, hint=hint)
-    what = "file" if name.endswith((".gguf", ".yml", ".yaml")) else "folder"
+    what = "file" if name.endswith((".gguf", ".safetensors", ".yml", ".yaml")) else "folder"
     hint = f"{'model=FOLDER takes ' if where else ''}a Hub folder, a .gguf file, a run directory, a checkpoint or hf:OWNER/NAME"
     return BadInput(f"no such {what}: `{name}`", where=where, hint=hint)
 

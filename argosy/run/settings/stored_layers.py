@@ -61,8 +61,9 @@ def with_folders(layers: list[SettingsLayer]) -> list[SettingsLayer]:
 
 
 def is_model(name: str) -> bool:
-    """Whether a name is a stored model and not a preset: a folder that is not a recipe's run, a .gguf file, or a model of the Hub."""
-    return is_hub(name) or Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file())
+    """Whether a name is a stored model and not a preset: a folder that is not a recipe's run, a .gguf or .safetensors file, or a model
+    of the Hub."""
+    return is_hub(name) or Path(name).is_dir() or (name.endswith((".gguf", ".safetensors")) and Path(name).is_file())
 
 
 def with_commits(layer: SettingsLayer) -> SettingsLayer:
@@ -119,7 +120,9 @@ def _tokenizer_of(folder: str) -> str | None:
     from argosy.data.tokenizers.load import find_tokenizer
 
     # Folders of adapters mostly have none: it is that of their base.
-    places = (Path(local_model(folder)), open_model(folder).companions)
+    opened = open_model(folder)
+    # A single file in its authors' names has none.
+    places = (None if opened.kind == "file" else Path(local_model(folder)), opened.companions)
     own = next((one for one in places if one is not None and find_tokenizer(one) is not None), None)
     return None if own is None else folder if own == places[0] else str(own)
 

@@ -1,0 +1,110 @@
+"""Opens a file that authors published themselves: Flux.1's denoiser, or the models of Stable Diffusion 1, 2 and XL in one file.
+
+    FILE.safetensors -> {"transformer": ...}, or {"unet": ..., "vae": ..., "text_encoder": ...}
+
+Such a file has neither settings nor a tokenizer: settings follow from the shapes of its tensors (`models.hub.single_file`).
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.core.formats import TensorView
+from argosy.core.formats.safetensors import SafeTensors
+from argosy.core.keymap import KeyMap
+from argosy.models import FAMILIES
+from argosy.models.hub import single_file as names
+from argosy.weights.hub.reader import MappedTensors
+from argosy.weights.model import OpenedModel
+
+DENOISER = "model.diffusion_model."
+FLUX, UNET = "double_blocks.0.img_attn.qkv.weight", "input_blocks.0.0.weight"
+VAE = "first_stage_model."
+# CLIP's text encoder, of Stable Diffusion 1 and the first of XL.
+CLIPS = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer.")
+# A part of the names in files of other kinds, what they are, and what to do with them.
+OTHERS = (
+    (".lora_", "low-rank adapters", "argosy.load(FOLDER, adapter=FILE)"),
+    ("joint_blocks.0.", "Stable Diffusion 3 in its authors' names", "the folder of diffusers is read"),
+    ("single_stream_modulation.", "Flux.2", None),
+    ("noise_refiner.0.", "Z-Image", "the folder of diffusers is read"),
+    ("head.modulation", "Wan", None),
+    ("control_model.", "a ControlNet", None),
+    ("decoder.up.0.block.0.", "an autoencoder alone, whose scale is not in it", "the folder of diffusers is read"),
+    ("model.layers.0.", "a language model without its config.json", "the folder that it is from"),
+    ("transformer_blocks.0.", "a model of diffusers without its config.json", "the folder that it is from"),
+)
+
+
+def open_single_file(path: Path, warn: Callable[[str], None] = lambda _: None) -> OpenedModel:
+    """The denoiser of a file.
+
+    Args:
+        warn: called with what else the file has.
+
+    Raises:
+        BadInput: the file is of no kind that is read, which names what it looks like, or its tensors do not fit that kind.
+        Damaged: the file contradicts itself.
+    """
+    first, *others = single_file_parts(path).items()
+    if others:
+        warn(f"{path}: its denoiser alone is read, without {', '.join(name for name, _ in others)}")
+    return first[1]
+
+
+def single_file_parts(path: Path) -> dict[str, OpenedModel]:
+    """The models of a file, by the names of their folders in a pipeline of diffusers; the denoiser first.
+
+    Raises:
+        BadInput, Damaged: as `open_single_file`.
+    """
+    file = SafeTensors.open(path)
+    inner = _under(file, DENOISER) or {name: name for name in file.names}
+    if FLUX in inner:
+        return {"transformer": _opened(path, file, inner, "flux", names.flux_settings, names.flux_rows)}
+    if UNET not in inner or not inner[UNET].startswith(DENOISER):
+        raise _refused(path, list(file.names))
+    parts = {"unet": _opened(path, file, inner, "unet", names.unet_settings, names.unet_rows)}
+    width: Any = parts["unet"].config
+    if vae := _under(file, VAE):
+        vae = {name: source for name, source in vae.items() if name.startswith(("encoder.", "decoder.", "quant", "post_quant"))}
+        settings = lambda shapes: names.vae_settings(shapes, width.text_width)  # noqa: E731
+        parts["vae"] = _opened(path, file, vae, "autoencoder_kl", settings, names.vae_rows)
+    clip = next((found for start in CLIPS if (found := _under(file, start))), {})
+    if clip:
+        clip = {name: source for name, source in clip.items() if not name.endswith("position_ids")}
+        parts["text_encoder"] = _opened(path, file, clip, "clip_text", names.clip_settings, lambda config: config.hub_rows())
+    return parts
+
+
+def _under(file: SafeTensors, start: str) -> dict[str, str]:
+    """The names that begin so, without it: {short name: name}."""
+    return {name.removeprefix(start): name for name in file.names if name.startswith(start)}
+
+
+def _opened(
+    path: Path,
+    file: SafeTensors,
+    own: Mapping[str, str],
+    family: str,
+    settings: Callable[[Mapping[str, tuple[int, ...]]], dict[str, Any]],
+    rows: Callable[[Any], Any],
+) -> OpenedModel:
+    shapes = {name: file.shape(source) for name, source in own.items()}
+    try:
+        config: Any = FAMILIES[family](**settings(shapes))
+    except BadInput as error:
+        raise BadInput(error.what, where=str(path), hint=error.hint) from None
+    except (KeyError, IndexError, ValueError) as error:
+        raise BadInput(f"the tensors do not fit a {family}: {error}", where=str(path)) from None
+    weights = MappedTensors(KeyMap(*rows(config)), TensorView(file, names=own), str(path))
+    return OpenedModel(path, "file", config, weights)
+
+
+def _refused(path: Path, found: list[str]) -> BadInput:
+    for part, what, hint in OTHERS:
+        if any(part in name for name in found):
+            return BadInput(f"{path} looks like {what}, which is not read from a single file", hint=hint)
+    what = f"{path} is of no kind that is read: its tensors begin with {', '.join(sorted(found)[:3])}"
+    return BadInput(what, hint="Flux.1 in Black Forest Labs' names; Stable Diffusion 1, 2 and XL in Stability AI's")

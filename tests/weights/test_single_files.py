@@ -1,0 +1,137 @@
+"""Files in their authors' own names: what diffusers' converters make of them draws the same (tests/reference/author_files.py)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_weights import digest, drawn, write_pipeline
+from helpers import relative
+from safetensors.numpy import load_file, save_file
+
+import argosy
+from argosy.checkpoint.open import open_model
+from argosy.core.errors import BadInput
+from argosy.core.formats import Arrays
+from argosy.core.keymap import KeyMap
+from argosy.jobs.convert import convert
+from argosy.models.clip import ClipTextConfig
+from argosy.models.diffusion.base import Conditions
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import abstract
+from argosy.weights.build import load_model
+from argosy.weights.hub.single_file import single_file_parts
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
+TOLERANCE = 1e-5  # of the largest number
+
+
+def tensors_of(name: str) -> dict[str, np.ndarray]:
+    said = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))
+    weights = drawn(said["tensors"], said["seed"])
+    assert digest(weights) == said["sha256"]
+    return weights
+
+
+def written(name: str, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors_of(name), folder / f"{name}.safetensors")
+    return folder / f"{name}.safetensors"
+
+
+def last(a: np.ndarray) -> jnp.ndarray:
+    return jnp.asarray(np.moveaxis(a, 1, -1))
+
+
+@pytest.mark.parametrize("name", ["single-flux", "single-sd", "single-xl"])
+def test_a_file_is_the_model_that_diffusers_reads_from_it(name: str, tmp_path: Path):
+    file, golden = written(name, tmp_path), np.load(GOLDENS / name / "golden.npz")
+    given = {key: jnp.asarray(golden[key]) for key in Conditions._fields if key in golden}
+    arguments = last(golden["latents"]), jnp.asarray(golden["timestep"]), Conditions(**given)
+    expected = last(golden["out_velocity" if name == "single-flux" else "out_prediction"])
+    heard: list[str] = []
+    assert relative(jax.jit(load_model(open_model(file, heard.append)).module)(*arguments), expected) < TOLERANCE
+    assert [("without vae" in said) for said in heard] == ([] if name == "single-flux" else [True])
+    convert(str(file), tmp_path / "hub", "hub", None)
+    assert relative(jax.jit(load_model(open_model(tmp_path / "hub")).module)(*arguments), expected) < TOLERANCE
+    parts = single_file_parts(file)
+    if "vae" in parts:
+        vae = load_model(parts["vae"]).module
+        assert relative(vae.decode(last(golden["coded"])), last(golden["out_images"])) < TOLERANCE
+        assert vae.config.scale == (0.13025 if name == "single-xl" else 0.18215)
+
+
+def test_prefixes_of_other_programs_are_read(tmp_path: Path):
+    """ComfyUI writes Flux's denoiser under the prefix of Stable Diffusion's."""
+    given = tensors_of("single-flux")
+    save_file({f"model.diffusion_model.{name}": w for name, w in given.items()}, tmp_path / "prefixed.safetensors")
+    save_file(given, tmp_path / "plain.safetensors")
+    one, two = (open_model(tmp_path / f"{name}.safetensors") for name in ("prefixed", "plain"))
+    assert one.config == two.config
+    assert all((one.weights.read(name) == two.weights.read(name)).all() for name in two.weights.names)
+
+
+def test_the_text_encoder_of_stable_diffusion_1_is_read(tmp_path: Path):
+    config = ClipTextConfig(vocab=30, width=64, layers=2, ffn=20, heads=1, context=9, eos=2)
+    draw = np.random.default_rng(0)
+    table, described = KeyMap(*config.hub_rows()), abstract(config.build(Unroll()))
+    ours = {name: draw.normal(size=w.shape).astype(np.float32) for name, w in described.items()}
+    clip = {f"cond_stage_model.transformer.{entry.name}": np.ascontiguousarray(entry.make()) for entry in table.inverse(Arrays(ours))}
+    clip["cond_stage_model.transformer.text_model.embeddings.position_ids"] = np.arange(9)[None]
+    save_file(tensors_of("single-sd") | clip, tmp_path / "sd.safetensors")
+    parts = single_file_parts(tmp_path / "sd.safetensors")
+    assert list(parts) == ["unet", "vae", "text_encoder"]
+    assert parts["text_encoder"].config == config
+    assert all((parts["text_encoder"].weights.read(name) == w).all() for name, w in ours.items())
+
+
+def test_a_pipeline_draws_with_the_models_of_a_file(tmp_path: Path, capsys):
+    """The folder's own denoiser is zero: what is drawn is the file's, and what is saved draws the same."""
+    file, folder = written("single-flux", tmp_path), write_pipeline(GOLDENS / "pipeline-flux", tmp_path / "folder")
+    shutil.rmtree(folder / "transformer")
+    convert(str(file), folder / "transformer", "hub", None)
+    how = {"steps": 2, "size": 16, "output": "float"}
+    expected = argosy.load(folder).images("a red fox", **how)
+    weights = next((folder / "transformer").glob("*.safetensors"))
+    save_file({name: np.zeros_like(w) for name, w in load_file(weights).items()}, weights)
+    pipe = argosy.load(folder, single_file=file)
+    assert "text_encoder, text_encoder_2, vae are the folder's" in capsys.readouterr().err
+    np.testing.assert_array_equal(pipe.images("a red fox", **how), expected)
+    assert np.abs(argosy.load(folder).images("a red fox", **how) - expected).max() > 0.01
+    pipe.save(tmp_path / "out")
+    np.testing.assert_array_equal(argosy.load(tmp_path / "out").images("a red fox", **how), expected)
+    with pytest.raises(BadInput, match="another model than that of the folder"):
+        argosy.load(write_pipeline(GOLDENS / "pipeline-flux", tmp_path / "other"), single_file=file)
+    with pytest.raises(BadInput, match="has the model unet, which FluxPipeline has not"):
+        argosy.load(folder, single_file=written("single-sd", tmp_path))
+
+
+@pytest.mark.parametrize("names, what", [
+    (["joint_blocks.0.x_block.attn.qkv.weight"], "Stable Diffusion 3"),
+    (["decoder.up.0.block.0.conv1.weight"], "an autoencoder alone"),
+    (["lora_unet_down.lora_down.weight"], "low-rank adapters"),
+    (["model.layers.0.self_attn.q_proj.weight"], "a language model"),
+    (["something.weight"], "its tensors begin with something.weight"),
+])  # fmt: skip
+def test_other_files_are_named(names: list[str], what: str, tmp_path: Path):
+    save_file({name: np.zeros((2, 2), np.float32) for name in names}, tmp_path / "file.safetensors")
+    with pytest.raises(BadInput, match=what):
+        open_model(tmp_path / "file.safetensors")
+
+
+def test_models_that_read_an_image_and_incomplete_files_are_named(tmp_path: Path):
+    flux, sd = tensors_of("single-flux"), tensors_of("single-sd")
+    stem = "model.diffusion_model.input_blocks.0.0.weight"
+    wrong = {
+        "reads 40 numbers of a patch and gives 16": flux | {"img_in.weight": np.zeros((128, 40), np.float32)},
+        "reads 9 channels and gives 4": sd | {stem: np.zeros((32, 9, 3, 3), np.float32)},
+        "missing": {name: w for name, w in flux.items() if name != "txt_in.bias"},
+        "do not fit a flux": {name: w for name, w in flux.items() if name != "txt_in.weight"},
+    }
+    for i, (what, tensors) in enumerate(wrong.items()):
+        save_file(tensors, tmp_path / f"{i}.safetensors")
+        with pytest.raises(BadInput, match=what):
+            open_model(tmp_path / f"{i}.safetensors")
