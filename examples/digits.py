@@ -5,7 +5,7 @@
 
 The file has `images` [N 8 8] uint8 from 0 to 16 and `labels` [N], as scikit-learn's `load_digits` (UCI, Optical Recognition of
 Handwritten Digits). A small convolution by default; `mlp` for two layers. Trains for some seconds on a CPU, tells the accuracy on the
-last fifth, which it has not seen, and writes a bundle: images in, scores and digits out.
+last fifth, which it has not seen, and writes a bundle: arrays or image files in; scores, digits and their names out.
 """
 
 import sys
@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 import argosy
+from argosy.export.steps import DecodeImageStep, LabelsStep
 
 
 class Convolution(nnx.Module):
@@ -81,7 +82,11 @@ def main(file: str, target: str, kind: str = "convolution") -> float:
     served = Digits(trained(model, images[:known], labels[:known]))
     found = np.asarray(nnx.jit(lambda served, x: served(x))(served, jnp.asarray(images[known:]))["digit"])
     accuracy = float(np.mean(found == labels[known:]))
-    argosy.export(served, (jnp.zeros((1, 8, 8), jnp.uint8),), target, batch="symbolic", description="handwritten digits, 8 x 8")
+    # Image files are taken too: white digits on black, as the arrays are.
+    files = DecodeImageStep(height=8, width=8, channels=1, layout="HW", rescale_factor=16 / 255, background=0)
+    names = LabelsStep(names=["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"])
+    steps = {"preprocess": [files], "postprocess": [names]}
+    argosy.export(served, (jnp.zeros((1, 8, 8), jnp.uint8),), target, batch="symbolic", description="handwritten digits", **steps)
     print(f"{accuracy:.1%} of {len(found)} unseen digits; {target} is written")
     return accuracy
 

@@ -35,8 +35,8 @@ from argosy.export.calls import (
     padded_inputs,
     unpadded_outputs,
 )
-from argosy.export.manifest import BundleManifest, BundleProgram, BundleSignature
-from argosy.export.steps import TokenizeStep, bundled_tokenizer, step_result, tokenized
+from argosy.export.manifest import BundleManifest, BundleProgram, BundleSignature, dtype_of_name
+from argosy.export.steps import DecodeImageStep, TokenizeStep, bundled_tokenizer, decoded_images, step_result, tokenized
 from argosy.export.verify import WARN, days_left, open_bundle_weights, verify_bundle
 from argosy.ops.programs.programs import Program, Programs
 from argosy.ops.programs.store import ProgramStore
@@ -208,14 +208,20 @@ class Bundle:
         """The inputs after the steps before the program have run."""
         found = dict(inputs)
         for step in signature.preprocess:
-            if step.input in found:
+            if step.input not in found:
+                continue
+            if twice := [name for name in step.results if name in found]:
+                made = "pixels are made of the file" if isinstance(step, DecodeImageStep) else "ids are made of the text"
+                raise BadInput(f"`{step.input}` and `{twice[0]}`", hint=f"one of them: {made}")
+            if isinstance(step, DecodeImageStep):
+                dtype = next(spec.dtype for spec in signature.inputs if spec.name == step.image)
+                found[step.image] = decoded_images(step, found.pop(step.input), dtype_of_name(dtype))
+            else:
                 texts = [found.pop(name, None) for name in step.texts]
-                found |= self._tokenized(step, signature, texts, found)
+                found |= self._tokenized(step, signature, texts)
         return found
 
-    def _tokenized(self, step: TokenizeStep, signature: BundleSignature, texts: list[Any], others: Mapping[str, Any]) -> dict[str, Any]:
-        if twice := [name for name in step.results if name in others]:
-            raise BadInput(f"`{step.input}` and `{twice[0]}`", hint="one of them: ids are made of the text")
+    def _tokenized(self, step: TokenizeStep, signature: BundleSignature, texts: list[Any]) -> dict[str, Any]:
         shape = next(i.shape for i in signature.inputs if i.name == step.tokens)
         longest = signature.limits.get(str(shape[1]), shape[1] if isinstance(shape[1], int) else None)
         return tokenized(step, self.tokenizer(step.folder), texts[0], longest, *texts[1:])

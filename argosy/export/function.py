@@ -4,6 +4,7 @@ Weights of modules among the arguments, and arrays that the function closes over
 as arguments. Weights are never part of a program.
 """
 
+import base64
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,13 +16,19 @@ import numpy as np
 from flax import nnx
 from jax import export
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, nearest
+from argosy.core.formats.png import png_bytes
+from argosy.export.calls import shape_text
 from argosy.export.hoist import Hoisted
 from argosy.export.lower import PLATFORMS, export_errors, export_program, portable, portable_implementations
 from argosy.export.manifest import BundleManifest, BundleSignature, TensorSignature
 from argosy.export.model import listed_sizes
+from argosy.export.steps import DecodeImageStep, LabelsStep, NormalizeStep, ProbabilitiesStep
 from argosy.export.write import BundleContents, tensor_entry, write_bundle
 from argosy.models.parts.weight import merge, split
+
+# Steps after the program that need no tokenizer.
+OutputStep = NormalizeStep | ProbabilitiesStep | LabelsStep
 
 
 def export_function(
@@ -34,6 +41,8 @@ def export_function(
     outputs: Sequence[str] | None = None,
     platforms: Sequence[str] = PLATFORMS,
     batch: int | Sequence[int] | str | None = None,
+    preprocess: Sequence[DecodeImageStep] = (),
+    postprocess: Sequence[OutputStep] = (),
     description: str = "",
     lineage: Mapping[str, Any] | None = None,
     **how: Any,
@@ -51,12 +60,14 @@ def export_function(
         platforms: what its programs run on: cpu, cuda, rocm, tpu.
         batch: the sizes of the first axis of every input and output, with a program for each; smaller batches are padded with zeros.
             "symbolic": any size. None: as in `args`.
+        preprocess: steps from image files to inputs of the function, as in `export.steps`.
+        postprocess: steps from its outputs to vectors of length 1, probabilities and classes, in their order.
         description: a sentence that says what it computes.
         lineage: its origin, for the manifest.
         how: further arguments of `write_bundle`, such as `store` and `sign`.
 
     Raises:
-        BadInput: arguments are no arrays, names do not fit, or the target exists; nothing is written.
+        BadInput: arguments are no arrays, names or steps do not fit, or the target exists; nothing is written.
         Unsupported: the function uses operations without a promise of compatibility, or branches on open sizes.
     """
     call, weights, values = _without_modules(function, args)
@@ -89,11 +100,45 @@ def export_function(
         programs=[],
         weights=sorted(weights),
         padding=["batch"] if batch is not None else [],
+        preprocess=list(preprocess),
+        postprocess=list(postprocess),
+        example={step.input: [_white_file(step)] for step in preprocess},
     )
+    _check_steps(found, preprocess, postprocess)
     contents = BundleContents({signature: found}, {signature: programs}, [tensor_entry(n, a) for n, a in weights.items()])
     contents.lineage = {"function": _name_of(function)} | dict(lineage or {})
     contents.implementations = portable_implementations(platforms)
     return write_bundle(target, contents, **how)
+
+
+def _check_steps(of: BundleSignature, before: Sequence[DecodeImageStep], after: Sequence[OutputStep]) -> None:
+    """Checks that steps before the program make its inputs, and that those after it read its outputs.
+
+    Raises:
+        BadInput: there is no such input or output, or images have another shape.
+    """
+    specs = {spec.name: spec for spec in of.inputs}
+    for step in before:
+        if step.image not in specs:
+            raise BadInput(f"decode_image makes `{step.image}`, and there is no such input", hint=nearest(step.image, list(specs)))
+        if step.input in specs:
+            what = f"decode_image reads `{step.input}`, which is an input of the function too"
+            raise BadInput(what, hint="give the step another `input`")
+        shape = specs[step.image].shape
+        if tuple(shape[1:]) != step.shape:
+            what = f"decode_image makes images of shape {list(step.shape)}, and `{step.image}` takes {shape_text(specs[step.image])}"
+            raise BadInput(what, hint="height, width, channels and layout of the step say the shape; the first axis is the batch")
+    made = {spec.name for spec in of.outputs}
+    for step in after:
+        source = step.output if isinstance(step, NormalizeStep) else step.scores
+        if source not in made:
+            raise BadInput(f"the step `{step.step}` reads `{source}`, and there is no such output", hint=nearest(source, sorted(made)))
+        made.add(step.output)
+
+
+def _white_file(step: DecodeImageStep) -> str:
+    """A white image as a file in base64."""
+    return base64.b64encode(png_bytes(np.full((step.height, step.width, 3), 255, np.uint8))).decode()
 
 
 def _name_of(function: Any) -> str:

@@ -18,10 +18,10 @@ from argosy.core.errors import BadInput, Damaged, Unsupported, complaint
 from argosy.core.settings import Settings
 from argosy.export.steps import (
     DetokenizeStep,
+    InputStep,
     LabelsStep,
     NormalizeStep,
     ProbabilitiesStep,
-    TokenizePairsStep,
     TokenizeStep,
 )
 
@@ -95,7 +95,7 @@ class BundleSignature(Settings):
     """Named axes that may be padded to the next size of a program, because the padding does not change other results."""
     limits: dict[str, int] = Field(default_factory=dict)
     """Largest size of each named axis."""
-    preprocess: list[TokenizeStep | TokenizePairsStep] = Field(default_factory=list)
+    preprocess: list[InputStep] = Field(default_factory=list)
     """Steps before the program."""
     postprocess: list[NormalizeStep | ProbabilitiesStep | LabelsStep | DetokenizeStep] = Field(default_factory=list)
     """Steps after it."""
@@ -248,5 +248,5 @@ def _check_names(manifest: BundleManifest, where: str) -> None:
         if missing := [tensor for tensor in signature.weights if tensor not in stored]:
             raise Damaged(f"signature `{name}` takes `{missing[0]}`, which no file holds", where=f"in {where}")
         for step in signature.preprocess:
-            if not any(file.startswith(step.folder + "/") for file in manifest.files):
+            if isinstance(step, TokenizeStep) and not any(file.startswith(step.folder + "/") for file in manifest.files):
                 raise Damaged(f"signature `{name}` has a tokenizer in `{step.folder}`, which holds no file", where=f"in {where}")

@@ -22,6 +22,7 @@ from argosy.export.generate import generated
 from argosy.export.manifest import BundleSignature, TensorSignature
 from argosy.export.steps import (
     DetokenizeStep,
+    InputStep,
     LabelsStep,
     NormalizeStep,
     ProbabilitiesStep,
@@ -105,7 +106,7 @@ def embed_signature(lm: LM) -> ModelSignature:
     def embedding(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {"embedding": text_vectors(model, inputs["tokens"], inputs["mask"], steps.pooling)[0][:, 0]}
 
-    texts = []
+    texts: list[InputStep] = []
     if lm.tokenizer is not None:
         first, last = frame_tokens(lm)
         how: Any = {"prompt": steps.prompt, "lower": steps.lower, "strip": True, "cut": True}
@@ -305,7 +306,7 @@ def generate_signature(lm: LM, prompt_tokens: int | None = None, max_tokens: int
     return ModelSignature(signature, generate, {LENGTH: prompt})
 
 
-def text_steps(lm: LM) -> list[TokenizeStep]:
+def text_steps(lm: LM) -> list[InputStep]:
     """The steps by which a decoder reads text."""
     if lm.tokenizer is None:
         return []

@@ -1,17 +1,21 @@
-"""Steps of a bundle outside its programs: text to ids, vectors to length 1, scores to probabilities and classes, ids to text.
+"""Steps of a bundle outside its programs: text to ids, image files to arrays, vectors to length 1, scores to probabilities and classes,
+ids to text.
 
-They are named in the manifest with everything that they need, and run by numpy and the tokenizer in the bundle.
+They are named in the manifest with everything that they need, and run by numpy, Pillow and the tokenizer in the bundle.
 """
 
+import base64
+import binascii
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.core.formats.image_files import read_image, resized
 from argosy.core.settings import Settings
 from argosy.data.framing import TextFrame, framed
 from argosy.data.tokenizers import Tokenizer
@@ -71,6 +75,65 @@ class TokenizePairsStep(TokenizeStep):
     @property
     def results(self) -> list[str]:
         return [*super().results, *([self.types] if self.types else [])]
+
+
+class DecodeImageStep(Settings):
+    """Converts image files (PNG, JPEG, WebP ...) to an array of images. The names of numbers are those of preprocessor_config.json in
+    transformers."""
+
+    step: Literal["decode_image"] = "decode_image"
+    input: str = "image_file"
+    """The input with the files: bytes, or texts in base64, which may be data URLs."""
+    image: str = "image"
+    """The program's input that receives the images."""
+    height: int = Field(gt=0)
+    """Height of the images in pixels."""
+    width: int = Field(gt=0)
+    """Width of the images in pixels."""
+    layout: Literal["HWC", "CHW", "HW"] = "HWC"
+    """The order of an image's axes; HW: without an axis of channels, for gray images."""
+    channels: Literal[1, 3] = 3
+    """1: gray; 3: red, green and blue."""
+    resize: Literal["cover", "stretch", "contain"] = "cover"
+    """cover: the image covers the size, and the middle is cropped; stretch: both sides become those of the size; contain: the whole
+    image is inside, between bars of `background`."""
+    background: int = Field(255, ge=0, le=255)
+    """The gray behind transparent pixels and beside an image that is contained: 0 is black, 255 white."""
+    rescale_factor: float = 1 / 255
+    """What pixels, from 0 to 255, are multiplied with."""
+    image_mean: list[float] = Field(default_factory=list)
+    """What is subtracted of each channel afterwards; empty: nothing."""
+    image_std: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
+    """What each channel is divided by afterwards; empty: by nothing."""
+
+    @model_validator(mode="after")
+    def _channels_agree(self) -> "DecodeImageStep":
+        for name in ("image_mean", "image_std"):
+            if getattr(self, name) and len(getattr(self, name)) != self.channels:
+                raise ValueError(f"{name} has {plural(len(getattr(self, name)), 'number')} for {plural(self.channels, 'channel')}")
+        if self.layout == "HW" and self.channels != 1:
+            raise ValueError("layout=HW is for gray images: channels=1")
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        """Names of its inputs."""
+        return [self.input]
+
+    @property
+    def results(self) -> list[str]:
+        """Names of the program's inputs that it produces."""
+        return [self.image]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one image."""
+        sizes = {"H": self.height, "W": self.width, "C": self.channels}
+        return tuple(sizes[axis] for axis in self.layout)
+
+
+# Steps before a program.
+InputStep = TokenizeStep | TokenizePairsStep | DecodeImageStep
 
 
 class NormalizeStep(Settings):
@@ -159,9 +222,79 @@ def tokenized(
     return found
 
 
+def decoded_images(step: DecodeImageStep, files: Any, dtype: np.dtype) -> np.ndarray:
+    """The images of these files, [files, *step.shape].
+
+    Args:
+        files: bytes, or texts in base64.
+        dtype: the type of the program's input. Whole numbers are rounded, and stay in its range.
+
+    Raises:
+        BadInput: a value is no file, or a file no image that can be read.
+    """
+    files = files.tolist() if isinstance(files, np.ndarray) else [files] if isinstance(files, str | bytes) else files
+    if not isinstance(files, list | tuple) or not files:
+        raise BadInput(f"`{step.input}` takes a list of image files", hint=f'"{step.input}": ["iVBORw0KGgo..."], each in base64')
+    found = np.zeros((len(files), *step.shape), dtype)
+    for i, file in enumerate(files):
+        try:
+            image = read_image(_file_bytes(file))
+        except BadInput as error:
+            raise BadInput(f"`{step.input}`, file {i}: {error.what}", hint=error.hint) from None
+        pixels = _fitted(step, image)
+        if step.channels == 1:
+            # The gray of ITU-R BT.601, as in Pillow's mode L.
+            pixels = np.rint(pixels @ np.array([0.299, 0.587, 0.114]))[..., None]
+        pixels = pixels * step.rescale_factor - np.array(step.image_mean or 0.0)
+        pixels = pixels / np.array(step.image_std or 1.0)
+        if dtype.kind in "iu":
+            pixels = np.clip(np.rint(pixels), np.iinfo(dtype).min, np.iinfo(dtype).max)
+        axes = pixels.transpose(2, 0, 1) if step.layout == "CHW" else pixels
+        found[i] = axes.reshape(step.shape).astype(dtype)
+    return found
+
+
+def _file_bytes(file: Any) -> bytes:
+    if isinstance(file, bytes):
+        return file
+    if not isinstance(file, str):
+        raise BadInput(f"{type(file).__name__} is no image file", hint="bytes, or a text in base64")
+    text = file.partition(",")[2] if file.startswith("data:") else file
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise BadInput("a text that is no base64", hint="send the file's bytes in base64") from None
+
+
+def _fitted(step: DecodeImageStep, image: np.ndarray) -> np.ndarray:
+    """The colors [H W 3] of an image at the step's size, from 0 to 255."""
+    height, width = image.shape[:2]
+    ratios = step.height / height, step.width / width
+    if step.resize != "stretch":
+        scale = max(ratios) if step.resize == "cover" else min(ratios)
+        inside = max if step.resize == "cover" else min
+        size = inside(step.height, max(1, round(height * scale))), inside(step.width, max(1, round(width * scale)))
+        image = resized(image, *size)
+    else:
+        image = resized(image, step.height, step.width)
+    pixels = image.astype(np.float64)
+    if pixels.shape[-1] == 4:
+        share = pixels[..., 3:] / 255
+        pixels = np.rint(pixels[..., :3] * share + step.background * (1 - share))
+    spare = [step.height - pixels.shape[0], step.width - pixels.shape[1]]
+    top, left = (abs(n) // 2 for n in spare)
+    if min(spare) < 0:
+        return pixels[top : top + step.height, left : left + step.width]
+    canvas = np.full((step.height, step.width, 3), float(step.background))
+    canvas[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
+    return canvas
+
+
 def _texts(name: str, texts: Any, count: int | None = None) -> list[str]:
     """A list of texts; of `count`, where there must be so many."""
     texts = texts.tolist() if isinstance(texts, np.ndarray) else [texts] if isinstance(texts, str) else texts
+    if isinstance(texts, list | tuple) and any(isinstance(text, bytes) for text in texts):
+        raise BadInput(f"input `{name}`: a text is no UTF-8")
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
         raise BadInput(f"`{name}` takes a list of texts", hint=f'"{name}": ["a text", "another"]')
     if count is not None and len(texts) != count:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.json_text import parse_json
+from argosy.data.sources.kinds import IMAGE_NAMES
 from argosy.export.manifest import SEAL, BundleManifest
 from argosy.export.verify import days_left, read_bundle_manifest, verify_bundle
 from argosy.jobs.export import bundle_facts
@@ -96,7 +97,9 @@ def run_bundle(
         raise BadInput(f"output={output}", hint="a file that ends in .json or .npz")
     bundle = Bundle.open(path, key=key, say=say)
     of = bundle.manifest.signature(signature)
-    inputs = of.example if source is None else read_inputs(source, [step.input for step in of.preprocess])
+    files = [step.input for step in of.preprocess if step.step == "decode_image"]
+    texts = [step.input for step in of.preprocess if step.input not in files]
+    inputs = of.example if source is None else read_inputs(source, texts, files)
     if not inputs:
         raise BadInput("no input", hint="input=FILE.json, or input='{\"NAME\": [[1, 2]]}'")
     outputs = bundle.run(inputs, signature)
@@ -117,11 +120,12 @@ def _widened(item: tuple[str, Any]) -> tuple[str, Any]:
     return name, value.astype(np.float32) if small else value
 
 
-def read_inputs(source: str, texts: list[str]) -> dict[str, Any]:
+def read_inputs(source: str, texts: list[str], files: Sequence[str] = ()) -> dict[str, Any]:
     """The inputs of a call by name, from a file or from typed text.
 
     Args:
         texts: the names of inputs that are lists of texts. A text file has one text per line.
+        files: the names of inputs that are lists of image files.
 
     Raises:
         BadInput: there is no such file, or it has no inputs.
@@ -139,6 +143,8 @@ def read_inputs(source: str, texts: list[str]) -> dict[str, Any]:
         raise BadInput(f"no file `{source}`", hint=hint)
     if path.stat().st_size > MOST_INPUT_BYTES:
         raise BadInput(f"{source} has more than {MOST_INPUT_BYTES} bytes")
+    if files and path.suffix.lower() in IMAGE_NAMES:
+        return {files[0]: [path.read_bytes()]}
     if path.suffix == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:

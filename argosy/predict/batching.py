@@ -371,12 +371,12 @@ class Batcher:
 
 
 def text_length(values: Iterable[Any]) -> int:
-    """Number of characters in nested lists of texts."""
+    """Number of characters, or bytes of files, in nested lists."""
     return sum(len(text) for text in _texts_in(values))
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
+def _texts_in(value: Any) -> Iterator[str | bytes]:
+    if isinstance(value, str | bytes):
         yield value
     elif isinstance(value, Iterable) and not isinstance(value, np.ndarray):
         for one in value:

@@ -81,7 +81,7 @@ def member_inputs(of: BundleSignature) -> dict[str, TensorSignature]:
     """All inputs of a signature by name, texts included."""
     found = {spec.name: spec for spec in of.inputs}
     for step in of.preprocess:
-        found |= {name: TensorSignature(name=name, shape=found[step.tokens].shape[:1], dtype=TEXTS) for name in step.texts}
+        found |= {name: TensorSignature(name=name, shape=found[step.results[0]].shape[:1], dtype=TEXTS) for name in step.texts}
     return found
 
 
@@ -106,10 +106,10 @@ def _inputs(i: int, step: EnsembleStep, of: BundleSignature) -> dict[str, str]:
     made = {}
     for text in of.preprocess:
         made |= dict.fromkeys(text.results, text.input)
-        if text.tokens not in found:
+        if text.results[0] not in found:
             found.setdefault(text.input, text.input)
         elif text.input in found:
-            raise BadInput(f"step {i + 1}: `{step.model}` makes `{text.tokens}` of `{text.input}`: map one of them")
+            raise BadInput(f"step {i + 1}: `{step.model}` makes `{text.results[0]}` of `{text.input}`: map one of them")
     for spec in of.inputs:
         if spec.default is None and made.get(spec.name) not in found:
             found.setdefault(spec.name, spec.name)

@@ -76,9 +76,10 @@ class OpenAIRoutes:
 def _step(version: LoadedVersion) -> TokenizeStep:
     """The step that reads texts."""
     of = version.bundle.manifest.signature()
-    if not of.preprocess or VECTOR not in {spec.name for spec in of.outputs}:
+    step = next((step for step in of.preprocess if isinstance(step, TokenizeStep)), None)
+    if step is None or VECTOR not in {spec.name for spec in of.outputs}:
         raise ApiError(f"model `{version.model}` makes no vectors of texts", param="model", code="wrong_kind_of_model")
-    return of.preprocess[0]
+    return step
 
 
 def _written(vector: np.ndarray, form: str) -> Any:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from argosy.export.manifest import BundleSignature
+from argosy.export.steps import DecodeImageStep
 from argosy.predict.protocol import input_specs
 from argosy.predict.repository import Repository
 from argosy.web.errors import Json
@@ -43,4 +44,6 @@ def repository_facts(repository: Repository) -> list[dict[str, Any]]:
 
 def _described(name: str, signature: BundleSignature) -> dict[str, Any]:
     about = {"name": name, "description": signature.description or ""}
-    return about | {"inputs": input_specs(signature), "example": signature.example or {}}
+    files = {step.input for step in signature.preprocess if isinstance(step, DecodeImageStep)}
+    inputs = [spec | ({"file": True} if spec["name"] in files else {}) for spec in input_specs(signature)]
+    return about | {"inputs": inputs, "example": signature.example or {}}

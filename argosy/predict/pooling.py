@@ -106,7 +106,7 @@ class PoolingRoutes:
             raise ApiError(what, param="truncate_prompt_tokens", code="unsupported_parameter")
         version = self.service.find(name)
         of = version.bundle.manifest.signature(kind)
-        step = of.preprocess[0]
+        step = next(step for step in of.preprocess if isinstance(step, TokenizeStep))
         inputs: dict[str, Any] = {step.input: list(texts)}
         if pairs is not None and isinstance(step, TokenizePairsStep):
             inputs[step.pair] = list(pairs)

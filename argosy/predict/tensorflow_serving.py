@@ -25,7 +25,7 @@ from argosy.predict.padding import batch_axis
 from argosy.predict.protocol import input_specs, output_specs
 from argosy.predict.repository import LoadedVersion
 from argosy.predict.service import PredictService
-from argosy.predict.tensors import TEXT, to_json
+from argosy.predict.tensors import TEXT, text_or_file, to_json
 from argosy.web.body import read_body
 from argosy.web.errors import ApiError, Json, input_error
 from argosy.web.json_text import parsed_object
@@ -189,14 +189,14 @@ def _named(of: BundleSignature, inputs: Any) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """A value whose bytes in base64 are texts."""
+    """A value whose bytes in base64 are a text, or a file."""
     if isinstance(value, dict):
         if set(value) != {"b64"} or not isinstance(value["b64"], str):
             raise ApiError('a value is no number, text, list or {"b64": ...}')
         try:
-            return base64.b64decode(value["b64"], validate=True).decode("utf-8")
-        except (binascii.Error, UnicodeDecodeError, ValueError):
-            raise ApiError("a value in base64 is no text in UTF-8") from None
+            return text_or_file(base64.b64decode(value["b64"], validate=True))
+        except (binascii.Error, ValueError):
+            raise ApiError("a value is no base64") from None
     if isinstance(value, list) and value and any(isinstance(one, dict) for one in value):
         return [_decoded(one) for one in value]
     return value

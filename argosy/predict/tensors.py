@@ -83,22 +83,20 @@ def from_json(name: str, shape: tuple[int, ...], datatype: str, data: Any) -> np
     return found.reshape(shape)
 
 
-def from_bytes(name: str, shape: tuple[int, ...], datatype: str, data: bytes | memoryview) -> np.ndarray | list[str]:
+def from_bytes(name: str, shape: tuple[int, ...], datatype: str, data: bytes | memoryview) -> np.ndarray | list[str | bytes]:
     """An input whose data is bytes. Arrays are read-only views of them.
 
     Raises:
-        BadInput: the data has another size, or is no UTF-8.
+        BadInput: the data has another size.
     """
     if datatype == TEXT:
-        texts, at = [], 0
+        texts: list[str | bytes] = []
+        at = 0
         while at + 4 <= len(data):
             (length,) = struct.unpack_from("<I", data, at)
             if at + 4 + length > len(data):
                 raise BadInput(f"input `{name}`: a text goes beyond the data")
-            try:
-                texts.append(str(bytes(data[at + 4 : at + 4 + length]), "utf-8"))
-            except UnicodeDecodeError:
-                raise BadInput(f"input `{name}`: a text is no UTF-8") from None
+            texts.append(text_or_file(bytes(data[at + 4 : at + 4 + length])))
             at += 4 + length
         if at != len(data):
             raise BadInput(f"input `{name}`: {len(data) - at} bytes after the last text")
@@ -108,6 +106,14 @@ def from_bytes(name: str, shape: tuple[int, ...], datatype: str, data: bytes | m
     if (size := count * dtype.itemsize) != len(data):
         raise BadInput(f"input `{name}`: shape {list(shape)} of {datatype} has {size} bytes, and {len(data)} were sent")
     return np.frombuffer(data, dtype).reshape(shape)
+
+
+def text_or_file(data: bytes) -> str | bytes:
+    """A value of a tensor of BYTES: a text, or bytes that are none, such as an image file. Steps that read texts refuse these."""
+    try:
+        return str(data, "utf-8")
+    except UnicodeDecodeError:
+        return data
 
 
 def holds_texts(value: Any) -> bool:
@@ -172,7 +178,7 @@ def _flat(name: str, data: Any, shape: tuple[int, ...]) -> list[Any]:
     raise BadInput("`data` is nested too deeply")
 
 
-def _texts(name: str, shape: tuple[int, ...], texts: list[str]) -> list[str]:
+def _texts(name: str, shape: tuple[int, ...], texts: list[Any]) -> list[Any]:
     _check_size(name, shape, len(texts))
     return texts
 

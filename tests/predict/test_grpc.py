@@ -115,7 +115,6 @@ def test_numbers_go_through_bytes_and_typed_lists_unchanged(datatype: str):
         (request_of(tensor(datatype="FP16")), "no typed contents"),
         (request_of(tensor(datatype="FP4")), "unknown datatype"),
         (request_of(tensor((1,), "INT8", int_contents=[300])), "outside INT8"),
-        (request_of(tensor((1,), "BYTES", bytes_contents=[b"\xff"])), "no UTF-8"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(request_: Any, said: str):

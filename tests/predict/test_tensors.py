@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from argosy.core.errors import BadInput
+from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.export.manifest import BundleSignature
-from argosy.export.steps import TokenizeStep
+from argosy.export.steps import TokenizeStep, tokenized
 from argosy.predict.protocol import check_types
 from argosy.predict.tensors import DATATYPES, from_bytes, read_tensors, to_bytes, to_json
 from argosy.web.errors import ApiError
@@ -74,13 +75,20 @@ def test_types_without_a_name_are_sent_as_floats():
         ([tensor(binary_data_size=-1)], b"0" * 16, "16 bytes are left"),
         ([tensor([1] * 4)], b"0", "1 bytes after the last input"),
         ([tensor(shape=(1,), datatype="BYTES", binary_data_size=8)], struct.pack("<I", 9) + b"abcd", "beyond the data"),
-        ([tensor(shape=(1,), datatype="BYTES", binary_data_size=5)], struct.pack("<I", 1) + b"\xff", "no UTF-8"),
         ([tensor([1], (1,), "BYTES")], b"", "no texts"),
     ],
 )
 def test_what_does_not_fit_is_said(inputs: Any, binary: bytes, said: str):
     with pytest.raises(BadInput, match=said):
         read_tensors(inputs, memoryview(binary))
+
+
+def test_bytes_that_are_no_text_are_files_and_no_text_of_a_model():
+    sent = b"".join(struct.pack("<I", 1) + value for value in (b"\xff", b"a"))
+    found = read_tensors([tensor(shape=(2,), datatype="BYTES", binary_data_size=len(sent))], memoryview(sent))
+    assert next(iter(found.values())) == [b"\xff", "a"]
+    with pytest.raises(BadInput, match="a text is no UTF-8"):
+        tokenized(TokenizeStep(), ByteTokenizer(), [b"\xff", "a"], None)
 
 
 def test_texts_are_one_axis_or_a_column():

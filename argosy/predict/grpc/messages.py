@@ -14,7 +14,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.predict.grpc.proto_text import ProtoFile, read_proto
 from argosy.predict.protocol import InferRequest, InferResponse
-from argosy.predict.tensors import DATATYPES, TEXT, checked_datatype, checked_shape, from_bytes, to_bytes
+from argosy.predict.tensors import DATATYPES, TEXT, checked_datatype, checked_shape, from_bytes, text_or_file, to_bytes
 
 # The list that holds numbers of a type. FP16 and BF16 have none.
 CONTENTS = {
@@ -63,7 +63,7 @@ def read_request(message: Any) -> InferRequest:
     return InferRequest(inputs, arrays, parameters_of(message.parameters), outputs)
 
 
-def _of_contents(name: str, shape: tuple[int, ...], tensor: Any) -> np.ndarray | list[str]:
+def _of_contents(name: str, shape: tuple[int, ...], tensor: Any) -> np.ndarray | list[str | bytes]:
     """An input whose numbers are a typed list."""
     field, datatype = CONTENTS.get(tensor.datatype), tensor.datatype
     if field is None:
@@ -76,10 +76,7 @@ def _of_contents(name: str, shape: tuple[int, ...], tensor: Any) -> np.ndarray |
     if len(values) != expected:
         raise BadInput(f"input `{name}`: shape {list(shape)} has {expected} values, and {len(values)} were sent")
     if datatype == TEXT:
-        try:
-            return [str(text, "utf-8") for text in values]
-        except UnicodeDecodeError:
-            raise BadInput(f"input `{name}`: a text is no UTF-8") from None
+        return [text_or_file(text) for text in values]
     dtype = DATATYPES[datatype]
     if dtype.kind in "iu" and expected:
         limits = np.iinfo(dtype)

@@ -76,12 +76,29 @@ function showFields() {
   const of = signature();
   $("described").textContent = of.description;
   $("fields").replaceChildren(...of.inputs.map((input, i) => {
-    const about = input.datatype === "BYTES" ? "texts, one a line" : `${input.datatype} [${input.shape.join(", ")}]`;
+    const about = input.file ? "image files, in base64, one a line"
+      : input.datatype === "BYTES" ? "texts, one a line" : `${input.datatype} [${input.shape.join(", ")}]`;
     const area = el("textarea", { id: `input-${i}`, rows: 2, spellcheck: "false" });
     area.value = written(input, of.example[input.name]);
-    return el("div", { class: "input" }, el("label", { for: `input-${i}` }, el("b", {}, input.name), ` ${about}`), area);
+    return el("div", { class: "input" }, el("label", { for: `input-${i}` }, el("b", {}, input.name), ` ${about}`), area,
+      ...(input.file ? [picker(area)] : []));
   }));
   for (const id of ["outputs", "refused", "took"]) $(id).replaceChildren();
+}
+
+/** A button that puts the chosen image files into a field. */
+function picker(area) {
+  const chosen = el("input", { type: "file", accept: "image/*", multiple: "" });
+  chosen.addEventListener("change", async () => {
+    const read = file => new Promise((done, failed) => {
+      const reader = new FileReader();
+      reader.onload = () => done(reader.result.slice(reader.result.indexOf(",") + 1));
+      reader.onerror = () => failed(reader.error);
+      reader.readAsDataURL(file);
+    });
+    area.value = (await Promise.all([...chosen.files].map(read))).join("\n");
+  });
+  return chosen;
 }
 
 function written(input, value) {
