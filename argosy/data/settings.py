@@ -38,6 +38,9 @@ class DataSettings(Settings):
             "data_dir",
             "train_data",
             "train_files",
+            "grain_train_files",
+            "train_data_path",
+            "datasets.path",
         ),
     ] = "stdlib"
     """Where the data comes from: a file (text, JSON lines, CSV, Parquet, Arrow, TFRecord, ArrayRecord, Bagz, tar, token ids,
@@ -178,6 +181,7 @@ class DataSettings(Settings):
         dict[str, str],
         BelongsTo("source"),
         Also("field_messages", "dataset_text_field", "columns_mapping"),
+        Also("train_data_columns", "eval_data_columns", "text_column", "text_key", note="data.columns.text=NAME"),
         Also("token_weights", "loss_weights", "sample_weight", note="data.columns.weights=COLUMN reads them"),
     ] = Field(default_factory=dict)
     """Names of the columns of a file that differ from the format's: `data.columns.messages=dialog` reads messages from the
@@ -227,7 +231,7 @@ class DataSettings(Settings):
     """Encodes the names of special tokens in a text (`<|im_start|>`) as those tokens, for text that was rendered by a chat template
     elsewhere. Off: they are ordinary text, and a warning counts the documents that contain some."""
 
-    online: Annotated[bool, Also("streaming")] = False
+    online: Annotated[bool, Also("streaming", "dataset_streaming")] = False
     """Tokenizes and packs while training, and writes nothing. A run then resumes only with the same number of processes,
     and rows are shuffled within windows of about 1 MiB of text instead of over the whole corpus."""
 

@@ -21,11 +21,24 @@ _DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO
 
 _MODEL = "`model=FOLDER` takes the architecture and the weights from a folder, a GGUF file or a run"
 
+_SPLIT = "data.source=hf:NAME:SUBSET:SPLIT names them in one word"
+
 ELSEWHERE: dict[str, str] = {
     "model_name_or_path": _MODEL,
     "base_model": _MODEL,
     "pretrained": _MODEL,
     "pretrained_model_name_or_path": _MODEL,
+    # data and sizes, as TRL, axolotl, litgpt and nanochat name them
+    "dataset_config": _SPLIT,
+    "dataset_config_name": _SPLIT,
+    "dataset_split": _SPLIT,
+    "dataset_train_split": _SPLIT,
+    "train_split": _SPLIT,
+    "special_tokens": "special tokens are the tokenizer's own: data.tokenizer=FOLDER names another",
+    "train.max_tokens": "steps counts updates: tokens / (data.batch x data.sequence)",
+    "checkpoint_dir": "model=FOLDER is the model to begin with; checkpoints are written into the run's directory, dir=PATH",
+    "aspect_ratio": "the width does not follow from the depth: model.width, model.heads and model.ffn set it",
+    "logger_name": _TRACKERS,
     # reinforcement learning, as verl and TRL name it
     "max_prompt_length": "prompt and answer share data.sequence: a prompt may have data.sequence less rollout.tokens",
     "use_kl_loss": "objective.kl is the weight of the divergence from the reference; 0 is none",
