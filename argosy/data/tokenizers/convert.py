@@ -52,13 +52,15 @@ def byte_bpe(
     return _tokenizer_json(model, {"type": "NFC"} if rule.nfc else None, pre_tokenizer(rule), BYTE_LEVEL, added)
 
 
-def _tokenizer_json(model: Any, normalizer: Any, cutting: Any, decoder: Any, added: list[dict[str, Any]]) -> str:
+def _tokenizer_json(
+    model: Any, normalizer: Any, cutting: Any, decoder: Any, added: list[dict[str, Any]], frame: dict[str, Any] | None = None
+) -> str:
     """The content of a file (format of huggingface/tokenizers)."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     return json.dumps(
         {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": [flags | token for token in added],
-            "normalizer": normalizer, "pre_tokenizer": cutting, "post_processor": None, "decoder": decoder,
+            "normalizer": normalizer, "pre_tokenizer": cutting, "post_processor": frame, "decoder": decoder,
             "model": model,
         },
         ensure_ascii=False,
@@ -152,4 +154,19 @@ def from_word_pieces(tokens: list[str], config: Mapping[str, Any]) -> str:
         "max_input_chars_per_word": WHOLE_WORD_CHARACTERS,
     }  # fmt: skip
     decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    return _tokenizer_json(model, normalizer, {"type": "BertPreTokenizer"}, decoder, [])
+    return _tokenizer_json(model, normalizer, {"type": "BertPreTokenizer"}, decoder, [], bert_frame(vocab))
+
+
+def bert_frame(vocab: Mapping[str, int]) -> dict[str, Any] | None:
+    """How BERT frames a text and two texts, as tokenizer.json has it; None if the vocabulary has no such tokens. A vocab.txt leaves it to
+    the tokenizer's class."""
+    if not {"[CLS]", "[SEP]"} <= vocab.keys():
+        return None
+
+    def token(name: str, kind: int) -> dict[str, Any]:
+        return {"SpecialToken": {"id": name, "type_id": kind}}
+
+    single = [token("[CLS]", 0), {"Sequence": {"id": "A", "type_id": 0}}, token("[SEP]", 0)]
+    special = {name: {"id": name, "ids": [vocab[name]], "tokens": [name]} for name in ("[CLS]", "[SEP]")}
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}, token("[SEP]", 1)]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
+from tokenizers.models import WordPiece
 
 from argosy.data.tokenizers import Span, Tokenizer, well_formed
 from argosy.data.tokenizers.byte import byte_names
@@ -84,7 +85,9 @@ class FastTokenizer(Tokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
-        self.config.save(folder, self.adds_bos)
+        # transformers tells BERT which of two texts a token belongs to, by the class of its tokenizer.
+        pieces = isinstance(self._library.model, WordPiece)
+        self.config.save(folder, self.adds_bos, *(["BertTokenizer"] if pieces else []))
 
     @property
     def content(self) -> dict[str, Any]:
