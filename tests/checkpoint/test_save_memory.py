@@ -99,10 +99,13 @@ def test_a_step_that_overwrites_the_state_changes_nothing_of_what_is_saved(
     weights = state(1) | {"alone": jax.device_put(jnp.arange(float(MIB)), jax.devices()[0])}
     addresses = [shard.data.unsafe_buffer_pointer() for shard in weights["w0"].addressable_shards]
     one = weights.pop("alone")
+    alone = one.unsafe_buffer_pointer()
     saves.save(1, weights | {"alone": one}, {}, {})
     step = jax.jit(lambda state: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), state), donate_argnums=0)
-    after, _ = step(weights), jax.block_until_ready(step(one))
+    after, one_after = step(weights), jax.block_until_ready(step(one))
     assert [shard.data.unsafe_buffer_pointer() for shard in after["w0"].addressable_shards] == addresses, "in place"
+    # Beside a view of it, jax would compute elsewhere, and take memory for another state.
+    assert one_after.unsafe_buffer_pointer() == alone
     may_go_on.set()
     saves.join()
     saved = tmp_path / "0" / "1" if tier == "local" else tmp_path / "1"

@@ -158,8 +158,8 @@ def from_word_pieces(tokens: list[str], config: Mapping[str, Any]) -> str:
 
 
 def bert_frame(vocab: Mapping[str, int]) -> dict[str, Any] | None:
-    """How BERT frames a text and two texts, as tokenizer.json has it; None if the vocabulary has no such tokens. A vocab.txt leaves it to
-    the tokenizer's class."""
+    """How BERT frames a text and two texts, as tokenizer.json has it; None if the vocabulary has no such tokens. A vocab.txt leaves it
+    to the tokenizer's class."""
     if not {"[CLS]", "[SEP]"} <= vocab.keys():
         return None
 
