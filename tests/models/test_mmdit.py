@@ -20,7 +20,7 @@ from argosy.weights.build import load_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 TOLERANCE = 1e-5  # of the largest number
-NAMES = ["flux-dev", "flux-schnell", "sd3", "sd3.5", "z-image", "unet-sd", "unet-xl", "dit"]
+NAMES = ["flux-dev", "flux-schnell", "flux2-dev", "flux2-klein", "sd3", "sd3.5", "z-image", "unet-sd", "unet-xl", "dit"]
 
 
 def channels_last(a: np.ndarray) -> jnp.ndarray:

@@ -97,6 +97,25 @@ def flux(model: Any, draw: np.random.Generator) -> Any:
     return own, {"velocity": array(out)}
 
 
+def flux2(model: Any, draw: np.random.Generator) -> Any:
+    from diffusers import Flux2KleinPipeline as Klein
+
+    own = {"latents": noise(draw, 2, model.config.in_channels, 3, 5), "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
+    own |= {"timestep": np.asarray([731.5, 20.25], np.float32)}
+    # Small ones: of thousands, sines see how torch rounds its frequencies.
+    own |= {"guidance": np.asarray([0.5, 0.125], np.float32)} if model.config.guidance_embeds else {}
+    given = tensors(own)
+    said = model(
+        hidden_states=Klein._pack_latents(given["latents"]),
+        encoder_hidden_states=given["text"],
+        timestep=given["timestep"] / 1000,
+        guidance=given.get("guidance"),
+        txt_ids=Klein._prepare_text_ids(given["text"]),
+        img_ids=Klein._prepare_latent_ids(given["latents"]),
+    ).sample
+    return own, {"velocity": array(said.permute(0, 2, 1).reshape(given["latents"].shape))}
+
+
 def sd3(model: Any, draw: np.random.Generator) -> Any:
     own = {"latents": noise(draw, 2, model.config.in_channels, 6, 10), "text": noise(draw, 2, 7, model.config.joint_attention_dim)}
     own |= {"pooled": noise(draw, 2, model.config.pooled_projection_dim), "timestep": np.asarray([731.5, 20.25], np.float32)}
@@ -153,6 +172,8 @@ def wan(model: Any, draw: np.random.Generator) -> Any:
 
 FLUX = {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 14, "num_attention_heads": 3,
         "joint_attention_dim": 26, "pooled_projection_dim": 18, "axes_dims_rope": (4, 4, 6)}  # fmt: skip
+FLUX2 = {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 14, "num_attention_heads": 3,
+         "joint_attention_dim": 26, "axes_dims_rope": (2, 4, 6, 2), "timestep_guidance_channels": 64}  # fmt: skip
 SD3 = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "num_layers": 3, "attention_head_dim": 12, "num_attention_heads": 3,
        "joint_attention_dim": 26, "caption_projection_dim": 36, "pooled_projection_dim": 18, "out_channels": 4,
        "pos_embed_max_size": 9}  # fmt: skip
@@ -183,6 +204,8 @@ MODELS: dict[str, tuple[str, dict, Any]] = {
                                      "num_encoder_blocks": (1, 2, 1, 1), "num_decoder_blocks": (1, 1, 2, 1)}, tiny_vae),
     "flux-dev": ("FluxTransformer2DModel", FLUX | {"guidance_embeds": True}, flux),
     "flux-schnell": ("FluxTransformer2DModel", FLUX, flux),
+    "flux2-dev": ("Flux2Transformer2DModel", FLUX2, flux2),
+    "flux2-klein": ("Flux2Transformer2DModel", FLUX2 | {"guidance_embeds": False, "mlp_ratio": 2.0}, flux2),
     "sd3": ("SD3Transformer2DModel", SD3, sd3),
     "sd3.5": ("SD3Transformer2DModel", SD3 | {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}, sd3),
     "dit": ("DiTTransformer2DModel", {

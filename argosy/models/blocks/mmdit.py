@@ -143,10 +143,10 @@ def axial_turns(positions: np.ndarray, axes: tuple[int, ...], base: float = 1e4)
 class FinalLayer(nnx.Module):
     """The last norm, shifted and scaled by the condition, and the projection to patches."""
 
-    def __init__(self, dims: dict[str, int]):
-        self.shift = Einsum("BD,DM->BM", dims, bias=True, scale=0.0, legend=LEGEND)
-        self.scale = Einsum("BD,DM->BM", dims, bias=True, scale=0.0, legend=LEGEND)
-        self.out = Einsum("BTD,DI->BTI", dims, bias=True, scale=0.0, legend=LEGEND)
+    def __init__(self, dims: dict[str, int], *, bias: bool = True):
+        self.shift = Einsum("BD,DM->BM", dims, bias=bias, scale=0.0, legend=LEGEND)
+        self.scale = Einsum("BD,DM->BM", dims, bias=bias, scale=0.0, legend=LEGEND)
+        self.out = Einsum("BTD,DI->BTI", dims, bias=bias, scale=0.0, legend=LEGEND)
 
     def __call__(self, x: Float[Array, "B T D"], c: Float[Array, "B D"]) -> Float[Array, "B T I"]:
         c = jax.nn.silu(c)
