@@ -131,7 +131,7 @@ def denoise_signature(
         if pipeline.autoencoder is None:
             images = latents
         else:
-            images = module.autoencoder.decode(pipeline.autoencoder.config.from_latents(latents)).astype(jnp.float32)
+            images = module.autoencoder.decode(module.autoencoder.from_latents(latents)).astype(jnp.float32)
         images = jnp.repeat(images, 3, -1) if images.shape[-1] == 1 else images
         return {"images": jnp.rint(jnp.clip(images / 2 + 0.5, 0, 1) * 255).astype(jnp.uint8)}
 

@@ -25,7 +25,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 TOLERANCE = 1e-5  # of the largest number; 1e-6 was measured
 CASES = {
     f"{family}-{name}": config
-    for family in ("autoencoder_kl", "autoencoder_tiny")
+    for family in ("autoencoder_kl", "autoencoder_kl_flux2", "autoencoder_tiny")
     for name, config in FAMILIES[family].examples().items()
 }
 each = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
@@ -35,7 +35,7 @@ def channels_last(a: np.ndarray) -> jnp.ndarray:
     return jnp.asarray(np.moveaxis(a, 1, -1))
 
 
-@pytest.mark.parametrize("name", ["vae-sd", "vae-flux", "vae-tiny"])
+@pytest.mark.parametrize("name", ["vae-sd", "vae-flux", "vae-flux2", "vae-tiny"])
 def test_it_is_that_of_diffusers(name: str, tmp_path: Path):
     model = load_model(open_model(write_model(GOLDENS / name, tmp_path / name))).module
     golden = dict(np.load(GOLDENS / name / "golden.npz"))
@@ -47,6 +47,10 @@ def test_it_is_that_of_diffusers(name: str, tmp_path: Path):
         assert relative(encoded.log_variance, channels_last(golden["out_logvar"])) < TOLERANCE
     images = model.decode(channels_last(golden["latents"]))
     assert relative(images, channels_last(golden["out_images"])) < TOLERANCE
+    if name == "vae-flux2":
+        assert relative(model.to_latents(encoded), channels_last(golden["out_packed"])) < TOLERANCE
+        unpacked = model.decode(model.from_latents(channels_last(golden["packed"])))
+        assert relative(unpacked, channels_last(golden["out_unpacked"])) < TOLERANCE
 
 
 def test_scales_and_shifts_are_those_of_flux(tmp_path: Path):
@@ -61,7 +65,7 @@ def test_scales_and_shifts_are_those_of_flux(tmp_path: Path):
     np.testing.assert_allclose(noisy, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["vae-sd", "vae-flux", "vae-tiny"])
+@pytest.mark.parametrize("name", ["vae-sd", "vae-flux", "vae-flux2", "vae-tiny"])
 def test_folder_to_argosy_to_folder_is_exact(name: str, tmp_path: Path):
     """Tensors bit for bit, under the names of diffusers' files; of config.json every key that it had."""
     folder = write_model(GOLDENS / name, tmp_path / name)

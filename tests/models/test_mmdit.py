@@ -59,6 +59,8 @@ def test_settings_that_are_not_built_are_named(tmp_path: Path):
         ("sd3", "caption_projection_dim", 30),
         ("flux-dev", "patch_size", 2),
         ("flux-dev", "out_channels", 32),
+        ("flux2-klein", "out_channels", 32),
+        ("flux2-klein", "eps", 1e-5),
         ("z-image", "n_kv_heads", 1),
         ("z-image", "all_patch_size", [1, 2]),
         ("z-image", "siglip_feat_dim", 8),

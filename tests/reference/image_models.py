@@ -60,6 +60,19 @@ def vae(model: Any, draw: np.random.Generator) -> Any:
     return {"images": images, "latents": latents}, {name: array(value) for name, value in found.items()}
 
 
+def flux2_vae(model: Any, draw: np.random.Generator) -> Any:
+    """Also latents as denoisers read them: packed and normalized by the pipeline."""
+    from diffusers import Flux2KleinPipeline as Klein
+
+    inputs, outputs = vae(model, draw)
+    spread = (model.bn.running_var + model.config.batch_norm_eps).sqrt()
+    mean, deviation = (a.view(1, -1, 1, 1) for a in (model.bn.running_mean, spread))
+    packed = (Klein._patchify_latents(torch.from_numpy(outputs["mean"])) - mean) / deviation
+    given = torch.from_numpy(noise(draw, *packed.shape))
+    images = model.decode(Klein._unpatchify_latents(given * deviation + mean)).sample
+    return inputs | {"packed": array(given)}, outputs | {"packed": array(packed), "unpacked": array(images)}
+
+
 def tiny_vae(model: Any, draw: np.random.Generator) -> Any:
     images, latents = noise(draw, 2, 3, 24, 40), noise(draw, 2, model.config.latent_channels, 3, 5)
     found = {"latents": model.encode(torch.from_numpy(images)).latents, "images": model.decode(torch.from_numpy(latents)).sample}
@@ -70,6 +83,9 @@ VAE = {"in_channels": 3, "out_channels": 3, "down_block_types": ("DownEncoderBlo
        "up_block_types": ("UpDecoderBlock2D",) * 3, "block_out_channels": (8, 16, 16),
        "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4}  # fmt: skip
 
+
+FLUX2_VAE = VAE | {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
+                   "block_out_channels": (8, 16), "batch_norm_eps": 1e-3}  # fmt: skip
 
 # ---------------------------------------------------------------- denoisers
 
@@ -200,6 +216,7 @@ MODELS: dict[str, tuple[str, dict, Any]] = {
     "vae-sd": ("AutoencoderKL", VAE | {"layers_per_block": 2}, vae),
     "vae-flux": ("AutoencoderKL", VAE | {"use_quant_conv": False, "use_post_quant_conv": False, "latent_channels": 6,
                                          "scaling_factor": 0.3611, "shift_factor": 0.1159}, vae),
+    "vae-flux2": ("AutoencoderKLFlux2", FLUX2_VAE, flux2_vae),
     "vae-tiny": ("AutoencoderTiny", {"encoder_block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4,
                                      "num_encoder_blocks": (1, 2, 1, 1), "num_decoder_blocks": (1, 1, 2, 1)}, tiny_vae),
     "flux-dev": ("FluxTransformer2DModel", FLUX | {"guidance_embeds": True}, flux),

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from image_models import CLIP, FLUX, SD, SD3, T5, UNET, VAE, XL, Z_IMAGE
+from image_models import CLIP, FLUX, FLUX2, FLUX2_VAE, SD, SD3, T5, UNET, VAE, XL, Z_IMAGE
 from safetensors.torch import save_file
 from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 PROMPTS = ["a red fox in the snow", "nothing"]
 LATENTS = (2, 4, 12, 8)
+# Those of Flux.2.
+PACKED = (2, 16, 12, 8)
 WORDS = "a red fox in the snow nothing of it is here to be seen".split()  # noqa: SIM905
 
 
@@ -115,6 +117,19 @@ PIPELINES: dict[str, tuple[str, dict, dict[str, tuple[str, dict]]]] = {
             "text_encoder_3": ("T5EncoderModel", T5 | {"d_model": 60, "num_layers": 1}),
         },
     ),
+    "pipeline-flux2": (
+        "Flux2KleinPipeline",
+        FLOW,
+        {
+            "transformer": ("Flux2Transformer2DModel", FLUX2 | {"joint_attention_dim": 36, "guidance_embeds": False, "num_layers": 1,
+                                                                "num_single_layers": 1}),
+            "vae": ("AutoencoderKLFlux2", FLUX2_VAE),
+            # It reads three layers by their numbers.
+            "text_encoder": ("Qwen3ForCausalLM", QWEN3 | {"hidden_size": 12, "intermediate_size": 14, "num_attention_heads": 2,
+                                                          "num_key_value_heads": 1, "head_dim": 6, "num_hidden_layers": 28,
+                                                          "max_window_layers": 28}),
+        },
+    ),
     "pipeline-z-image": (
         "ZImagePipeline",
         {"shift": 3.0},
@@ -162,7 +177,7 @@ def write_tokenizers(name: str, folder: Path) -> dict[str, Any]:
         made = {"tokenizer": first, "tokenizer_2": t5_tokenizer()}
         made["tokenizer_2"].save_pretrained(folder / "tokenizer_2")
         return made
-    if name == "pipeline-z-image":
+    if name in ("pipeline-z-image", "pipeline-flux2"):
         made = {"tokenizer": qwen_tokenizer()}
         made["tokenizer"].save_pretrained(folder / "tokenizer")
         return made
@@ -185,6 +200,10 @@ def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
             return {"latents": latents, "out_images": pipe(PROMPTS, latents=given, guidance_scale=3.5, **more).images}
         if name == "pipeline-sdxl":
             free, plain = (pipe(PROMPTS, latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
+            return {"latents": latents, "out_images": free, "out_plain": plain}
+        if name == "pipeline-flux2":
+            given = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(PACKED).astype(np.float32))
+            free, plain = (pipe(prompt=list(PROMPTS), latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
             return {"latents": latents, "out_images": free, "out_plain": plain}
         if name == "pipeline-z-image":
             # It adds the scale to 1, and leaves guidance out at 0. The time steps of two steps are exact: its vector of a time step, a

@@ -51,7 +51,8 @@ def tensors_of(folder: Path) -> dict[str, list]:
     out = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "np") as opened:
-            for key in sorted(opened.keys()):
+            # How many batches a batch norm saw is no weight.
+            for key in sorted(key for key in list(opened.keys()) if not key.endswith("num_batches_tracked")):
                 value = opened.get_tensor(key).astype(np.float64)
                 spread = max(float(value.std()), NOISE if value.ndim < 2 else 0.15)
                 out[key] = [list(value.shape), round(float(value.mean()), 2) if value.ndim < 2 else 0.0, round(min(spread, 1.0), 4)]

@@ -62,7 +62,7 @@ class ImageAutoencoder:
 def _decoder(graph: Any) -> Callable[..., Array]:
     def decode(leaves: Any, latents: Array) -> Array:
         model = merge(graph, leaves)
-        return model.decode(model.config.from_latents(latents))
+        return model.decode(model.from_latents(latents))
 
     return jax.jit(decode)
 
@@ -71,7 +71,6 @@ def _decoder(graph: Any) -> Callable[..., Array]:
 def _encoder(graph: Any) -> Callable[..., Array]:
     def encode(leaves: Any, images: Array) -> Array:
         model = merge(graph, leaves)
-        found = model.encode(images)
-        return model.config.to_latents(getattr(found, "mean", found))
+        return model.to_latents(model.encode(images))
 
     return jax.jit(encode)

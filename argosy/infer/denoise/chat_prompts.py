@@ -1,11 +1,13 @@
 """Conditions of prompts by language models: a prompt is a message of a conversation, and the denoiser reads the states of some layers.
 
-    Z-Image    text: states before the last layer, of the words of the conversation alone
+    Z-Image         text: states before the last layer, of the words of the conversation alone
+    Flux.2 klein    text: states of three layers side by side, of padding too
 
-A conversation is cut at the longest length, which is said. Padding stands behind the words, which never see it.
+A conversation is cut at the longest length, which is said. Padding stands behind the words: it sees them, and nothing sees it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -20,9 +22,27 @@ from argosy.core.progress import Say
 from argosy.data.chat.template import choose_template, render
 from argosy.infer.denoise.finite import check_finite
 from argosy.models.diffusion.base import Conditions
-from argosy.models.parts.attention.attend import Packed
+from argosy.models.parts.attention.attend import HEADS, Packed, meet
 from argosy.models.parts.stack.watch import OUTPUT, WatchedAttend
 from argosy.models.parts.weight import merge, split
+from argosy.ops.attention import Score, See
+
+
+@dataclass(frozen=True)
+class PaddedTexts(Packed):
+    """A strategy of attention: each token sees the words up to it (`segments` is 1 for words and 0 for padding). Positions count
+    padding, as transformers does with a mask."""
+
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        return jnp.broadcast_to(jnp.arange(self.segments.shape[1], dtype=jnp.int32), self.segments.shape)
+
+    def __call__(self, q: Array, entries: Any, cache: Any, read: Any = HEADS, *, score: Score) -> Any:
+        see = See(self.positions, self.positions, jnp.ones_like(self.segments), self.segments)
+        return meet(q, entries, read, score, see, self.absorb), cache
+
+
+jax.tree_util.register_dataclass(PaddedTexts, ["segments", "angles"], ["absorb"])
 
 
 class ChatReader:
@@ -55,12 +75,14 @@ class ChatReader:
         self.variables, self._template = variables, choose_template(tokenizer.chat_templates)
         if wrong := [i for i in layers if not 0 <= i <= module.config.layers]:
             raise BadInput(f"{name}: layer {wrong[0]} is read, and it has {plural(module.config.layers, 'layer')}")
+        pad = tokenizer.special.get("pad_token")
+        self._pad = tokenizer.encode(pad, special=True)[0] if pad else 0
         graph, self._leaves = split(module)
         self._program = _layer_states(graph, module.dtype, tuple(layers))
 
     def tokens(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
         """The ids of conversations, and 1 where they are no padding."""
-        out, words = (np.zeros((len(texts), self.length), np.int32) for _ in range(2))
+        out, words = (np.full((len(texts), self.length), fill, np.int32) for fill in (self._pad, 0))
         special = self.tokenizer.special
         conversations = [
             render(self._template, [{"role": "user", "content": text}], special, add_generation_prompt=True, **self.variables)
@@ -74,7 +96,7 @@ class ChatReader:
         return out, words
 
     def states(self, texts: Sequence[str]) -> tuple[Float[Array, "B T E"], Int[Array, "B T"]]:
-        """The states of the layers, float32 and zero for padding, and 1 where they are no padding.
+        """The states of the layers, float32, and 1 where they are no padding.
 
         Raises:
             BadInput: the template refuses a prompt.
@@ -94,11 +116,11 @@ def _layer_states(graph: Any, dtype: Any, layers: tuple[int, ...]) -> Callable[.
     def states(leaves: Any, tokens: Int[Array, "B T"], words: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         model = merge(graph, leaves)
         model.dtype = dtype
-        attend = Packed(jnp.ones_like(tokens))
+        attend = PaddedTexts(words)
         _, _, aux = model.hidden(tokens, WatchedAttend(attend, outputs=True))
         told, _ = model.layers.layer_aux(aux)
         found = [model.embedded(tokens, attend) if i == 0 else told[i - 1][OUTPUT] for i in layers]
-        return jnp.where(words[..., None] > 0, jnp.concatenate(found, -1).astype(jnp.float32), 0)
+        return jnp.concatenate(found, -1).astype(jnp.float32)
 
     return jax.jit(states)
 
@@ -116,6 +138,23 @@ class ZImagePrompts:
     def encode(self, texts: Sequence[str]) -> Conditions:
         text, mask = self.reader.states(texts)
         return Conditions(text=text, text_mask=mask)
+
+    def null(self, count: int) -> Conditions:
+        return self.encode([""] * count)
+
+
+class Flux2Prompts:
+    """Prompts of Flux.2 klein: the states of three layers of Qwen 3, those of padding too.
+
+    Args:
+        reader: the encoder.
+    """
+
+    def __init__(self, reader: ChatReader):
+        self.reader = reader
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        return Conditions(text=self.reader.states(texts)[0])
 
     def null(self, count: int) -> Conditions:
         return self.encode([""] * count)

@@ -22,7 +22,7 @@ from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.progress import Say
 from argosy.data.tokenizers.config import read_config
 from argosy.data.tokenizers.load import load_tokenizer
-from argosy.infer.denoise.chat_prompts import ChatReader, ZImagePrompts
+from argosy.infer.denoise.chat_prompts import ChatReader, Flux2Prompts, ZImagePrompts
 from argosy.infer.denoise.hub import sampler_of, scheduler_config
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
 from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts
@@ -40,6 +40,8 @@ SCHEDULER = "scheduler/scheduler_config.json"
 DENOISERS = ("transformer", "unet")
 # Tokens of T5 that Stable Diffusion 3 reads.
 SD3_TOKENS = 256
+# Layers of Qwen 3 whose outputs Flux.2 klein reads.
+FLUX2_LAYERS = (9, 18, 27)
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,19 @@ def z_image_pipeline(parts: PipelineParts) -> ImagePipeline:
     return ImagePipeline(denoiser, prompts, sampler, ImageDefaults(50, 6.0, (side, side)), vae, say=parts.say)
 
 
+def flux2_pipeline(parts: PipelineParts) -> ImagePipeline:
+    """Flux.2 klein: distilled to four steps without guidance, or not."""
+    denoiser, vae, encoder = parts.denoiser, parts.models["vae"].module, parts.models["text_encoder"].module
+    length, tokenizer = denoiser.config.text_tokens, load_tokenizer(parts.path / "tokenizer")
+    reader = ChatReader(encoder, tokenizer, length, FLUX2_LAYERS, "text_encoder", {"enable_thinking": False}, parts.say)
+    side = 64 * vae.config.factor
+    defaults = ImageDefaults(4, 1.0, (side, side)) if parts.index.get("is_distilled") else ImageDefaults(50, 4.0, (side, side))
+    # Its pipeline gives noise levels of its own, evenly from 1 to 1/steps, and a shift of its own.
+    shift = parts.sampler.shift.model_copy(update={"empirical": parts.sampler.shift.dynamic})
+    sampler = parts.sampler.model_copy(update={"spacing": "trailing", "shift": shift})
+    return ImagePipeline(denoiser, Flux2Prompts(reader), sampler, defaults, vae, say=parts.say)
+
+
 def sd_pipeline(parts: PipelineParts) -> ImagePipeline:
     """Stable Diffusion 1 and 2."""
     return _unet_pipeline(parts, SDPrompts(parts.reader(1)), 7.5)
@@ -149,6 +164,7 @@ KINDS = {
     "StableDiffusion3Pipeline": PipelineKind(
         ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"), sd3_pipeline, ("text_encoder_3",)
     ),
+    "Flux2KleinPipeline": PipelineKind(("transformer", "vae", "text_encoder"), flux2_pipeline),
     "ZImagePipeline": PipelineKind(("transformer", "vae", "text_encoder"), z_image_pipeline),
 }
 # Parts that no picture is drawn with here: inputs of image prompts, and checks of what was drawn.

@@ -49,8 +49,11 @@ class Shift(Settings):
     terminal: float | None = Field(None, gt=0, lt=1)
     """Stretches the steps so that the last noise level is this. None: not at all."""
 
-    def of(self, positions: int | None) -> float:
-        """k for an image of so many positions of the network.
+    empirical: bool = False
+    """Whether mu follows Flux.2's own fit to positions and steps, in place of the line."""
+
+    def of(self, positions: int | None, steps: int = 1) -> float:
+        """k for an image of so many positions of the network, in so many steps.
 
         Raises:
             BadInput: k depends on them and they are not known.
@@ -59,9 +62,17 @@ class Shift(Settings):
             return self.factor
         if positions is None:
             raise BadInput("sampler.shift.dynamic: the number of positions of the image is not known")
+        if self.empirical:
+            return math.exp(empirical_mu(positions, steps))
         slope = (self.high - self.low) / (self.high_length - self.low_length)
         mu = self.low + slope * (positions - self.low_length)
         return math.exp(mu) if self.kind == "exponential" else mu
+
+
+def empirical_mu(positions: int, steps: int) -> float:
+    """mu of Flux.2: lines in the positions for 10 and for 200 steps, and between them one in the steps; for large images the second."""
+    of_200, of_10 = 0.00016927 * positions + 0.45666666, 8.73809524e-05 * positions + 1.89833333
+    return of_200 if positions > 4300 else of_200 + (of_200 - of_10) / 190 * (steps - 200)
 
 
 class SamplerSettings(Settings):

@@ -58,7 +58,7 @@ def _from(points: Points, strength: float, is_flow: bool) -> Points:
 
 def flow_points(settings: SamplerSettings, sigmas: np.ndarray, positions: int | None, strength: float) -> Points:
     """The points of a flow model for these noise levels before their shift."""
-    k = settings.shift.of(positions)
+    k = settings.shift.of(positions, len(sigmas))
     sigmas = k * sigmas / (1 + (k - 1) * sigmas)
     if settings.shift.terminal is not None:
         sigmas = 1 - (1 - sigmas) * (1 - settings.shift.terminal) / (1 - sigmas[-1])

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from argosy.models.parts.conv import twice
 from argosy.models.parts.net import grow, net_attention, resnet
+from argosy.models.parts.weight import Draw, Meaning, Moved, weight
 from argosy.ops.precision import sums_in
 
 # The bounds of the log variance: a variance that over- or underflows has no gradient.
@@ -87,3 +88,33 @@ class AutoencoderKL(nnx.Module):
 
     def _ends(self, of: Any, x: Array) -> Array:
         return of.conv_out(jax.nn.silu(of.conv_norm_out(x)))
+
+
+class PackedStatistics(nnx.Module):
+    """Mean and variance of each channel of packed latents."""
+
+    def __init__(self, channels: int):
+        self.mean = weight((channels,), Meaning("C", legend=(("C", "packed"),)), Draw("constant", 0.0), Moved)
+        self.variance = weight((channels,), Meaning("C", legend=(("C", "packed"),)), Draw("constant", 1.0), Moved)
+
+
+class AutoencoderKLFlux2(AutoencoderKL):
+    """The autoencoder of Flux.2 (`models.autoencoders.autoencoder_kl_flux2` has the equations)."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.bn = PackedStatistics(config.latent_channels * 4)
+
+    def to_latents(self, moments: Moments, noise: Float[Array, "B h w C"] | None = None) -> Float[Array, "B g v P"]:
+        z = moments.mean if noise is None else moments.sample(noise)
+        B, h, w, C = z.shape
+        packed = z.reshape(B, h // 2, 2, w // 2, 2, C).transpose(0, 1, 3, 5, 2, 4).reshape(B, h // 2, w // 2, 4 * C)
+        return (packed - self.bn.mean[...]) / self._deviation()
+
+    def from_latents(self, latents: Float[Array, "B g v P"]) -> Float[Array, "B h w C"]:
+        packed = latents * self._deviation() + self.bn.mean[...]
+        B, h, w, P = packed.shape
+        return packed.reshape(B, h, w, P // 4, 2, 2).transpose(0, 1, 4, 2, 5, 3).reshape(B, 2 * h, 2 * w, P // 4)
+
+    def _deviation(self) -> Array:
+        return jnp.sqrt(self.bn.variance[...] + self.config.stats_eps)

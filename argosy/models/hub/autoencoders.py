@@ -37,6 +37,36 @@ class AutoencoderKLHub:
         return self.agreed(written | {"block_out_channels": list(self.widths), "shift_factor": self.shift or None})
 
 
+class AutoencoderKLFlux2Hub:
+    """Reads and writes folders of Flux.2's autoencoder; a base class of its config."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("AutoencoderKLFlux2",)
+    # How many batches its statistics saw.
+    hub_ignore: ClassVar[tuple[str, ...]] = ("bn.num_batches_tracked",)
+
+    @classmethod
+    def from_hub(cls: Any, config: dict[str, Any]) -> Any:
+        own = ("batch_norm_eps", "batch_norm_momentum", "patch_size", "decoder_block_out_channels")
+        if list(config.get("patch_size", (2, 2))) != [2, 2]:
+            raise BadInput(f"config.json: `patch_size` = {config['patch_size']}: only [2, 2] is built")
+        if config.get("decoder_block_out_channels") not in (None, config.get("block_out_channels")):
+            raise BadInput("config.json: `decoder_block_out_channels` differs from `block_out_channels`, which is not built")
+        defaults = {"latent_channels": 32, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}
+        plain = {key: value for key, value in config.items() if key not in own}
+        read: Any = AutoencoderKLHub.from_hub.__func__(cls, defaults | plain)  # type: ignore[attr-defined]
+        return read.model_copy(update={"scale": 1.0, "force_upcast": False, "stats_eps": config.get("batch_norm_eps", 1e-4)})
+
+    def to_hub(self: Any) -> dict[str, Any]:
+        levels = len(self.widths)
+        written = {"_class_name": "AutoencoderKLFlux2", "model_type": "AutoencoderKLFlux2", "out_channels": self.channels}
+        written |= {"down_block_types": ["DownEncoderBlock2D"] * levels, "up_block_types": ["UpDecoderBlock2D"] * levels}
+        written |= {"act_fn": "silu"} | KL_TABLE.write(self)
+        for key in ("scaling_factor", "shift_factor", "force_upcast"):
+            del written[key]
+        own = {"block_out_channels": list(self.widths), "batch_norm_eps": self.stats_eps, "patch_size": [2, 2]}
+        return self.agreed(written | own | {"decoder_block_out_channels": None})
+
+
 class AutoencoderTinyHub:
     """Reads and writes folders of this family; a base class of its config."""
 

@@ -27,7 +27,7 @@ CLIPS = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer."
 OTHERS = (
     (".lora_", "low-rank adapters", "argosy.load(FOLDER, adapter=FILE)"),
     ("joint_blocks.0.", "Stable Diffusion 3 in its authors' names", "the folder of diffusers is read"),
-    ("single_stream_modulation.", "Flux.2", None),
+    ("single_stream_modulation.", "Flux.2", "the folder of diffusers is read"),
     ("noise_refiner.0.", "Z-Image", "the folder of diffusers is read"),
     ("head.modulation", "Wan", None),
     ("control_model.", "a ControlNet", None),

@@ -17,7 +17,7 @@ from argosy.infer.denoise.settings import SamplerSettings
 from argosy.weights.hub.image_lora import image_updates
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
-NAMES = ["pipeline-flux", "pipeline-sd3", "pipeline-z-image", "pipeline-sd", "pipeline-sdxl"]
+NAMES = ["pipeline-flux", "pipeline-flux2", "pipeline-sd3", "pipeline-z-image", "pipeline-sd", "pipeline-sdxl"]
 PROMPTS = ["a red fox in the snow", "nothing"]
 TOLERANCE = 5e-5  # of the brightest pixel, after three steps; 1.5e-5 was measured, and 1e-5 holds for every module alone
 SIZE = (48, 32)
@@ -45,6 +45,14 @@ def test_sd3_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
     how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
     images = pipe.images(PROMPTS, negative=["snow", "a fox"], guidance=4.0, **how)
     assert np.abs(images - golden["out_images"]).max() < TOLERANCE
+    assert np.abs(pipe.images(PROMPTS, guidance=1.0, **how) - golden["out_plain"]).max() < TOLERANCE
+
+
+def test_flux2_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
+    """With guidance and without."""
+    golden, pipe = np.load(GOLDENS / "pipeline-flux2" / "golden.npz"), pipes["pipeline-flux2"]
+    how = {"steps": 3, "size": SIZE, "latents": golden["latents"], "output": "float"}
+    assert np.abs(pipe.images(PROMPTS, guidance=4.0, **how) - golden["out_images"]).max() < TOLERANCE
     assert np.abs(pipe.images(PROMPTS, guidance=1.0, **how) - golden["out_plain"]).max() < TOLERANCE
 
 
