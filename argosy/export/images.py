@@ -23,7 +23,7 @@ from argosy.export.signatures import BATCH, split_program
 from argosy.export.write import BundleContents, tensor_entry, write_bundle
 from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.infer.denoise.plan import initial_state, sample
-from argosy.infer.denoise.sampling import first_noise
+from argosy.infer.denoise.sampling import first_noise, step_conditions
 from argosy.models.diffusion.base import Conditions
 
 ABOUT = {
@@ -116,13 +116,15 @@ def denoise_signature(
         rows = inputs["seed"].shape[0]
         keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(inputs["seed"].astype(jnp.uint32))
 
-        def predict(x: Float[Array, "B H W C"], timestep: Float[Array, ""]) -> Float[Array, "B H W C"]:
+        def predict(x: Float[Array, "B H W C"], timestep: Float[Array, ""], level: Float[Array, "2"]) -> Float[Array, "B H W C"]:
             times = jnp.broadcast_to(timestep, (rows,))
-            found = module.denoiser(x, times, conditions).astype(jnp.float32)
+            own = step_conditions(config, conditions, timestep, level, rows)
+            found = module.denoiser(x, times, own).astype(jnp.float32)
             if not guided:
                 return found
             away = {k: jnp.broadcast_to(v[...], (rows, *v.shape[1:])) for k, v in module.null.items()}
-            base = module.denoiser(x, times, Conditions(**away)).astype(jnp.float32)
+            base_conditions = step_conditions(config, Conditions(**away), timestep, level, rows)
+            base = module.denoiser(x, times, base_conditions).astype(jnp.float32)
             return pipeline.guidance.apply(found, base, inputs["guidance"], timestep)
 
         state = initial_state(plan, first_noise(keys, shape))

@@ -47,6 +47,7 @@ def inputs_of(config: Any, rows: int = 2, multiples: tuple[int, int] = (3, 2)) -
         "text_mask": lambda: jnp.asarray(np.arange(5) < rng.integers(2, 6, (rows, 1)), jnp.int32),
         "pooled": lambda: normal(rows, config.pooled_width),
         "guidance": lambda: jnp.linspace(1.0, 5.0, rows),
+        "interval": lambda: jnp.linspace(10.0, 400.0, rows),
     }
     conditions = Conditions(**{name: makers[name]() for name in config.conditions})
     return normal(rows, *size, config.channels), jnp.linspace(20.0, 900.0, rows), conditions

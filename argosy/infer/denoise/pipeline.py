@@ -203,6 +203,9 @@ class ImagePipeline:
         if sampler.prediction != self.config.prediction:
             what = f"sampler.prediction = {sampler.prediction}: this model predicts {self.config.prediction}"
             raise BadInput(what, hint="a sampler with the model's own prediction")
+        if "interval" in self.config.conditions and sampler.name != "euler":
+            what = f"sampler.name = {sampler.name}: this model predicts mean velocities over steps, which Euler's method takes"
+            raise BadInput(what, hint="sampler.name=euler")
         if steps < 1:
             raise BadInput(f"steps = {steps}: at least 1")
         multiple = self.factor * self.config.size_multiple

@@ -115,7 +115,8 @@ class SamplerState(NamedTuple):
     past: Array
 
 
-Predict = Callable[[Float[Array, "B H W C"], Float[Array, ""]], Float[Array, "B H W C"]]
+# (sample, timestep, alpha and sigma after the step) -> prediction
+Predict = Callable[[Float[Array, "B H W C"], Float[Array, ""], Float[Array, "2"]], Float[Array, "B H W C"]]
 
 
 def initial_state(plan: SamplingPlan, noise: Float[Array, "B H W C"], image: Float[Array, "B H W C"] | None = None) -> SamplerState:
@@ -129,7 +130,7 @@ def initial_state(plan: SamplingPlan, noise: Float[Array, "B H W C"], image: Flo
 def advance(predict: Predict, state: SamplerState, row: SamplingPlan, fresh: Array | None) -> SamplerState:
     """One evaluation. row: one row of the plan's columns; fresh: noise like x, where the sampler spreads any."""
     x, last, _, past = state
-    raw = row.read[0] * x + row.read[1] * predict(x, row.timestep)
+    raw = row.read[0] * x + row.read[1] * predict(x, row.timestep, row.level)
     new = jnp.clip(raw, -row.clip, row.clip)
     seen = jnp.stack([x, last, raw, new, *past])
     # A weight of 0 leaves out what may be infinite or no number.

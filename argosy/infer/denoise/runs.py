@@ -26,6 +26,9 @@ STEPS = 20
 def sampler_for(model: Any, objective: Any) -> SamplerSettings:
     """The sampler of a model that this objective trained: Euler's method for flows, DDIM for models with betas."""
     noise = objective.noise_of(model.prediction)
+    if "interval" in model.conditions:
+        # Every step counts: with spacing=linspace the last one would be of 1/1000.
+        return SamplerSettings(name="euler", noise=noise, prediction="velocity", spacing="trailing")
     if model.prediction == "velocity":
         return SamplerSettings(name="euler", noise=noise, prediction="velocity")
     return SamplerSettings(name="ddim", noise=noise, prediction=model.prediction, spacing="trailing")

@@ -17,6 +17,7 @@ from argosy.core.progress import Say, telling
 from argosy.infer.denoise.guidance import Guidance
 from argosy.infer.denoise.plan import (
     FixedParts,
+    Predict,
     SamplerState,
     SamplingPlan,
     advance,
@@ -27,6 +28,7 @@ from argosy.infer.denoise.plan import (
     sample,
 )
 from argosy.models.diffusion.base import Conditions
+from argosy.models.diffusion.noise import STEPS
 from argosy.models.parts.weight import merge
 
 
@@ -105,16 +107,25 @@ class _Programs:
     step: Callable[..., SamplerState]
 
 
+def step_conditions(config: Any, conditions: Conditions, timestep: Array, level: Array, rows: int) -> Conditions:
+    """Conditions with the interval of a step, for models that read one: flows, whose sigma is the time."""
+    if "interval" not in config.conditions:
+        return conditions
+    return conditions._replace(interval=jnp.full(rows, timestep - STEPS * level[1], jnp.float32))
+
+
 @lru_cache(maxsize=16)
 def _programs(graph: Any, guidance: Guidance, guided: bool) -> _Programs:
-    def predictor(leaves: Any, conditions: Conditions, null: Conditions | None, scale: Array) -> Callable[[Array, Array], Array]:
+    def predictor(leaves: Any, conditions: Conditions, null: Conditions | None, scale: Array) -> Predict:
         model = merge(graph, leaves)
 
-        def predict(x: Array, timestep: Array) -> Array:
+        def predict(x: Array, timestep: Array, level: Array) -> Array:
             times = jnp.full(len(x), timestep, jnp.float32)
+            own = step_conditions(model.config, conditions, timestep, level, len(x))
             if null is None:
-                return model(x, times, conditions).astype(jnp.float32)
-            both = Conditions(*jax.tree.map(lambda a, b: jnp.concatenate([a, b]), tuple(conditions), tuple(null)))
+                return model(x, times, own).astype(jnp.float32)
+            away = step_conditions(model.config, null, timestep, level, len(x))
+            both = Conditions(*jax.tree.map(lambda a, b: jnp.concatenate([a, b]), tuple(own), tuple(away)))
             out = model(jnp.concatenate([x, x]), jnp.concatenate([times, times]), both).astype(jnp.float32)
             return guidance.apply(out[: len(x)], out[len(x) :], scale, timestep)
 

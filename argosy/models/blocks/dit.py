@@ -26,6 +26,9 @@ LEGEND = (
     ("I", "patch"), ("O", "patch_out"), ("W", "waves"), ("E", "embedder"), ("Y", "classes"), ("G", "modulation"), ("M", "modulated")
 )
 
+# Waves of time steps are so many times as long in models that read intervals: the shortest of 628 time steps.
+SLOWER = 100
+
 
 class Embedder(nnx.Module):
     """Sines of the time step and a class to one vector."""
@@ -35,9 +38,14 @@ class Embedder(nnx.Module):
         self.up = Einsum("BW,WE->BE", d, bias=True, scale=0.02, legend=LEGEND)
         self.down = Einsum("BE,ED->BD", d, bias=True, scale=0.02, legend=LEGEND)
         self.classes = Einsum("BY,YD->BD", d, scale=0.02, legend=LEGEND)
+        self.interval_up = Einsum("BW,WE->BE", d, bias=True, scale=0.02, legend=LEGEND) if config.intervals else None
+        self.interval_down = Einsum("BE,ED->BD", d, bias=True, scale=0.02, legend=LEGEND) if config.intervals else None
 
-    def __call__(self, waves: Float[Array, "B W"], labels: Any) -> Float[Array, "B D"]:
+    def __call__(self, waves: Float[Array, "B W"], labels: Any, interval: Any = None) -> Float[Array, "B D"]:
+        """interval: [B W] sines of the interval, where the model reads one."""
         time = self.down(jax.nn.silu(self.up(waves)))
+        if self.interval_up is not None and self.interval_down is not None:
+            time = time + self.interval_down(jax.nn.silu(self.interval_up(interval)))
         return time + self.classes.take(labels).astype(time.dtype)
 
 
@@ -90,8 +98,15 @@ class DiT(nnx.Module):
         height, width = latents.shape[1:3]
         x = self.patch(patchify(latents.astype(self.dtype), config.patch))
         x = constrain(x + jnp.asarray(self.positions(height, width), x.dtype), "B T D")
+        if config.intervals:
+            # The derivative along time is trained on, and that of waves of one radian in a thousandth of the way is mostly noise.
+            timestep = timestep / SLOWER
         waves = sinusoid(timestep, config.waves, shift=1.0).astype(self.dtype)
-        c = self.embedder(waves, conditions.labels)
+        interval = None
+        if config.intervals:
+            length = jnp.zeros_like(timestep) if conditions.interval is None else conditions.interval / SLOWER
+            interval = sinusoid(length, config.waves, shift=1.0).astype(self.dtype)
+        c = self.embedder(waves, conditions.labels, interval)
         condition = {"c": c} | ({"waves": waves, "labels": conditions.labels} if config.layer_embedders else {})
         attend = Bidirectional(jnp.ones(x.shape[:2], jnp.int32))
         x, _, _ = self.layers(x, None, attend, condition)

@@ -32,6 +32,7 @@ class Conditions(NamedTuple):
     guidance: [B] the scale of guidance, for models that learned it.
     sizes: [B 6] for SDXL: height and width before cropping, top and left of the crop, height and width of the image, in pixels. None:
         the image was not cropped.
+    interval: [B] for models of mean velocities: from the time step back to the end of the step. None: empty.
     """
 
     labels: Any = None
@@ -40,6 +41,7 @@ class Conditions(NamedTuple):
     pooled: Any = None
     guidance: Any = None
     sizes: Any = None
+    interval: Any = None
 
 
 class ImageSpace(NamedTuple):

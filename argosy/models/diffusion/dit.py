@@ -48,6 +48,8 @@ class DiTConfig(DiTHub, DenoiserConfig):
     """Cosines and sines of the time step W."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in the norm before the feed-forward layer."""
+    intervals: bool = False
+    """Whether the model reads the length of a step beside its time, for `objective=mean_flow`."""
     layer_embedders: bool = False
     """Whether each layer has its own embedding of time step and class, as diffusers' files can have; else all share one."""
 
@@ -55,6 +57,8 @@ class DiTConfig(DiTHub, DenoiserConfig):
     def _divides(self) -> "DiTConfig":
         if self.width % self.heads:
             raise ValueError(f"width = {self.width} is not a multiple of heads = {self.heads}")
+        if self.intervals and self.layer_embedders:
+            raise ValueError("intervals are read by the model's embedder: layer_embedders = false")
         if self.size % self.patch:
             raise ValueError(f"size = {self.size} is not a multiple of patch = {self.patch}")
         return self
@@ -64,13 +68,14 @@ class DiTConfig(DiTHub, DenoiserConfig):
         odd: dict[str, Any] = {"channels": 3, "size": 6, "patch": 2, "width": 24, "heads": 3, "classes": 5}
         diffusers = {"prediction": "epsilon", "learned_sigma": True, "layer_embedders": True}
         return {
+            "intervals": cls(**odd, layers=2, waves=10, intervals=True),
             "velocity": cls(**odd, layers=3, ffn=40, waves=10, qk_norm=True),
             "diffusers": cls(**{**odd, "patch": 3, "channels": 2}, layers=3, **diffusers, norm_eps=1e-3),
         }
 
     @property
     def conditions(self) -> frozenset[str]:
-        return frozenset(["labels"])
+        return frozenset(["labels", "interval"] if self.intervals else ["labels"])
 
     @property
     def classes_known(self) -> int:

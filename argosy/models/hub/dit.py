@@ -18,6 +18,10 @@ EMBEDDER = (
     ("timestep_embedder.linear_2.bias", "down.b", "D -> D"),
     ("class_embedder.embedding_table.weight", "classes.w", "classes D -> classes D"),
 )
+# Of models that read intervals, which diffusers has none of.
+INTERVAL = tuple(
+    (theirs.replace("timestep", "interval"), f"interval_{ours}", reading) for theirs, ours, reading in EMBEDDER if "timestep" in theirs
+)
 
 
 class DiTHub:
@@ -38,7 +42,7 @@ class DiTHub:
             KeyRow("proj_out_2.weight", "head.w", "(p q out) D -> D (p q out)"),
             KeyRow("proj_out_2.bias", "head.b", "(p q out) -> (p q out)"),
         ]
-        for theirs, ours, reading in EMBEDDER:
+        for theirs, ours, reading in (*EMBEDDER, *(INTERVAL if self.intervals else ())):
             copies = tuple(f"transformer_blocks.{layer}.norm1.emb.{theirs}" for layer in others)
             rows.append(KeyRow(embedder + theirs, f"embedder.{ours}", reading, copies=copies))
         over = range(self.layers)
@@ -68,6 +72,7 @@ class DiTHub:
         read["width"] = read["heads"] * read.pop("head_size")
         out = read.pop("channels_out", read["channels"])
         read["learned_sigma"] = out == 2 * read["channels"]
+        read["intervals"] = bool(config.get("intervals", False))
         read["layer_embedders"] = not config.get("shared_embedder", False)
         return cls(**{"prediction": "epsilon"} | read)
 
@@ -75,6 +80,7 @@ class DiTHub:
         written = TABLE.write(_Written(self))
         written |= {"_class_name": "DiTTransformer2DModel", "model_type": "DiTTransformer2DModel"}
         written |= {} if self.layer_embedders else {"shared_embedder": True}
+        written |= {"intervals": True} if self.intervals else {}
         return self.agreed(written)
 
 

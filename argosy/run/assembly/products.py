@@ -27,7 +27,7 @@ def decided_products(run: Run, precision: str, devices: int, platform: str) -> s
     """The setting `execution.products`; without it `amx` in float32 on one CPU device that has it, and `xla` elsewhere."""
     if run.execution.products is not None:
         return run.execution.products
-    if run.model.parameters() < SMALLEST or _why_not(precision, devices, platform):
+    if run.objective.needs.forward or run.model.parameters() < SMALLEST or _why_not(precision, devices, platform):
         return "xla"
     return "amx"
 

@@ -407,6 +407,16 @@ class Run(Settings):
         if isinstance(self.model, AutoencoderConfig):
             return
         read, given = set(self.model.conditions), self.objective.conditions
+        if "interval" in read and "interval" not in given:
+            yield "model.intervals is for objective=mean_flow, which trains what reads them"
+            return
+        if "interval" in given and "interval" not in read:
+            yield "objective=mean_flow trains models that read intervals: model.family=dit model.intervals=true"
+            return
+        if self.objective.needs.forward and self.execution.products == "amx":
+            yield "objective=mean_flow differentiates the model forward, which execution.products=amx does not: xla"
+        if "interval" in given and self.model.prediction != "velocity":
+            yield f"objective=mean_flow trains velocities, and model.prediction = {self.model.prediction}"
         if missing := sorted(read - given):
             yield f"the model reads {' and '.join(missing)}, and objective.condition = {self.objective.condition} gives none"
         if not read & given and given:

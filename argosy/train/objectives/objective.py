@@ -32,6 +32,7 @@ class Needs:
     rollouts: batches are completions that the model samples, and it learns from their rewards or from a teacher; none: from data.
     metrics: those that an evaluation reports beside the perplexity.
     whole_batch: its loss compares the examples of a batch with one another, so that a part of a batch is another loss.
+    forward: it differentiates the model forward too, which implementations with a backward pass of their own do not.
     """
 
     rows_per_group: int = 1
@@ -45,6 +46,7 @@ class Needs:
     rollouts: Literal["none", "rewards", "teacher"] = "none"
     metrics: tuple[str, ...] = ()
     whole_batch: bool = False
+    forward: bool = False
 
     @property
     def asked_format(self) -> str | None:

@@ -27,7 +27,7 @@ GOLDENS = json.loads((Path(__file__).parents[2] / "goldens" / "samplers.json").r
 SHAPE = (2, 3, 4, 4)
 
 
-def network(x: Any, t: Any) -> Any:
+def network(x: Any, t: Any, level: Any = None) -> Any:
     return 0.6 * jnp.sin(2 * x + t / 300) + 0.3 * x * jnp.cos(t / 500)
 
 

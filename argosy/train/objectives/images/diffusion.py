@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
     from argosy.data.batch import Fields
+    from argosy.models.diffusion.base import Conditions
     from argosy.train.objectives.loss import Loss, Models, WeightedMean
 
 
@@ -82,14 +83,12 @@ class Diffusion(Settings, Objective):
         import jax
         import jax.numpy as jnp
 
-        from argosy.models.diffusion.base import Conditions
         from argosy.train.objectives.loss import Loss, WeightedMean
 
         model, images, row = models["model"], batch["images"], batch["row"]
         config, rows = model.config, len(images)
         of_noise, of_levels, of_labels = (jax.random.fold_in(key, i) for i in range(3))
-        keys = jax.vmap(lambda r: jax.random.fold_in(of_noise, r))(row)
-        noise = jax.vmap(lambda k: jax.random.normal(k, images.shape[1:]))(keys)
+        noise = self.noise_by_row(of_noise, images, row)
         each = jax.random.uniform(of_levels, (rows,))
         u = self.quantiles(each)
         positions = images.shape[1] * images.shape[2] // config.size_multiple**2
@@ -98,14 +97,7 @@ class Diffusion(Settings, Objective):
             t = jnp.minimum(jnp.floor(t * STEPS), STEPS - 1) / STEPS
         alpha, sigma = self.noise_of(config.prediction).levels(t * STEPS)
         a, s = (x[:, None, None, None] for x in (alpha, sigma))
-        conditions = Conditions()
-        if self.condition == "labels":
-            null = jax.random.uniform(of_labels, (rows,)) < self.label_dropout
-            conditions = Conditions(labels=jnp.where(null, config.classes_known, batch["labels"]))
-        elif self.condition == "text":
-            # Captions are dropped where their states are read: the empty one has states of its own.
-            scale = jnp.full(rows, self.guidance, jnp.float32)
-            conditions = Conditions(text=batch["text"], text_mask=batch["text_mask"], pooled=batch["pooled"], guidance=scale)
+        conditions = self.conditions_of(config, batch, of_labels)
         predicted = model(a * images + s * noise, t * STEPS, conditions)
         error = jnp.mean((target(config.prediction, images, noise, a, s) - predicted) ** 2, (1, 2, 3))
         # Rows past the end of the last batch of an evaluation have no number.
@@ -116,6 +108,30 @@ class Diffusion(Settings, Objective):
         metrics = {name: WeightedMean(jnp.sum(error * w), jnp.sum(w)) for name, w in quarters.items()}
         metrics |= self.row_metrics(batch, error, there)
         return Loss(WeightedMean(jnp.sum(weight * error), jnp.sum(there * counted)), metrics)
+
+    def noise_by_row(self, key: Any, images: "Array", row: "Array") -> "Array":
+        """Normal noise like the images, each from its number in the data."""
+        import jax
+
+        keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(row)
+        return jax.vmap(lambda k: jax.random.normal(k, images.shape[1:]))(keys)
+
+    def conditions_of(self, config: Any, batch: "dict[str, Array]", key: Any) -> "Conditions":
+        """What the model reads beside the images; labels are dropped by the key."""
+        import jax
+        import jax.numpy as jnp
+
+        from argosy.models.diffusion.base import Conditions
+
+        rows = (len(batch["images"]),)
+        if self.condition == "labels":
+            null = jax.random.uniform(key, rows) < self.label_dropout
+            return Conditions(labels=jnp.where(null, config.classes_known, batch["labels"]))
+        if self.condition == "none":
+            return Conditions()
+        # Captions are dropped where their states are read: the empty one has states of its own.
+        scale = jnp.full(rows, self.guidance, jnp.float32)
+        return Conditions(text=batch["text"], text_mask=batch["text_mask"], pooled=batch["pooled"], guidance=scale)
 
     def quantiles(self, each: "Array") -> "Array":
         """The quantiles of a batch's noise levels, from uniform numbers [B]."""

@@ -1,0 +1,54 @@
+"""Digits in one to four steps: a model of mean velocities (MeanFlow) beside a flow model, trained by the same recipe.
+
+    ./run python bench/diffusion_few_steps.py DIGITS.npz [count=1000] [dir=FOLDER] [SETTING=VALUE ...]
+
+DIGITS.npz: scikit-learn's 1,797 digits of 8 x 8 (`load_digits`), images 0 to 16, with labels. Both make as many updates; one of
+MeanFlow takes about twice as long. A run that is in `dir` already is not trained again. Words with `=` are settings of both runs.
+"""
+
+import sys
+import time
+from pathlib import Path
+from tempfile import mkdtemp
+
+import argosy
+from argosy.data.settings import DataSettings
+from argosy.data.tables import find
+from argosy.evals.images.evaluate import ImageJudges, draw_classes, images_of
+from argosy.infer.denoise.settings import SamplerSettings
+from argosy.observe.readable import columns
+
+STEPS = (1, 2, 4, 8, 20)
+RUNS = {"flow": ["objective=diffusion"], "mean_flow": ["objective=mean_flow", "model.intervals=true"]}
+# Steps of equal length for both.
+SAMPLER = SamplerSettings(name="euler", prediction="velocity", spacing="trailing")
+SHOWN = ("accuracy", "fid", "kid", "cas", "diversity")
+
+
+def main(path: str, words: list[str]) -> None:
+    own = dict(word.split("=", 1) for word in words if word.startswith(("count=", "dir=")))
+    folder, rows, judges = Path(own.get("dir", mkdtemp())), [], None
+    more = [word for word in words if not word.startswith(("count=", "dir="))]
+    for name, objective in RUNS.items():
+        start = time.monotonic()
+        argosy.fit("diffusion", *objective, f"data.source={path}", "data.image.white=16", f"dir={folder / name}", *more)
+        print(f"{name}: trained in {time.monotonic() - start:.0f} s, compiling included", file=sys.stderr)
+        pipeline = argosy.load(folder / name)
+        if judges is None:
+            source = find(DataSettings(source=path, held_out=0.2, image={"white": 16}))
+            space = pipeline.config.id_spaces
+            judges = ImageJudges(*(images_of(source.rows(sequence=1, vocab=space, seed=0, held_out=held)) for held in (False, True)))
+        for steps in STEPS:
+            drawn = draw_classes(pipeline, int(own.get("count", 1000)), steps=steps, guidance=1.0, sampler=SAMPLER)
+            figures = judges.figures(drawn)
+            rows.append([name, str(steps), *(f"{figures[shown]:.3f}" for shown in SHOWN)])
+    assert judges is not None
+    bounds = judges.bounds
+    real = [bounds["accuracy_real"], bounds["fid_floor"], bounds["kid_floor"], None, 1.0]
+    noise = [None, bounds["fid_noise"], bounds["kid_noise"], None, None]
+    rows += [[name, "", *("" if v is None else f"{v:.3f}" for v in some)] for name, some in (("real", real), ("noise", noise))]
+    print(columns(("objective", "steps", *SHOWN), rows, figures=tuple(range(1, len(SHOWN) + 2))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
