@@ -18,7 +18,8 @@ def parse_json(text: str) -> Any:
         RecursionError: it is nested too deeply.
     """
     found = json.loads(text)
-    # Two quick looks at the text spare nearly every value the walk.
-    if (ESCAPED.search(text) or HALF.search(text)) and (half := HALF.search(json.dumps(found, ensure_ascii=False))):
+    # Quick looks at the text spare nearly every value the walk.
+    suspicious = ("\\u" in text and ESCAPED.search(text)) or (not text.isascii() and HALF.search(text))
+    if suspicious and (half := HALF.search(json.dumps(found, ensure_ascii=False))):
         raise ValueError(f"\\u{ord(half[0]):04x} is half of a surrogate pair, and no character")
     return found

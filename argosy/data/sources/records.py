@@ -148,9 +148,9 @@ class RecordReader:
         Raises:
             BadInput: the column holds something else.
         """
-        if not (of_weights := self.of_weights):
+        if WEIGHTS not in self.columns:
             return None
-        value = fields.get(column := of_weights.pop())
+        value = fields.get(column := self.columns[WEIGHTS])
         each: list[Any] = value if isinstance(value, list) else [value]
         if not all(isinstance(one, int | float) and not isinstance(one, bool) and 0 <= one < inf for one in each):
             held = "a list with something else" if isinstance(value, list) else kind(value)
@@ -215,6 +215,10 @@ class RecordReader:
 
     def text(self, fields: Row, where: str) -> str:
         """The text of a record of the format `text`."""
+        # Most records of text hold nothing else, and need no mapping of columns.
+        text = fields.get(self.named("text")) if self.begun and len(fields) == 1 else None
+        if isinstance(text, str):
+            return text
         text = self.row(fields, where)["text"]
         if not isinstance(text, str):
             name = self.named("text")
