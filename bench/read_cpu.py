@@ -1,7 +1,7 @@
 """Rows read a CPU second, beside the libraries that others read the same files with: `./run python bench/read_cpu.py [--rows 50000]`.
 
 JSON lines beside `datasets` (which converts the file to Arrow first, once: both are counted, and its second reading alone), ArrayRecord
-beside Grain's own source, one record and a thousand at a time. Rows are texts of about 500 characters. CPU time of this process with its
+beside Grain's own source, one record and a thousand at a time. Rows are texts of about 500 characters. CPU time of this process, its
 children and threads; the best of three, alternating. Needs `datasets` (`argosy[hub]`) and array_record.
 """
 
