@@ -123,6 +123,7 @@ def test_steps_are_told_their_length():
     (["model.intervals=true"], r"model\.intervals is for objective=mean_flow"),
     (["objective=mean_flow", "model.intervals=true", "model.prediction=epsilon"], "trains velocities"),
     (["objective=mean_flow", "model.intervals=true", "execution.products=amx"], "differentiates the model forward"),
+    (["objective=mean_flow", "model.intervals=true", "execution.attention=blocked"], "execution.attention=blocked does not"),
 ])  # fmt: skip
 def test_mistakes_are_named(tmp_path, words, what):
     given = [f"data.source={shared('images/digits_8x8.npz')}", "data.image.white=16", f"dir={tmp_path / 'run'}"]

@@ -219,8 +219,11 @@ class Assembly:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """A scope for tracing programs of this run: under its mesh, with the implementations of its settings and its winners."""
-        execution = self.run.execution
-        chosen = implementations(attention=execution.attention, experts=execution.experts, products=self.products.name)
+        execution, attention = self.run.execution, self.run.execution.attention
+        if self.run.objective.needs.forward and attention is None:
+            # The others have a backward pass of their own, and none forward.
+            attention = "reference"
+        chosen = implementations(attention=attention, experts=execution.experts, products=self.products.name)
         with scope(self.mesh, self.run.mesh.table()), chosen, winners(winners_of(self)):
             yield
 

@@ -415,6 +415,9 @@ class Run(Settings):
             return
         if self.objective.needs.forward and self.execution.products == "amx":
             yield "objective=mean_flow differentiates the model forward, which execution.products=amx does not: xla"
+        if self.objective.needs.forward and self.execution.attention not in (None, "reference"):
+            name = self.execution.attention
+            yield f"objective=mean_flow differentiates the model forward, which execution.attention={name} does not: reference"
         if "interval" in given and self.model.prediction != "velocity":
             yield f"objective=mean_flow trains velocities, and model.prediction = {self.model.prediction}"
         if missing := sorted(read - given):
