@@ -27,6 +27,8 @@ RECORDS = {
     "preference": [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, {"prompt": "", "chosen": "x", "rejected": "y"}],
     "kto": [{"prompt": "2 + 2 =", "completion": " 4", "label": True}],
     "stepwise": [{"prompt": "2 + 2 =", "completions": [" 4"], "labels": [True]}],
+    "pair": [{"anchor": "2 + 2", "positive": "4"}],
+    "triplet": [{"anchor": "2 + 2", "positive": "4", "negative": "5"}, {"anchor": "1 + 1", "positive": "2", "negative": "3"}],
 }
 
 
