@@ -84,7 +84,7 @@ def test_rows_have_the_groups_of_all_documents_and_what_is_too_long_is_told():
     said: list[str] = []
 
     class Inner:
-        fingerprint, tokens_per_batch, bytes_per_token, sizes = {}, 0, None, {}
+        fingerprint, tokens_per_batch, bytes_per_token, sizes, buckets = {}, 0, None, {}, ()
 
     one = BothTokenizers(Inner(), Across(student, teacher), 9, said.append)  # type: ignore[arg-type]
     ids = np.array([[*b"abcd", *b"xyz", 0]], np.int32)

@@ -187,8 +187,8 @@ def settled_objective(words):
     more += ["objective.teacher=t"] if "uld" in words[-1] else []
     preset = "minilm-l6" if recipe == "embed" else "llama3.2-1b"
     # Rankers bring their model and data, and autoencoders their model.
-    needs += ["data.source=x.npz"] if recipe == "vae" else []
-    needs += [] if recipe in ("ranker", "two-tower", "vae") else [f"model.preset={preset}", "data.source=x.jsonl"]
+    needs += ["data.source=x.npz"] if recipe in ("vae", "diffusion") else []
+    needs += [] if recipe in ("ranker", "two-tower", "vae", "diffusion") else [f"model.preset={preset}", "data.source=x.jsonl"]
     reading = compose(TrainingRun, recipe, [*needs, *more])
     return Choice(OBJECTIVES).name_of(reading.value.objective)
 
