@@ -179,3 +179,9 @@ def test_a_config_that_is_none_is_damaged(folder: Path, text: str):
 def test_a_size_that_makes_no_model_is_reported(folder: Path):
     with pytest.raises(BadInput, match="kv_heads = 5"):
         open_model(configured(folder, num_key_value_heads=5))
+
+
+def test_a_folder_whose_config_and_tensors_agree_is_read_without_a_word(folder: Path):
+    said: list[str] = []
+    open_folder(folder, warn=said.append)
+    assert said == []
