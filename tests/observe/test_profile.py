@@ -156,7 +156,8 @@ def test_a_run_is_captured_as_its_metrics_say(tmp_path: Path, capsys: pytest.Cap
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     # The clock of the log: tokens over the time since the step before.
     logged = {line["step"]: 16 * 256 / line["tokens_per_s"] for line in lines if "tokens_per_s" in line}
-    assert window.wall_s == pytest.approx(sum(logged[step] for step in range(4, 9)), rel=0.03)
+    # Both clocks are read one after the other, and a busy machine may put something in between. A step takes twice this time.
+    assert window.wall_s == pytest.approx(sum(logged[step] for step in range(4, 9)), rel=0.03, abs=0.1)
     capsys.readouterr()
     assert main(["profile", str(run), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
