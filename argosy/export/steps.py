@@ -269,22 +269,21 @@ def _file_bytes(file: Any) -> bytes:
 def _fitted(step: DecodeImageStep, image: np.ndarray) -> np.ndarray:
     """The colors [H W 3] of an image at the step's size, from 0 to 255."""
     height, width = image.shape[:2]
+    size = step.height, step.width
     ratios = step.height / height, step.width / width
-    if step.resize != "stretch":
-        scale = max(ratios) if step.resize == "cover" else min(ratios)
-        inside = max if step.resize == "cover" else min
-        size = inside(step.height, max(1, round(height * scale))), inside(step.width, max(1, round(width * scale)))
-        image = resized(image, *size)
-    else:
-        image = resized(image, step.height, step.width)
-    pixels = image.astype(np.float64)
+    if step.resize == "cover":
+        # Cropped first: of an image a pixel wide, the size that covers a square would take gigabytes.
+        tall, broad = (max(1, round(side / max(ratios))) for side in size)
+        top, left = (max(0, whole - part) // 2 for whole, part in ((height, tall), (width, broad)))
+        image = image[top : top + tall, left : left + broad]
+    elif step.resize == "contain":
+        tall, broad = (min(side, max(1, round(whole * min(ratios)))) for side, whole in zip(size, (height, width)))
+        size = tall, broad
+    pixels = resized(np.ascontiguousarray(image), *size).astype(np.float64)
     if pixels.shape[-1] == 4:
         share = pixels[..., 3:] / 255
         pixels = np.rint(pixels[..., :3] * share + step.background * (1 - share))
-    spare = [step.height - pixels.shape[0], step.width - pixels.shape[1]]
-    top, left = (abs(n) // 2 for n in spare)
-    if min(spare) < 0:
-        return pixels[top : top + step.height, left : left + step.width]
+    top, left = (step.height - pixels.shape[0]) // 2, (step.width - pixels.shape[1]) // 2
     canvas = np.full((step.height, step.width, 3), float(step.background))
     canvas[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
     return canvas

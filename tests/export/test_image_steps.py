@@ -62,6 +62,13 @@ def test_sizes_are_covered_stretched_or_contained():
     np.testing.assert_array_equal(stretched, np.asarray(Image.fromarray(wide).resize((16, 2), Image.Resampling.LANCZOS)))
 
 
+def test_an_image_of_a_line_takes_no_more_memory_than_its_size():
+    """Resized before it is cropped, it would take 64 x 6,400,000 pixels."""
+    line = np.full((1, 100_000, 3), 9, np.uint8)
+    found = decoded([image_file(line)], np.uint8, height=64, width=64, rescale_factor=1)
+    assert (found == 9).all()
+
+
 def test_what_is_transparent_shows_the_background():
     clear = np.concatenate([PICTURE, np.zeros((6, 8, 1), np.uint8)], -1)
     file = io.BytesIO()

@@ -6,7 +6,7 @@
 
 `data.columns.images=NAME`, `captions` and `labels` name others: endings of files, keys of JSON objects, columns. A pattern has
 wildcards, or a range in braces: `shard-{000..010}.tar`. Images are read again where they are in the shard, so tar files are not packed.
-Of a Parquet file, a group of rows is read for it, so large sets want small groups: `datasets` writes 100 rows.
+A Parquet file's whole group of rows is read for one image, so large sets want small groups: `datasets` writes 100 rows.
 """
 
 import json
