@@ -20,7 +20,7 @@ from argosy.weights.build import load_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 TOLERANCE = 1e-5  # of the largest number
-NAMES = ["flux-dev", "flux-schnell", "flux2-dev", "flux2-klein", "sd3", "sd3.5", "z-image", "unet-sd", "unet-xl", "dit"]
+NAMES = ["flux-dev", "flux-schnell", "flux2-dev", "flux2-klein", "sd3", "sd3.5", "z-image", "wan", "unet-sd", "unet-xl", "dit"]
 
 
 def channels_last(a: np.ndarray) -> jnp.ndarray:
@@ -64,6 +64,11 @@ def test_settings_that_are_not_built_are_named(tmp_path: Path):
         ("z-image", "n_kv_heads", 1),
         ("z-image", "all_patch_size", [1, 2]),
         ("z-image", "siglip_feat_dim", 8),
+        ("wan", "patch_size", [2, 2, 2]),
+        ("wan", "out_channels", 3),
+        ("wan", "image_dim", 12),
+        ("wan", "added_kv_proj_dim", 12),
+        ("wan", "qk_norm", "rms_norm"),
     ):
         folder = write_model(GOLDENS / name, tmp_path / f"{name}-{key}")
         said = json.loads((folder / "config.json").read_text(encoding="utf-8"))

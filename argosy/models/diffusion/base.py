@@ -2,7 +2,7 @@
 
     module(latents [B H W C], timestep [B], conditions) -> prediction [B H W C], float32
 
-Latents are channels last; they may be the images themselves. `timestep` counts as diffusers does, from 0 (an image) to 1000 (noise); a
+Latents are channels last; they may be the images themselves. Models that draw videos read [B F H W C] too, with F frames of latents. `timestep` counts as diffusers does, from 0 (an image) to 1000 (noise); a
 flow model at noise level sigma reads 1000 sigma. What the output predicts is `prediction`: a learned variance is split off.
 
 This file imports no jax: `Conditions` is a named tuple, which jax knows as a tree.
@@ -65,6 +65,8 @@ class DenoiserConfig(ModelConfig):
     pipeline_part: ClassVar[str] = "transformer"
     # Settings that such a folder has elsewhere: in its scheduler's, or its autoencoder's.
     pipeline_settings: ClassVar[tuple[str, ...]] = ()
+    # Whether it reads latents with an axis of frames too.
+    draws_videos: ClassVar[bool] = False
 
     channels: int = Field(gt=0)
     """Channels of the images or latents C."""

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from argosy.models.hub.nets import LayerSite
 from argosy.models.parts.attention.attend import HEADS, Bidirectional
+from argosy.models.parts.attention.cross import cross_attention
 from argosy.models.parts.conv import LEGEND, Conv, GroupNorm
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import LayerNorm
@@ -70,14 +71,11 @@ def net_attention(of: Any, x: Float[Array, "B T I"], memory: Float[Array, "B S E
     """Attention of positions to those of a memory, with the layers to_q, to_k, to_v and to_out.0."""
     split = partial(_heads, heads=heads)
     q, k, v = split(of.to_q(x)), split(of.to_k(memory)), split(of.to_v(memory))
-    attend = Bidirectional(jax.numpy.ones(x.shape[:2], jax.numpy.int32))
     if memory is x:
+        attend = Bidirectional(jax.numpy.ones(x.shape[:2], jax.numpy.int32))
         y, _ = attend(q, {"k": k, "v": v}, None, HEADS, score=Score(q.shape[-1] ** -0.5))
     else:
-        from argosy.ops.attention import See, attention
-
-        at = [jax.numpy.broadcast_to(jax.numpy.arange(n, dtype=jax.numpy.int32), (len(x), n)) for n in (x.shape[1], memory.shape[1])]
-        y = attention(q, k, v, See(*at, causal=False), Score(q.shape[-1] ** -0.5))
+        y = cross_attention(q, k, v)
     return of.to_out[0](y.reshape(*x.shape[:2], -1))
 
 

@@ -1,0 +1,114 @@
+"""The module of Wan (`models.diffusion.wan` has the equations)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.blocks.mmdit import LEGEND, MLPEmbedder, axial_turns, joint_attention
+from argosy.models.diffusion.base import Conditions
+from argosy.models.parts.attention.attend import Attend, Bidirectional
+from argosy.models.parts.attention.cache import Spec
+from argosy.models.parts.attention.cross import cross_attention
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.mlp import MLP
+from argosy.models.parts.modulation import modulate, sinusoid
+from argosy.models.parts.norm import LayerNorm, RMSNorm
+from argosy.models.parts.patches import patchify, unpatchify
+from argosy.models.parts.stack import Execution, Layer, Stack
+from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.models.settings import Reach
+from argosy.ops.precision import sums_in
+from argosy.parallel.scope import constrain
+
+
+class WanCondition(NamedTuple):
+    """What every layer reads.
+
+    modulation: of the time step; a layer adds its own table.
+    text: states of the text.
+    turns: cosines and sines of the positions.
+    """
+
+    modulation: Float[Array, "B G D"]
+    text: Float[Array, "B S D"]
+    turns: tuple[Float[Array, "B T P"], Float[Array, "B T P"]]
+
+
+class WanProjections(nnx.Module):
+    """Queries, keys and values, normalized over all heads together, and the output of attention."""
+
+    def __init__(self, config: Any):
+        d, width = config.dims, (config.heads, config.head_size)
+        self.q = Einsum("BTD,DNH->BTNH", d, bias=True)
+        self.k = Einsum("BTD,DKH->BTKH", d, bias=True)
+        self.v = Einsum("BTD,DKH->BTKH", d, bias=True)
+        self.o = Einsum("BTNH,NHD->BTD", d, bias=True)
+        self.q_norm, self.k_norm = (RMSNorm(width, config.norm_eps, letters=letters) for letters in ("NH", "KH"))
+
+    def __call__(self, x: Float[Array, "B T D"], memory: Float[Array, "B S D"]) -> tuple[Array, Array, Array]:
+        return self.q_norm(self.q(x)), self.k_norm(self.k(memory)), self.v(memory)
+
+
+class WanBlock(nnx.Module):
+    """A layer: attention to the video, attention to the text, and the feed-forward layer."""
+
+    def __init__(self, config: Any):
+        self.eps = config.norm_eps
+        self.table = weight((6, config.width), Meaning("GD", legend=LEGEND), Draw("normal", config.width**-0.5))
+        self.attn, self.cross = WanProjections(config), WanProjections(config)
+        self.cross_norm = LayerNorm(config.width, config.norm_eps) if config.cross_attn_norm else None
+        self.mlp = MLP(config.dims, "gelu_tanh")
+
+    def holds(self, each: Reach) -> Spec:
+        return Spec()
+
+    def __call__(self, x: Float[Array, "B T D"], each: Reach, cache: Any, attend: Attend, condition: WanCondition) -> Any:
+        m = jnp.unstack(condition.modulation + self.table[...].astype(x.dtype), axis=1)
+        y = modulate(x, m[0], m[1], self.eps)
+        x = x + m[2][:, None] * self.attn.o(joint_attention([self.attn(y, y)], attend, condition.turns))
+        y = x if self.cross_norm is None else self.cross_norm(x)
+        x = x + self.cross.o(cross_attention(*self.cross(y, condition.text)))
+        return x + m[5][:, None] * self.mlp(modulate(x, m[3], m[4], self.eps)), cache, {}
+
+
+class Wan(nnx.Module):
+    """Noisy latents of videos or images, time steps and texts to velocities."""
+
+    def __init__(self, config: Any, run: Execution | None):
+        self.config, self.dtype, d = config, jnp.float32, config.dims
+        self.patch = Einsum("BTI,ID->BTD", d, bias=True, legend=LEGEND)
+        self.time = MLPEmbedder(d, "W")
+        self.modulation = Einsum("BD,DGM->BGM", d | {"G": 6}, bias=True, scale=0.02, legend=LEGEND)
+        self.text_up = Einsum("BTS,SE->BTE", d, bias=True, legend=LEGEND)
+        self.text_down = Einsum("BTE,ED->BTD", d, bias=True, legend=LEGEND)
+        self.layers = Stack([Layer("block", Reach())] * config.layers, lambda kind: WanBlock(config), run=run)
+        self.table = weight((2, config.width), Meaning("GD", legend=LEGEND), Draw("normal", config.width**-0.5))
+        self.out = Einsum("BTD,DI->BTI", d, bias=True, scale=0.0, legend=LEGEND)
+
+    def __call__(
+        self, latents: Float[Array, "B *F H W C"], timestep: Float[Array, "B"], conditions: Conditions
+    ) -> Float[Array, "B *F H W C"]:
+        config, (height, width, channels) = self.config, latents.shape[-3:]
+        video = latents if latents.ndim == 5 else latents[:, None]
+        rows, frames = video.shape[:2]
+        patches = patchify(video.reshape(rows * frames, height, width, channels).astype(self.dtype), config.patch)
+        x = constrain(self.patch(patches.reshape(rows, -1, patches.shape[-1])), "B T D")
+        c = self.time(sinusoid(timestep, config.waves).astype(self.dtype))
+        text = self.text_down(jax.nn.gelu(self.text_up(conditions.text.astype(self.dtype)), approximate=True))
+        turns = self.turns(rows, frames, height // config.patch, width // config.patch)
+        condition = WanCondition(self.modulation(jax.nn.silu(c)), text, turns)
+        x, _, _ = self.layers(x, None, Bidirectional(jnp.ones(x.shape[:2], jnp.int32)), condition)
+        shift, scale = jnp.unstack(c[:, None] + self.table[...].astype(c.dtype), axis=1)
+        y = self.out(modulate(x, shift, scale, config.norm_eps))
+        y = y.astype(sums_in(y.dtype)).reshape(rows * frames, -1, y.shape[-1])
+        return unpatchify(y, height, width, config.patch).reshape(latents.shape)
+
+    def turns(self, batch: int, frames: int, rows: int, columns: int) -> tuple[Array, Array]:
+        """Cosines and sines of the positions: each patch has its frame, row and column."""
+        at = np.stack(np.meshgrid(*map(np.arange, (frames, rows, columns)), indexing="ij"), -1).reshape(-1, 3)
+        cos, sin = axial_turns(at, self.config.axes)
+        return jnp.broadcast_to(cos, (batch, *cos.shape)), jnp.broadcast_to(sin, (batch, *sin.shape))
