@@ -89,8 +89,12 @@ def load(
 
         if str(model) in recipes():
             raise BadInput(f"`{model}` is a recipe, not a preset", hint=f"presets are {', '.join(presets()[:8])}, ...")
+        config = preset_config(str(model))
+        if config.inputs == "images":
+            what = f"{model} draws images or videos with a text encoder and an autoencoder, and random weights have neither"
+            raise BadInput(what, hint="a diffusers folder; `argosy train diffusion model=PRESET` trains such a model")
         _say(f"{model}: random weights from seed {random}")
-        lm = loading.random_lm(preset_config(str(model)), random, dtype=dtype, engine=how, draft=draft_of(how, dtype))
+        lm = loading.random_lm(config, random, dtype=dtype, engine=how, draft=draft_of(how, dtype))
         lm.exporter = _export
         return _checked(lm)
     model = local_model(model, _say)

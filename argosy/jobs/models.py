@@ -47,7 +47,12 @@ def listing() -> dict[str, Any]:
     for name in presets():
         config = preset_config(name)
         rows.append(
-            {"name": name, "family": family_of(config), "parameters": config.parameters(), "context": config.context}
+            {
+                "name": name,
+                "family": family_of(config),
+                "parameters": config.parameters(),
+                "context": getattr(config, "context", None),
+            }
         )
     rows.sort(key=lambda row: (row["family"], row["parameters"], row["name"]))
     return {"families": list(FAMILIES), "presets": rows}
@@ -61,11 +66,14 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
         context: sequence length in tokens for memory and FLOPs; the model's own context by default.
 
     Raises:
-        BadInput, UnknownName, Damaged: there is no such model.
+        BadInput, UnknownName, Damaged: there is no such model, or it reads no tokens.
     """
     from argosy.run.memory import training_bytes
 
     config = config_named(name)
+    if config.inputs != "tokens":
+        what = f"{name} reads {config.inputs}, and models of tokens are described"
+        raise BadInput(what, hint="`argosy plan RECIPE model=NAME` tells parameters, FLOPs and memory")
     tokens = context or config.context
     if tokens > config.context:
         raise BadInput(f"context={tokens} is longer than the {config.context} tokens it was made for")

@@ -25,7 +25,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 TOLERANCE = 1e-5  # of the largest number; 1e-6 was measured
 CASES = {
     f"{family}-{name}": config
-    for family in ("autoencoder_kl", "autoencoder_kl_flux2", "autoencoder_tiny")
+    for family in ("autoencoder_kl", "autoencoder_kl_flux2", "autoencoder_kl_wan", "autoencoder_tiny")
     for name, config in FAMILIES[family].examples().items()
 }
 each = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
@@ -53,6 +53,28 @@ def test_it_is_that_of_diffusers(name: str, tmp_path: Path):
         assert relative(unpacked, channels_last(golden["out_unpacked"])) < TOLERANCE
 
 
+def test_the_one_of_wan_is_that_of_diffusers(tmp_path: Path):
+    """An image and a video: diffusers goes frame by frame, and keeps what convolutions read."""
+    model = load_model(open_model(write_model(GOLDENS / "vae-wan", tmp_path / "vae-wan"))).module
+    golden = dict(np.load(GOLDENS / "vae-wan" / "golden.npz"))
+    for name in ("image", "video"):
+        encoded = jax.jit(model.encode)(channels_last(golden[name]))
+        assert relative(encoded.mean, channels_last(golden[f"out_{name}_mean"])) < TOLERANCE
+        assert relative(encoded.log_variance, channels_last(golden[f"out_{name}_logvar"])) < TOLERANCE
+    latents, decode = channels_last(golden["latents"]), jax.jit(model.decode)
+    for given, name in ((latents[:, 0], "images"), (latents, "videos")):
+        expected = channels_last(golden[f"out_{name}"])
+        expected = expected[:, 0] if name == "images" else expected
+        assert (np.abs(expected) < 1).mean() > 0.3
+        assert relative(jnp.clip(decode(given), -1, 1), expected) < TOLERANCE
+    with pytest.raises(ValueError, match="8 frames: a multiple of 4, and one more"):
+        model.encode(channels_last(golden["video"])[:, :8])
+    normalized = model.to_latents(encoded)
+    mean, deviation = np.array([-0.3, 0.2, 0.1, -0.6]), np.array([1.5, 0.8, 2.2, 1.1])
+    np.testing.assert_allclose(normalized, (np.asarray(encoded.mean) - mean) / deviation, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model.from_latents(normalized), encoded.mean, atol=1e-5)
+
+
 def test_scales_and_shifts_are_those_of_flux(tmp_path: Path):
     """The pipeline of diffusers reads (latents / scaling_factor) + shift_factor."""
     model = load_model(open_model(write_model(GOLDENS / "vae-flux", tmp_path / "vae"))).module
@@ -65,7 +87,7 @@ def test_scales_and_shifts_are_those_of_flux(tmp_path: Path):
     np.testing.assert_allclose(noisy, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["vae-sd", "vae-flux", "vae-flux2", "vae-tiny"])
+@pytest.mark.parametrize("name", ["vae-sd", "vae-flux", "vae-flux2", "vae-wan", "vae-tiny"])
 def test_folder_to_argosy_to_folder_is_exact(name: str, tmp_path: Path):
     """Tensors bit for bit, under the names of diffusers' files; of config.json every key that it had."""
     folder = write_model(GOLDENS / name, tmp_path / name)

@@ -35,6 +35,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "wan2.1-t2v-1.3b": 1_418_996_800,                       # as diffusers builds it
+    "wan2.1-t2v-14b": 14_288_491_584,
 }
 ACTIVE = {
     "mixtral-8x7b": 12.9,        # arXiv:2401.04088

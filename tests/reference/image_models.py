@@ -79,6 +79,18 @@ def tiny_vae(model: Any, draw: np.random.Generator) -> Any:
     return {"images": images, "latents": latents}, {name: array(value) for name, value in found.items()}
 
 
+def wan_vae(model: Any, draw: np.random.Generator) -> Any:
+    """An image, and a video of 9 frames. Latents are small, so that few pixels are clipped."""
+    image, video = noise(draw, 1, 3, 1, 24, 16), noise(draw, 1, 3, 9, 24, 16)
+    latents = 0.5 * noise(draw, 1, model.config.z_dim, 4, 3, 2)
+    found = {"images": model.decode(torch.from_numpy(latents[:, :, :1])).sample}
+    found["videos"] = model.decode(torch.from_numpy(latents)).sample
+    for name, given in (("image", image), ("video", video)):
+        moments = model.encode(torch.from_numpy(given)).latent_dist
+        found |= {f"{name}_mean": moments.mean, f"{name}_logvar": moments.logvar}
+    return {"image": image, "video": video, "latents": latents}, {name: array(value) for name, value in found.items()}
+
+
 VAE = {"in_channels": 3, "out_channels": 3, "down_block_types": ("DownEncoderBlock2D",) * 3,
        "up_block_types": ("UpDecoderBlock2D",) * 3, "block_out_channels": (8, 16, 16),
        "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4}  # fmt: skip
@@ -86,6 +98,8 @@ VAE = {"in_channels": 3, "out_channels": 3, "down_block_types": ("DownEncoderBlo
 
 FLUX2_VAE = VAE | {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
                    "block_out_channels": (8, 16), "batch_norm_eps": 1e-3}  # fmt: skip
+
+WAN_VAE = {"base_dim": 6, "z_dim": 4, "num_res_blocks": 1, "latents_mean": [-0.3, 0.2, 0.1, -0.6], "latents_std": [1.5, 0.8, 2.2, 1.1]}
 
 # ---------------------------------------------------------------- denoisers
 
@@ -217,6 +231,7 @@ MODELS: dict[str, tuple[str, dict, Any]] = {
     "vae-flux": ("AutoencoderKL", VAE | {"use_quant_conv": False, "use_post_quant_conv": False, "latent_channels": 6,
                                          "scaling_factor": 0.3611, "shift_factor": 0.1159}, vae),
     "vae-flux2": ("AutoencoderKLFlux2", FLUX2_VAE, flux2_vae),
+    "vae-wan": ("AutoencoderKLWan", WAN_VAE, wan_vae),
     "vae-tiny": ("AutoencoderTiny", {"encoder_block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4,
                                      "num_encoder_blocks": (1, 2, 1, 1), "num_decoder_blocks": (1, 1, 2, 1)}, tiny_vae),
     "flux-dev": ("FluxTransformer2DModel", FLUX | {"guidance_embeds": True}, flux),

@@ -29,7 +29,10 @@ def models(context: typer.Context, as_json: Annotated[bool, JSON] = False) -> No
     from argosy.jobs.models import listing
 
     found = listing()
-    rows = [(p["name"], p["family"], f"{p['parameters']:,}", f"{p['context']:,}") for p in found["presets"]]
+    rows = [
+        (p["name"], p["family"], f"{p['parameters']:,}", "" if p["context"] is None else f"{p['context']:,}")
+        for p in found["presets"]
+    ]
     text = columns(("preset", "family", "parameters", "context"), rows, figures=(2, 3))
     answer(f"families: {', '.join(found['families'])}\n\n{text}", found, as_json)
 

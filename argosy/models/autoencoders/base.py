@@ -4,6 +4,8 @@
     module.decode(latents [B h w C])             images
     module.to_latents(...), module.from_latents(...)     between the encoder's latents and those that denoisers are trained on
 
+Those of videos read [B F H W 3] too, and give the latents of F frames, [B f h w C].
+
 Denoisers read latents of about variance 1: (z - shift) scale.
 """
 
@@ -45,6 +47,11 @@ class AutoencoderConfig(ModelConfig):
     def factor(self) -> int:
         """An image is so many times as high and wide as its latents."""
         raise NotImplementedError
+
+    @property
+    def frame_factor(self) -> int:
+        """A video has so many times the frames of its latents, not counting the first; 0: it reads no videos."""
+        return 0
 
     def sites(self) -> Sequence[LayerSite]:
         """The layers, each with its level counted from the image."""

@@ -2,8 +2,9 @@
 
     module(latents [B H W C], timestep [B], conditions) -> prediction [B H W C], float32
 
-Latents are channels last; they may be the images themselves. Models that draw videos read [B F H W C] too, with F frames of latents. `timestep` counts as diffusers does, from 0 (an image) to 1000 (noise); a
-flow model at noise level sigma reads 1000 sigma. What the output predicts is `prediction`: a learned variance is split off.
+Latents are channels last; they may be the images themselves. Models that draw videos read [B F H W C] too, with F frames of latents.
+`timestep` counts as diffusers does, from 0 (an image) to 1000 (noise); a flow model at noise level sigma reads 1000 sigma. What the
+output predicts is `prediction`: a learned variance is split off.
 
 This file imports no jax: `Conditions` is a named tuple, which jax knows as a tree.
 """

@@ -9,19 +9,25 @@ from typing import Literal, NamedTuple
 
 from argosy.core.keymap import KeyRow
 
-SiteKind = Literal["conv", "linear", "vector", "norm", "layer_norm"]
+SiteKind = Literal["conv", "causal", "linear", "vector", "norm", "layer_norm", "channel_norm", "frame_norm"]
+NORMS = ("norm", "layer_norm", "channel_norm", "frame_norm")
+# Axes of size 1 after that of channels, in diffusers' files.
+ONES = {"channel_norm": " 1 1 1", "frame_norm": " 1 1"}
 
 
 class LayerSite(NamedTuple):
     """One layer of a network.
 
     name: its path, in diffusers' file and in ours.
-    kind: conv; linear, on positions [B T I]; vector, on one vector for an image [B I]; norm: GroupNorm; layer_norm.
+    kind: conv; causal, a convolution over the frames of a video too; linear, on positions [B T I]; vector, on one vector for an image
+        [B I]; norm: GroupNorm; layer_norm; channel_norm, over the channels of a position in a video; frame_norm, of a frame.
     inner, outer: channels in and out.
     taps: height and width of a convolution's kernel.
     level: how many times height and width were halved where it stands. None: once for an image.
     eps: of a norm; None: that of the whole network.
     reads_text: whether its positions are tokens of a text.
+    frame_taps: frames of a causal convolution's kernel.
+    reads_first: whether it reads the first frame of a video, and an image.
     """
 
     name: str
@@ -34,6 +40,8 @@ class LayerSite(NamedTuple):
     level: int | None = 0
     eps: float | None = None
     reads_text: bool = False
+    frame_taps: int = 1
+    reads_first: bool = True
 
 
 def site_rows(sites: Iterable[LayerSite]) -> tuple[list[KeyRow], dict[str, int]]:
@@ -43,8 +51,15 @@ def site_rows(sites: Iterable[LayerSite]) -> tuple[list[KeyRow], dict[str, int]]
     for site in sites:
         i, o, t = f"i{site.inner}", f"o{site.outer}", f"{site.taps}"
         sizes |= {i: site.inner, o: site.outer, f"p{t}": site.taps, f"q{t}": site.taps}
-        if site.kind in ("norm", "layer_norm"):
+        if site.kind in ONES:
+            rows.append(KeyRow(f"{site.name}.gamma", f"{site.name}.scale", f"{o}{ONES[site.kind]} -> {o}"))
+            continue
+        if site.kind in NORMS:
             rows.append(KeyRow(f"{site.name}.weight", f"{site.name}.scale", f"{o} -> {o}"))
+        elif site.kind == "causal":
+            f = f"f{site.frame_taps}"
+            sizes[f] = site.frame_taps
+            rows.append(KeyRow(f"{site.name}.weight", f"{site.name}.w", f"{o} {i} {f} p{t} q{t} -> {f} p{t} q{t} {i} {o}"))
         elif site.kind == "conv":
             rows.append(KeyRow(f"{site.name}.weight", f"{site.name}.w", f"{o} {i} p{t} q{t} -> p{t} q{t} {i} {o}"))
         else:
@@ -58,8 +73,8 @@ def site_flops(sites: Iterable[LayerSite], positions: int, text: int = 0) -> int
     """FLOPs of the layers for an image with so many positions at level 0, and a text of so many tokens."""
     found = 0
     for site in sites:
-        if site.kind not in ("norm", "layer_norm"):
-            weights = site.inner * site.outer * (site.taps**2 if site.kind == "conv" else 1)
+        if site.kind not in NORMS and site.reads_first:
+            weights = site.inner * site.outer * site.frame_taps * (site.taps**2 if site.kind in ("conv", "causal") else 1)
             times = 1 if site.level is None else positions // 4**site.level
             found += 2 * weights * (text if site.reads_text else times)
     return found

@@ -18,7 +18,8 @@ class WanHub:
     def tensor_rows(self: Any) -> tuple[list[KeyRow], dict[str, int]]:
         """The table of names, and the sizes its rows use."""
         layers, block, at = range(self.layers), "blocks.{l}", "layers.{l}"
-        rows = [KeyRow("patch_embedding.weight", "patch.w", "D C 1 p q -> (p q C) D"), KeyRow("patch_embedding.bias", "patch.b", "D -> D")]
+        rows = [KeyRow("patch_embedding.weight", "patch.w", "D C 1 p q -> (p q C) D")]
+        rows.append(KeyRow("patch_embedding.bias", "patch.b", "D -> D"))
         condition = "condition_embedder"
         rows += linear_rows(f"{condition}.time_embedder.linear_1", "time.up", "embedder", "waves")
         rows += linear_rows(f"{condition}.time_embedder.linear_2", "time.down", "D", "embedder")
@@ -49,8 +50,8 @@ class WanHub:
         if frames != 1 or len(set(sides)) != 1:
             raise BadInput(f"config.json: `patch_size` = {[frames, *sides]}: only squares of one frame are built")
         if config.get("out_channels", read["channels"]) not in (None, read["channels"]):
-            what = f"config.json: `out_channels` = {config['out_channels']} differs from `in_channels` = {read['channels']}"
-            raise BadInput(f"{what}, which is not built", hint="models that begin from an image read further channels; text to video is built")
+            what = f"config.json: `out_channels` = {config['out_channels']} differs from `in_channels`, which is not built"
+            raise BadInput(what, hint="models that begin from an image read more channels; text to video is built")
         return cls(**read | {"patch": sides[0]})
 
     def to_hub(self: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Convolutions over images [B H W C], and the norm of their channels.
+"""Convolutions over images [B H W C] and videos [B F H W C], and norms of their channels.
 
     y[h, w] = sum over taps p, q of x[s h + p - pad, s w + q - pad] W[p, q] + b
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.ops.precision import wide
 
-LEGEND = (("P", "tap_rows"), ("Q", "tap_columns"), ("I", "channels_in"), ("O", "channels_out"))
+LEGEND = (("P", "tap_rows"), ("Q", "tap_columns"), ("I", "channels_in"), ("O", "channels_out"), ("F", "tap_frames"))
 
 
 class Conv(nnx.Module):
@@ -36,6 +36,42 @@ class Conv(nnx.Module):
         pads = (self.padding, self.padding)
         y = jax.lax.conv_general_dilated(x, self.w[...].astype(x.dtype), (self.stride,) * 2, pads, dimension_numbers=how)
         return y if self.b is None else y + self.b[...].astype(x.dtype)
+
+
+class CausalConv(nnx.Module):
+    """A convolution over the frames of videos, zeros outside each frame. Frames are not padded: of `frames` taps, the last is on the
+    frame itself, so whoever calls it gives the frames before it too.
+
+    Args:
+        taps: of the kernel in height and width, odd.
+        frames: of the kernel in time.
+    """
+
+    def __init__(self, inner: int, outer: int, taps: int, frames: int, *, bias: bool = True):
+        self.padding = (taps // 2, taps // 2)
+        shape, fan_in = (frames, taps, taps, inner, outer), frames * taps * taps * inner
+        self.w = weight(shape, Meaning("FPQIO", "FPQI", legend=LEGEND), Draw("normal", fan_in**-0.5))
+        self.b = weight((outer,), Meaning("O", legend=LEGEND), Draw("constant", 0.0)) if bias else None
+
+    def __call__(self, x: Float[Array, "B F H W I"], stride: int = 1) -> Float[Array, "B f H W O"]:
+        """stride: the number of frames is divided by it."""
+        how = ("NDHWC", "DHWIO", "NDHWC")
+        pads = ((0, 0), self.padding, self.padding)
+        y = jax.lax.conv_general_dilated(x, self.w[...].astype(x.dtype), (stride, 1, 1), pads, dimension_numbers=how)
+        return y if self.b is None else y + self.b[...].astype(x.dtype)
+
+
+class ChannelNorm(nnx.Module):
+    """x sqrt(C) / |x| g over the channels of each position, in float32 at least: RMSNorm that adds nothing to the mean square."""
+
+    def __init__(self, channels: int):
+        self.scale = weight((channels,), Meaning("I", legend=LEGEND), Draw("constant", 1.0))
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
+        y = wide(x)
+        # A position of zeros stays zeros.
+        size = jnp.sqrt(jnp.maximum(jnp.sum(y * y, -1, keepdims=True), 1e-24))
+        return (y / size * y.shape[-1] ** 0.5 * self.scale[...].astype(y.dtype)).astype(x.dtype)
 
 
 class GroupNorm(nnx.Module):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from argosy.models.hub.nets import LayerSite
 from argosy.models.parts.attention.attend import HEADS, Bidirectional
 from argosy.models.parts.attention.cross import cross_attention
-from argosy.models.parts.conv import LEGEND, Conv, GroupNorm
+from argosy.models.parts.conv import LEGEND, CausalConv, ChannelNorm, Conv, GroupNorm
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import LayerNorm
 from argosy.ops.attention import Score
@@ -51,6 +51,10 @@ def _layer(site: LayerSite, groups: int, eps: float, late: bool) -> nnx.Module:
     dims = {"I": site.inner, "O": site.outer}
     if site.kind == "conv":
         return Conv(site.inner, site.outer, site.taps, stride=site.stride, bias=site.bias, late=late and site.stride > 1)
+    if site.kind == "causal":
+        return CausalConv(site.inner, site.outer, site.taps, site.frame_taps, bias=site.bias)
+    if site.kind in ("channel_norm", "frame_norm"):
+        return ChannelNorm(site.outer)
     if site.kind == "norm":
         return GroupNorm(site.outer, groups, eps if site.eps is None else site.eps)
     if site.kind == "layer_norm":
