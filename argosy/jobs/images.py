@@ -38,6 +38,11 @@ class GenerateImages(Settings):
     """Pixels as WIDTHxHEIGHT, such as 768x512, or one number for both. None: those that the model was made for."""
     n: int = Field(1, gt=0)
     """Number of images."""
+    step_cache: float | None = Field(None, gt=0)
+    """Reuses what the layers after the first changed, until the change of the first one has moved by more than this share of it; 0.05
+    to 0.2 are usual. None: all layers run in every step."""
+    compare: bool = False
+    """Draws each image in full too, and tells the error of `step_cache`."""
     source: str | None = None
     """An image file to begin from (image to image), of any size. Needs the extra `images`."""
     strength: float = Field(0.6, gt=0, le=1)
@@ -66,6 +71,7 @@ def generate_images(
     from argosy.core.formats.files import of_bytes, write_file
     from argosy.core.formats.image_files import image_file, resized
     from argosy.infer.denoise.pipeline import ImagePipeline
+    from argosy.infer.denoise.step_cache import CacheReport
     from argosy.jobs.api import load
 
     say(f"loading {model}")
@@ -83,14 +89,18 @@ def generate_images(
     if source is not None:
         size = pipe.checked_size(size)
         more = {"image": resized(source, *size)[None], "strength": settings.strength}
-    drawing: dict[str, Any] = settings.model_dump(include={"steps", "guidance", "negative", "seed", "n"})
-    images = pipe.images(prompt, size=size, **drawing, **more, progress=progress)
+    drawing: dict[str, Any] = settings.model_dump(include={"steps", "guidance", "negative", "seed", "n", "step_cache", "compare"})
+    reports: list[CacheReport] = []
+    images = pipe.images(prompt, size=size, **drawing, **more, progress=progress, report=reports.append)
     kind: Any = KINDS[target.suffix.lower()]
     written = []
     for i, image in enumerate(images):
         file = target if settings.n == 1 else target.with_stem(f"{target.stem}-{i}")
         write_file(file, of_bytes(file.name, image_file(image, kind)))
         written.append({"file": str(file), "seed": settings.seed, "number": i, "height": image.shape[0], "width": image.shape[1]})
+        for report in reports:
+            cached = {"evaluations": report.evaluations, "reused": report.reused}
+            written[-1]["step_cache"] = cached | ({"error": report.errors[i]} if report.errors else {})
     return written
 
 

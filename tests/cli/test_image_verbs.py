@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from golden_weights import write_pipeline
 from helpers import Heard
 
 import argosy
@@ -20,6 +21,7 @@ from argosy.jobs.export import export_bundle
 from argosy.jobs.image_models import draws_images, parsed_size
 from argosy.jobs.images import GenerateImages, generate_images
 
+FLUX = Path(__file__).parents[1] / "goldens" / "images" / "pipeline-flux"
 SMALL = ["model.width=32", "model.layers=1", "model.heads=2", "model.waves=16", "data.batch=16", "eval.batches=2", "mesh.data=1"]
 
 
@@ -54,6 +56,17 @@ def test_generate_writes_what_the_pipeline_draws(run: str, tmp_path: Path):
     expected = argosy.load(run).images("1", n=2, seed=5, size=(8, 12), steps=3, guidance=2.0)
     for one, image in zip(found, expected, strict=True):
         np.testing.assert_array_equal(read_image(Path(one["file"]).read_bytes()), image)
+
+
+def test_generate_tells_what_step_caching_reused(tmp_path: Path):
+    folder = write_pipeline(FLUX, tmp_path / "flux")
+    how: Any = {"image": f"{tmp_path}/out.png", "steps": 8, "size": "32x48", "n": 2}
+    found = drawn(str(folder), **how, step_cache=0.9, compare=True)
+    assert all(one["step_cache"]["evaluations"] == 8 and 0 < one["step_cache"]["reused"] < 8 for one in found)
+    assert len({one["step_cache"]["error"] for one in found}) == 2
+    assert "step_cache" not in drawn(str(folder), **how)[0]
+    with pytest.raises(BadInput, match="compare without step_cache"):
+        drawn(str(folder), **how, compare=True)
 
 
 def test_generate_begins_from_an_image(run: str, tmp_path: Path):

@@ -16,6 +16,8 @@ from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 PROMPTS = ["a red fox in the snow", "nothing"]
 LATENTS = (2, 4, 12, 8)
+# Of the first-block cache.
+THRESHOLD = 0.9
 # Those of Flux.2.
 PACKED = (2, 16, 12, 8)
 WORDS = "a red fox in the snow nothing of it is here to be seen".split()  # noqa: SIM905
@@ -197,7 +199,8 @@ def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
     with torch.no_grad():
         if name == "pipeline-flux":
             given = pipe._pack_latents(given, *LATENTS)
-            return {"latents": latents, "out_images": pipe(PROMPTS, latents=given, guidance_scale=3.5, **more).images}
+            free = pipe(PROMPTS, latents=given, guidance_scale=3.5, **more).images
+            return {"latents": latents, "out_images": free} | cached_image(pipe, given[:1], more)
         if name == "pipeline-sdxl":
             free, plain = (pipe(PROMPTS, latents=given, guidance_scale=scale, **more).images for scale in (4.0, 1.0))
             return {"latents": latents, "out_images": free, "out_plain": plain}
@@ -215,6 +218,25 @@ def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
         negative = ["snow", "a fox"]
         guided = pipe(PROMPTS, negative_prompt=negative, latents=given, guidance_scale=4.0, **more).images
         return {"latents": latents, "out_images": guided, "out_plain": pipe(PROMPTS, latents=given, guidance_scale=1.0, **more).images}
+
+
+def cached_image(pipe: Any, latents: torch.Tensor, more: dict[str, Any]) -> dict[str, np.ndarray]:
+    """An image in eight steps with diffusers' first-block cache, and in which of them it ran all layers."""
+    from diffusers.hooks import FirstBlockCacheConfig, first_block_cache
+
+    head, decided = first_block_cache.FBCHeadBlockHook, []
+    plain = head._should_compute_remaining_blocks
+
+    def recorded(self: Any, residual: torch.Tensor) -> bool:
+        decided.append(plain(self, residual))
+        return decided[-1]
+
+    head._should_compute_remaining_blocks = recorded
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=THRESHOLD))
+    image = pipe(PROMPTS[:1], latents=latents, guidance_scale=3.5, **more | {"num_inference_steps": 8}).images
+    pipe.transformer.disable_cache()
+    head._should_compute_remaining_blocks = plain
+    return {"out_cached": image, "computed": np.array(decided, np.float32)}
 
 
 def lora_file(pipe: Any, name: str, folder: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 import struct
 import threading
 import time
@@ -80,6 +81,19 @@ def test_seeds_are_honored_in_any_batch(client: openai.OpenAI):
         assert np.abs(one - other).max() <= 1
 
 
+def test_step_caching_is_the_requests_or_the_servers(pipe: ImagePipeline):
+    with serving(pipe, step_cache=0.3, warm_up=False) as (address, _, _), httpx.Client(base_url=address, timeout=60) as http:
+        body = {"prompt": "fox", "seed": 3, "num_inference_steps": 12, "guidance_scale": 1.0}
+        full, cached = (pipe.images("fox", seed=3, steps=12, guidance=1.0, step_cache=threshold) for threshold in (1e-9, 0.3))
+        assert np.abs(full.astype(int) - cached).max() > 1
+        for more, expected in (({}, cached), ({"step_cache": 1e-9}, full)):
+            answer = http.post("/v1/images/generations", json=body | more).json()
+            assert np.abs(pixels(answer["data"][0]["b64_json"]).astype(int) - expected[0]).max() <= 1
+        reused = re.search(r"argosy_image_reused_evaluations_total (\d+)", http.get("/metrics").text)
+        assert reused is not None
+        assert 0 < int(reused[1]) < 12
+
+
 def test_without_a_seed_images_differ(client: openai.OpenAI):
     files = {client.images.generate(prompt="owl").data[0].b64_json for _ in range(2)}  # type: ignore[index]
     assert len(files) == 2
@@ -119,6 +133,7 @@ def test_progress_is_told_where_it_is_asked_for(server: Server):
         ({"prompt": "fox", "quality": "hd"}, 400, "quality", "not supported"),
         ({"prompt": "fox", "sede": 1}, 400, "sede", "did you mean `seed`"),
         ({"prompt": "fox", "seed": -1}, 400, "seed", "greater"),
+        ({"prompt": "fox", "step_cache": 0}, 400, "step_cache", "greater"),
         ({"prompt": "fox", "model": "other"}, 404, "model", "does not exist"),
         ({"prompt": "fox", "n": 4, "stream": "yes"}, 400, "stream", "boolean"),
     ],

@@ -163,6 +163,11 @@ def draw(model: str, prompt: str | None, settings: list[str], chat: bool, as_jso
         doing("loading jax")
         machine.start_jax()
         written = generate_images(model, text, how, doing)
+    if cached := written[0].get("step_cache"):
+        say(f"step caching reused {cached['reused']} of {cached['evaluations']} evaluations")
+        if "error" in cached:
+            worst = max(one["step_cache"]["error"] for one in written)
+            say(f"error of the latents against the full drawing, of their size: {worst:.2g}{' at most' if how.n > 1 else ''}")
     answer("\n".join(one["file"] for one in written), written, as_json)
 
 

@@ -18,6 +18,7 @@ from argosy.core.errors import ArgosyError
 from argosy.infer.denoise.pipeline import ImagePipeline
 from argosy.infer.denoise.plan import SamplingPlan
 from argosy.infer.denoise.sampling import Drawing
+from argosy.infer.denoise.step_cache import check_step_cache
 from argosy.models.diffusion.base import Conditions
 
 
@@ -45,6 +46,7 @@ class ImageRequest:
     number: of the image among those of its prompt.
     previews: how many images on the way are wanted.
     emit: called with each event, from the engine's thread.
+    step_cache: threshold of step caching (None: none).
     canceled: set by whoever does not want it any more.
     """
 
@@ -60,6 +62,7 @@ class ImageRequest:
     previews: int = 0
     image: Any = None
     mask: Any = None
+    step_cache: float | None = None
     canceled: bool = field(default=False)
 
     def preview_at(self, done: int, evaluations: int) -> bool:
@@ -85,10 +88,10 @@ class ImageEngine:
     Args:
         batch: most images drawn together.
         waiting: most images that wait.
-        drawn: called with the number of images and evaluations of each batch.
+        drawn: called with the number of a batch's images, of its evaluations, and of those that step caching reused.
     """
 
-    def __init__(self, pipeline: ImagePipeline, batch: int = 4, waiting: int = 256, drawn: Callable[[int, int], None] | None = None):
+    def __init__(self, pipeline: ImagePipeline, batch: int = 4, waiting: int = 256, drawn: Callable[[int, int, int], None] | None = None):
         self.pipeline, self.batch, self.most, self._drawn = pipeline, batch, waiting, drawn
         self.waiting: deque[ImageRequest] = deque()
         self.running: list[ImageRequest] = []
@@ -115,6 +118,7 @@ class ImageEngine:
         image: Any = None,
         mask: Any = None,
         strength: float = 1.0,
+        step_cache: float | None = None,
     ) -> ImageRequest:
         """An image to draw. Arguments are those of `ImagePipeline.images`, for one image.
 
@@ -125,13 +129,15 @@ class ImageEngine:
             BadInput: the size, the steps or the prompt do not fit the model.
         """
         pipe, defaults = self.pipeline, self.pipeline.defaults
+        if step_cache is not None:
+            check_step_cache(pipe.denoiser, step_cache)
         area, count = pipe.checked_size(size), defaults.steps if steps is None else steps
         scale = defaults.guidance if guidance is None else guidance
         share = 1.0 if image is None else strength
         plan = pipe.plan(pipe.sampler, count, area, share)
         conditions, null = pipe.conditions([prompt], [negative], scale)
-        key = (area, count, share, null is None, image is None, mask is None)
-        more: Any = {"previews": previews, "image": image, "mask": mask}
+        key = (area, count, share, null is None, image is None, mask is None, step_cache)
+        more: Any = {"previews": previews, "image": image, "mask": mask, "step_cache": step_cache}
         return ImageRequest(conditions, null, seed, number, scale, area, plan, key, emit, **more)
 
     def add(self, requests: list[ImageRequest]) -> None:
@@ -205,6 +211,7 @@ class ImageEngine:
             (height, width, pipe.config.channels),
             image,
             mask,
+            cache_threshold=first.step_cache,
         )
         run = pipe.sampling(drawing)
         for i in range(run.evaluations):
@@ -219,7 +226,7 @@ class ImageEngine:
         images = pipe.finished(run.latents()[: len(batch)])
         # Counted before anybody learns of them: whoever has an image finds it in the metrics.
         if self._drawn is not None:
-            self._drawn(len(batch), run.evaluations)
+            self._drawn(len(batch), run.evaluations, run.evaluations - run.layer_runs)
         for one, image in zip(batch, images, strict=True):
             one.emit(ImageEvent("image", run.evaluations, run.evaluations, image))
 

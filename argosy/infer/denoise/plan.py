@@ -107,16 +107,18 @@ class SamplerState(NamedTuple):
     last: an earlier one that the sampler kept [B H W C].
     predicted: what was predicted last [B H W C]: the image, or with pndm the noise.
     past: earlier predictions, the newest first [K - 4 B H W C].
+    memory: what the network keeps between evaluations (`infer.denoise.step_cache`). None: nothing.
     """
 
     x: Array
     last: Array
     predicted: Array
     past: Array
+    memory: Any = None
 
 
-# (sample, timestep, alpha and sigma after the step) -> prediction
-Predict = Callable[[Float[Array, "B H W C"], Float[Array, ""], Float[Array, "2"]], Float[Array, "B H W C"]]
+# (sample, timestep, alpha and sigma after the step) -> prediction. With a memory, which comes last: -> prediction, memory.
+Predict = Callable[..., Any]
 
 
 def initial_state(plan: SamplingPlan, noise: Float[Array, "B H W C"], image: Float[Array, "B H W C"] | None = None) -> SamplerState:
@@ -129,15 +131,19 @@ def initial_state(plan: SamplingPlan, noise: Float[Array, "B H W C"], image: Flo
 
 def advance(predict: Predict, state: SamplerState, row: SamplingPlan, fresh: Array | None) -> SamplerState:
     """One evaluation. row: one row of the plan's columns; fresh: noise like x, where the sampler spreads any."""
-    x, last, _, past = state
-    raw = row.read[0] * x + row.read[1] * predict(x, row.timestep, row.level)
+    x, last, _, past, memory = state
+    if memory is None:
+        prediction = predict(x, row.timestep, row.level)
+    else:
+        prediction, memory = predict(x, row.timestep, row.level, memory)
+    raw = row.read[0] * x + row.read[1] * prediction
     new = jnp.clip(raw, -row.clip, row.clip)
     seen = jnp.stack([x, last, raw, new, *past])
     # A weight of 0 leaves out what may be infinite or no number.
     kept, moved = (_weighed(weights, seen) for weights in (row.keep, row.move))
     if fresh is not None:
         moved = moved + row.spread * fresh
-    return SamplerState(moved, kept, new, jnp.concatenate([new[None], past])[: len(past)])
+    return SamplerState(moved, kept, new, jnp.concatenate([new[None], past])[: len(past)], memory)
 
 
 def _weighed(weights: Array, seen: Array) -> Array:
@@ -169,7 +175,19 @@ def sample(
     fixed: "FixedParts | None" = None,
     evaluations: Any = None,
 ) -> Float[Array, "B H W C"]:
-    """The result of a whole plan, as one loop of the compiled program.
+    """The result of a whole plan, as one loop of the compiled program. Arguments are those of `last_state`."""
+    return last_state(predict, plan, state, keys, fixed, evaluations).x * plan.scale[1]
+
+
+def last_state(
+    predict: Predict,
+    plan: SamplingPlan,
+    state: SamplerState,
+    keys: Array | None = None,
+    fixed: "FixedParts | None" = None,
+    evaluations: Any = None,
+) -> SamplerState:
+    """The state after a whole plan, as one loop of the compiled program.
 
     Args:
         keys: [B] random keys of the images, for samplers that spread noise: each image's noise depends on its key alone.
@@ -185,7 +203,7 @@ def sample(
         return state if fixed is None else state._replace(x=fixed.apply(state.x, row.level))
 
     count = plan.evaluations if evaluations is None else evaluations
-    return jax.lax.fori_loop(0, count, body, state).x * table.scale[1]
+    return jax.lax.fori_loop(0, count, body, state)
 
 
 def fresh_noise(keys: Array, index: Array | int, like: Array) -> Array:

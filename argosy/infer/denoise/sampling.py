@@ -23,10 +23,11 @@ from argosy.infer.denoise.plan import (
     advance,
     fresh_noise,
     initial_state,
+    last_state,
     padded,
     row_at,
-    sample,
 )
+from argosy.infer.denoise.step_cache import StepMemory, cached_prediction, fresh_memory
 from argosy.models.diffusion.base import Conditions
 from argosy.models.diffusion.noise import STEPS
 from argosy.models.parts.weight import merge
@@ -43,6 +44,7 @@ class Drawing:
     shape: height, width and channels of the latents.
     image, mask: to begin from, [B H W C] latents, and where they may change [B H W 1] (None: everywhere).
     noise: [B H W C] the first noise, in place of that of the seeds.
+    cache_threshold: of step caching (None: none).
     """
 
     plan: SamplingPlan
@@ -54,6 +56,7 @@ class Drawing:
     image: Any = None
     mask: Any = None
     noise: Any = None
+    cache_threshold: float | None = None
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -77,6 +80,9 @@ class SamplingRun:
         image = None if drawing.image is None else jnp.asarray(drawing.image)
         fixed = None if drawing.mask is None else FixedParts(jnp.asarray(drawing.mask), cast(Any, image), noise)
         self._state = initial_state(drawing.plan, noise, image)
+        if drawing.cache_threshold is not None:
+            of = leaves, drawing.conditions, drawing.null, noise, np.float32(drawing.cache_threshold)
+            self._state = self._state._replace(memory=self._programs.memory(*of))
         fresh = keys if np.any(drawing.plan.spread) else None
         self._given = (leaves, drawing.conditions, drawing.null, jnp.asarray(drawing.scale), fresh, fixed)
 
@@ -84,13 +90,19 @@ class SamplingRun:
         """The latents after all evaluations."""
         plan = padded(self.drawing.plan)
         with telling(self._say, "compiling the sampler"):
-            return self._programs.whole(*self._given, plan, self._state, self.evaluations)
+            self._state = self._programs.whole(*self._given, plan, self._state, self.evaluations)
+        return self.latents()
 
     def step(self, i: int) -> None:
         """Evaluation i."""
         with telling(self._say if i == 0 else None, "compiling the sampler"):
             row = row_at(self.drawing.plan, i)
             self._state = self._programs.step(*self._given, row, self._state, np.int32(i))
+
+    @property
+    def layer_runs(self) -> int:
+        """In how many evaluations the layers after the first ran."""
+        return self.evaluations if self._state.memory is None else int(self._state.memory.runs)
 
     def predicted(self) -> Array:
         """The latents of the images as they were predicted last."""
@@ -103,8 +115,9 @@ class SamplingRun:
 
 @dataclass(frozen=True)
 class _Programs:
-    whole: Callable[..., Array]
+    whole: Callable[..., SamplerState]
     step: Callable[..., SamplerState]
+    memory: Callable[..., StepMemory]
 
 
 def step_conditions(config: Any, conditions: Conditions, timestep: Array, level: Array, rows: int) -> Conditions:
@@ -114,28 +127,39 @@ def step_conditions(config: Any, conditions: Conditions, timestep: Array, level:
     return conditions._replace(interval=jnp.full(rows, timestep - STEPS * level[1], jnp.float32))
 
 
+def network_inputs(
+    config: Any, conditions: Conditions, null: Conditions | None, x: Array, timestep: Array, level: Array
+) -> tuple[Array, Array, Conditions]:
+    """Samples, time steps and conditions of an evaluation: with guidance, rows with their prompts, then the same ones without."""
+    times = jnp.full(len(x), timestep, jnp.float32)
+    own = step_conditions(config, conditions, timestep, level, len(x))
+    if null is None:
+        return x, times, own
+    away = step_conditions(config, null, timestep, level, len(x))
+    both = Conditions(*jax.tree.map(lambda a, b: jnp.concatenate([a, b]), tuple(own), tuple(away)))
+    return jnp.concatenate([x, x]), jnp.concatenate([times, times]), both
+
+
 @lru_cache(maxsize=16)
 def _programs(graph: Any, guidance: Guidance, guided: bool) -> _Programs:
     def predictor(leaves: Any, conditions: Conditions, null: Conditions | None, scale: Array) -> Predict:
         model = merge(graph, leaves)
 
-        def predict(x: Array, timestep: Array, level: Array) -> Array:
-            times = jnp.full(len(x), timestep, jnp.float32)
-            own = step_conditions(model.config, conditions, timestep, level, len(x))
-            if null is None:
-                return model(x, times, own).astype(jnp.float32)
-            away = step_conditions(model.config, null, timestep, level, len(x))
-            both = Conditions(*jax.tree.map(lambda a, b: jnp.concatenate([a, b]), tuple(own), tuple(away)))
-            out = model(jnp.concatenate([x, x]), jnp.concatenate([times, times]), both).astype(jnp.float32)
-            return guidance.apply(out[: len(x)], out[len(x) :], scale, timestep)
+        def predict(x: Array, timestep: Array, level: Array, memory: StepMemory | None = None) -> Any:
+            inputs = network_inputs(model.config, conditions, null, x, timestep, level)
+            out, memory = (model(*inputs), None) if memory is None else cached_prediction(model, *inputs, memory)
+            out = out.astype(jnp.float32)
+            if null is not None:
+                out = guidance.apply(out[: len(x)], out[len(x) :], scale, timestep)
+            return out if memory is None else (out, memory)
 
         return predict
 
     @jax.jit
     def whole(
         leaves: Any, conditions: Any, null: Any, scale: Any, keys: Any, fixed: Any, plan: SamplingPlan, state: Any, evaluations: Any
-    ) -> Array:
-        return sample(predictor(leaves, conditions, null, scale), plan, state, keys, fixed, evaluations)
+    ) -> SamplerState:
+        return last_state(predictor(leaves, conditions, null, scale), plan, state, keys, fixed, evaluations)
 
     @partial(jax.jit, donate_argnums=7)
     def step(
@@ -145,7 +169,12 @@ def _programs(graph: Any, guidance: Guidance, guided: bool) -> _Programs:
         state = advance(predictor(leaves, conditions, null, scale), state, row, fresh)
         return state if fixed is None else state._replace(x=fixed.apply(state.x, row.level))
 
-    return _Programs(whole, step)
+    @jax.jit
+    def memory(leaves: Any, conditions: Any, null: Any, noise: Any, threshold: Any) -> StepMemory:
+        model, zero = merge(graph, leaves), jnp.zeros(2)
+        return fresh_memory(model, *network_inputs(model.config, conditions, null, noise, zero[0], zero), threshold)
+
+    return _Programs(whole, step, memory)
 
 
 @partial(jax.jit, static_argnums=1)

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import Attend, Bidirectional
 from argosy.models.parts.attention.cache import Spec
@@ -19,6 +20,7 @@ from argosy.models.parts.modulation import modulate, sinusoid
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.patches import patchify, sincos_2d, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
+from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.settings import Reach
 from argosy.parallel.scope import constrain
 
@@ -77,7 +79,7 @@ class DiTBlock(nnx.Module):
         return x + mlp_gate[:, None] * y, cache, {}
 
 
-class DiT(nnx.Module):
+class DiT(LayeredDenoiser):
     """Noisy images, time steps and classes to predictions."""
 
     def __init__(self, config: Any, run: Execution | None):
@@ -91,9 +93,7 @@ class DiT(nnx.Module):
         self.final_modulation = Einsum("BD,DGM->BGM", d | {"G": 2}, bias=True, scale=0.0, legend=LEGEND)
         self.head = Einsum("BTD,DO->BTO", d, bias=True, scale=0.0, legend=LEGEND)
 
-    def __call__(
-        self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions
-    ) -> Float[Array, "B H W C"]:
+    def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
         config = self.config
         height, width = latents.shape[1:3]
         x = self.patch(patchify(latents.astype(self.dtype), config.patch))
@@ -109,10 +109,15 @@ class DiT(nnx.Module):
         c = self.embedder(waves, conditions.labels, interval)
         condition = {"c": c} | ({"waves": waves, "labels": conditions.labels} if config.layer_embedders else {})
         attend = Bidirectional(jnp.ones(x.shape[:2], jnp.int32))
-        x, _, _ = self.layers(x, None, attend, condition)
-        shift, scale = jnp.unstack(self.final_modulation(jax.nn.silu(c)), axis=1)
-        y = self.head(modulate(x, shift, scale)).astype(jnp.float32)
-        return unpatchify(y, height, width, config.patch)[..., : config.channels]
+        return x, DenoiserStep(attend, condition, c, (height, width))
+
+    def layered(self, streams: Float[Array, "B T D"], step: DenoiserStep, part: LayerPart = "all") -> Float[Array, "B T D"]:
+        return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
+
+    def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B H W C"]:
+        shift, scale = jnp.unstack(self.final_modulation(jax.nn.silu(step.c)), axis=1)
+        y = self.head(modulate(streams, shift, scale)).astype(jnp.float32)
+        return unpatchify(y, *step.size, self.config.patch)[..., : self.config.channels]
 
     def positions(self, height: int, width: int) -> np.ndarray:
         """The table of positions, scaled to that of the trained size."""

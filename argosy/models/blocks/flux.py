@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
 from argosy.models.blocks.mmdit import (
     LEGEND,
     FinalLayer,
@@ -25,6 +26,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.modulation import modulate
 from argosy.models.parts.patches import patchify, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
+from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
@@ -74,7 +76,7 @@ class SingleBlock(nnx.Module):
         return x + gate[:, None] * mixed, cache, {}
 
 
-class Flux(nnx.Module):
+class Flux(LayeredDenoiser):
     """Noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
@@ -86,20 +88,26 @@ class Flux(nnx.Module):
         self.single_layers = Stack([Layer("block", Reach())] * config.single_layers, lambda kind: SingleBlock(config), run=run)
         self.final = FinalLayer(d)
 
-    def __call__(
-        self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions
-    ) -> Float[Array, "B H W C"]:
+    def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
         config, (height, width) = self.config, latents.shape[1:3]
         x = constrain(self.patch(patchify(latents.astype(self.dtype), config.patch)), "B T D")
         text = self.text_embed(conditions.text.astype(self.dtype))
         c = self.vector(timestep, conditions.pooled, conditions.guidance, self.dtype)
         attend = Bidirectional(jnp.ones((x.shape[0], text.shape[1] + x.shape[1]), jnp.int32))
         condition = JointCondition(c, self.turns(x.shape[0], text.shape[1], height, width))
-        streams, _, _ = self.layers({"image": x, "text": text}, None, attend, condition)
-        z = jnp.concatenate([streams["text"], streams["image"]], 1)
-        z, _, _ = self.single_layers(z, None, attend, condition)
-        y = self.final(z[:, text.shape[1] :], c).astype(sums_in(z.dtype))
-        return unpatchify(y, height, width, config.patch)
+        return {"image": x, "text": text}, DenoiserStep(attend, condition, c, (height, width))
+
+    def layered(self, streams: dict[str, Array], step: DenoiserStep, part: LayerPart = "all") -> dict[str, Array]:
+        streams = run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
+        if part == "first":
+            return streams
+        z, cut = jnp.concatenate([streams["text"], streams["image"]], 1), streams["text"].shape[1]
+        z, _, _ = self.single_layers(z, None, step.attend, step.condition)
+        return {"image": z[:, cut:], "text": z[:, :cut]}
+
+    def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
+        y = self.final(streams["image"], step.c)
+        return unpatchify(y.astype(sums_in(y.dtype)), *step.size, self.config.patch)
 
     def turns(self, rows: int, text: int, height: int, width: int) -> tuple[Array, Array]:
         """Cosines and sines of the positions: 0 for all tokens of a text, row and column for patches."""

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
 from argosy.models.blocks.mmdit import LEGEND, FinalLayer, MLPEmbedder, Projections, axial_turns, joint_attention
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import Attend, Bidirectional
@@ -16,6 +17,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.mlp import GLU
 from argosy.models.parts.modulation import modulate, sinusoid
 from argosy.models.parts.stack import Execution, Layer, Stack
+from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
@@ -82,7 +84,7 @@ class Flux2SingleBlock(nnx.Module):
         return x + gate[:, None] * (y + self.down(jax.nn.silu(self.gate(h)) * self.up(h))), cache, {}
 
 
-class Flux2(nnx.Module):
+class Flux2(LayeredDenoiser):
     """Noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
@@ -100,9 +102,7 @@ class Flux2(nnx.Module):
         self.single_layers = Stack([Layer("block", Reach())] * config.single_layers, lambda kind: Flux2SingleBlock(config), run=run)
         self.final = FinalLayer(d, bias=False)
 
-    def __call__(
-        self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions
-    ) -> Float[Array, "B H W C"]:
+    def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
         config, (rows, height, width) = self.config, latents.shape[:3]
         x = constrain(self.patch(latents.astype(self.dtype).reshape(rows, height * width, config.channels)), "B T D")
         text = self.text_embed(conditions.text.astype(self.dtype))
@@ -116,11 +116,19 @@ class Flux2(nnx.Module):
         modulations["both"] = self.single_modulation(moved)
         condition = SharedCondition(modulations, self.turns(rows, text.shape[1], height, width))
         attend = Bidirectional(jnp.ones((rows, text.shape[1] + x.shape[1]), jnp.int32))
-        streams, _, _ = self.layers({"image": x, "text": text}, None, attend, condition)
-        z = jnp.concatenate([streams["text"], streams["image"]], 1)
-        z, _, _ = self.single_layers(z, None, attend, condition)
-        y = self.final(z[:, text.shape[1] :], c)
-        return y.astype(sums_in(y.dtype)).reshape(rows, height, width, config.channels)
+        return {"image": x, "text": text}, DenoiserStep(attend, condition, c, (height, width))
+
+    def layered(self, streams: dict[str, Array], step: DenoiserStep, part: LayerPart = "all") -> dict[str, Array]:
+        streams = run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
+        if part == "first":
+            return streams
+        z, cut = jnp.concatenate([streams["text"], streams["image"]], 1), streams["text"].shape[1]
+        z, _, _ = self.single_layers(z, None, step.attend, step.condition)
+        return {"image": z[:, cut:], "text": z[:, :cut]}
+
+    def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
+        y = self.final(streams["image"], step.c)
+        return y.astype(sums_in(y.dtype)).reshape(-1, *step.size, self.config.channels)
 
     def turns(self, rows: int, text: int, height: int, width: int) -> tuple[Array, Array]:
         """Cosines and sines of the positions: a word has its place on the last axis, a position of the image its row and column."""

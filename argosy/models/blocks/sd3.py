@@ -7,6 +7,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
 from argosy.models.blocks.mmdit import (
     LEGEND,
     FinalLayer,
@@ -23,6 +24,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.modulation import modulate
 from argosy.models.parts.patches import patchify, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
+from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
@@ -63,7 +65,7 @@ class SD3Block(nnx.Module):
         return out, cache, {}
 
 
-class SD3(nnx.Module):
+class SD3(LayeredDenoiser):
     """Noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
@@ -76,9 +78,7 @@ class SD3(nnx.Module):
         self.layers = Stack(plan, lambda kind: SD3Block(config, kind), run=run)
         self.final = FinalLayer(d)
 
-    def __call__(
-        self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions
-    ) -> Float[Array, "B H W C"]:
+    def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
         config, (height, width) = self.config, latents.shape[1:3]
         x = self.patch(patchify(latents.astype(self.dtype), config.patch))
         places = jnp.asarray(self.places(height // config.patch, width // config.patch))
@@ -86,9 +86,14 @@ class SD3(nnx.Module):
         text = self.text_embed(conditions.text.astype(self.dtype))
         c = self.vector(timestep, conditions.pooled, None, self.dtype)
         attend = Bidirectional(jnp.ones((x.shape[0], text.shape[1] + x.shape[1]), jnp.int32))
-        streams, _, _ = self.layers({"image": x, "text": text}, None, attend, JointCondition(c))
-        y = self.final(streams["image"], c).astype(sums_in(x.dtype))
-        return unpatchify(y, height, width, config.patch)
+        return {"image": x, "text": text}, DenoiserStep(attend, JointCondition(c), c, (height, width))
+
+    def layered(self, streams: dict[str, Array], step: DenoiserStep, part: LayerPart = "all") -> dict[str, Array]:
+        return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
+
+    def end(self, streams: dict[str, Array], step: DenoiserStep) -> Float[Array, "B H W C"]:
+        y = self.final(streams["image"], step.c)
+        return unpatchify(y.astype(sums_in(y.dtype)), *step.size, self.config.patch)
 
     def places(self, rows: int, columns: int) -> np.ndarray:
         """The rows of the table of positions for an image of so many patches: those in its middle."""

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
 from argosy.models.blocks.mmdit import LEGEND, MLPEmbedder, Projections, axial_turns, joint_attention
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import Attend, Bidirectional
@@ -19,6 +20,7 @@ from argosy.models.parts.modulation import layer_norm, sinusoid
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.patches import patchify, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
+from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
@@ -68,7 +70,7 @@ class ZImageBlock(nnx.Module):
         return x + mlp_gate * self.mlp_post_norm(self.mlp(self.mlp_norm(x) * mlp_scale)), cache, {}
 
 
-class ZImage(nnx.Module):
+class ZImage(LayeredDenoiser):
     """Noisy latents, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
@@ -88,9 +90,7 @@ class ZImage(nnx.Module):
         self.final_scale = Einsum("BQ,QD->BD", d, bias=True, scale=0.0, legend=LEGEND)
         self.final_out = Einsum("BTD,DI->BTI", d, bias=True, scale=0.0, legend=LEGEND)
 
-    def __call__(
-        self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions
-    ) -> Float[Array, "B H W C"]:
+    def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
         config, (height, width), rows = self.config, latents.shape[1:3], latents.shape[0]
         # It counts from noise (0) to images (1), and predicts image - noise.
         waves = sinusoid((1000 - timestep) * (config.time_scale / 1000), config.waves)
@@ -108,10 +108,16 @@ class ZImage(nnx.Module):
         x, _, _ = self.image_layers(x, None, Bidirectional(here), TimeCondition(c, (of_image[0], of_image[1])))
         text, _, _ = self.text_layers(text, None, Bidirectional(live), TimeCondition(c, (of_text[0], of_text[1])))
         attend = Bidirectional(jnp.concatenate([here, live], 1))
-        z, _, _ = self.layers(jnp.concatenate([x, text], 1), None, attend, TimeCondition(c, turns))
-        y = layer_norm(z[:, :patches]) * (1 + self.final_scale(jax.nn.silu(c))[:, None])
+        return jnp.concatenate([x, text], 1), DenoiserStep(attend, TimeCondition(c, turns), c, (height, width))
+
+    def layered(self, streams: Float[Array, "B T D"], step: DenoiserStep, part: LayerPart = "all") -> Float[Array, "B T D"]:
+        return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
+
+    def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B H W C"]:
+        (height, width), patch = step.size, self.config.patch
+        y = layer_norm(streams[:, : height * width // patch**2]) * (1 + self.final_scale(jax.nn.silu(step.c))[:, None])
         y = self.final_out(y)
-        return -unpatchify(y.astype(sums_in(y.dtype)), height, width, config.patch)
+        return -unpatchify(y.astype(sums_in(y.dtype)), height, width, patch)
 
     def texts(self, conditions: Conditions) -> tuple[Float[Array, "B T D"], Int[Array, "B"]]:
         """The texts, filled up with the learned token after their words, and how many words each has."""

@@ -21,6 +21,7 @@ class ImageFields(Fields):
     output_compression: quality of JPEG and WebP in percent; PNG loses nothing.
     partial_images: how many images on the way a stream sends.
     negative_prompt, num_inference_steps, guidance_scale, seed, strength: as diffusers names them. Image i depends on seed and i alone.
+    step_cache: threshold of step caching, in place of the server's.
     progress: adds an event after each evaluation to a stream.
     """
 
@@ -45,6 +46,7 @@ class ImageFields(Fields):
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=0, lt=2**32)
+    step_cache: float | None = Field(None, gt=0)
     progress: bool = False
 
     def area(self) -> tuple[int, int] | None:

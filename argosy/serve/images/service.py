@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.denoise.engine import EngineClosed, ImageEngine, ImageEvent, ImageRequest, QueueOverflow
 from argosy.infer.denoise.pipeline import ImagePipeline
+from argosy.infer.denoise.step_cache import check_step_cache
 from argosy.serve.images.fields import EditFields, ImageFields
 from argosy.serve.images.forms import EditForm, fit_form
 from argosy.serve.images.settings import ImageServeSettings
@@ -29,12 +30,14 @@ class ImageMetrics:
         self.requests = Counter("argosy_image_requests", "Requests, by how they ended.", ["outcome"], **how)
         self.images = Counter("argosy_images", "Images that were drawn.", **how)
         self.evaluations = Counter("argosy_image_evaluations", "Evaluations of the network, a batch's counted once.", **how)
+        self.reused = Counter("argosy_image_reused_evaluations", "Evaluations of which step caching ran the first layer alone.", **how)
         self.batch = Histogram("argosy_image_batch", "Images of a batch.", buckets=(1, 2, 4, 8, 16, 32), **how)
         self.seconds = Histogram("argosy_image_request_seconds", "Seconds from arrival to the last image.", buckets=SECONDS, **how)
         self.waiting = Gauge("argosy_images_waiting", "Images that wait.", **how)
 
-    def drawn(self, images: int, evaluations: int) -> None:
+    def drawn(self, images: int, evaluations: int, reused: int) -> None:
         """Counts a batch."""
+        self.reused.inc(reused)
         self.images.inc(images)
         self.evaluations.inc(evaluations)
         self.batch.observe(images)
@@ -52,6 +55,8 @@ class ImageService:
 
     def __init__(self, pipeline: ImagePipeline, name: str, settings: ImageServeSettings):
         self.pipeline, self.name, self.settings = pipeline, name, settings
+        if settings.step_cache is not None:
+            check_step_cache(pipeline.denoiser, settings.step_cache)
         self.metrics = ImageMetrics()
         self.engine = ImageEngine(pipeline, settings.batch, settings.limits.waiting, self.metrics.drawn)
         self.created, self.draining = int(time.time()), False
@@ -63,7 +68,7 @@ class ImageService:
         size = 1
         while True:
             # A prompt of another kind of model would be refused: the null condition stands for one.
-            self.pipeline.warm_up(min(size, self.settings.batch))
+            self.pipeline.warm_up(min(size, self.settings.batch), self.settings.step_cache)
             if size >= self.settings.batch:
                 return
             size *= 2
@@ -130,6 +135,7 @@ class ImageService:
         seed = self._seeds.randrange(2**32) if fields.seed is None else fields.seed
         how: dict[str, Any] = {"negative": fields.negative_prompt, "seed": seed, "steps": fields.num_inference_steps}
         how |= {"guidance": fields.guidance_scale, "size": fields.area(), "previews": fields.partial_images}
+        how["step_cache"] = self.settings.step_cache if fields.step_cache is None else fields.step_cache
         try:
             if image is not None:
                 how["size"] = image.shape[:2]

@@ -38,6 +38,9 @@ class ImageServeSettings(WebSettings):
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     batch: int = Field(4, gt=0)
     """Most images drawn together. Those of one batch have the same size and number of steps."""
+    step_cache: float | None = Field(None, gt=0)
+    """Threshold of step caching for requests that name none: an evaluation reuses what the layers after the first changed, until the
+    change of the first one has moved by more than this share of it. None: all layers run in every step."""
     warm_up: bool = True
     """Compiles the programs of the default size before the server is ready, for every batch size."""
     page: bool = True

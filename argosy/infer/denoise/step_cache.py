@@ -1,0 +1,123 @@
+"""Step caching: an evaluation of the network runs its first layer, and adds what the others changed the last time they ran.
+
+    h = first layer(x)                        d = h - x                     of the image's tokens
+    moved = mean |d - d_kept| / mean |d_kept|
+    moved > threshold, or nothing is kept     y = other layers(h), and keep d and y - h
+    otherwise                                 y = h + (y - h)_kept
+
+First-block caching of ParaAttention, as diffusers' `FirstBlockCache` has it; the idea is that of TeaCache (Liu et al. 2024,
+arXiv:2411.19108). Unlike there, every image decides for itself, with and without its prompt apart, so that it is the same in any batch.
+The other layers run where any image of the batch needs them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from argosy.core.errors import BadInput
+from argosy.models.blocks.layered import LayeredDenoiser
+from argosy.models.diffusion.base import Conditions
+from argosy.ops.precision import wide
+
+
+class StepMemory(NamedTuple):
+    """What is kept between evaluations. R rows: the images, and with guidance the same ones without their prompts.
+
+    threshold: of the settings.
+    known: [R] whether anything is kept.
+    first: [R T D] what the first layer changed of the image when the others ran last.
+    rest: what they changed: a tree of streams [R T D].
+    runs: how often the other layers ran.
+    """
+
+    threshold: Float[Array, ""]
+    known: Bool[Array, "R"]
+    first: Float[Array, "R T D"]
+    rest: Any
+    runs: Int[Array, ""]
+
+
+@dataclass
+class CacheReport:
+    """What step caching did to the images of a call.
+
+    evaluations: of the network, a batch's counted once.
+    reused: evaluations in which the layers after the first did not run.
+    errors: of each image's latents against the full drawing, in root mean square over that of the full ones; empty unless it was
+        compared.
+    """
+
+    evaluations: int = 0
+    reused: int = 0
+    errors: list[float] = field(default_factory=list)
+
+    def count(self, evaluations: int, layer_runs: int) -> None:
+        """Counts a batch: its evaluations, and those in which the layers after the first ran."""
+        self.evaluations += evaluations
+        self.reused += evaluations - layer_runs
+
+    def compare(self, latents: Any, full: Any) -> None:
+        """Adds the errors of a batch: latents [B H W C] against those of the full drawing."""
+        latents, full = (np.asarray(a, np.float64) for a in (latents, full))
+        size = np.sqrt(np.mean(full**2, (1, 2, 3)))
+        self.errors += [float(e) for e in np.sqrt(np.mean((latents - full) ** 2, (1, 2, 3))) / size]
+
+
+def check_step_cache(module: Any, threshold: float) -> None:
+    """
+    Raises:
+        BadInput: the threshold is not above 0, or the denoiser is none of several layers that follow each other.
+    """
+    if not 0 < threshold < np.inf:
+        raise BadInput(f"step_cache = {threshold}: above 0; 0.05 to 0.2 are usual")
+    if not isinstance(module, LayeredDenoiser):
+        what = f"step_cache = {threshold}: {type(module).__name__} has no layers that follow each other, as transformers have"
+        raise BadInput(what, hint="leave out `step_cache`")
+    if module.config.layers + getattr(module.config, "single_layers", 0) < 2:
+        raise BadInput(f"step_cache = {threshold}: this model has one layer, after which there is nothing to reuse")
+
+
+def fresh_memory(model: LayeredDenoiser, x: Array, times: Array, conditions: Conditions, threshold: Any) -> StepMemory:
+    """The memory before the first evaluation."""
+    streams, _ = model.begin(x, times, conditions)
+    rest = jax.tree.map(jnp.zeros_like, streams)
+    known = jnp.zeros(len(x), bool)
+    return StepMemory(jnp.float32(threshold), known, image_stream(rest), rest, jnp.int32(0))
+
+
+def cached_prediction(
+    model: LayeredDenoiser, x: Float[Array, "R H W C"], times: Float[Array, "R"], conditions: Conditions, memory: StepMemory
+) -> tuple[Float[Array, "R H W C"], StepMemory]:
+    """The network's prediction, and what is kept after it."""
+    before, step = model.begin(x, times, conditions)
+    after = model.layered(before, step, "first")
+    first = image_stream(after) - image_stream(before)
+    axes = (1, 2)
+    moved = jnp.mean(jnp.abs(wide(first - memory.first)), axes) / jnp.mean(jnp.abs(wide(memory.first)), axes)
+    # What is no number is computed: nothing moved where nothing was, or the numbers are not finite.
+    computed = ~memory.known | ~(moved <= memory.threshold)
+
+    def chosen(ours: Array, kept: Array) -> Array:
+        return jnp.where(computed[:, None, None], ours, kept)
+
+    def run() -> tuple[Any, StepMemory]:
+        streams = model.layered(after, step, "rest")
+        changed = jax.tree.map(jnp.subtract, streams, after)
+        rest, own = jax.tree.map(chosen, changed, memory.rest), chosen(first, memory.first)
+        kept = memory._replace(known=jnp.ones_like(memory.known), first=own, rest=rest, runs=memory.runs + 1)
+        return jax.tree.map(chosen, streams, reused()[0]), kept
+
+    def reused() -> tuple[Any, StepMemory]:
+        return jax.tree.map(jnp.add, after, memory.rest), memory
+
+    streams, memory = jax.lax.cond(jnp.any(computed), run, reused)
+    return model.end(streams, step), memory
+
+
+def image_stream(streams: Any) -> Float[Array, "R T D"]:
+    """The stream that decides: the image's, where text has one of its own."""
+    return streams["image"] if isinstance(streams, dict) else streams

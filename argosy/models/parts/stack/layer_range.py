@@ -1,0 +1,62 @@
+"""Some layers of a stack without the others, for who decides between them (`infer.denoise.step_cache`).
+
+Weights of scanned layers stay one array, from which a loop over indexes reads one layer after the other: a slice of the array would be
+a copy of nearly all weights.
+"""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import dynamic_index_in_dim
+
+from argosy.models.parts.attention.attend import Attend
+from argosy.models.parts.stack import LayerGroup, Stack, Streams, constrained, group_parts, run_block
+from argosy.models.parts.weight import split
+
+
+def run_layers(stack: Stack, x: Streams, attend: Attend, condition: Any, start: int = 0, stop: int | None = None) -> Streams:
+    """The layers `start` to `stop` of a stack that caches nothing; all of them as its own execution runs them."""
+    layers = range(len(stack.plan))[start:stop]
+    if len(layers) == len(stack.plan):
+        return stack(x, None, attend, condition)[0]
+    x, attend = constrained(x), stack.with_angles(attend)
+    if stack.run.stacked:
+        for group in stack.groups:
+            x = _run_group_range(stack, group, x, attend, condition, layers)
+        return x
+    for i in layers:
+        graph, weights = split(getattr(stack, str(i)))
+        with jax.named_scope(f"layers.{i}"):
+            x = run_block(graph, stack.plan[i], weights, x, None, attend, stack.run.remat, True, condition)[0]
+    return x
+
+
+def _run_group_range(stack: Stack, group: LayerGroup, x: Streams, attend: Attend, condition: Any, layers: range) -> Streams:
+    """The layers of a group that are in the range: whole repeats in a loop, those before and after them one by one."""
+    period = len(group.layers)
+    first, last = (min(max(at - group.start, 0), period * group.repeats) for at in (layers.start, layers.stop))
+    graphs, leaves = group_parts(stack, group)
+    uses = Counter(layer.kind for layer in group.layers)
+
+    def one(x: Streams, repeat: Any, j: int) -> Streams:
+        layer = group.layers[j]
+        place = repeat * uses[layer.kind] + sum(before.kind == layer.kind for before in group.layers[:j])
+        weights = jax.tree.map(lambda a: dynamic_index_in_dim(a, place, keepdims=False), leaves[layer.kind])
+        return run_block(graphs[layer.kind], layer, weights, x, None, attend, stack.run.remat, condition=condition)[0]
+
+    def body(x: Streams, repeat: Any) -> tuple[Streams, None]:
+        for j in range(period):
+            x = one(x, repeat, j)
+        return x, None
+
+    repeats = range(-(-first // period), last // period)
+    with jax.named_scope("layers"):
+        for i in range(first, repeats.start * period if repeats else last):
+            x = one(x, i // period, i % period)
+        if repeats:
+            x, _ = jax.lax.scan(body, x, jnp.arange(repeats.start, repeats.stop))
+            for i in range(repeats.stop * period, last):
+                x = one(x, i // period, i % period)
+    return x
