@@ -91,7 +91,9 @@ class ImageEngine:
         drawn: called with the number of a batch's images, of its evaluations, and of those that step caching reused.
     """
 
-    def __init__(self, pipeline: ImagePipeline, batch: int = 4, waiting: int = 256, drawn: Callable[[int, int, int], None] | None = None):
+    def __init__(
+        self, pipeline: ImagePipeline, batch: int = 4, waiting: int = 256, drawn: Callable[[int, int, int], None] | None = None
+    ):
         self.pipeline, self.batch, self.most, self._drawn = pipeline, batch, waiting, drawn
         self.waiting: deque[ImageRequest] = deque()
         self.running: list[ImageRequest] = []

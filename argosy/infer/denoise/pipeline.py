@@ -184,7 +184,7 @@ class ImagePipeline:
                 *self.conditions([texts[p] for p, _ in some], [negatives[p] for p, _ in some], scale),
                 shape,
                 *(None if one is None else one[span] for one in (begun, fixed, noise)),
-                step_cache,
+                cache_threshold=step_cache,
             )
             drawn = self.draw(drawing, progress, cached)
             if compare:

@@ -34,7 +34,12 @@ class DenoiserStep(NamedTuple):
 
 
 class LayeredDenoiser(nnx.Module):
-    """Noisy latents, time steps and conditions to predictions, by layers over tokens."""
+    """Noisy latents, time steps and conditions to predictions, by layers over tokens.
+
+    config: of its family.
+    """
+
+    config: Any
 
     def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
         """What flows into the first layer, an array or {image, text}, and what layers read."""
