@@ -69,6 +69,15 @@ def cases() -> list[tuple[str, dict, int, dict]]:
         for shift in (1.0, 5.0):
             flow_keys = {"use_flow_sigmas": True, "flow_shift": shift, "prediction_type": "flow_prediction"}
             found.append(("UniPCMultistepScheduler", flow_keys, steps, {}))
+    for steps in (3, 16):
+        edm, multi = "EDMEulerScheduler", "EDMDPMSolverMultistepScheduler"
+        found += [(name, {}, steps, {}) for name in (edm, multi)]
+        found.append((edm, {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_schedule": "exponential"}, steps, {}))
+        found.append((multi, {"sigma_schedule": "exponential", "final_sigmas_type": "sigma_min", "rho": 5.0}, steps, {}))
+        found.append((edm, {"final_sigmas_type": "sigma_min", "sigma_max": 20.0, "sigma_min": 0.01}, steps, {}))
+        found.append((multi, {"algorithm_type": "sde-dpmsolver++", "rho": 5.0, "sigma_max": 20.0, "sigma_min": 0.01}, steps, {}))
+        found += [(multi, {"prediction_type": "v_prediction", "solver_order": 1}, steps, {})]
+        found.append((multi, {"final_sigmas_type": "sigma_min", "euler_at_final": True, "lower_order_final": False}, steps, {}))
     return found
 
 

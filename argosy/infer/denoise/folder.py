@@ -27,7 +27,7 @@ from argosy.infer.denoise.hub import sampler_of, scheduler_config
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
 from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts
 from argosy.infer.denoise.settings import SamplerSettings
-from argosy.models.diffusion.noise import FlowNoise
+from argosy.models.diffusion.noise import EDMNoise, FlowNoise
 from argosy.weights.build import LoadedModel, as_dtype, load_model
 from argosy.weights.hub.config import read_json_object
 from argosy.weights.hub.image_lora import UpdatedTensors, image_updates
@@ -268,6 +268,8 @@ def denoiser_layers(folder: str | Path) -> dict[str, Any]:
     if isinstance(sampler.noise, FlowNoise):
         # With a shift that depends on the size, levels are drawn as they are.
         objective["timesteps"] = {"name": "logit_normal", "shift": 1.0 if sampler.shift.dynamic else sampler.shift.factor}
+    elif isinstance(sampler.noise, EDMNoise):
+        objective |= {"name": "edm", "noise": sampler.noise.model_dump(exclude={"kind"})}
     else:
         objective |= {"betas": sampler.noise.model_dump(exclude={"kind"}), "timesteps": {"name": "uniform"}}
     weights = str(path / part)

@@ -17,8 +17,8 @@ from argosy.core.settings import Settings
 class Guidance(Settings):
     """How a prediction with conditions and one without become one."""
 
-    interval: tuple[float, float] = (0.0, 1000.0)
-    """The timesteps at which it acts, the lowest and the highest."""
+    interval: tuple[float, float] | None = None
+    """The timesteps at which it acts, the lowest and the highest. None: all."""
     zero_star: bool = False
     """Scales the prediction without conditions to lie nearest the other."""
     rescale: float = Field(0.0, ge=0, le=1)
@@ -26,7 +26,7 @@ class Guidance(Settings):
 
     @model_validator(mode="after")
     def _ordered(self) -> "Guidance":
-        if self.interval[0] > self.interval[1]:
+        if self.interval is not None and self.interval[0] > self.interval[1]:
             raise ValueError(f"interval = {list(self.interval)}: the lower timestep comes first")
         return self
 
@@ -48,5 +48,7 @@ class Guidance(Settings):
         if self.rescale:
             matched = guided * jnp.std(conditioned, axes, keepdims=True) / jnp.std(guided, axes, keepdims=True)
             guided = self.rescale * matched + (1 - self.rescale) * guided
-        acts = (by != 1) & (timestep >= self.interval[0]) & (timestep <= self.interval[1])
+        acts = by != 1
+        if self.interval is not None:
+            acts &= (timestep >= self.interval[0]) & (timestep <= self.interval[1])
         return jnp.where(acts, guided, conditioned)

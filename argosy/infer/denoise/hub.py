@@ -8,7 +8,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput, nearest
 from argosy.infer.denoise.settings import SamplerSettings
-from argosy.models.diffusion.noise import STEPS, FlowNoise
+from argosy.models.diffusion.noise import STEPS, EDMNoise, FlowNoise
 
 FLOW_EULER = "FlowMatchEulerDiscreteScheduler"
 CLASSES = {
@@ -22,15 +22,20 @@ CLASSES = {
     "PNDMScheduler": "pndm",
     "DPMSolverMultistepScheduler": "dpmpp_2m",
     "UniPCMultistepScheduler": "unipc",
+    "EDMEulerScheduler": "euler",
+    "EDMDPMSolverMultistepScheduler": "dpmpp_2m",
 }
 """The method of each class."""
 
+DPM = ("DPMSolverMultistepScheduler", "EDMDPMSolverMultistepScheduler")
 PREDICTIONS = {
     "epsilon": "epsilon",
     "v_prediction": "v",
     "sample": "sample",
     "flow_prediction": "velocity",
 }
+# Those of classes with EDM's noise.
+EDM_PREDICTIONS = {"epsilon": "edm", "v_prediction": "v"}
 # What classes take a key to be that config.json leaves out, where it differs from the settings here.
 UNSAID: dict[str, dict[str, Any]] = {
     "EulerDiscreteScheduler": {"timestep_spacing": "linspace"},
@@ -57,9 +62,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "predict_x0": (True,),
     "disable_corrector": ([],),
     "variance_type": (None, "fixed_small", "fixed_large", "learned", "learned_range"),
-    "sigma_min": (None,),
-    "sigma_max": (None,),
 }
+# The same, of classes without EDM's noise.
+ONLY_OTHERS: dict[str, tuple[Any, ...]] = {"sigma_min": (None,), "sigma_max": (None,)}
 
 
 def sampler_of(config: Mapping[str, Any]) -> SamplerSettings:
@@ -71,7 +76,8 @@ def sampler_of(config: Mapping[str, Any]) -> SamplerSettings:
     name = str(config.get("_class_name"))
     if name not in CLASSES:
         raise BadInput(f"scheduler_config.json: the class {name} is not built", hint=nearest(name, CLASSES))
-    for key, values in ONLY.items():
+    is_edm = name.startswith("EDM")
+    for key, values in (ONLY if is_edm else ONLY | ONLY_OTHERS).items():
         if key in config and config[key] not in values:
             raise BadInput(f"scheduler_config.json: {key} = {config[key]!r} is not built for {name}")
     if name == "PNDMScheduler" and not config.get("skip_prk_steps", False):
@@ -87,9 +93,13 @@ def sampler_of(config: Mapping[str, Any]) -> SamplerSettings:
         spacing = "linspace" if name.startswith("FlowMatch") else "trailing"
         flow: dict[str, Any] = {"noise": FlowNoise(), "prediction": "velocity", "shift": _shift(said), "spacing": spacing}
         return SamplerSettings(**shared, **flow)
-    kind = said.get("prediction_type", "epsilon")
-    if kind not in PREDICTIONS:
-        raise BadInput(f"scheduler_config.json: prediction_type = {kind!r} is not built")
+    kind, known = said.get("prediction_type", "epsilon"), EDM_PREDICTIONS if is_edm else PREDICTIONS
+    if kind not in known:
+        raise BadInput(f"scheduler_config.json: prediction_type = {kind!r} is not built for {name}")
+    if is_edm:
+        noise = {"kind": "edm"} | {key: said[key] for key in EDMNoise.model_fields if key in said}
+        edm = {"noise": noise, "prediction": known[kind], "levels": said.get("sigma_schedule", "karras")}
+        return _built(name, shared | edm)
     noise = {
         "kind": "betas",
         "start": said.get("beta_start", 0.0001),
@@ -103,8 +113,12 @@ def sampler_of(config: Mapping[str, Any]) -> SamplerSettings:
     shared["variance"] = "large" if said.get("variance_type") == "fixed_large" else "small"
     shared |= {key: said[key] for key in ("timestep_scaling",) if key in said}
     shared |= {"original_steps": said["original_inference_steps"]} if "original_inference_steps" in said else {}
+    return _built(name, shared | {"noise": noise, "prediction": PREDICTIONS[kind]})
+
+
+def _built(name: str, found: Mapping[str, Any]) -> SamplerSettings:
     try:
-        return SamplerSettings(**shared | {"noise": noise, "prediction": PREDICTIONS[kind]})
+        return SamplerSettings(**found)
     except ValueError as error:
         raise BadInput(f"scheduler_config.json of {name}: {error}") from None
 
@@ -135,18 +149,26 @@ def _shift(said: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
+def _kind_of(name: str) -> str:
+    """FlowMatch or EDM, of classes for these alone."""
+    return next((kind for kind in ("FlowMatch", "EDM") if name.startswith(kind)), "")
+
+
 def scheduler_config(settings: SamplerSettings) -> dict[str, Any]:
     """The scheduler_config.json of these settings.
 
     Raises:
         BadInput: no class of diffusers samples like that.
     """
-    is_flow = isinstance(settings.noise, FlowNoise)
+    is_flow, is_edm = isinstance(settings.noise, FlowNoise), isinstance(settings.noise, EDMNoise)
     written: dict[str, Any] = {"_diffusers_version": "0.42.1", "num_train_timesteps": STEPS}
-    names = [name for name, method in CLASSES.items() if method == settings.name and name.startswith("FlowMatch") == is_flow]
+    kind = "FlowMatch" if is_flow else "EDM" if is_edm else ""
+    names = [name for name, method in CLASSES.items() if method == settings.name and _kind_of(name) == kind]
     if not names and is_flow:
-        names = [name for name, method in CLASSES.items() if method == settings.name]
+        names = [name for name, method in CLASSES.items() if method == settings.name and not _kind_of(name)]
         written |= {"use_flow_sigmas": True, "flow_shift": settings.shift.factor, "prediction_type": "flow_prediction"}
+    if not names:
+        raise BadInput(f"no scheduler of diffusers draws by {settings.name} with {kind}'s noise")
     name = names[0]
     if name.startswith("FlowMatch"):
         written |= {"shift": settings.shift.factor}
@@ -155,7 +177,11 @@ def scheduler_config(settings: SamplerSettings) -> dict[str, Any]:
         written |= {"use_dynamic_shifting": settings.shift.dynamic, "time_shift_type": settings.shift.kind}
         written |= {"base_shift": settings.shift.low, "max_shift": settings.shift.high}
         written |= {"base_image_seq_len": settings.shift.low_length, "max_image_seq_len": settings.shift.high_length}
-    if not is_flow:
+    if is_edm:
+        theirs = {ours: kind for kind, ours in EDM_PREDICTIONS.items()}
+        written |= {"prediction_type": theirs[settings.prediction], "sigma_schedule": settings.levels}
+        written |= settings.noise.model_dump(include=set(EDMNoise.model_fields))
+    elif not is_flow:
         noise = settings.noise
         theirs = {ours: kind for kind, ours in PREDICTIONS.items()}
         written |= {"prediction_type": theirs[settings.prediction], "beta_start": noise.start, "beta_end": noise.end}
@@ -170,9 +196,9 @@ def scheduler_config(settings: SamplerSettings) -> dict[str, Any]:
         written |= {"clip_sample": settings.clip is not None, "clip_sample_range": settings.clip or 1.0}
     if name in (FLOW_EULER, "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"):
         written |= {"use_karras_sigmas": settings.levels == "karras", "use_exponential_sigmas": settings.levels == "exponential"}
-    if name in ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler"):
+    if name in (*DPM, "UniPCMultistepScheduler"):
         written |= {"solver_order": settings.order, "lower_order_final": settings.lower_order_final}
-    if name == "DPMSolverMultistepScheduler":
+    if name in DPM:
         sde = "sde-dpmsolver++" if settings.stochastic else "dpmsolver++"
         written |= {"algorithm_type": sde, "euler_at_final": settings.euler_at_final}
     if name == "PNDMScheduler":

@@ -16,6 +16,7 @@ from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEn
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.models.autoencoders.base import AutoencoderConfig
 from argosy.models.diffusion.base import DenoiserConfig
+from argosy.models.diffusion.noise import EDMNoise
 from argosy.train.objectives import OBJECTIVES
 from argosy.train.objectives.images.diffusion import Diffusion
 from argosy.weights.build import load_model
@@ -24,11 +25,13 @@ STEPS = 20
 
 
 def sampler_for(model: Any, objective: Any) -> SamplerSettings:
-    """The sampler of a model that this objective trained: Euler's method for flows, DDIM for models with betas."""
+    """The sampler of a model that this objective trained: Euler's method for flows, Heun's for EDM, DDIM for betas."""
     noise = objective.noise_of(model.prediction)
     if "interval" in model.conditions:
         # Every step counts: with spacing=linspace the last one would be of 1/1000.
         return SamplerSettings(name="euler", noise=noise, prediction="velocity", spacing="trailing")
+    if isinstance(noise, EDMNoise):
+        return SamplerSettings(name="heun", noise=noise, prediction=model.prediction, levels="karras")
     if model.prediction == "velocity":
         return SamplerSettings(name="euler", noise=noise, prediction="velocity")
     return SamplerSettings(name="ddim", noise=noise, prediction=model.prediction, spacing="trailing")

@@ -9,7 +9,7 @@ from argosy.core.errors import BadInput, nearest
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
 from argosy.models.diffusion.base import Prediction
-from argosy.models.diffusion.noise import NOISES, FlowNoise
+from argosy.models.diffusion.noise import NOISES, EDMNoise, FlowNoise, to_sample
 
 _HERE = "argosy.infer.denoise.samplers"
 
@@ -27,6 +27,10 @@ SAMPLERS = Registry(
         "unipc": f"{_HERE}.unipc:unipc",
     },
 )
+
+
+EDM_SAMPLERS = ("euler", "heun", "euler_ancestral", "dpmpp_2m")
+EDM_ALONE = "prediction = edm is of models trained with objective=edm: set noise.kind = edm"
 
 
 class Shift(Settings):
@@ -115,6 +119,12 @@ class SamplerSettings(Settings):
     timestep_scaling: float = Field(10.0, gt=0)
     """Factor on timesteps in the boundary condition of lcm."""
 
+    def to_sample(self, alpha: float, sigma: float) -> tuple[float, float]:
+        """a and b of x_0 = a x_t + b prediction."""
+        if isinstance(self.noise, EDMNoise):
+            return self.noise.to_sample(self.prediction, alpha, sigma)
+        return to_sample(self.prediction, alpha, sigma)
+
     @model_validator(mode="after")
     def _fits(self) -> "SamplerSettings":
         if self.name not in SAMPLERS:
@@ -126,6 +136,13 @@ class SamplerSettings(Settings):
             raise ValueError(f"noise.kind = flow with prediction = {self.prediction}: flow models predict a velocity")
         if is_flow and self.name in ("ddim", "ddpm", "lcm", "pndm"):
             raise ValueError(f"{self.name} is of models trained with betas; flow models take euler, heun, dpmpp_2m or unipc")
+        is_edm = isinstance(self.noise, EDMNoise)
+        if is_edm != (self.prediction == "edm") and not (is_edm and self.prediction == "v"):
+            raise ValueError(f"noise.kind = edm is of prediction = edm or v, and this is {self.prediction}" if is_edm else EDM_ALONE)
+        if is_edm and self.name not in EDM_SAMPLERS:
+            raise ValueError(f"{self.name} does not follow noise.kind = edm, which takes {', '.join(EDM_SAMPLERS)}")
+        if is_edm and self.levels == "timesteps":
+            raise ValueError("levels = timesteps: noise.kind = edm has no list of them; levels = karras or exponential")
         if self.prediction == "sample" and self.name in ("euler_ancestral", "pndm"):
             raise ValueError(f"{self.name} is not defined for prediction = sample")
         if self.name == "dpmpp_2m" and self.order > 2:

@@ -7,7 +7,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.infer.denoise.settings import SamplerSettings
-from argosy.models.diffusion.noise import STEPS, BetaNoise, FlowNoise
+from argosy.models.diffusion.noise import STEPS, BetaNoise, EDMNoise, FlowNoise
 
 RHO = 7.0
 
@@ -132,6 +132,32 @@ def beta_points(
     return _from(Points(timesteps, alpha, ratio * alpha, len(timesteps)), strength, False)
 
 
+def edm_points(settings: SamplerSettings, steps: int, strength: float) -> Points:
+    """The points of a model with EDM's noise: deviations spread from the largest to the smallest (equation 5 of the paper)."""
+    noise: EDMNoise = settings.noise
+    high, low = noise.sigma_max, noise.sigma_min
+    if settings.levels == "exponential":
+        # diffusers begins there with one step at the smallest.
+        s = np.exp(np.linspace(np.log(low), np.log(high), steps))[::-1]
+    else:
+        s = np.linspace(high ** (1 / noise.rho), low ** (1 / noise.rho), steps) ** noise.rho
+    end = low if settings.final == "first" else 0.0
+    alpha, sigma = noise.of_deviation(np.append(s, end))
+    return _from(Points(np.log(s) / 4, alpha, sigma, steps), strength, False)
+
+
+def edm_scales(settings: SamplerSettings, at: Points) -> tuple[float, float]:
+    """What the first noise and the result are multiplied by. As in diffusers, the first sample has the variance of the largest noise
+    and 1, where the paper has that of the noise alone."""
+    noise: EDMNoise = settings.noise
+    return float(at.alpha[0] * np.sqrt(noise.sigma_max**2 + 1)), float(1 / at.alpha[-1])
+
+
+def is_edm(settings: SamplerSettings) -> bool:
+    """Whether the model was trained with EDM's noise."""
+    return isinstance(settings.noise, EDMNoise)
+
+
 def trained_points(settings: SamplerSettings, timesteps: np.ndarray, end: np.ndarray, strength: float) -> Points:
     """The points at whole timesteps; `end` is alpha and sigma after the last."""
     alpha, sigma = settings.noise.levels(timesteps)
@@ -151,6 +177,8 @@ def is_flow(settings: SamplerSettings) -> bool:
 
 def any_points(settings: SamplerSettings, steps: int, positions: int | None, strength: float, **kind: Any) -> Points:
     """The points of Euler's and Heun's methods."""
+    if is_edm(settings):
+        return edm_points(settings, steps, strength)
     if is_flow(settings):
         return flow_points(settings, flow_grid(settings, steps), positions, strength)
     return beta_points(settings, timestep_grid(settings, steps), strength, whole=False, **kind)

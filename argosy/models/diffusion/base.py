@@ -17,8 +17,9 @@ from argosy.core.dims import LOOKED_UP, named_axes
 from argosy.core.keymap import filled_tensors
 from argosy.models.base.config import InputKind, ModelConfig
 
-# velocity: noise - image; epsilon: the noise; v: alpha noise - sigma image; sample: the image.
-Prediction = Literal["velocity", "epsilon", "v", "sample"]
+# velocity: noise - image; epsilon: the noise; v: alpha noise - sigma image; sample: the image; edm: -v, of images in units of their
+# deviation.
+Prediction = Literal["velocity", "epsilon", "v", "sample", "edm"]
 # Axes of weights that are computed with once for an image, as hub tables name them.
 PER_IMAGE = frozenset(["waves", "embedder", "modulation", "final_modulation", "pooled", "time_vector"])
 
@@ -73,7 +74,7 @@ class DenoiserConfig(ModelConfig):
     """Channels of the images or latents C."""
     prediction: Prediction = "velocity"
     """What the output predicts. velocity: noise - image, on straight paths (flow matching); epsilon: the noise; v: alpha noise - sigma
-    image; sample: the image. Training and samplers read it here; a diffusers folder has it in its scheduler's settings."""
+    image; sample: the image; edm: -v of images in units of their deviation, for `objective=edm`. Training and samplers read it here; a diffusers folder has it in its scheduler's settings."""
 
     @property
     def conditions(self) -> frozenset[str]:

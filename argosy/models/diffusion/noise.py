@@ -4,6 +4,7 @@
 
 flow    alpha = 1 - t/1000, sigma = t/1000. Lipman et al. 2022 (arXiv:2210.02747), Liu et al. 2022 (arXiv:2209.03003)
 betas   alpha^2 = product of (1 - beta_i) up to t, sigma^2 = 1 - alpha^2. Ho et al. 2020 (arXiv:2006.11239)
+edm     c (image + s noise), c = 1 / sqrt(s^2 + sigma_data^2), t = log(s) / 4. Karras et al. 2022 (arXiv:2206.00364)
 
 Training draws noise by them, and samplers follow them back. What a network predicts at x_t is one of
 
@@ -17,7 +18,7 @@ import math
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from argosy.core.registry import Registry
 from argosy.core.settings import Settings
@@ -99,7 +100,44 @@ class BetaNoise(Settings):
         return np.sqrt((1 - kept) / kept)
 
 
-NOISES = Registry("noise schedule", {"flow": FlowNoise, "betas": BetaNoise})
+class EDMNoise(Settings):
+    """Noise of any deviation s, of which the network reads log(s) / 4; its input and its target have variance 1.
+
+    With D = c_skip y + c_out F(c_in y, log(s) / 4) of y = image + s noise, as the paper writes it, alpha = c_in and sigma = c_in s here,
+    and F is `prediction = edm`. CosXL predicts -F, which is `prediction = v`.
+    """
+
+    sigma_data: float = Field(0.5, gt=0)
+    """The standard deviation of the images or latents."""
+    sigma_min: float = Field(0.002, gt=0)
+    """The smallest s that is drawn with."""
+    sigma_max: float = Field(80.0, gt=0)
+    """The largest s that is drawn with."""
+    rho: float = Field(7.0, gt=0)
+    """How far the steps of drawing crowd at small s, with levels=karras."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "EDMNoise":
+        if self.sigma_min >= self.sigma_max:
+            raise ValueError(f"sigma_min = {self.sigma_min} is not below sigma_max = {self.sigma_max}")
+        return self
+
+    def of_deviation(self, s: Any) -> tuple[Any, Any]:
+        """alpha and sigma where the noise has this deviation."""
+        alpha = (s * s + self.sigma_data**2) ** -0.5
+        return alpha, s * alpha
+
+    def to_sample(self, prediction: Prediction, alpha: Any, sigma: Any) -> tuple[Any, Any]:
+        """a and b of x_0 = a x_t + b prediction: c_skip / c_in and c_out."""
+        return self.sigma_data**2 * alpha, (-1 if prediction == "v" else 1) * self.sigma_data * sigma
+
+    def target(self, prediction: Prediction, image: Any, noise: Any, alpha: Any, sigma: Any) -> Any:
+        """What the network is trained to predict: (image - c_skip y) / c_out."""
+        found = sigma / self.sigma_data * image - self.sigma_data * alpha * noise
+        return -found if prediction == "v" else found
+
+
+NOISES = Registry("noise schedule", {"flow": FlowNoise, "betas": BetaNoise, "edm": EDMNoise})
 
 
 def to_sample(prediction: Prediction, alpha: Any, sigma: Any) -> tuple[Any, Any]:

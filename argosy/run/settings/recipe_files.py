@@ -168,6 +168,7 @@ _RECIPES = {"prompt": "grpo", "preference": "dpo", "stepwise": "reward"}
 # Recipes with a name that tells the model, by their objective.
 _OF_MODELS = {
     **{"rank": "ranker", "retrieve": "two-tower", "autoencode": "vae"},
+    **{"edm": "diffusion objective=edm model.prediction=edm"},
     **{"mean_flow": "diffusion objective=mean_flow model.intervals=true"},
     **{"contrastive": "embed", "similarity": "embed objective=similarity"},
 }

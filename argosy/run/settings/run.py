@@ -29,6 +29,7 @@ from argosy.train.guard_settings import GuardSettings
 from argosy.train.objectives import OBJECTIVES
 from argosy.train.objectives.images.autoencode import Autoencode
 from argosy.train.objectives.images.dreambooth import DreamBooth
+from argosy.train.objectives.images.edm import EDM
 from argosy.train.optimizers import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES, Constant
 from argosy.train.straggler_settings import StragglerSettings
@@ -420,6 +421,14 @@ class Run(Settings):
             yield f"objective=mean_flow differentiates the model forward, which execution.attention={name} does not: reference"
         if "interval" in given and self.model.prediction != "velocity":
             yield f"objective=mean_flow trains velocities, and model.prediction = {self.model.prediction}"
+        if isinstance(self.objective, EDM) and self.model.prediction not in ("edm", "v"):
+            yield f"objective=edm trains model.prediction=edm or v, and it is {self.model.prediction}"
+        if isinstance(self.objective, EDM) and self.objective.min_snr is not None:
+            yield "objective.min_snr is not for objective=edm, whose loss weighs all levels alike: leave it out"
+        if isinstance(self.objective, EDM) and "betas" in self.objective.model_fields_set:
+            yield "objective.betas is not for objective=edm: objective.noise"
+        if self.model.prediction == "edm" and not isinstance(self.objective, EDM):
+            yield "model.prediction = edm is for objective=edm"
         if missing := sorted(read - given):
             yield f"the model reads {' and '.join(missing)}, and objective.condition = {self.objective.condition} gives none"
         if not read & given and given:

@@ -4,7 +4,7 @@
     preferences/      sequences of a prompt and a completion that were compared or labeled: dpo, simpo, cpo, orpo, kto, reward models
     texts/            texts that are scored or embedded whole: classify, rerank, contrastive, similarity
     clicks/           clicks of users on items: rank, retrieve
-    images/           denoisers: diffusion, mean_flow, dreambooth; autoencoders: autoencode
+    images/           denoisers: diffusion, edm, mean_flow, dreambooth; autoencoders: autoencode
     distillation/     a teacher's distributions: distill, gkd, and across tokenizers uld, gold
 
 Objectives of reinforcement learning are in `rl.algorithms`. To add one: a file here, and its line below. A file of one's own needs no
@@ -35,6 +35,7 @@ OBJECTIVES = Registry(
         "rank": f"{_HERE}.clicks.rank:Rank",
         "retrieve": f"{_HERE}.clicks.retrieve:Retrieve",
         "diffusion": f"{_HERE}.images.diffusion:Diffusion",
+        "edm": f"{_HERE}.images.edm:EDM",
         "mean_flow": f"{_HERE}.images.mean_flow:MeanFlow",
         "dreambooth": f"{_HERE}.images.dreambooth:DreamBooth",
         "autoencode": f"{_HERE}.images.autoencode:Autoencode",

@@ -22,6 +22,8 @@ def test_outside_its_interval_it_does_nothing():
     how = Guidance(interval=(100.0, 400.0))
     np.testing.assert_array_equal(how.apply(WITH, WITHOUT, SCALE, T), WITH)
     assert float(jnp.abs(how.apply(WITH, WITHOUT, SCALE, jnp.float32(400)) - WITH).max()) > 1
+    # Time steps of EDM are negative where there is little noise.
+    np.testing.assert_array_equal(*(Guidance().apply(WITH, WITHOUT, SCALE, jnp.float32(t)) for t in (-1.5, 500)))
 
 
 def test_zero_star_leaves_nothing_along_the_prediction_without_conditions():

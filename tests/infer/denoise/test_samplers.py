@@ -120,7 +120,7 @@ def test_fixed_parts_end_as_they_were():
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ({"_class_name": "EulerScheduler"}, "EulerDiscreteScheduler"),
+        ({"_class_name": "EulerDiscretScheduler"}, "EulerDiscreteScheduler"),
         ({"_class_name": "DDIMScheduler", "thresholding": True}, "thresholding"),
         ({"_class_name": "PNDMScheduler"}, "skip_prk_steps"),
         ({"_class_name": "DDIMScheduler", "prediction_type": "flow_prediction"}, "flow"),

@@ -14,7 +14,7 @@ import numpy as np
 from argosy.infer.denoise.plan import NEW, RAW, SamplerStep, SamplingPlan, X, plan_of
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.infer.denoise.timesteps import Points, end_level, timestep_grid, trained_points
-from argosy.models.diffusion.noise import STEPS, to_sample
+from argosy.models.diffusion.noise import STEPS
 
 
 def ddim(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
@@ -26,7 +26,7 @@ def ddim(settings: SamplerSettings, steps: int, positions: int | None = None, st
         spread = settings.eta * sigma_to / sigma * np.sqrt(max(1 - (alpha / alpha_to) ** 2, 0.0))
         along = np.sqrt(max(sigma_to**2 - spread**2, 0.0)) / sigma
         move = {X: along, RAW: -along * alpha, NEW: alpha_to}
-        read = to_sample(settings.prediction, alpha, sigma)
+        read = settings.to_sample(alpha, sigma)
         rows.append(SamplerStep(at.timesteps[i], (alpha_to, sigma_to), read, move, spread=float(spread)))
     return plan_of(rows, at.level(0), clip=settings.clip)
 
@@ -41,7 +41,7 @@ def ddpm(settings: SamplerSettings, steps: int, positions: int | None = None, st
         move = {NEW: alpha_to * beta / sigma**2, X: alpha / alpha_to * kept}
         variance = beta if settings.variance == "large" else max(beta * kept, 1e-20)
         spread = float(np.sqrt(variance)) if at.timesteps[i] > 0 else 0.0
-        read = to_sample(settings.prediction, alpha, sigma)
+        read = settings.to_sample(alpha, sigma)
         rows.append(SamplerStep(at.timesteps[i], (alpha_to, sigma_to), read, move, spread=spread))
     return plan_of(rows, at.level(0), clip=settings.clip)
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from argosy.infer.denoise.plan import NEW, SamplerStep, SamplingPlan, X, plan_of
 from argosy.infer.denoise.settings import SamplerSettings
-from argosy.infer.denoise.timesteps import Points, beta_points, flow_points, is_flow, timestep_grid
-from argosy.models.diffusion.noise import STEPS, to_sample
+from argosy.infer.denoise.timesteps import Points, beta_points, edm_points, edm_scales, flow_points, is_edm, is_flow, timestep_grid
+from argosy.models.diffusion.noise import STEPS
 
 # With fewer steps, the last ones are taken at a lower order.
 FEW = 15
@@ -37,13 +37,15 @@ def dpmpp_2m(settings: SamplerSettings, steps: int, positions: int | None = None
         if settings.order == 2 and i and not ends_low:
             slope = h / (2 * (log_ratio[i] - log_ratio[i - 1]))
             move |= {NEW: grown * (1 + slope), NEW + 1: -grown * slope}
-        read = to_sample(settings.prediction, *at.level(i))
+        read = settings.to_sample(*at.level(i))
         rows.append(SamplerStep(at.timesteps[i], (alpha_to, sigma_to), read, move, spread=spread))
-    return plan_of(rows, at.level(0))
+    return plan_of(rows, at.level(0), edm_scales(settings, at) if is_edm(settings) else (1.0, 1.0))
 
 
 def _points(settings: SamplerSettings, steps: int, positions: int | None, strength: float) -> Points:
     """diffusers begins flow models at 1 - 1/1000 here, and tells them whole timesteps."""
+    if is_edm(settings):
+        return edm_points(settings, steps, strength)
     if is_flow(settings):
         return with_whole_timesteps(flow_points(settings, np.linspace(1 - 1 / STEPS, 0, steps + 1)[:-1], positions, strength))
     return beta_points(settings, np.round(timestep_grid(settings, steps, without_last=True)), strength, all_levels=True)

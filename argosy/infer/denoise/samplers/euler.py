@@ -6,6 +6,7 @@ With y = x / c, an image falls along
 
 flow     c = 1,      u = sigma: the straight lines of the flow
 betas    c = alpha,  u = sigma/alpha: Karras et al. 2022 (arXiv:2206.00364)
+edm      the same; heun is algorithm 1 of that paper
 
 euler             one evaluation a step. With betas this is ddim with eta = 0 at other timesteps
 heun              and one at its end; the mean of both slopes. The last step is Euler's
@@ -19,8 +20,7 @@ import numpy as np
 
 from argosy.infer.denoise.plan import LAST, NEW, SamplerStep, SamplingPlan, X, plan_of
 from argosy.infer.denoise.settings import SamplerSettings
-from argosy.infer.denoise.timesteps import Points, any_points, is_flow
-from argosy.models.diffusion.noise import to_sample
+from argosy.infer.denoise.timesteps import Points, any_points, edm_scales, is_edm, is_flow
 
 
 def euler(settings: SamplerSettings, steps: int, positions: int | None = None, strength: float = 1.0) -> SamplingPlan:
@@ -35,7 +35,7 @@ def euler(settings: SamplerSettings, steps: int, positions: int | None = None, s
         if settings.stochastic:
             # The predicted image, with fresh noise on it.
             move, spread = {NEW: alpha}, sigma
-        rows.append(SamplerStep(at.timesteps[i], (alpha, sigma), to_sample(settings.prediction, *at.level(i)), move, spread=spread))
+        rows.append(SamplerStep(at.timesteps[i], (alpha, sigma), settings.to_sample(*at.level(i)), move, spread=spread))
     return plan_of(rows, at.level(0), _scales(settings, at))
 
 
@@ -47,14 +47,14 @@ def heun(settings: SamplerSettings, steps: int, positions: int | None = None, st
     for i in range(len(at)):
         share = u[i + 1] / u[i]
         move = {X: c[i + 1] / c[i] * share, NEW: c[i + 1] * (1 - share)}
-        rows.append(SamplerStep(at.timesteps[i], at.level(i + 1), to_sample(settings.prediction, *at.level(i)), move))
+        rows.append(SamplerStep(at.timesteps[i], at.level(i + 1), settings.to_sample(*at.level(i)), move))
         if i + 1 == len(at):
             continue
         # y + (u' - u) / 2 ((y - D) / u + (y_e - D_e) / u'), with y_e where Euler's step ended.
         half, end = (u[i + 1] - u[i]) / 2, c[i + 1]
         last = end / c[i] * (1 + half / u[i])
         move = {LAST: last, NEW + 1: -end * half / u[i], X: half / u[i + 1], NEW: -end * half / u[i + 1]}
-        rows.append(SamplerStep(at.timesteps[i + 1], at.level(i + 1), to_sample(settings.prediction, *at.level(i + 1)), move))
+        rows.append(SamplerStep(at.timesteps[i + 1], at.level(i + 1), settings.to_sample(*at.level(i + 1)), move))
     return plan_of(rows, at.level(0), _scales(settings, at))
 
 
@@ -78,7 +78,7 @@ def euler_ancestral(
         move = {X: scale * share / c[i], NEW: scale * (1 - share)}
         spread = float(up * c[i + 1])
         rows.append(
-            SamplerStep(at.timesteps[i], at.level(i + 1), to_sample(settings.prediction, *at.level(i)), move, spread=spread)
+            SamplerStep(at.timesteps[i], at.level(i + 1), settings.to_sample(*at.level(i)), move, spread=spread)
         )
     return plan_of(rows, at.level(0), _scales(settings, at))
 
@@ -90,6 +90,8 @@ def _coordinates(settings: SamplerSettings, at: Points) -> tuple[np.ndarray, np.
 
 def _scales(settings: SamplerSettings, at: Points) -> tuple[float, float]:
     """What the first noise and the result are multiplied by. diffusers begins with y = u e, or with x = e where spacing=leading."""
+    if is_edm(settings):
+        return edm_scales(settings, at)
     if is_flow(settings):
         return 1.0, 1.0
     return 1.0 if settings.spacing == "leading" else float(at.sigma[0]), float(1 / at.alpha[-1])

@@ -12,7 +12,7 @@ from argosy.core.errors import BadInput
 from argosy.infer.denoise.plan import NEW, SamplerStep, SamplingPlan, X, plan_of
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.infer.denoise.timesteps import trained_points
-from argosy.models.diffusion.noise import STEPS, to_sample
+from argosy.models.diffusion.noise import STEPS
 
 DATA = 0.5
 
@@ -33,7 +33,7 @@ def lcm(settings: SamplerSettings, steps: int, positions: int | None = None, str
         scaled = at.timesteps[i] * settings.timestep_scaling
         skip, out = DATA**2 / (scaled**2 + DATA**2), scaled / np.sqrt(scaled**2 + DATA**2)
         alpha, sigma = at.level(i + 1)
-        read = to_sample(settings.prediction, *at.level(i))
+        read = settings.to_sample(*at.level(i))
         move = {X: alpha * skip, NEW: alpha * out}
         rows.append(SamplerStep(at.timesteps[i], (alpha, sigma), read, move, spread=sigma))
     return plan_of(rows, at.level(0), clip=settings.clip)

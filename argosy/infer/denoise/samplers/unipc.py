@@ -16,7 +16,7 @@ from argosy.infer.denoise.plan import LAST, NEW, SamplerStep, SamplingPlan, X, p
 from argosy.infer.denoise.samplers.dpm import with_whole_timesteps
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.infer.denoise.timesteps import Points, beta_points, flow_points, is_flow, timestep_grid
-from argosy.models.diffusion.noise import STEPS, to_sample
+from argosy.models.diffusion.noise import STEPS
 
 # diffusers keeps the first level of flow models below 1 by this.
 BELOW = 1e-6
@@ -36,7 +36,7 @@ def unipc(settings: SamplerSettings, steps: int, positions: int | None = None, s
         # The sample of this step by what is seen: x itself, or corrected from the one before.
         keep = {X: 1.0} if i == 0 else _corrected(at, log_ratio, i, before)
         move = _combined(keep, _predicted(at, log_ratio, i, order))
-        read = to_sample(settings.prediction, *at.level(i))
+        read = settings.to_sample(*at.level(i))
         rows.append(SamplerStep(at.timesteps[i], at.level(i + 1), read, move, keep))
         before = order
     return plan_of(rows, at.level(0))

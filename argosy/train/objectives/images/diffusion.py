@@ -93,13 +93,13 @@ class Diffusion(Settings, Objective):
         u = self.quantiles(each)
         positions = images.shape[1] * images.shape[2] // config.size_multiple**2
         t = self.timesteps.levels(u, positions)
-        if config.prediction != "velocity":
+        if isinstance(self.noise_of(config.prediction), BetaNoise):
             t = jnp.minimum(jnp.floor(t * STEPS), STEPS - 1) / STEPS
-        alpha, sigma = self.noise_of(config.prediction).levels(t * STEPS)
+        timestep, alpha, sigma = self.levels_at(config.prediction, t)
         a, s = (x[:, None, None, None] for x in (alpha, sigma))
         conditions = self.conditions_of(config, batch, of_labels)
-        predicted = model(a * images + s * noise, t * STEPS, conditions)
-        error = jnp.mean((target(config.prediction, images, noise, a, s) - predicted) ** 2, (1, 2, 3))
+        predicted = model(a * images + s * noise, timestep, conditions)
+        error = jnp.mean((self.target(config.prediction, images, noise, a, s) - predicted) ** 2, (1, 2, 3))
         # Rows past the end of the last batch of an evaluation have no number.
         there = (row >= 0).astype(jnp.float32)
         scale, counted = self.row_weights(batch)
@@ -147,7 +147,15 @@ class Diffusion(Settings, Objective):
         """Further metrics from the error of each row [B]; `there` is 0 for rows of padding."""
         return {}
 
-    def noise_of(self, prediction: str) -> FlowNoise | BetaNoise:
+    def levels_at(self, prediction: str, t: "Array") -> "tuple[Array, Array, Array]":
+        """What the model is told, alpha and sigma [B] at these times, 0 (an image) to 1 (noise)."""
+        return t * STEPS, *self.noise_of(prediction).levels(t * STEPS)
+
+    def target(self, prediction: Any, images: "Array", noise: "Array", alpha: "Array", sigma: "Array") -> "Array":
+        """What the model is trained to predict, like the images."""
+        return target(prediction, images, noise, alpha, sigma)
+
+    def noise_of(self, prediction: str) -> Any:
         """How noise is mixed into images for a model with this prediction."""
         return FlowNoise() if prediction == "velocity" else self.betas
 
