@@ -1,9 +1,10 @@
-"""Digits in one to four steps: a model of mean velocities (MeanFlow) beside a flow model, trained by the same recipe.
+"""Digits in few steps: mean velocities (MeanFlow) and EDM beside a flow model, trained by the same recipe.
 
     ./run python bench/diffusion_few_steps.py DIGITS.npz [count=1000] [dir=FOLDER] [SETTING=VALUE ...]
 
-DIGITS.npz: scikit-learn's 1,797 digits of 8 x 8 (`load_digits`), images 0 to 16, with labels. Both make as many updates; one of
-MeanFlow takes about twice as long. A run that is in `dir` already is not trained again. Words with `=` are settings of both runs.
+DIGITS.npz: scikit-learn's 1,797 digits of 8 x 8 (`load_digits`), images 0 to 16, with labels. All make as many updates; one of
+MeanFlow takes about twice as long. A run that is in `dir` already is not trained again. Words with `=` are settings of all runs. EDM
+is drawn by Heun's method, which evaluates the network twice a step but for the last one, and by DPM-Solver++.
 """
 
 import sys
@@ -19,9 +20,13 @@ from argosy.infer.denoise.settings import SamplerSettings
 from argosy.observe.readable import columns
 
 STEPS = (1, 2, 4, 8, 20)
-RUNS = {"flow": ["objective=diffusion"], "mean_flow": ["objective=mean_flow", "model.intervals=true"]}
-# Steps of equal length for both.
-SAMPLER = SamplerSettings(name="euler", prediction="velocity", spacing="trailing")
+RUNS = {
+    "flow": ["objective=diffusion"],
+    "mean_flow": ["objective=mean_flow", "model.intervals=true"],
+    "edm": ["objective=edm", "model.prediction=edm"],
+}
+# Steps of equal length for flows.
+EULER = SamplerSettings(name="euler", prediction="velocity", spacing="trailing")
 SHOWN = ("accuracy", "fid", "kid", "cas", "diversity")
 
 
@@ -38,16 +43,20 @@ def main(path: str, words: list[str]) -> None:
             source = find(DataSettings(source=path, held_out=0.2, image={"white": 16}))
             space = pipeline.config.id_spaces
             judges = ImageJudges(*(images_of(source.rows(sequence=1, vocab=space, seed=0, held_out=held)) for held in (False, True)))
-        for steps in STEPS:
-            drawn = draw_classes(pipeline, int(own.get("count", 1000)), steps=steps, guidance=1.0, sampler=SAMPLER)
-            figures = judges.figures(drawn)
-            rows.append([name, str(steps), *(f"{figures[shown]:.3f}" for shown in SHOWN)])
+        samplers = [EULER]
+        if name == "edm":
+            samplers = [pipeline.sampler, pipeline.sampler.model_copy(update={"name": "dpmpp_2m"})]
+        for sampler in samplers:
+            for steps in STEPS:
+                drawn = draw_classes(pipeline, int(own.get("count", 1000)), steps=steps, guidance=1.0, sampler=sampler)
+                figures, evaluations = judges.figures(drawn), pipeline.plan(sampler, steps, pipeline.defaults.size).evaluations
+                rows.append([name, sampler.name, str(steps), str(evaluations), *(f"{figures[shown]:.3f}" for shown in SHOWN)])
     assert judges is not None
     bounds = judges.bounds
     real = [bounds["accuracy_real"], bounds["fid_floor"], bounds["kid_floor"], None, 1.0]
     noise = [None, bounds["fid_noise"], bounds["kid_noise"], None, None]
-    rows += [[name, "", *("" if v is None else f"{v:.3f}" for v in some)] for name, some in (("real", real), ("noise", noise))]
-    print(columns(("objective", "steps", *SHOWN), rows, figures=tuple(range(1, len(SHOWN) + 2))))
+    rows += [[name, "", "", "", *("" if v is None else f"{v:.3f}" for v in some)] for name, some in (("real", real), ("noise", noise))]
+    print(columns(("objective", "sampler", "steps", "evaluations", *SHOWN), rows, figures=tuple(range(2, len(SHOWN) + 4))))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ class DenoiserConfig(ModelConfig):
     """Channels of the images or latents C."""
     prediction: Prediction = "velocity"
     """What the output predicts. velocity: noise - image, on straight paths (flow matching); epsilon: the noise; v: alpha noise - sigma
-    image; sample: the image; edm: -v of images in units of their deviation, for `objective=edm`. Training and samplers read it here; a diffusers folder has it in its scheduler's settings."""
+    image; sample: the image; edm: -v of images in units of their deviation, for `objective=edm`. Training and samplers read it here; a
+    diffusers folder has it in its scheduler's settings."""
 
     @property
     def conditions(self) -> frozenset[str]:

@@ -101,10 +101,10 @@ class BetaNoise(Settings):
 
 
 class EDMNoise(Settings):
-    """Noise of any deviation s, of which the network reads log(s) / 4; its input and its target have variance 1.
+    """Noise of any deviation s. The network reads log(s) / 4, and its input and target have variance 1.
 
-    With D = c_skip y + c_out F(c_in y, log(s) / 4) of y = image + s noise, as the paper writes it, alpha = c_in and sigma = c_in s here,
-    and F is `prediction = edm`. CosXL predicts -F, which is `prediction = v`.
+    The paper writes D = c_skip y + c_out F(c_in y, log(s) / 4) of y = image + s noise. Here alpha = c_in and sigma = c_in s, and F is
+    `prediction = edm`. CosXL predicts -F, which is `prediction = v`.
     """
 
     sigma_data: float = Field(0.5, gt=0)

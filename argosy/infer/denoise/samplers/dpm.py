@@ -11,7 +11,16 @@ import numpy as np
 
 from argosy.infer.denoise.plan import NEW, SamplerStep, SamplingPlan, X, plan_of
 from argosy.infer.denoise.settings import SamplerSettings
-from argosy.infer.denoise.timesteps import Points, beta_points, edm_points, edm_scales, flow_points, is_edm, is_flow, timestep_grid
+from argosy.infer.denoise.timesteps import (
+    Points,
+    beta_points,
+    edm_points,
+    edm_scales,
+    flow_points,
+    is_edm,
+    is_flow,
+    timestep_grid,
+)
 from argosy.models.diffusion.noise import STEPS
 
 # With fewer steps, the last ones are taken at a lower order.
