@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from seeds import half
@@ -36,12 +37,21 @@ def draw(
         means = [(float(step), float(np.mean(values))) for step, values in at.items()]
         band = [(x, mean - half(values), mean + half(values)) for (x, mean), values in zip(means, at.values())]
         series.append(Series(name, means, color=color, is_exact=True, band=band if len(of_name) > 1 else ()))
-    drawn = chart(series, label, y=y, height=300, level=level)
-    key, left = "", 200.0
-    for color, name in enumerate(runs):
-        key += f'<rect class="c{color}" x="{left:.0f}" y="4" width="10" height="10"/>'
-        key += f'<text x="{left + 15:.0f}" y="13">{escape(name)}</text>'
-        left += 34 + 6.6 * len(name)
+    picture(path, series, label, y=y, level=level)
+
+
+def picture(path: Path, series: Sequence[Series], label: str, **how: Any) -> None:
+    """Writes series as an SVG with their names above.
+
+    Args:
+        how: of `argosy.observe.report.charts.chart`.
+    """
+    drawn = chart(series, label, height=300, **how)
+    key, left = "", 90.0 if len(series) > 3 else 200.0
+    for one in series:
+        key += f'<rect class="c{one.color}" x="{left:.0f}" y="4" width="10" height="10"/>'
+        key += f'<text x="{left + 15:.0f}" y="13">{escape(one.name)}</text>'
+        left += 34 + 6.6 * len(one.name)
     head, body = drawn.split(">", 1)
     head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     paper = '<rect width="100%" height="100%" fill="#fdfdfc"/>'

@@ -15,6 +15,8 @@ from argosy.models.parts.stack import Scan, Unroll, to_layers
 from argosy.models.parts.stack.pipeline import Pipeline
 from argosy.models.parts.weight import abstract, logical, merge, split
 from argosy.observe.hlo import cost
+from argosy.observe.hlo.collectives import collectives
+from argosy.observe.hlo.module import HloModule
 from argosy.parallel.gather import GatherOnce
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding, like_weights
@@ -27,6 +29,7 @@ from argosy.train.state import TrainState, meanings_of, trained, training_graph
 from argosy.train.step import make_step
 from tools.devices import (
     COMMON,
+    EXPERTS,
     LENGTH,
     MESHES,
     MICROBATCHES,
@@ -230,6 +233,26 @@ def test_what_a_device_does_does_not_grow_with_the_devices_that_share_the_expert
     assert eight.temporary_bytes < 1.02 * two.temporary_bytes
     assert eight.collective_bytes < 1.02 * two.collective_bytes
     assert two.collectives["all-to-all"] > 0
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 4}, {"fsdp": 8}], ids=["expert 4", "fsdp 8"])
+def test_gradients_of_experts_are_scattered(sizes):
+    """They were summed whole on every device."""
+    found = step_cost(config_of("experts"), {"data": 1, **sizes})
+    assert found.moved["reduce-scatter"] == 2 * 3 * 8 * 64 * 64 * 4 / 8  # bytes: layers, projections, E, D, M; of eight devices
+
+
+@pytest.mark.tpu
+def test_gradients_of_experts_are_scattered_in_the_type_they_are_computed_in(monkeypatch):
+    mesh = MeshSettings(fsdp=2, expert=2).build(described_tpus(monkeypatch, "v5e:2x2"))
+    config = config_of("experts", width=256, head_size=128, heads=2, kv_heads=2, ffn=512, moe=EXPERTS | {"ffn": 512})
+    module = HloModule.read(lowered_step(config.build(Scan("full")), mesh, 8, 256, "bfloat16").compile().as_text() or "")
+    summed = [c for c in collectives(module, 4) if c.op_name.endswith("mlp/shard_map/reduce_scatter")]
+    assert {c.kind for c in summed} == {"reduce-scatter"}
+    assert {module.computations[c.computation].by_name[c.start].type[:4] for c in summed} == {"bf16"}
+    # XLA may sum the third with the gradients of attention.
+    share = 2 * 8 * 256 * 512 * 2 / 4  # bytes: layers, E, D, M, in bfloat16; of four devices
+    assert sum(c.bytes * c.times for c in summed) >= 2 * share
 
 
 THREE = {"data": 1, "fsdp": 2, "tensor": 2, "stage": 2}

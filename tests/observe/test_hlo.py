@@ -10,6 +10,7 @@ from argosy.core.errors import Unsupported
 from argosy.models.parts.stack import Scan
 from argosy.observe.hlo import collective_bytes, cost
 from argosy.observe.hlo.collectives import collectives
+from argosy.observe.hlo.loops import SELDOM
 from argosy.observe.hlo.module import HloModule
 from argosy.observe.hlo.products import product_flops, uncounted
 from argosy.observe.hlo.text import type_bytes
@@ -129,6 +130,13 @@ def test_a_loop_without_annotation_is_counted_from_its_condition(direction, step
     assert product_flops(HloModule.read(text)) == (times or 1) * 2 * 4 * 4 * 8
 
 
+def test_a_loop_that_seldom_runs_does_not_count():
+    text = ON_TPU.replace("DIRECTION", "GT").replace("STEP", "1")
+    scope = f'body=%body, metadata={{op_name="jit(f)/shard_map/{SELDOM}/while"}}'
+    program = HloModule.read(text.replace("body=%body", scope))
+    assert (program.trips, program.unknown_loops, product_flops(program)) == ({"while.3": 0}, [], 0)
+
+
 # An asynchronous gather of a TPU: three fusions that start, carry and end it, each with a copy of it. Shortened from a program.
 CHAIN = """HloModule jit_f, is_scheduled=true
 
@@ -224,6 +232,13 @@ KERNELS = """ENTRY %main (q: bf16[2,8,512,128]) -> f32[2,8,512] {
   %mask = s8[1,1,1]{2,1,0} parameter(2)
   %splash_mha_fwd_residuals.1 = bf16[2,8,512,128]{3,2,1,0} custom-call(%mask, %q, %k, %k), TPU_KERNEL
   %splash_mha_dkv.1 = (bf16[2,4,256,128]{3,2,1,0}, bf16[2,4,256,128]{3,2,1,0}) custom-call(%mask, %q, %k, %k, %q), TPU_KERNEL
+  %rows = bf16[512,64]{1,0} parameter(5)
+  %experts = bf16[8,64,128]{2,1,0} parameter(6)
+  %g = bf16[512,128]{1,0} parameter(7)
+  %sizes = s32[8]{0} parameter(8)
+  %jvp_jit_gmm__.2 = bf16[512,128]{1,0} custom-call(%sizes, %rows, %experts), TPU_KERNEL
+  %ragged-dot-none.3 = bf16[512,128]{1,0} custom-call(%sizes, %rows, %experts), TPU_KERNEL
+  %transpose_jvp_jit_tgmm___.2 = bf16[8,64,128]{2,1,0} custom-call(%sizes, %rows, %g), TPU_KERNEL
   %other_kernel.1 = f32[4]{0} custom-call(%q), TPU_KERNEL
   %a = bf16[6,8]{1,0} parameter(3)
   %b = bf16[8,4]{1,0} parameter(4)
@@ -237,7 +252,8 @@ KERNELS = """ENTRY %main (q: bf16[2,8,512,128]) -> f32[2,8,512] {
 
 def test_kernels_are_counted_by_their_shapes_and_the_others_named():
     one = 2 * 2 * 8 * 512 * 256 * 128
-    assert product_flops(HloModule.read(KERNELS)) == 2 * one + 4 * one + 2 * 6 * 8 * 4
+    grouped = 2 * 512 * 64 * 128
+    assert product_flops(HloModule.read(KERNELS)) == 2 * one + 4 * one + 3 * grouped + 2 * 6 * 8 * 4
     assert uncounted(HloModule.read(KERNELS)) == ["other_kernel"]
 
 

@@ -1,5 +1,8 @@
 """Attention over sequences that are split over devices."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +10,13 @@ import pytest
 from helpers import relative
 
 from argosy.core.errors import Unsupported
+from argosy.models.parts.stack import Scan
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.attention import ring as attention_ring
 from argosy.ops.attention.ring import _routes
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.scope import scope
+from tools.devices import config_of, lowered_step
 
 B, N, H, U = 4, 4, 8, 6
 FOUR, EIGHT, CUBE = {"fsdp": 2, "context": 4}, {"fsdp": 1, "context": 8}, {"fsdp": 2, "context": 2, "tensor": 2}
@@ -104,3 +109,18 @@ def test_it_is_taken_where_sequences_are_split_and_only_there():
         assert "collective_permute" not in jax.jit(ask).lower().as_text()
         with pytest.raises(Unsupported, match="split over devices"):
             ask(implementation="ring")
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_masks_exist_for_a_block_of_queries_alone(monkeypatch, remat):
+    """All layers have the same masks. JAX computed them once for all blocks, before a loop over layers, and kept them: 41 GB for 131,072
+    tokens over 8 devices."""
+    queries, length, ways = 4, 64, 4
+    monkeypatch.setattr(attention_ring, "QUERIES", queries)
+    model = config_of("dense", layers=3).build(Scan(remat))
+    text = lowered_step(model, MeshSettings(fsdp=2, context=ways).build(), 2, length).as_text()
+    masks = [math.prod(map(int, found.split("x"))) for found in re.findall(r"tensor<([\dx]+)xi1>", text)]
+    heads = model.config.heads
+    # The loss compares targets with the whole vocabulary, and not in the ring.
+    of_ring = [n for n in masks if n % (2 * length * model.config.vocab)]
+    assert max(of_ring) == heads * queries * length // ways

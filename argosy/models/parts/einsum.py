@@ -21,12 +21,13 @@ from jaxtyping import Array, Float, Int
 
 from argosy.core.dims import LOOKED_UP, Legend, named_axes
 from argosy.models.parts.weight import Draw, Meaning, SelectionWeight, weight
+from argosy.ops.embedding import embedding_rows
 from argosy.ops.grouped import grouped_matmul
 from argosy.ops.matmul import matmul, with_wide_output
 from argosy.ops.native.products import Panels, integer_product, multiplies_integers, product
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized
-from argosy.parallel.scope import gathered_weight, platform, splits
+from argosy.parallel.scope import platform, splits
 
 # The checkpoint name of every product with a weight, by which rematerialization keeps it.
 PRODUCT = "product"
@@ -292,7 +293,7 @@ class Contraction(nnx.Module):
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Rows of the weight: the lookup of an embedding."""
         w = self.weight
-        return w.rows(ids) if isinstance(w, Quantized | Panels) else gathered_weight(w, self.axes, ids)[ids]
+        return w.rows(ids) if isinstance(w, Quantized | Panels) else embedding_rows(w, self.axes, ids)
 
     @property
     def shape(self) -> tuple[int, ...]:

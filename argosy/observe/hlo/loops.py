@@ -10,6 +10,8 @@ Computations = Mapping[str, Computation]
 
 # Operations that change no scalar.
 TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
+# The name of a scope whose loops of unknown length seldom run at all, as whoever writes such a loop knows.
+SELDOM = "seldom"
 SCALAR = re.compile(r"^[su]\d+\[\]")
 MOST = 32
 
@@ -22,13 +24,15 @@ class Scalar(NamedTuple):
 
 
 def trip_count(computations: Computations, computation: Computation, loop: Instruction) -> int | None:
-    """How often the body of a loop runs; None if that is not known.
+    """How often the body of a loop runs; None if that is not known, and 0 for a loop in the scope `SELDOM`.
 
     Args:
         computation: the computation that holds the loop.
     """
     if found := TRIPS.search(loop.attributes):
         return int(found[1])
+    if re.search(rf"\b{SELDOM}\b", loop.op_name):
+        return 0
     called = dict(loop.called())
     condition, body = (computations.get(called.get(key, "")) for key in ("condition", "body"))
     if condition is None or body is None:

@@ -41,8 +41,8 @@ class HloModule:
         for name in reversed(self.computations):
             for instruction in self.computations[name].instructions:
                 for attribute, called in instruction.called():
-                    repeats = (self.trips.get(instruction.name) or 1) if attribute == "body" else 1
-                    times[called] += times[name] * repeats
+                    trips = self.trips.get(instruction.name) if attribute == "body" else 1
+                    times[called] += times[name] * (1 if trips is None else trips)
         return dict(times)
 
     @cached_property

@@ -192,6 +192,6 @@ ATTENTION = (
 )
 Count = Callable[[Computation, Instruction], int | None]
 GROUPED: tuple[tuple[re.Pattern[str], Count], ...] = (
-    (re.compile(r"^tgmm"), _gradient_of_groups),
-    (re.compile(r"^gmm"), _rows_by_groups),
+    (re.compile(r"(^|_)tgmm(_|\b)"), _gradient_of_groups),
+    (re.compile(r"(^|_)gmm(_|\b)|^ragged-dot-none"), _rows_by_groups),
 )

@@ -68,6 +68,7 @@ def chart(
     width: int = WIDTH,
     zero: bool = False,
     level: tuple[float, str] | None = None,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Lines over steps, with named axes, a grid and hover values.
 
@@ -76,10 +77,11 @@ def chart(
         x, y: names of the axes.
         zero: makes the y axis start at 0.
         level: y of a dashed line, and its meaning.
+        marks: places of the x axis and what stands there; by default round numbers.
     """
     series = [s for s in series if s.points]
     frame = _frame(series, width, height, zero, [level[0]] if level else [])
-    body = [_grid(frame, x, y), *(_band(s, frame) for s in series if s.band), *(_drawn(s, frame) for s in series)]
+    body = [_grid(frame, x, y, marks), *(_band(s, frame) for s in series if s.band), *(_drawn(s, frame) for s in series)]
     if level is not None:
         body.append(_level(*level, frame))
     body.append('<g class="at" visibility="hidden"><line/><rect/><text></text></g>')
@@ -124,17 +126,17 @@ def _frame(series: Sequence[Series], width: int, height: int, zero: bool, levels
     return Frame((min(xs), max(xs)), (low, high + margin), width, height)
 
 
-def _grid(frame: Frame, x_name: str, y_name: str) -> str:
+def _grid(frame: Frame, x_name: str, y_name: str, marks: Sequence[tuple[float, str]] = ()) -> str:
     bottom, right = frame.height - BOTTOM, frame.width - RIGHT
     out = []
     for y in ticks(*frame.y, 5):
         top = frame.top(y)
         out.append(f'<path class="grid" d="M{LEFT} {top:.1f}H{right}"/>')
         out.append(f'<text class="tick y" x="{LEFT - 8}" y="{top + 4:.1f}">{short_number(y)}</text>')
-    for x in ticks(*frame.x, max(2, frame.width // 110)):
+    for x, text in marks or [(x, short_number(x)) for x in ticks(*frame.x, max(2, frame.width // 110))]:
         left = frame.left(x)
         out.append(f'<path class="mark" d="M{left:.1f} {bottom}v5"/>')
-        out.append(f'<text class="tick x" x="{left:.1f}" y="{bottom + 20}">{short_number(x)}</text>')
+        out.append(f'<text class="tick x" x="{left:.1f}" y="{bottom + 20}">{escape(text)}</text>')
     out.append(f'<text class="name x" x="{right}" y="{frame.height - 6}">{escape(x_name)}</text>')
     out.append(f'<text class="name" x="4" y="13">{escape(y_name)}</text>')
     return "".join(out) + f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>'

@@ -135,7 +135,7 @@ def _local(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sinks:
 
 
 def _forward(rule: RingCall, q: Array, k: Array, v: Array, segments: Array, sinks: Array) -> Any:
-    mine, keys = _laid(rule, RingQueries(q, _places(q.shape[1]), segments), k, v)
+    mine, keys = _laid(rule, RingQueries(*_bound(q, segments)), k, v)
     y, lse = _both(rule, mine, keys, lambda part, keys: _attended(rule, part, keys))
     # A sink is one more score, without a value.
     total = jnp.logaddexp(lse, sinks)
@@ -151,13 +151,19 @@ def _backward(rule: RingCall, kept: Any, g: tuple[Array, Array]) -> Any:
     delta = jnp.sum(wide(dy) * wide(y), -1) - dlse
     dsinks = -jnp.sum(jnp.exp(sinks - lse) * delta, (0, 1))
     dsinks = jnp.where(jnp.isfinite(sinks), dsinks, 0)
-    mine, keys = _laid(rule, RingQueries(q, _places(q.shape[1]), segments, dy, lse, delta), k, v)
+    mine, keys = _laid(rule, RingQueries(*_bound(q, segments), dy, lse, delta), k, v)
     dq, dk, dv = _round_again(rule, mine, keys)
     typed = _back(rule, dq).astype(q.dtype), _back(rule, dk).astype(k.dtype), _back(rule, dv).astype(v.dtype)
     return *typed, np.zeros(segments.shape, jax.dtypes.float0), dsinks
 
 
 _local.defvjp(_forward, _backward)
+
+
+def _bound(q: Array, segments: Array) -> tuple[Array, Array, Array]:
+    """Queries, their places and segments, which seem to depend on the queries. All layers have the same places and segments, so JAX would
+    compute the masks of all blocks of scores once, before the layers, and keep them: 41 GB at 131,072 tokens over 8 devices."""
+    return lax.optimization_barrier((q, _places(q.shape[1]), segments))
 
 
 def _places(each: int) -> Int[Array, " T"]:

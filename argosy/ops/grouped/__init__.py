@@ -1,8 +1,8 @@
 """The grouped matrix product of a mixture of experts: rows sorted by expert, each group times its own weight.
 
-`ragged_dot` is XLA's own and the default on GPUs and TPUs. On a CPU XLA multiplies every row by every expert, so the default
-there is `blocked`, which only does the necessary work. `megablox` (a Pallas kernel of JAX) and `tokamax` are used by name only.
-This module knows nothing of routing.
+`ragged_dot` is XLA's own and the default on GPUs. On a CPU XLA multiplies every row by every expert, so the default there is
+`blocked`, which only does the necessary work. On a TPU it does so for the gradient of the weights, so the default there is `megablox`
+(Pallas kernels of JAX). `tokamax` is used by name only. This module knows nothing of routing.
 """
 
 from collections.abc import Callable
@@ -45,8 +45,9 @@ def cleared(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array,
 
 # What is preferred was measured to be faster there: docs/log.
 GROUPED_MATMUL = Op(
-    "experts", "grouped matmul", prefer={"cpu": ("blocked",)}, default="ragged_dot", case="argosy.ops.grouped.case:grouped_case"
-)
+    "experts", "grouped matmul", prefer={"cpu": ("blocked",), "tpu": ("megablox",)}, default="ragged_dot",
+    case="argosy.ops.grouped.case:grouped_case",
+)  # fmt: skip
 GROUPED_MATMUL.add("ragged_dot", Implementation(cleared(jax.lax.ragged_dot)))
 GROUPED_MATMUL.add("blocked", "argosy.ops.grouped.blocked:BLOCKED")
 GROUPED_MATMUL.add("megablox", "argosy.ops.grouped.kernels:MEGABLOX")

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from argosy.models.parts.moe.exchange import ROOM
 from argosy.observe.hardware import Chip
 from argosy.observe.hlo.estimate import ATTENTION, Prices
 from argosy.parallel.place import row_shares
@@ -132,7 +133,9 @@ def _traffic(assembly: Any, prices: Prices, compute: float) -> list[Traffic]:
     passes = 1 if run.execution.gather == "once" else 2 * parts
     layers = max(1, getattr(run.model, "layers", 1))
     add("all-gather", "fsdp", passes * 8 * layers, passes * itemsize * split, 0.9)
-    add("reduce-scatter", "fsdp", 8 * layers * parts, parts * itemsize * moving, 0.0)
+    # XLA for TPUs scatters gradients along one axis of the torus, and sums them whole over several (docs/measured.md).
+    summed = ("all-reduce", 2.0) if rings["fsdp"] > 1 else ("reduce-scatter", 1.0)
+    add(summed[0], "fsdp", 8 * layers * parts, parts * itemsize * moving, 0.0, summed[1])
     add("all-reduce", "data", layers, 4.0 * trained, 0.0, 2.0)
     tokens = run.data.batch * run.data.sequence / row_shares(mesh) / whole["context"]
     width = getattr(run.model, "width", 0) or 0
@@ -142,7 +145,7 @@ def _traffic(assembly: Any, prices: Prices, compute: float) -> list[Traffic]:
     add("collective-permute", "context", 3 * layers, 3 * layers * 2 * tokens * heads * size * itemsize * (whole["context"] - 1), 0.5)
     experts = getattr(run.model, "moe", None)
     if experts is not None:
-        add("all-to-all", "expert", 4 * layers, 4 * layers * tokens * experts.active * width * itemsize, 0.0)
+        add("all-to-all", "expert", (4 + again) * layers, (4 + again) * layers * ROOM * tokens * experts.active * width * itemsize, 0.0)
     return out
 
 

@@ -137,21 +137,27 @@ class MoE(nnx.Module):
         if not over:
             return self.dispatch(LocalExperts(self.gate, self.up, self.down, self.settings, self.acted), x, weights, chosen)
         apart = {name: getattr(self, name).before_split() for name in ("gate", "up", "down")}
-        specs = {name: expert_specs(part, over, mine) for name, part in apart.items()}
+        stored, used = ({name: expert_specs(part, over, rows) for name, part in apart.items()} for rows in (None, mine))
         graphs, leaves = {}, {}
         for name, part in apart.items():
             graphs[name], leaves[name] = split(part)
-        axis, features, _ = specs["down"][next(a for a in ("w", "values", "of.w", "of.values") if a in specs["down"])]
+            if type(part) is Einsum:
+                # Gathered, and their gradients summed, in the type that they are multiplied in: half the bytes.
+                leaves[name]["w"] = leaves[name]["w"].astype(x.dtype)
+        axis, features, _ = used["down"][next(a for a in ("w", "values", "of.w", "of.values") if a in used["down"])]
 
         def local(leaves: Any, x: Array, weights: Array, chosen: Array) -> Any:
-            gate, up, down = (merge(graphs[name], leaves[name]) for name in ("gate", "up", "down"))
+            gate, up, down = (
+                merge(graphs[name], {a: _gathered(leaf, stored[name][a], used[name][a]) for a, leaf in leaves[name].items()})
+                for name in ("gate", "up", "down")
+            )
             part = LocalExperts(gate, up, down, self.settings, self.acted, features, axis, axis is not None and axis not in mine)
             y, passed = self.dispatch(part, x, weights, chosen)
             return (y if features is None else jax.lax.psum(y, features)), passed
 
         three = PartitionSpec(*rows, None)
         out = (three, PartitionSpec(rows[0]))
-        return jax.shard_map(local, in_specs=(specs, three, three, three), out_specs=out, check_vma=False)(
+        return jax.shard_map(local, in_specs=(stored, three, three, three), out_specs=out, check_vma=False)(
             leaves, x, weights, chosen
         )
 
@@ -159,18 +165,32 @@ class MoE(nnx.Module):
         return ACTIVATIONS[self.activation](gate) * up if self.act is None else self.act(gate, up)
 
 
-def expert_specs(module: nnx.Module, mesh_axes: frozenset[str], rows: frozenset[str]) -> dict[str, PartitionSpec]:
-    """How the arrays of one contraction over experts are split over the mesh axes `mesh_axes`, by address: along the experts E, and
-    along their features M where the axis does not split rows. A device has all of D of its rows."""
+def expert_specs(module: nnx.Module, mesh_axes: frozenset[str], rows: frozenset[str] | None) -> dict[str, PartitionSpec]:
+    """How the arrays of one contraction over experts are split over the mesh axes `mesh_axes`, by address.
+
+    Args:
+        rows: mesh axes that split rows: the arrays as the products read them, split along the experts E, and along their features M
+            where the axis does not split rows; a device has all of D of its rows. None: the arrays as they are stored.
+    """
     out = {}
     for address, v in variables(module).items():
         names = v.get_metadata()["meaning"].axes
         spec = weight_spec(names, tuple(v.shape), mesh_axes)
         axes = [*spec, *[None] * (len(names) - len(spec))]
-        split = (name == "experts" or (name == "expert_ffn" and axis not in rows) for name, axis in zip(names, axes))
-        kept = (axis if is_split else None for axis, is_split in zip(axes, split))
-        out[address] = PartitionSpec(*kept)
+        if rows is not None:
+            split = (name == "experts" or (name == "expert_ffn" and axis not in rows) for name, axis in zip(names, axes))
+            axes = [axis if is_split else None for axis, is_split in zip(axes, split)]
+        out[address] = PartitionSpec(*axes)
     return out
+
+
+def _gathered(leaf: Array, stored: PartitionSpec, used: PartitionSpec) -> Array:
+    """A device's share of an array of experts, gathered as products read it, inside a `shard_map`. So its gradient is summed and
+    scattered, where that of an array which is whole inside would be summed whole on every device."""
+    for i, (own, kept) in enumerate(zip(stored, used)):
+        if own != kept:
+            leaf = jax.lax.all_gather(leaf, own, axis=i, tiled=True)
+    return leaf
 
 
 def with_capacity(model: nnx.Module) -> nnx.Module:

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from argosy.models.parts.einsum import Route
 from argosy.models.parts.moe.sorting import inverse, permuted, sorted_by
 from argosy.models.parts.weight import merge, split
+from argosy.observe.hlo.loops import SELDOM
 
 # Rows that a device may send to another at once, as a multiple of an even share of its rows.
 ROOM = 1.25
@@ -147,7 +148,8 @@ def in_rounds(
         y = jnp.zeros(shape, first.dtype).at[where(0, args)].set(first, mode="drop")
         if single:
             return y
-        return jax.lax.fori_loop(1, rounds, lambda i, y: y.at[where(i, args)].set(work(i, args), mode="drop"), y)
+        with jax.named_scope(SELDOM):
+            return jax.lax.fori_loop(1, rounds, lambda i, y: y.at[where(i, args)].set(work(i, args), mode="drop"), y)
 
     @jax.custom_vjp
     def run(flat: list[Array], rounds: Array) -> Array:
@@ -169,7 +171,8 @@ def in_rounds(
             return [a + b for a, b in zip(sums, own)]
 
         (sums,) = pull(of(0))
-        sums = sums if single else jax.lax.fori_loop(1, rounds, step, sums)
+        with jax.named_scope(SELDOM):
+            sums = sums if single else jax.lax.fori_loop(1, rounds, step, sums)
         out = {i: np.zeros(a.shape, jax.dtypes.float0) for i, a in enumerate(flat)} | dict(zip(moved, sums))
         return [out[i] for i in range(len(flat))], np.zeros(rounds.shape, jax.dtypes.float0)
 
