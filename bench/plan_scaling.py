@@ -2,8 +2,8 @@
 
     plan_scaling.py [svg=docs/images/plan-scaling.svg]
 
-A dense model (Llama 2 70B, `mesh.fsdp`) and one with experts (Mixtral 8x7B, `mesh.fsdp` x `mesh.expert=8`), with two sequences of 4,096
-tokens a chip, and with 1,024 sequences in all. Those are fewer than the largest slices have chips, which then share them by `mesh.tensor`.
+A dense model (Llama 2 70B, `mesh.fsdp`) and one with experts (Mixtral 8x7B, `mesh.fsdp` x `mesh.expert=8`), with two sequences of
+4,096 tokens a chip, and with 1,024 sequences in all. The largest slices have more chips, which share a sequence by `mesh.tensor`.
 """
 
 import math

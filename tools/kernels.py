@@ -51,9 +51,9 @@ SPEED = {
         "amx3": "CPU with AMX: measured, 2.2 times; a relative error of 4e-6. By name only",
     },
     "experts": {
-        "ragged_dot": "TPU: compiled; GPU: not timed; CPU: measured, every row times every expert (docs/log)",
+        "ragged_dot": "TPU: compiled; its gradient of the weights multiplies every row by every expert; GPU: not timed; CPU: measured, so too",
         "blocked": "CPU: measured (docs/log)",
-        "megablox": "TPU v5p: compiled (`tests/ops/test_grouped.py`); never timed; both sizes of a weight must be multiples of 128",
+        "megablox": "TPU v5p: compiled (`tests/ops/test_grouped.py`); never timed; sizes below 1,024 must be multiples of 128",
         "tokamax": "TPU v5p: compiled where the package is installed; never timed",
     },
 }  # fmt: skip

@@ -113,8 +113,8 @@ def test_it_is_taken_where_sequences_are_split_and_only_there():
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_masks_exist_for_a_block_of_queries_alone(monkeypatch, remat):
-    """All layers have the same masks. JAX computed them once for all blocks, before a loop over layers, and kept them: 41 GB for 131,072
-    tokens over 8 devices."""
+    """All layers have the same masks. JAX computed them once for all blocks, before a loop over layers, and kept them: 41 GB for
+    131,072 tokens over 8 devices."""
     queries, length, ways = 4, 64, 4
     monkeypatch.setattr(attention_ring, "QUERIES", queries)
     model = config_of("dense", layers=3).build(Scan(remat))

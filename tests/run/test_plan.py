@@ -45,7 +45,8 @@ def test_a_large_model_fits_where_it_should_and_the_answer_says_why():
     assert memory["total"] == pytest.approx(54.9e9, rel=0.15)
     assert found["flops_per_step"] == pytest.approx(6 * parameters * 128 * 4096, rel=0.1)
     assert 0.3 < found["mfu"] < 0.75
-    assert {(one["kind"], one["axis"]) for one in found["collectives"]} == {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")}
+    # Over several axes of a torus XLA sums gradients whole.
+    assert {(one["kind"], one["axis"]) for one in found["collectives"]} == {("all-gather", "fsdp"), ("all-reduce", "fsdp")}
     assert set(memory) == {*KINDS, "total"}
     assert found["tokens_per_step"] == 128 * 4096
 

@@ -161,7 +161,7 @@ _local.defvjp(_forward, _backward)
 
 
 def _bound(q: Array, segments: Array) -> tuple[Array, Array, Array]:
-    """Queries, their places and segments, which seem to depend on the queries. All layers have the same places and segments, so JAX would
+    """Queries, their places and segments, which then seem to depend on the queries. They are the same in all layers, so JAX would
     compute the masks of all blocks of scores once, before the layers, and keep them: 41 GB at 131,072 tokens over 8 devices."""
     return lax.optimization_barrier((q, _places(q.shape[1]), segments))
 
