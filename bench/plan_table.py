@@ -2,6 +2,7 @@
 
     plan_table.py here [n=10]       ten shapes on this machine: memory and time of a step, predicted and taken
     plan_table.py published         MFU of MaxText's published runs, and what the analytic model says of the same shapes
+    plan_table.py pods [NAME ...]   models on 64 chips of a v5p by their compiler, which takes minutes for each
     plan_table.py compiled DEVICE RECIPE [key=value ...]    the analytic model beside the compiler
 
 MFU counts causal attention by half. Published: docs/reference/models/tiering.md of AI-Hypercomputer/maxtext, read in November 2026;
@@ -41,6 +42,17 @@ PUBLISHED = (
     ("llama2-70b", "v6e-256", ("data.sequence=4096", "data.batch=256", "execution.remat=full"), 43.8),
 )
 
+# Models on 64 chips of a v5p.
+PODS = {
+    "llama2": ("model=llama2-70b",),
+    "mixtral": ("model=mixtral-8x7b", "mesh.fsdp=8", "mesh.expert=8"),
+    "gemma": ("model=gemma3-27b",),
+    "qwen": ("model=qwen3-32b",),
+    "gpt-oss": ("model=gpt-oss-120b", "mesh.fsdp=8", "mesh.expert=8"),
+    "deepseek": ("model=deepseek3-671b", "model.layers=5", "mesh.fsdp=8", "mesh.expert=8"),
+    "long": ("model=llama3.1-8b", "model.layers=2", "mesh.fsdp=8", "mesh.context=8", "data.sequence=131072", "data.batch=8"),
+}
+
 
 def planned(recipe: str, *words: str, **how: Any) -> dict[str, Any]:
     return plan(recipe, words, PlanSettings(**how), lambda _: None)
@@ -74,6 +86,18 @@ def published() -> None:
         print(f"{model:15} {device:10} {percent:>8.1f}% {told['mfu']:>6.1%} {size:>12.1f}  {told['bound_by']}", flush=True)
 
 
+def pods(*names: str) -> None:
+    """A row for each model, by the compiler."""
+    print(f"{'run':10} {'GB a device':>11} {'step s':>8} {'MFU':>6} {'exposed s':>9}  largest collectives, GB")
+    for name in names or PODS:
+        words = ("data.sequence=4096", "data.batch=128", "execution.remat=full", *PODS[name])
+        told = planned("pretrain", *{word.partition("=")[0]: word for word in words}.values(), device="v5p-128")
+        found = sorted(told["collectives"], key=lambda one: -one["bytes"])[:3]
+        moved = ", ".join(f"{one['kind']} over {one['axis']} {one['bytes'] / 1e9:.1f}" for one in found)
+        exposed, size = sum(one["exposed_seconds"] for one in told["collectives"]), told["memory_bytes"]["total"] / 1e9
+        print(f"{name:10} {size:>11.1f} {told['step_seconds']:>8.2f} {told['mfu']:>6.1%} {exposed:>9.2f}  {moved}", flush=True)
+
+
 def compiled(device: str, recipe: str, *words: str) -> None:
     """The analytic model beside the compiler."""
     told = planned(recipe, *words, device=device)
@@ -86,4 +110,4 @@ if __name__ == "__main__":
     if kind == "here":
         here(int((rest or ["n=10"])[0].partition("=")[2]))
     else:
-        {"published": published, "compiled": compiled}[kind](*rest)
+        {"published": published, "pods": pods, "compiled": compiled}[kind](*rest)

@@ -51,7 +51,7 @@ SPEED = {
         "amx3": "CPU with AMX: measured, 2.2 times; a relative error of 4e-6. By name only",
     },
     "experts": {
-        "ragged_dot": "TPU: compiled; its gradient of the weights multiplies every row by every expert; GPU: not timed; CPU: measured, so too",
+        "ragged_dot": "TPU: compiled; in the gradient of the weights every row times every expert; GPU: not timed; CPU: so always",
         "blocked": "CPU: measured (docs/log)",
         "megablox": "TPU v5p: compiled (`tests/ops/test_grouped.py`); never timed; sizes below 1,024 must be multiples of 128",
         "tokamax": "TPU v5p: compiled where the package is installed; never timed",

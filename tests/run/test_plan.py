@@ -45,7 +45,7 @@ def test_a_large_model_fits_where_it_should_and_the_answer_says_why():
     assert memory["total"] == pytest.approx(54.9e9, rel=0.15)
     assert found["flops_per_step"] == pytest.approx(6 * parameters * 128 * 4096, rel=0.1)
     assert 0.3 < found["mfu"] < 0.75
-    # Over several axes of a torus XLA sums gradients whole.
+    # Over several axes of a 3-D torus XLA sums gradients whole.
     assert {(one["kind"], one["axis"]) for one in found["collectives"]} == {("all-gather", "fsdp"), ("all-reduce", "fsdp")}
     assert set(memory) == {*KINDS, "total"}
     assert found["tokens_per_step"] == 128 * 4096
@@ -139,6 +139,24 @@ def test_collectives_cost_what_no_work_hides():
     assert found.communication_seconds == pytest.approx(0.75 + 1.5)
     assert found.exposed_seconds == pytest.approx(0.45 + 1.5)
     assert found.seconds == pytest.approx(1.3 + 1.95)
+
+
+GROUPED_ROWS = """HloModule m, is_scheduled=true
+
+ENTRY %main (rows: bf16[512,64]) -> bf16[512,128] {
+  %rows = bf16[512,64]{1,0} parameter(0)
+  %experts = bf16[8,64,128]{2,1,0} parameter(1)
+  ROOT %gmm.2 = bf16[512,128]{1,0} custom-call(%rows, %experts), custom_call_target="tpu_custom_call", metadata={op_name="SCOPE"}
+}
+"""
+
+
+def test_grouped_products_skip_places_that_are_empty():
+    prices = Prices(flops_per_s=1, bytes_per_s=1, ring_bytes_per_s=1, clock_hz=1, peak_flops_per_s=2 * 512 * 64 * 128)
+    scopes = {"jit(f)/jvp(jit(gmm))/pallas_call": 1.0, "jit(f)/transpose(jvp(filled_percent_80))/jit(gmm)/pallas_call": 0.8}
+    for scope, share in scopes.items():
+        found = price_program(HloModule.read(GROUPED_ROWS.replace("SCOPE", scope)), prices)
+        assert found.compute_seconds == pytest.approx(share / 0.8)
 
 
 def test_the_message_of_a_compiler_is_read():

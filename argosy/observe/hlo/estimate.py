@@ -27,6 +27,8 @@ MOST_CYCLES = 10**15
 ATTENTION, CAUSAL = 0.55, 0.5
 # The share of the peak that grouped products reach (93 % measured on TPU v5e for the best blocks).
 GROUPED = 0.8
+# The scope of a grouped product that computes so many percent of its rows, as whoever wrote it knows: kernels skip rows of no group.
+FILLED = "filled_percent_"
 # Instructions that move nothing.
 FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "reshape", "iota",
@@ -155,7 +157,8 @@ def _seconds(module: HloModule, computation: Computation, instruction: Instructi
     if instruction.opcode == "custom-call" and (counted := flops(computation, instruction)):
         attention = re.search("splash|flash|fmha", instruction.name + call_target(instruction)) is not None
         peak = prices.peak_flops_per_s or prices.flops_per_s
-        share = ATTENTION / CAUSAL if attention else GROUPED
+        filled = re.search(rf"{FILLED}(\d+)", instruction.op_name)
+        share = ATTENTION / CAUSAL if attention else GROUPED * 100 / int(filled[1]) if filled else GROUPED
         return counted / (peak * share), "attention" if attention else "products"
     kind = "products" if _has_products(module, instruction) else "memory"
     if prices.clock_hz:

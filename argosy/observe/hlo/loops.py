@@ -24,15 +24,18 @@ class Scalar(NamedTuple):
 
 
 def trip_count(computations: Computations, computation: Computation, loop: Instruction) -> int | None:
-    """How often the body of a loop runs; None if that is not known, and 0 for a loop in the scope `SELDOM`.
+    """How often the body of a loop runs; None if that is not known, or 0 where it is in the scope `SELDOM`.
 
     Args:
         computation: the computation that holds the loop.
     """
+    found = _known_trips(computations, computation, loop)
+    return 0 if found is None and re.search(rf"\b{SELDOM}\b", loop.op_name) else found
+
+
+def _known_trips(computations: Computations, computation: Computation, loop: Instruction) -> int | None:
     if found := TRIPS.search(loop.attributes):
         return int(found[1])
-    if re.search(rf"\b{SELDOM}\b", loop.op_name):
-        return 0
     called = dict(loop.called())
     condition, body = (computations.get(called.get(key, "")) for key in ("condition", "body"))
     if condition is None or body is None:

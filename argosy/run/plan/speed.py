@@ -133,8 +133,8 @@ def _traffic(assembly: Any, prices: Prices, compute: float) -> list[Traffic]:
     passes = 1 if run.execution.gather == "once" else 2 * parts
     layers = max(1, getattr(run.model, "layers", 1))
     add("all-gather", "fsdp", passes * 8 * layers, passes * itemsize * split, 0.9)
-    # XLA for TPUs scatters gradients along one axis of the torus, and sums them whole over several (docs/measured.md).
-    summed = ("all-reduce", 2.0) if rings["fsdp"] > 1 else ("reduce-scatter", 1.0)
+    # XLA for TPUs scatters gradients along one axis of a 3-D torus, and sums them whole over several (docs/measured.md).
+    summed = ("all-reduce", 2.0) if rings["fsdp"] > 2 else ("reduce-scatter", 1.0)
     add(summed[0], "fsdp", 8 * layers * parts, parts * itemsize * moving, 0.0, summed[1])
     add("all-reduce", "data", layers, 4.0 * trained, 0.0, 2.0)
     tokens = run.data.batch * run.data.sequence / row_shares(mesh) / whole["context"]

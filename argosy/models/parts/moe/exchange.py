@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from argosy.models.parts.einsum import Route
 from argosy.models.parts.moe.sorting import inverse, permuted, sorted_by
 from argosy.models.parts.weight import merge, split
+from argosy.observe.hlo.estimate import FILLED
 from argosy.observe.hlo.loops import SELDOM
 
 # Rows that a device may send to another at once, as a multiple of an even share of its rows.
@@ -97,7 +98,9 @@ def exchanged_in_rounds(
         inward = sorted_by(chosen, own)
         outward = inverse(inward)
         route = Route(jnp.bincount(chosen, length=own).astype(jnp.int32), jnp.minimum(chosen[inward], own - 1))
-        y = local(permuted(rows.reshape(-1, x.shape[-1]), inward, outward), route)
+        # The places of a first round that even loads fill.
+        with jax.named_scope(f"{FILLED}{round(100 * A / (n * places))}"):
+            y = local(permuted(rows.reshape(-1, x.shape[-1]), inward, outward), route)
         return _swapped(experts, permuted(y, outward, inward).reshape(n, places, -1)).reshape(n * places, -1)
 
     def work(i: Any, args: Any) -> Array:
