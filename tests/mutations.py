@@ -5,8 +5,10 @@
     ./run python tests/mutations.py --tree seconds=400      the seed is the hash of the tree; no edit begins after so long
 
 Edits are made in a copy of the tree, one at a time. A module is sampled by the number of its edits; those that no test file imports
-are counted and left out. Prints each edit that survived; exit code 1 where fewer than `least` (0.8) of the edits are caught. Some edits
-change nothing that can be seen, such as a cache's size: what survives is read by a person, and becomes a test or nothing.
+are counted and left out. Of the test files that import it, those run that name the function or its class, then those of its name and
+room. Left out are edits that change little that can be seen: texts of messages, and numbers above nine, which are mostly sizes and
+limits. Prints each edit that survived; exit code 1 where fewer than `least` (0.8) of the edits are caught. What survives is read by a
+person, and becomes a test or nothing.
 
 Differs from mutmut and cosmic-ray: they run the whole suite, or the tests that cover a line, for each edit; one run of this suite takes
 minutes and compiles programs.
@@ -15,18 +17,19 @@ minutes and compiles programs.
 import ast
 import copy
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from known_wrong import ROOT, copy_of_the_tree, environment
 
 SECONDS = 180  # of the tests of one edit
-MOST_FILES = 3  # test files of one edit
+MOST_FILES = 5  # test files of one edit
+LARGEST = 9  # number that is edited
 
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -67,13 +70,18 @@ def changed(node: ast.AST) -> ast.AST | None:
         new = new.operand
     elif isinstance(new, ast.Constant) and isinstance(new.value, bool):
         new.value = not new.value
-    elif isinstance(new, ast.Constant) and isinstance(new.value, int):
+    elif isinstance(new, ast.Constant) and isinstance(new.value, int) and new.value <= LARGEST:
         new.value += 1
-    elif isinstance(new, ast.IfExp):
+    elif isinstance(new, ast.IfExp) and not (_is_message(new.body) or _is_message(new.orelse)):
         new.body, new.orelse = new.orelse, new.body
     else:
         return None
     return new
+
+
+def _is_message(node: ast.AST) -> bool:
+    """Whether it is a text of several words."""
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value)
 
 
 def _is_text(node: ast.BinOp) -> bool:
@@ -81,37 +89,50 @@ def _is_text(node: ast.BinOp) -> bool:
                for side in (node.left, node.right))  # fmt: skip
 
 
-def places(tree: ast.Module) -> Iterator[ast.AST]:
-    """The nodes of functions that may be changed: no annotations, defaults, error messages or texts."""
+def places(tree: ast.Module) -> list[tuple[ast.AST, tuple[str, ...]]]:
+    """The nodes of functions that may be changed, no annotations, defaults, error messages or texts; and the names of the functions and
+    classes around each, from the outside in."""
+    found: list[tuple[ast.AST, tuple[str, ...]]] = []
 
-    def inside(node: ast.AST) -> Iterator[ast.AST]:
+    def inside(node: ast.AST, names: tuple[str, ...], in_function: bool) -> None:
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.AnnAssign):
             return
-        if changed(node) is not None:
-            yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            is_function = in_function or not isinstance(node, ast.ClassDef)
+            for statement in node.body:
+                inside(statement, (*names, node.name), is_function)
+            return
+        if in_function and changed(node) is not None:
+            found.append((node, names))
         for child in ast.iter_child_nodes(node):
-            yield from inside(child)
+            inside(child, names, in_function)
 
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            for statement in function.body:
-                yield from inside(statement)
+    inside(tree, (), False)
+    return found
 
 
-def tests_of() -> dict[str, list[str]]:
-    """The test files that import each module, those with its name first."""
-    found: dict[str, list[str]] = {}
+def tests_of() -> dict[str, set[str]]:
+    """The test files that import each module."""
+    found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("argosy"):
                 for module in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
-                    found.setdefault(str(module), []).append(str(path.relative_to(ROOT)))
-    for module, files in found.items():
-        stem = module.rpartition(".")[2]
-        room = module.split(".")[1] if "." in module else ""
-        order = {file: (stem not in Path(file).stem, Path(file).parts[1] != room, (ROOT / file).stat().st_size) for file in files}
-        found[module] = sorted(order, key=order.__getitem__)
+                    found.setdefault(str(module), set()).add(str(path.relative_to(ROOT)))
     return found
+
+
+def nearest(files: set[str], module: str, names: tuple[str, ...]) -> list[str]:
+    """The files most likely to test a function: those with the most of its names, then those of its module's name and its room."""
+    stem = module.rpartition(".")[2]
+    room = module.split(".")[1] if "." in module else ""
+
+    def order(file: str) -> tuple[int, bool, bool, int]:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        named = sum(re.search(rf"\b{name}\b", text) is not None for name in names)
+        return -named, stem not in Path(file).stem, Path(file).parts[1] != room, len(text)
+
+    return sorted(files, key=order)[:MOST_FILES]
 
 
 def sampled(count: int, seed: int, room: str = "") -> tuple[list[tuple[Mutation, list[str]]], float]:
@@ -121,7 +142,7 @@ def sampled(count: int, seed: int, room: str = "") -> tuple[list[tuple[Mutation,
     without = 0
     for path in sorted((ROOT / "argosy" / room).rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        number = sum(1 for _ in places(ast.parse(path.read_text(encoding="utf-8"))))
+        number = len(places(ast.parse(path.read_text(encoding="utf-8"))))
         if module in tests:
             spots += [(path, i) for i in range(number)]
         else:
@@ -129,14 +150,15 @@ def sampled(count: int, seed: int, room: str = "") -> tuple[list[tuple[Mutation,
     out = []
     for path, i in random_.sample(spots, min(count, len(spots))):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        out.append((mutation(path, i), tests[module][:MOST_FILES]))
+        change, names = mutation(path, i)
+        out.append((change, nearest(tests[module], module, names)))
     return out, without / max(1, without + len(spots))
 
 
-def mutation(path: Path, number: int) -> Mutation:
-    """The file with its change of this number."""
+def mutation(path: Path, number: int) -> tuple[Mutation, tuple[str, ...]]:
+    """The file with its change of this number, and the names of the functions and classes around it."""
     text = path.read_text(encoding="utf-8")
-    node = list(places(ast.parse(text)))[number]
+    node, names = places(ast.parse(text))[number]
     new = changed(node)
     assert new is not None
     lines = text.splitlines(keepends=True)
@@ -145,7 +167,7 @@ def mutation(path: Path, number: int) -> Mutation:
     tail = lines[last].encode()[node.end_col_offset :].decode()  # type: ignore[attr-defined]
     after = f"({ast.unparse(new)})"
     source = "".join(lines[:first]) + head + after + tail + "".join(lines[last + 1 :])
-    return Mutation(str(path.relative_to(ROOT)), first + 1, ast.unparse(node), after, source)
+    return Mutation(str(path.relative_to(ROOT)), first + 1, ast.unparse(node), after, source), names
 
 
 def caught(tree: Path, change: Mutation, files: list[str]) -> bool:
@@ -165,7 +187,7 @@ def caught(tree: Path, change: Mutation, files: list[str]) -> bool:
 def main(words: list[str]) -> int:
     given = dict(word.split("=", 1) for word in words if "=" in word)
     seed = int(given.get("seed", 0))
-    if "--tree" in words:
+    if "--tree" in words and "seed" not in given:
         tree_hash = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=ROOT, capture_output=True, text=True).stdout
         seed = int(tree_hash.strip() or "0", 16)
     chosen, without = sampled(int(given.get("count", 20)), seed, given.get("room", ""))

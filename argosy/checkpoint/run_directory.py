@@ -31,9 +31,10 @@ from uuid import uuid4
 from argosy.checkpoint.resume import Difference, differences
 from argosy.core.addresses import is_address, local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.locks import LOCK
 from argosy.core.settings import Reading, Settings, SettingsLayer, dump, flatten, yaml_layer, yaml_text_layer
 from argosy.core.settings.explain import annotated
-from argosy.core.storage import LOCK, ReadOnly, Store
+from argosy.core.storage import ReadOnly, Store
 from argosy.observe.backlog import Backlog
 from argosy.observe.life import FOLDER as LIFE
 from argosy.weights import manifest

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from argosy.core import storage
+from argosy.core import locks, storage
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged
 from argosy.core.storage import Store
 
@@ -107,7 +107,7 @@ def test_names_stay_inside(store, name):
 
 
 def test_one_holder_at_a_time(store, monkeypatch):
-    monkeypatch.setattr(storage, "SETTLE_S", 0.0)
+    monkeypatch.setattr(locks, "SETTLE_S", 0.0)
     with store.lock():
         with pytest.raises(Busy, match=f"process {os.getpid()} on {socket.gethostname()}"):
             Store(store.root).lock()
@@ -245,7 +245,7 @@ def test_a_file_system_without_locks_gets_a_lease(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    monkeypatch.setattr(storage, "SETTLE_S", 0.0)
+    monkeypatch.setattr(locks, "SETTLE_S", 0.0)
     with Store(tmp_path).lock():
         assert set(json.loads((tmp_path / ".lock").read_text())) == {"pid", "host", "token", "renewed"}
         with pytest.raises(Busy, match=str(os.getpid())):
@@ -258,7 +258,7 @@ def test_a_file_system_without_locks_gets_a_lease(tmp_path, monkeypatch):
 
 @pytest.fixture
 def remote(monkeypatch) -> Store:
-    monkeypatch.setattr(storage, "SETTLE_S", 0.0)
+    monkeypatch.setattr(locks, "SETTLE_S", 0.0)
     return Store(f"memory://{uuid4().hex}")
 
 
@@ -271,7 +271,7 @@ def test_a_lease_that_ran_out_is_taken(remote):
     lease(remote)
     with pytest.raises(Busy, match="process 1 on elsewhere"):
         remote.lock()
-    lease(remote, renewed=time.time() - storage.LEASE_S - 1)
+    lease(remote, renewed=time.time() - locks.LEASE_S - 1)
     remote.lock().release()
     assert not remote.exists(".lock")
 
@@ -288,7 +288,7 @@ def test_a_lease_of_a_dead_process_of_this_host_is_taken(remote):
 
 def test_a_lease_of_an_earlier_process_with_this_ones_number_is_taken(remote, monkeypatch):
     """In a container that was started again, where the program is process 1 each time; but not while it is renewed."""
-    monkeypatch.setattr(storage, "LEASE_S", 1.5)
+    monkeypatch.setattr(locks, "LEASE_S", 1.5)
     lease(remote, host=socket.gethostname(), pid=os.getpid(), renewed=time.time() + 60)
     with remote.lock(), pytest.raises(Busy):
         remote.lock()
@@ -306,7 +306,7 @@ def test_a_lease_that_says_nothing_is_taken(remote, text):
 
 
 def test_a_lease_is_renewed_until_released(remote, monkeypatch):
-    monkeypatch.setattr(storage, "LEASE_S", 0.08)
+    monkeypatch.setattr(locks, "LEASE_S", 0.08)
     lock = remote.lock()
     first = json.loads(remote.read_text(".lock"))["renewed"]
     wait_for(lambda: json.loads(remote.read_text(".lock"))["renewed"] > first)
@@ -315,7 +315,7 @@ def test_a_lease_is_renewed_until_released(remote, monkeypatch):
 
 
 def test_a_lease_lost_to_another_is_not_taken_back(remote, monkeypatch):
-    monkeypatch.setattr(storage, "LEASE_S", 0.08)
+    monkeypatch.setattr(locks, "LEASE_S", 0.08)
     lock = remote.lock()
     lease(remote)
     lock._thread.join(5)

@@ -21,9 +21,10 @@ from typing import Any
 from argosy.checkpoint.run_directory import CHECKPOINTS, SETTINGS, RunDirectory, check_run
 from argosy.core.addresses import local_path
 from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.locks import LEASE_S, LOCK
 from argosy.core.settings import diff, flatten, yaml_text_layer
 from argosy.core.settings.explain import value_text
-from argosy.core.storage import LEASE_S, LOCK, Missing, Store
+from argosy.core.storage import Missing, Store
 from argosy.observe import metrics
 from argosy.observe.life import Account, account
 from argosy.weights import manifest
