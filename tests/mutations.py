@@ -5,10 +5,10 @@
     ./run python tests/mutations.py --tree seconds=400      the seed is the hash of the tree; no edit begins after so long
 
 Edits are made in a copy of the tree, one at a time. A module is sampled by the number of its edits; those that no test file imports
-are counted and left out. Of the test files that import it, those run that name the function or its class, then those of its name and
-room. Left out are edits that change little that can be seen: texts of messages, and numbers above nine, which are mostly sizes and
-limits. Prints each edit that survived; exit code 1 where fewer than `least` (0.8) of the edits are caught. What survives is read by a
-person, and becomes a test or nothing.
+are counted and left out. Of the test files that import it, or a module that does, those run that name the function or its class, then
+those of its name and room. Left out are edits that change little that can be seen: texts of messages, and numbers above nine, which
+are mostly sizes and limits. Prints each edit that survived; exit code 1 where fewer than `least` (0.8) of the edits are caught. What
+survives is read by a person, and becomes a test or nothing.
 
 Differs from mutmut and cosmic-ray: they run the whole suite, or the tests that cover a line, for each edit; one run of this suite takes
 minutes and compiles programs.
@@ -35,6 +35,8 @@ COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
 }  # fmt: skip
+# Of fractions, which are hardly ever equal.
+NEGATIONS = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}
 OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
@@ -59,9 +61,10 @@ class Mutation(NamedTuple):
 
 def changed(node: ast.AST) -> ast.AST | None:
     """The node with one small mistake; None where it has none to make."""
-    new: ast.AST = copy.deepcopy(node)
+    new: ast.AST = copy.copy(node)
     if isinstance(new, ast.Compare) and len(new.ops) == 1 and type(new.ops[0]) in COMPARISONS:
-        new.ops = [COMPARISONS[type(new.ops[0])]()]
+        has_float = any(isinstance(one, ast.Constant) and isinstance(one.value, float) for one in ast.walk(new))
+        new.ops = [(NEGATIONS if has_float else COMPARISONS).get(type(new.ops[0]), COMPARISONS[type(new.ops[0])])()]
     elif isinstance(new, ast.BinOp) and type(new.op) in OPERATORS and not _is_text(new):
         new.op = OPERATORS[type(new.op)]()
     elif isinstance(new, ast.BoolOp):
@@ -111,26 +114,42 @@ def places(tree: ast.Module) -> list[tuple[ast.AST, tuple[str, ...]]]:
     return found
 
 
-def tests_of() -> dict[str, set[str]]:
-    """The test files that import each module."""
-    found: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("argosy"):
-                for module in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
-                    found.setdefault(str(module), set()).add(str(path.relative_to(ROOT)))
+def imported(path: Path) -> set[str]:
+    """The modules of the package that a file imports, and the names it imports from them as if they were modules."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("argosy"):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
-def nearest(files: set[str], module: str, names: tuple[str, ...]) -> list[str]:
-    """The files most likely to test a function: those with the most of its names, then those of its module's name and its room."""
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def tests_of() -> dict[str, dict[str, int]]:
+    """The test files of each module that one imports: 0 for those that do, 1 for those that import a module that imports it."""
+    direct: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for module in imported(path):
+            direct.setdefault(module, set()).add(str(path.relative_to(ROOT)))
+    found = {module: dict.fromkeys(files, 0) for module, files in direct.items()}
+    for path in sorted((ROOT / "argosy").rglob("*.py")):
+        for module in imported(path) & set(found):
+            for file in direct.get(module_of(path), ()):
+                found[module].setdefault(file, 1)
+    return found
+
+
+def nearest(files: dict[str, int], module: str, names: tuple[str, ...]) -> list[str]:
+    """The files most likely to test a function: those with the most of its names, of its module's name, that import it, of its room."""
     stem = module.rpartition(".")[2]
     room = module.split(".")[1] if "." in module else ""
 
-    def order(file: str) -> tuple[int, bool, bool, int]:
+    def order(file: str) -> tuple[int, bool, int, bool, int]:
         text = (ROOT / file).read_text(encoding="utf-8")
         named = sum(re.search(rf"\b{name}\b", text) is not None for name in names)
-        return -named, stem not in Path(file).stem, Path(file).parts[1] != room, len(text)
+        return -named, stem not in Path(file).stem, files[file], Path(file).parts[1] != room, len(text)
 
     return sorted(files, key=order)[:MOST_FILES]
 
@@ -141,7 +160,7 @@ def sampled(count: int, seed: int, room: str = "") -> tuple[list[tuple[Mutation,
     spots: list[tuple[Path, int]] = []
     without = 0
     for path in sorted((ROOT / "argosy" / room).rglob("*.py")):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module = module_of(path)
         number = len(places(ast.parse(path.read_text(encoding="utf-8"))))
         if module in tests:
             spots += [(path, i) for i in range(number)]
@@ -149,7 +168,7 @@ def sampled(count: int, seed: int, room: str = "") -> tuple[list[tuple[Mutation,
             without += number
     out = []
     for path, i in random_.sample(spots, min(count, len(spots))):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module = module_of(path)
         change, names = mutation(path, i)
         out.append((change, nearest(tests[module], module, names)))
     return out, without / max(1, without + len(spots))

@@ -22,7 +22,7 @@ import argosy.cli.verbs.config
 from argosy.cli import main
 from argosy.cli.output import Doing, answer, as_typed, can_color, conclude, fail, forgive
 from argosy.cli.verbs.convert import ConversionProgress
-from argosy.core.errors import BadInput, Damaged
+from argosy.core.errors import ATTEMPT, SUPERVISED, BadInput, Busy, Damaged, Final
 from argosy.core.process.streams import silence
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings, read_settings, words_layer
@@ -173,6 +173,8 @@ def _raising(monkeypatch, error):
     [
         (BadInput("no", where="there", hint="so"), 2, "error: no\n  there\n\nhint: so\n"),
         (Damaged("torn"), 1, "error: torn\n"),
+        (Final("again"), 1, "error: again\n"),
+        (Busy("held"), 1, "error: held\n"),
         (KeyboardInterrupt(), 130, ""),
         (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
     ],
@@ -183,6 +185,14 @@ def test_exit_codes(monkeypatch, capsys, error, code, says):
     assert out == ""
     assert says in err
     assert ("Traceback" in err) == isinstance(error, ZeroDivisionError)
+
+
+def test_what_starts_failed_processes_again_is_told_when_not_to(monkeypatch):
+    """65 is EX_DATAERR. A process that was started again waits for what holds its files, which may be the one before it."""
+    monkeypatch.setenv(SUPERVISED, "1")
+    assert [error("no").exit_code for error in (BadInput, Damaged, Final, Busy)] == [2, 1, 65, 65]
+    monkeypatch.setenv(ATTEMPT, "1")
+    assert [error("no").exit_code for error in (Final, Busy)] == [65, 1]
 
 
 @pytest.mark.parametrize("words", [["--help"], ["completion", "bash"]], ids=["ours", "typer's"])

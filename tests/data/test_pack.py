@@ -90,6 +90,28 @@ def test_fit_rows_hold_whole_documents(learn):
     assert not any(batch[name][padding].any() for name in batch)
 
 
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+@pytest.mark.parametrize("seed", range(4))
+def test_documents_without_a_target_that_counts_are_left_out(seed, too_long):
+    made = corpus(np.random.default_rng(seed), 80, 25, learn=True)
+    rows = FitRows(made, 16, too_long)
+    kept, unlearned, cut = [], 0, 0
+    for start, stop in zip(made.starts.tolist(), made.starts[1:].tolist()):
+        end = min(stop, start + 17)
+        if end - start < 2 or (too_long == "drop" and end < stop):
+            continue
+        learns = made.weights[start + 1 : end].sum()
+        unlearned += not learns
+        if learns:
+            kept.append((start, end - start - 1, learns))
+            cut += end < stop
+    assert (rows.unlearned, rows.cut) == (unlearned, cut)
+    assert unlearned > 0
+    assert rows.begin.tolist() == [start for start, _, _ in kept]
+    assert rows.size.tolist() == [size for _, size, _ in kept]
+    assert rows.learned(rows.begin, rows.size).tolist() == [learns for _, _, learns in kept]
+
+
 def textbook(sizes: list[int], capacity: int) -> list[int]:
     """Best fit decreasing with a plain search over all bins; the number of bins' contents is what must agree."""
     left: list[int] = []

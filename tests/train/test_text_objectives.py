@@ -105,6 +105,26 @@ def test_both_directions_and_first_numbers_are_means():
     assert loss(Contrastive(dimensions=[3, 8])) == pytest.approx((there + short) / 2, rel=1e-4)
 
 
+def test_ranks_are_among_the_documents_that_may_be_negatives():
+    """Recall and reciprocal rank over all documents that count, by sorting; one of them is a twin of a positive, one is empty."""
+    rng = np.random.default_rng(4)
+    anchors, documents = rng.normal(size=(12, 4)).astype(np.float32), rng.normal(size=(14, 4)).astype(np.float32)
+    keys, there = np.arange(14, dtype=np.uint32), np.arange(14) != 12
+    keys[3] = keys[0]
+    given = (jnp.asarray(anchors), jnp.arange(12, dtype=jnp.uint32), jnp.ones(12, bool))
+    metrics = contrastive_loss(Contrastive(), *given, jnp.asarray(documents), jnp.asarray(keys), jnp.asarray(there)).metrics
+    ranks, others = [], []
+    for i, anchor in enumerate(anchors):
+        against = [cosine(anchor, documents[j]) for j in range(14) if there[j] and keys[j] != keys[i]]
+        ranks.append(sum(one > cosine(anchor, documents[i]) for one in against))
+        others.append(np.mean(against))
+    assert 0 < ranks.count(0) < 12
+    assert float(metrics["recall@1"].value()) == pytest.approx(ranks.count(0) / 12)
+    assert float(metrics["recall@10"].value()) == pytest.approx(sum(rank < 10 for rank in ranks) / 12)
+    assert float(metrics["mrr"].value()) == pytest.approx(np.mean([1 / (1 + rank) for rank in ranks]), rel=1e-5)
+    assert float(metrics["cosine/negative"].value()) == pytest.approx(np.mean(others), abs=1e-5)
+
+
 def test_losses_equal_those_of_sentence_transformers():
     """compute_loss_from_embeddings of MultipleNegativesRankingLoss (both directions by MultipleNegativesSymmetricRankingLoss) and
     CoSENTLoss, sentence-transformers 6.2.0, on these vectors."""

@@ -5,7 +5,6 @@ are left out. Everything from a run is treated as text: it is escaped, and contr
 """
 
 import base64
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from argosy.core.counts import plural
 from argosy.observe.faults import bad_steps, faults_text, row
 from argosy.observe.life import DOWN, LOST, WAITING, Account
-from argosy.observe.metrics import by_step, conversation_text
+from argosy.observe.metrics import by_step
 from argosy.observe.readable import change, count_text, decimals, flops_text, harmless, lasted, sized
+from argosy.observe.report.answers import answers_section
 from argosy.observe.report.charts import Series, bar, chart
 from argosy.observe.report.pieces import code_of, html_table, html_text, legend_of, section_of, swatch_of
 from argosy.observe.report.style import page
@@ -36,8 +36,6 @@ NO_METRICS = ("stderr", "n", "tokens", "truncated", "shots", "seconds", "against
 PYTHON = ("stdlib", "docstrings")
 # The objective whose loss is that of predicting the next token.
 TOKENS = "next_token"
-# Of the answers of a rollout, and the most characters of one.
-BEST, ANSWER = 4, 400
 
 
 @dataclass(frozen=True)
@@ -313,38 +311,7 @@ def _preferences(record: RunRecord) -> str:
 
 
 def _answers(record: RunRecord) -> str:
-    """The best and the worst of the answers that were kept of the last rollout, and of the first."""
-    if not record.answers:
-        return ""
-    # After a kill the rollouts since the last checkpoint are written again with the same answers.
-    answers = {json.dumps(one, sort_keys=True): one for one in record.answers}.values()
-    rollouts = sorted({int(one["rollout"]) for one in answers})
-    tables = [_of_rollout(number, [one for one in answers if one["rollout"] == number]) for number in rollouts]
-    first = f"<details><summary>the first rollout</summary>{tables[0]}</details>" if len(tables) > 1 else ""
-    return section_of("What it answers", tables[-1] + first)
-
-
-def _of_rollout(number: int, answers: Sequence[Mapping[str, Any]]) -> str:
-    ranked = sorted(answers, key=lambda one: -one["advantage"])
-    shown = ranked if len(ranked) <= 2 * BEST else [*ranked[:BEST], *ranked[-BEST:]]
-    names = list(ranked[0]["rewards"])
-    # Of distillation there are answers that nothing compares.
-    rewarded = bool(names) or any(one["advantage"] for one in answers)
-    scores = (lambda one: _scores(one, names)) if rewarded else lambda _: []
-    rows = [(_asked(one["prompt"]), html_text(conversation_text(one)[:ANSWER]), *scores(one)) for one in shown]
-    head = ("prompt", "answer", *names, "advantage") if rewarded else ("prompt", "answer")
-    return f"<h3>rollout {number:,}</h3>{html_table(head, rows, numeric=2)}"
-
-
-def _asked(prompt: Any) -> str:
-    """A prompt in a soft color: a text, or what the last message says."""
-    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
-    return f'<span class="prompt">{html_text(text[:ANSWER])}</span>'
-
-
-def _scores(one: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    values = [one["rewards"].get(name) for name in names]
-    return [*("none" if value is None else f"{value:.3g}" for value in values), f"{one['advantage']:+.2f}"]
+    return answers_section(record.answers)
 
 
 def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:

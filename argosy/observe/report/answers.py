@@ -1,0 +1,46 @@
+"""What a model answers in reinforcement learning and distillation, as a section of a run's page."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from argosy.observe.metrics import conversation_text
+from argosy.observe.report.pieces import html_table, html_text, section_of
+
+# Answers shown at either end, and the most characters of one.
+BEST, ANSWER = 4, 400
+
+
+def answers_section(kept: Sequence[Mapping[str, Any]]) -> str:
+    """The best and the worst of the answers that were kept of the last rollout, and of the first. Empty where none were kept."""
+    if not kept:
+        return ""
+    # After a kill the rollouts since the last checkpoint are written again with the same answers.
+    answers = {json.dumps(one, sort_keys=True): one for one in kept}.values()
+    rollouts = sorted({int(one["rollout"]) for one in answers})
+    tables = [_of_rollout(number, [one for one in answers if one["rollout"] == number]) for number in rollouts]
+    first = f"<details><summary>the first rollout</summary>{tables[0]}</details>" if len(tables) > 1 else ""
+    return section_of("What it answers", tables[-1] + first)
+
+
+def _of_rollout(number: int, answers: Sequence[Mapping[str, Any]]) -> str:
+    ranked = sorted(answers, key=lambda one: -one["advantage"])
+    shown = ranked if len(ranked) <= 2 * BEST else [*ranked[:BEST], *ranked[-BEST:]]
+    names = list(ranked[0]["rewards"])
+    # Of distillation there are answers that nothing compares.
+    rewarded = bool(names) or any(one["advantage"] for one in answers)
+    scores = (lambda one: _scores(one, names)) if rewarded else lambda _: []
+    rows = [(_asked(one["prompt"]), html_text(conversation_text(one)[:ANSWER]), *scores(one)) for one in shown]
+    head = ("prompt", "answer", *names, "advantage") if rewarded else ("prompt", "answer")
+    return f"<h3>rollout {number:,}</h3>{html_table(head, rows, numeric=2)}"
+
+
+def _asked(prompt: Any) -> str:
+    """A prompt in a soft color: a text, or what the last message says."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    return f'<span class="prompt">{html_text(text[:ANSWER])}</span>'
+
+
+def _scores(one: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    values = [one["rewards"].get(name) for name in names]
+    return [*("none" if value is None else f"{value:.3g}" for value in values), f"{one['advantage']:+.2f}"]
