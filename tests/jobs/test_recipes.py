@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from argosy.jobs.plan import PlanSettings, plan
 from argosy.run.settings.compose import compose
 from argosy.run.settings.recipe_files import CONFIGS, about, recipes
 from argosy.run.settings.run import Run
@@ -41,6 +42,23 @@ NAMED: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"optimizer.learning_rate": 2e-4, "adapter.rank": 32, "adapter.alpha": 64, "data.batch": 16, "schedule.final": 0.1},
     ),
 }
+# Of each pre-training recipe: presets, settings of its source, tokens in all, FLOPs by its comment, and the device it names there.
+PRETRAINED: dict[str, tuple[list[str], dict[str, Any], float, float, str]] = {
+    "pretrain-gpt2": (
+        ["gpt2"], {"optimizer.learning_rate": 6e-4, "schedule.final": 0.1, "optimizer.b2": 0.95}, 295e9, 2.4e20, "h100-8"
+    ),
+    "pretrain-tinyllama": (["tinyllama-1.1b"], {"optimizer.learning_rate": 4e-4, "schedule.warmup": 2000}, 3e12, 2.0e22, "v5p-32"),
+    "pretrain-smollm2": (["smollm2-1.7b"], {"optimizer.learning_rate": 5e-4, "schedule.decay": 0.1}, 11e12, 1.2e23, "v5p-128"),
+    "pretrain-olmo2": (
+        ["olmo2-7b", "olmo2-13b", "olmo2-32b"], {"optimizer.learning_rate": 3e-4, "objective.z_loss": 1e-5}, 5e12, 2.2e23, "v5p-128"
+    ),
+    "pretrain-llama2": (
+        ["llama2-7b", "llama2-13b", "llama2-70b"], {"optimizer.learning_rate": 3e-4, "optimizer.eps": 1e-5}, 2e12, 8.6e22, "v5p-128"
+    ),
+    "pretrain-deepseek2": (
+        ["deepseek2-lite-16b"], {"optimizer.learning_rate": 4.2e-4, "model.moe.balance": 0.001}, 5.7e12, 9.4e22, "v5p-256"
+    ),
+}  # fmt: skip
 # With `adapter=lora`: rank, alpha and learning rate.
 ADAPTED = {"sft-llama3.2": (64, 128, 3e-4), "sft-qwen3": (8, 16, 3e-4), "sft-gemma3": (64, 128, 2e-5), "sft-smollm2": (16, 32, 2e-4)}
 
@@ -58,11 +76,33 @@ def test_a_named_model_gets_the_figures_of_the_source(recipe: str):
     for model in models:
         run = composed(recipe, model)
         assert run.model.preset == model
-        for key, value in figures.items():
-            found: Any = run
-            for name in key.split("."):
-                found = found[name] if isinstance(found, dict) else getattr(found, name)
-            assert found == value, key
+        assert_figures(run, figures)
+
+
+def assert_figures(run: Run, figures: dict[str, Any]) -> None:
+    for key, value in figures.items():
+        found: Any = run
+        for name in key.split("."):
+            found = found[name] if isinstance(found, dict) else getattr(found, name)
+        assert found == value, key
+
+
+@pytest.mark.parametrize("recipe", PRETRAINED)
+def test_pretraining_takes_the_tokens_of_its_source_and_fits_where_it_says(recipe: str):
+    models, figures, tokens, flops, device = PRETRAINED[recipe]
+    for model in models:
+        # The first is the recipe's own, with the settings that go with it.
+        words = [] if model == models[0] else [f"model={model}"]
+        run = compose(Run, recipe, [*words, "data.source=FILE.jsonl", "data.tokenizer=byte"]).value
+        assert run.model.preset == model
+        assert_figures(run, figures)
+        assert run.steps * run.data.batch * run.data.sequence == pytest.approx(tokens, rel=0.01)
+    found = plan(recipe, ["data.source=synthetic"], PlanSettings(device=device, compile=False), lambda _: None)
+    assert found["fits"]
+    assert found["flops_per_step"] * run.steps == pytest.approx(flops, rel=0.05)
+    text = (CONFIGS / "recipes" / f"{recipe}.yml").read_text(encoding="utf-8")
+    assert f"device={device}" in text.replace("\n# ", " ")
+    assert f"{flops:.1e}".replace("e+", "e") in text
 
 
 @pytest.mark.parametrize("recipe", [name for name in NAMED if name.startswith(("sft", "dpo"))])
@@ -75,14 +115,15 @@ def test_every_adapter_goes_with_it(recipe: str, kind: str):
     assert composed(recipe, NAMED[recipe][0][0], f"adapter={kind}", "adapter.rank=3").adapter.rank == 3
 
 
-@pytest.mark.parametrize("recipe", NAMED)
+@pytest.mark.parametrize("recipe", [*NAMED, *PRETRAINED])
 def test_every_recipe_names_its_source(recipe: str):
     """The first two lines: what it is, and the public repository or paper that its figures are from."""
     lines = (CONFIGS / "recipes" / f"{recipe}.yml").read_text(encoding="utf-8").splitlines()
     assert about(recipe).endswith("."), recipe
-    assert any(word in lines[1] for word in ("huggingface/", "pytorch/", "google/", "unslothai/", "arXiv:"))
+    owners = ("huggingface/", "pytorch/", "google/", "unslothai/", "karpathy/", "allenai/", "deepseek-ai/")
+    assert any(word in lines[1] for word in (*owners, "arXiv:"))
 
 
 def test_every_recipe_of_a_named_model_is_here():
     """And no other begins as one of these."""
-    assert {name for name in recipes() if "-" in name and name not in ("bench-31m", "two-tower")} == set(NAMED)
+    assert {name for name in recipes() if "-" in name and name not in ("bench-31m", "two-tower")} == {*NAMED, *PRETRAINED}
