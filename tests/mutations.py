@@ -35,7 +35,7 @@ COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
 }  # fmt: skip
-# Of fractions, which are hardly ever equal.
+# Of what is not counted: seconds and bytes are hardly ever equal to a bound.
 NEGATIONS = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}
 OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
@@ -63,8 +63,8 @@ def changed(node: ast.AST) -> ast.AST | None:
     """The node with one small mistake; None where it has none to make."""
     new: ast.AST = copy.copy(node)
     if isinstance(new, ast.Compare) and len(new.ops) == 1 and type(new.ops[0]) in COMPARISONS:
-        has_float = any(isinstance(one, ast.Constant) and isinstance(one.value, float) for one in ast.walk(new))
-        new.ops = [(NEGATIONS if has_float else COMPARISONS).get(type(new.ops[0]), COMPARISONS[type(new.ops[0])])()]
+        kind = type(new.ops[0])
+        new.ops = [(COMPARISONS[kind] if _counts(new) else NEGATIONS.get(kind, COMPARISONS[kind]))()]
     elif isinstance(new, ast.BinOp) and type(new.op) in OPERATORS and not _is_text(new):
         new.op = OPERATORS[type(new.op)]()
     elif isinstance(new, ast.BoolOp):
@@ -80,6 +80,15 @@ def changed(node: ast.AST) -> ast.AST | None:
     else:
         return None
     return new
+
+
+def _counts(node: ast.Compare) -> bool:
+    """Whether it compares a number of things: with a whole number from 1 on, or a length."""
+    return any(
+        (isinstance(side, ast.Constant) and type(side.value) is int and side.value > 0)
+        or (isinstance(side, ast.Call) and isinstance(side.func, ast.Name) and side.func.id == "len")
+        for side in (node.left, *node.comparators)
+    )
 
 
 def _is_message(node: ast.AST) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from argosy.cli import main
 from argosy.core.errors import BadInput
-from argosy.jobs.plan import PlanSettings, figures_from, plan
+from argosy.jobs.plan import PlanSettings, figures_from, plan, plan_reading
 from argosy.observe.hlo.estimate import Prices, price_program
 from argosy.observe.hlo.module import HloModule
 from argosy.run.assembly.assemble import assemble
@@ -263,6 +263,12 @@ def test_a_search_ranks_what_fits_and_writes_the_best(tmp_path: Path):
     assert best["mesh"] == found["mesh"]
     with pytest.raises(BadInput, match="exists"):
         planned("pretrain", *words, device="v5e-8", compile=False, search=True, out=str(out))
+
+
+def test_a_preset_under_an_adapter_stands_for_its_weights():
+    assert plan_reading("sft", ["model=llama3.2-1b", "adapter=lora"]).value.init.weights == "llama3.2-1b"
+    assert plan_reading("sft", ["model=llama3.2-1b"]).value.init.weights is None
+    assert plan_reading("sft", ["model=llama3.2-1b", "adapter=lora", "init.weights=mine"]).value.init.weights == "mine"
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from argosy.models.gemma import GemmaConfig
 from argosy.models.gpt_oss import GptOssConfig
 from argosy.models.qwen import QwenConfig
 from argosy.models.settings import Experts, Llama3Scaling
-from argosy.weights.gguf.metadata import llama3
+from argosy.weights.gguf.metadata import llama3, rotary_share
 from argosy.weights.gguf.reader import READERS
 from argosy.weights.hub.writer import save_folder
 
@@ -269,3 +269,13 @@ def test_every_architecture_is_tested():
         for n in [*LOGITS, *SAME]
     }
     assert {gguf.MODEL_ARCH_NAMES[kind] for kind in kinds} == set(READERS)
+
+
+def test_a_rotary_share_gives_the_number_of_its_features_again():
+    """As readers of GGUF files compute it: the share of the head, cut to a whole number."""
+    for total in range(1, 257):
+        for part in range(1, total + 1):
+            share = rotary_share(part, total)
+            assert int(total * share) == part
+            assert share == pytest.approx(part / total, rel=1e-15)
+    assert rotary_share(32, 128) == 0.25
