@@ -82,8 +82,8 @@ def compile_evaluation(assembly: Assembly) -> Any:
 
 
 class BucketPrograms:
-    """The compiled programs of batches of several sizes, called like one. That of the largest bucket, which needs the most memory, is
-    compiled at once, and every other one before its bucket's first batch.
+    """The compiled programs of batches of several sizes, called like one. The program of the largest bucket, which needs the most
+    memory, is compiled at once, and every other one before its bucket's first batch.
 
     Args:
         buckets: the sizes of each bucket, by the letters of their fields; the largest is first.
