@@ -1,4 +1,4 @@
-"""`argosy generate MODEL PROMPT image=FILE`: draws images and writes them to files."""
+"""`argosy generate MODEL PROMPT image=FILE`: draws images, or with `frames` videos, and writes them to files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +11,13 @@ from argosy.core.settings import Settings
 from argosy.jobs.image_models import parsed_size
 
 KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+ANIMATIONS = {".webp": "webp", ".gif": "gif", ".png": "png"}
+# Frames of a second that Wan was trained on.
+RATE = 16.0
 
 
 class GenerateImages(Settings):
-    """Images of a prompt."""
+    """Images of a prompt, or videos."""
 
     elsewhere: ClassVar = {
         "max_tokens": "this model draws images",
@@ -22,10 +25,12 @@ class GenerateImages(Settings):
         "num_inference_steps": "did you mean `steps`?",
         "guidance_scale": "did you mean `guidance`?",
         "negative_prompt": "did you mean `negative`?",
+        "num_frames": "did you mean `frames`?",
     }
 
     image: str
-    """File to write: .png, or .jpg or .webp with the extra `images`. With several images, their numbers are put before the ending."""
+    """File to write: .png, or .jpg or .webp with the extra `images`. With several images, their numbers are put before the ending. With
+    `frames` an animated .webp, .gif or .png, with that extra, or a folder for a PNG file of each frame."""
     steps: int | None = Field(None, gt=0)
     """Steps of the sampler. None: the default of the model's kind."""
     guidance: float | None = Field(None, ge=0)
@@ -36,8 +41,12 @@ class GenerateImages(Settings):
     """Random seed of the noise. Image i depends on the seed and i alone."""
     size: int | str | None = None
     """Pixels as WIDTHxHEIGHT, such as 768x512, or one number for both. None: those that the model was made for."""
+    frames: int | None = Field(None, gt=0)
+    """Frames of a video, for models that draw videos: of Wan a multiple of 4, and one more. None: an image."""
+    fps: float | None = Field(None, gt=0, le=100)
+    """Frames that an animated file shows in a second. None: 16."""
     n: int = Field(1, gt=0)
-    """Number of images."""
+    """Number of images, or of videos."""
     step_cache: float | None = Field(None, gt=0)
     """Reuses what the layers after the first changed, until the change of the first one has moved by more than this share of it; 0.05
     to 0.2 are usual. None: all layers run in every step."""
@@ -56,20 +65,16 @@ class GenerateImages(Settings):
 def generate_images(
     model: str, prompt: str, settings: GenerateImages, say: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Draws images and writes their files. Returns, for each, its file, seed and number.
+    """Draws images or videos and writes their files. Returns, for each, its file or folder, seed, number and size.
 
     Raises:
-        BadInput: the model draws no images, the file has an unknown ending or its folder is missing, or a number does not fit.
+        BadInput: the model draws no images, or no videos; the file has an unknown ending or its folder is missing; or a number does not
+            fit.
     """
-    target = Path(settings.image)
-    if target.suffix.lower() not in KINDS:
-        raise BadInput(f"image={settings.image}: files end in {', '.join(KINDS)}", hint=f"image={target.with_suffix('.png')}")
-    if not target.parent.is_dir():
-        raise BadInput(f"image={settings.image}: there is no folder {target.parent}", hint=f"mkdir -p {target.parent}")
+    target = _target(settings)
     size = parsed_size(settings.size)
     source = None if settings.source is None else _source(settings.source)
-    from argosy.core.formats.files import of_bytes, write_file
-    from argosy.core.formats.image_files import image_file, resized
+    from argosy.core.formats.image_files import resized
     from argosy.infer.denoise.pipeline import ImagePipeline
     from argosy.infer.denoise.step_cache import CacheReport
     from argosy.jobs.api import load
@@ -86,22 +91,80 @@ def generate_images(
 
     pipe.say = say
     more: dict[str, Any] = {}
+    if settings.frames is not None:
+        pipe.checked_frames(settings.frames)
+        more = {"frames": settings.frames, "batch": 1}
+    elif pipe.defaults.frames is not None:
+        say(f"an image: this model draws videos too, frames={pipe.defaults.frames}")
     if source is not None:
         size = pipe.checked_size(size)
         more = {"image": resized(source, *size)[None], "strength": settings.strength}
     drawing: dict[str, Any] = settings.model_dump(include={"steps", "guidance", "negative", "seed", "n", "step_cache", "compare"})
     reports: list[CacheReport] = []
     images = pipe.images(prompt, size=size, **drawing, **more, progress=progress, report=reports.append)
-    kind: Any = KINDS[target.suffix.lower()]
     written = []
-    for i, image in enumerate(images):
-        file = target if settings.n == 1 else target.with_stem(f"{target.stem}-{i}")
-        write_file(file, of_bytes(file.name, image_file(image, kind)))
-        written.append({"file": str(file), "seed": settings.seed, "number": i, "height": image.shape[0], "width": image.shape[1]})
+    for i, (file, image) in enumerate(zip(_files(target, settings), images, strict=True)):
+        (_write_image if settings.frames is None else _write_video)(file, image, settings)
+        about = {"file": str(file), "seed": settings.seed, "number": i, "height": image.shape[-3], "width": image.shape[-2]}
+        written.append(about if settings.frames is None else about | {"frames": settings.frames})
         for report in reports:
             cached = {"evaluations": report.evaluations, "reused": report.reused}
             written[-1]["step_cache"] = cached | ({"error": report.errors[i]} if report.errors else {})
     return written
+
+
+def _target(settings: GenerateImages) -> Path:
+    """The file or folder to write.
+
+    Raises:
+        BadInput: as `generate_images`; or a folder that is not empty, or a package that is missing.
+    """
+    target, kinds = Path(settings.image), KINDS if settings.frames is None else ANIMATIONS
+    is_folder = settings.frames is not None and (not target.suffix or settings.image.endswith(("/", "\\")))
+    if not is_folder and target.suffix.lower() not in kinds:
+        what = f"image={settings.image}: files {'' if settings.frames is None else 'of videos '}end in {', '.join(kinds)}"
+        raise BadInput(what, hint=f"image={target.with_suffix(next(iter(kinds)))}")
+    if not target.parent.is_dir():
+        raise BadInput(f"image={settings.image}: there is no folder {target.parent}", hint=f"mkdir -p {target.parent}")
+    if settings.fps is not None and (settings.frames is None or is_folder):
+        raise BadInput(f"fps={settings.fps:g}: only animated files have a rate", hint="frames=17 image=out.webp, or leave out `fps`")
+    if settings.frames is not None and settings.source is not None:
+        raise BadInput("source=: a video begins from noise alone", hint="leave out `source` or `frames`")
+    for file in _files(target, settings) if is_folder else ():
+        if file.exists() and (not file.is_dir() or any(file.iterdir())):
+            raise BadInput(f"{file} is there already", hint="name a new folder; nothing is ever overwritten")
+    if settings.frames is not None and not is_folder:
+        from argosy.core.formats.image_files import pillow
+
+        pillow()
+    return target
+
+
+def _files(target: Path, settings: GenerateImages) -> list[Path]:
+    """The file, or the folder, of each image or video."""
+    return [target] if settings.n == 1 else [target.with_stem(f"{target.stem}-{i}") for i in range(settings.n)]
+
+
+def _write_image(file: Path, image: Any, settings: GenerateImages) -> None:
+    from argosy.core.formats.files import of_bytes, write_file
+    from argosy.core.formats.image_files import image_file
+
+    kind: Any = KINDS[file.suffix.lower()]
+    write_file(file, of_bytes(file.name, image_file(image, kind)))
+
+
+def _write_video(file: Path, video: Any, settings: GenerateImages) -> None:
+    """An animated file, or a folder of frames."""
+    from argosy.core.formats.files import of_bytes, write_file
+    from argosy.core.formats.image_files import animation_file, image_file
+
+    if file.suffix and not settings.image.endswith(("/", "\\")):
+        kind: Any = ANIMATIONS[file.suffix.lower()]
+        write_file(file, of_bytes(file.name, animation_file(video, kind, settings.fps or RATE)))
+        return
+    file.mkdir(exist_ok=True)
+    for i, frame in enumerate(video):
+        write_file(file / f"{i:04}.png", of_bytes(f"{i:04}.png", image_file(frame)))
 
 
 def _source(name: str) -> Any:

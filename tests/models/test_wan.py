@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import relative
 
+from argosy.infer.denoise.step_cache import cached_prediction, fresh_memory
 from argosy.models.diffusion.base import Conditions
 from argosy.models.diffusion.wan import WanConfig
 from argosy.models.parts.stack import Scan
@@ -37,6 +38,18 @@ def test_an_image_is_a_video_of_one_frame_and_frames_see_each_other():
     assert relative(other[:, 0], whole[:, 0]) > 1e-4
     # Frames have places: turned around, they do not give the same turned around.
     assert relative(model(latents[:, ::-1], *rest)[:, ::-1], whole) > 1e-4
+
+
+def test_steps_of_a_video_are_cached():
+    """At a threshold that nothing exceeds, the layers after the first run once."""
+    model = noisy(WanConfig.examples()["plain"])
+    latents, times, conditions = video(3)
+    memory = fresh_memory(model, latents, times, conditions, 1e6)
+    first, memory = cached_prediction(model, latents, times, conditions, memory)
+    assert relative(first, model(latents, times, conditions)) < 2e-5
+    other, memory = cached_prediction(model, latents, times - 10, conditions, memory)
+    assert (other.shape, int(memory.runs)) == (latents.shape, 1)
+    assert 1e-6 < relative(other, model(latents, times - 10, conditions)) < 1
 
 
 def test_a_video_that_is_split_over_devices_is_the_same():

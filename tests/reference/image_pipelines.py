@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from image_models import CLIP, FLUX, FLUX2, FLUX2_VAE, SD, SD3, T5, UNET, VAE, XL, Z_IMAGE
+from image_models import CLIP, FLUX, FLUX2, FLUX2_VAE, SD, SD3, T5, UNET, VAE, WAN, WAN_VAE, XL, Z_IMAGE
 from safetensors.torch import save_file
 from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
@@ -20,6 +20,8 @@ LATENTS = (2, 4, 12, 8)
 THRESHOLD = 0.9
 # Those of Flux.2.
 PACKED = (2, 16, 12, 8)
+# Those of Wan: two frames of latents, of five frames.
+FRAMES = (2, 4, 2, 4, 2)
 WORDS = "a red fox in the snow nothing of it is here to be seen".split()  # noqa: SIM905
 
 
@@ -141,6 +143,15 @@ PIPELINES: dict[str, tuple[str, dict, dict[str, tuple[str, dict]]]] = {
             "text_encoder": ("Qwen3Model", QWEN3),
         },
     ),
+    "pipeline-wan": (
+        "WanPipeline",
+        {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
+        {
+            "transformer": ("WanTransformer3DModel", WAN | {"text_dim": 30, "num_layers": 1}),
+            "vae": ("AutoencoderKLWan", WAN_VAE),
+            "text_encoder": ("UMT5EncoderModel", T5 | {"num_layers": 2}),
+        },
+    ),
     "pipeline-sd": (
         "StableDiffusionPipeline",
         BETAS | {"skip_prk_steps": True, "set_alpha_to_one": False, "steps_offset": 1},
@@ -161,7 +172,7 @@ PIPELINES: dict[str, tuple[str, dict, dict[str, tuple[str, dict]]]] = {
         },
     ),
 }  # fmt: skip
-SCHEDULERS = {"pipeline-sd": "PNDMScheduler", "pipeline-sdxl": "EulerDiscreteScheduler"}
+SCHEDULERS = {"pipeline-sd": "PNDMScheduler", "pipeline-sdxl": "EulerDiscreteScheduler", "pipeline-wan": "UniPCMultistepScheduler"}
 # Parts that a pipeline is made without.
 WITHOUT: dict[str, dict[str, None]] = {
     "pipeline-sd3": {"image_encoder": None, "feature_extractor": None},
@@ -178,6 +189,10 @@ def write_tokenizers(name: str, folder: Path) -> dict[str, Any]:
             return {"tokenizer": first}
         made = {"tokenizer": first, "tokenizer_2": t5_tokenizer()}
         made["tokenizer_2"].save_pretrained(folder / "tokenizer_2")
+        return made
+    if name == "pipeline-wan":
+        made = {"tokenizer": t5_tokenizer()}
+        made["tokenizer"].save_pretrained(folder / "tokenizer")
         return made
     if name in ("pipeline-z-image", "pipeline-flux2"):
         made = {"tokenizer": qwen_tokenizer()}
@@ -216,6 +231,12 @@ def images_of(pipe: Any, name: str) -> dict[str, np.ndarray]:
             plain = pipe(list(PROMPTS), latents=given, guidance_scale=0.0, **more).images
             return {"latents": latents, "out_images": free, "out_plain": plain}
         negative = ["snow", "a fox"]
+        if name == "pipeline-wan":
+            given = torch.from_numpy(latents := np.random.default_rng(7).standard_normal(FRAMES).astype(np.float32))
+            more |= {"height": FRAMES[3] * 8, "width": FRAMES[4] * 8}
+            videos = pipe(PROMPTS, negative_prompt=negative, latents=given, num_frames=5, guidance_scale=4.0, **more).frames
+            plain = pipe(PROMPTS, latents=given, num_frames=5, guidance_scale=1.0, **more).frames
+            return {"latents": latents, "out_videos": videos, "out_plain": plain}
         guided = pipe(PROMPTS, negative_prompt=negative, latents=given, guidance_scale=4.0, **more).images
         return {"latents": latents, "out_images": guided, "out_plain": pipe(PROMPTS, latents=given, guidance_scale=1.0, **more).images}
 

@@ -30,7 +30,7 @@ CAPTIONS = ["a red fox", "nothing of it", "snow"]
 def pipelines(tmp_path_factory) -> Path:
     """Tiny pipelines of diffusers with random weights."""
     root = tmp_path_factory.mktemp("pipelines")
-    for name in ("flux", "flux2", "sd3", "z-image", "sd"):
+    for name in ("flux", "flux2", "sd3", "z-image", "wan", "sd"):
         write_pipeline(GOLDENS / f"pipeline-{name}", root / name)
     return root
 
@@ -148,6 +148,7 @@ def test_another_text_encoder_is_another_cache(pipelines, pictures, tmp_path):
     ("sd3", "transformer", "transformer_blocks.0.ff.net.2"),
     ("flux2", "transformer", "transformer_blocks.0.ff.linear_out"),
     ("z-image", "transformer", "layers.0.feed_forward.w2"),
+    ("wan", "transformer", "blocks.0.attn2.to_v"),
     ("sd", "unet", "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"),
 ])  # fmt: skip
 def test_adapters_of_captions_train_and_draw_what_their_file_draws(pipelines, pictures, tmp_path, kind, part, module):

@@ -1,4 +1,4 @@
-"""Image files to arrays and back, by Pillow (the extra `images`); PNG files are written without it."""
+"""Image files to arrays and back, and videos to animated files, by Pillow (the extra `images`); PNG images are written without it."""
 
 import io
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 ImageFormat = Literal["png", "jpeg", "webp"]
+AnimationFormat = Literal["png", "webp", "gif"]
 # Pillow's own bound against files that are small and decode to gigabytes.
 MOST_PIXELS = 89_478_485
 
@@ -81,4 +82,22 @@ def image_file(image: "np.ndarray", kind: ImageFormat = "png", quality: int = 95
         return png_bytes(image)
     file = io.BytesIO()
     pillow().fromarray(image).save(file, kind.upper(), quality=quality)
+    return file.getvalue()
+
+
+def animation_file(frames: "np.ndarray", kind: AnimationFormat, rate: float, quality: int = 95) -> bytes:
+    """The file of a video [F H W 3] uint8, which is shown again and again. Frames that are equal are stored as one that is shown for
+    longer. Times are whole milliseconds; in GIF files, of 256 colors, hundredths of a second.
+
+    Args:
+        rate: frames of a second.
+        quality: of WebP, in percent.
+
+    Raises:
+        BadInput: Pillow is not installed.
+    """
+    first, *others = [pillow().fromarray(frame) for frame in frames]
+    file = io.BytesIO()
+    more = {"quality": quality} if kind == "webp" else {}
+    first.save(file, kind.upper(), save_all=True, append_images=others, duration=round(1000 / rate), loop=0, **more)
     return file.getvalue()

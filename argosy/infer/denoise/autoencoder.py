@@ -32,23 +32,28 @@ class ImageAutoencoder:
         """An image is so many times as high and wide as its latents."""
         return self.config.factor
 
-    def encode(self, images: Float[Any, "B H W c"]) -> Float[np.ndarray, "B h w C"]:
-        """What denoisers read of images in 0..1; the mean, where the encoder gives a distribution.
+    def encode(self, images: Float[Any, "B *F H W c"]) -> Float[np.ndarray, "B *G h w C"]:
+        """What denoisers read of images, or of videos where it reads them, in 0..1; the mean, where the encoder gives a distribution.
 
         Raises:
-            BadInput: the images' sides are no multiples of `factor`, or they have other channels.
+            BadInput: the images' sides are no multiples of `factor`, or they have other channels, or a number of frames does not fit.
             ArgosyError: the latents are not finite.
         """
         shape = np.shape(images)
-        if len(shape) != 4 or shape[-1] != self.config.channels or shape[1] % self.factor or shape[2] % self.factor:
-            wanted = f"[B H W {self.config.channels}] with sides that are multiples of {self.factor}"
+        pace = self.config.frame_factor
+        if len(shape) == 5 and pace:
+            latent_frames(shape[1], pace)
+        elif len(shape) != 4:
+            raise BadInput(f"images of {list(shape)}: this autoencoder reads [B H W {self.config.channels}]")
+        if shape[-1] != self.config.channels or shape[-3] % self.factor or shape[-2] % self.factor:
+            wanted = f"{self.config.channels} channels, and sides that are multiples of {self.factor}"
             raise BadInput(f"images of {list(shape)}: this autoencoder reads {wanted}")
         latents = np.asarray(_encoder(self._graph)(self._leaves, jnp.asarray(images, jnp.float32) * 2 - 1))
         check_finite("the autoencoder's encoder", latents)
         return latents
 
-    def decode(self, latents: Float[Any, "B h w C"]) -> Float[np.ndarray, "B H W c"]:
-        """Images in 0..1.
+    def decode(self, latents: Float[Any, "B *G h w C"]) -> Float[np.ndarray, "B *F H W c"]:
+        """Images, or videos, in 0..1.
 
         Raises:
             ArgosyError: they are not finite.
@@ -56,6 +61,22 @@ class ImageAutoencoder:
         images = np.asarray(_decoder(self._graph)(self._leaves, jnp.asarray(latents)), np.float32)
         check_finite("the autoencoder's decoder", images)
         return np.clip(images / 2 + 0.5, 0, 1)
+
+
+def latent_frames(frames: int, pace: int) -> int:
+    """Frames of latents of a video.
+
+    Args:
+        pace: frames that a frame of latents after the first one stands for (`AutoencoderConfig.frame_factor`).
+
+    Raises:
+        BadInput: no latents have so many frames.
+    """
+    if frames < 1 or (frames - 1) % pace:
+        lower = max(0, frames - 1) // pace * pace + 1
+        near = f"frames={lower}" if frames < 1 else f"frames={lower} or frames={lower + pace}"
+        raise BadInput(f"frames = {frames}: videos of this model have a multiple of {pace}, and one more", hint=near)
+    return 1 + (frames - 1) // pace
 
 
 @lru_cache(maxsize=8)

@@ -25,7 +25,7 @@ from argosy.data.tokenizers.load import load_tokenizer
 from argosy.infer.denoise.chat_prompts import ChatReader, Flux2Prompts, ZImagePrompts
 from argosy.infer.denoise.hub import sampler_of, scheduler_config
 from argosy.infer.denoise.pipeline import ImageDefaults, ImagePipeline, PromptEncoder
-from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts
+from argosy.infer.denoise.prompts import FluxPrompts, PromptReader, SD3Prompts, SDPrompts, SDXLPrompts, WanPrompts
 from argosy.infer.denoise.settings import SamplerSettings
 from argosy.models.diffusion.noise import EDMNoise, FlowNoise
 from argosy.weights.build import LoadedModel, as_dtype, load_model
@@ -124,6 +124,15 @@ def flux2_pipeline(parts: PipelineParts) -> ImagePipeline:
     return ImagePipeline(denoiser, Flux2Prompts(reader), sampler, defaults, vae, say=parts.say)
 
 
+def wan_pipeline(parts: PipelineParts) -> ImagePipeline:
+    """Wan 2.1: videos, or images, which are videos of one frame."""
+    if parts.index.get("expand_timesteps"):
+        raise BadInput(f"{INDEX}: expand_timesteps, of Wan 2.2, is not built", where=str(parts.path), hint="Wan 2.1 is")
+    denoiser, vae = parts.denoiser, parts.models["vae"].module
+    prompts = WanPrompts(parts.reader(1, denoiser.config.text_tokens))
+    return ImagePipeline(denoiser, prompts, parts.sampler, ImageDefaults(50, 5.0, (480, 832), 81), vae, say=parts.say)
+
+
 def sd_pipeline(parts: PipelineParts) -> ImagePipeline:
     """Stable Diffusion 1 and 2."""
     return _unet_pipeline(parts, SDPrompts(parts.reader(1)), 7.5)
@@ -166,6 +175,7 @@ KINDS = {
     ),
     "Flux2KleinPipeline": PipelineKind(("transformer", "vae", "text_encoder"), flux2_pipeline),
     "ZImagePipeline": PipelineKind(("transformer", "vae", "text_encoder"), z_image_pipeline),
+    "WanPipeline": PipelineKind(("transformer", "vae", "text_encoder"), wan_pipeline),
 }
 # Parts that no picture is drawn with here: inputs of image prompts, and checks of what was drawn.
 UNUSED = ("feature_extractor", "image_encoder", "safety_checker")

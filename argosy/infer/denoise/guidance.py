@@ -32,18 +32,18 @@ class Guidance(Settings):
 
     def apply(
         self,
-        conditioned: Float[Array, "B H W C"],
-        unconditioned: Float[Array, "B H W C"],
+        conditioned: Float[Array, "B *F H W C"],
+        unconditioned: Float[Array, "B *F H W C"],
         scale: Float[Array, "B"],
         timestep: Float[Array, ""],
-    ) -> Float[Array, "B H W C"]:
+    ) -> Float[Array, "B *F H W C"]:
         """The guided prediction; an image with scale 1 gets `conditioned`."""
-        axes = (1, 2, 3)
+        axes = tuple(range(1, conditioned.ndim))
         base = unconditioned
         if self.zero_star:
             along = jnp.sum(conditioned * unconditioned, axes, keepdims=True)
             base = base * along / (jnp.sum(unconditioned * unconditioned, axes, keepdims=True) + 1e-8)
-        by = scale[:, None, None, None]
+        by = jnp.expand_dims(scale, axes)
         guided = base + by * (conditioned - base)
         if self.rescale:
             matched = guided * jnp.std(conditioned, axes, keepdims=True) / jnp.std(guided, axes, keepdims=True)

@@ -1,4 +1,4 @@
-"""`ImagePipeline`: images from prompts, `argosy.load(folder).images(prompts)`.
+"""`ImagePipeline`: images and videos from prompts, `argosy.load(folder).images(prompts)`.
 
     prompts -> conditions -> latents by the sampler's plan -> images        each stage is checked for numbers that are not finite
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.denoise.autoencoder import ImageAutoencoder
+from argosy.infer.denoise.autoencoder import ImageAutoencoder, latent_frames
 from argosy.infer.denoise.finite import check_finite
 from argosy.infer.denoise.guidance import Guidance
 from argosy.infer.denoise.plan import SamplingPlan
@@ -48,11 +48,13 @@ class ImageDefaults:
     steps: of the sampler.
     guidance: its scale; 1 for none.
     size: height and width in pixels.
+    frames: of the videos that the model was made for; None: it draws images alone.
     """
 
     steps: int
     guidance: float
     size: tuple[int, int]
+    frames: int | None = None
 
 
 class ImagePipeline:
@@ -107,6 +109,13 @@ class ImagePipeline:
         """An image is so many times as high and wide as its latents."""
         return 1 if self.autoencoder is None else self.autoencoder.config.factor
 
+    @property
+    def frame_factor(self) -> int:
+        """A video has so many times the frames of its latents, not counting the first; 0: the model draws images alone."""
+        if not self.config.draws_videos:
+            return 0
+        return 1 if self.autoencoder is None else self.autoencoder.config.frame_factor
+
     def images(
         self,
         prompts: str | Sequence[str],
@@ -116,6 +125,7 @@ class ImagePipeline:
         negative: str | Sequence[str] | None = None,
         seed: int | Sequence[int] = 0,
         size: int | tuple[int, int] | None = None,
+        frames: int | None = None,
         n: int = 1,
         latents: Any = None,
         image: Any = None,
@@ -129,7 +139,7 @@ class ImagePipeline:
         batch: int = 8,
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
-        """Draws `n` images of each prompt, [N H W 3]: those of the first prompt first.
+        """Draws `n` images of each prompt, [N H W 3], or with `frames` videos, [N F H W 3]: those of the first prompt first.
 
         Args:
             steps: of the sampler; more are slower and finer.
@@ -137,7 +147,8 @@ class ImagePipeline:
             negative: what images are led away from; one for all, or one for each prompt.
             seed: of the noise, one for all prompts or one for each. Image i of a prompt depends on the seed and i alone.
             size: height and width in pixels.
-            latents: the first noise as diffusers shapes it, [N C H W]; with it, images are those of diffusers.
+            frames: of videos, for models that draw them: in Wan a multiple of 4, and one more. None: images.
+            latents: the first noise as diffusers shapes it, [N C H W], of videos [N C F H W]; with it, images are those of diffusers.
             image: images to begin from (image to image), [N H W 3] uint8, or floats in 0..1.
             mask: [N H W] 1 where `image` is drawn anew, 0 where it stays (inpainting).
             strength: the share of the steps that an image goes through; at 1 nothing of it is left.
@@ -169,10 +180,15 @@ class ImagePipeline:
         how, cached = sampler or self.sampler, CacheReport()
         height, width = self.checked_size(size)
         shape = (height // self.factor, width // self.factor, self.config.channels)
+        if frames is not None:
+            if image is not None:
+                raise BadInput("a video begins from noise alone: `image` is for images", hint="leave out `image` or `frames`")
+            shape = (self.checked_frames(frames), *shape)
         rows = [(p, i) for p in range(len(texts)) for i in range(n)]
         noise = None if latents is None else self._given_noise(latents, len(rows), shape)
         begun, fixed = self.encode_given(image, mask, len(rows), (height, width))
-        plan = self.plan(how, self.defaults.steps if steps is None else steps, (height, width), 1.0 if image is None else strength)
+        steps = self.defaults.steps if steps is None else steps
+        plan = self.plan(how, steps, (height, width), 1.0 if image is None else strength, 1 if frames is None else shape[0])
         scale = self.defaults.guidance if guidance is None else guidance
         found = []
         for at in range(0, len(rows), batch):
@@ -211,8 +227,20 @@ class ImagePipeline:
             )
         return height, width
 
-    def plan(self, sampler: SamplerSettings, steps: int, size: tuple[int, int], strength: float = 1.0) -> SamplingPlan:
-        """The sampler's plan for an image of this size in pixels.
+    def checked_frames(self, frames: int) -> int:
+        """Frames of latents of a video of so many frames.
+
+        Raises:
+            BadInput: the model draws images alone, or no latents have so many frames.
+        """
+        if not self.frame_factor:
+            raise BadInput(f"frames = {frames}: this model draws images alone", hint="leave out `frames`")
+        return latent_frames(frames, self.frame_factor)
+
+    def plan(
+        self, sampler: SamplerSettings, steps: int, size: tuple[int, int], strength: float = 1.0, frames: int = 1
+    ) -> SamplingPlan:
+        """The sampler's plan for an image of this size in pixels, or for a video of so many frames of latents.
 
         Raises:
             BadInput: the sampler does not fit the model, or these steps.
@@ -226,7 +254,7 @@ class ImagePipeline:
         if steps < 1:
             raise BadInput(f"steps = {steps}: at least 1")
         multiple = self.factor * self.config.size_multiple
-        positions = (size[0] // multiple) * (size[1] // multiple)
+        positions = frames * (size[0] // multiple) * (size[1] // multiple)
         return SAMPLERS[sampler.name](sampler, steps, positions=positions, strength=strength)
 
     def conditions(
@@ -303,7 +331,7 @@ class ImagePipeline:
         return SamplingRun(self._graph, self._leaves, padded_drawing(drawing), self.guidance, self.say)
 
     def decode(self, latents: Any) -> np.ndarray:
-        """Images [B H W 3] in 0..1 of latents [B H W C].
+        """Images [B H W 3] in 0..1 of latents [B H W C], or videos of latents with frames.
 
         Raises:
             ArgosyError: the images are not finite.
@@ -334,12 +362,12 @@ class ImagePipeline:
         images = images.mean(-1, keepdims=True) if channels == 1 else images
         return images * 2 - 1 if self._autoencoder is None else self._autoencoder.encode(images)
 
-    def _given_noise(self, latents: Any, count: int, shape: tuple[int, int, int]) -> np.ndarray:
+    def _given_noise(self, latents: Any, count: int, shape: tuple[int, ...]) -> np.ndarray:
         given = np.asarray(latents, np.float32)
-        height, width, channels = shape
-        if given.shape != (count, channels, height, width):
-            raise BadInput(f"latents of {list(given.shape)}: [N C H W] is {[count, channels, height, width]} here")
-        return given.transpose(0, 2, 3, 1)
+        wanted = (count, shape[-1], *shape[:-1])
+        if given.shape != wanted:
+            raise BadInput(f"latents of {list(given.shape)}: [N C {'F ' * (len(shape) - 3)}H W] is {list(wanted)} here")
+        return np.moveaxis(given, 1, -1)
 
     def encode_given(self, image: Any, mask: Any, count: int, size: tuple[int, int]) -> tuple[Any, Any]:
         """Latents [count h w C] of images to begin from and the mask [count h w 1] over them, of arguments of `images`.

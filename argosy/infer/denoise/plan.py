@@ -103,7 +103,7 @@ def plan_of(
 class SamplerState(NamedTuple):
     """Between two evaluations.
 
-    x: the sample [B H W C].
+    x: the sample [B H W C], of videos [B F H W C]; so are the others.
     last: an earlier one that the sampler kept [B H W C].
     predicted: what was predicted last [B H W C]: the image, or with pndm the noise.
     past: earlier predictions, the newest first [K - 4 B H W C].
@@ -121,7 +121,9 @@ class SamplerState(NamedTuple):
 Predict = Callable[..., Any]
 
 
-def initial_state(plan: SamplingPlan, noise: Float[Array, "B H W C"], image: Float[Array, "B H W C"] | None = None) -> SamplerState:
+def initial_state(
+    plan: SamplingPlan, noise: Float[Array, "B *F H W C"], image: Float[Array, "B *F H W C"] | None = None
+) -> SamplerState:
     """The first state, from noise alone, or from an image with the noise of the plan's first level on it."""
     x = noise * plan.scale[0] if image is None else plan.begin[0] * image + plan.begin[1] * noise
     past = plan.move.shape[-1] - NEW - 1
@@ -174,7 +176,7 @@ def sample(
     keys: Array | None = None,
     fixed: "FixedParts | None" = None,
     evaluations: Any = None,
-) -> Float[Array, "B H W C"]:
+) -> Float[Array, "B *F H W C"]:
     """The result of a whole plan, as one loop of the compiled program. Arguments are those of `last_state`."""
     return last_state(predict, plan, state, keys, fixed, evaluations).x * plan.scale[1]
 

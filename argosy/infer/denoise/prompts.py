@@ -3,12 +3,14 @@
     Flux       text: T5's states                                    pooled: CLIP's vector of the text
     SD         text: CLIP's states (XL: those of both CLIPs before the last layer, and the second one's vector)
     SD3        text: CLIP's states before the last layer, side by side, then T5's below them       pooled: both vectors of CLIP
-    others     text: states of any encoder                      pooled: their mean
+    Wan        text: UMT5's states, zeros for padding
+    others     text: states of any encoder, zeros for padding   pooled: their mean
 
-Texts are padded to one length, and padding is read like words: so these models were trained; but for the others, which leave it out. A
-longer text loses its end, which is said.
+Texts are padded to one length, and padding is read like words: so these models were trained; but for Wan and the others, whose encoders
+leave it out. A longer text loses its end, which is said.
 """
 
+import html
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -185,6 +187,25 @@ class TextPrompts:
         mask = states["mask"].astype(jnp.float32)[..., None]
         text = _float32(states["hidden"]) * mask
         return Conditions(text=text, pooled=text.sum(1) / jnp.maximum(mask.sum(1), 1))
+
+    def null(self, count: int) -> Conditions:
+        return self.encode([""] * count)
+
+
+class WanPrompts:
+    """Prompts of Wan: the states of UMT5, zeros for padding, which the denoiser reads. As its pipeline does, names of characters
+    (`&amp;`) become the characters, and white space one blank; what `ftfy` mends there is left as it is.
+
+    Args:
+        t5: the encoder.
+    """
+
+    def __init__(self, t5: PromptReader):
+        self.t5 = t5
+
+    def encode(self, texts: Sequence[str]) -> Conditions:
+        states = self.t5.states([" ".join(html.unescape(html.unescape(text)).split()) for text in texts], masked=True)
+        return Conditions(text=_float32(states["hidden"]) * states["mask"].astype(jnp.float32)[..., None])
 
     def null(self, count: int) -> Conditions:
         return self.encode([""] * count)

@@ -41,7 +41,7 @@ class Drawing:
     seeds: of each image, and its number among those of its prompt.
     scale: [B] of guidance.
     conditions, null: of the prompts, and of what guidance leads away from (None: no guidance).
-    shape: height, width and channels of the latents.
+    shape: height, width and channels of the latents; of videos, their frames before them.
     image, mask: to begin from, [B H W C] latents, and where they may change [B H W 1] (None: everywhere).
     noise: [B H W C] the first noise, in place of that of the seeds.
     cache_threshold: of step caching (None: none).
@@ -52,7 +52,7 @@ class Drawing:
     scale: Any
     conditions: Conditions
     null: Conditions | None
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     image: Any = None
     mask: Any = None
     noise: Any = None
@@ -178,8 +178,8 @@ def _programs(graph: Any, guidance: Guidance, guided: bool) -> _Programs:
 
 
 @partial(jax.jit, static_argnums=1)
-def first_noise(keys: Key[Array, "B"], shape: tuple[int, int, int]) -> Float[Array, "B H W C"]:
-    """The noise that images begin from, [H W C] each from its own key."""
+def first_noise(keys: Key[Array, "B"], shape: tuple[int, ...]) -> Float[Array, "B *F H W C"]:
+    """The noise that images or videos begin from, each from its own key."""
     return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
 
 

@@ -61,10 +61,11 @@ class CacheReport:
         self.reused += evaluations - layer_runs
 
     def compare(self, latents: Any, full: Any) -> None:
-        """Adds the errors of a batch: latents [B H W C] against those of the full drawing."""
+        """Adds the errors of a batch: latents [B H W C], or of videos, against those of the full drawing."""
         latents, full = (np.asarray(a, np.float64) for a in (latents, full))
-        size = np.sqrt(np.mean(full**2, (1, 2, 3)))
-        self.errors += [float(e) for e in np.sqrt(np.mean((latents - full) ** 2, (1, 2, 3))) / size]
+        axes = tuple(range(1, full.ndim))
+        size = np.sqrt(np.mean(full**2, axes))
+        self.errors += [float(e) for e in np.sqrt(np.mean((latents - full) ** 2, axes)) / size]
 
 
 def check_step_cache(module: Any, threshold: float) -> None:
@@ -90,8 +91,8 @@ def fresh_memory(model: LayeredDenoiser, x: Array, times: Array, conditions: Con
 
 
 def cached_prediction(
-    model: LayeredDenoiser, x: Float[Array, "R H W C"], times: Float[Array, "R"], conditions: Conditions, memory: StepMemory
-) -> tuple[Float[Array, "R H W C"], StepMemory]:
+    model: LayeredDenoiser, x: Float[Array, "R *F H W C"], times: Float[Array, "R"], conditions: Conditions, memory: StepMemory
+) -> tuple[Float[Array, "R *F H W C"], StepMemory]:
     """The network's prediction, and what is kept after it."""
     before, step = model.begin(x, times, conditions)
     after = model.layered(before, step, "first")

@@ -24,13 +24,13 @@ class DenoiserStep(NamedTuple):
     attend: how tokens see each other.
     condition: what layers get.
     c: the vector of the time step.
-    size: height and width of the latents.
+    size: height and width of the latents; of videos, their frames before them.
     """
 
     attend: Attend
     condition: Any
     c: Array
-    size: tuple[int, int]
+    size: tuple[int, ...]
 
 
 class LayeredDenoiser(nnx.Module):
@@ -41,7 +41,9 @@ class LayeredDenoiser(nnx.Module):
 
     config: Any
 
-    def begin(self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions) -> tuple[Any, DenoiserStep]:
+    def begin(
+        self, latents: Float[Array, "B *F H W C"], timestep: Float[Array, "B"], conditions: Conditions
+    ) -> tuple[Any, DenoiserStep]:
         """What flows into the first layer, an array or {image, text}, and what layers read."""
         raise NotImplementedError
 
@@ -49,12 +51,12 @@ class LayeredDenoiser(nnx.Module):
         """The streams after the layers, after the first one, or from there after the rest."""
         raise NotImplementedError
 
-    def end(self, streams: Any, step: DenoiserStep) -> Float[Array, "B H W C"]:
+    def end(self, streams: Any, step: DenoiserStep) -> Float[Array, "B *F H W C"]:
         """The prediction, of what the last layer gave."""
         raise NotImplementedError
 
     def __call__(
-        self, latents: Float[Array, "B H W C"], timestep: Float[Array, "B"], conditions: Conditions
-    ) -> Float[Array, "B H W C"]:
+        self, latents: Float[Array, "B *F H W C"], timestep: Float[Array, "B"], conditions: Conditions
+    ) -> Float[Array, "B *F H W C"]:
         streams, step = self.begin(latents, timestep, conditions)
         return self.end(self.layered(streams, step), step)

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from argosy.models.blocks.layered import SPANS, DenoiserStep, LayeredDenoiser, LayerPart
 from argosy.models.blocks.mmdit import LEGEND, MLPEmbedder, axial_turns, joint_attention
 from argosy.models.diffusion.base import Conditions
 from argosy.models.parts.attention.attend import Attend, Bidirectional
@@ -19,6 +20,7 @@ from argosy.models.parts.modulation import modulate, sinusoid
 from argosy.models.parts.norm import LayerNorm, RMSNorm
 from argosy.models.parts.patches import patchify, unpatchify
 from argosy.models.parts.stack import Execution, Layer, Stack
+from argosy.models.parts.stack.layer_range import run_layers
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.models.settings import Reach
 from argosy.ops.precision import sums_in
@@ -75,7 +77,7 @@ class WanBlock(nnx.Module):
         return x + m[5][:, None] * self.mlp(modulate(x, m[3], m[4], self.eps)), cache, {}
 
 
-class Wan(nnx.Module):
+class Wan(LayeredDenoiser):
     """Noisy latents of videos or images, time steps and texts to velocities."""
 
     def __init__(self, config: Any, run: Execution | None):
@@ -89,23 +91,28 @@ class Wan(nnx.Module):
         self.table = weight((2, config.width), Meaning("GD", legend=LEGEND), Draw("normal", config.width**-0.5))
         self.out = Einsum("BTD,DI->BTI", d, bias=True, scale=0.0, legend=LEGEND)
 
-    def __call__(
+    def begin(
         self, latents: Float[Array, "B *F H W C"], timestep: Float[Array, "B"], conditions: Conditions
-    ) -> Float[Array, "B *F H W C"]:
+    ) -> tuple[Float[Array, "B T D"], DenoiserStep]:
         config, (height, width, channels) = self.config, latents.shape[-3:]
-        video = latents if latents.ndim == 5 else latents[:, None]
-        rows, frames = video.shape[:2]
-        patches = patchify(video.reshape(rows * frames, height, width, channels).astype(self.dtype), config.patch)
+        rows, frames = len(latents), latents.shape[1] if latents.ndim == 5 else 1
+        patches = patchify(latents.reshape(rows * frames, height, width, channels).astype(self.dtype), config.patch)
         x = constrain(self.patch(patches.reshape(rows, -1, patches.shape[-1])), "B T D")
         c = self.time(sinusoid(timestep, config.waves).astype(self.dtype))
         text = self.text_down(jax.nn.gelu(self.text_up(conditions.text.astype(self.dtype)), approximate=True))
         turns = self.turns(rows, frames, height // config.patch, width // config.patch)
         condition = WanCondition(self.modulation(jax.nn.silu(c)), text, turns)
-        x, _, _ = self.layers(x, None, Bidirectional(jnp.ones(x.shape[:2], jnp.int32)), condition)
-        shift, scale = jnp.unstack(c[:, None] + self.table[...].astype(c.dtype), axis=1)
-        y = self.out(modulate(x, shift, scale, config.norm_eps))
-        y = y.astype(sums_in(y.dtype)).reshape(rows * frames, -1, y.shape[-1])
-        return unpatchify(y, height, width, config.patch).reshape(latents.shape)
+        return x, DenoiserStep(Bidirectional(jnp.ones(x.shape[:2], jnp.int32)), condition, c, latents.shape[1:-1])
+
+    def layered(self, streams: Float[Array, "B T D"], step: DenoiserStep, part: LayerPart = "all") -> Float[Array, "B T D"]:
+        return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
+
+    def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B *F H W C"]:
+        config, (height, width), rows = self.config, step.size[-2:], len(streams)
+        shift, scale = jnp.unstack(step.c[:, None] + self.table[...].astype(step.c.dtype), axis=1)
+        y = self.out(modulate(streams, shift, scale, config.norm_eps))
+        y = y.astype(sums_in(y.dtype)).reshape(-1, height * width // config.patch**2, y.shape[-1])
+        return unpatchify(y, height, width, config.patch).reshape(rows, *step.size, config.channels)
 
     def turns(self, batch: int, frames: int, rows: int, columns: int) -> tuple[Array, Array]:
         """Cosines and sines of the positions: each patch has its frame, row and column."""

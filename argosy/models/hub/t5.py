@@ -64,7 +64,9 @@ class T5Hub:
         kinds = {how: name for name, how in FEED_FORWARDS.items()}
         kind, names = ("t5", "T5EncoderModel") if self.shared_bias else ("umt5", "UMT5EncoderModel")
         proj = kinds.get((self.gated, self.activation), f"{'gated-' * self.gated}{self.activation}")
-        written = {"model_type": kind, "architectures": [names], "feed_forward_proj": proj, "is_encoder_decoder": False}
+        written = {"model_type": kind, "architectures": [names], "feed_forward_proj": proj}
+        # As transformers writes encoders alone.
+        written["is_encoder_decoder"] = kind == "umt5"
         return self.agreed(written | TABLE.write(self))
 
 

@@ -17,7 +17,7 @@ from argosy.infer.denoise.settings import SamplerSettings
 from argosy.weights.hub.image_lora import image_updates
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
-NAMES = ["pipeline-flux", "pipeline-flux2", "pipeline-sd3", "pipeline-z-image", "pipeline-sd", "pipeline-sdxl"]
+NAMES = ["pipeline-flux", "pipeline-flux2", "pipeline-sd3", "pipeline-z-image", "pipeline-wan", "pipeline-sd", "pipeline-sdxl"]
 PROMPTS = ["a red fox in the snow", "nothing"]
 TOLERANCE = 5e-5  # of the brightest pixel, after three steps; 1.5e-5 was measured, and 1e-5 holds for every module alone
 SIZE = (48, 32)
@@ -63,6 +63,20 @@ def test_z_image_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
     images = pipe.images(PROMPTS, negative=["snow", "a fox"], guidance=1 + 3.0, **how)
     assert np.abs(images - golden["out_images"]).max() < TOLERANCE
     assert np.abs(pipe.images(PROMPTS, guidance=1.0, **how) - golden["out_plain"]).max() < TOLERANCE
+
+
+def test_wan_draws_what_diffusers_draws(pipes: dict[str, ImagePipeline]):
+    """Videos of five frames by UniPC, with negative prompts and without guidance. An image is a video of one frame."""
+    golden, pipe = np.load(GOLDENS / "pipeline-wan" / "golden.npz"), pipes["pipeline-wan"]
+    how = {"steps": 3, "size": (32, 16), "output": "float"}
+    videos = pipe.images(PROMPTS, negative=["snow", "a fox"], guidance=4.0, frames=5, latents=golden["latents"], **how)
+    assert videos.shape == (2, 5, 32, 16, 3)
+    assert np.abs(videos - golden["out_videos"]).max() < TOLERANCE
+    plain = pipe.images(PROMPTS, guidance=1.0, frames=5, latents=golden["latents"], **how)
+    assert np.abs(plain - golden["out_plain"]).max() < TOLERANCE
+    image = pipe.images(PROMPTS[0], guidance=1.0, latents=golden["latents"][:1, :, 0], **how)
+    alone = pipe.images(PROMPTS[0], guidance=1.0, frames=1, latents=golden["latents"][:1, :, :1], **how)
+    np.testing.assert_allclose(image, alone[:, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["pipeline-sd", "pipeline-sdxl"])
@@ -148,6 +162,17 @@ def test_what_does_not_fit_is_named(pipes: dict[str, ImagePipeline]):
         sd3.images(PROMPTS, size=SIZE, sampler=SamplerSettings(name="ddim", noise={"kind": "betas"}, prediction="epsilon"))
     with pytest.raises(BadInput, match="negative prompts have no effect"):
         flux.images(PROMPTS, size=SIZE, negative="snow")
+    with pytest.raises(BadInput, match="frames = 5: this model draws images alone"):
+        flux.images(PROMPTS, size=SIZE, frames=5)
+    wan = pipes["pipeline-wan"]
+    for frames, near in ((8, "frames=5 or frames=9"), (0, "frames=1"), (2, "frames=1 or frames=5")):
+        with pytest.raises(BadInput, match=f"frames = {frames}: .* multiple of 4, and one more") as found:
+            wan.images(PROMPTS, size=(32, 16), frames=frames)
+        assert found.value.hint == near
+    with pytest.raises(BadInput, match=r"\[N C F H W\] is \[1, 4, 2, 4, 2\]"):
+        wan.images(PROMPTS[0], size=(32, 16), frames=5, latents=np.zeros((1, 4, 3, 4, 2)))
+    with pytest.raises(BadInput, match="a video begins from noise"):
+        wan.images(PROMPTS[0], size=(32, 16), frames=5, image=np.zeros((32, 16, 3), np.uint8))
 
 
 def edited(folder: Path, target: Path, file: str, **keys: object) -> Path:
@@ -169,6 +194,11 @@ def test_folders_that_are_not_built_are_named(folders: dict[str, Path], tmp_path
     ):
         with pytest.raises(BadInput, match=named):
             argosy.load(edited(flux, tmp_path / str(i), file, **keys))
+    wan = folders["pipeline-wan"]
+    with pytest.raises(BadInput, match="transformer_2"):
+        argosy.load(edited(wan, tmp_path / "two", "model_index.json", transformer_2=["diffusers", "WanTransformer3DModel"]))
+    with pytest.raises(BadInput, match="expand_timesteps"):
+        argosy.load(edited(wan, tmp_path / "times", "model_index.json", expand_timesteps=True))
     shutil.copytree(folders["pipeline-z-image"], tmp_path / "plain")
     (tmp_path / "plain" / "tokenizer" / "chat_template.jinja").unlink()
     with pytest.raises(BadInput, match="no chat template"):

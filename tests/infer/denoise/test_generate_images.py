@@ -1,5 +1,6 @@
 """`argosy generate MODEL PROMPT image=FILE` as a process, and its mistakes."""
 
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,9 @@ from helpers import stories_model
 from models.test_autoencoders import png_pixels
 
 import argosy
+from argosy.core.errors import BadInput
+from argosy.core.formats.image_files import animation_file
+from argosy.jobs.images import GenerateImages, generate_images
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
 
@@ -20,6 +24,11 @@ GOLDENS = Path(__file__).parents[2] / "goldens" / "images"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return write_pipeline(GOLDENS / "pipeline-flux", tmp_path_factory.mktemp("images") / "flux")
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory) -> Path:
+    return write_pipeline(GOLDENS / "pipeline-wan", tmp_path_factory.mktemp("videos") / "wan")
 
 
 def run(*words: str) -> subprocess.CompletedProcess:
@@ -39,6 +48,56 @@ def test_images_are_written_as_the_pipeline_draws_them(folder: Path, tmp_path: P
         apart = png_pixels(file.read_bytes()).astype(int) - image
         assert np.abs(apart).max() <= 1  # rounding of another process
     assert "step 2 of 2" in done.stderr
+
+
+@pytest.mark.parametrize("ending", [".webp", ".gif", ".png"])
+def test_an_animated_file_has_all_frames_and_their_rate(ending: str):
+    """Pillow stores equal frames once. GIF has 256 colors, and WebP is compressed with losses."""
+    image_module = pytest.importorskip("PIL.Image")
+    frames = np.zeros((5, 16, 24, 3), np.uint8)
+    frames[1:3], frames[3, :, :12], frames[4] = 255, (200, 30, 30), 90
+    with image_module.open(io.BytesIO(animation_file(frames, ending[1:], 12.5))) as opened:
+        assert opened.size == (24, 16)
+        shown: list[np.ndarray] = []
+        for i in range(opened.n_frames):
+            opened.seek(i)
+            frame = np.array(opened.convert("RGB")).astype(int)
+            shown += [frame] * round(opened.info["duration"] / 80)
+    assert len(shown) == 5
+    assert all(np.abs(a - b).mean() < 6 for a, b in zip(shown, frames, strict=True))
+
+
+def test_videos_are_written_as_the_pipeline_draws_them(wan: Path, tmp_path: Path):
+    """As a folder of frames, in another process, and as an animated file."""
+    pytest.importorskip("PIL.Image")
+    how: dict = {"steps": 2, "size": "16x32", "frames": 5, "n": 2}
+    written = generate_images(str(wan), "a red fox", GenerateImages(image=f"{tmp_path}/clip.webp", **how))
+    assert [Path(one["file"]).name for one in written] == ["clip-0.webp", "clip-1.webp"]
+    assert written[1] | {"file": ""} == {"file": "", "seed": 0, "number": 1, "height": 32, "width": 16, "frames": 5}
+    done = run(str(wan), "a red fox", f"image={tmp_path}/frames/", *(f"{name}={value}" for name, value in how.items()))
+    assert done.returncode == 0, done.stderr
+    drawn = argosy.load(wan).images("a red fox", steps=2, size=(32, 16), frames=5, n=2)
+    for video, name in zip(drawn, ("frames-0", "frames-1"), strict=True):
+        files = sorted((tmp_path / name).iterdir())
+        assert [file.name for file in files] == [f"{i:04}.png" for i in range(5)]
+        for file, frame in zip(files, video, strict=True):
+            assert np.abs(png_pixels(file.read_bytes()).astype(int) - frame).max() <= 1
+
+
+def test_mistakes_with_videos_are_named(folder: Path, wan: Path, tmp_path: Path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "0000.png").touch()
+    for model, words, named in (
+        (wan, {"image": f"{tmp_path}/out.mp4", "frames": 5}, "files of videos end in .webp, .gif, .png"),
+        (wan, {"image": f"{tmp_path}/out.gif"}, "gif: files end in"),
+        (wan, {"image": f"{tmp_path}/full", "frames": 5}, "is there already"),
+        (wan, {"image": f"{tmp_path}/out.png", "fps": 8}, "only animated files have a rate"),
+        (wan, {"image": f"{tmp_path}/out.png", "frames": 5, "source": "a.png"}, "begins from noise"),
+        (wan, {"image": f"{tmp_path}/out.png", "frames": 6}, "frames = 6: .* multiple of 4"),
+        (folder, {"image": f"{tmp_path}/out.png", "frames": 5}, "draws images alone"),
+    ):
+        with pytest.raises(BadInput, match=named):
+            generate_images(str(model), "a fox", GenerateImages(**words))
 
 
 def test_mistakes_are_named_before_anything_is_loaded(folder: Path, tmp_path: Path):

@@ -30,7 +30,7 @@ from argosy.models.parts.weight import fill, merge, split
 GOLDEN = Path(__file__).parents[2] / "goldens" / "images" / "pipeline-flux"
 # Of the first-block cache in the golden: every step of a random model moves much.
 THRESHOLD = 0.9
-LAYERED = {name: CASES[name] for name in ("dit-diffusers", "flux2-klein", "sd3-sd3.5", "z_image-plain")}
+LAYERED = {name: CASES[name] for name in ("dit-diffusers", "flux2-klein", "sd3-sd3.5", "wan-plain", "z_image-plain")}
 
 
 @pytest.fixture(scope="module")
