@@ -24,13 +24,15 @@ class DenoiserStep(NamedTuple):
     attend: how tokens see each other.
     condition: what layers get.
     c: the vector of the time step.
-    size: height and width of the latents; of videos, their frames before them.
+    size: height and width of the latents.
+    frames: of the latents of a video; None: they are those of an image.
     """
 
     attend: Attend
     condition: Any
     c: Array
-    size: tuple[int, ...]
+    size: tuple[int, int]
+    frames: int | None = None
 
 
 class LayeredDenoiser(nnx.Module):

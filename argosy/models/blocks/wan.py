@@ -95,24 +95,25 @@ class Wan(LayeredDenoiser):
         self, latents: Float[Array, "B *F H W C"], timestep: Float[Array, "B"], conditions: Conditions
     ) -> tuple[Float[Array, "B T D"], DenoiserStep]:
         config, (height, width, channels) = self.config, latents.shape[-3:]
-        rows, frames = len(latents), latents.shape[1] if latents.ndim == 5 else 1
-        patches = patchify(latents.reshape(rows * frames, height, width, channels).astype(self.dtype), config.patch)
+        rows, frames = len(latents), latents.shape[1] if latents.ndim == 5 else None
+        patches = patchify(latents.reshape(-1, height, width, channels).astype(self.dtype), config.patch)
         x = constrain(self.patch(patches.reshape(rows, -1, patches.shape[-1])), "B T D")
         c = self.time(sinusoid(timestep, config.waves).astype(self.dtype))
         text = self.text_down(jax.nn.gelu(self.text_up(conditions.text.astype(self.dtype)), approximate=True))
-        turns = self.turns(rows, frames, height // config.patch, width // config.patch)
+        turns = self.turns(rows, frames or 1, height // config.patch, width // config.patch)
         condition = WanCondition(self.modulation(jax.nn.silu(c)), text, turns)
-        return x, DenoiserStep(Bidirectional(jnp.ones(x.shape[:2], jnp.int32)), condition, c, latents.shape[1:-1])
+        return x, DenoiserStep(Bidirectional(jnp.ones(x.shape[:2], jnp.int32)), condition, c, (height, width), frames)
 
     def layered(self, streams: Float[Array, "B T D"], step: DenoiserStep, part: LayerPart = "all") -> Float[Array, "B T D"]:
         return run_layers(self.layers, streams, step.attend, step.condition, *SPANS[part])
 
     def end(self, streams: Float[Array, "B T D"], step: DenoiserStep) -> Float[Array, "B *F H W C"]:
-        config, (height, width), rows = self.config, step.size[-2:], len(streams)
+        config, (height, width), rows = self.config, step.size, len(streams)
         shift, scale = jnp.unstack(step.c[:, None] + self.table[...].astype(step.c.dtype), axis=1)
         y = self.out(modulate(streams, shift, scale, config.norm_eps))
         y = y.astype(sums_in(y.dtype)).reshape(-1, height * width // config.patch**2, y.shape[-1])
-        return unpatchify(y, height, width, config.patch).reshape(rows, *step.size, config.channels)
+        frames = () if step.frames is None else (step.frames,)
+        return unpatchify(y, height, width, config.patch).reshape(rows, *frames, height, width, config.channels)
 
     def turns(self, batch: int, frames: int, rows: int, columns: int) -> tuple[Array, Array]:
         """Cosines and sines of the positions: each patch has its frame, row and column."""
